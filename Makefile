@@ -1,0 +1,69 @@
+# `make run` shows the main job, `make test` checks the project; both build their own .venv first.
+
+PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+# The CPU build of torch; another index (and another pin in constraints.txt) gives another build.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+VENV ?= .venv
+# Arguments of the command that `make run` starts, e.g. make run ARGS="--demand code --check 10"
+ARGS ?= --check 4
+# Processes that run the tests.
+JOBS ?= 2
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+REQUIREMENTS := pyproject.toml constraints.txt
+
+.PHONY: help run test test-all lint format bench clean
+.NOTPARALLEL:
+
+help:
+	@echo "make run        install and serve a small model, with proof that nothing compiled after warmup"
+	@echo "make test       lint, types and the quick tests"
+	@echo "make test-all   the same with every test this machine can run"
+	@echo "make lint       ruff and mypy only"
+	@echo "make format     rewrite the sources as ruff formats them"
+	@echo "make bench      the benchmarks behind the README's numbers"
+	@echo "make clean      remove environments and caches"
+
+run: $(VENV)/.installed-run
+	$(BIN)/compiled-attn run $(ARGS)
+
+test: lint
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
+
+test-all: lint
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m ""
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.installed-dev
+	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+clean:
+	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
+
+$(VENV)/.installed-torch: constraints.txt
+	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer found: install one, or make PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { echo "python's venv module is needed: on Debian, apt-get install python3-venv" >&2; exit 1; }
+	@echo "installing torch into $(VENV)"
+	@$(PIP) install --no-deps --retries 1 --extra-index-url $(TORCH_INDEX) -c constraints.txt torch
+	@touch $@
+
+$(VENV)/.installed-run: $(VENV)/.installed-torch $(REQUIREMENTS)
+	@echo "installing compiled-attn[cli,hf] into $(VENV)"
+	@$(PIP) install -c constraints.txt -e '.[cli,hf]'
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed-run
+	@echo "installing compiled-attn[dev] into $(VENV)"
+	@$(PIP) install -c constraints.txt -e '.[dev]'
+	@touch $@

@@ -1,0 +1,25 @@
+"""Blocks of a paged KV cache: who holds which, what they contain, which comes next.
+
+:class:`BlockPool` is the one way in. It hands out block ids to requests as :class:`BlockTable`,
+shares equal prompt prefixes through a :class:`PrefixIndex`, and says in :class:`PoolStats` how it
+goes. Host code only: no tensor is touched here; the copies that sharing makes necessary are listed
+by ``BlockPool.pop_copies``.
+"""
+
+from __future__ import annotations
+
+from compiled_attn.blocks.errors import DuplicateRequest, OutOfBlocks, UnknownRequest
+from compiled_attn.blocks.pool import BlockPool
+from compiled_attn.blocks.prefix import PrefixIndex
+from compiled_attn.blocks.stats import PoolStats
+from compiled_attn.blocks.table import BlockTable
+
+__all__ = [
+    "BlockPool",
+    "BlockTable",
+    "DuplicateRequest",
+    "OutOfBlocks",
+    "PoolStats",
+    "PrefixIndex",
+    "UnknownRequest",
+]

@@ -1,0 +1,330 @@
+"""Which request holds which blocks of a paged KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from compiled_attn.blocks.allocator import BlockAllocator
+from compiled_attn.blocks.errors import DuplicateRequest, OutOfBlocks, UnknownRequest, whole
+from compiled_attn.blocks.prefix import PrefixIndex, Salt, Tokens, check_tokens
+from compiled_attn.blocks.stats import PoolStats
+from compiled_attn.blocks.table import BlockTable
+
+__all__ = ["BlockPool"]
+
+
+class BlockPool:
+    """Hands out the blocks of a paged KV cache to requests and shares equal prefixes between them.
+
+    Every block is free, used with a reference count, or cached: held by nobody, but still found by
+    its content until the pool evicts it. Block 0 is the null block, the target of all padding, and
+    is never handed out. Free blocks are taken lowest id first; cached ones are evicted only when no
+    free one is left, the least recently used chain first and its last block first. A call costs
+    O(log n) per block it touches; making the pool costs O(1) Python work.
+
+    A request goes through ``add`` -> (``reserve`` -> write K/V on the device -> ``commit``)* ->
+    ``free``. Where ``reserve`` decided on a copy (after ``fork``), the pairs of ``pop_copies`` are
+    copied before K/V is written. Every error leaves the pool as it was. Not thread-safe.
+
+    Args:
+        num_blocks: blocks of the cache with the null block, at least 2.
+        block_size: slots (tokens) in a block, at least 1.
+
+    Example::
+
+        pool = BlockPool(num_blocks=100, block_size=16)
+        table = pool.add("a", prompt)
+        pool.reserve("a", len(prompt))  # allocates what was not found in the prefix cache
+        ...  # compute positions num_computed .. len(prompt) - 1 into table.slot(position)
+        pool.commit("a", prompt, len(prompt))  # later requests find the full blocks
+        pool.free("a")
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_blocks = whole("num_blocks (one of them is the null block)", num_blocks, 2)
+        self.block_size = whole("block_size", block_size, 1)
+        self._index = PrefixIndex(self.block_size)
+        self._blocks = BlockAllocator(self.num_blocks, self._index)
+        self._tables: dict[Hashable, BlockTable] = {}
+        self._refcounts = np.frombuffer(self._blocks.refs, dtype=np.int32)
+        self._refcounts.flags.writeable = False
+        self._queried_tokens = 0
+        self._hit_tokens = 0
+        self._num_copies = 0
+        self._num_preemptions = 0
+
+    @property
+    def available(self) -> int:
+        """Blocks that could be reserved now: the free and the cached ones."""
+        return self._blocks.available
+
+    @property
+    def highest_used(self) -> int:
+        """The highest block id in use now, 0 where none is."""
+        return self._blocks.highest_used
+
+    @property
+    def refcounts(self) -> NDArray[np.int32]:
+        """Live, read-only, ``[num_blocks]`` int32; a pending copy counts for its source."""
+        return self._refcounts
+
+    @property
+    def requests(self) -> list[Hashable]:
+        """Ids of all requests in the pool, oldest first."""
+        return list(self._tables)
+
+    def __contains__(self, request_id: Hashable) -> bool:
+        return request_id in self._tables
+
+    def table(self, request_id: Hashable) -> BlockTable:
+        """Return the table of a request, the same object all its life; or ``UnknownRequest``."""
+        table = self._tables.get(request_id)
+        if table is None:
+            raise UnknownRequest(request_id)
+        return table
+
+    def add(
+        self, request_id: Hashable, tokens: Tokens | None = None, *, salt: Salt = None
+    ) -> BlockTable:
+        """Register a request; hold the blocks of the longest cached prefix of its prompt.
+
+        Only full blocks are found, and at most ``len(tokens) - 1`` tokens: the last one is always
+        computed, because its logits are needed. Nothing is allocated, so this never runs out of
+        blocks.
+
+        Args:
+            request_id: any hashable name that is not in the pool.
+            tokens: prompt token ids ``[n]``, list or integer array; None looks nothing up.
+            salt: extra key; only requests with the same salt share blocks.
+
+        Returns:
+            The table, with ``length == num_computed == num_cached_tokens`` positions found.
+
+        Raises:
+            DuplicateRequest: the id is in the pool.
+        """
+        if request_id in self._tables:
+            raise DuplicateRequest(request_id)
+        table = BlockTable(request_id, self.block_size, self._index.root(salt))
+        if tokens is not None:
+            self._take_hits(table, self._match(tokens, salt))
+            self._queried_tokens += len(tokens)
+            self._hit_tokens += table.num_cached_tokens
+        self._tables[request_id] = table
+        return table
+
+    def can_allocate(self, length: int, tokens: Tokens | None = None, *, salt: Salt = None) -> bool:
+        """Whether ``add`` and then ``reserve`` of a new request would fit now; no side effects."""
+        needed = self._blocks_of(whole("length", length, 0))
+        hits = [] if tokens is None else self._match(tokens, salt)
+        idle = sum(not self._blocks.refs[block] for block in hits)
+        return needed - len(hits) <= self.available - idle
+
+    def blocks_needed(self, request_id: Hashable, length: int) -> int:
+        """Return how many blocks ``reserve`` would allocate, a copy on write included."""
+        return self._needed(self.table(request_id), whole("length", length, 0))
+
+    def can_reserve(self, request_id: Hashable, length: int) -> bool:
+        """Whether ``reserve(request_id, length)`` would succeed now; no side effects."""
+        return self.blocks_needed(request_id, length) <= self.available
+
+    def reserve(self, request_id: Hashable, length: int) -> list[int]:
+        """Make the table hold positions ``< length``; all missing blocks are allocated, or none.
+
+        A partly filled last block that another table shares is replaced by a fresh one, and the
+        copy that this takes is added to ``pop_copies``. Full shared blocks are never copied. A
+        ``length`` that the table already holds changes nothing; a table never shrinks.
+
+        Returns:
+            The ids that were allocated, the replacement of the last block first.
+
+        Raises:
+            OutOfBlocks: the free and cached blocks don't suffice.
+        """
+        table = self.table(request_id)
+        length = whole("length", length, 0)
+        needed = self._needed(table, length)
+        if needed > self.available:
+            blocks = self._blocks
+            raise OutOfBlocks(
+                request_id, length, needed, blocks.num_free, blocks.num_cached, self.num_blocks - 1
+            )
+        added = self._grow(table, needed) if needed else []
+        table.length = max(table.length, length)
+        return added
+
+    def append(self, request_id: Hashable, n: int = 1) -> list[int]:
+        """Reserve ``n`` more positions: ``reserve(request_id, length + n)``."""
+        return self.reserve(request_id, self.table(request_id).length + whole("n", n, 0))
+
+    def commit(self, request_id: Hashable, tokens: Tokens, length: int) -> None:
+        """Declare that positions ``< length`` hold K/V of ``tokens``: full blocks can be found.
+
+        The cost is that of the blocks that became full since the last commit. Where another block
+        with the same content can already be found, that one stays the one that is found.
+
+        Args:
+            request_id: the request that was computed.
+            tokens: all token ids of the request so far, prompt included, ``[>= length]``. What was
+                committed before is not looked at again.
+            length: between ``num_computed`` and ``length`` of the table.
+
+        Raises:
+            ValueError: ``length`` or ``tokens`` don't fit the table.
+            RuntimeError: a block that became full still waits for its copy (see ``pop_copies``).
+        """
+        table = self.table(request_id)
+        length = whole("length", length, 0)
+        self._check_commit(table, tokens, length)
+        if length // self.block_size > table._num_keyed:
+            self._index_full_blocks(table, tokens, length // self.block_size)
+        table.num_computed = length
+
+    def fork(self, parent_id: Hashable, child_id: Hashable) -> BlockTable:
+        """Register ``child_id`` with blocks, positions and salt of ``parent_id``; copies nothing.
+
+        Positions reserved so far belong to both, and both expect the same tokens there. Whoever of
+        them first reserves further into a partly filled last block gets a copy of it.
+
+        Raises:
+            UnknownRequest: the parent is not in the pool.
+            DuplicateRequest: the child is.
+        """
+        parent = self.table(parent_id)
+        if child_id in self._tables:
+            raise DuplicateRequest(child_id)
+        child = BlockTable(child_id, self.block_size, parent._key)
+        self._hold(child, parent.blocks)
+        child._num_keyed = parent._num_keyed
+        child.length, child.num_computed = parent.length, parent.num_computed
+        self._tables[child_id] = child
+        return child
+
+    def pop_copies(self) -> list[tuple[int, int]]:
+        """Return, once, the ``(source, destination)`` block copies to perform, oldest first.
+
+        The caller copies K and V of all layers before any K/V of the next step is written. No
+        destination is the source of another pair, so they may run in any order or at once.
+        """
+        return self._blocks.pop_copies()
+
+    def free(self, request_id: Hashable) -> None:
+        """Give up all blocks of a finished request, whose table becomes empty.
+
+        Full committed blocks stay cached. The id can be added again at once. Raises
+        ``UnknownRequest``, also on the second call.
+        """
+        table = self.table(request_id)
+        del self._tables[request_id]
+        # Last block first, so that within a chain the tail is evicted before what leads to it.
+        for block in reversed(table.blocks):
+            self._blocks.release(block)
+        table._clear()
+
+    def preempt(self, request_id: Hashable) -> None:
+        """``free`` a request that is to come back, and count it.
+
+        The pool forgets the id. To resume, ``add`` it again with the prompt *and* what was
+        generated: whatever was not evicted in between is found in the prefix cache, the rest is
+        recomputed.
+        """
+        self.free(request_id)
+        self._num_preemptions += 1
+
+    def stats(self) -> PoolStats:
+        """Return the figures of this moment; O(number of requests)."""
+        blocks = self._blocks
+        last = {t.blocks[-1]: t.fragmentation for t in self._tables.values() if t.blocks}
+        return PoolStats(
+            total=self.num_blocks - 1,
+            used=blocks.num_used,
+            free=blocks.num_free,
+            cached=blocks.num_cached,
+            requests=len(self._tables),
+            highest_used=blocks.highest_used,
+            high_water=blocks.high_water,
+            peak_used=blocks.peak_used,
+            allocations=blocks.num_allocations,
+            evictions=blocks.num_evictions,
+            copies=self._num_copies,
+            preemptions=self._num_preemptions,
+            queried_tokens=self._queried_tokens,
+            hit_tokens=self._hit_tokens,
+            fragmented_slots=sum(last.values()),
+        )
+
+    def __repr__(self) -> str:
+        b = self._blocks
+        return (
+            f"BlockPool(num_blocks={self.num_blocks}, block_size={self.block_size}, "
+            f"used={b.num_used}, free={b.num_free}, cached={b.num_cached})"
+        )
+
+    def _blocks_of(self, length: int) -> int:
+        return -(-length // self.block_size)
+
+    def _needed(self, table: BlockTable, length: int) -> int:
+        if length <= table.length:
+            return 0
+        return self._blocks_of(length) - len(table.blocks) + self._writes_into_shared(table)
+
+    def _match(self, tokens: Tokens, salt: Salt) -> list[int]:
+        check_tokens(tokens)
+        return self._index.match(tokens[:-1], salt)
+
+    def _hold(self, table: BlockTable, blocks: list[int]) -> None:
+        for block in blocks:
+            self._blocks.acquire(block)
+        table._extend(blocks)
+
+    def _take_hits(self, table: BlockTable, hits: list[int]) -> None:
+        self._hold(table, hits)
+        if hits:
+            table._key, table._num_keyed = self._index.key_of(hits[-1]), len(hits)
+        table.num_cached_tokens = table.num_computed = table.length = len(hits) * self.block_size
+
+    def _writes_into_shared(self, table: BlockTable) -> bool:
+        return table.length % self.block_size != 0 and self._blocks.is_shared(table.blocks[-1])
+
+    def _grow(self, table: BlockTable, needed: int) -> list[int]:
+        added = []
+        if self._writes_into_shared(table):
+            added.append(self._blocks.copy(table.blocks[-1]))
+            table._replace_last(added[0])
+            self._num_copies += 1
+        fresh = [self._blocks.allocate() for _ in range(needed - len(added))]
+        table._extend(fresh)
+        return added + fresh
+
+    def _check_commit(self, table: BlockTable, tokens: Tokens, length: int) -> None:
+        if not table.num_computed <= length <= table.length:
+            raise ValueError(
+                f"expected a length between {table.num_computed} (computed) and {table.length} "
+                f"(reserved) for request {table.request_id!r}, got {length}: "
+                "reserve before, and commit only forward"
+            )
+        check_tokens(tokens)
+        if len(tokens) < length:
+            raise ValueError(
+                f"expected at least {length} tokens for request {table.request_id!r}, "
+                f"got {len(tokens)}: pass the prompt too"
+            )
+
+    def _index_full_blocks(self, table: BlockTable, tokens: Tokens, full: int) -> None:
+        blocks = table.blocks[table._num_keyed : full]
+        waiting = [block for block in blocks if block in self._blocks.copies]
+        if waiting:
+            raise RuntimeError(
+                f"expected the blocks of request {table.request_id!r} to be copied before they are "
+                f"written, got blocks {waiting} waiting: perform pop_copies() before each step"
+            )
+        # All keys before the first insertion: a bad token must change nothing.
+        keys = [table._key]
+        for number in range(table._num_keyed, full):
+            keys.append(self._index.next_key(keys[-1], tokens, number * self.block_size))
+        for block, key in zip(blocks, keys[1:], strict=True):
+            self._index.insert(key, block)
+        table._key, table._num_keyed = keys[-1], full

@@ -1,0 +1,183 @@
+"""Commands and options of ``compiled-attn``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from compiled_attn import __version__
+from compiled_attn.cli.errors import exit_code_of
+
+__all__ = ["app", "run_command"]
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Capture a model's step once, serve requests, never compile again.",
+)
+
+
+def run_command(argv: Sequence[str] | None = None) -> int:
+    """Parse and run; returns the exit code."""
+    arguments = None if argv is None else list(argv)
+    return exit_code_of(
+        lambda: app(args=arguments, prog_name="compiled-attn", standalone_mode=False) or 0
+    )
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"compiled-attn {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _compiled_attn(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+_DEMAND, _ENGINE, _RESULT = "What to serve", "How to serve it", "What to prove and write"
+
+
+@app.command()
+def run(
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            rich_help_panel=_DEMAND,
+            help="Hugging Face causal LM; by default a small random Llama is built.",
+        ),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            rich_help_panel=_DEMAND,
+            help="Azure CSV or Mooncake JSON lines; by default the demand is drawn.",
+        ),
+    ] = None,
+    demand: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KIND",
+            rich_help_panel=_DEMAND,
+            help="Demand to draw: chat (default), code or rag.",
+        ),
+    ] = None,
+    requests: Annotated[
+        int, typer.Option(min=1, rich_help_panel=_DEMAND, help="Requests to draw or read.")
+    ] = 40,
+    scale: Annotated[
+        float | None,
+        typer.Option(
+            rich_help_panel=_DEMAND,
+            help="Multiplies all lengths; by default what fits the model's context.",
+        ),
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(min=0, rich_help_panel=_DEMAND, help="Seed of everything random.")
+    ] = 0,
+    speed: Annotated[
+        float | None,
+        typer.Option(
+            metavar="X",
+            rich_help_panel=_DEMAND,
+            help="Open loop: keep the arrival times, X times as fast.",
+        ),
+    ] = None,
+    concurrency: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            rich_help_panel=_DEMAND,
+            help="Closed loop: N requests in flight; by default all are offered at once.",
+        ),
+    ] = None,
+    temperature: Annotated[
+        float, typer.Option(rich_help_panel=_DEMAND, help="0 is greedy decoding.")
+    ] = 0.0,
+    top_k: Annotated[
+        int, typer.Option(rich_help_panel=_DEMAND, help="Sample from the k most likely; 0: all.")
+    ] = 0,
+    top_p: Annotated[
+        float, typer.Option(rich_help_panel=_DEMAND, help="Sample from the most likely share p.")
+    ] = 1.0,
+    dtype: Annotated[
+        str, typer.Option(rich_help_panel=_ENGINE, help="float32 or bfloat16.")
+    ] = "float32",
+    backend: Annotated[
+        str, typer.Option(rich_help_panel=_ENGINE, help="inductor (compiled) or eager.")
+    ] = "inductor",
+    max_tokens_per_step: Annotated[
+        int, typer.Option(rich_help_panel=_ENGINE, help="Tokens a step computes at most.")
+    ] = 256,
+    max_seqs: Annotated[
+        int, typer.Option(rich_help_panel=_ENGINE, help="Requests that run at once at most.")
+    ] = 32,
+    block_size: Annotated[
+        int, typer.Option(rich_help_panel=_ENGINE, help="Tokens in a block of the KV cache.")
+    ] = 32,
+    num_blocks: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            rich_help_panel=_ENGINE,
+            help="Blocks of the KV cache; by default 256 MiB of them.",
+        ),
+    ] = None,
+    buckets: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            rich_help_panel=_ENGINE,
+            help="Shapes to capture: tokens, shared, unique, logits on each line.",
+        ),
+    ] = None,
+    max_graphs: Annotated[
+        int | None,
+        typer.Option(metavar="N", rich_help_panel=_ENGINE, help="Graphs to capture at most."),
+    ] = None,
+    check: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            metavar="N",
+            rich_help_panel=_RESULT,
+            help="Generate N requests again with plain transformers and compare.",
+        ),
+    ] = 0,
+    strict: Annotated[
+        bool,
+        typer.Option(
+            rich_help_panel=_RESULT,
+            help="A compile after warmup or a fallback is an error, or else a counted warning.",
+        ),
+    ] = True,
+    report: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", rich_help_panel=_RESULT, help="Write an HTML report here."),
+    ] = None,
+    json: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", rich_help_panel=_RESULT, help="Write the result here."),
+    ] = None,
+) -> int:
+    """Warm up, serve a demand, and prove that nothing compiled meanwhile.
+
+    Ends with 1 if a token differs from plain generate or something compiled after warmup, with 2 on
+    bad input, with 130 when interrupted.
+    """
+    options = dict(locals())
+    from compiled_attn.cli.job import Options, run_job
+
+    return run_job(Options(**options))

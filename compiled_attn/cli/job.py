@@ -1,0 +1,219 @@
+"""The main job: prepare, warm up, serve, check, report."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from transformers import PreTrainedModel
+
+from compiled_attn.check import CheckReport, check
+from compiled_attn.cli.errors import FAILED, INTERRUPTED, UserError, bad_input, tell
+from compiled_attn.cli.live import ServingView, serving_view
+from compiled_attn.cli.table import print_result
+from compiled_attn.demand import Arrival, fit_scale, prompts, read_trace, scaled, synthetic
+from compiled_attn.engine import (
+    Engine,
+    EngineConfig,
+    EngineReport,
+    GenerationResult,
+    SamplingParams,
+)
+from compiled_attn.models import default_model, load_model
+from graphs import (
+    GraphBudgetExceeded,
+    InputMismatch,
+    ModeMismatch,
+    StaleGraph,
+    available_backends,
+    from_file,
+    progress_for,
+)
+
+__all__ = ["Options", "run_job"]
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The options of ``compiled-attn run``, under their names."""
+
+    model: Path | None
+    trace: Path | None
+    demand: str | None
+    requests: int
+    scale: float | None
+    seed: int
+    speed: float | None
+    concurrency: int | None
+    temperature: float
+    top_k: int
+    top_p: float
+    dtype: str
+    backend: str
+    max_tokens_per_step: int
+    max_seqs: int
+    block_size: int
+    num_blocks: int | None
+    buckets: Path | None
+    max_graphs: int | None
+    check: int
+    strict: bool
+    report: Path | None
+    json: Path | None
+
+
+def run_job(options: Options) -> int:
+    """Run the main job as the options say, and return the exit code.
+
+    Progress goes to stderr, the result to stdout. All input is looked at before the warmup begins.
+
+    Raises:
+        UserError: the input is bad; nothing was started.
+    """
+    screen = Console(stderr=True)
+    with bad_input():
+        _refuse_contradictions(options)
+        model = _model(options)
+        engine = Engine(model, _config(options))
+        arrivals = _demand(options, engine.sizing.context, screen)
+        view = serving_view(len(arrivals), screen)
+        results = _offer(options, engine, arrivals, view)
+    checked, code = CheckReport(), 0
+    try:
+        engine.warmup(progress_for(sys.stderr))
+        with view:
+            for _ in results:
+                pass
+        checked = check(model, engine.results, options.check)
+    except KeyboardInterrupt:
+        code = tell("interrupted; this is the report so far", INTERRUPTED)
+    except (GraphBudgetExceeded, InputMismatch, ModeMismatch, StaleGraph) as error:
+        code = tell(error, FAILED)
+    report = replace(
+        engine.report(),
+        checked_requests=checked.checked_requests,
+        mismatched_tokens=checked.mismatched_tokens,
+    )
+    print_result(report, checked, Console())
+    with bad_input():
+        _write(options, report, checked)
+    return code or _verdict(report, options.strict)
+
+
+def _refuse_contradictions(options: Options) -> None:
+    if options.trace is not None and options.demand is not None:
+        raise UserError("--trace and --demand were both given: choose where requests come from")
+    if options.dtype not in _DTYPES:
+        raise UserError(f"unknown --dtype {options.dtype}: choose one of {', '.join(_DTYPES)}")
+    backends = available_backends()
+    if options.backend not in backends:
+        raise UserError(
+            f"unknown --backend {options.backend}: choose one of {', '.join(sorted(backends))}"
+        )
+    if reason := backends[options.backend]:
+        raise UserError(f"--backend {options.backend} cannot work here: {reason}")
+    if options.speed is not None and not 0 < options.speed < float("inf"):
+        raise UserError(f"expected --speed above 0, got {options.speed}: 1 keeps the trace's times")
+    if options.check and options.temperature > 0:
+        raise UserError(
+            "--check compares greedy decoding: leave --temperature at 0, or --check out"
+        )
+    if options.json is not None and not options.json.absolute().parent.is_dir():
+        raise UserError(f"--json {options.json}: no such directory; create it first")
+    if options.report is not None and importlib.util.find_spec("graphs.report") is None:
+        raise UserError("--report is not part of this version: use --json FILE")
+
+
+def _model(options: Options) -> PreTrainedModel:
+    dtype = _DTYPES[options.dtype]
+    if options.model is None:
+        return default_model(options.seed, dtype)
+    return load_model(options.model, dtype)
+
+
+def _config(options: Options) -> EngineConfig:
+    config = EngineConfig(
+        max_tokens_per_step=options.max_tokens_per_step,
+        max_seqs=options.max_seqs,
+        block_size=options.block_size,
+        num_blocks=options.num_blocks,
+        backend=options.backend,
+        strict=options.strict,
+    )
+    buckets = None if options.buckets is None else from_file(options.buckets)
+    default = config.max_graphs if buckets is None else len(buckets)
+    return replace(config, buckets=buckets, max_graphs=options.max_graphs or default)
+
+
+def _demand(options: Options, context: int, screen: Console) -> list[Arrival]:
+    if options.trace is not None:
+        arrivals = read_trace(options.trace, options.requests)
+    else:
+        arrivals = synthetic(options.demand or "chat", options.requests, options.seed)
+    scale = fit_scale(arrivals, context) if options.scale is None else options.scale
+    arrivals = scaled(arrivals, scale)
+    prompt_tokens = sum(arrival.prompt_tokens for arrival in arrivals)
+    output_tokens = sum(arrival.output_tokens for arrival in arrivals)
+    screen.print(
+        f"{len(arrivals)} requests, lengths scaled by {scale:g}: {prompt_tokens:,} prompt tokens, "
+        f"{output_tokens:,} to generate",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return arrivals
+
+
+def _sampling(options: Options, arrivals: Sequence[Arrival]) -> list[SamplingParams]:
+    return [
+        SamplingParams(
+            max_new_tokens=arrival.output_tokens,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            seed=options.seed + index,
+        )
+        for index, arrival in enumerate(arrivals)
+    ]
+
+
+def _offer(
+    options: Options, engine: Engine, arrivals: Sequence[Arrival], view: ServingView
+) -> Iterator[GenerationResult]:
+    """The results to come, of requests that can all be served; none is computed yet."""
+    vocab_size = engine.model.config.get_text_config().vocab_size
+    texts = prompts(arrivals, vocab_size, options.seed)
+    sampling = _sampling(options, arrivals)
+    for text, params in zip(texts, sampling, strict=True):
+        engine.sizing.check(text, params)
+    speed = options.speed
+    return engine.generate(
+        texts,
+        sampling,
+        arrivals=None if speed is None else [a.arrival_s / speed for a in arrivals],
+        concurrency=options.concurrency,
+        on_step=view,
+    )
+
+
+def _verdict(report: EngineReport, strict: bool) -> int:
+    late = report.compiles_after_warmup + report.graph_breaks + report.fallbacks
+    return FAILED if report.mismatched_tokens or (strict and late) else 0
+
+
+def _write(options: Options, report: EngineReport, checked: CheckReport) -> None:
+    result = report.to_dict() | {
+        "ties": [asdict(tie) for tie in checked.ties],
+        "mismatches": [asdict(mismatch) for mismatch in checked.mismatches],
+    }
+    if options.json is not None:
+        options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    if options.report is not None:
+        importlib.import_module("graphs.report").write_report(options.report, result)

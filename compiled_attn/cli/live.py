@@ -1,0 +1,112 @@
+"""What is seen while the engine serves: a live line on a terminal, else a line now and then."""
+
+from __future__ import annotations
+
+from typing import Protocol, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+__all__ = ["LiveServingView", "ServingView", "Step", "serving_view", "status_line"]
+
+
+class Step(Protocol):
+    """The state of the engine after a step, as :class:`compiled_attn.engine.StepInfo` has it."""
+
+    @property
+    def running(self) -> int:
+        """Requests being computed."""
+
+    @property
+    def waiting(self) -> int:
+        """Requests that have arrived and not started."""
+
+    @property
+    def blocks_used(self) -> int:
+        """Blocks that hold keys and values of running requests."""
+
+    @property
+    def blocks_total(self) -> int:
+        """Blocks of the pool."""
+
+    @property
+    def finished(self) -> int:
+        """Requests that are done."""
+
+    @property
+    def generated_tokens(self) -> int:
+        """Tokens generated so far."""
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since serving began."""
+
+
+def status_line(step: Step) -> str:
+    """Tokens per second, running, waiting and blocks in use, as one line."""
+    rate = step.generated_tokens / step.elapsed_s if step.elapsed_s > 0 else 0.0
+    return (
+        f"{rate:,.0f} tokens/s, {step.running} running, {step.waiting} waiting, "
+        f"{step.blocks_used}/{step.blocks_total} blocks"
+    )
+
+
+class ServingView:
+    """Prints the steps that it is called with, a line every ``every_s`` seconds of serving.
+
+    Args:
+        requests: how many will be finished in the end.
+        console: where to.
+        every_s: seconds between two lines.
+    """
+
+    def __init__(self, requests: int, console: Console, every_s: float = 5.0) -> None:
+        self._requests = requests
+        self._console = console
+        self._every_s = self._next_s = every_s
+
+    def __call__(self, step: Step) -> None:
+        """Show a step, if it is time to."""
+        if step.elapsed_s < self._next_s:
+            return
+        self._next_s = step.elapsed_s + self._every_s
+        done = f"{step.elapsed_s:.0f} s: {step.finished}/{self._requests} requests"
+        self._console.print(f"{done}, {status_line(step)}", highlight=False, soft_wrap=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class LiveServingView(ServingView):
+    """Keeps one line of the terminal up to date while the context is open."""
+
+    def __init__(self, requests: int, console: Console) -> None:
+        super().__init__(requests, console)
+        self._progress = Progress(
+            TextColumn("serving"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[status]}"),
+            console=console,
+        )
+        self._task = self._progress.add_task("serving", total=requests, status="")
+
+    def __call__(self, step: Step) -> None:
+        """Show a step."""
+        self._progress.update(self._task, completed=step.finished, status=status_line(step))
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+
+def serving_view(requests: int, console: Console) -> ServingView:
+    """A live line if the console is a terminal, or else lines."""
+    return (LiveServingView if console.is_terminal else ServingView)(requests, console)

@@ -1,0 +1,51 @@
+"""The result of a run as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.table import Table
+
+from compiled_attn.check import CheckReport
+from compiled_attn.engine import EngineReport, Percentiles
+
+__all__ = ["print_result"]
+
+
+def print_result(report: EngineReport, checked: CheckReport | None, console: Console) -> None:
+    """Print the report as a table of two columns, then each difference that a check found."""
+    table = Table(title="compiled-attn", title_justify="left", show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True, justify="right")
+    for name, value in _rows(report):
+        table.add_row(name, value)
+    console.print(table)
+    if checked is not None:
+        for kind, differences in (("mismatch", checked.mismatches), ("tie", checked.ties)):
+            for difference in differences:
+                console.print(f"{kind}: {difference}", highlight=False, soft_wrap=True)
+
+
+def _rows(report: EngineReport) -> Iterator[tuple[str, str]]:
+    waste = report.padding_waste
+    yield "backend", f"{report.backend}, torch {report.torch}, kernel {report.kernel}"
+    yield "graphs captured", f"{report.graphs} in {report.warmup_seconds:.1f} s"
+    yield "compiles after warmup", str(report.compiles_after_warmup)
+    yield "graph breaks", str(report.graph_breaks)
+    yield "fallbacks", str(report.fallbacks)
+    yield "requests", str(report.requests)
+    yield "generated tokens", f"{report.generated_tokens:,}"
+    yield "tokens per second", f"{report.tokens_per_second:,.1f}"
+    yield "time to first token", _milliseconds(report.ttft_ms)
+    yield "step", _milliseconds(report.step_ms)
+    yield "padding", f"{waste['tokens']:.1%} of tokens, {waste['blocks']:.1%} of blocks"
+    yield "prompt tokens from cache", f"{report.prefix_hit_ratio:.1%}"
+    yield "preemptions", str(report.preemptions)
+    yield "blocks high water", str(report.blocks_high_water)
+    yield "checked requests", str(report.checked_requests)
+    yield "mismatched tokens", str(report.mismatched_tokens) if report.checked_requests else "-"
+
+
+def _milliseconds(times: Percentiles) -> str:
+    return f"p50 {times.p50:,.1f} ms, p99 {times.p99:,.1f} ms, max {times.max:,.1f} ms"

@@ -1,0 +1,23 @@
+"""What the engine is asked to do: arrivals from a trace or a seeded generator, and their prompts.
+
+A demand is a list of :class:`Arrival`: times, lengths, prefixes. :func:`prompts` makes its tokens.
+"""
+
+from __future__ import annotations
+
+from .arrival import Arrival, fit, fit_scale, scaled
+from .prompts import prompts
+from .synthetic import KINDS, synthetic
+from .trace import TraceError, read_trace
+
+__all__ = [
+    "KINDS",
+    "Arrival",
+    "TraceError",
+    "fit",
+    "fit_scale",
+    "prompts",
+    "read_trace",
+    "scaled",
+    "synthetic",
+]

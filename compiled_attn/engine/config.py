@@ -1,0 +1,63 @@
+"""What an engine is made with, and what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from graphs import BucketSpace
+
+__all__ = ["ConfigError", "EngineConfig"]
+
+
+class ConfigError(ValueError):
+    """A setting or a request that cannot work: the message says expected, got, remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Sizes and policies of an engine.
+
+    Args:
+        max_tokens_per_step: tokens that a step computes at most.
+        max_seqs: requests that run at the same time at most (<= max_tokens_per_step).
+        block_size: slots in a KV block.
+        num_blocks: blocks of the KV cache with the null block. None: 256 MiB of KV, but room for
+            one request of full context at least and for ``max_seqs`` of them at most.
+        context: longest prompt plus generation. None: the model's ``max_position_embeddings``.
+        buckets: shapes to capture, over the axes tokens, shared, unique, logits. None: a ladder of
+            at most ``max_graphs``, see `compiled_attn.engine.ladder`.
+        max_graphs: upper limit of captured graphs.
+        backend: a backend of `graphs.capture`.
+        strict: a compile after warmup or a fallback is an error instead of a counted warning.
+
+    Raises:
+        ConfigError: a size that cannot work.
+    """
+
+    max_tokens_per_step: int = 256
+    max_seqs: int = 32
+    block_size: int = 32
+    num_blocks: int | None = None
+    context: int | None = None
+    buckets: BucketSpace | None = None
+    max_graphs: int = 24
+    backend: str = "inductor"
+    strict: bool = True
+
+    def __post_init__(self) -> None:
+        sizes = (
+            ("max_tokens_per_step", self.max_tokens_per_step, 1),
+            ("max_seqs", self.max_seqs, 1),
+            ("block_size", self.block_size, 1),
+            ("num_blocks", self.num_blocks, 2),
+            ("context", self.context, 2),
+            ("max_graphs", self.max_graphs, 1),
+        )
+        for name, size, least in sizes:
+            if size is not None and size < least:
+                raise ConfigError(f"expected {name} >= {least}, got {size}: choose a larger {name}")
+        if self.max_seqs > self.max_tokens_per_step:
+            raise ConfigError(
+                f"expected max_seqs <= max_tokens_per_step, got {self.max_seqs} > "
+                f"{self.max_tokens_per_step}: every running request needs a token in a step"
+            )

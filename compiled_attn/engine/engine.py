@@ -1,0 +1,290 @@
+"""Continuous batching over captured graphs: capture once, serve, never compile again."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceOf
+
+import torch
+from transformers import PreTrainedModel
+
+from compiled_attn.blocks import BlockPool
+from compiled_attn.engine.config import ConfigError, EngineConfig
+from compiled_attn.engine.metrics import (
+    EngineReport,
+    Percentiles,
+    StepInfo,
+    StepRecord,
+    padding_waste,
+)
+from compiled_attn.engine.runner import Runner
+from compiled_attn.engine.sampling import SamplingParams, sample
+from compiled_attn.engine.scheduler import Scheduler
+from compiled_attn.engine.sequence import GenerationResult, Sequence, TokenEvent
+from compiled_attn.engine.sizing import Sizing
+from graphs import WarmupReport, no_compile
+
+__all__ = ["Engine"]
+
+
+class Engine:
+    """Serves many requests with one model, step by step, from captured graphs.
+
+    Args:
+        model: a Hugging Face causal LM in eval mode; its attention is switched to the paged cache.
+        config: sizes and policies.
+
+    Raises:
+        ConfigError: the sizes do not fit each other or the model.
+
+    Example::
+
+        engine = Engine(model, EngineConfig(max_seqs=8))
+        engine.warmup()
+        for result in engine.generate(prompts, SamplingParams(max_new_tokens=32)):
+            print(result.index, result.tokens)
+        print(engine.report().to_dict())
+    """
+
+    def __init__(self, model: PreTrainedModel, config: EngineConfig | None = None) -> None:
+        self.config = config = config or EngineConfig()
+        self.model = model
+        self.sizing = Sizing.of(model, config)
+        self.runner = Runner(model, config, self.sizing)
+        self.pool = BlockPool(self.sizing.num_blocks, config.block_size)
+        self.scheduler = Scheduler(self.pool, config.max_tokens_per_step, config.max_seqs)
+        self.records: list[StepRecord] = []
+        self.results: list[GenerationResult] = []
+        self._sentinel = no_compile(strict=config.strict)
+        self._warmup: WarmupReport | None = None
+        self._next_index = 0
+        self._generated = 0
+        self._prompt_tokens = 0
+        self._eos = _eos_tokens(model)
+
+    def warmup(self, progress: Callable[..., None] | None = None) -> WarmupReport:
+        """Captures every bucket; from here on the sentinel watches each step.
+
+        Args:
+            progress: called with an event per bucket, see `graphs.progress_for`.
+        """
+        self._warmup = self.runner.graphs.warmup(progress)
+        return self._warmup
+
+    def submit(
+        self,
+        prompt: SequenceOf[int],
+        sampling: SamplingParams | None = None,
+        *,
+        arrived_s: float | None = None,
+    ) -> int:
+        """Queues a request and returns its index.
+
+        Args:
+            prompt: token ids, at least one.
+            sampling: how it is continued.
+            arrived_s: when it arrived, on the clock of `time.perf_counter`; None: now.
+
+        Raises:
+            ConfigError: the request can never be served: too long for the context, the pool or
+                every bucket, empty, or with a token outside the vocabulary.
+        """
+        sampling = sampling or SamplingParams()
+        prompt = [int(token) for token in prompt]
+        self.sizing.check(prompt, sampling)
+        stop = frozenset(sampling.stop_token_ids) | (
+            frozenset() if sampling.ignore_eos else self._eos
+        )
+        arrived = time.perf_counter() if arrived_s is None else arrived_s
+        sequence = Sequence(
+            self._next_index, prompt, len(prompt), sampling, arrived, stop_tokens=stop
+        )
+        self.scheduler.add(sequence)
+        self._next_index += 1
+        self._prompt_tokens += len(prompt)
+        return sequence.index
+
+    def step(self) -> list[TokenEvent]:
+        """Computes one step and returns the tokens it generated; empty if there is no work.
+
+        Raises:
+            RuntimeError: the engine is not warmed up.
+            graphs.GraphBudgetExceeded: something compiled (strict).
+        """
+        if self._warmup is None:
+            raise RuntimeError(
+                "expected a warmed-up engine: call engine.warmup() before the first step"
+            )
+        if not self.scheduler.has_work:
+            return []
+        started = time.perf_counter()
+        step, plan, bucket = self.runner.fit(self.scheduler.schedule(), self.pool)
+        with self._sentinel:
+            logits = self.runner.run(plan, bucket)
+        sampled = [part.sequence for part in step if part.wants_logits]
+        tokens = sample(logits, [s.sampling for s in sampled], [s.generated for s in sampled])
+        self.scheduler.commit(step)
+        now = time.perf_counter()
+        events = [self._take(s, token, now) for s, token in zip(sampled, tokens, strict=True)]
+        self.records.append(StepRecord(plan.need, dict(bucket), time.perf_counter() - started))
+        return events
+
+    def abort(self, index: int) -> None:
+        """Drops a request that has not finished; its blocks are free at once.
+
+        Raises:
+            KeyError: no such request is waiting or running.
+        """
+        for sequence in (*self.scheduler.running, *self.scheduler.waiting):
+            if sequence.index == index:
+                self.scheduler.finish(sequence)
+                return
+        raise KeyError(
+            f"expected a waiting or running request, got index {index}: it may have finished"
+        )
+
+    def generate(
+        self,
+        prompts: SequenceOf[SequenceOf[int]],
+        sampling: SamplingParams | SequenceOf[SamplingParams] | None = None,
+        *,
+        arrivals: SequenceOf[float] | None = None,
+        concurrency: int | None = None,
+        on_step: Callable[[StepInfo], None] | None = None,
+    ) -> Iterator[GenerationResult]:
+        """Results as they finish, see `stream`; ``result.index`` counts over the engine's life."""
+        for event in self.stream(
+            prompts, sampling, arrivals=arrivals, concurrency=concurrency, on_step=on_step
+        ):
+            if event.result is not None:
+                yield event.result
+
+    def stream(
+        self,
+        prompts: SequenceOf[SequenceOf[int]],
+        sampling: SamplingParams | SequenceOf[SamplingParams] | None = None,
+        *,
+        arrivals: SequenceOf[float] | None = None,
+        concurrency: int | None = None,
+        on_step: Callable[[StepInfo], None] | None = None,
+    ) -> Iterator[TokenEvent]:
+        """Tokens as they are generated. A consumer that stops early aborts the rest.
+
+        Args:
+            prompts: token ids of each request.
+            sampling: one for all, or one each.
+            arrivals: seconds from now at which each request arrives (open loop); None: at once.
+            concurrency: requests in flight at most (closed loop); None: no limit.
+            on_step: called after every step.
+
+        Raises:
+            ConfigError: a request that can never be served; none of them was started then.
+        """
+        params = _broadcast(sampling, len(prompts))
+        times = _broadcast_arrivals(arrivals, len(prompts))
+        if concurrency is not None and concurrency < 1:
+            raise ConfigError(f"expected concurrency >= 1, got {concurrency}")
+        for prompt, param in zip(prompts, params, strict=True):
+            self.sizing.check(prompt, param)
+        queue = deque(sorted(range(len(prompts)), key=times.__getitem__))
+        started = time.perf_counter()
+        open_requests: set[int] = set()
+        try:
+            while queue or open_requests:
+                now = time.perf_counter() - started
+                while (
+                    queue and times[queue[0]] <= now and len(open_requests) < (concurrency or 2**62)
+                ):
+                    at = queue.popleft()
+                    arrived = started + times[at] if arrivals is not None else None
+                    open_requests.add(self.submit(prompts[at], params[at], arrived_s=arrived))
+                if not open_requests:
+                    time.sleep(max(0.0, times[queue[0]] - now))
+                    continue
+                for event in self.step():
+                    if event.result is not None:
+                        open_requests.discard(event.index)
+                    yield event
+                if on_step is not None:
+                    on_step(self._info(time.perf_counter() - started))
+        finally:
+            for index in open_requests:
+                self.abort(index)
+
+    def report(self) -> EngineReport:
+        """What happened since the engine was made."""
+        stats, warm = self.pool.stats(), self._warmup
+        busy = sum(record.seconds for record in self.records)
+        return EngineReport(
+            graphs=len(warm.captured) if warm else 0,
+            graph_breaks=self._sentinel.graph_breaks,
+            compiles_after_warmup=self._sentinel.compiles,
+            fallbacks=self.runner.graphs.fallbacks + self.runner.graphs.degraded,
+            warmup_seconds=round(warm.elapsed_seconds, 3) if warm else 0.0,
+            requests=len(self.results),
+            generated_tokens=self._generated,
+            tokens_per_second=round(self._generated / busy, 2) if busy else 0.0,
+            ttft_ms=Percentiles.of([result.ttft_s for result in self.results]),
+            step_ms=Percentiles.of([record.seconds for record in self.records]),
+            padding_waste=padding_waste(self.records),
+            preemptions=self.scheduler.preemptions,
+            blocks_high_water=stats.high_water,
+            torch=torch.__version__,
+            backend=self.config.backend,
+            kernel=self.runner.module.kernel().name,
+            steps=len(self.records),
+            prompt_tokens=self._prompt_tokens,
+            computed_tokens=sum(record.need["tokens"] for record in self.records),
+            prefix_hit_ratio=round(stats.hit_ratio, 4),
+            seconds=round(busy, 3),
+            bucket_hits={str(bucket): n for bucket, n in self.runner.graphs.hits.items() if n},
+        )
+
+    def _take(self, sequence: Sequence, token: int, now: float) -> TokenEvent:
+        sequence.append(token, now)
+        self._generated += 1
+        if sequence.finish_reason is None:
+            return TokenEvent(sequence.index, token)
+        self.scheduler.finish(sequence)
+        self.results.append(sequence.result(now))
+        return TokenEvent(sequence.index, token, self.results[-1])
+
+    def _info(self, elapsed_s: float) -> StepInfo:
+        return StepInfo(
+            len(self.scheduler.running),
+            len(self.scheduler.waiting),
+            self.sizing.num_blocks - 1 - self.pool.available,
+            self.sizing.num_blocks - 1,
+            len(self.results),
+            self._generated,
+            elapsed_s,
+        )
+
+
+def _broadcast(
+    sampling: SamplingParams | SequenceOf[SamplingParams] | None, count: int
+) -> SequenceOf[SamplingParams]:
+    if sampling is None or isinstance(sampling, SamplingParams):
+        return [sampling or SamplingParams()] * count
+    if len(sampling) != count:
+        raise ConfigError(f"expected one SamplingParams or {count}, got {len(sampling)}")
+    return sampling
+
+
+def _broadcast_arrivals(arrivals: SequenceOf[float] | None, count: int) -> SequenceOf[float]:
+    if arrivals is None:
+        return [0.0] * count
+    if len(arrivals) != count:
+        raise ConfigError(f"expected {count} arrivals, one per prompt, got {len(arrivals)}")
+    return arrivals
+
+
+def _eos_tokens(model: PreTrainedModel) -> frozenset[int]:
+    eos = getattr(model.generation_config, "eos_token_id", None)
+    if eos is None:
+        eos = getattr(model.config, "eos_token_id", None)
+    if eos is None:
+        return frozenset()
+    return frozenset([eos] if isinstance(eos, int) else eos)

@@ -1,0 +1,99 @@
+"""What an engine measured, as one flat report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+
+import numpy as np
+
+__all__ = ["EngineReport", "Percentiles", "StepInfo", "StepRecord"]
+
+
+@dataclass(frozen=True, slots=True)
+class Percentiles:
+    """Median, 99th percentile and maximum of a list of milliseconds (0 where it is empty)."""
+
+    p50: float
+    p99: float
+    max: float
+
+    @staticmethod
+    def of(seconds: Sequence[float]) -> Percentiles:
+        """The percentiles of a list of seconds, in milliseconds."""
+        if not seconds:
+            return Percentiles(0.0, 0.0, 0.0)
+        p50, p99, most = np.percentile(np.asarray(seconds) * 1e3, [50, 99, 100]).tolist()
+        return Percentiles(round(p50, 3), round(p99, 3), round(most, 3))
+
+
+@dataclass(frozen=True, slots=True)
+class StepInfo:
+    """The engine's state after a step, for progress displays."""
+
+    running: int
+    waiting: int
+    blocks_used: int
+    blocks_total: int
+    finished: int
+    generated_tokens: int
+    elapsed_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One step: what it needed, the bucket it ran in, and how long it took on the host's clock."""
+
+    need: dict[str, int]
+    bucket: dict[str, int]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReport:
+    """Everything that ``compiled-attn run --json`` writes.
+
+    ``padding_waste`` is the padded share of computed tokens and of computed blocks.
+    ``graph_breaks`` and ``compiles_after_warmup`` come from the sentinel, ``fallbacks`` counts
+    every degraded bucket pick.
+    """
+
+    graphs: int
+    graph_breaks: int
+    compiles_after_warmup: int
+    fallbacks: int
+    warmup_seconds: float
+    requests: int
+    generated_tokens: int
+    tokens_per_second: float
+    ttft_ms: Percentiles
+    step_ms: Percentiles
+    padding_waste: dict[str, float]
+    preemptions: int
+    blocks_high_water: int
+    torch: str
+    backend: str
+    kernel: str
+    steps: int
+    prompt_tokens: int
+    computed_tokens: int
+    prefix_hit_ratio: float
+    seconds: float
+    bucket_hits: dict[str, int] = field(default_factory=dict)
+    checked_requests: int = 0
+    mismatched_tokens: int = 0
+
+    def to_dict(self) -> dict[str, object]:
+        """The report as JSON-able values."""
+        return asdict(self)
+
+
+def padding_waste(records: Sequence[StepRecord]) -> dict[str, float]:
+    """Padded share of all tokens and of all blocks that the steps computed."""
+
+    def share(*axes: str) -> float:
+        needed = sum(record.need[axis] for record in records for axis in axes)
+        computed = sum(record.bucket[axis] for record in records for axis in axes)
+        return round(1 - needed / computed, 4) if computed else 0.0
+
+    return {"tokens": share("tokens"), "blocks": share("shared", "unique")}

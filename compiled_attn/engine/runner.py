@@ -1,0 +1,84 @@
+"""From scheduled tokens to logits: build the batch, pick the bucket, run its captured graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from compiled_attn.batch import BatchBuilder, Request, StepBatch, StepPlan
+from compiled_attn.blocks import BlockPool
+from compiled_attn.engine.config import EngineConfig
+from compiled_attn.engine.scheduler import ScheduledTokens
+from compiled_attn.engine.sizing import Sizing
+from compiled_attn.hf import PagedCausalLM, cache_for
+from graphs import Bucket, BucketOverflow, WarmupManager
+
+__all__ = ["Runner"]
+
+
+class Runner:
+    """Owns the paged cache and the captured graphs of a model.
+
+    Args:
+        model: a Hugging Face causal LM.
+        config: backend and strictness.
+        sizing: blocks of the cache, shapes to capture.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: EngineConfig, sizing: Sizing) -> None:
+        cache = cache_for(model, sizing.num_blocks, sizing.block_size)
+        self.module = PagedCausalLM(model, cache)
+        self.builder = BatchBuilder(sizing.num_blocks, sizing.block_size)
+        self.graphs = WarmupManager(
+            self.module,
+            sizing.buckets,
+            StepBatch.padding,
+            backend=config.backend,
+            strict=config.strict,
+            name="step",
+        )
+
+    def fit(
+        self, step: list[ScheduledTokens], pool: BlockPool
+    ) -> tuple[list[ScheduledTokens], StepPlan, Bucket]:
+        """The step, cut until a captured bucket holds it.
+
+        Raises:
+            BucketOverflow: not even a single token of the first request has a bucket.
+        """
+        while True:
+            plan = self.builder.plan([_request(part, pool) for part in step])
+            try:
+                return step, plan, self.graphs.bucket(**plan.need)
+            except BucketOverflow:
+                step = _shorter(step)
+                if not step:
+                    raise
+
+    def run(self, plan: StepPlan, bucket: Bucket) -> Tensor:
+        """Logits ``[rows that want them, vocab]`` of a planned step."""
+        inputs = plan.fill(bucket)
+        with torch.no_grad():
+            logits: Tensor = self.graphs.run(bucket, *inputs)
+        return logits[: plan.need["logits"]]
+
+
+def _request(part: ScheduledTokens, pool: BlockPool) -> Request:
+    sequence = part.sequence
+    return Request(
+        sequence.tokens[sequence.computed : sequence.computed + part.count],
+        sequence.computed,
+        pool.table(sequence.index).array,
+        num_logits=int(part.wants_logits),
+    )
+
+
+def _shorter(step: Sequence[ScheduledTokens]) -> list[ScheduledTokens]:
+    """The step without its last request, or half of its only request's tokens."""
+    if len(step) > 1:
+        return list(step[:-1])
+    only = step[0]
+    return [ScheduledTokens(only.sequence, only.count // 2)] if only.count > 1 else []

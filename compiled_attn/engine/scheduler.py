@@ -1,0 +1,131 @@
+"""Which tokens of which sequences the next step computes.
+
+Continuous batching with chunked prefill: decodes first, then the rest of started prompts, then new
+ones, until the step's token budget is full. When blocks run out, the newest running sequence gives
+up its blocks and is computed again later (vLLM's recompute preemption; Orca's iteration-level
+scheduling).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from compiled_attn.blocks import BlockPool
+from compiled_attn.engine.sequence import Sequence, Status
+
+__all__ = ["ScheduledTokens", "Scheduler"]
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledTokens:
+    """The next ``count`` uncomputed tokens of a sequence."""
+
+    sequence: Sequence
+    count: int
+
+    @property
+    def wants_logits(self) -> bool:
+        """Whether the chunk reaches the last known token, so that the next one can be sampled."""
+        return self.count == self.sequence.remaining
+
+
+class Scheduler:
+    """Decides each step from the waiting and running sequences and the free blocks.
+
+    Args:
+        pool: where sequences get their blocks; the scheduler is its only user.
+        max_tokens: tokens in a step at most.
+        max_seqs: sequences that run at the same time at most.
+    """
+
+    def __init__(self, pool: BlockPool, max_tokens: int, max_seqs: int) -> None:
+        self.pool = pool
+        self.max_tokens = max_tokens
+        self.max_seqs = max_seqs
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.preemptions = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any sequence waits or runs."""
+        return bool(self.waiting or self.running)
+
+    def add(self, sequence: Sequence) -> None:
+        """Puts a new sequence at the end of the queue."""
+        self.waiting.append(sequence)
+
+    def schedule(self) -> list[ScheduledTokens]:
+        """The next step; blocks for its tokens are reserved. Empty only if there is no work."""
+        step: list[ScheduledTokens] = []
+        before = self.preemptions
+        # Stable: sequences of one kind stay in order of admission.
+        for sequence in sorted(self.running, key=lambda s: s.remaining > 1):
+            count = self._budget(step, sequence)
+            if not count or sequence.status is not Status.RUNNING:
+                continue
+            if self._reserve_or_preempt(sequence, count, step):
+                step.append(ScheduledTokens(sequence, count))
+        if self.preemptions == before:
+            self._admit(step)
+        return step
+
+    def commit(self, step: list[ScheduledTokens]) -> None:
+        """Declares the tokens of a step computed: their full blocks can be shared from now on."""
+        for part in step:
+            sequence = part.sequence
+            sequence.computed += part.count
+            self.pool.commit(sequence.index, sequence.tokens, sequence.computed)
+
+    def finish(self, sequence: Sequence) -> None:
+        """Takes a sequence out, running or waiting, and frees its blocks."""
+        if sequence.status is Status.RUNNING:
+            self.running.remove(sequence)
+            self.pool.free(sequence.index)
+        else:
+            self.waiting.remove(sequence)
+        sequence.status = Status.FINISHED
+
+    def _budget(self, step: list[ScheduledTokens], sequence: Sequence) -> int:
+        return min(sequence.remaining, self.max_tokens - sum(part.count for part in step))
+
+    def _reserve_or_preempt(
+        self, sequence: Sequence, count: int, step: list[ScheduledTokens]
+    ) -> bool:
+        """Whether the sequence got its blocks; False if it had to give up its own."""
+        while not self.pool.can_reserve(sequence.index, sequence.computed + count):
+            victim = self.running[-1]
+            self._preempt(victim)
+            step[:] = [part for part in step if part.sequence is not victim]
+            if victim is sequence:
+                return False
+        self.pool.reserve(sequence.index, sequence.computed + count)
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.pool.preempt(sequence.index)
+        self.running.remove(sequence)
+        sequence.status, sequence.computed = Status.WAITING, 0
+        self.waiting.appendleft(sequence)
+        self.preemptions += 1
+
+    def _admit(self, step: list[ScheduledTokens]) -> None:
+        while self.waiting and len(self.running) < self.max_seqs:
+            sequence = self.waiting[0]
+            room = self.max_tokens - sum(part.count for part in step)
+            if room < 1 or not self._has_blocks(sequence):
+                return
+            table = self.pool.add(sequence.index, sequence.tokens)
+            sequence.computed = table.num_cached_tokens
+            count = min(sequence.remaining, room)
+            self.pool.reserve(sequence.index, sequence.computed + count)
+            self.waiting.popleft()
+            self.running.append(sequence)
+            sequence.status = Status.RUNNING
+            step.append(ScheduledTokens(sequence, count))
+
+    def _has_blocks(self, sequence: Sequence) -> bool:
+        # One block for each running sequence stays free, or the next step would preempt again.
+        spare = len(self.running) * self.pool.block_size
+        return self.pool.can_allocate(len(sequence.tokens) + spare, sequence.tokens)

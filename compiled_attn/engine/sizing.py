@@ -1,0 +1,117 @@
+"""What a model and a configuration come to: context, blocks, buckets; and which requests fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from compiled_attn.engine.config import ConfigError, EngineConfig
+from compiled_attn.engine.ladder import AXES, StepLimits, default_buckets, step_cost
+from compiled_attn.engine.sampling import SamplingParams
+from compiled_attn.hf import cache_for
+from graphs import BucketOverflow, BucketSpace
+
+__all__ = ["Sizing"]
+
+_DEFAULT_KV_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Sizing:
+    """The sizes of an engine, settled.
+
+    Args:
+        context: longest prompt plus generation, in tokens.
+        vocab: token ids are below this.
+        block_size: slots in a block.
+        num_blocks: blocks of the cache, null block included.
+        buckets: shapes to capture, priced by `step_cost`.
+    """
+
+    context: int
+    vocab: int
+    block_size: int
+    num_blocks: int
+    buckets: BucketSpace
+
+    @staticmethod
+    def of(model: PreTrainedModel, config: EngineConfig) -> Sizing:
+        """Fills in what the configuration leaves open.
+
+        Raises:
+            ConfigError: the sizes do not fit the model or each other.
+        """
+        context = _context(model, config)
+        num_blocks = config.num_blocks or _affordable_blocks(model, config, context)
+        vocab = model.config.get_text_config().vocab_size
+        buckets = _buckets(model, config, context, num_blocks)
+        return Sizing(context, vocab, config.block_size, num_blocks, buckets)
+
+    def check(self, prompt: Sequence[int], sampling: SamplingParams) -> None:
+        """Raises ConfigError if the request can never be served, whatever else runs."""
+        if not prompt:
+            raise ConfigError("expected a prompt of at least one token, got none")
+        if min(prompt) < 0 or max(prompt) >= self.vocab:
+            raise ConfigError(
+                f"expected token ids in 0..{self.vocab - 1}, got {min(prompt)}..{max(prompt)}: "
+                "tokenize with the model's own tokenizer"
+            )
+        length = len(prompt) + sampling.max_new_tokens
+        if length > self.context:
+            raise ConfigError(
+                f"expected prompt + max_new_tokens <= context {self.context}, got {len(prompt)} + "
+                f"{sampling.max_new_tokens}: shorten the prompt or scale the lengths"
+            )
+        self._check_blocks(length, -(-length // self.block_size))
+
+    def _check_blocks(self, length: int, blocks: int) -> None:
+        if blocks > self.num_blocks - 1:
+            raise ConfigError(
+                f"expected a pool that holds one request of {length} tokens ({blocks} blocks of "
+                f"{self.block_size}), got {self.num_blocks - 1} blocks: "
+                f"raise num_blocks to at least {blocks + 1}"
+            )
+        try:
+            self.buckets.pick(tokens=1, shared=0, unique=blocks, logits=1)
+        except BucketOverflow as error:
+            raise ConfigError(
+                f"expected a bucket for the last token of a request of {length} tokens, got none: "
+                f"add one with unique >= {blocks}"
+            ) from error
+
+
+def _context(model: PreTrainedModel, config: EngineConfig) -> int:
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    context = config.context or limit
+    if not context:
+        raise ConfigError("expected a context, the model's configuration has none: set context")
+    if limit and context > limit:
+        raise ConfigError(f"expected context <= {limit} (the model's), got {context}")
+    return int(context)
+
+
+def _affordable_blocks(model: PreTrainedModel, config: EngineConfig, context: int) -> int:
+    one_request = -(-context // config.block_size)
+    affordable = _DEFAULT_KV_BYTES // cache_for(model, 2, config.block_size).bytes_per_block
+    return 1 + min(config.max_seqs * one_request, max(one_request, affordable))
+
+
+def _buckets(
+    model: PreTrainedModel, config: EngineConfig, context: int, num_blocks: int
+) -> BucketSpace:
+    longest = -(-context // config.block_size)
+    limits = StepLimits(config.max_tokens_per_step, config.max_seqs, longest, num_blocks - 1)
+    space = config.buckets or default_buckets(limits, config.max_graphs)
+    if set(space.names) != set(AXES):
+        raise ConfigError(f"expected buckets over the axes {AXES}, got {space.names}")
+    if len(space) > config.max_graphs:
+        raise ConfigError(
+            f"expected at most max_graphs={config.max_graphs} buckets, got {len(space)}: "
+            "raise max_graphs"
+        )
+    text = model.config.get_text_config()
+    weights = sum(p.numel() for p in model.parameters()) - text.vocab_size * text.hidden_size
+    pair = 4 * text.num_hidden_layers * text.hidden_size
+    return space.with_cost(step_cost(2 * weights, pair, config.block_size))

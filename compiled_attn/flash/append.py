@@ -1,0 +1,50 @@
+"""Writing new tokens to the cache in place, also inside a compiled graph, and never by copying the cache.
+
+`index_put_` is enough where the cache is a tensor of its own. Of a view the compiler makes a functional update of
+its base, which copies what is written to and scatters it back, cache-sized: for a view taken inside of the graph, and
+for two inputs whose elements interleave (halves of a fused kv buffer). For these there is an op that declares what it
+mutates; the compiler then passes the view on as it is. Both cases are shown in tests/graph_breaks/test_flash.py.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["append", "write"]
+
+_LIBRARY = torch.library.Library("compiled_attn", "FRAGMENT")
+_LIBRARY.define("write_tokens(Tensor(a!) cache, Tensor page, Tensor slot, Tensor tokens) -> ()")
+
+
+def write(cache: Tensor, page: Tensor, slot: Tensor, tokens: Tensor) -> None:
+    """Writes ``tokens [B, S, Hk, D]`` to ``cache [pages, page_size, Hk, D]`` at ``page, slot [B, S]``, in place."""
+    cache.index_put_((page, slot), tokens)
+
+
+def _fake_write(cache: Tensor, page: Tensor, slot: Tensor, tokens: Tensor) -> None:
+    return None
+
+
+_LIBRARY.impl("write_tokens", write, "CompositeExplicitAutograd")
+torch.library.register_fake("compiled_attn::write_tokens", _fake_write, lib=_LIBRARY)
+
+
+def append(cache: Tensor, page: Tensor, slot: Tensor, tokens: Tensor) -> None:
+    """`write`, in the form that the compiler does not turn into a copy of the cache."""
+    if torch.compiler.is_compiling() and not _stands_alone(cache):
+        torch.ops.compiled_attn.write_tokens(cache, page, slot, tokens)
+    else:
+        write(cache, page, slot, tokens)
+
+
+def _stands_alone(cache: Tensor) -> bool:
+    """Whether the cache is no view, nor has gaps in which another tensor may have its elements."""
+    if cache._base is not None:
+        return False
+    expected = 1
+    for stride, size in sorted(zip(cache.stride(), cache.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True

@@ -1,0 +1,176 @@
+"""Unmodified Hugging Face causal language models on the paged cache (extra ``hf``).
+
+`PagedCausalLM` wraps a model so that one call computes a `StepBatch`: the tokens of all requests
+flattened to ``[1, T]``, attention over the paged cache instead of a Hugging Face cache, logits only
+where wanted. The model's own code runs; only its attention function is ours, through
+`transformers.AttentionInterface`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from compiled_attn.batch import StepBatch
+from compiled_attn.cache import PagedKVCache
+from compiled_attn.kernels import AttendRequest, Kernel, choose
+from compiled_attn.unified import UnifiedMetadata, unified_attention
+
+__all__ = ["ATTENTION_NAME", "PagedCausalLM", "PagedStep", "cache_for", "paged_attention_forward"]
+
+ATTENTION_NAME = "compiled_attn"
+"""Name of our attention in `transformers.AttentionInterface`."""
+
+
+@dataclass(frozen=True)
+class PagedStep:
+    """What every layer's attention needs of a step: handed to the model as the keyword ``paged``.
+
+    The metadata of each window that the model's layers use is made once a step, for all layers.
+    """
+
+    cache: PagedKVCache
+    by_window: dict[int | None, UnifiedMetadata]
+
+    @staticmethod
+    def of(cache: PagedKVCache, metadata: UnifiedMetadata, windows: tuple[int, ...]) -> PagedStep:
+        """The step with its metadata seen through each of the windows."""
+        return PagedStep(cache, {None: metadata, **{w: metadata.windowed(w) for w in windows}})
+
+
+def paged_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    dropout: float = 0.0,
+    paged: PagedStep | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention of one layer, as `transformers.AttentionInterface` calls it.
+
+    Args:
+        module: the layer's attention module; its ``layer_idx`` names the layer of the cache.
+        query: ``[1, H, T, D]``, after rotary embedding; key, value: ``[1, Hk, T, D]``.
+        attention_mask: must be None; who sees what is in ``paged``.
+        scaling, dropout, sliding_window, softcap, s_aux: as the model passes them.
+        paged: the step.
+
+    Returns:
+        ``[1, T, H, D]`` and None (no attention weights).
+
+    Raises:
+        ValueError: no ``paged`` keyword, a mask, dropout, or a batch that is not flattened.
+    """
+    if paged is None:
+        raise ValueError(
+            f"attention {ATTENTION_NAME!r} expected the keyword paged=PagedStep(...), got none: "
+            "call the model through compiled_attn.hf.PagedCausalLM, or set another attention"
+        )
+    if attention_mask is not None or dropout or query.shape[0] != 1:
+        raise ValueError(
+            f"attention {ATTENTION_NAME!r} expected a flattened [1, T] batch in eval mode without "
+            f"a mask, got batch {query.shape[0]}, dropout {dropout}, "
+            f"mask {attention_mask is not None}"
+        )
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    request = AttendRequest(query.device.type, query.dtype, query.shape[-1], bool(softcap))
+    out = unified_attention(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        paged.cache.key(layer),
+        paged.cache.value(layer),
+        scaling,
+        paged.by_window[sliding_window],
+        softcap=softcap,
+        sinks=s_aux,
+        attend=choose(request).attend,
+    )
+    assert isinstance(out, Tensor)
+    return out.unsqueeze(0), None
+
+
+AttentionInterface.register(ATTENTION_NAME, paged_attention_forward)
+
+
+class PagedCausalLM(nn.Module):
+    """A Hugging Face causal LM whose forward is one engine step over a `PagedKVCache`.
+
+    Args:
+        model: any causal LM of transformers whose attention goes through `AttentionInterface`;
+            its attention implementation is switched to ours.
+        cache: the paged cache, see `cache_for`.
+
+    Shape:
+        - forward(``*StepBatch``) -> logits ``[L, vocab]`` of the rows ``logits_index``
+    """
+
+    def __init__(self, model: PreTrainedModel, cache: PagedKVCache) -> None:
+        super().__init__()
+        self.model = model.eval()
+        self.cache = cache
+        self.windows = _windows(model)
+        model.set_attn_implementation(ATTENTION_NAME)
+
+    def forward(self, *inputs: Tensor | None) -> Tensor:
+        """Computes a step: the fields of a `StepBatch` in order, to logits ``[L, vocab]``."""
+        step = StepBatch(*inputs)  # type: ignore[arg-type]
+        metadata = step.metadata(self.cache.block_size)
+        logits: Tensor = self.model(
+            input_ids=step.input_ids.unsqueeze(0),
+            position_ids=step.positions.unsqueeze(0),
+            use_cache=False,
+            logits_to_keep=step.logits_index,
+            paged=PagedStep.of(self.cache, metadata, self.windows),
+        ).logits
+        return logits[0]
+
+    def kernel(self) -> Kernel:
+        """The kernel that the model's attention chooses."""
+        config = self.model.config.get_text_config()
+        capped = bool(getattr(config, "attn_logit_softcapping", None))
+        weight = next(self.model.parameters())
+        return choose(AttendRequest(weight.device.type, weight.dtype, self.cache.head_dim, capped))
+
+
+def cache_for(
+    model: PreTrainedModel, num_blocks: int, block_size: int, *, dtype: torch.dtype | None = None
+) -> PagedKVCache:
+    """A `PagedKVCache` with the layers, heads and head size of a Hugging Face model.
+
+    Raises:
+        ValueError: the sizes are too small, or the model's configuration names no attention heads.
+    """
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_attention_heads", None)
+    if not heads:
+        raise ValueError(
+            f"expected a model with attention heads, got {type(model).__name__}: "
+            "its configuration has no num_attention_heads"
+        )
+    weight = next(model.parameters())
+    return PagedKVCache(
+        config.num_hidden_layers,
+        num_blocks,
+        block_size,
+        getattr(config, "num_key_value_heads", None) or heads,
+        getattr(config, "head_dim", None) or config.hidden_size // heads,
+        dtype=dtype or weight.dtype,
+        device=weight.device,
+    )
+
+
+def _windows(model: PreTrainedModel) -> tuple[int, ...]:
+    window = getattr(model.config.get_text_config(), "sliding_window", None)
+    return (window,) if window else ()

@@ -1,0 +1,70 @@
+"""Torch's fused CPU flash attention as `attend`: no score matrix in memory.
+
+About 2x the reference under inductor from 1k keys on (`benchmarks/attend.py`). The op that also
+returns the log-sum-exp is `aten::_scaled_dot_product_flash_attention_for_cpu`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from compiled_attn.kernels.base import AttendRequest
+from compiled_attn.partial import FMIN, PartialAttention
+
+__all__ = ["SdpaKernel"]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class SdpaKernel:
+    """Flash attention on the CPU, from torch itself."""
+
+    name = "sdpa"
+
+    def supports(self, request: AttendRequest) -> str | None:
+        """None if the request can be served, else why not."""
+        if request.device != "cpu":
+            return f"runs on cpu, not on {request.device}"
+        if request.dtype not in _DTYPES:
+            return f"dtype {request.dtype} is not one of {_DTYPES}"
+        if request.softcap:
+            return "torch's flash attention has no logit softcap"
+        if not hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"):
+            return "this torch has no CPU flash attention"
+        return None
+
+    @staticmethod
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bias: Tensor,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        fmin: float = FMIN,
+    ) -> PartialAttention:
+        """See `compiled_attn.partial.attend`; ``softcap`` must be None."""
+        if softcap is not None:
+            raise ValueError("the sdpa kernel has no softcap: choose the kernel with supports()")
+        group = query.shape[1] // key.shape[1]
+        mask = bias.to(query.dtype)
+        sees = (bias > -math.inf).any(-1).unsqueeze(-1)  # [T, 1] or [H, T, 1]
+        sees = sees if bias.dim() == 2 else sees.squeeze(-1).T
+        query = torch.where(
+            sees.unsqueeze(-1), query, 0
+        )  # NaN in a padded row is NaN despite the mask
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query.transpose(0, 1).unsqueeze(0),
+            key.repeat_interleave(group, 1).transpose(0, 1).unsqueeze(0),
+            value.repeat_interleave(group, 1).transpose(0, 1).unsqueeze(0),
+            attn_mask=mask.expand(1, *((1,) if bias.dim() == 2 else ()), *bias.shape),
+            scale=scale,
+        )
+        # The op gives a row without visible keys zeros, but the log-sum-exp 0: it is the empty sum.
+        row_max = torch.where(sees, lse[0].T.clamp_min(fmin), fmin)
+        total = sees.to(row_max.dtype).expand_as(row_max)
+        return PartialAttention(out[0].transpose(0, 1).to(row_max.dtype), row_max, total)

@@ -1,0 +1,133 @@
+"""One `torch.compile` callable per graph: full graph, static shapes, compiled once."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from graphs.alone import alone
+from graphs.backends.base import CaptureError, Frozen
+from graphs.causes import describe_failure, site_of_error, site_of_stack
+from graphs.inputs import Input
+
+__all__ = ["InductorBackend"]
+
+_NO_COMPILER = (
+    "no working C++ compiler found; install one (Debian/Ubuntu: apt install g++, "
+    "Fedora: dnf install gcc-c++, macOS: xcode-select --install) or use backend 'eager'"
+)
+
+
+class InductorBackend:
+    """Captures through Dynamo.
+
+    Args:
+        name: the name it is chosen by.
+        compiler: the Dynamo backend that gets the graph: `inductor`, or `aot_eager`, which traces
+            but does not compile.
+    """
+
+    def __init__(self, name: str = "inductor", compiler: str = "inductor") -> None:
+        self.name = name
+        self._compiler = compiler
+
+    def available(self) -> str | None:
+        """Inductor writes C++ for the CPU, so a host without an accelerator needs a compiler."""
+        if self._compiler != "inductor" or torch.accelerator.is_available():
+            return None
+        try:
+            from torch._inductor.cpp_builder import get_cpp_compiler
+        except ImportError:
+            return None  # another torch keeps it elsewhere: the capture itself will tell
+        try:
+            get_cpp_compiler()
+        except Exception:
+            return _NO_COMPILER
+        return None
+
+    def capture(
+        self,
+        function: Callable[..., Any],
+        example_inputs: Sequence[Input],
+        *,
+        name: str,
+        warm_runs: int,
+        mode: str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> Frozen:
+        """Compile in the first run; `mode` and `options` are those of `torch.compile`."""
+        compiled = _compile_once(alone(function, name), self._compiler, mode, options)
+        try:
+            for _ in range(warm_runs):
+                compiled(*example_inputs)
+        except Exception as error:
+            raise CaptureError(name, _why_not(error)) from error
+        return Frozen(compiled, stale=_why_stale)
+
+
+def _compile_once(
+    function: Callable[..., Any],
+    compiler: str,
+    mode: str | None,
+    options: Mapping[str, Any] | None,
+) -> Callable[..., Any]:
+    settings: dict[str, Any] = {
+        "fullgraph": True,
+        "dynamic": False,
+        "mode": mode,
+        "options": None if options is None else dict(options),
+    }
+    if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
+        settings |= {"isolate_recompiles": True, "recompile_limit": 1, "backend": compiler}
+    else:
+        settings["backend"] = _OneGraph(compiler, settings["mode"], settings["options"])
+        settings |= {"mode": None, "options": None}
+    return torch.compile(function, **settings)
+
+
+class _OneGraph:
+    """Refuses a second graph, where `torch.compile` cannot limit recompiles (before 2.13)."""
+
+    def __init__(self, compiler: str, mode: str | None, options: dict[str, Any] | None) -> None:
+        from torch._dynamo import lookup_backend
+
+        self._compile: Any = lookup_backend(compiler)
+        if compiler == "inductor":
+            mode = "default" if mode is None and options is None else mode
+            self._compile = torch._TorchCompileInductorWrapper(mode, options, False)
+        self._is_used = False
+
+    def __call__(self, graph: Any, example_inputs: Any) -> Any:
+        if self._is_used:
+            site = site_of_stack()
+            raise _SecondGraph(site.reason if site else "")
+        self._is_used = True
+        return self._compile(graph, example_inputs)
+
+
+class _SecondGraph(RuntimeError):
+    pass
+
+
+def _why_not(error: Exception) -> str:
+    inner = getattr(error, "inner_exception", error)
+    if type(inner).__name__ == "InvalidCxxCompiler":
+        return _NO_COMPILER
+    if type(error).__name__ == "Unsupported":
+        return f"graph break, expected one full graph: {describe_failure(error)}"
+    return describe_failure(error)
+
+
+def _why_stale(error: Exception) -> str | None:
+    from torch._dynamo.exc import FailOnRecompileLimitHit
+
+    inner = getattr(error, "inner_exception", None)
+    if isinstance(inner, _SecondGraph):
+        return str(inner) or "a guard no longer holds"
+    if isinstance(error, FailOnRecompileLimitHit):
+        site = site_of_error(error)
+        return site.reason if site and site.reason else "a guard no longer holds"
+    return None

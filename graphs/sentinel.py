@@ -1,0 +1,166 @@
+"""After warmup nothing may compile: what does is an error with its cause, or a counted warning."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING
+
+from graphs.compiles import CompileEvent, CompileWatch
+
+if TYPE_CHECKING:
+    from typing import Self
+
+__all__ = ["GraphBudgetExceeded", "no_compile"]
+
+_log = logging.getLogger(__name__)
+
+# Dynamo's hooks are one set for the process, and so is what is armed: a late capture looks here.
+_armed: tuple[no_compile, ...] = ()
+_arming = threading.Lock()
+
+
+class GraphBudgetExceeded(RuntimeError):
+    """Something would compile or be captured while a strict :class:`no_compile` was armed.
+
+    Attributes:
+        event: what it was, with the function, its line and the guard or tensor that caused it.
+    """
+
+    def __init__(self, event: CompileEvent) -> None:
+        self.event = event
+        super().__init__(str(self))
+
+    def __str__(self) -> str:
+        return (
+            f"{self.event}; expected nothing to compile any more: capture this case in the warmup, "
+            "or count it only with no_compile(strict=False)"
+        )
+
+
+class no_compile:
+    """Context manager under which every compile of torch is an error that names its cause.
+
+    Caught are the first compile of a function, a recompile (new shape, dtype, stride, grad mode,
+    changed global or attribute), graph breaks (each of which compiles), a function that runs
+    eagerly because its recompile limit is reached, and a late :func:`graphs.capture`. Compiles by
+    other threads count too, since torch's hooks belong to the process: with `all_threads=False`
+    only those of the thread that armed it do. Kernels that something else than Dynamo builds are
+    not seen.
+
+        manager.warmup()
+        with no_compile():
+            serve()
+
+    Args:
+        strict: True raises :class:`GraphBudgetExceeded` before anything is compiled; False lets it
+            compile, counts it, and logs each cause once as a warning.
+        all_threads: whether compiles of other threads count.
+
+    Attributes:
+        events: everything seen so far, also after the end.
+        compiles, graph_breaks, late_captures, limit_hits: how many of each. Graph breaks are found
+            while compiling, so in strict mode the compile is the error, and its breaks stay
+            uncounted.
+
+    May be nested: each counts what it sees until a strict one raises. `torch._dynamo.reset()`
+    blinds an armed one, which then says so at the end.
+    """
+
+    def __init__(self, strict: bool = True, *, all_threads: bool = True) -> None:
+        self.strict = strict
+        self._watch = CompileWatch(self._judge, all_threads=all_threads)
+        self._warned: set[tuple[str, str, int, str]] = set()
+        self._is_armed = False
+
+    @property
+    def events(self) -> tuple[CompileEvent, ...]:
+        """Everything seen so far."""
+        return tuple(self._watch.events)
+
+    @property
+    def compiles(self) -> int:
+        """How many compiles began."""
+        return self._watch.compiles
+
+    @property
+    def graph_breaks(self) -> int:
+        """How many graph breaks the compiles met."""
+        return self._watch.graph_breaks
+
+    @property
+    def late_captures(self) -> int:
+        """How many times :func:`graphs.capture` was called."""
+        return sum(event.kind == "capture" for event in self._watch.events)
+
+    @property
+    def limit_hits(self) -> int:
+        """How many times torch refused to compile a function yet again."""
+        return sum(event.kind == "refused recompile" for event in self._watch.events)
+
+    def arm(self) -> Self:
+        """Begin to watch.
+
+        Raises:
+            RuntimeError: it is armed already.
+        """
+        global _armed
+        with _arming:
+            if self._is_armed:
+                raise RuntimeError("this no_compile is armed already; nest a second one instead")
+            self._watch.start()
+            self._is_armed = True
+            _armed = (*_armed, self)
+        return self
+
+    def disarm(self) -> None:
+        """Stop watching and leave nothing behind in torch. Does nothing if it is not armed."""
+        global _armed
+        with _arming:
+            if not self._is_armed:
+                return
+            if self._watch.lost:
+                _log.warning("torch._dynamo.reset() was called: compiles after it were not seen")
+            self._watch.stop()
+            self._is_armed = False
+            _armed = tuple(sentinel for sentinel in _armed if sentinel is not self)
+
+    def __enter__(self) -> Self:
+        return self.arm()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.disarm()
+
+    def _judge(self, event: CompileEvent) -> None:
+        if self.strict:
+            raise _passing_through_dynamo(event)
+        cause = (event.kind, event.file, event.line, event.function)
+        if cause not in self._warned:
+            self._warned.add(cause)
+            _log.warning("after warmup: %s; further ones are counted only", event)
+
+
+def note_capture(name: str) -> None:
+    """Tell every armed sentinel that a graph is about to be captured.
+
+    Raises:
+        GraphBudgetExceeded: a strict one is armed.
+    """
+    for sentinel in _armed:
+        sentinel._watch.note(CompileEvent("capture", name, "", 0, "", threading.get_ident()))
+
+
+def _passing_through_dynamo(event: CompileEvent) -> GraphBudgetExceeded:
+    # Dynamo wraps what its callbacks raise in an internal error, except for its own kinds of
+    # exception.
+    if event.kind == "capture":
+        return GraphBudgetExceeded(event)
+    from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
+
+    class Raised(GraphBudgetExceeded, TorchRuntimeError):
+        def __init__(self) -> None:
+            TorchDynamoException.__init__(self, str(event))
+            self.event = event
+
+    Raised.__name__ = Raised.__qualname__ = GraphBudgetExceeded.__name__
+    return Raised()

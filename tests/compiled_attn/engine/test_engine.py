@@ -1,0 +1,222 @@
+"""The engine end to end on tiny models: the tokens of plain generate, whatever happens."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from compiled_attn.engine import ConfigError, Engine, EngineConfig, SamplingParams
+from graphs import GraphBudgetExceeded, explicit
+from tests.compiled_attn.tiny import plain_generate, tiny_model
+
+AXES = ("tokens", "shared", "unique", "logits")
+
+
+def _prompts(count: int, seed: int = 0, longest: int = 60) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    prefix = rng.integers(1, 128, 16).tolist()
+    prompts = []
+    for index in range(count):
+        tail = rng.integers(1, 128, int(rng.integers(1, longest))).tolist()
+        prompts.append((prefix if index % 2 else []) + tail)
+    return prompts
+
+
+def _engine(model=None, **config) -> Engine:
+    settings = {
+        "max_tokens_per_step": 24,
+        "max_seqs": 4,
+        "block_size": 4,
+        "num_blocks": 128,
+        "backend": "eager",
+        "max_graphs": 8,
+        **config,
+    }
+    engine = Engine(model or tiny_model(), EngineConfig(**settings))
+    engine.warmup()
+    return engine
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss"])
+def test_mixed_steps_generate_the_tokens_of_plain_generate(family):
+    model, prompts = tiny_model(family), _prompts(7)
+    engine = _engine(model)
+    results = {r.index: r for r in engine.generate(prompts, SamplingParams(max_new_tokens=9))}
+    for index, prompt in enumerate(prompts):
+        assert results[index].tokens == plain_generate(model, prompt, 9)
+        assert results[index].finish_reason == "length"
+    assert engine.report().prefix_hit_ratio > 0
+
+
+def test_preemption_in_a_small_pool_changes_no_token():
+    model, prompts = tiny_model(), _prompts(6, longest=24)
+    engine = _engine(model, num_blocks=16, max_seqs=4)
+    results = {r.index: r for r in engine.generate(prompts, SamplingParams(max_new_tokens=20))}
+    assert engine.report().preemptions > 0
+    for index, prompt in enumerate(prompts):
+        assert results[index].tokens == plain_generate(model, prompt, 20)
+    assert engine.pool.stats().used == 0
+
+
+def test_captured_graphs_of_a_compiler_serve_without_a_compile():
+    model, prompts = tiny_model(), _prompts(5)
+    buckets = explicit(AXES, [(24, 32, 128, 4), (4, 8, 128, 4)])
+    engine = _engine(model, backend="inductor", buckets=buckets)
+    results = {r.index: r for r in engine.generate(prompts, SamplingParams(max_new_tokens=6))}
+    report = engine.report()
+    assert (report.graphs, report.compiles_after_warmup, report.graph_breaks) == (2, 0, 0)
+    for index, prompt in enumerate(prompts):
+        assert results[index].tokens == plain_generate(model, prompt, 6)
+
+
+def test_a_compile_in_the_middle_of_serving_is_an_error_when_strict():
+    engine = _engine()
+    late = torch.compile(lambda x: x + 1, backend="eager")
+    engine.runner.graphs.run = lambda bucket, *inputs: late(torch.zeros(3))
+    with pytest.raises(GraphBudgetExceeded):
+        list(engine.generate([[1, 2, 3]]))
+    assert engine.pool.stats().used == 0
+
+
+def test_a_step_that_no_bucket_holds_is_cut():
+    model, prompts = tiny_model(), _prompts(6)
+    engine = _engine(model, buckets=explicit(AXES, [(8, 4, 40, 2)]))
+    results = {r.index: r for r in engine.generate(prompts, SamplingParams(max_new_tokens=5))}
+    for index, prompt in enumerate(prompts):
+        assert results[index].tokens == plain_generate(model, prompt, 5)
+    assert max(record.need["tokens"] for record in engine.records) <= 8
+
+
+def test_sampling_is_reproducible_whatever_shares_the_batch():
+    params = SamplingParams(max_new_tokens=12, temperature=1.0, top_k=20, top_p=0.9, seed=7)
+    prompt = [3, 4, 5, 6]
+    alone = next(_engine().generate([prompt], params)).tokens
+    crowd = [*_prompts(3), prompt]
+    results = {r.index: r.tokens for r in _engine(num_blocks=24).generate(crowd, params)}
+    assert results[3] == alone
+    other = SamplingParams(max_new_tokens=12, temperature=1.0, seed=8)
+    assert next(_engine().generate([prompt], other)).tokens != alone
+
+
+def test_a_stop_token_ends_a_request_and_is_part_of_its_result():
+    model = tiny_model()
+    tokens = plain_generate(model, [1, 2, 3], 10)
+    stop = tokens[4]
+    params = SamplingParams(max_new_tokens=10, stop_token_ids=(stop,))
+    (result,) = _engine(model).generate([[1, 2, 3]], params)
+    assert result.finish_reason == "stop"
+    assert result.tokens == tokens[: tokens.index(stop) + 1]
+
+
+def test_the_models_end_of_sequence_token_ends_a_request_unless_ignored():
+    model = tiny_model()
+    tokens = plain_generate(model, [1, 2, 3], 10)
+    engine = _engine(model)
+    engine._eos = frozenset([tokens[2]])
+    wanted = tokens[: tokens.index(tokens[2]) + 1]
+    (ended,) = engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=10))
+    (ignored,) = engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=10, ignore_eos=True))
+    assert ended.tokens == wanted and ignored.tokens == tokens
+
+
+def test_tokens_stream_in_order_and_the_last_one_carries_the_result():
+    engine = _engine()
+    events = list(engine.stream(_prompts(3), SamplingParams(max_new_tokens=4)))
+    assert len(events) == 12
+    for index in range(3):
+        mine = [event for event in events if event.index == index]
+        assert [event.result is not None for event in mine] == [False, False, False, True]
+        assert mine[-1].result.tokens == [event.token for event in mine]
+
+
+def test_a_consumer_that_stops_early_leaves_a_clean_engine():
+    engine = _engine()
+    stream = engine.stream(_prompts(5), SamplingParams(max_new_tokens=30))
+    next(stream)
+    stream.close()
+    assert engine.pool.stats().used == 0 and not engine.scheduler.has_work
+    (result,) = engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=2))
+    assert len(result.tokens) == 2
+
+
+def test_concurrency_limits_the_requests_in_flight():
+    engine, seen = _engine(), []
+    list(
+        engine.generate(
+            _prompts(6),
+            concurrency=2,
+            on_step=lambda info: seen.append(info.running + info.waiting),
+        )
+    )
+    assert max(seen) == 2
+
+
+def test_arrivals_are_waited_for():
+    engine = _engine()
+    results = list(engine.generate(_prompts(2), arrivals=[0.05, 0.0]))
+    # The prompt that arrives first is queued first and counted from its arrival.
+    assert results[0].index == 0 and results[0].prompt == _prompts(2)[1]
+
+
+def test_the_report_counts_what_happened_and_is_json():
+    engine = _engine()
+    list(engine.generate(_prompts(4), SamplingParams(max_new_tokens=3)))
+    report = json.loads(json.dumps(engine.report().to_dict()))
+    assert report["requests"] == 4 and report["generated_tokens"] == 12
+    assert report["fallbacks"] == report["compiles_after_warmup"] == report["graph_breaks"] == 0
+    assert 0 <= report["padding_waste"]["tokens"] < 1
+    assert sum(report["bucket_hits"].values()) == report["steps"]
+    assert set(report["ttft_ms"]) == set(report["step_ms"]) == {"p50", "p99", "max"}
+    wanted = (
+        "graphs warmup_seconds tokens_per_second preemptions blocks_high_water checked_requests "
+    )
+    assert set((wanted + "mismatched_tokens torch backend").split()) <= set(report)
+
+
+def test_an_engine_that_is_not_warm_refuses_to_step():
+    engine = Engine(tiny_model(), EngineConfig(backend="eager", num_blocks=70, block_size=4))
+    engine.submit([1, 2])
+    with pytest.raises(RuntimeError, match="warmup"):
+        engine.step()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "new", "message"),
+    [
+        ([], 4, "at least one token"),
+        ([1, 500], 4, "0..127"),
+        ([-1], 4, "0..127"),
+        ([1] * 250, 10, "context 256"),
+        ([1] * 100, 4, "pool"),
+    ],
+)
+def test_a_request_that_can_never_be_served_is_refused_and_nothing_starts(prompt, new, message):
+    engine = _engine(num_blocks=20)
+    with pytest.raises(ConfigError, match=message):
+        list(engine.generate([[1, 2], prompt], SamplingParams(max_new_tokens=new)))
+    assert not engine.scheduler.has_work and engine.pool.requests == []
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"max_seqs": 0},
+        {"max_seqs": 30, "max_tokens_per_step": 20},
+        {"num_blocks": 1},
+        {"block_size": 0},
+        {"context": 512},
+        {"buckets": explicit(("tokens", "blocks"), [(4, 4)])},
+        {"max_graphs": 1, "buckets": explicit(AXES, [(8, 4, 40, 2), (8, 4, 50, 2)])},
+    ],
+)
+def test_settings_that_cannot_work_are_refused(bad):
+    with pytest.raises(ConfigError, match="expected"):
+        _engine(**bad)
+
+
+def test_aborting_an_unknown_request_is_an_error():
+    with pytest.raises(KeyError, match="index 5"):
+        _engine().abort(5)

@@ -1,0 +1,75 @@
+"""Sampling: greedy, truncated, seeded, independent of the batch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from compiled_attn.engine import SamplingParams, sample
+
+
+def _draws(logits: torch.Tensor, count: int, **params) -> np.ndarray:
+    many = [SamplingParams(temperature=params.pop("temperature", 1.0), **params)] * count
+    return np.array(sample(logits.expand(count, -1), many, list(range(count))))
+
+
+def test_temperature_zero_takes_the_most_likely_token():
+    logits = torch.tensor([[0.1, 3.0, 2.9], [5.0, 1.0, 0.0]])
+    assert sample(logits, [SamplingParams()] * 2, [0, 0]) == [1, 0]
+
+
+def test_draws_follow_the_softmax():
+    logits = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05]))
+    counts = np.bincount(_draws(logits, 8000), minlength=4) / 8000
+    np.testing.assert_allclose(counts, [0.5, 0.3, 0.15, 0.05], atol=0.02)
+
+
+def test_temperature_sharpens():
+    logits = torch.log(torch.tensor([0.6, 0.4]))
+    counts = np.bincount(_draws(logits, 4000, temperature=0.5), minlength=2) / 4000
+    np.testing.assert_allclose(counts, [0.36 / 0.52, 0.16 / 0.52], atol=0.03)
+
+
+def test_top_k_keeps_the_k_most_likely():
+    logits = torch.log(torch.tensor([0.1, 0.4, 0.2, 0.3]))
+    counts = np.bincount(_draws(logits, 4000, top_k=2), minlength=4) / 4000
+    np.testing.assert_allclose(counts, [0, 4 / 7, 0, 3 / 7], atol=0.03)
+
+
+def test_top_p_keeps_the_smallest_set_that_reaches_p():
+    logits = torch.log(torch.tensor([0.1, 0.4, 0.2, 0.3]))
+    assert set(_draws(logits, 500, top_p=0.65)) == {1, 3}
+    assert set(_draws(logits, 500, top_p=0.71)) == {1, 2, 3}
+    assert set(_draws(logits, 100, top_p=1e-9)) == {1}
+
+
+def test_a_draw_depends_on_seed_and_step_and_not_on_the_batch():
+    logits = torch.randn(6, 50)
+    params = [SamplingParams(temperature=1.0, seed=seed) for seed in range(6)]
+    together = sample(logits, params, [3] * 6)
+    alone = [sample(logits[row : row + 1], [params[row]], [3])[0] for row in range(6)]
+    assert together == alone
+    steps = [sample(logits[:1], params[:1], [step])[0] for step in range(20)]
+    assert len(set(steps)) > 3
+
+
+def test_a_row_of_bfloat16_logits_is_sampled():
+    logits = torch.tensor([[0.0, 9.0]], dtype=torch.bfloat16)
+    assert sample(logits, [SamplingParams(temperature=0.1)], [0]) == [1]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"max_new_tokens": 0},
+        {"temperature": -1.0},
+        {"top_k": -1},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"seed": -1},
+    ],
+)
+def test_values_out_of_range_are_refused(bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        SamplingParams(**bad)
