@@ -6,7 +6,7 @@ PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 VENV ?= .venv
 # Arguments of the command that `make run` starts, e.g. make run ARGS="--demand code --check 10"
-ARGS ?= --check 4
+ARGS ?= --scale 0.25 --check 4
 # Processes that run the tests.
 JOBS ?= 2
 

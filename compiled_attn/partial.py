@@ -224,6 +224,7 @@ def partial_attn_unique(
     *,
     scale: float = 1.0,
     softcap: float | None = None,
+    queries_used: Tensor | None = None,
 ) -> PartialAttention | None:
     """Each block against the one query that uses it; block results are reduced to their query.
 
@@ -238,6 +239,8 @@ def partial_attn_unique(
         block_mapping: ``[U]``, the row of ``query`` that uses each block (0 for padding).
         bias: ``[U, block_size]`` (or ``[U, H, block_size]``), added to the scores; -inf hides a
             slot.
+        queries_used: ``[Q]``, the rows that occur in ``block_mapping``, padded with -1 (compared,
+            never used as an index). Optional: with few of them the reduction is much cheaper.
 
     Returns:
         The partial attention, or None if ``blocks`` or ``bias`` is None.
@@ -260,9 +263,10 @@ def partial_attn_unique(
     out = torch.matmul(weights.view(-1, kv_heads, group, 1, block_size), values).view(
         -1, heads, values.shape[-1]
     )
-    return _reduce_to_query(
-        PartialAttention(out, block_max, weights.sum(-1)), block_mapping, tokens
-    )
+    parts, owner = PartialAttention(out, block_max, weights.sum(-1)), block_mapping
+    if queries_used is not None:
+        parts, owner = _reduce(parts, owner, queries_used), queries_used
+    return _reduce(parts, owner, torch.arange(tokens, device=owner.device))
 
 
 def partial_attn_sinks(sinks: Tensor | None, like: PartialAttention) -> PartialAttention | None:
@@ -366,19 +370,18 @@ def _exp_scores(scores: Tensor, bias: Tensor, fmin: float) -> tuple[Tensor, Tens
     return torch.exp(biased - row_max.unsqueeze(-1)), row_max
 
 
-def _reduce_to_query(
-    blocks: PartialAttention, block_mapping: Tensor, tokens: int
-) -> PartialAttention:
-    # A comparison one-hot: unlike scatter and index_add it fuses, and it sums in a fixed order.
-    rows = torch.arange(tokens, device=block_mapping.device).unsqueeze(1)
-    uses = block_mapping == rows  # [T, U]
-    floor = torch.finfo(blocks.max.dtype).min
-    row_max = torch.where(uses.unsqueeze(-1), blocks.max, floor).amax(1)
-    factor = torch.exp(blocks.max - row_max[block_mapping])
-    onehot = uses.to(blocks.out.dtype)
-    out = onehot @ (blocks.out * factor.unsqueeze(-1)).flatten(1)
+def _reduce(parts: PartialAttention, owner: Tensor, rows: Tensor) -> PartialAttention:
+    """Merges n parts ``[n, H, ...]`` to rows: part i belongs to the row that equals its owner."""
+    # A comparison one-hot: unlike scatter and index_add it fuses, it sums in a fixed order, and no
+    # value of `owner` is ever an index.
+    uses = rows.unsqueeze(1) == owner  # [R, n]
+    floor = torch.finfo(parts.max.dtype).min
+    row_max = torch.where(uses.unsqueeze(-1), parts.max, floor).amax(1)
+    onehot = uses.to(parts.out.dtype)
+    factor = torch.exp(parts.max - onehot.T @ row_max)
+    out = onehot @ (parts.out * factor.unsqueeze(-1)).flatten(1)
     return PartialAttention(
-        out.unflatten(1, blocks.out.shape[1:]), row_max, onehot @ (blocks.sum * factor)
+        out.unflatten(1, parts.out.shape[1:]), row_max, onehot @ (parts.sum * factor)
     )
 
 

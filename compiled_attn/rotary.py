@@ -18,15 +18,15 @@ def apply_rotary(
 ) -> Tensor:
     """Rotates the first ``rd`` elements of every head by the angles of its token's position.
 
-    A pair ``(x1, x2)`` becomes ``(x1 * cos - x2 * sin, x1 * sin + x2 * cos)``, in float32 for half precision
-    inputs and rounded once; elements from ``rd`` on pass through.
+    A pair ``(x1, x2)`` becomes ``(x1 * cos - x2 * sin, x1 * sin + x2 * cos)``, in float32 for half
+    precision inputs and rounded once; elements from ``rd`` on pass through.
 
     Args:
         x: ``[..., S, H, D]``, not modified.
         cos, sin: ``[R, rd / 2]``, a row for each position.
         positions: ints ``[..., S]`` in ``0 .. R - 1``, the row of each token; None: ``0 .. S - 1``.
-        interleaved: True pairs neighbours (0, 1), (2, 3), .. as GPT-J does; False pairs (i, i + rd / 2) as GPT-NeoX
-            and Llama do.
+        interleaved: True pairs neighbours (0, 1), (2, 3), .. as GPT-J does; False pairs (i, i + rd
+            / 2) as GPT-NeoX and Llama do.
 
     Returns:
         ``[..., S, H, D]`` in x's dtype.
@@ -37,8 +37,8 @@ def apply_rotary(
     half = cos.shape[-1]
     if cos.dim() != 2 or cos.shape != sin.shape or 2 * half > x.shape[-1]:
         raise ValueError(
-            f"expected cos and sin of one shape [R, rd / 2] with rd <= D, got {list(cos.shape)} and "
-            f"{list(sin.shape)} for x {list(x.shape)}: rotate at most D = {x.shape[-1]} elements"
+            "expected cos and sin of one shape [R, rd / 2] with rd <= D, got "
+            f"{list(cos.shape)} and {list(sin.shape)} for x {list(x.shape)}: cut the tables"
         )
     if positions is None:
         positions = torch.arange(x.shape[-3], device=x.device)

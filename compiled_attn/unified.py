@@ -44,12 +44,14 @@ class UnifiedMetadata:
         - unique_block_mapping: ``[U]`` ints, row of T that uses each unique block
         - unique_bias: ``[U, block_size]`` float or None
 
-    Only features that depend on positions (`windowed`) need the last four:
+    Only features that depend on positions (`windowed`) need these:
         - positions: ``[T]`` ints, position of each token in its sequence
         - shared_starts: ``[S]`` ints, position of the first slot of each shared block
         - unique_starts: ``[U]`` ints, the same for the unique blocks
-        - shared_lengths: ``[S]`` ints, leading slots of each shared block that any token sees;
-          None: derived from ``shared_bias``
+
+    Two spare work, and are derived or done without where they are None:
+        - shared_lengths: ``[S]`` ints, leading slots of each shared block that any token sees
+        - unique_queries: ``[Q]`` ints, rows that occur in ``unique_block_mapping``, padded with -1
     """
 
     block_size: int
@@ -67,6 +69,7 @@ class UnifiedMetadata:
     shared_starts: Tensor | None = None
     unique_starts: Tensor | None = None
     shared_lengths: Tensor | None = None
+    unique_queries: Tensor | None = None
 
     @property
     def is_prompt(self) -> bool:
@@ -176,7 +179,7 @@ def unified_attention(
     )  # fmt: skip
     unique = partial_attn_unique(
         query, key_cache, value_cache, m.unique_blocks, m.unique_block_mapping, m.unique_bias,
-        m.block_size, m.fmin, scale=scale, softcap=softcap,
+        m.block_size, m.fmin, scale=scale, softcap=softcap, queries_used=m.unique_queries,
     )  # fmt: skip
     parts = [part for part in (causal, shared, unique) if part is not None]
     if parts and (sink := partial_attn_sinks(sinks, parts[0])) is not None:

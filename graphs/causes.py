@@ -23,6 +23,7 @@ __all__ = [
 ]
 
 _COMPILE_ID = re.compile(r"^\[?\d+/\d+(_\d+)?\]?:\s*")
+_LONGEST = 400
 _ERROR_LINE = re.compile(r"\b(fatal )?error\b", re.IGNORECASE)
 
 
@@ -63,7 +64,8 @@ def reason_of(error: BaseException) -> str:
         line = f"{line}: {detail.removeprefix('Explanation:').strip()}"
     kind = type(cause)
     by_dynamo = kind.__module__.startswith("torch._dynamo")
-    return line if by_dynamo and line else f"{kind.__name__}: {line}".rstrip(": ")
+    text = line if by_dynamo and line else f"{kind.__name__}: {line}".rstrip(": ")
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def user_line(error: BaseException) -> tuple[str, int]:

@@ -86,7 +86,8 @@ def explain(callable: Callable[..., Any], *inputs: Input) -> BreakReport:
 
     def record_guards(found: Iterable[Any]) -> None:
         texts = (text for guard in found for text in _guard_texts(guard))
-        guards.update(_in_terms_of_user(text, name, names) for text in texts)
+        renamed = (_in_terms_of_user(text, name, names) for text in texts)
+        guards.update(text for text in renamed if "L['inputs']" not in text)
 
     before = len(_break_reasons())
     with _unlimited_recompiles():
@@ -119,7 +120,7 @@ def _guard_texts(guard: Any) -> Iterator[str]:
             "torch.", ""
         )
     for text in guard.code_list or ():
-        if "_dynamo_" not in text and "L['inputs'])" not in text:  # torch's marks, our wrapper
+        if "_dynamo_" not in text:  # marks that torch itself puts on tensors
             yield text
 
 

@@ -44,8 +44,8 @@ class InputSpec:
         if value is None or isinstance(value, (bool, int, float, str)):
             return cls(name, constant=value)
         raise TypeError(
-            f"input '{name}' is a {type(value).__name__}; expected a tensor or a constant (None, bool, "
-            "int, float, str): pass the tensors inside it one by one"
+            f"input '{name}' is a {type(value).__name__}; expected a tensor, None, bool, int, "
+            "float or str: pass the tensors inside it one by one"
         )
 
     def mismatch(self, value: object) -> str | None:

@@ -71,10 +71,10 @@ class LiveProgress:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
         self._bar = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[note]}"),
+            TextColumn("{task.fields[note]}", markup=False),
             console=Console(file=stream),
         )
         self._title = title
@@ -91,14 +91,15 @@ class LiveProgress:
         else:
             self._last = f" (last {event.seconds:.1f} s)"
             if event.status in ("failed", "skipped"):
-                self._bar.console.print(f"{event.bucket}: {_outcome(event)}", markup=False)
+                line = f"{event.bucket}: {_outcome(event)}"
+                self._bar.console.print(line, markup=False, highlight=False)
             done = event.index + (event.status != "interrupted")
             self._show(done, f"{event.elapsed_seconds:.1f} s{self._last}{_rest(event)}")
         if event.is_last:
             self._bar.stop()
 
     def _show(self, completed: int, note: str) -> None:
-        self._bar.update(self._task, completed=completed, note=note)
+        self._bar.update(self._task, completed=completed, note=note, refresh=True)
 
     def __enter__(self) -> Self:
         """Return the display itself."""

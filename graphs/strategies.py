@@ -10,6 +10,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import index
+from typing import SupportsIndex
 
 from graphs.bucket_file import BucketFileError, from_file, to_file
 from graphs.buckets import Axis, Bucket, BucketSpace
@@ -47,7 +49,7 @@ def exponential(**axes: tuple[int, int, int]) -> BucketSpace:
 
 def explicit(
     axes: Sequence[Axis | str],
-    sizes: Iterable[Bucket | Mapping[str, int] | Sequence[int] | int],
+    sizes: Iterable[Bucket | Mapping[str, int] | Sequence[int] | SupportsIndex],
 ) -> BucketSpace:
     """Exactly the given buckets: `explicit(["tokens", "shared"], [(1, 0), (64, 8)])`.
 
@@ -58,7 +60,13 @@ def explicit(
     Raises:
         ValueError: no axis, no bucket, a wrong number of sizes, or a negative one.
     """
-    return BucketSpace(axes, [(item,) if isinstance(item, int) else item for item in sizes])
+    return BucketSpace(axes, map(_as_sizes, sizes))
+
+
+def _as_sizes(
+    item: Bucket | Mapping[str, int] | Sequence[int] | SupportsIndex,
+) -> Mapping[str, int] | Sequence[int]:
+    return (index(item),) if isinstance(item, SupportsIndex) else item
 
 
 def _ladders(

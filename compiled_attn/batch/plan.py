@@ -77,11 +77,14 @@ class StepPlan:
             _, self._first_reader, self._column = np.unique(
                 place, return_index=True, return_inverse=True
             )
+        # Each query with unique blocks is a request of one token, and L bounds their number too.
+        owner = self._unique.owner  # ascending
+        self._unique_owners = owner[np.flatnonzero(np.diff(owner, prepend=-1))]
         self.need = {
             "tokens": len(rows.tokens),
             "shared": len(self._first_reader),
             "unique": len(self._unique.ids),
-            "logits": int(rows.logits.sum()),
+            "logits": max(int(rows.logits.sum()), len(self._unique_owners)),
         }
 
     @property
@@ -104,7 +107,7 @@ class StepPlan:
             logits_index=_padded(self._logits_rows(), sizes["logits"]),
             causal_group=self._causal_group(tokens) if sizes["causal"] else None,
             **(self._shared_part(tokens, sizes["shared"]) if sizes["shared"] else {}),
-            **(self._unique_part(sizes["unique"]) if sizes["unique"] else {}),
+            **(self._unique_part(sizes["unique"], sizes["logits"]) if sizes["unique"] else {}),
         )
 
     def attention_metadata(
@@ -185,12 +188,14 @@ class StepPlan:
             "shared_lengths": torch.from_numpy(lengths),
         }
 
-    def _unique_part(self, size: int) -> dict[str, Tensor]:
+    def _unique_part(self, size: int, queries: int) -> dict[str, Tensor]:
+        first_row = self.rows.first_row
         return {
             "unique_blocks": _padded(self._unique.ids, size),
-            "unique_mapping": _padded(self.rows.first_row[self._unique.owner], size),
+            "unique_mapping": _padded(first_row[self._unique.owner], size),
             "unique_usage": _padded(self._unique.usage, size),
             "unique_starts": _padded(self._unique.starts, size),
+            "unique_queries": _padded(first_row[self._unique_owners], queries, fill=-1),
         }
 
 

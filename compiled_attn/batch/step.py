@@ -27,6 +27,8 @@ class StepBatch(NamedTuple):
         - shared_blocks, shared_starts, shared_lengths: ``[S]`` int64
         - shared_usage: ``[T, S]`` int32, leading slots of each block that each token sees
         - unique_blocks, unique_mapping, unique_usage, unique_starts: ``[U]`` int64
+        - unique_queries: ``[L]`` int64, rows of T that use unique blocks, padded with -1 (compared,
+          never used as an index)
     """
 
     input_ids: Tensor
@@ -42,6 +44,7 @@ class StepBatch(NamedTuple):
     unique_mapping: Tensor | None = None
     unique_usage: Tensor | None = None
     unique_starts: Tensor | None = None
+    unique_queries: Tensor | None = None
 
     @classmethod
     def padding(cls, bucket: Mapping[str, int]) -> StepBatch:
@@ -68,6 +71,7 @@ class StepBatch(NamedTuple):
                 unique_mapping=zeros(unique),
                 unique_usage=zeros(unique),
                 unique_starts=zeros(unique),
+                unique_queries=zeros(sizes["logits"]) - 1,
             )
         return step
 
@@ -87,6 +91,7 @@ class StepBatch(NamedTuple):
             shared_starts=self.shared_starts,
             unique_starts=self.unique_starts,
             shared_lengths=self.shared_lengths,
+            unique_queries=self.unique_queries,
         )
 
     def _causal_bias(self) -> Tensor | None:

@@ -25,11 +25,18 @@ class UserError(Exception):
 
 @contextlib.contextmanager
 def bad_input() -> Iterator[None]:
-    """Everything in here comes from the user, so a ``ValueError`` or ``OSError`` is the user's."""
+    """What is done in here follows from the input alone, so its errors are told to the user."""
     try:
         yield
     except (ValueError, OSError) as error:
         raise UserError(str(error)) from error
+    except RuntimeError as error:  # torch has no class of its own for a CPU allocation that fails
+        if "allocate" not in str(error):
+            raise
+        raise UserError(
+            "not enough memory: choose a smaller model, or smaller --num-blocks and "
+            "--max-tokens-per-step"
+        ) from error
 
 
 def exit_code_of(command: Callable[[], int]) -> int:
@@ -49,6 +56,8 @@ def exit_code_of(command: Callable[[], int]) -> int:
 
 
 def tell(problem: object, code: int) -> int:
-    """Print a problem as one line on stderr; returns ``code``."""
-    print(f"compiled-attn: error: {' '.join(str(problem).split())}", file=sys.stderr)
+    """Print a problem as one line on stderr, if there is anything to say; returns ``code``."""
+    kind = "" if code == INTERRUPTED else "error: "
+    if line := " ".join(str(problem).split()):
+        print(f"compiled-attn: {kind}{line}", file=sys.stderr)
     return code

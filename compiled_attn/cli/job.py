@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -86,13 +87,13 @@ def run_job(options: Options) -> int:
         arrivals = _demand(options, engine.sizing.context, screen)
         view = serving_view(len(arrivals), screen)
         results = _offer(options, engine, arrivals, view)
+        _open_outputs(options)
     checked, code = CheckReport(), 0
     try:
-        engine.warmup(progress_for(sys.stderr))
+        _warm_up(engine)
         with view:
-            for _ in results:
-                pass
-        checked = check(model, engine.results, options.check)
+            deque(results, maxlen=0)
+        checked = _check(options, engine, screen)
     except KeyboardInterrupt:
         code = tell("interrupted; this is the report so far", INTERRUPTED)
     except (GraphBudgetExceeded, InputMismatch, ModeMismatch, StaleGraph) as error:
@@ -106,6 +107,23 @@ def run_job(options: Options) -> int:
     with bad_input():
         _write(options, report, checked)
     return code or _verdict(report, options.strict)
+
+
+def _warm_up(engine: Engine) -> None:
+    report = engine.warmup(progress_for(sys.stderr))
+    if not report.captured:
+        failed = report.failed[0]
+        raise UserError(f"no graph could be captured; {failed.bucket}: {failed.error}")
+
+
+def _check(options: Options, engine: Engine, screen: Console) -> CheckReport:
+    with screen.status("checking") as status:
+        return check(
+            engine.model,
+            engine.results,
+            options.check,
+            on_checked=lambda done, count: status.update(f"checking {done}/{count}"),
+        )
 
 
 def _refuse_contradictions(options: Options) -> None:
@@ -126,8 +144,6 @@ def _refuse_contradictions(options: Options) -> None:
         raise UserError(
             "--check compares greedy decoding: leave --temperature at 0, or --check out"
         )
-    if options.json is not None and not options.json.absolute().parent.is_dir():
-        raise UserError(f"--json {options.json}: no such directory; create it first")
     if options.report is not None and importlib.util.find_spec("graphs.report") is None:
         raise UserError("--report is not part of this version: use --json FILE")
 
@@ -148,9 +164,12 @@ def _config(options: Options) -> EngineConfig:
         backend=options.backend,
         strict=options.strict,
     )
-    buckets = None if options.buckets is None else from_file(options.buckets)
-    default = config.max_graphs if buckets is None else len(buckets)
-    return replace(config, buckets=buckets, max_graphs=options.max_graphs or default)
+    if options.buckets is not None:
+        buckets = from_file(options.buckets)
+        config = replace(config, buckets=buckets, max_graphs=len(buckets))
+    if options.max_graphs is not None:
+        config = replace(config, max_graphs=options.max_graphs)
+    return config
 
 
 def _demand(options: Options, context: int, screen: Console) -> list[Arrival]:
@@ -191,8 +210,6 @@ def _offer(
     vocab_size = engine.model.config.get_text_config().vocab_size
     texts = prompts(arrivals, vocab_size, options.seed)
     sampling = _sampling(options, arrivals)
-    for text, params in zip(texts, sampling, strict=True):
-        engine.sizing.check(text, params)
     speed = options.speed
     return engine.generate(
         texts,
@@ -206,6 +223,14 @@ def _offer(
 def _verdict(report: EngineReport, strict: bool) -> int:
     late = report.compiles_after_warmup + report.graph_breaks + report.fallbacks
     return FAILED if report.mismatched_tokens or (strict and late) else 0
+
+
+def _open_outputs(options: Options) -> None:
+    """Fail now, not after the work, where a result cannot be written."""
+    if options.json is not None:
+        options.json.open("a", encoding="utf-8").close()
+    if options.report is not None:
+        options.report.mkdir(parents=True, exist_ok=True)
 
 
 def _write(options: Options, report: EngineReport, checked: CheckReport) -> None:

@@ -40,7 +40,7 @@ def _rows(report: EngineReport) -> Iterator[tuple[str, str]]:
     yield "time to first token", _milliseconds(report.ttft_ms)
     yield "step", _milliseconds(report.step_ms)
     yield "padding", f"{waste['tokens']:.1%} of tokens, {waste['blocks']:.1%} of blocks"
-    yield "prompt tokens from cache", f"{report.prefix_hit_ratio:.1%}"
+    yield "prompts from cache", f"{report.prefix_hit_ratio:.1%}"
     yield "preemptions", str(report.preemptions)
     yield "blocks high water", str(report.blocks_high_water)
     yield "checked requests", str(report.checked_requests)
@@ -48,4 +48,4 @@ def _rows(report: EngineReport) -> Iterator[tuple[str, str]]:
 
 
 def _milliseconds(times: Percentiles) -> str:
-    return f"p50 {times.p50:,.1f} ms, p99 {times.p99:,.1f} ms, max {times.max:,.1f} ms"
+    return f"p50 {times.p50:,.0f} ms, p99 {times.p99:,.0f} ms, max {times.max:,.0f} ms"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 
@@ -11,12 +11,13 @@ import torch
 from transformers import PreTrainedModel
 
 from compiled_attn.blocks import BlockPool
-from compiled_attn.engine.config import ConfigError, EngineConfig
+from compiled_attn.engine.config import EngineConfig
 from compiled_attn.engine.metrics import (
     EngineReport,
     Percentiles,
     StepInfo,
     StepRecord,
+    bucket_rows,
     padding_waste,
 )
 from compiled_attn.engine.runner import Runner
@@ -24,6 +25,7 @@ from compiled_attn.engine.sampling import SamplingParams, sample
 from compiled_attn.engine.scheduler import Scheduler
 from compiled_attn.engine.sequence import GenerationResult, Sequence, TokenEvent
 from compiled_attn.engine.sizing import Sizing
+from compiled_attn.engine.workload import Workload, serve
 from graphs import WarmupReport, no_compile
 
 __all__ = ["Engine"]
@@ -58,7 +60,6 @@ class Engine:
         self.records: list[StepRecord] = []
         self.results: list[GenerationResult] = []
         self._sentinel = no_compile(strict=config.strict)
-        self._warmup: WarmupReport | None = None
         self._next_index = 0
         self._generated = 0
         self._prompt_tokens = 0
@@ -70,8 +71,7 @@ class Engine:
         Args:
             progress: called with an event per bucket, see `graphs.progress_for`.
         """
-        self._warmup = self.runner.graphs.warmup(progress)
-        return self._warmup
+        return self.runner.graphs.warmup(progress)
 
     def submit(
         self,
@@ -113,7 +113,7 @@ class Engine:
             RuntimeError: the engine is not warmed up.
             graphs.GraphBudgetExceeded: something compiled (strict).
         """
-        if self._warmup is None:
+        if self.runner.graphs.report is None:
             raise RuntimeError(
                 "expected a warmed-up engine: call engine.warmup() before the first step"
             )
@@ -155,11 +155,11 @@ class Engine:
         on_step: Callable[[StepInfo], None] | None = None,
     ) -> Iterator[GenerationResult]:
         """Results as they finish, see `stream`; ``result.index`` counts over the engine's life."""
-        for event in self.stream(
-            prompts, sampling, arrivals=arrivals, concurrency=concurrency, on_step=on_step
-        ):
-            if event.result is not None:
-                yield event.result
+        return _results(
+            self.stream(
+                prompts, sampling, arrivals=arrivals, concurrency=concurrency, on_step=on_step
+            )
+        )
 
     def stream(
         self,
@@ -170,7 +170,9 @@ class Engine:
         concurrency: int | None = None,
         on_step: Callable[[StepInfo], None] | None = None,
     ) -> Iterator[TokenEvent]:
-        """Tokens as they are generated. A consumer that stops early aborts the rest.
+        """Tokens as they are generated. A consumer that stops early aborts what is open.
+
+        Requests are checked now, and served while the result is iterated over.
 
         Args:
             prompts: token ids of each request.
@@ -180,42 +182,29 @@ class Engine:
             on_step: called after every step.
 
         Raises:
-            ConfigError: a request that can never be served; none of them was started then.
+            ConfigError: a request that can never be served; then none is.
         """
-        params = _broadcast(sampling, len(prompts))
-        times = _broadcast_arrivals(arrivals, len(prompts))
-        if concurrency is not None and concurrency < 1:
-            raise ConfigError(f"expected concurrency >= 1, got {concurrency}")
-        for prompt, param in zip(prompts, params, strict=True):
-            self.sizing.check(prompt, param)
-        queue = deque(sorted(range(len(prompts)), key=times.__getitem__))
-        started = time.perf_counter()
-        open_requests: set[int] = set()
-        try:
-            while queue or open_requests:
-                now = time.perf_counter() - started
-                while (
-                    queue and times[queue[0]] <= now and len(open_requests) < (concurrency or 2**62)
-                ):
-                    at = queue.popleft()
-                    arrived = started + times[at] if arrivals is not None else None
-                    open_requests.add(self.submit(prompts[at], params[at], arrived_s=arrived))
-                if not open_requests:
-                    time.sleep(max(0.0, times[queue[0]] - now))
-                    continue
-                for event in self.step():
-                    if event.result is not None:
-                        open_requests.discard(event.index)
-                    yield event
-                if on_step is not None:
-                    on_step(self._info(time.perf_counter() - started))
-        finally:
-            for index in open_requests:
-                self.abort(index)
+        workload = Workload.of(prompts, sampling, arrivals, concurrency)
+        for prompt, params in zip(workload.prompts, workload.sampling, strict=True):
+            self.sizing.check(prompt, params)
+        return serve(self, workload, on_step)
+
+    def info(self, elapsed_s: float) -> StepInfo:
+        """The engine's state now, ``elapsed_s`` seconds after the start of serving."""
+        total = self.sizing.num_blocks - 1
+        return StepInfo(
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting),
+            blocks_used=total - self.pool.available,
+            blocks_total=total,
+            finished=len(self.results),
+            generated_tokens=self._generated,
+            elapsed_s=elapsed_s,
+        )
 
     def report(self) -> EngineReport:
         """What happened since the engine was made."""
-        stats, warm = self.pool.stats(), self._warmup
+        stats, warm = self.pool.stats(), self.runner.graphs.report
         busy = sum(record.seconds for record in self.records)
         return EngineReport(
             graphs=len(warm.captured) if warm else 0,
@@ -239,7 +228,7 @@ class Engine:
             computed_tokens=sum(record.need["tokens"] for record in self.records),
             prefix_hit_ratio=round(stats.hit_ratio, 4),
             seconds=round(busy, 3),
-            bucket_hits={str(bucket): n for bucket, n in self.runner.graphs.hits.items() if n},
+            buckets=bucket_rows(warm, self.records),
         )
 
     def _take(self, sequence: Sequence, token: int, now: float) -> TokenEvent:
@@ -251,34 +240,12 @@ class Engine:
         self.results.append(sequence.result(now))
         return TokenEvent(sequence.index, token, self.results[-1])
 
-    def _info(self, elapsed_s: float) -> StepInfo:
-        return StepInfo(
-            len(self.scheduler.running),
-            len(self.scheduler.waiting),
-            self.sizing.num_blocks - 1 - self.pool.available,
-            self.sizing.num_blocks - 1,
-            len(self.results),
-            self._generated,
-            elapsed_s,
-        )
 
-
-def _broadcast(
-    sampling: SamplingParams | SequenceOf[SamplingParams] | None, count: int
-) -> SequenceOf[SamplingParams]:
-    if sampling is None or isinstance(sampling, SamplingParams):
-        return [sampling or SamplingParams()] * count
-    if len(sampling) != count:
-        raise ConfigError(f"expected one SamplingParams or {count}, got {len(sampling)}")
-    return sampling
-
-
-def _broadcast_arrivals(arrivals: SequenceOf[float] | None, count: int) -> SequenceOf[float]:
-    if arrivals is None:
-        return [0.0] * count
-    if len(arrivals) != count:
-        raise ConfigError(f"expected {count} arrivals, one per prompt, got {len(arrivals)}")
-    return arrivals
+def _results(events: Iterator[TokenEvent]) -> Iterator[GenerationResult]:
+    with contextlib.closing(events) as stream:  # type: ignore[type-var]
+        for event in stream:
+            if event.result is not None:
+                yield event.result
 
 
 def _eos_tokens(model: PreTrainedModel) -> frozenset[int]:

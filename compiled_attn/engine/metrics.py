@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
+from graphs import WarmupReport
+
 __all__ = ["EngineReport", "Percentiles", "StepInfo", "StepRecord"]
 
 
@@ -53,6 +55,7 @@ class StepRecord:
 class EngineReport:
     """Everything that ``compiled-attn run --json`` writes.
 
+    ``buckets`` has a row per bucket: its warmup, how many steps ran in it, how long they took.
     ``padding_waste`` is the padded share of computed tokens and of computed blocks.
     ``graph_breaks`` and ``compiles_after_warmup`` come from the sentinel, ``fallbacks`` counts
     every degraded bucket pick.
@@ -79,13 +82,33 @@ class EngineReport:
     computed_tokens: int
     prefix_hit_ratio: float
     seconds: float
-    bucket_hits: dict[str, int] = field(default_factory=dict)
+    buckets: list[dict[str, object]] = field(default_factory=list)
     checked_requests: int = 0
     mismatched_tokens: int = 0
 
     def to_dict(self) -> dict[str, object]:
         """The report as JSON-able values."""
         return asdict(self)
+
+
+def bucket_rows(
+    warmup: WarmupReport | None, records: Sequence[StepRecord]
+) -> list[dict[str, object]]:
+    """A row per bucket of the warmup: status, warmup seconds, steps, step times."""
+    times: dict[tuple[int, ...], list[float]] = {}
+    for record in records:
+        times.setdefault(tuple(record.bucket.values()), []).append(record.seconds)
+    return [
+        {
+            "bucket": str(result.bucket),
+            "status": result.status,
+            "warmup_seconds": round(result.seconds, 3),
+            "steps": len(mine := times.get(result.bucket.sizes, [])),
+            "step_ms": asdict(Percentiles.of(mine)),
+            "error": result.error,
+        }
+        for result in (warmup.results if warmup else ())
+    ]
 
 
 def padding_waste(records: Sequence[StepRecord]) -> dict[str, float]:

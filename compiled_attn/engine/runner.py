@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from compiled_attn.engine.config import EngineConfig
 from compiled_attn.engine.scheduler import ScheduledTokens
 from compiled_attn.engine.sizing import Sizing
 from compiled_attn.hf import PagedCausalLM, cache_for
-from graphs import Bucket, BucketOverflow, WarmupManager
+from graphs import Bucket, BucketOverflow, WarmupManager, passes
 
 __all__ = ["Runner"]
 
@@ -39,6 +40,7 @@ class Runner:
             backend=config.backend,
             strict=config.strict,
             name="step",
+            **_backend_options(config.backend),
         )
 
     def fit(
@@ -63,7 +65,11 @@ class Runner:
         inputs = plan.fill(bucket)
         with torch.no_grad():
             logits: Tensor = self.graphs.run(bucket, *inputs)
-        return logits[: plan.need["logits"]]
+        return logits[: int(plan.rows.logits.sum())]
+
+
+def _backend_options(backend: str) -> dict[str, Any]:
+    return {"options": passes.for_cpu()} if backend == "inductor" else {}
 
 
 def _request(part: ScheduledTokens, pool: BlockPool) -> Request:

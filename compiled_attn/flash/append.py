@@ -1,9 +1,10 @@
-"""Writing new tokens to the cache in place, also inside a compiled graph, and never by copying the cache.
+"""Writing new tokens to the cache in place, in compiled graphs too, without a copy of the cache.
 
-`index_put_` is enough where the cache is a tensor of its own. Of a view the compiler makes a functional update of
-its base, which copies what is written to and scatters it back, cache-sized: for a view taken inside of the graph, and
-for two inputs whose elements interleave (halves of a fused kv buffer). For these there is an op that declares what it
-mutates; the compiler then passes the view on as it is. Both cases are shown in tests/graph_breaks/test_flash.py.
+`index_put_` is enough where the cache is a tensor of its own. Of a view the compiler makes a
+functional update of its base, which copies what is written to and scatters it back, cache-sized:
+for a view taken inside of the graph, and for two inputs whose elements interleave (halves of a
+fused kv buffer). For these there is an op that declares what it mutates; the compiler then passes
+the view on as it is. Both cases are shown in tests/graph_breaks/test_flash.py.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _LIBRARY.define("write_tokens(Tensor(a!) cache, Tensor page, Tensor slot, Tensor
 
 
 def write(cache: Tensor, page: Tensor, slot: Tensor, tokens: Tensor) -> None:
-    """Writes ``tokens [B, S, Hk, D]`` to ``cache [pages, page_size, Hk, D]`` at ``page, slot [B, S]``, in place."""
+    """Writes ``tokens [B, S, Hk, D]`` to ``cache [NP, P, Hk, D]`` at ``page, slot [B, S]``."""
     cache.index_put_((page, slot), tokens)
 
 

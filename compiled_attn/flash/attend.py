@@ -1,70 +1,122 @@
-"""Attention of a batch of rows over a slice of their keys, as a `PartialAttention` that merges with other slices."""
+"""Attention of a batch of rows over a slice of their keys, as a `PartialAttention` that merges with
+other slices.
+
+One definition, `attend_plain`, and two faster forms of it: `attend_fused` for the few queries of a
+decode step in a compiled graph, `attend_sdpa` for the CPU. Each gives out ``[B, H, Sq, D]``, max
+and sum ``[B, H, Sq]``, in float32 for half precision inputs.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from compiled_attn.partial import FMIN, PartialAttention
 
-__all__ = ["attend_slice"]
+__all__ = ["KeySlice", "attend_fused", "attend_plain", "attend_sdpa", "choose"]
 
-_MOST_FUSED_ROWS = 16
-"""Up to so many query rows of a KV head, product and sum beat a matmul in a compiled graph (see `_dot`)."""
+_FEW_ROWS = 16
+"""Query rows of a KV head up to which a decode form pays."""
 
 
-def attend_slice(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    seen: Tensor,
-    used: Tensor,
-    bias: Tensor | None,
-    *,
-    scale: float,
-    softcap: float,
-) -> PartialAttention:
-    """Scores, cap, bias, mask and exponentials, in float32 for half precision inputs.
-
-    Args:
-        query: ``[B, Sq, H, D]``.
-        key, value: ``[B, N, Hk, D]``; query head h reads key head ``h // (H // Hk)``.
-        seen: ``[B, Sq, N]`` bool.
-        used: ``[B, N]`` bool; elsewhere key and value may be NaN, which 0 * NaN would let out.
-        bias: ``[B, H, Sq, N]`` or None, added after the cap.
-        scale: factor of the scores.
-        softcap: cap c of ``c * tanh(score / c)`` if positive.
+class KeySlice(NamedTuple):
+    """The queries and a slice of the keys that each row of the batch has.
 
     Shape:
-        - out ``[B, H, Sq, D]``, max and sum ``[B, H, Sq]``
+        - query: ``[B, Sq, H, D]``
+        - key, value: ``[B, N, Hk, D]``, finite; query head h reads key head ``h // (H // Hk)``
+        - seen: ``[B, Sq, N]`` bool
+        - bias: ``[B, H, Sq, N]`` or None, added after the cap
+        - scale: factor of the scores
+        - softcap: cap c of ``c * tanh(score / c)`` if positive
     """
-    batch, queries, heads, dim = query.shape
-    kv_heads, group = key.shape[2], heads // key.shape[2]
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    rows = query.to(dtype).unflatten(2, (kv_heads, group)).permute(0, 2, 3, 1, 4) * scale
-    rows = rows.reshape(batch, kv_heads, group * queries, dim)
-    value = torch.where(used[:, :, None, None], value, 0).to(dtype)
 
-    scores = _dot(rows, key.to(dtype).permute(0, 2, 3, 1)).view(batch, heads, queries, -1)
-    if softcap > 0:
-        scores = softcap * torch.tanh(scores / softcap)
-    if bias is not None:
-        scores = scores + bias
-    scores = torch.where(seen.unsqueeze(1), scores, -math.inf)
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    seen: Tensor
+    bias: Tensor | None
+    scale: float
+    softcap: float
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a key head."""
+        return self.query.shape[2] // self.key.shape[2]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of scores, statistics and sums."""
+        return torch.promote_types(self.query.dtype, torch.float32)
+
+    def rows(self) -> Tensor:
+        """The queries by key head, ``[B, Hk, G * Sq, D]``."""
+        by_head: Tensor = self.query.unflatten(2, (self.key.shape[2], self.group))
+        return by_head.permute(0, 2, 3, 1, 4).flatten(2, 3)
+
+    def by_query_head(self, rows: Tensor) -> Tensor:
+        """``[B, Hk, G * Sq, ...] -> [B, H, Sq, ...]``."""
+        batch, queries, heads, _ = self.query.shape
+        return rows.reshape(batch, heads, queries, *rows.shape[3:])
+
+
+def choose(query: Tensor, kv_heads: int, softcap: float) -> Callable[[KeySlice], PartialAttention]:
+    """The fastest form for these queries, by what was measured (docs/flash.md)."""
+    rows = query.shape[1] * (query.shape[2] // kv_heads)
+    if torch.compiler.is_compiling() and rows <= _FEW_ROWS:
+        return attend_fused
+    on_cpu = query.device.type == "cpu" and softcap <= 0 and rows > 0
+    if on_cpu and hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"):
+        return attend_sdpa
+    return attend_plain
+
+
+def attend_plain(s: KeySlice) -> PartialAttention:
+    """Two matmuls and the whole score matrix between them."""
+    return _attend(s, torch.matmul)
+
+
+def attend_fused(s: KeySlice) -> PartialAttention:
+    """Product and sum for matmul: the compiler fuses them with the gather that makes key and value.
+
+    No buffer of the size of the gathered cache exists, where a matmul is a library call on a copy
+    of it.
+    """
+    return _attend(s, lambda rows, columns: (rows.unsqueeze(-1) * columns.unsqueeze(2)).sum(-2))
+
+
+def attend_sdpa(s: KeySlice) -> PartialAttention:
+    """Torch's flash attention for the CPU, which has no softcap: no score matrix, only a mask."""
+    seen = s.seen.unsqueeze(1)
+    mask = torch.where(seen, 0.0 if s.bias is None else s.bias, -math.inf).to(s.dtype)
+    query = s.query.transpose(1, 2)
+    if query.shape[2] * s.group <= _FEW_ROWS:  # one read of the keys for a whole group of heads
+        shape = query.shape[1] // s.group, s.group * query.shape[2]
+        mask = mask.expand(-1, query.shape[1], -1, -1).reshape(-1, *shape, mask.shape[-1])
+        query = s.rows()
+    key, value = s.key.transpose(1, 2), s.value.transpose(1, 2)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, attn_mask=mask, scale=s.scale
+    )
+    # A query that sees nothing gets zeros and log-sum-exp 0, but its sum is empty.
+    sees = seen.any(-1).expand(-1, s.query.shape[2], -1)
+    row_max = torch.where(sees, s.by_query_head(lse), FMIN)
+    return PartialAttention(s.by_query_head(out).to(s.dtype), row_max, sees.to(s.dtype))
+
+
+def _attend(s: KeySlice, product: Callable[[Tensor, Tensor], Tensor]) -> PartialAttention:
+    rows = s.rows().to(s.dtype) * s.scale
+    scores = s.by_query_head(product(rows, s.key.permute(0, 2, 3, 1).to(s.dtype)))
+    if s.softcap > 0:
+        scores = s.softcap * torch.tanh(scores / s.softcap)
+    if s.bias is not None:
+        scores = scores + s.bias
+    scores = torch.where(s.seen.unsqueeze(1), scores, -math.inf)
     row_max = scores.amax(-1).clamp_min(FMIN)
     weights = torch.exp(scores - row_max.unsqueeze(-1))
-    out = _dot(weights.view(batch, kv_heads, group * queries, -1), value.transpose(1, 2))
-    return PartialAttention(out.view(batch, heads, queries, dim), row_max, weights.sum(-1))
-
-
-def _dot(rows: Tensor, columns: Tensor) -> Tensor:
-    """``[B, Hk, M, K] @ [B, Hk, K, N]``.
-
-    For few rows in a compiled graph as product and sum, which fuse with the gather that makes ``columns``: no buffer
-    of the size of the gathered keys exists. A matmul of more than one row is a library call on a copy of them.
-    """
-    if torch.compiler.is_compiling() and rows.shape[2] <= _MOST_FUSED_ROWS:
-        return (rows.unsqueeze(-1) * columns.unsqueeze(2)).sum(-2)
-    return torch.matmul(rows, columns)
+    out = product(weights.reshape(*rows.shape[:3], -1), s.value.transpose(1, 2).to(s.dtype))
+    return PartialAttention(s.by_query_head(out), row_max, weights.sum(-1))

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from compiled_attn.flash.call import FlashCall
+
 __all__ = ["Layout"]
 
 
@@ -16,8 +18,9 @@ class Layout(NamedTuple):
     A contiguous cache is a paged one: each of its rows is one page.
 
     Shape:
-        - table: ``[B, W]`` int64, or None: row b is page b. A page that does not exist is never negative, since
-          that would count from the end of the cache, but past its end, where looking it up fails.
+        - table: ``[B, W]`` int64, or None: row b is page b. A page that does not exist is never
+          negative, since that would count from the end of the cache, but past its end, where
+          looking it up fails.
         - totals: ``[B]`` ints, tokens of each row, the new ones and the left pad included
         - leftpad: ``[B]`` ints or None
     """
@@ -28,21 +31,24 @@ class Layout(NamedTuple):
     leftpad: Tensor | None
 
     @classmethod
-    def of(
-        cls,
-        k_cache: Tensor,
-        totals: Tensor,
-        leftpad: Tensor | None,
-        cache_batch_idx: Tensor | None,
-        block_table: Tensor | None,
-    ) -> Layout:
+    def of(cls, call: FlashCall, lengths: Tensor) -> Layout:
         """The layout that the arguments of a call describe."""
-        pages, page_size = k_cache.shape[:2]
-        table = None if cache_batch_idx is None else cache_batch_idx.long().unsqueeze(1)
-        if block_table is not None:
-            table = (block_table if table is None else block_table[table[:, 0]]).long()
-        table = None if table is None else torch.where(table < 0, pages, table)
-        return cls(table, page_size, totals, leftpad)
+        table = None
+        if call.cache_batch_idx is not None:
+            rows = (call.k_cache if call.block_table is None else call.block_table).shape[0]
+            table = _past_the_end(call.cache_batch_idx.long(), rows).unsqueeze(1)
+        if call.block_table is not None:
+            pages = call.block_table if table is None else call.block_table[table[:, 0]]
+            table = _past_the_end(pages.long(), call.k_cache.shape[0])
+        return cls(table, call.page_size, lengths + call.new_tokens, call.cache_leftpad)
+
+    def without_null_rows(self) -> Layout:
+        """The same, but a row that lies in page 0 alone is all left pad: it sees nothing."""
+        if self.table is None:
+            return self
+        leftpad = torch.zeros_like(self.totals) if self.leftpad is None else self.leftpad
+        is_null = (self.table == 0).all(1)
+        return self._replace(leftpad=torch.where(is_null, self.totals, leftpad))
 
     def place(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Page and slot of tokens ``[B, S]``, both int64 ``[B, S]``."""
@@ -53,8 +59,19 @@ class Layout(NamedTuple):
         columns = positions.div(self.page_size, rounding_mode="floor")
         return self.table.gather(1, columns), positions - columns * self.page_size
 
-    def read(self, cache: Tensor, start: int, end: int) -> Tensor:
-        """Tokens ``start .. end - 1`` of every row, ``[B, end - start, Hk, D]``; arbitrary outside of its sequence."""
+    def read(self, cache: Tensor, start: int, end: int, used: Tensor) -> Tensor:
+        """Tokens ``start .. end - 1`` of every row, ``[B, end - start, Hk, D]``.
+
+        Zero where ``used [B, end - start]`` is False: what lies there may be NaN, and 0 * NaN is
+        NaN.
+        """
+        tokens = self._gather(cache, start, end)
+        if self.table is None or torch.compiler.is_compiling() or tokens.device.type != "cpu":
+            return torch.where(used[:, :, None, None], tokens, 0)
+        tokens[~used] = 0  # the gathered tokens are a copy, of which this touches only the unused
+        return tokens
+
+    def _gather(self, cache: Tensor, start: int, end: int) -> Tensor:
         if self.table is None:
             return cache[: self.totals.shape[0], start:end]
         first, last = start // self.page_size, -(-end // self.page_size)
@@ -65,9 +82,14 @@ class Layout(NamedTuple):
         return cache[pages].flatten(1, 2)[:, inside]
 
     def _used_pages(self, table: Tensor, first: int) -> Tensor:
-        # Entries that a row does not use may be anything, and are never looked up. A used one is not clamped.
+        # Entries that a row does not use may be anything, and are never looked up. A used one is
+        # not clamped.
         starts = torch.arange(first, first + table.shape[1], device=table.device) * self.page_size
         used = starts < self.totals.unsqueeze(1)
         if self.leftpad is not None:
             used = used & (starts + self.page_size > self.leftpad.unsqueeze(1))
         return torch.where(used, table, 0)
+
+
+def _past_the_end(index: Tensor, size: int) -> Tensor:
+    return torch.where(index < 0, size, index)

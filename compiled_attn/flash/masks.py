@@ -1,7 +1,8 @@
 """Who sees whom, and by how much less: the masks and the ALiBi bias of `flash_attn_with_kvcache`.
 
 Both count in cache slots. Query i of a row whose sequence ends before slot ``total`` stands at slot
-``total - Sq + i`` (bottom-right alignment); a left pad shifts queries and keys alike, so it cancels out.
+``total - Sq + i`` (bottom-right alignment); a left pad shifts queries and keys alike, so it cancels
+out.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ __all__ = ["alibi", "query_slots", "slots_in_use", "visible"]
 
 
 def query_slots(totals: Tensor, queries: int) -> Tensor:
-    """The slot each query stands at, ``[B] -> [B, Sq]``; negative if there are fewer keys than queries."""
+    """The slot each query stands at, ``[B] -> [B, Sq]``; negative with fewer keys than queries."""
     return totals.unsqueeze(1) - queries + torch.arange(queries, device=totals.device)
 
 
 def slots_in_use(slots: Tensor, totals: Tensor, leftpad: Tensor | None) -> Tensor:
-    """The slots ``[N]`` that hold a token of each row's sequence, ``[B, N]``; any other may hold NaN."""
+    """Which slots ``[N]`` hold a token of each row's sequence, ``[B, N]``; others may hold NaN."""
     used = slots < totals.unsqueeze(1)
     return used if leftpad is None else used & (slots >= leftpad.unsqueeze(1))
 
@@ -30,7 +31,8 @@ def visible(slots: Tensor, used: Tensor, at: Tensor, window: tuple[int, int]) ->
         slots: ``[N]``.
         used: ``[B, N]``, of `slots_in_use`.
         at: ``[B, Sq]``, of `query_slots`.
-        window: slots to the left and to the right of its own that a query sees; negative: all of them.
+        window: slots to the left and to the right of its own that a query sees; negative: all of
+            them.
     """
     left, right = window
     seen = used.unsqueeze(1).expand(-1, at.shape[1], -1)

@@ -59,8 +59,8 @@ class InductorBackend:
         options: Mapping[str, Any] | None = None,
     ) -> Frozen:
         """Compile in the first run; `mode` and `options` are those of `torch.compile`."""
-        compiled = _compile_once(alone(function, name), self._compiler, mode, options)
         try:
+            compiled = _compile_once(alone(function, name), self._compiler, mode, options)
             for _ in range(warm_runs):
                 compiled(*example_inputs)
         except Exception as error:

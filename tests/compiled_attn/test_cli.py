@@ -91,7 +91,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
     path = tmp_path / "trace.csv"
-    rows = [f"{0.001 * i:.3f},{20 + 3 * i},{4 + i}" for i in range(6)]
+    rows = [f"{0.001 * i:.3f},{20 + 3 * i},{18 + i}" for i in range(6)]
     path.write_text("\n".join(["arrival_s,prompt_tokens,output_tokens", *rows]) + "\n")
     return path
 
@@ -124,7 +124,7 @@ def test_a_run_serves_checks_and_writes_every_promised_key(
     result = json.loads((tmp_path / "result.json").read_text())
     assert set(result) >= KEYS
     assert set(result["ttft_ms"]) == set(result["step_ms"]) == {"p50", "p99", "max"}
-    assert (result["requests"], result["generated_tokens"]) == (6, sum(range(4, 10)))
+    assert (result["requests"], result["generated_tokens"]) == (6, sum(range(18, 24)))
     assert (result["checked_requests"], result["mismatched_tokens"]) == (3, 0)
     assert (result["compiles_after_warmup"], result["graph_breaks"], result["fallbacks"]) == (
         0,
@@ -133,7 +133,7 @@ def test_a_run_serves_checks_and_writes_every_promised_key(
     )
     assert result["backend"] == "eager" and result["torch"] == torch.__version__
     assert re.search(r"mismatched tokens\W+0\b", outcome.out)
-    assert "6 requests, lengths scaled by 1: 165 prompt tokens, 39 to generate" in outcome.err
+    assert "6 requests, lengths scaled by 1: 165 prompt tokens, 123 to generate" in outcome.err
 
 
 def test_a_small_pool_forces_preemptions_and_changes_no_token(
@@ -186,7 +186,7 @@ def test_a_mismatch_is_shown_with_both_logits_and_fails_the_run(
 ) -> None:
     difference = Difference(3, 7, 11, 12, 0.5, 0.25)
     report = CheckReport(1, 9, 2, mismatches=[difference], ties=[difference])
-    monkeypatch.setattr("compiled_attn.cli.job.check", lambda *_: report)
+    monkeypatch.setattr("compiled_attn.cli.job.check", lambda *_, **__: report)
     outcome = command(*small, "--check", 1)
     assert outcome.code == 1
     assert f"mismatch: {difference}" in outcome.out and f"tie: {difference}" in outcome.out
@@ -222,6 +222,34 @@ def test_an_interrupted_warmup_reports_too(
     outcome = command(*small)
     assert outcome.code == 130
     assert re.search(r"graphs captured\W+0 in", outcome.out)
+
+
+def test_a_model_that_cannot_be_captured_is_refused_with_the_cause(
+    command: Command, small: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise NotImplementedError("no kernel for this model")
+
+    monkeypatch.setattr("compiled_attn.hf.unified_attention", broken)
+    outcome = command(*small)
+    assert_refused(outcome, "no graph could be captured", "no kernel for this model")
+
+
+def test_a_compile_while_serving_fails_the_run_with_its_cause_and_report(
+    command: Command, small: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Engine.step
+
+    def compiling(self: Engine) -> Any:
+        with self._sentinel:
+            torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+        return step(self)
+
+    monkeypatch.setattr(Engine, "step", compiling)
+    strict, loose = command(*small), command(*small, "--no-strict")
+    assert strict.code == 1 and "expected nothing to compile any more" in strict.err
+    assert re.search(r"requests\W+0\b", strict.out)
+    assert loose.code == 0 and re.search(r"compiles after warmup\W+[1-9]", loose.out)
 
 
 def test_an_unknown_or_unreadable_model_is_refused(command: Command, tmp_path: Path) -> None:
@@ -289,8 +317,8 @@ def test_a_missing_compiler_is_refused_with_the_remedy(
         (["--dtype", "int4"], ["unknown --dtype int4", "float32, bfloat16"]),
         (["--demand", "poem"], ["unknown demand 'poem'", "chat, code, rag"]),
         (["--speed", "0"], ["--speed above 0"]),
-        (["--requests", "0"], ["--requests", "0"]),
-        (["--requests", "few"], ["--requests", "few"]),
+        (["--requests", "0"], ["--requests"]),
+        (["--requests", "few"], ["--requests"]),
         (["--scale", "-1"], ["scale must be a positive number, got -1.0"]),
         (["--max-seqs", "0"], ["max_seqs"]),
         (["--max-seqs", "300"], ["max_seqs", "max_tokens_per_step", "300"]),
@@ -299,7 +327,8 @@ def test_a_missing_compiler_is_refused_with_the_remedy(
         (["--temperature", "-1"], ["temperature", "-1.0"]),
         (["--top-p", "0"], ["top_p"]),
         (["--check", "2", "--temperature", "1"], ["--check compares greedy decoding"]),
-        (["--json", "/nowhere/result.json"], ["--json /nowhere/result.json", "no such directory"]),
+        (["--json", "/nowhere/result.json"], ["/nowhere/result.json", "No such file or directory"]),
+        (["--num-blocks", "99999999999"], ["not enough memory", "--num-blocks"]),
         (["--trace", "x.csv", "--demand", "chat"], ["--trace and --demand"]),
         (["--colour"], ["--colour"]),
         (["surplus"], ["surplus"]),
@@ -313,6 +342,11 @@ def test_bad_options_are_refused_in_one_line(
 
 def test_an_unknown_command_is_refused(command: Command) -> None:
     assert_refused(command("serve"), "serve")
+
+
+def test_without_a_command_the_help_is_shown(command: Command) -> None:
+    outcome = command()
+    assert "Usage: compiled-attn" in outcome.out and outcome.err == ""
 
 
 def test_version_and_help(command: Command) -> None:

@@ -1,0 +1,123 @@
+import logging
+import threading
+
+import pytest
+import torch
+
+from graphs import CompileEvent, CompileWatch
+
+
+def compiled(function):
+    return torch.compile(function, backend="eager", dynamic=False)
+
+
+def test_first_compiles_and_recompiles_are_told_apart_with_the_guard():
+    def scaled(x):
+        return x * 2
+
+    function = compiled(scaled)
+    with CompileWatch() as watch:
+        function(torch.ones(3))
+        function(torch.ones(3))
+        function(torch.ones(4))
+    assert [event.kind for event in watch.events] == ["compile", "recompile"]
+    assert watch.compiles == 2
+    assert watch.events[0].function == "scaled"
+    assert watch.events[0].file == __file__
+    assert "expected 3, actual 4" in watch.events[1].reason
+    assert watch.events[1].thread == threading.get_ident()
+
+
+def test_graph_breaks_are_counted():
+    def broken(x):
+        x = x + 1
+        torch._dynamo.graph_break()
+        x = x * 2
+        torch._dynamo.graph_break()
+        return x
+
+    with CompileWatch() as watch:
+        compiled(broken)(torch.ones(2))
+    assert watch.graph_breaks == 2
+    assert watch.compiles == 3
+
+
+def test_a_function_that_has_used_up_its_recompiles_is_seen():
+    function = compiled(lambda x: x - 1)
+    with torch._dynamo.config.patch(recompile_limit=2), CompileWatch() as watch:
+        for size in range(1, 4):
+            function(torch.ones(size))
+    assert [event.kind for event in watch.events] == ["compile", "recompile", "refused recompile"]
+    assert watch.compiles == 2
+    assert "expected 2, actual 3" in watch.events[2].reason
+
+
+def test_a_late_backward_is_seen():
+    function = torch.compile(lambda x: (x.sin() * x).sum(), backend="aot_eager")
+    with CompileWatch() as watch:
+        x = torch.ones(3, requires_grad=True)
+        function(x).backward()
+    assert watch.compiles >= 1
+    assert watch.events[0].kind == "compile"
+
+
+def test_what_on_event_raises_reaches_the_caller_before_anything_is_compiled():
+    graphs = []
+
+    def compiler(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def refuse(event):
+        raise torch._dynamo.exc.TorchRuntimeError(f"no {event.kind}")
+
+    function = torch.compile(lambda x: x + 3, backend=compiler)
+    with CompileWatch(refuse), pytest.raises(RuntimeError, match="no compile"):
+        function(torch.ones(1))
+    assert graphs == []
+    assert function(torch.ones(1)).item() == 4
+
+
+def in_another_thread(work):
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize(("all_threads", "seen"), [(True, 1), (False, 0)])
+def test_other_threads_are_seen_unless_left_out(all_threads, seen):
+    function = compiled(lambda x: x * 5)
+    with CompileWatch(all_threads=all_threads) as watch:
+        in_another_thread(lambda: function(torch.ones(2)))
+    assert watch.compiles == seen
+    assert all(event.thread != threading.get_ident() for event in watch.events)
+
+
+def test_a_stopped_watch_leaves_torch_as_it_was():
+    handler = torch._dynamo.callback.callback_handler
+    log = logging.getLogger("torch._dynamo.convert_frame")
+    before = [*handler.start_callbacks], [*handler.end_callbacks], [*log.handlers]
+    first, second = CompileWatch(), CompileWatch()
+    first.start()
+    second.start()
+    first.stop()
+    compiled(lambda x: x / 3)(torch.ones(1))
+    second.stop()
+    second.stop()
+    assert (first.compiles, second.compiles) == (0, 1)
+    assert ([*handler.start_callbacks], [*handler.end_callbacks], [*log.handlers]) == before
+
+
+def test_a_reset_of_dynamo_is_noticed():
+    watch = CompileWatch()
+    watch.start()
+    assert not watch.lost
+    torch._dynamo.reset()
+    assert watch.lost
+    watch.stop()
+
+
+def test_an_event_reads_as_one_line():
+    event = CompileEvent("recompile", "decode", "model.py", 7, "tensor 'x' size mismatch", 0)
+    assert str(event) == "recompile of decode (model.py:7): tensor 'x' size mismatch"
+    assert str(CompileEvent("capture", "decode", "", 0, "", 0)) == "capture of decode"
