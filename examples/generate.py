@@ -23,7 +23,7 @@ def main() -> None:
     options = parser.parse_args()
 
     model = load_model(options.model) if options.model else default_model()
-    config = EngineConfig(context=256, max_seqs=4, max_graphs=6, backend=options.backend)
+    config = EngineConfig(context=256, max_seqs=4, max_graphs=8, backend=options.backend)
     engine = Engine(model, config)
     engine.warmup(progress_for(sys.stderr))
     prompts = [list(range(1, length)) for length in (5, 40, 12, 90, 25)]  # token ids

@@ -18,7 +18,7 @@ def main() -> None:
     parser.add_argument("--backend", default="inductor")
     options = parser.parse_args()
 
-    config = EngineConfig(context=256, max_seqs=4, max_graphs=6, backend=options.backend)
+    config = EngineConfig(context=256, max_seqs=4, max_graphs=8, backend=options.backend)
     engine = Engine(default_model(), config)
     engine.warmup(progress_for(sys.stderr))
 

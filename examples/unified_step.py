@@ -42,7 +42,8 @@ def main() -> None:
 
     step = builder.plan(requests)
     print("the step needs", step.need)
-    batch = step.fill({"tokens": 8, "shared": 4, "unique": 4, "logits": 4})  # a bucket that holds it
+    bucket = {"tokens": 8, "shared": 4, "unique": 4, "logits": 4}  # any that holds the need
+    batch = step.fill(bucket)
     query = torch.randn(8, HEADS, DIM)  # rows 7 and up are padding
     key, value = torch.randn(2, 8, KV_HEADS, DIM)
     out = unified_attention(

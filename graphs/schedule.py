@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias
@@ -33,15 +34,18 @@ def in_order(buckets: BucketSpace, order: Order) -> list[Bucket]:
 
 
 class Schedule:
-    """The buckets of one warmup, the time it has taken, and an estimate of the rest by cost."""
+    """The buckets of one warmup, the time it has taken, and an estimate of the rest.
+
+    A capture takes a time of its own (tracing, compiling) and one that grows with the bucket's cost
+    (running it): both are fitted to the buckets that are done.
+    """
 
     def __init__(self, buckets: Sequence[Bucket], cost: Callable[[Bucket], float]) -> None:
         self.buckets = buckets
         self._cost = cost
         self._start = time.perf_counter()
-        self._done_cost = 0.0
-        self._done_seconds = 0.0
-        self._left_cost = sum(map(cost, buckets))
+        self._done: list[tuple[float, float]] = []
+        self._left = [cost(bucket) for bucket in buckets]
 
     def elapsed(self) -> float:
         """Seconds since the warmup began."""
@@ -50,10 +54,9 @@ class Schedule:
     def done(self, result: BucketResult) -> None:
         """Learn from a bucket that is done."""
         cost = self._cost(result.bucket)
-        self._left_cost -= cost
+        self._left.remove(cost)
         if result.status != "skipped":
-            self._done_cost += cost
-            self._done_seconds += result.seconds
+            self._done.append((cost, result.seconds))
 
     def event(self, index: int, status: EventStatus, **outcome: Any) -> BucketEvent:
         """Make the event that the bucket at `index` has come to `status`."""
@@ -68,6 +71,11 @@ class Schedule:
         )
 
     def _eta(self) -> float | None:
-        if not self._done_cost:
+        if not self._done:
             return None
-        return max(0.0, self._left_cost) * self._done_seconds / self._done_cost
+        costs, seconds = zip(*self._done, strict=True)
+        rate = 0.0
+        if len(set(costs)) > 1:
+            rate = max(0.0, statistics.linear_regression(costs, seconds).slope)
+        fixed = max(0.0, statistics.fmean(seconds) - rate * statistics.fmean(costs))
+        return sum(fixed + rate * cost for cost in self._left)

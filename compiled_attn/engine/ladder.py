@@ -32,9 +32,11 @@ class StepLimits:
 def default_buckets(limits: StepLimits, max_graphs: int) -> BucketSpace:
     """A ladder of at most ``max_graphs`` buckets; with one, the maximum alone.
 
-    The number of points on the shared axis grows until the budget is used up.
+    The number of points on the shared axis grows until the budget is used up; a budget too small
+    for that goes to decode steps, which would pay most in the maximum.
     """
-    best = explicit(AXES, [_maximum(limits)])
+    decode = list(_decode(limits))[::-1]
+    best = explicit(AXES, [_maximum(limits), *decode[: max_graphs - 1]])
     for points in range(1, 24):
         space = explicit(AXES, [*_prefill(limits, points), *_decode(limits), _maximum(limits)])
         if len(space) > max_graphs:

@@ -76,9 +76,8 @@ def flash_attn_with_kvcache(
     Raises:
         FlashArgumentError: (a ``RuntimeError`` and a ``ValueError``) the arguments do not fit
             together; a row has no room for its new tokens; a page that a row uses does not exist,
-            or gets two new tokens in one slot. What depends on the numbers in tensors is not
-            checked inside a compiled or captured graph; there an index out of range fails where it
-            is used, and padding is safe.
+            or gets two new tokens in one slot. Nothing has been written then. Inside a compiled
+            or captured graph, numbers in tensors are not read but asserted (``RuntimeError``).
         TypeError: an argument that must be a tensor is none.
 
     Source: ``flash_attn_with_kvcache`` of FlashAttention 2.8 (Dao et al.); docs/flash.md lists

@@ -65,7 +65,7 @@ class KeySlice(NamedTuple):
 
 
 def choose(query: Tensor, kv_heads: int, softcap: float) -> Callable[[KeySlice], PartialAttention]:
-    """The fastest form for these queries, by what was measured (docs/flash.md)."""
+    """The fastest form for these queries."""
     rows = query.shape[1] * (query.shape[2] // kv_heads)
     if torch.compiler.is_compiling() and rows <= _FEW_ROWS:
         return attend_fused
@@ -99,13 +99,16 @@ def attend_sdpa(s: KeySlice) -> PartialAttention:
         mask = mask.expand(-1, query.shape[1], -1, -1).reshape(-1, *shape, mask.shape[-1])
         query = s.rows()
     key, value = s.key.transpose(1, 2), s.value.transpose(1, 2)
+    if query.stride(-1) != 1:  # the op does not look at this stride
+        query = query.contiguous()
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, attn_mask=mask, scale=s.scale
     )
-    # A query that sees nothing gets zeros and log-sum-exp 0, but its sum is empty.
+    # A query that sees nothing gets log-sum-exp 0 though its sum is empty, and NaN if it is NaN.
     sees = seen.any(-1).expand(-1, s.query.shape[2], -1)
+    out = torch.where(sees.unsqueeze(-1), s.by_query_head(out).to(s.dtype), 0)
     row_max = torch.where(sees, s.by_query_head(lse), FMIN)
-    return PartialAttention(s.by_query_head(out).to(s.dtype), row_max, sees.to(s.dtype))
+    return PartialAttention(out, row_max, sees.to(s.dtype))
 
 
 def _attend(s: KeySlice, product: Callable[[Tensor, Tensor], Tensor]) -> PartialAttention:

@@ -40,7 +40,7 @@ def expect_tensor(
     shape: Sequence[int | None],
     dtypes: Sequence[torch.dtype],
 ) -> None:
-    """Raises unless an argument is a tensor of this shape (None: any size), dtype and q's device."""
+    """Raises unless an argument has this shape (None: any size), one of the dtypes, q's device."""
     tensor = getattr(call, name)
     if not isinstance(tensor, Tensor):
         got = type(tensor).__name__

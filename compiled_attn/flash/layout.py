@@ -18,9 +18,8 @@ class Layout(NamedTuple):
     A contiguous cache is a paged one: each of its rows is one page.
 
     Shape:
-        - table: ``[B, W]`` int64, or None: row b is page b. A page that does not exist is never
-          negative, since that would count from the end of the cache, but past its end, where
-          looking it up fails.
+        - table: ``[B, W]`` int64, or None: row b is page b; entries that a row does not use may be
+          anything
         - totals: ``[B]`` ints, tokens of each row, the new ones and the left pad included
         - leftpad: ``[B]`` ints or None
     """
@@ -33,13 +32,11 @@ class Layout(NamedTuple):
     @classmethod
     def of(cls, call: FlashCall, lengths: Tensor) -> Layout:
         """The layout that the arguments of a call describe."""
-        table = None
-        if call.cache_batch_idx is not None:
-            rows = (call.k_cache if call.block_table is None else call.block_table).shape[0]
-            table = _past_the_end(call.cache_batch_idx.long(), rows).unsqueeze(1)
-        if call.block_table is not None:
-            pages = call.block_table if table is None else call.block_table[table[:, 0]]
-            table = _past_the_end(pages.long(), call.k_cache.shape[0])
+        rows, table = call.cache_batch_idx, call.block_table
+        if table is not None:
+            table = table.long() if rows is None else table[rows].long()
+        elif rows is not None:
+            table = rows.long().unsqueeze(1)
         return cls(table, call.page_size, lengths + call.new_tokens, call.cache_leftpad)
 
     def without_null_rows(self) -> Layout:
@@ -89,7 +86,3 @@ class Layout(NamedTuple):
         if self.leftpad is not None:
             used = used & (starts + self.page_size > self.leftpad.unsqueeze(1))
         return torch.where(used, table, 0)
-
-
-def _past_the_end(index: Tensor, size: int) -> Tensor:
-    return torch.where(index < 0, size, index)

@@ -11,7 +11,7 @@ from compiled_attn.flash.call import FlashCall
 from compiled_attn.flash.checks import check_call
 from compiled_attn.flash.layout import Layout
 from compiled_attn.flash.masks import alibi, query_slots, slots_in_use, visible
-from compiled_attn.flash.numbers import can_read, check_numbers
+from compiled_attn.flash.numbers import assert_numbers, can_read, check_numbers
 from compiled_attn.partial import PartialAttention, lse, merge, merge_online
 from compiled_attn.rotary import apply_rotary
 
@@ -30,7 +30,11 @@ def run(call: FlashCall, *, null_page: bool = False) -> tuple[Tensor, Tensor]:
     """
     check_call(call)
     lengths = call.lengths()
-    longest = check_numbers(call, lengths) if can_read(call.q) else call.capacity
+    longest = call.capacity
+    if can_read(call.q):
+        longest = check_numbers(call, lengths)
+    else:
+        assert_numbers(call, lengths)
     layout = Layout.of(call, lengths)
     if null_page:
         layout = layout.without_null_rows()
@@ -75,17 +79,19 @@ def _attend(call: FlashCall, query: Tensor, layout: Layout, longest: int) -> Par
         )
         return attend(keys)
 
-    width = _slice_width(call, longest)
+    splits = _splits(call, longest)
+    if splits <= 1:  # apart from the loop, which would make a dynamic length static
+        return part(0, longest)
+    width = -(-longest // splits)
     whole = part(0, min(width, longest))
     for start in range(width, longest, width):
         whole = merge_online(whole, part(start, min(start + width, longest)))
     return whole
 
 
-def _slice_width(call: FlashCall, longest: int) -> int:
+def _splits(call: FlashCall, longest: int) -> int:
     batch, queries, heads, _ = call.q.shape
-    splits = call.num_splits or -(-batch * heads * queries * longest // _SCORES_AT_ONCE)
-    return -(-longest // max(splits, 1))
+    return call.num_splits or -(-batch * heads * queries * longest // _SCORES_AT_ONCE)
 
 
 def _from(start: Tensor, count: int, step: int = 1) -> Tensor:

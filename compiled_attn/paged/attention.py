@@ -28,7 +28,7 @@ __all__ = [
 PARTITION = 512
 """Tokens of a partition of `paged_attention_v2`."""
 
-_GATHERED_AT_ONCE = 1 << 22
+_GATHERED_AT_ONCE = 1 << 21
 """Elements of gathered keys at a time, eagerly: memory that the allocator keeps is much faster."""
 
 

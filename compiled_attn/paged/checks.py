@@ -35,9 +35,8 @@ def check_call(call: PagedCall) -> list[int] | None:
         _expect_int(name, getattr(call, name), 0 if name == "max_seq_len" else 1)
     seqs, heads, dim = query.shape
     kv_heads, device = call.num_kv_heads, query.device
-    expect(
-        heads % kv_heads == 0, f"H divisible by {kv_heads} KV heads", heads, "check num_kv_heads"
-    )
+    divides = heads > 0 and heads % kv_heads == 0
+    expect(divides, f"H divisible by {kv_heads} KV heads", heads, "check num_kv_heads")
     rank = axes(call.layout, is_key=True)
     expect_tensor("key_cache", call.key_cache, f"in layout {call.layout}", (None,) * rank, None)
     sizes = (call.num_blocks, call.block_size, kv_heads, dim)

@@ -14,9 +14,6 @@ from compiled_attn.paged.layouts import Layout, take_blocks
 
 __all__ = ["scores", "weighted"]
 
-_TWO_STEPS_FROM = 16
-"""Block size from which NHD values are summed block by block first: faster, and little to store."""
-
 
 def scores(query: Tensor, cache: Tensor, blocks: Tensor, block_size: int, layout: Layout) -> Tensor:
     """Dot products of each query with the keys of its blocks.
@@ -77,8 +74,8 @@ def weighted(
     products = weights.unsqueeze(-1) * values.transpose(2, 3).unsqueeze(
         3
     )  # [S, P, Hk, G, Wp, BS, D]
-    if layout != "HND" and block_size >= _TWO_STEPS_FROM:
-        return products.sum(-2).sum(-2)
+    if layout != "HND" and _is_small(weights.shape[3], block_size, cache):
+        return products.sum(-2).sum(-2)  # block by block: over twice as fast in float32
     return products.sum((-3, -2))
 
 
@@ -86,17 +83,26 @@ def _packed_scores(query: Tensor, keys: Tensor) -> Tensor:
     """``[S, P, Wp, Hk, G, BS]`` from keys ``[S, P, Wp, Hk, D/x, BS, x]``.
 
     The query is laid out as the keys are, D/x rows of BS * x, so that the inner loop runs along
-    memory on both sides.
+    memory on both sides; but not where that would store too much.
     """
-    size, x = keys.shape[-2:]
-    spread = query.unflatten(-1, (-1, 1, x)).expand(-1, -1, -1, -1, size, -1).flatten(-2)
+    (group, dim), (size, x) = query.shape[-2:], keys.shape[-2:]
+    split: Tensor = query.unflatten(-1, (-1, 1, x))
+    few_blocks = not _is_small(group, keys.shape[1] * keys.shape[2], keys)
+    if few_blocks or not _is_small(group * x, dim, keys):
+        products = split[:, None, None] * keys.unsqueeze(4).to(query.dtype)
+        return products.sum((-3, -1))
+    spread = split.expand(-1, -1, -1, -1, size, -1).flatten(-2)
     # `as_strided` changes nothing here, but the compiler stores its input: recomputed inside of the
-    # loop, the spread query would be an index calculation that does not vectorise, and the scores
-    # take three times as long.
+    # loop, the spread query would be an index calculation that does not vectorise (3x slower).
     spread = torch.as_strided(spread, spread.shape, spread.stride())
     rows = keys.flatten(-2).unsqueeze(4).to(query.dtype)  # [S, P, Wp, Hk, 1, D/x, BS * x]
-    products: Tensor = (spread[:, None, None] * rows).sum(-2).unflatten(-1, (size, x))
-    return products.sum(-1)
+    sums: Tensor = (spread[:, None, None] * rows).sum(-2).unflatten(-1, (size, x))
+    return sums.sum(-1)
+
+
+def _is_small(floats: int, elements: int, cache: Tensor) -> bool:
+    """Whether so many float32 take at most half the memory of so many elements of the cache."""
+    return 2 * 4 * floats <= elements * cache.dtype.itemsize
 
 
 def _dense(
@@ -110,7 +116,7 @@ def _dense(
 ) -> Tensor:
     """The blocks' tokens head by head, ``[S, P, Hk, N, D]``, always a copy."""
     nhd = take_blocks(cache, blocks.flatten(), layout, block_size, is_key=is_key)
-    tokens = nhd.unflatten(0, blocks.shape).flatten(2, 3).transpose(2, 3)
+    tokens: Tensor = nhd.unflatten(0, blocks.shape).flatten(2, 3).transpose(2, 3)
     return tokens.to(dtype, memory_format=torch.contiguous_format)
 
 

@@ -187,8 +187,10 @@ def _to_nhd(cache: Tensor, layout: Layout, block_size: int | None, *, is_key: bo
 
 
 def _from_nhd(cache: Tensor, layout: Layout, *, is_key: bool) -> Tensor:
-    blocks, block_size, heads, dim = cache.shape
-    key_shape(layout if is_key else "NHD", blocks, block_size, heads, dim, cache.dtype)
+    axes(layout, is_key=is_key)
+    if is_key:
+        blocks, block_size, heads, dim = cache.shape
+        key_shape(layout, blocks, block_size, heads, dim, cache.dtype)
     if layout == "NHD":
         return cache
     if layout == "HND":

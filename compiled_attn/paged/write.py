@@ -80,7 +80,7 @@ def reshape_and_cache(
 
 
 def put_rows(cache: Tensor, block: Tensor, slot: Tensor, rows: Tensor, slot_axis: int) -> None:
-    """Writes ``rows [T, ...]`` to ``cache`` at block and slot ``[T]``; axis 0: at slot ``block``."""
+    """Writes ``rows [T, ...]`` at block and slot ``[T]``, in place; axis 0: at slot ``block``."""
     cache[_cells(block, slot, slot_axis)] = rows
 
 

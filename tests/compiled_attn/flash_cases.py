@@ -1,0 +1,310 @@
+"""Random calls of `flash_attn_with_kvcache` and what they must give, in float64, query by query.
+
+Independent of the library: no slices, no gathers, no shared masks. Everything that a call may not
+look at is poison.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass
+class Case:
+    """A call: `make` fills the tensors from the sizes."""
+
+    seed: int = 0
+    dtype: torch.dtype = torch.float32
+    index_dtype: torch.dtype = torch.int32
+    batch: int = 2
+    queries: int = 1
+    new: int | None = None
+    heads: int = 4
+    kv_heads: int = 2
+    dim: int = 16
+    capacity: int = 24
+    page_size: int | None = None
+    lengths: list[int] | None = None
+    leftpad: bool = False
+    batch_idx: bool = False
+    storage: str = "plain"
+    causal: bool = False
+    window: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    alibi: str | None = None
+    rotary: int = 0
+    rotary_rows: int | None = None
+    interleaved: bool = True
+    scale: float | None = None
+    splits: int = 0
+    args: dict[str, Any] = field(default_factory=dict)
+
+    def make(self) -> Case:
+        """Draws the tensors."""
+        self.rng, self.gen = random.Random(self.seed), torch.Generator().manual_seed(self.seed)
+        new = self.new or 0
+        if self.page_size:
+            self.capacity = -(-self.capacity // self.page_size) * self.page_size
+        if self.lengths is None:
+            most = self.capacity - (max(new, self.queries) if self.rotary else new)
+            self.lengths = [self.rng.randint(0, most) for _ in range(self.batch)]
+        totals = [length + new for length in self.lengths]
+        self.pads = [self.rng.randint(0, t) if self.leftpad else 0 for t in totals]
+        rows = self.batch + 3 if self.batch_idx else self.batch
+        self.rows = (
+            self.rng.sample(range(rows), self.batch) if self.batch_idx else list(range(rows))
+        )
+        self.table = self._table(rows, totals) if self.page_size else None
+        pages = self.pages if self.page_size else rows
+        self._allocate(pages, self.page_size or self.capacity)
+        for b, length in enumerate(self.lengths):
+            for t in range(self.pads[b], length):
+                page, slot = self.place(b, t)
+                self.k_cache[page, slot] = self._draw(self.kv_heads, self.dim)
+                self.v_cache[page, slot] = self._draw(self.kv_heads, self.dim)
+        self.args = self._args()
+        return self
+
+    def place(self, b: int, t: int) -> tuple[int, int]:
+        """Page and slot of token t of batch row b."""
+        if self.table is None or self.page_size is None:
+            return self.rows[b], t
+        return int(self.table[self.rows[b], t // self.page_size]), t % self.page_size
+
+    def bits(self) -> Tensor:
+        """A copy of the storage of both caches, poison and neighbours included, as integers."""
+        base = torch.cat([each.reshape(-1) for each in self.bases])
+        return base.view(_BITS[base.element_size()]).clone()
+
+    def run(self, function: Any, **changes: Any) -> tuple[Tensor, Tensor]:
+        """Out and lse; the caches are written."""
+        out, lse = function(**{**self.args, "return_softmax_lse": True, **changes})
+        return out, lse
+
+    def restore(self, bits: Tensor) -> None:
+        """Puts back what `bits` returned."""
+        parts = bits.view(self.dtype).split([each.numel() for each in self.bases])
+        for base, part in zip(self.bases, parts, strict=True):
+            base.copy_(part.view_as(base))
+
+    def expected(self, low: bool = False) -> tuple[Tensor, Tensor]:
+        """Out and lse in float64; ``low``: by plain attention in the working dtype."""
+        pairs = [self._row(b, low) for b in range(self.batch)]
+        return torch.stack([out for out, _ in pairs]), torch.stack([lse for _, lse in pairs])
+
+    def append_expected(self) -> None:
+        """Writes the new tokens as the call should, token by token."""
+        for b, length in enumerate(self.lengths or []):
+            for t in range(self.new or 0):
+                page, slot = self.place(b, length + t)
+                key = self.args["k"][b, t]
+                self.k_cache[page, slot] = self._turned(key, length + t).to(self.dtype)
+                self.v_cache[page, slot] = self.args["v"][b, t]
+
+    def _row(self, b: int, low: bool) -> tuple[Tensor, Tensor]:
+        assert self.lengths is not None
+        length, total = self.lengths[b], self.lengths[b] + (self.new or 0)
+        tokens = range(self.pads[b], total)
+        keys, values = [], []
+        for t in tokens:
+            page, slot = self.place(b, t)
+            key, value = self.k_cache[page, slot], self.v_cache[page, slot]
+            if t >= length:
+                key = self._turned(self.args["k"][b, t - length], t).to(self.dtype)
+                value = self.args["v"][b, t - length]
+            keys.append(key)
+            values.append(value)
+        dtype = self.dtype if low else torch.float64
+        empty = torch.zeros(0, self.kv_heads, self.dim, dtype=self.dtype)
+        k = (torch.stack(keys) if keys else empty).to(dtype)
+        v = (torch.stack(values) if values else empty).to(dtype)
+        out = torch.zeros(self.queries, self.heads, self.dim, dtype=dtype)
+        lse = torch.full((self.heads, self.queries), -math.inf, dtype=dtype)
+        for i in range(self.queries):
+            turns = self.causal or self.window != (-1, -1)
+            position = length + (i if turns else 0)
+            query = self._turned(self.args["q"][b, i], position).to(self.dtype).to(dtype)
+            seen = [j for j in range(len(tokens)) if self._sees(i, j, len(tokens))]
+            if not seen:
+                continue
+            for head in range(self.heads):
+                mine = head // (self.heads // self.kv_heads)
+                scores = self._scores(b, head, query[head], k[seen, mine], i, seen, len(tokens))
+                out[i, head] = torch.softmax(scores, 0) @ v[seen, mine]
+                lse[head, i] = torch.logsumexp(scores, 0)
+        return out, lse
+
+    def _scores(
+        self, b: int, head: int, query: Tensor, keys: Tensor, i: int, seen: list[int], count: int
+    ) -> Tensor:
+        scores = keys @ (query * (self.dim**-0.5 if self.scale is None else self.scale))
+        if self.softcap > 0:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        slopes = self.args.get("alibi_slopes")
+        if slopes is None:
+            return scores
+        slope = slopes[head] if slopes.dim() == 1 else slopes[b, head]
+        distance = torch.tensor([abs(i + count - self.queries - j) for j in seen])
+        return scores - (slope.double() * distance).to(scores.dtype)
+
+    def _sees(self, i: int, j: int, count: int) -> bool:
+        left, right = self.window
+        right = 0 if self.causal else right
+        own = i + count - self.queries
+        return (left < 0 or j >= own - left) and (right < 0 or j <= own + right)
+
+    def _turned(self, x: Tensor, position: int) -> Tensor:
+        """Heads ``[h, D]`` rotated in float64."""
+        x = x.double().clone()
+        if not self.rotary:
+            return x
+        half = self.rotary // 2
+        for pair in range(half):
+            one, two = (2 * pair, 2 * pair + 1) if self.interleaved else (pair, pair + half)
+            cos = float(self.args["rotary_cos"][position, pair])
+            sin = float(self.args["rotary_sin"][position, pair])
+            x1, x2 = x[:, one].clone(), x[:, two].clone()
+            x[:, one], x[:, two] = x1 * cos - x2 * sin, x1 * sin + x2 * cos
+        return x
+
+    def _table(self, rows: int, totals: list[int]) -> Tensor:
+        assert self.page_size is not None
+        columns, size = self.capacity // self.page_size, self.page_size
+        self.pages = rows * columns + 2
+        free = self.rng.sample(range(self.pages), self.pages)
+        junk = [-1, -7, self.pages, 10**6]
+        table = [[self.rng.choice(junk) for _ in range(columns)] for _ in range(rows)]
+        assert self.lengths is not None
+        for b, total in enumerate(totals):
+            for column in range(min(self.pads[b], self.lengths[b]) // size, -(-total // size)):
+                table[self.rows[b]][column] = free.pop()
+        return torch.tensor(table, dtype=self.index_dtype)
+
+    def _allocate(self, pages: int, page_size: int) -> None:
+        shape = (pages, page_size, self.kv_heads, self.dim)
+        kinds = {
+            "plain": (2, (2, *shape), lambda x: (x[0], x[1])),
+            "fused": (1, (pages, page_size, 2, *shape[2:]), lambda x: (x[:, :, 0], x[:, :, 1])),
+            "layers": (1, (2, 3, *shape), lambda x: (x[0, 1], x[1, 1])),
+            "transposed": (
+                1,
+                (2, pages, self.kv_heads, page_size, self.dim),
+                lambda x: (x[0].transpose(1, 2), x[1].transpose(1, 2)),
+            ),
+            "interleaved heads": (
+                1,
+                (pages, page_size, self.kv_heads, 2 * self.dim),
+                lambda x: (x[..., : self.dim], x[..., self.dim :]),
+            ),
+        }
+        count, base_shape, views = kinds[self.storage]
+        if count == 2:
+            self.bases = [self._poison(shape), self._poison(shape)]
+            self.k_cache, self.v_cache = self.bases
+        else:
+            self.bases = [self._poison(base_shape)]
+            self.k_cache, self.v_cache = views(self.bases[0])
+
+    def _poison(self, shape: tuple[int, ...]) -> Tensor:
+        values = torch.tensor([math.nan, math.inf, -math.inf, 3e4])
+        picks = torch.randint(0, 4, shape, generator=self.gen)
+        return values[picks].to(self.dtype)
+
+    def _draw(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.gen).to(self.dtype)
+
+    def _indices(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=self.index_dtype)
+
+    def _args(self) -> dict[str, Any]:
+        assert self.lengths is not None
+        args: dict[str, Any] = {
+            "q": self._draw(self.batch, self.queries, self.heads, self.dim),
+            "k_cache": self.k_cache,
+            "v_cache": self.v_cache,
+            "cache_seqlens": self._indices(self.lengths),
+            "causal": self.causal,
+            "window_size": self.window,
+            "softcap": self.softcap,
+            "rotary_interleaved": self.interleaved,
+            "softmax_scale": self.scale,
+            "num_splits": self.splits,
+        }
+        if self.new is not None:
+            args["k"] = self._draw(self.batch, self.new, self.kv_heads, self.dim)
+            args["v"] = self._draw(self.batch, self.new, self.kv_heads, self.dim)
+        if self.rotary:
+            rows = self.rotary_rows or self.capacity + 2
+            angles = torch.rand(rows, self.rotary // 2, generator=self.gen) * 6.3
+            args["rotary_cos"] = torch.cos(angles).to(self.dtype)
+            args["rotary_sin"] = torch.sin(angles).to(self.dtype)
+        if self.leftpad:
+            args["cache_leftpad"] = self._indices(self.pads)
+        if self.batch_idx:
+            args["cache_batch_idx"] = self._indices(self.rows)
+        if self.table is not None:
+            args["block_table"] = self.table
+        if self.alibi:
+            shape = (self.heads,) if self.alibi == "heads" else (self.batch, self.heads)
+            args["alibi_slopes"] = torch.rand(*shape, generator=self.gen)
+        return args
+
+
+def check(case: Case, function: Any, **changes: Any) -> tuple[Tensor, Tensor]:
+    """Runs the call and holds everything that it did against the oracle; returns out and lse."""
+    want, want_lse = case.expected()
+    plain, plain_lse = case.expected(low=True)
+    before = case.bits()
+    out, lse = case.run(function, **changes)
+    after = case.bits()
+    factor = 5 if case.alibi else 3
+    assert out.dtype == case.dtype and out.shape == want.shape
+    assert (
+        lse.dtype == torch.promote_types(case.dtype, torch.float32) and lse.shape == want_lse.shape
+    )
+    assert bool(torch.isfinite(out).all())
+    assert torch.equal(lse == -math.inf, want_lse == -math.inf)
+    blind = (want_lse == -math.inf).transpose(1, 2)
+    assert bool((out[blind] == 0).all())
+    assert_close(out, want, plain, factor)
+    assert_close(
+        lse.nan_to_num(neginf=0),
+        want_lse.nan_to_num(neginf=0),
+        plain_lse.nan_to_num(neginf=0),
+        factor,
+    )
+    check_cache(case, before, after)
+    return out, lse
+
+
+def assert_close(got: Tensor, want: Tensor, plain: Tensor, factor: float) -> None:
+    """The rule of FlashAttention's tests: a small multiple of the error in the working dtype."""
+    if want.numel():
+        error = (got.double() - want).abs().max().item()
+        allowed = factor * (plain.double() - want).abs().max().item() + 1e-5
+        assert error <= allowed, f"error {error} > {allowed}"
+
+
+def check_cache(case: Case, before: Tensor, after: Tensor) -> None:
+    """The new tokens are in place, v and unrotated k bit for bit, and nothing else has changed."""
+    case.restore(before)
+    case.append_expected()
+    want = case.bits()
+    case.restore(after)
+    if case.rotary and case.new:
+        wrong = (after != want).nonzero()[:, 0]
+        got, right = after.view(case.dtype)[wrong].double(), want.view(case.dtype)[wrong].double()
+        close = {torch.float16: 2e-3, torch.bfloat16: 2e-2}.get(case.dtype, 1e-6)
+        assert torch.allclose(got, right, rtol=close, atol=close)
+        changed = before != want
+        assert torch.equal(after[~changed], before[~changed])
+    else:
+        assert torch.equal(after, want)
