@@ -1,7 +1,13 @@
 """Attention over a paged KV cache, for graphs that are captured once and never compile again."""
 
-from compiled_attn.batch import BatchBuilder, Request, StepBatch
+from compiled_attn.batch import AttentionMetadata, BatchBuilder, Request, StepBatch
 from compiled_attn.cache import PagedKVCache
+from compiled_attn.flash import (
+    FlashArgumentError,
+    FlashInputs,
+    FlashKVCacheAttention,
+    flash_attn_with_kvcache,
+)
 from compiled_attn.partial import (
     PartialAttention,
     lse,
@@ -11,16 +17,23 @@ from compiled_attn.partial import (
     partial_attn_shared,
     partial_attn_unique,
 )
+from compiled_attn.rotary import apply_rotary
 from compiled_attn.unified import UnifiedAttention, UnifiedMetadata, unified_attention
 
 __all__ = [
+    "AttentionMetadata",
     "BatchBuilder",
+    "FlashArgumentError",
+    "FlashInputs",
+    "FlashKVCacheAttention",
     "PagedKVCache",
     "PartialAttention",
     "Request",
     "StepBatch",
     "UnifiedAttention",
     "UnifiedMetadata",
+    "apply_rotary",
+    "flash_attn_with_kvcache",
     "lse",
     "merge",
     "merge_online",

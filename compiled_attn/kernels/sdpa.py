@@ -55,9 +55,8 @@ class SdpaKernel:
         mask = bias.to(query.dtype)
         sees = (bias > -math.inf).any(-1).unsqueeze(-1)  # [T, 1] or [H, T, 1]
         sees = sees if bias.dim() == 2 else sees.squeeze(-1).T
-        query = torch.where(
-            sees.unsqueeze(-1), query, 0
-        )  # NaN in a padded row is NaN despite the mask
+        # NaN in a padded row is NaN despite the mask, and the op ignores a query's last stride.
+        query = torch.where(sees.unsqueeze(-1), query, 0).contiguous()
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query.transpose(0, 1).unsqueeze(0),
             key.repeat_interleave(group, 1).transpose(0, 1).unsqueeze(0),

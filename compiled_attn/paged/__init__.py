@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from compiled_attn.paged.attention import PARTITION, paged_attention_v1, paged_attention_v2
 from compiled_attn.paged.errors import PagedArgumentError
+from compiled_attn.paged.inputs import PagedInputs
 from compiled_attn.paged.layouts import (
     LAYOUTS,
     Layout,
@@ -24,6 +25,7 @@ __all__ = [
     "Layout",
     "PagedArgumentError",
     "PagedAttention",
+    "PagedInputs",
     "convert_key",
     "convert_value",
     "empty_caches",

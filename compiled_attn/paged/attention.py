@@ -244,18 +244,17 @@ def _attend(call: PagedCall, width: int, partition: int | None) -> PartialAttent
     blocks, positions, visible = pages(call, width, partition)
     query = call.query.unflatten(1, (call.num_kv_heads, -1)).to(call.dtype)  # [S, Hk, G, D]
 
-    raw = scores(
-        query, stored(call.key_cache, call.kv_cache_dtype), blocks, size, layout
-    )  # [S, P, Hk, G, N]
+    keys = stored(call.key_cache, call.kv_cache_dtype)
+    values = stored(call.value_cache, call.kv_cache_dtype)
+
+    raw = scores(query, keys, blocks, size, layout)  # [S, P, Hk, G, N]
     biased = raw * _score_scale(call)
     if call.alibi_slopes is not None:
         biased = biased + _alibi(call, positions)
     biased = torch.where(visible[:, :, None, None], biased, -math.inf)
     row_max = biased.amax(-1).clamp_min(FMIN)
     weights = torch.exp(biased - row_max.unsqueeze(-1))
-    out = weighted(
-        weights, stored(call.value_cache, call.kv_cache_dtype), blocks, visible, size, layout
-    )
+    out = weighted(weights, values, blocks, visible, size, layout)
     if call.kv_cache_dtype != "auto":
         out = out * per_head(call.v_scale, out.device)[:, None, None]
     return PartialAttention(

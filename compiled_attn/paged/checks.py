@@ -35,6 +35,7 @@ def check_call(call: PagedCall) -> list[int] | None:
         _expect_int(name, getattr(call, name), 0 if name == "max_seq_len" else 1)
     seqs, heads, dim = query.shape
     kv_heads, device = call.num_kv_heads, query.device
+    expect(dim > 0, "a head dim of at least 1", dim, "check the shape of query")
     divides = heads > 0 and heads % kv_heads == 0
     expect(divides, f"H divisible by {kv_heads} KV heads", heads, "check num_kv_heads")
     rank = axes(call.layout, is_key=True)
@@ -159,6 +160,7 @@ def _explain_lost(call: PagedCall, row: int) -> None:
     )
     column = int(unknown_blocks(call)[row].nonzero()[0])
     raise PagedArgumentError(
-        f"expected block_tables[{row}, {column}] in 0 .. {call.num_blocks - 1}, got "
-        f"{int(call.block_tables[row, column])}: the row's {length} tokens need it, give it one"
+        f"expected block_tables[{row}, {column}] in 0 .. {call.num_blocks - 1}, "
+        f"got {int(call.block_tables[row, column])}: "
+        f"the row's {length} tokens need it, so give it a block of the cache"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -70,6 +71,29 @@ def test_every_form_is_exact_over_random_steps(step: Step) -> None:
     step.assert_exact(_v1(step))
     step.assert_exact(_v2(step))
     step.assert_exact(_reference(step))
+
+
+@settings(max_examples=60)
+@given(steps())
+def test_the_form_for_compiled_graphs_is_exact_over_random_steps(step: Step) -> None:
+    # Run eagerly here; what the compiler makes of it is in tests/graph_breaks/test_paged.py.
+    with mock.patch.object(torch.compiler, "is_compiling", return_value=True):
+        step.assert_exact(_v1(step))
+        step.assert_exact(_v2(step))
+
+
+def test_where_numbers_cannot_be_read_lost_rows_are_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As inside of a captured CUDA graph, where nothing is compiled.
+    monkeypatch.setattr("compiled_attn.paged.checks.can_read", lambda _: False)
+    step = Step(lengths=(5, 0, 9, 3)).make()
+    step.assert_exact(_v1(step))
+    step.assert_exact(_v2(step))
+    expected = step.expected()
+    step.block_tables[2, 1], step.seq_lens[3] = step.blocks, 99
+    for version in (_v1, _v2):
+        out = version(step)
+        assert out[2:].isnan().all()
+        torch.testing.assert_close(out[:2].double(), expected[:2], atol=1e-6, rtol=1e-5)
 
 
 @settings(max_examples=12)

@@ -52,6 +52,7 @@ def test_the_error_is_both_a_value_error_and_a_runtime_error() -> None:
         ("query", lambda t: t.long(), "query of dtype float16 or .*, got int64"),
         ("query", lambda t: t[:, :3], "H divisible by 2 KV heads, got 3"),
         ("query", lambda t: t[:, :0], "H divisible by 2 KV heads, got 0"),
+        ("query", lambda t: t[..., :0], "head dim of at least 1, got 0"),
         ("query", lambda t: t[..., :8], r"key_cache in layout packed .*\[\d+, 2, 2, 4, 4\], got"),
         ("query", lambda t: t.half(), r"key_cache .*\[\d+, 2, 2, 4, 8\], got"),
         ("key_cache", lambda t: t[..., :2], "key_cache"),
@@ -161,6 +162,13 @@ def test_block_sparse_arguments_that_are_off_are_taken() -> None:
 
 def test_an_unknown_layout_is_refused() -> None:
     _refused(_step(), PagedArgumentError, "a layout of", {"layout": "DHN"})
+
+
+def test_a_flat_cache_that_is_no_whole_number_of_blocks_is_refused() -> None:
+    step = _step(layout="flat")
+    message = rf"key_cache in layout flat .*\[{(step.blocks - 1) * 4}, 2, 16\], got"
+    short = {"key_cache": step.key_cache[1:], "value_cache": step.value_cache[1:]}
+    _refused(step, PagedArgumentError, message, {"layout": "flat"}, **short)
 
 
 def test_a_head_dim_that_x_does_not_divide_is_refused_in_the_packed_layout() -> None:

@@ -11,7 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from compiled_attn.paged import LAYOUTS, PagedArgumentError, PagedAttention, empty_caches
+from compiled_attn.paged import (
+    LAYOUTS,
+    PagedArgumentError,
+    PagedAttention,
+    PagedInputs,
+    empty_caches,
+)
 from tests.compiled_attn.paged_scene import Step
 
 
@@ -102,6 +108,40 @@ def test_token_by_token_it_equals_attention_over_all_tokens(layout: str) -> None
             scores = torch.einsum("hd,nhd->hn", query[s], k) * 8**-0.5
             expected = torch.einsum("hn,nhd->hd", scores.softmax(-1), v)
             torch.testing.assert_close(out[s], expected, atol=1e-6, rtol=1e-5)
+
+
+def test_padded_inputs_give_the_same_rows_then_zeros_and_write_nothing_more() -> None:
+    module, key_cache, value_cache = _growing("packed")
+    step = PagedInputs(
+        torch.randn(2, 4, 8),
+        torch.tensor([[3], [4]], dtype=torch.int32),
+        torch.tensor([1, 1], dtype=torch.int32),
+        *torch.randn(2, 2, 2, 8),
+        torch.tensor([12, 16]),
+    )
+    expected = module(*step)
+    after = key_cache.clone(), value_cache.clone()
+    key_cache.fill_(math.nan), value_cache.fill_(math.nan)
+    bucket = step.padded(5, 3)
+    assert [list(each.shape) for each in bucket if each is not None] == [
+        *([5, 4, 8], [5, 3], [5], [5, 2, 8], [5, 2, 8], [5]),
+    ]
+    assert bucket.slot_mapping is not None
+    assert bucket.slot_mapping.tolist() == [12, 16, -1, -1, -1]
+    out = module(*bucket)
+    assert torch.equal(out[:2], expected)
+    assert not out[2:].any()
+    for cache, right in zip((key_cache, value_cache), after, strict=True):
+        assert torch.equal(cache.nan_to_num(7.0), right.nan_to_num(7.0))
+
+
+def test_inputs_without_a_write_are_padded_too() -> None:
+    query, tables, lengths = torch.zeros(1, 4, 8), torch.zeros(1, 1).long(), torch.ones(1).long()
+    step = PagedInputs(query, tables, lengths)
+    assert step.padded(2, 1)[3:] == (None, None, None)
+    for bucket in ((0, 1), (1, 0)):
+        with pytest.raises(PagedArgumentError, match="at least 1 rows and 1 columns, got"):
+            step.padded(*bucket)
 
 
 def test_caches_are_buffers_that_no_checkpoint_holds() -> None:

@@ -73,6 +73,15 @@ def test_attend_takes_a_bias_per_head(kernel):
     )
 
 
+@pytest.mark.parametrize("kernel", ATTENDS)
+def test_attend_takes_tensors_of_any_strides(kernel):
+    q, k, v = _qkv(5, 7)
+    bias = torch.zeros(7, 5).T
+    strided = [tensor.permute(2, 0, 1).contiguous().permute(1, 2, 0) for tensor in (q, k, v)]
+    out = merge(kernel(*strided, bias, scale=1.0))
+    torch.testing.assert_close(out.double(), _dense(q, k, v, bias)[0], atol=1e-5, rtol=1e-4)
+
+
 def test_attend_applies_scale_then_softcap_then_bias():
     q, k, v = _qkv(3, 6)
     bias = torch.randn(3, 6)
