@@ -1,6 +1,6 @@
 """Generated tokens per second: our engine against plain `generate` and against `generate_batch`.
 
-    python benchmarks/engine.py [--trace FILE] [--requests 40] [--rounds 3] [--threads 2]
+    python benchmarks/engine.py [--trace FILE] [--requests 40] [--rounds 3] [--tokens 256]
 
 The default model (4-layer, 256-wide Llama, float32, random weights) and the first requests of the
 trace, every request with its own output length, greedy. All three run in one process, in turns;
@@ -27,9 +27,9 @@ TRACE = Path(__file__).resolve().parents[2] / "shared/traces/mooncake_conversati
 Requests = list[tuple[list[int], int]]
 
 
-def ours(model: PreTrainedModel) -> Callable[[Requests], int]:
-    """A warmed-up engine with the sizes of `compiled-attn run`."""
-    engine = Engine(model, EngineConfig())
+def ours(model: PreTrainedModel, tokens: int) -> Callable[[Requests], int]:
+    """A warmed-up engine, inductor backend, prefix cache on."""
+    engine = Engine(model, EngineConfig(max_tokens_per_step=tokens))
     seconds = engine.warmup().elapsed_seconds
     print(f"# ours: {len(engine.sizing.buckets)} graphs, warmup {seconds:.1f} s")
 
@@ -58,11 +58,11 @@ def plain_generate(model: PreTrainedModel) -> Callable[[Requests], int]:
     return serve
 
 
-def generate_batch(model: PreTrainedModel) -> Callable[[Requests], int]:
+def generate_batch(model: PreTrainedModel, tokens: int) -> Callable[[Requests], int]:
     """transformers' continuous batching with the sizes of our engine, SDPA attention."""
     model.set_attn_implementation("sdpa")
     sizes = ContinuousBatchingConfig(
-        page_size=32, num_blocks=2048, max_batch_tokens=256, max_requests_per_batch=32
+        page_size=32, num_blocks=2048, max_batch_tokens=tokens, max_requests_per_batch=32
     )
     greedy = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
 
@@ -89,6 +89,7 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, default=TRACE)
     parser.add_argument("--requests", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=256, help="tokens in a step at most")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -102,9 +103,9 @@ def main() -> None:
         f"float32, {options.threads} threads, torch {torch.__version__}"
     )
     systems = {
-        "ours": ours(default_model()),
+        "ours": ours(default_model(), options.tokens),
         "generate": plain_generate(default_model()),
-        "generate_batch": generate_batch(default_model()),
+        "generate_batch": generate_batch(default_model(), options.tokens),
     }
     rates: dict[str, list[float]] = {name: [] for name in systems}
     for round_ in range(options.rounds):

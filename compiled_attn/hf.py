@@ -9,6 +9,7 @@ where wanted. The model's own code runs; only its attention function is ours, th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ __all__ = ["ATTENTION_NAME", "PagedCausalLM", "PagedStep", "cache_for", "paged_a
 
 ATTENTION_NAME = "compiled_attn"
 """Name of our attention in `transformers.AttentionInterface`."""
+
+_CAUSAL_WIDTH = 256
 
 
 @dataclass(frozen=True)
@@ -122,11 +125,13 @@ class PagedCausalLM(nn.Module):
         self.cache = cache
         self.windows = _windows(model)
         model.set_attn_implementation(ATTENTION_NAME)
+        for layer in _decoder_layers(model):
+            _compile_once_for_all(layer)
 
     def forward(self, *inputs: Tensor | None) -> Tensor:
         """Computes a step: the fields of a `StepBatch` in order, to logits ``[L, vocab]``."""
         step = StepBatch(*inputs)  # type: ignore[arg-type]
-        metadata = step.metadata(self.cache.block_size)
+        metadata = step.metadata(self.cache.block_size, _CAUSAL_WIDTH)
         logits: Tensor = self.model(
             input_ids=step.input_ids.unsqueeze(0),
             position_ids=step.positions.unsqueeze(0),
@@ -169,6 +174,25 @@ def cache_for(
         dtype=dtype or weight.dtype,
         device=weight.device,
     )
+
+
+def _decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The repeated layers of the decoder: none where the model has no list of that length."""
+    count = model.config.get_text_config().num_hidden_layers
+    lists = [part for part in model.modules() if isinstance(part, nn.ModuleList)]
+    return next(([*layers] for layers in lists if len(layers) == count), [])
+
+
+def _compile_once_for_all(layer: nn.Module) -> None:
+    """Lets a graph that contains the layer compile it once for all layers that are alike."""
+    layer.forward = MethodType(_layer_region, layer)
+
+
+def _layer_forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return type(layer).forward(layer, *args, **kwargs)
+
+
+_layer_region = torch.compiler.nested_compile_region(_layer_forward)
 
 
 def _windows(model: PreTrainedModel) -> tuple[int, ...]:

@@ -93,7 +93,7 @@ def attend(
         heads, queries, -1
     )  # from [Hk, G*T, N]
     weights, row_max = _exp_scores(_capped(scores * scale, softcap), bias, fmin)
-    out = torch.bmm(weights.view(kv_heads, -1, key.shape[0]), values.to(dtype))
+    out = torch.bmm(weights.reshape(kv_heads, -1, key.shape[0]), values.to(dtype))
     return PartialAttention(
         out.view(heads, queries, -1).transpose(0, 1),
         row_max.transpose(0, 1),
@@ -228,8 +228,8 @@ def partial_attn_unique(
 ) -> PartialAttention | None:
     """Each block against the one query that uses it; block results are reduced to their query.
 
-    The matmuls have a single row, which inductor decomposes and fuses with the gather of the
-    blocks: no buffer of the size of the gathered cache exists.
+    Products and sums, and a matmul of a single row, which inductor decomposes to that, fuse with
+    the gather of the blocks: no buffer of the size of the gathered cache exists.
 
     Args:
         query: ``[T, H, D]``.
@@ -253,16 +253,16 @@ def partial_attn_unique(
     dtype = torch.promote_types(query.dtype, torch.float32)
     bias = bias.unsqueeze(1) if bias.dim() == 2 else bias
     seen = (bias > -math.inf).any(1)  # [U, block_size]
-    keys = _unique_blocks(key_cache, blocks, block_size).permute(0, 2, 3, 1).unsqueeze(2).to(dtype)
+    keys = _unique_blocks(key_cache, blocks, block_size).unsqueeze(3).to(dtype)
     values = _unique_blocks(value_cache, blocks, block_size).permute(0, 2, 1, 3).unsqueeze(2)
     values = torch.where(seen[:, None, None, :, None], values, 0).to(dtype)
-    queries = query.unflatten(1, (kv_heads, group))[block_mapping].unsqueeze(3).to(dtype)
+    queries = query.unflatten(1, (1, kv_heads, group))[block_mapping].to(dtype)
 
-    scores = torch.matmul(queries, keys).reshape(-1, heads, block_size)  # from [U, Hk, G, 1, block]
+    scores = (keys * queries).sum(-1)  # [U, block, Hk, G]
+    scores = scores.flatten(2).transpose(1, 2)  # [U, H, block]
     weights, block_max = _exp_scores(_capped(scores * scale, softcap), bias, fmin)
-    out = torch.matmul(weights.view(-1, kv_heads, group, 1, block_size), values).view(
-        -1, heads, values.shape[-1]
-    )
+    out = torch.matmul(weights.view(-1, kv_heads, group, 1, block_size), values)
+    out = out.reshape(-1, heads, values.shape[-1])
     parts, owner = PartialAttention(out, block_max, weights.sum(-1)), block_mapping
     if queries_used is not None:
         parts, owner = _reduce(parts, owner, queries_used), queries_used
