@@ -8,7 +8,7 @@ where wanted. The model's own code runs; only its attention function is ours, th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
 
@@ -27,6 +27,7 @@ ATTENTION_NAME = "compiled_attn"
 """Name of our attention in `transformers.AttentionInterface`."""
 
 _CAUSAL_WIDTH = 256
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class PagedStep:
 
     cache: PagedKVCache
     by_window: dict[int | None, UnifiedMetadata]
+    seen_layers: set[int] | None = None
 
     @staticmethod
     def of(cache: PagedKVCache, metadata: UnifiedMetadata, windows: tuple[int, ...]) -> PagedStep:
@@ -87,6 +89,8 @@ def paged_attention_forward(
             f"mask {attention_mask is not None}"
         )
     layer = int(module.layer_idx)  # type: ignore[arg-type]
+    if paged.seen_layers is not None:
+        paged.seen_layers.add(layer)
     request = AttendRequest(query.device.type, query.dtype, query.shape[-1], bool(softcap))
     out = unified_attention(
         query[0].transpose(0, 1),
@@ -112,8 +116,13 @@ class PagedCausalLM(nn.Module):
 
     Args:
         model: any causal LM of transformers whose attention goes through `AttentionInterface`;
-            its attention implementation is switched to ours.
+            its attention implementation is switched to ours, and each decoder layer is marked as a
+            region that a graph compiles once.
         cache: the paged cache, see `cache_for`.
+
+    Raises:
+        ValueError: a layer does not attend through `AttentionInterface` (recurrent or convolution
+            layers, chunked attention, attention code of the model's own).
 
     Shape:
         - forward(``*StepBatch``) -> logits ``[L, vocab]`` of the rows ``logits_index``
@@ -125,6 +134,7 @@ class PagedCausalLM(nn.Module):
         self.cache = cache
         self.windows = _windows(model)
         model.set_attn_implementation(ATTENTION_NAME)
+        self._check_every_layer_is_paged()
         for layer in _decoder_layers(model):
             _compile_once_for_all(layer)
 
@@ -140,6 +150,39 @@ class PagedCausalLM(nn.Module):
             paged=PagedStep.of(self.cache, metadata, self.windows),
         ).logits
         return logits[0]
+
+    def _check_every_layer_is_paged(self) -> None:
+        """Runs one token of padding: a layer with attention of its own would mix requests up."""
+        config = self.model.config.get_text_config()
+        kinds = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
+        missing = [] if kinds else sorted(set(range(config.num_hidden_layers)) - self._probe())
+        if kinds or missing:
+            raise ValueError(
+                f"expected a model whose layers all attend through transformers' "
+                f"AttentionInterface, got {type(self.model).__name__} with "
+                f"{f'layers of type {sorted(kinds)}' if kinds else f'other layers {missing}'}: "
+                "it cannot run on the paged cache"
+            )
+
+    def _probe(self) -> set[int]:
+        """Layers whose attention was ours in a step of one token of padding."""
+        step = StepBatch.padding({"tokens": 1, "shared": 0, "unique": 0, "logits": 1})
+        paged = PagedStep.of(self.cache, step.metadata(self.cache.block_size), self.windows)
+        seen: set[int] = set()
+        try:
+            with torch.no_grad():
+                self.model(
+                    input_ids=step.input_ids.unsqueeze(0).to(self.model.device),
+                    position_ids=step.positions.unsqueeze(0).to(self.model.device),
+                    use_cache=False,
+                    paged=replace(paged, seen_layers=seen),
+                )
+        except Exception as error:
+            raise ValueError(
+                f"expected a model that computes a flattened step, "
+                f"got {type(self.model).__name__}, which fails on one token: {type(error).__name__}: {error}"
+            ) from error
+        return seen
 
     def kernel(self) -> Kernel:
         """The kernel that the model's attention chooses."""

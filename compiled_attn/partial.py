@@ -185,7 +185,7 @@ def partial_attn_shared(
     Returns:
         The partial attention, or None if ``blocks`` or ``bias`` is None.
     """
-    if blocks is None or bias is None:
+    if blocks is None or bias is None or not blocks.shape[0]:
         return None
     is_usage = not bias.is_floating_point()
     total = blocks.shape[0]
@@ -245,7 +245,7 @@ def partial_attn_unique(
     Returns:
         The partial attention, or None if ``blocks`` or ``bias`` is None.
     """
-    if blocks is None or bias is None or block_mapping is None:
+    if blocks is None or bias is None or block_mapping is None or not block_mapping.shape[0]:
         return None
     tokens, heads, _ = query.shape
     kv_heads = key_cache.shape[1]
@@ -378,7 +378,8 @@ def _reduce(parts: PartialAttention, owner: Tensor, rows: Tensor) -> PartialAtte
     floor = torch.finfo(parts.max.dtype).min
     row_max = torch.where(uses.unsqueeze(-1), parts.max, floor).amax(1)
     onehot = uses.to(parts.out.dtype)
-    factor = torch.exp(parts.max - onehot.T @ row_max)
+    own_max = torch.where(uses.unsqueeze(-1), row_max.unsqueeze(1), floor).amax(0)  # no rounding
+    factor = torch.exp(parts.max - own_max)
     out = onehot @ (parts.out * factor.unsqueeze(-1)).flatten(1)
     return PartialAttention(
         out.unflatten(1, parts.out.shape[1:]), row_max, onehot @ (parts.sum * factor)

@@ -163,11 +163,11 @@ def unified_attention(
         ValueError: shapes that do not fit together, or a step without any part.
     """
     _check(query, key, value, key_cache, value_cache, metadata)
+    if sliding_window is not None:
+        metadata = metadata.windowed(sliding_window)
     write_cache(key_cache, key, metadata.slot_mapping)
     if value_cache is not key_cache:
         write_cache(value_cache, value, metadata.slot_mapping)
-    if sliding_window is not None:
-        metadata = metadata.windowed(sliding_window)
     m = metadata
     causal = partial_attn_causal(
         query, key, value, m.causal_bias, m.causal_width, m.fmin,
@@ -277,6 +277,7 @@ def _check(
                 f"{name}: expected a multiple of block_size {m.block_size} slots, got {slots}: "
                 "the metadata was built for another cache"
             )
+    _check_parts(m)
     if m.causal_bias is not None:
         _expect("causal_bias", m.causal_bias, (*m.causal_bias.shape[:-2], tokens, tokens))
     if m.shared_blocks is not None and m.shared_bias is not None:
@@ -284,6 +285,35 @@ def _check(
         tail = (tokens, blocks, m.block_size)
         shape = tail if m.shared_bias.is_floating_point() else tail[:2]
         _expect("shared_bias", m.shared_bias, (*m.shared_bias.shape[: -len(shape)], *shape))
+
+    if isinstance(m.unique_blocks, Tensor) and m.unique_blocks.dim() != 1:
+        raise ValueError(f"unique_blocks: expected [U], got {list(m.unique_blocks.shape)}")
+    if m.unique_blocks is not None and m.unique_block_mapping is not None:
+        unique = m.unique_blocks if isinstance(m.unique_blocks, int) else len(m.unique_blocks)
+        _expect("unique_block_mapping", m.unique_block_mapping, (unique,))
+        if m.unique_bias is not None:
+            heads_between = tuple(m.unique_bias.shape[1:-1])
+            _expect("unique_bias", m.unique_bias, (unique, *heads_between, m.block_size))
+
+
+def _check_parts(m: UnifiedMetadata) -> None:
+    parts: dict[str, list[Tensor | int | None]] = {
+        "causal": [m.causal_bias],
+        "shared": [m.shared_blocks, m.shared_bias],
+        "unique": [m.unique_blocks, m.unique_block_mapping, m.unique_bias],
+    }
+    for name, fields in parts.items():
+        given = sum(field is not None for field in fields)
+        if 0 < given < len(fields):
+            raise ValueError(
+                f"expected all fields of the {name} part or none of them, got {given} of "
+                f"{len(fields)}: blocks without a bias would be left out in silence"
+            )
+    if all(field is None for fields in parts.values() for field in fields):
+        raise ValueError(
+            "expected at least one part of the attention, got none: "
+            "give the step a causal bias, shared blocks or unique blocks"
+        )
 
 
 def _shape(tensor: Tensor, name: str, legend: str) -> tuple[int, int, int]:

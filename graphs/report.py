@@ -44,9 +44,9 @@ def write_report(folder: str | Path, report: Mapping[str, Any], title: str = "Re
 
     Raises:
         OSError: the folder cannot be made or written to.
-        TypeError: a value is not JSON-able; nothing is written.
+        TypeError, ValueError: a value is not JSON-able, or not finite; nothing is written.
     """
-    text = json.dumps(report, indent=2)
+    text = json.dumps(dict(report), indent=2, allow_nan=False)
     page = _PAGE.format(title=escape(title), body="\n".join(_sections(report)))
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)

@@ -153,7 +153,7 @@ class StepPlan:
         need = {**self.need, "causal": int(self.has_causal)}
         if bucket is None:
             return need
-        sizes = {"causal": 1, **bucket}
+        sizes = {**dict.fromkeys(self.need, 0), "causal": 1, **bucket}
         _check_holds(sizes, need)
         return sizes
 

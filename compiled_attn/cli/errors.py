@@ -28,10 +28,12 @@ def bad_input() -> Iterator[None]:
     """What is done in here follows from the input alone, so its errors are told to the user."""
     try:
         yield
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ArithmeticError) as error:
         raise UserError(str(error)) from error
-    except RuntimeError as error:  # torch has no class of its own for a CPU allocation that fails
-        if "allocate" not in str(error):
+    except (RuntimeError, MemoryError) as error:
+        # torch has no class of its own for a CPU allocation that fails.
+        words = ("allocate", "overflow", "out of memory")
+        if isinstance(error, RuntimeError) and not any(w in str(error).lower() for w in words):
             raise
         raise UserError(
             "not enough memory: choose a smaller model, or smaller --num-blocks and "

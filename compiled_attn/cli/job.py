@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from collections import deque
@@ -28,6 +27,7 @@ from compiled_attn.engine import (
 )
 from compiled_attn.models import default_model, load_model
 from graphs import (
+    BucketOverflow,
     GraphBudgetExceeded,
     InputMismatch,
     ModeMismatch,
@@ -36,6 +36,7 @@ from graphs import (
     from_file,
     progress_for,
 )
+from graphs.report import write_report
 
 __all__ = ["Options", "run_job"]
 
@@ -85,18 +86,20 @@ def run_job(options: Options) -> int:
         model = _model(options)
         engine = Engine(model, _config(options))
         arrivals = _demand(options, engine.sizing.context, screen)
+        for arrival in arrivals:
+            engine.sizing.check_lengths(arrival.prompt_tokens, arrival.output_tokens)
         view = serving_view(len(arrivals), screen)
         results = _offer(options, engine, arrivals, view)
         _open_outputs(options)
     checked, code = CheckReport(), 0
     try:
-        _warm_up(engine)
+        engine.warmup(progress_for(sys.stderr))
         with view:
             deque(results, maxlen=0)
         checked = _check(options, engine, screen)
     except KeyboardInterrupt:
         code = tell("interrupted; this is the report so far", INTERRUPTED)
-    except (GraphBudgetExceeded, InputMismatch, ModeMismatch, StaleGraph) as error:
+    except (GraphBudgetExceeded, InputMismatch, ModeMismatch, StaleGraph, BucketOverflow) as error:
         code = tell(error, FAILED)
     report = replace(
         engine.report(),
@@ -107,13 +110,6 @@ def run_job(options: Options) -> int:
     with bad_input():
         _write(options, report, checked)
     return code or _verdict(report, options.strict)
-
-
-def _warm_up(engine: Engine) -> None:
-    report = engine.warmup(progress_for(sys.stderr))
-    if not report.captured:
-        failed = report.failed[0]
-        raise UserError(f"no graph could be captured; {failed.bucket}: {failed.error}")
 
 
 def _check(options: Options, engine: Engine, screen: Console) -> CheckReport:
@@ -144,8 +140,6 @@ def _refuse_contradictions(options: Options) -> None:
         raise UserError(
             "--check compares greedy decoding: leave --temperature at 0, or --check out"
         )
-    if options.report is not None and importlib.util.find_spec("graphs.report") is None:
-        raise UserError("--report is not part of this version: use --json FILE")
 
 
 def _model(options: Options) -> PreTrainedModel:
@@ -228,7 +222,10 @@ def _verdict(report: EngineReport, strict: bool) -> int:
 def _open_outputs(options: Options) -> None:
     """Fail now, not after the work, where a result cannot be written."""
     if options.json is not None:
+        existed = options.json.exists()
         options.json.open("a", encoding="utf-8").close()
+        if not existed:  # nothing empty is left behind if the work fails
+            options.json.unlink()
     if options.report is not None:
         options.report.mkdir(parents=True, exist_ok=True)
 
@@ -241,4 +238,4 @@ def _write(options: Options, report: EngineReport, checked: CheckReport) -> None
     if options.json is not None:
         options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     if options.report is not None:
-        importlib.import_module("graphs.report").write_report(options.report, result)
+        write_report(options.report, result, title="compiled-attn run")

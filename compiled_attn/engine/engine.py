@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 
 import torch
 from transformers import PreTrainedModel
@@ -26,7 +27,7 @@ from compiled_attn.engine.scheduler import Scheduler
 from compiled_attn.engine.sequence import GenerationResult, Sequence, TokenEvent
 from compiled_attn.engine.sizing import Sizing
 from compiled_attn.engine.workload import Workload, serve
-from graphs import WarmupReport, no_compile
+from graphs import BucketSpace, CaptureError, WarmupReport, no_compile
 
 __all__ = ["Engine"]
 
@@ -60,6 +61,7 @@ class Engine:
         self.records: list[StepRecord] = []
         self.results: list[GenerationResult] = []
         self._sentinel = no_compile(strict=config.strict)
+        self._is_serving = False
         self._next_index = 0
         self._generated = 0
         self._prompt_tokens = 0
@@ -70,8 +72,23 @@ class Engine:
 
         Args:
             progress: called with an event per bucket, see `graphs.progress_for`.
+
+        Raises:
+            graphs.CaptureError: no bucket could be captured, or not all of them (strict).
         """
-        return self.runner.graphs.warmup(progress)
+        report = self.runner.graphs.warmup(progress)
+        captured = [result.bucket for result in report.captured]
+        missing = [result for result in report.results if result.status != "captured"]
+        if not captured or (missing and self.config.strict):
+            raise CaptureError(
+                f"step[{missing[0].bucket}]",
+                f"{missing[0].error}; {len(missing)} of {len(report.results)} buckets are not "
+                "captured: mend the cause, or serve from the others with strict=False",
+            )
+        buckets = self.sizing.buckets
+        serving = BucketSpace(buckets.names, captured, buckets.cost)
+        self.sizing = replace(self.sizing, buckets=serving)
+        return report
 
     def submit(
         self,
@@ -201,6 +218,28 @@ class Engine:
             generated_tokens=self._generated,
             elapsed_s=elapsed_s,
         )
+
+    @property
+    def open_requests(self) -> set[int]:
+        """Indices of the requests that wait or run."""
+        return {s.index for s in (*self.scheduler.running, *self.scheduler.waiting)}
+
+    @contextlib.contextmanager
+    def serving(self) -> Iterator[None]:
+        """Marks the engine as serving a workload; one at a time.
+
+        Raises:
+            RuntimeError: it is serving one already.
+        """
+        if self._is_serving:
+            raise RuntimeError(
+                "expected an idle engine, but it serves another stream: finish or close that first"
+            )
+        self._is_serving = True
+        try:
+            yield
+        finally:
+            self._is_serving = False
 
     def report(self) -> EngineReport:
         """What happened since the engine was made."""

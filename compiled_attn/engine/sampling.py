@@ -68,7 +68,10 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], steps: Sequence[int
 
 
 def _draw(logits: Tensor, params: SamplingParams, step: int) -> int:
-    ordered, tokens = torch.sort(logits / params.temperature, descending=True, stable=True)
+    if not torch.isfinite(logits.max()):
+        raise ValueError("expected finite logits to sample from, got NaN or inf: check the model")
+    scaled = (logits - logits.max()) / params.temperature  # the largest is 0: nothing overflows
+    ordered, tokens = torch.sort(scaled, descending=True, stable=True)
     if params.top_k:
         ordered = ordered[: params.top_k]
     probabilities = torch.softmax(ordered.double(), -1)

@@ -60,6 +60,9 @@ class Scheduler:
         """The next step; blocks for its tokens are reserved. Empty only if there is no work."""
         step: list[ScheduledTokens] = []
         before = self.preemptions
+        for sequence in self.running:
+            if not sequence.remaining:  # interrupted after its step, before its token was sampled
+                sequence.computed -= 1
         # Stable: sequences of one kind stay in order of admission.
         for sequence in sorted(self.running, key=lambda s: s.remaining > 1):
             count = self._budget(step, sequence)

@@ -58,13 +58,18 @@ class Sizing:
                 f"expected token ids in 0..{self.vocab - 1}, got {min(prompt)}..{max(prompt)}: "
                 "tokenize with the model's own tokenizer"
             )
-        length = len(prompt) + sampling.max_new_tokens
+        self.check_lengths(len(prompt), sampling.max_new_tokens)
+
+    def check_lengths(self, prompt: int, new: int) -> None:
+        """Raises ConfigError if a request of these lengths can never be served."""
+        length = prompt + new
         if length > self.context:
             raise ConfigError(
-                f"expected prompt + max_new_tokens <= context {self.context}, got {len(prompt)} + "
-                f"{sampling.max_new_tokens}: shorten the prompt or scale the lengths"
+                f"expected prompt + max_new_tokens <= context {self.context}, got {prompt} + "
+                f"{new}: shorten the prompt or scale the lengths"
             )
-        self._check_blocks(length, -(-length // self.block_size))
+        # The last token is never computed, so it needs no slot.
+        self._check_blocks(length, -(-(length - 1) // self.block_size))
 
     def _check_blocks(self, length: int, blocks: int) -> None:
         if blocks > self.num_blocks - 1:

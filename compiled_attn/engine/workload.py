@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from compiled_attn.engine.engine import Engine
 
 __all__ = ["Workload", "serve"]
+
+
+_FOREVER = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,17 +59,32 @@ class Workload:
                 )
         if concurrency is not None and concurrency < 1:
             raise ConfigError(f"expected concurrency >= 1, got {concurrency}")
-        return Workload(prompts, sampling, arrivals, concurrency)
+        if arrivals is not None and not all(0 <= at < _FOREVER for at in arrivals):
+            raise ConfigError("expected arrivals of at least 0 seconds and below 31 years")
+        tokens = [[int(token) for token in prompt] for prompt in prompts]
+        return Workload(tokens, sampling, arrivals, concurrency)
 
 
 def serve(
     engine: Engine, workload: Workload, on_step: Callable[[StepInfo], None] | None = None
-) -> Iterator[TokenEvent]:
+) -> Generator[TokenEvent, None, None]:
     """Submits requests as they arrive and steps the engine until all are finished.
 
-    A consumer that stops early aborts the requests that are still open.
+    A consumer that stops early aborts the requests that are still open. Requests that others
+    submitted to the engine are computed along the way; their tokens are not yielded here.
+
+    Raises:
+        RuntimeError: the engine is serving another workload already.
     """
-    times = workload.arrivals or [0.0] * len(workload.prompts)
+    with engine.serving():
+        yield from _serve(engine, workload, on_step)
+
+
+def _serve(
+    engine: Engine, workload: Workload, on_step: Callable[[StepInfo], None] | None
+) -> Generator[TokenEvent, None, None]:
+    arrivals = workload.arrivals
+    times = [0.0] * len(workload.prompts) if arrivals is None else arrivals
     queue = deque(sorted(range(len(times)), key=times.__getitem__))
     limit = workload.concurrency or len(times)
     started = time.perf_counter()
@@ -83,11 +101,11 @@ def serve(
             if not in_flight:
                 time.sleep(times[queue[0]] - elapsed)
                 continue
-            events = engine.step()
-            in_flight -= {event.index for event in events if event.result is not None}
+            events = [event for event in engine.step() if event.index in in_flight]
+            in_flight &= engine.open_requests
             if on_step is not None:
                 on_step(engine.info(time.perf_counter() - started))
             yield from events
     finally:
-        for index in in_flight:
+        for index in in_flight & engine.open_requests:
             engine.abort(index)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from compiled_attn import BatchBuilder, Request
 from compiled_attn.hf import ATTENTION_NAME, PagedCausalLM, cache_for
@@ -78,3 +80,18 @@ def test_a_step_is_one_graph_without_breaks_and_writes_the_cache_in_place(family
         torch.testing.assert_close(compiled(*step), expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(module.cache.key(1), written, atol=1e-5, rtol=1e-5)
     assert model.config._attn_implementation == ATTENTION_NAME
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        ("gptj", {"n_embd": 32, "n_layer": 2, "n_head": 2, "rotary_dim": 8}),
+        ("falcon", {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}),
+        ("llama4_text", {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}),
+    ],
+)
+def test_a_model_with_attention_of_its_own_is_refused(family, sizes):
+    config = CONFIG_MAPPING[family](vocab_size=64, **sizes)
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ValueError, match="AttentionInterface"):
+        PagedCausalLM(model, cache_for(model, 8, 4))

@@ -223,3 +223,11 @@ def test_gathered_blocks_have_zeros_where_nothing_is_stored():
     cache[4:6] = 1.0
     gathered = gather_blocks(cache, torch.tensor([1, 0]), usage_bias(torch.tensor([2, 0]), 4) == 0)
     assert gathered[0, :2].eq(1).all() and gathered[0, 2:].eq(0).all() and gathered[1].eq(0).all()
+
+
+def test_parts_over_no_blocks_are_absent():
+    q, k, v = _qkv(2, 8)
+    none = torch.zeros(0, dtype=torch.int64)
+    assert partial_attn_shared(q, k, v, none, torch.zeros(2, 0, 4), 4) is None
+    assert partial_attn_unique(q, k, v, none, none, torch.zeros(0, 4), 4) is None
+    assert partial_attn_unique(q, k, v, 0, none, torch.zeros(0, 4), 4) is None

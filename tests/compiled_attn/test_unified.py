@@ -200,3 +200,38 @@ def test_a_window_needs_positions_and_a_positive_size():
         metadata.windowed(0)
     with pytest.raises(ValueError, match="positions"):
         dataclasses.replace(metadata, positions=None).windowed(4)
+
+
+def test_an_incomplete_or_absent_part_is_refused_before_anything_is_written():
+    scene = Scene(14).add(9, 1).add(6, 5)
+    s = scene.shape
+    step = BatchBuilder(s.num_blocks, s.block_size).build(scene.requests)
+    metadata, tensors = step.metadata(s.block_size), scene.flat(len(step.input_ids))
+    before = scene.key_cache.nan_to_num(0.5)
+    nothing = {"causal_bias": None, "shared_blocks": None, "shared_bias": None}
+    nothing |= {"unique_blocks": None, "unique_block_mapping": None, "unique_bias": None}
+    for change in (
+        {"unique_bias": None},
+        {"shared_bias": None},
+        {"unique_bias": metadata.unique_bias[:1]},
+        {"unique_block_mapping": metadata.unique_block_mapping[:1]},
+        nothing,
+    ):
+        with pytest.raises(ValueError, match="expected"):
+            unified_attention(
+                *tensors,
+                scene.key_cache,
+                scene.value_cache,
+                1.0,
+                dataclasses.replace(metadata, **change),
+            )
+    with pytest.raises(ValueError, match="positions"):
+        unified_attention(
+            *tensors,
+            scene.key_cache,
+            scene.value_cache,
+            1.0,
+            dataclasses.replace(metadata, positions=None),
+            sliding_window=3,
+        )
+    assert torch.equal(scene.key_cache.nan_to_num(0.5), before)

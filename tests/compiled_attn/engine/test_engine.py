@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from compiled_attn import StepBatch
 from compiled_attn.engine import ConfigError, Engine, EngineConfig, SamplingParams
-from graphs import GraphBudgetExceeded, explicit
+from graphs import CaptureError, GraphBudgetExceeded, explicit
 from tests.compiled_attn.tiny import plain_generate, tiny_model
 
 AXES = ("tokens", "shared", "unique", "logits")
@@ -228,3 +229,89 @@ def test_settings_that_cannot_work_are_refused(bad):
 def test_aborting_an_unknown_request_is_an_error():
     with pytest.raises(KeyError, match="index 5"):
         _engine().abort(5)
+
+
+def test_an_abort_while_streaming_ends_that_request_only():
+    engine = _engine()
+    events = []
+    for event in engine.stream([[1, 2, 3], [4, 5]], SamplingParams(max_new_tokens=5)):
+        events.append(event)
+        if event.index == 0:
+            engine.abort(0) if 0 in engine.open_requests else None
+    assert [e.index for e in events].count(1) == 5 and [e.index for e in events].count(0) == 1
+    assert engine.pool.stats().used == 0
+
+
+def test_requests_submitted_by_hand_are_not_yielded_to_a_stream():
+    engine = _engine()
+    by_hand = engine.submit([9, 8, 7], SamplingParams(max_new_tokens=2))
+    assert {r.index for r in engine.generate([[1, 2]])} == {by_hand + 1}
+    assert {r.index for r in engine.results} == {by_hand, by_hand + 1}
+
+
+def test_a_second_stream_is_refused_until_the_first_ends():
+    engine = _engine()
+    first = engine.stream([[1, 2]])
+    next(first)
+    with pytest.raises(RuntimeError, match="another stream"):
+        list(engine.generate([[3, 4]]))
+    first.close()
+    assert len(list(engine.generate([[3, 4]]))) == 1
+
+
+def test_an_interrupt_after_a_step_loses_no_token(monkeypatch):
+    model = tiny_model()
+    engine = _engine(model)
+    engine.submit([1, 2, 3], SamplingParams(max_new_tokens=6))
+    taken = engine._take
+
+    def interrupted(*_):
+        monkeypatch.setattr(engine, "_take", taken)
+        raise KeyboardInterrupt
+
+    engine.step()
+    monkeypatch.setattr(engine, "_take", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    while engine.scheduler.has_work:
+        engine.step()
+    assert engine.results[0].tokens == plain_generate(model, [1, 2, 3], 6)
+
+
+def test_a_bucket_that_cannot_be_captured_is_an_error_when_strict_and_a_fallback_otherwise():
+    def broken(bucket):
+        if bucket["tokens"] == 24:
+            raise ValueError("no inputs for this one")
+        return StepBatch.padding(bucket)
+
+    for strict in (True, False):
+        settings = {"buckets": explicit(AXES, [(24, 32, 128, 4), (8, 8, 40, 4)]), "strict": strict}
+        engine = Engine(
+            tiny_model(),
+            EngineConfig(24, 4, 4, num_blocks=128, backend="eager", **settings),
+        )
+        engine.runner.graphs._make_inputs = broken
+        if strict:
+            with pytest.raises(CaptureError, match="1 of 2 buckets"):
+                engine.warmup()
+        else:
+            engine.warmup()
+            assert len(list(engine.generate([[1, 2, 3] * 5]))) == 1
+            assert engine.report().graphs == 1
+            with pytest.raises(ConfigError, match="unique"):
+                engine.submit([1] * 250, SamplingParams(max_new_tokens=6))
+
+
+def test_a_request_whose_last_token_needs_no_slot_fits():
+    engine = _engine(num_blocks=3, block_size=4)
+    (result,) = engine.generate([[1] * 8], SamplingParams(max_new_tokens=1))
+    assert len(result.tokens) == 1
+
+
+def test_prompts_and_arrivals_may_be_arrays():
+    engine = _engine()
+    prompts = np.array([[1, 2, 3], [4, 5, 6]])
+    assert len(list(engine.generate(prompts, arrivals=np.array([0.0, 0.01])))) == 2
+    assert len(list(engine.generate(torch.tensor(prompts)))) == 2
+    with pytest.raises(ConfigError, match="arrivals"):
+        engine.generate([[1]], arrivals=[float("nan")])

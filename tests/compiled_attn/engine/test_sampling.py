@@ -73,3 +73,10 @@ def test_a_row_of_bfloat16_logits_is_sampled():
 def test_values_out_of_range_are_refused(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
         SamplingParams(**bad)
+
+
+def test_a_tiny_temperature_is_greedy_and_logits_that_are_nan_are_an_error():
+    logits = torch.tensor([[1.0, 3.0, 2.0]])
+    assert sample(logits, [SamplingParams(temperature=1e-40)], [0]) == [1]
+    with pytest.raises(ValueError, match="finite"):
+        sample(logits * float("nan"), [SamplingParams(temperature=1.0)], [0])
