@@ -179,8 +179,9 @@ class PagedCausalLM(nn.Module):
                 )
         except Exception as error:
             raise ValueError(
-                f"expected a model that computes a flattened step, "
-                f"got {type(self.model).__name__}, which fails on one token: {type(error).__name__}: {error}"
+                "expected a model that computes a flattened step, got a "
+                f"{type(self.model).__name__}, which fails on one token: "
+                f"{type(error).__name__}: {error}"
             ) from error
         return seen
 

@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 __all__ = ["OneDnnLinear", "for_cpu"]
 
 _aten = torch.ops.aten
-_MIN_ROWS = 8  # below, oneDNN's call costs more than it saves
+_MIN_ROWS = 16  # below, oneDNN's call costs more than it saves
 
 _library = torch.library.Library("graphs", "DEF")
 _library.define("onednn_linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor")
@@ -33,7 +33,7 @@ def for_cpu() -> dict[str, Any]:
 class OneDnnLinear(CustomGraphPass):
     """Replaces ``mm(x, weight.T)`` and ``addmm(bias, x, weight.T)`` in float32 on the CPU.
 
-    Only where the weight is a contiguous input of the graph and there are at least 8 rows. The
+    Only where the weight is a contiguous input of the graph and there are at least 16 rows. The
     result differs in rounding only.
     """
 
