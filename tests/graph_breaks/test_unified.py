@@ -155,13 +155,13 @@ class TestSnapshot(expecttest.TestCase):
         self.assertExpectedInline(
             "\n".join(f"{kind}: {named[kind]}" for kind in kinds if named[kind]) + "\n",
             """\
-bmm: 2
-mm: 6
+bmm: 1
+mm: 4
 index: 3
 index_copy: 2
 exp: 4
-amax: 3
+amax: 5
 copy_: 2
-sum: 1
+sum: 2
 """,
         )
