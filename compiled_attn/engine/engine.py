@@ -41,6 +41,7 @@ class Engine:
 
     Raises:
         ConfigError: the sizes do not fit each other or the model.
+        ValueError: the model cannot run on the paged cache, see `compiled_attn.hf.PagedCausalLM`.
 
     Example::
 

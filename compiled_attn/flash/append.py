@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from compiled_attn.tracing import stands_alone
+
 __all__ = ["append", "write"]
 
 _LIBRARY = torch.library.Library("compiled_attn", "FRAGMENT")
@@ -33,19 +35,7 @@ torch.library.register_fake("compiled_attn::write_tokens", _fake_write, lib=_LIB
 
 def append(cache: Tensor, page: Tensor, slot: Tensor, tokens: Tensor) -> None:
     """`write`, in the form that the compiler does not turn into a copy of the cache."""
-    if torch.compiler.is_compiling() and not _stands_alone(cache):
+    if torch.compiler.is_compiling() and not stands_alone(cache):
         torch.ops.compiled_attn.write_tokens(cache, page, slot, tokens)
     else:
         write(cache, page, slot, tokens)
-
-
-def _stands_alone(cache: Tensor) -> bool:
-    """Whether the cache is no view, nor has gaps in which another tensor may have its elements."""
-    if cache._base is not None:
-        return False
-    expected = 1
-    for stride, size in sorted(zip(cache.stride(), cache.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True

@@ -12,14 +12,7 @@ from torch import Tensor
 from compiled_attn.flash.call import FlashCall
 from compiled_attn.flash.checks import FlashArgumentError, expect, expect_room
 
-__all__ = ["assert_numbers", "can_read", "check_numbers"]
-
-
-def can_read(tensor: Tensor) -> bool:
-    """Whether numbers may be read now: not while compiling or capturing, nor from a meta tensor."""
-    if torch.compiler.is_compiling() or tensor.device.type == "meta":
-        return False
-    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+__all__ = ["assert_numbers", "check_numbers"]
 
 
 def check_numbers(call: FlashCall, lengths: Tensor) -> int:

@@ -11,9 +11,10 @@ from compiled_attn.flash.call import FlashCall
 from compiled_attn.flash.checks import check_call
 from compiled_attn.flash.layout import Layout
 from compiled_attn.flash.masks import alibi, query_slots, slots_in_use, visible
-from compiled_attn.flash.numbers import assert_numbers, can_read, check_numbers
+from compiled_attn.flash.numbers import assert_numbers, check_numbers
 from compiled_attn.partial import PartialAttention, lse, merge, merge_online
 from compiled_attn.rotary import apply_rotary
+from compiled_attn.tracing import can_read
 
 __all__ = ["run"]
 
@@ -21,26 +22,27 @@ _SCORES_AT_ONCE = 1 << 24
 """Scores of a slice of keys when ``num_splits`` is 0: 64 MiB in float32."""
 
 
-@torch.no_grad()
 def run(call: FlashCall, *, null_page: bool = False) -> tuple[Tensor, Tensor]:
     """Out ``[B, Sq, H, D]`` and log-sum-exp ``[B, H, Sq]`` of a call, its new tokens written.
 
     Args:
         null_page: rows that lie in page 0 alone are padding and see nothing.
     """
-    check_call(call)
-    lengths = call.lengths()
-    longest = call.capacity
-    if can_read(call.q):
-        longest = check_numbers(call, lengths)
-    else:
-        assert_numbers(call, lengths)
-    layout = Layout.of(call, lengths)
-    if null_page:
-        layout = layout.without_null_rows()
-    query = _append(call, lengths, layout)
-    whole = _attend(call, query, layout, max(longest, 1))
-    return merge(whole).transpose(1, 2).to(call.q.dtype), lse(whole)
+    # No decorator: all functions that torch wraps share one code object, and its recompile limit.
+    with torch.no_grad():
+        check_call(call)
+        lengths = call.lengths()
+        longest = call.capacity
+        if can_read(call.q):
+            longest = check_numbers(call, lengths)
+        else:
+            assert_numbers(call, lengths)
+        layout = Layout.of(call, lengths)
+        if null_page:
+            layout = layout.without_null_rows()
+        query = _append(call, lengths, layout)
+        whole = _attend(call, query, layout, max(longest, 1))
+        return merge(whole).transpose(1, 2).to(call.q.dtype), lse(whole)
 
 
 def _append(call: FlashCall, lengths: Tensor, layout: Layout) -> Tensor:

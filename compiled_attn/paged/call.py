@@ -10,7 +10,7 @@ from torch import Tensor
 from compiled_attn.paged.layouts import Layout
 from compiled_attn.paged.quant import Scale
 
-__all__ = ["PagedCall", "can_read"]
+__all__ = ["PagedCall"]
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,3 @@ class PagedCall:
     def dtype(self) -> torch.dtype:
         """Of scores, weights and sums."""
         return torch.promote_types(self.query.dtype, torch.float32)
-
-
-def can_read(tensor: Tensor) -> bool:
-    """Whether numbers may be read now: not inside a compiled or captured graph."""
-    if torch.compiler.is_compiling() or tensor.device.type == "meta":
-        return False
-    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())

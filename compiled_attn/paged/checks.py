@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from compiled_attn.paged.call import PagedCall, can_read
+from compiled_attn.paged.call import PagedCall
 from compiled_attn.paged.errors import PagedArgumentError, expect
 from compiled_attn.paged.layouts import Layout, axes, key_shape, value_shape
 from compiled_attn.paged.pages import lost_rows, unknown_blocks
 from compiled_attn.paged.quant import Scale, check_scale, element_type
+from compiled_attn.tracing import can_read
 
 __all__ = ["FLOATS", "INTS", "check_caches", "check_call", "expect_tensor", "refuse_blocksparse"]
 

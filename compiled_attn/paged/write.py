@@ -8,11 +8,11 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from compiled_attn.paged.call import can_read
 from compiled_attn.paged.checks import FLOATS, INTS, check_caches, expect_tensor
 from compiled_attn.paged.errors import PagedArgumentError, expect
 from compiled_attn.paged.layouts import Layout, axes, packing
 from compiled_attn.paged.quant import Scale, encode
+from compiled_attn.tracing import can_read, stands_alone
 
 __all__ = ["reshape_and_cache"]
 
@@ -96,7 +96,7 @@ torch.library.register_fake("compiled_attn::put_rows", _fake_put_rows, lib=_LIBR
 
 def _put(cache: Tensor, block: Tensor, slot: Tensor, slot_axis: int, rows: Tensor) -> None:
     """`put_rows`; of a view, inside a compiled graph, as an op: else the base would be copied."""
-    if torch.compiler.is_compiling() and not _stands_alone(cache):
+    if torch.compiler.is_compiling() and not stands_alone(cache):
         torch.ops.compiled_attn.put_rows(cache, block, slot, rows, slot_axis)
     else:
         put_rows(cache, block, slot, rows, slot_axis)
@@ -104,18 +104,6 @@ def _put(cache: Tensor, block: Tensor, slot: Tensor, slot_axis: int, rows: Tenso
 
 def _cells(block: Tensor, slot: Tensor, slot_axis: int) -> tuple[Tensor | slice, ...]:
     return (block, *[slice(None)] * (slot_axis - 1), slot) if slot_axis else (block,)
-
-
-def _stands_alone(cache: Tensor) -> bool:
-    """Whether the cache is no view, nor has gaps in which another tensor may have its elements."""
-    if cache._base is not None:
-        return False
-    expected = 1
-    for stride, size in sorted(zip(cache.stride(), cache.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def _check(

@@ -270,7 +270,7 @@ def test_inductor_allocates_nothing_of_the_size_of_the_cache(kind: str) -> None:
 def test_why_there_is_an_op_index_put_copies_the_cache_of_views(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(append_module, "_stands_alone", lambda _: True)
+    monkeypatch.setattr(append_module, "stands_alone", lambda _: True)
     for inside in (False, True):
         torch._dynamo.reset()
         function, base = over_views("fused", inside)
