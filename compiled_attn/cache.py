@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from compiled_attn.quant import QUANTISED
+
 __all__ = ["PagedKVCache"]
 
 
@@ -21,7 +23,8 @@ class PagedKVCache(nn.Module):
         block_size: slots in a block (> 0).
         num_kv_heads: key/value heads (> 0).
         head_dim: elements of a key vector, and of a value vector (> 0).
-        dtype: element type of both buffers.
+        dtype: element type of both buffers; one of `compiled_attn.quant.QUANTISED` (int8, fp8) adds
+            a float32 scale per slot and head to each.
         device: where the buffers live.
         has_value: False for caches whose value is part of the key (MLA); then no V is allocated.
 
@@ -30,6 +33,8 @@ class PagedKVCache(nn.Module):
 
     Shape:
         - ``key(layer)``, ``value(layer)``: ``[num_blocks * block_size, num_kv_heads, head_dim]``
+        - ``key_scale(layer)``, ``value_scale(layer)``: ``[num_blocks * block_size, num_kv_heads]``
+          float32, or None where the dtype needs none
         - ``key_blocks(layer)``, ``value_blocks(layer)``: the same storage viewed as
           ``[num_blocks, block_size, num_kv_heads, head_dim]``
 
@@ -57,10 +62,15 @@ class PagedKVCache(nn.Module):
         self.head_dim = head_dim
         self.has_value = has_value
         shape = (num_blocks * block_size, num_kv_heads, head_dim)
+        self.is_quantised = dtype in QUANTISED
+        names = ("key", "value") if has_value else ("key",)
         for layer in range(num_layers):
-            for name in ("key", "value") if has_value else ("key",):
+            for name in names:
                 buffer = torch.zeros(shape, dtype=dtype, device=device)
                 self.register_buffer(f"{name}_{layer}", buffer, persistent=False)
+                if self.is_quantised:
+                    scale = torch.zeros(shape[:-1], device=device)
+                    self.register_buffer(f"{name}_scale_{layer}", scale, persistent=False)
 
     def key(self, layer: int) -> Tensor:
         """Flat key slots of a layer, ``[num_blocks * block_size, num_kv_heads, head_dim]``."""
@@ -69,6 +79,15 @@ class PagedKVCache(nn.Module):
     def value(self, layer: int) -> Tensor:
         """Flat value slots of a layer; for a cache without V the key slots."""
         return self.get_buffer(f"value_{layer}" if self.has_value else f"key_{layer}")
+
+    def key_scale(self, layer: int) -> Tensor | None:
+        """What the elements of each key slot and head are multiplied by; None: nothing."""
+        return self.get_buffer(f"key_scale_{layer}") if self.is_quantised else None
+
+    def value_scale(self, layer: int) -> Tensor | None:
+        """The same for the values; None also where the cache has no V."""
+        has_scale = self.is_quantised and self.has_value
+        return self.get_buffer(f"value_scale_{layer}") if has_scale else None
 
     def key_blocks(self, layer: int) -> Tensor:
         """Keys of a layer as ``[num_blocks, block_size, num_kv_heads, head_dim]`` (a view)."""
@@ -88,8 +107,11 @@ class PagedKVCache(nn.Module):
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes that one block occupies over all layers, K and V together."""
-        per_buffer = self.block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        """Bytes that one block occupies over all layers, K, V and their scales together."""
+        per_head = self.head_dim * self.dtype.itemsize
+        if self.is_quantised:
+            per_head += torch.float32.itemsize
+        per_buffer = self.block_size * self.num_kv_heads * per_head
         return per_buffer * self.num_layers * (2 if self.has_value else 1)
 
     def extra_repr(self) -> str:

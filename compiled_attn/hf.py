@@ -102,6 +102,8 @@ def paged_attention_forward(
         paged.by_window[sliding_window],
         softcap=softcap,
         sinks=s_aux,
+        key_scale=paged.cache.key_scale(layer),
+        value_scale=paged.cache.value_scale(layer),
         attend=choose(request).attend,
     )
     assert isinstance(out, Tensor)

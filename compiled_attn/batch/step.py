@@ -75,18 +75,32 @@ class StepBatch(NamedTuple):
             )
         return step
 
-    def metadata(self, block_size: int, causal_width: int | None = None) -> UnifiedMetadata:
-        """The step for `unified_attention`: traceable, no host work."""
+    def metadata(
+        self, block_size: int, causal_width: int | None = None, shared_chunk: int | None = None
+    ) -> UnifiedMetadata:
+        """The step for `unified_attention`: traceable, no host work.
+
+        Args:
+            block_size: slots in a block.
+            causal_width, shared_chunk: see `UnifiedMetadata`; without a chunk the bias of the
+                shared blocks is made here, once for all layers.
+        """
+        shared = self.shared_usage
+        if shared is not None and shared_chunk is None:
+            shared = usage_bias(shared, block_size)
         return UnifiedMetadata(
             block_size=block_size,
             slot_mapping=self.slot_mapping,
             causal_bias=self._causal_bias(),
             causal_width=causal_width,
             shared_blocks=self.shared_blocks,
-            shared_bias=_bias(self.shared_usage, block_size),
+            shared_bias=shared,
+            shared_chunk=shared_chunk,
             unique_blocks=self.unique_blocks,
             unique_block_mapping=self.unique_mapping,
-            unique_bias=_bias(self.unique_usage, block_size),
+            unique_bias=(
+                None if self.unique_usage is None else usage_bias(self.unique_usage, block_size)
+            ),
             positions=self.positions,
             shared_starts=self.shared_starts,
             unique_starts=self.unique_starts,
@@ -101,7 +115,3 @@ class StepBatch(NamedTuple):
         same = (group.unsqueeze(1) == group.unsqueeze(0)) & (group >= 0)
         visible = same & (position.unsqueeze(0) <= position.unsqueeze(1))
         return torch.where(visible, 0.0, -math.inf)
-
-
-def _bias(usage: Tensor | None, block_size: int) -> Tensor | None:
-    return None if usage is None else usage_bias(usage, block_size)

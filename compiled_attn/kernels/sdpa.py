@@ -52,7 +52,9 @@ class SdpaKernel:
         if softcap is not None:
             raise ValueError("the sdpa kernel has no softcap: choose the kernel with supports()")
         group = query.shape[1] // key.shape[1]
-        mask = bias.to(query.dtype)
+        # A half precision query takes a float32 mask, which keeps finite biases exact.
+        mask = bias.to(torch.promote_types(query.dtype, torch.float32))
+        key, value = key.to(query.dtype), value.to(query.dtype)
         sees = (bias > -math.inf).any(-1).unsqueeze(-1)  # [T, 1] or [H, T, 1]
         sees = sees if bias.dim() == 2 else sees.squeeze(-1).T
         # NaN in a padded row is NaN despite the mask, and the op ignores a query's last stride.

@@ -8,6 +8,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from compiled_attn import quant
 from compiled_attn.paged.errors import expect
 
 __all__ = ["QUANTISED", "Scale", "check_scale", "element_type", "encode", "per_head", "stored"]
@@ -48,13 +49,8 @@ def encode(tokens: Tensor, kv_cache_dtype: str, scale: Scale, like: Tensor) -> T
     """Rows ``[T, Hk, D]`` as elements of a cache: divided by the scale, rounded, saturated."""
     if kv_cache_dtype == "auto":
         return tokens
-    dtype = QUANTISED[kv_cache_dtype]
     scaled = tokens.float() / per_head(scale, tokens.device).unsqueeze(-1)
-    if dtype.is_floating_point:
-        limit = torch.finfo(dtype).max
-    else:
-        limit, scaled = 127.0, scaled.round()
-    codes = scaled.clamp(-limit, limit).to(dtype)
+    codes = quant.encode(scaled, QUANTISED[kv_cache_dtype])
     return codes.view(torch.uint8) if like.dtype == torch.uint8 else codes
 
 

@@ -1,0 +1,130 @@
+"""Unified attention: one call for a whole engine step, whatever mix of requests is in it.
+
+New tokens are written to the paged cache, then three partial attentions (causal, shared, unique)
+are taken and merged. After the unified attention of the Gaudi vLLM plugin; `UnifiedMetadata` keeps
+its names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from compiled_attn.partial import (
+    Attend,
+    PartialAttention,
+    attend,
+    lse,
+    merge,
+    merge_online,
+    partial_attn_causal,
+    partial_attn_shared,
+    partial_attn_sinks,
+    partial_attn_unique,
+)
+from compiled_attn.unified.checks import check
+from compiled_attn.unified.metadata import UnifiedMetadata
+from compiled_attn.unified.write import write_cache
+
+__all__ = ["unified_attention"]
+
+
+def unified_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    key_cache: Tensor,
+    value_cache: Tensor | None,
+    scale: float,
+    metadata: UnifiedMetadata,
+    *,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+    value_projection: Tensor | None = None,
+    return_lse: bool = False,
+    attend: Attend = attend,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Writes this step's keys and values to the cache, then attends every token to all that it may
+    see.
+
+    Args:
+        query: ``[T, H, D]``, fp32, fp64, bf16 or fp16; softmax statistics are at least float32.
+        key: ``[T, Hk, D]``, this step's tokens of all requests, flattened. ``H % Hk == 0``.
+        value: ``[T, Hk, Dv]``; None (with ``value_cache``): the values are the first elements of
+            the keys, as many as ``value_projection`` takes, else all (multi-head latent attention:
+            ``query`` and ``key`` are then in latent space).
+        key_cache, value_cache: flat slots ``[num_blocks * block_size, Hk, D]`` and ``[..., Hk,
+            Dv]``; written in place at ``metadata.slot_mapping``, nowhere else.
+        scale: factor of the scores, usually ``D ** -0.5``.
+        metadata: who sees what.
+        sliding_window: tokens that a token sees, itself included. None: all before it.
+        softcap: cap c of ``c * tanh(score / c)``.
+        alibi_slopes: ``[H]``; a score gains ``slope * (key position - query position)``.
+        sinks: ``[H]``, score of a head's attention sink.
+        key_scale, value_scale: ``[num_blocks * block_size, Hk]`` float32, for caches of int8,
+            float8_e4m3fn or float8_e5m2: what an element of each token and head is multiplied by;
+            written in place like the caches. Without V only ``key_scale``.
+        value_projection: ``[H, R, Dv]``, applied to the output of each head, R its input size.
+        return_lse: also return the log-sum-exp ``[T, H]`` in float32, for merging across devices.
+        attend: the kernel of the causal and shared parts, see `compiled_attn.kernels`.
+
+    New tokens are seen as the cache keeps them, rounded to its element type: a prompt gives the
+    same results whichever way it is cut into chunks.
+
+    Returns:
+        ``[T, H, Dv]`` in the query's dtype; a row that sees nothing is zero and has lse -inf.
+
+    Raises:
+        ValueError: shapes, devices or sizes that do not fit together, or a step without any part;
+            outside of a compiled or captured graph also a slot, block or row out of range and two
+            tokens with one slot. Nothing is written.
+        TypeError: dtypes that do not fit together. Nothing is written.
+
+    Source: MLA of DeepSeek-V2 (2024), sinks of gpt-oss, ALiBi of Press et al. (2022).
+    """
+    check(
+        query, key, value, key_cache, value_cache, key_scale, value_scale, metadata,
+        sliding_window, alibi_slopes, sinks, value_projection,
+    )  # fmt: skip
+    key = write_cache(key_cache, key, metadata.slot_mapping, key_scale)
+    if value is not None and value_cache is not None:
+        value = write_cache(value_cache, value, metadata.slot_mapping, value_scale)
+    else:
+        latent = None if value_projection is None else value_projection.shape[1]
+        value, value_cache, value_scale = key[..., :latent], key_cache[..., :latent], key_scale
+
+    m = replace(metadata, shared_blocks=None, shared_bias=None)
+    m = m.seen_from(window=sliding_window, alibi_slopes=alibi_slopes)
+    causal = partial_attn_causal(
+        query, key, value, m.causal_bias, m.causal_width, m.fmin,
+        scale=scale, softcap=softcap, attend=attend,
+    )  # fmt: skip
+    shared: PartialAttention | None = None
+    for chunk in metadata.chunks_of_shared():
+        s = chunk.seen_from(window=sliding_window, alibi_slopes=alibi_slopes)
+        part = partial_attn_shared(
+            query, key_cache, value_cache, s.shared_blocks, s.shared_bias, s.block_size, s.fmin,
+            scale=scale, softcap=softcap, key_scale=key_scale, value_scale=value_scale,
+            lengths=s.shared_lengths, attend=attend,
+        )  # fmt: skip
+        shared = part if shared is None or part is None else merge_online(shared, part)
+    unique = partial_attn_unique(
+        query, key_cache, value_cache, m.unique_blocks, m.unique_block_mapping, m.unique_bias,
+        m.block_size, m.fmin, scale=scale, softcap=softcap,
+        key_scale=key_scale, value_scale=value_scale, queries_used=m.unique_queries,
+    )  # fmt: skip
+    parts = [part for part in (causal, shared, unique) if part is not None]
+    if parts and (sink := partial_attn_sinks(sinks, parts[0])) is not None:
+        parts.append(sink)
+    out = merge(*parts, feps=metadata.feps)
+    if value_projection is not None:
+        # Linear, so once after the merge instead of once a part.
+        out = torch.einsum("thr,hrv->thv", out, value_projection.to(out.dtype))
+    out = out.to(query.dtype)
+    return (out, lse(*parts).float()) if return_lse else out

@@ -1,0 +1,260 @@
+"""What must hold of the arguments of unified attention before anything is written."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from compiled_attn.quant import QUANTISED
+from compiled_attn.tracing import can_read
+from compiled_attn.unified.metadata import UnifiedMetadata
+from compiled_attn.unified.positions import check_window
+
+__all__ = ["check"]
+
+_INTS = (torch.int32, torch.int64)
+_ANOTHER_BUCKET = "build the metadata and the tensors of a step with the same bucket"
+
+
+def check(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    key_cache: Tensor,
+    value_cache: Tensor | None,
+    key_scale: Tensor | None,
+    value_scale: Tensor | None,
+    m: UnifiedMetadata,
+    sliding_window: int | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    value_projection: Tensor | None,
+) -> None:
+    """Raises ValueError or TypeError unless the arguments of `unified_attention` fit together."""
+    tokens, heads, dim = _shape(query, "query", "[T, H, D]")
+    kv_heads = _shape(key, "key", "[T, Hk, D]")[1]
+    if not query.is_floating_point():
+        raise TypeError(f"query: expected a float dtype, got {query.dtype}")
+    if not kv_heads or heads % kv_heads:
+        raise ValueError(f"expected H to be a multiple of Hk, got H={heads}, Hk={kv_heads}")
+    _expect("key", key, (tokens, kv_heads, dim), query)
+    for name, new in (("key", key), ("value", value)):
+        if new is not None and new.dtype != query.dtype:
+            raise TypeError(f"{name}: expected the query's {query.dtype}, got {new.dtype}")
+    _check_cache("key_cache", key_cache, key_scale, key, m.block_size)
+    if (value is None) != (value_cache is None):
+        raise ValueError(
+            "expected value and value_cache both (a cache with V) or neither (latents, without V), "
+            f"got value {_given(value)} and value_cache {_given(value_cache)}"
+        )
+    if value is not None and value_cache is not None:
+        _shape(value, "value", "[T, Hk, Dv]")
+        _expect("value", value, (tokens, kv_heads, value.shape[-1]), query)
+        _check_cache("value_cache", value_cache, value_scale, value, m.block_size)
+        if value_cache.shape[0] != key_cache.shape[0]:
+            raise ValueError(
+                f"expected as many value slots as key slots, got {value_cache.shape[0]} "
+                f"and {key_cache.shape[0]}"
+            )
+    for name, vector in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
+        if vector is not None:
+            _expect(name, vector, (heads,), query)
+    value_dim = dim if value is None else value.shape[-1]
+    _check_projection(value_projection, heads, value_dim, may_be_less=value is None, like=query)
+    _check_parts(m)
+    _check_shapes(m, tokens, heads, query)
+    _check_positions(m, tokens, sliding_window, alibi_slopes)
+    if can_read(query):
+        _check_numbers(m, tokens, key_cache.shape[0])
+
+
+def _check_cache(
+    name: str, cache: Tensor, scale: Tensor | None, new: Tensor, block_size: int
+) -> None:
+    slots = _shape(cache, name, "[num_blocks * block_size, Hk, D]")[0]
+    _expect(name, cache, (slots, *new.shape[1:]), new)
+    if block_size < 1 or slots % block_size:
+        raise ValueError(
+            f"{name}: expected a multiple of block_size {block_size} slots, got {slots}: "
+            "the metadata was built for another cache"
+        )
+    if not (cache.is_floating_point() or cache.dtype in QUANTISED):
+        raise TypeError(f"{name}: expected a float dtype or one of {QUANTISED}, got {cache.dtype}")
+    scale_name = name.replace("cache", "scale")
+    if (cache.dtype in QUANTISED) != (scale is not None):
+        raise ValueError(
+            f"expected {scale_name} with a cache of {QUANTISED} and with no other, got "
+            f"{scale_name} {_given(scale)} with {cache.dtype}"
+        )
+    if scale is not None:
+        _expect(scale_name, scale, (slots, new.shape[1]), new)
+        if scale.dtype != torch.float32:
+            raise TypeError(f"{scale_name}: expected float32, got {scale.dtype}")
+
+
+def _check_projection(
+    projection: Tensor | None, heads: int, value_dim: int, *, may_be_less: bool, like: Tensor
+) -> None:
+    if projection is None:
+        return
+    _shape(projection, "value_projection", "[H, R, Dv]")
+    taken = projection.shape[1]
+    if may_be_less and taken <= value_dim:
+        value_dim = taken
+    _expect("value_projection", projection, (heads, value_dim, projection.shape[2]), like)
+
+
+def _check_parts(m: UnifiedMetadata) -> None:
+    parts: dict[str, list[Tensor | int | None]] = {
+        "causal": [m.causal_bias],
+        "shared": [m.shared_blocks, m.shared_bias],
+        "unique": [m.unique_blocks, m.unique_block_mapping, m.unique_bias],
+    }
+    for name, fields in parts.items():
+        given = sum(field is not None for field in fields)
+        if 0 < given < len(fields):
+            raise ValueError(
+                f"expected all fields of the {name} part or none of them, got {given} of "
+                f"{len(fields)}: blocks without a bias would be left out in silence"
+            )
+    if m.causal_bias is None and not m.num_blocks:
+        raise ValueError(
+            "expected at least one part of the attention, got none: "
+            "give the step a causal bias, shared blocks or unique blocks"
+        )
+    for name, size in (("causal_width", m.causal_width), ("shared_chunk", m.shared_chunk)):
+        if size is not None and size < 1:
+            raise ValueError(f"{name}: expected at least 1 or None, got {size}")
+
+
+def _check_shapes(m: UnifiedMetadata, tokens: int, heads: int, like: Tensor) -> None:
+    _expect_ints("slot_mapping", m.slot_mapping, (tokens,), like)
+    if m.causal_bias is not None:
+        _expect_bias("causal_bias", m.causal_bias, (tokens, tokens), heads, like)
+    if m.shared_blocks is not None and m.shared_bias is not None:
+        blocks = m.shared_blocks.shape[0]
+        _expect_ints("shared_blocks", m.shared_blocks, (blocks,), like)
+        if m.shared_bias.is_floating_point():
+            shape = (tokens, blocks, m.block_size)
+            _expect_bias("shared_bias", m.shared_bias, shape, heads, like)
+        else:
+            _expect_ints("shared_bias (usages)", m.shared_bias, (tokens, blocks), like)
+        if m.shared_lengths is not None:
+            _expect_ints("shared_lengths", m.shared_lengths, (blocks,), like)
+    if (
+        m.unique_blocks is not None
+        and m.unique_bias is not None
+        and m.unique_block_mapping is not None
+    ):
+        listed = m.unique_blocks
+        unique = listed if isinstance(listed, int) else listed.shape[0]
+        if isinstance(listed, Tensor):
+            _expect_ints("unique_blocks", listed, (unique,), like)
+        _expect_ints("unique_block_mapping", m.unique_block_mapping, (unique,), like)
+        between = (heads,) if m.unique_bias.dim() == 3 else ()
+        _expect("unique_bias", m.unique_bias, (unique, *between, m.block_size), like)
+
+
+def _check_positions(
+    m: UnifiedMetadata, tokens: int, window: int | None, alibi_slopes: Tensor | None
+) -> None:
+    check_window(window)
+    if window is None and alibi_slopes is None:
+        return
+    blocks = 0 if m.shared_blocks is None else m.shared_blocks.shape[0]
+    unique = 0 if m.unique_block_mapping is None else m.unique_block_mapping.shape[0]
+    needed = [("positions", m.positions, tokens)]
+    if blocks:
+        needed.append(("shared_starts", m.shared_starts, blocks))
+    if unique:
+        needed.append(("unique_starts", m.unique_starts, unique))
+    for name, tensor, size in needed:
+        if tensor is None:
+            raise ValueError(
+                f"a sliding window or ALiBi needs metadata.{name}, got None: "
+                "fill it, or use BatchBuilder"
+            )
+        _expect_ints(name, tensor, (size,), m.slot_mapping)
+
+
+def _check_numbers(m: UnifiedMetadata, tokens: int, slots: int) -> None:
+    blocks = slots // m.block_size
+    _expect_range("slot_mapping", m.slot_mapping, slots)
+    if m.shared_blocks is not None:
+        _expect_range("shared_blocks", m.shared_blocks, blocks)
+    if isinstance(m.unique_blocks, Tensor):
+        _expect_range("unique_blocks", m.unique_blocks, blocks)
+    elif m.unique_blocks is not None and not 0 <= m.unique_blocks <= blocks:
+        raise ValueError(
+            f"unique_blocks: expected at most the {blocks} blocks of the cache, "
+            f"got {m.unique_blocks}: the metadata was built for another cache"
+        )
+    if m.unique_block_mapping is not None:
+        _expect_range("unique_block_mapping", m.unique_block_mapping, tokens)
+    if m.unique_queries is not None and m.unique_block_mapping is not None:
+        assert m.unique_bias is not None
+        reading = m.unique_block_mapping[(m.unique_bias > -math.inf).flatten(1).any(1)]
+        if not torch.isin(reading, m.unique_queries).all():
+            raise ValueError(
+                "unique_queries: expected every row of unique_block_mapping in it, got "
+                f"{m.unique_queries.tolist()}: a row that is left out would lose its blocks"
+            )
+    real = m.slot_mapping[m.slot_mapping >= m.block_size]
+    if real.unique().numel() != real.numel():
+        ordered = real.sort().values
+        twice = int(ordered[1:][ordered[1:] == ordered[:-1]][0])
+        raise ValueError(
+            f"slot_mapping: expected a slot of its own for every new token, got slot {twice} "
+            "twice: requests that share a block must copy it before they write to it"
+        )
+
+
+def _expect_range(name: str, ids: Tensor, limit: int) -> None:
+    if not ids.numel():
+        return
+    low, high = (int(end) for end in torch.aminmax(ids))
+    if low < 0 or high >= limit:
+        raise ValueError(
+            f"{name}: expected numbers in 0..{limit - 1}, got {low}..{high}: "
+            "check the block tables; padding points at 0"
+        )
+
+
+def _shape(tensor: Tensor, name: str, legend: str) -> tuple[int, int, int]:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name}: expected a tensor {legend}, got {type(tensor).__name__}")
+    if tensor.dim() != 3:
+        raise ValueError(
+            f"{name}: expected {legend}, got {tensor.dim()} axes: {list(tensor.shape)}"
+        )
+    return tensor.shape[0], tensor.shape[1], tensor.shape[2]
+
+
+def _expect(name: str, tensor: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
+    if tuple(tensor.shape) != shape:
+        raise ValueError(
+            f"{name}: expected shape {list(shape)}, got {list(tensor.shape)}: {_ANOTHER_BUCKET}"
+        )
+    if tensor.device != like.device:
+        raise ValueError(
+            f"{name}: expected it on {like.device}, got {tensor.device}: move it with .to()"
+        )
+
+
+def _expect_ints(name: str, tensor: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
+    _expect(name, tensor, shape, like)
+    if tensor.dtype not in _INTS:
+        raise TypeError(f"{name}: expected int32 or int64, got {tensor.dtype}")
+
+
+def _expect_bias(name: str, bias: Tensor, shape: tuple[int, ...], heads: int, like: Tensor) -> None:
+    between = (heads,) if bias.dim() == len(shape) + 1 else ()
+    _expect(name, bias, (*between, *shape), like)
+    if not bias.is_floating_point():
+        raise TypeError(f"{name}: expected a float dtype, got {bias.dtype}")
+
+
+def _given(tensor: Tensor | None) -> str:
+    return "not given" if tensor is None else "given"

@@ -1,0 +1,36 @@
+"""Writing new tokens to a flat cache in place; inside a captured graph nothing else is copied."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from compiled_attn.quant import QUANTISED, dequantise, quantise
+
+__all__ = ["write_cache"]
+
+
+def write_cache(
+    cache: Tensor, new: Tensor, slot_mapping: Tensor, scale: Tensor | None = None
+) -> Tensor:
+    """Writes rows of ``new [T, Hk, D]`` to ``cache [slots, Hk, D]`` in place, at ``slot_mapping
+    [T]``.
+
+    Args:
+        cache: any float dtype; with ``scale [slots, Hk]`` one of `compiled_attn.quant.QUANTISED`.
+        new, slot_mapping, scale: see `unified_attention`.
+
+    Returns:
+        The rows as a later step will read them: of the cache's dtype, or dequantised to float32.
+    """
+    # index_copy_: inside a captured graph it writes T rows and does not copy the cache.
+    slots = slot_mapping.long()
+    if cache.dtype not in QUANTISED or scale is None:
+        kept = new.to(cache.dtype)
+        cache.index_copy_(0, slots, kept)
+        return kept
+    codes, row_scales = quantise(new, cache.dtype)
+    # There is no index_copy_ of float8: its bytes are copied.
+    cache.view(torch.uint8).index_copy_(0, slots, codes.view(torch.uint8))
+    scale.index_copy_(0, slots, row_scales)
+    return dequantise(codes, row_scales)
