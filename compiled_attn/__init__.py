@@ -1,12 +1,25 @@
 """Attention over a paged KV cache, for graphs that are captured once and never compile again."""
 
-from compiled_attn.batch import AttentionMetadata, BatchBuilder, Request, StepBatch
+from compiled_attn.batch import (
+    AttentionMetadata,
+    BatchBuilder,
+    Request,
+    RequestTable,
+    StepBatch,
+    StepPlan,
+)
 from compiled_attn.cache import PagedKVCache
 from compiled_attn.flash import (
     FlashArgumentError,
     FlashInputs,
     FlashKVCacheAttention,
     flash_attn_with_kvcache,
+)
+from compiled_attn.paged import (
+    PagedAttention,
+    PagedInputs,
+    paged_attention_v1,
+    paged_attention_v2,
 )
 from compiled_attn.partial import (
     PartialAttention,
@@ -26,10 +39,14 @@ __all__ = [
     "FlashArgumentError",
     "FlashInputs",
     "FlashKVCacheAttention",
+    "PagedAttention",
+    "PagedInputs",
     "PagedKVCache",
     "PartialAttention",
     "Request",
+    "RequestTable",
     "StepBatch",
+    "StepPlan",
     "UnifiedAttention",
     "UnifiedMetadata",
     "apply_rotary",
@@ -37,6 +54,8 @@ __all__ = [
     "lse",
     "merge",
     "merge_online",
+    "paged_attention_v1",
+    "paged_attention_v2",
     "partial_attn_causal",
     "partial_attn_shared",
     "partial_attn_unique",

@@ -31,7 +31,8 @@ def quantise(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Rows ``[..., D]`` as codes ``[..., D]`` of ``dtype`` and scales ``[...]`` in float32.
 
     The largest element of each row becomes the largest code, so the error of an element is at most
-    half a step: ``max|row| / 254`` for int8, 1/16 (e4m3) or 1/8 (e5m2) of the element for fp8.
+    half a step: ``max|row| / 254`` for int8; for fp8 1/16 (e4m3) or 1/8 (e5m2) of the element, or
+    where that is more half a step between the smallest codes, ``max|row| / 458752`` (e4m3).
     """
     rows = rows.float()
     scale = rows.abs().amax(-1).clamp_min(torch.finfo(torch.float32).tiny * 2**16) / largest(dtype)

@@ -1,8 +1,7 @@
-"""What the attention tests compare with: dense float64 attention, request by request.
+"""What the attention tests compare with: dense attention, request by request, position by position.
 
-A `Scene` is a step of random requests over a paged cache whose every unused slot is poisoned. It is
-written
-independently of the library: positions one by one, no blocks, no buckets.
+A `Scene` is a step of random requests over a paged cache whose every unused slot is poisoned, its
+scales too. It is written independently of the library: no blocks, no buckets, no partial sums.
 """
 
 from __future__ import annotations
@@ -16,10 +15,14 @@ from torch import Tensor
 
 from compiled_attn import Request
 
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+"""The largest number that an element of each quantised dtype can be."""
 
-@dataclass
+
+@dataclass(frozen=True)
 class Shape:
-    """Sizes of a scene."""
+    """Sizes and dtypes of a scene; ``latent``: a cache without V, as multi-head latent attention
+    has."""
 
     block_size: int = 4
     kv_heads: int = 2
@@ -27,6 +30,24 @@ class Shape:
     head_dim: int = 16
     num_blocks: int = 64
     dtype: torch.dtype = torch.float32
+    cache_dtype: torch.dtype | None = None
+    value_dim: int | None = None
+    latent: bool = False
+
+    @property
+    def stored(self) -> torch.dtype:
+        """Element type of the caches."""
+        return self.cache_dtype or self.dtype
+
+
+def keep(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Rows ``[..., D]`` as a cache of that dtype holds them, their scales, and as they are read."""
+    if dtype not in LARGEST:
+        return rows.to(dtype), None, rows.to(dtype)
+    scale = rows.float().abs().amax(-1) / LARGEST[dtype]
+    scaled = rows.float() / scale[..., None]
+    codes = (scaled.round() if dtype == torch.int8 else scaled).to(dtype)
+    return codes, scale, codes.float() * scale[..., None]
 
 
 def dense(
@@ -34,29 +55,37 @@ def dense(
     key: Tensor,
     value: Tensor,
     *,
-    window: int | None = None,
+    sliding_window: int | None = None,
     softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention of the last rows: q ``[n, H, D]``, k, v ``[L, Hk, D]`` -> out, lse."""
+    """Causal attention of the last rows: q ``[n, H, D]``, k, v ``[L, Hk, D]`` -> out, lse.
+
+    Computed in ``dtype``: float64 is the truth, another one what eager attention makes of it.
+    """
     rows, heads, dim = query.shape
     length, kv_heads, _ = key.shape
-    out = torch.zeros(rows, heads, dim, dtype=torch.float64)
-    lse = torch.zeros(rows, heads, dtype=torch.float64)
+    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    out = torch.zeros(rows, heads, value.shape[-1], dtype=dtype)
+    lse = torch.zeros(rows, heads, dtype=dtype)
     for row in range(rows):
         position = length - rows + row
-        first = 0 if window is None else max(0, position - window + 1)
+        first = 0 if sliding_window is None else max(0, position - sliding_window + 1)
+        distance = torch.arange(first, position + 1) - position
         for head in range(heads):
             kv = head // (heads // kv_heads)
-            keys, values = key[first : position + 1, kv].double(), value[first : position + 1, kv]
-            scores = keys @ query[row, head].double() * dim**-0.5
-            if softcap:
+            scores = key[first : position + 1, kv] @ query[row, head] * dim**-0.5
+            if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)
+            if alibi_slopes is not None:
+                scores = scores + (alibi_slopes[head].double() * distance).to(dtype)
             if sinks is not None:
-                scores = torch.cat([scores, sinks[head : head + 1].double()])
+                scores = torch.cat([scores, sinks[head : head + 1].to(dtype)])
             lse[row, head] = torch.logsumexp(scores, 0)
-            weights = torch.softmax(scores, 0)[: len(keys)]
-            out[row, head] = weights @ values.double()
+            weights = torch.softmax(scores, 0)[: len(distance)]
+            out[row, head] = weights @ value[first : position + 1, kv]
     return out, lse
 
 
@@ -68,81 +97,132 @@ class Scene:
         self.rng = np.random.default_rng(seed)
         self.generator = torch.Generator().manual_seed(seed)
         self.poison = poison
-        slots = (s.num_blocks * s.block_size, s.kv_heads, s.head_dim)
-        self.key_cache = torch.full(slots, poison, dtype=s.dtype)
-        self.value_cache = torch.full(slots, poison, dtype=s.dtype)
+        self.key_cache, self.key_scale = self._poisoned_cache(s.head_dim)
+        self.value_cache, self.value_scale = (
+            (None, None) if s.latent else self._poisoned_cache(s.value_dim or s.head_dim)
+        )
         # Any order of block ids, with holes.
         self.free = [int(block) for block in self.rng.permutation(np.arange(1, s.num_blocks))]
         self.requests: list[Request] = []
         self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
+        self.values: list[Tensor | None] = []
         self.queries: list[Tensor] = []
         self.prefix_blocks: list[int] = []
-        self.prefix: tuple[Tensor, Tensor] | None = None
+        self.prefix: tuple[Tensor, Tensor | None] | None = None
 
     def share_prefix(self, blocks: int) -> Scene:
         """Later requests may start with this prefix of full blocks."""
         self.prefix_blocks = [self.free.pop() for _ in range(blocks)]
-        tokens = blocks * self.shape.block_size
-        self.prefix = (self._kv(tokens), self._kv(tokens))
+        self.prefix = self._keys_and_values(blocks * self.shape.block_size)
         return self
 
     def add(self, context: int, new: int, *, shared: bool = False, logits: int = 1) -> Scene:
         """A request of ``context`` cached and ``new`` new tokens; ``shared``: after the prefix."""
         s, blocks = self.shape, list(self.prefix_blocks) if shared else []
         context += len(blocks) * s.block_size
-        key, value = self._kv(context + new), self._kv(context + new)
+        rows = self._keys_and_values(context + new)
         if shared and self.prefix:
-            key[: len(self.prefix[0])], value[: len(self.prefix[1])] = self.prefix
+            for own, common in zip(rows, self.prefix, strict=True):
+                if own is not None:
+                    own[: len(common)] = common
         while len(blocks) * s.block_size < context + new:
             blocks.append(self.free.pop())
-        for position in range(context):
-            slot = blocks[position // s.block_size] * s.block_size + position % s.block_size
-            self.key_cache[slot], self.value_cache[slot] = key[position], value[position]
+        tokens = self.rng.integers(0, 100, new)
+        query = torch.randn(new, s.kv_heads * s.group, s.head_dim, generator=self.generator)
+        self.place(Request(tokens, context, np.array(blocks), logits), *rows, query.to(s.dtype))
+        return self
+
+    def place(self, request: Request, key: Tensor, value: Tensor | None, query: Tensor) -> None:
+        """A request with these rows, ``[context + new, Hk, D]``; the cache gets its context."""
+        size, blocks = self.shape.block_size, request.block_table
+        cached = range(request.context_len)
+        slots = [int(blocks[at // size]) * size + at % size for at in cached]
+        self._store(self.key_cache, self.key_scale, slots, key)
+        if value is not None:
+            self._store(self.value_cache, self.value_scale, slots, value)
+        self.requests.append(request)
         self.keys.append(key)
         self.values.append(value)
-        heads = s.kv_heads * s.group
-        self.queries.append(
-            torch.randn(new, heads, s.head_dim, generator=self.generator).to(s.dtype)
-        )
-        tokens = self.rng.integers(0, 100, new)
-        self.requests.append(Request(tokens, context, np.array(blocks), logits))
-        return self
+        self.queries.append(query)
 
     def random(self, count: int = 5) -> Scene:
         """``count`` random requests, some behind a common prefix."""
         self.share_prefix(int(self.rng.integers(1, 3)))
         for _ in range(count):
-            context = int(self.rng.integers(0, 3 * self.shape.block_size + 1))
+            context = int(self.rng.integers(0, max(3 * self.shape.block_size, 12) + 1))
             new = int(self.rng.choice([1, 1, 1, 2, 5, 9]))
             self.add(context, new, shared=bool(self.rng.random() < 0.5))
         return self
 
-    def flat(self, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    def flat(self, tokens: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """query, key, value of the step's new tokens, padded to ``tokens`` rows of poison."""
-        new_keys = [k[r.context_len :] for k, r in zip(self.keys, self.requests, strict=True)]
-        new_values = [v[r.context_len :] for v, r in zip(self.values, self.requests, strict=True)]
-        return tuple(  # type: ignore[return-value]
-            self._padded(torch.cat(rows), tokens) for rows in (self.queries, new_keys, new_values)
+        before = [request.context_len for request in self.requests]
+        keys = [rows[at:] for rows, at in zip(self.keys, before, strict=True)]
+        values = [
+            rows[at:] for rows, at in zip(self.values, before, strict=True) if rows is not None
+        ]
+        return (
+            self._padded(self.queries, tokens),
+            self._padded(keys, tokens),
+            self._padded(values, tokens) if values else None,
         )
+
+    @property
+    def caches(self) -> dict[str, Tensor | None]:
+        """The caches and their scales, by the names that unified attention has for them."""
+        names = ("key_cache", "value_cache", "key_scale", "value_scale")
+        return {name: getattr(self, name) for name in names}
 
     def expected(
         self,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
+        *,
+        value_projection: Tensor | None = None,
+        dtype: torch.dtype = torch.float64,
+        **features,
     ) -> tuple[Tensor, Tensor]:
-        """out ``[tokens, H, D]`` and lse ``[tokens, H]`` of all requests, float64."""
-        each = [
-            dense(q, k, v, window=window, softcap=softcap, sinks=sinks)
-            for q, k, v in zip(self.queries, self.keys, self.values, strict=True)
-        ]
-        return torch.cat([out for out, _ in each]), torch.cat([lse for _, lse in each])
+        """out ``[tokens, H, D]`` and lse ``[tokens, H]`` of all requests; features: see `dense`."""
+        stored, outs, sums = self.shape.stored, [], []
+        for query, key, value in zip(self.queries, self.keys, self.values, strict=True):
+            keys = keep(key, stored)[2]
+            latent = None if value_projection is None else value_projection.shape[1]
+            values = keys[..., :latent] if value is None else keep(value, stored)[2]
+            out, lse = dense(query, keys, values, dtype=dtype, **features)
+            outs.append(out)
+            sums.append(lse)
+        out = torch.cat(outs)
+        if value_projection is not None:
+            heads = [out[:, h] @ head.to(dtype) for h, head in enumerate(value_projection)]
+            out = torch.stack(heads, 1)
+        return out, torch.cat(sums)
 
-    def _padded(self, rows: Tensor, tokens: int) -> Tensor:
-        poison = torch.full((tokens - len(rows), *rows.shape[1:]), self.poison, dtype=rows.dtype)
-        return torch.cat([rows, poison])
+    def _padded(self, rows: list[Tensor], tokens: int) -> Tensor:
+        new = torch.cat(rows)
+        poison = torch.full((tokens - len(new), *new.shape[1:]), self.poison, dtype=new.dtype)
+        return torch.cat([new, poison])
 
-    def _kv(self, tokens: int) -> Tensor:
+    def _keys_and_values(self, tokens: int) -> tuple[Tensor, Tensor | None]:
         s = self.shape
-        return torch.randn(tokens, s.kv_heads, s.head_dim, generator=self.generator).to(s.dtype)
+        dims = (s.head_dim, s.value_dim or s.head_dim)
+        key, value = (
+            torch.randn(tokens, s.kv_heads, dim, generator=self.generator).to(s.dtype)
+            for dim in dims
+        )
+        return key, None if s.latent else value
+
+    def _poisoned_cache(self, dim: int) -> tuple[Tensor, Tensor | None]:
+        s = self.shape
+        rows = (s.num_blocks * s.block_size, s.kv_heads)
+        if s.stored not in LARGEST:
+            return torch.full((*rows, dim), self.poison, dtype=s.stored), None
+        # A byte that is NaN in every fp8; where it is a number, its scale is poison.
+        codes = torch.full((*rows, dim), 0x7F, dtype=torch.uint8).view(s.stored)
+        return codes, torch.full(rows, self.poison)
+
+    def _store(
+        self, cache: Tensor | None, scale: Tensor | None, slots: list[int], rows: Tensor
+    ) -> None:
+        assert cache is not None
+        stored, scales, _ = keep(rows[: len(slots)], cache.dtype)
+        cache[slots] = stored
+        if scale is not None and scales is not None:
+            scale[slots] = scales

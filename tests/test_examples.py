@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
 import importlib
+import inspect
 import json
 import re
 import runpy
@@ -15,6 +17,13 @@ from types import ModuleType
 import pytest
 import typer
 
+from compiled_attn import (
+    AttentionMetadata,
+    UnifiedMetadata,
+    flash_attn_with_kvcache,
+    paged_attention_v1,
+    unified_attention,
+)
 from compiled_attn.cli.app import app
 from compiled_attn.engine import EngineConfig, EngineReport, SamplingParams
 from graphs.backends import BACKENDS
@@ -22,6 +31,7 @@ from graphs.backends.eager import EagerBackend
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PYTHON_BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 EAGER = ["--backend", "eager"]
 
 
@@ -44,8 +54,7 @@ def uncompiled(monkeypatch):
 def _python_blocks(page: Path) -> list[tuple[int, str]]:
     """First line number and text of each block marked python."""
     text = page.read_text(encoding="utf-8")
-    blocks = re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    return [(text[: block.start(1)].count("\n"), block[1]) for block in blocks]
+    return [(text[: b.start(1)].count("\n"), b[1]) for b in PYTHON_BLOCK.finditer(text)]
 
 
 def _run_example(name: str, monkeypatch, capsys, arguments: list[str]) -> str:
@@ -92,8 +101,32 @@ def test_the_readme_and_the_guides_have_python_blocks():
         "buckets_file.md",
         "concepts.md",
         "engine.md",
+        "flash.md",
+        "paged.md",
+        "step_metadata.md",
+        "unified.md",
         "wrap_your_own_module.md",
     }
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_python_of_a_page_stands_where_it_is_not_run(page):
+    rest = PYTHON_BLOCK.sub("", page.read_text(encoding="utf-8"))
+    assert not re.search(r"^[ >]*[`~]{3,} *i?py", rest, re.MULTILINE | re.IGNORECASE)
+    assert ">>> " not in rest
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES[1:] if _python_blocks(page)], ids=lambda page: page.name
+)
+def test_the_python_blocks_of_a_guide_check_what_they_show(page):
+    checks = 0
+    for _, block in _python_blocks(page):
+        if block.lstrip().startswith(">>>"):
+            checks += sum(bool(e.want) for e in doctest.DocTestParser().get_examples(block))
+        else:
+            checks += sum(isinstance(node, ast.Assert) for node in ast.walk(ast.parse(block)))
+    assert checks >= 2
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -134,6 +167,22 @@ def test_every_setting_is_documented_with_its_default_and_no_other(section, docu
     rows = _rows("engine.md", section)[1:]
     shown = {name.strip("`"): default.strip("`").replace('"', "") for name, default, _ in rows}
     assert shown == {field.name: str(field.default) for field in fields(documented_class)}
+
+
+@pytest.mark.parametrize(
+    ("page", "section", "names"),
+    [
+        ("flash.md", "## Arguments", inspect.signature(flash_attn_with_kvcache).parameters),
+        ("paged.md", "## Arguments", inspect.signature(paged_attention_v1).parameters),
+        ("unified.md", "### Arguments", inspect.signature(unified_attention).parameters),
+        ("unified.md", "### Metadata", [field.name for field in fields(UnifiedMetadata)]),
+        ("step_metadata.md", "## Fields", [field.name for field in fields(AttentionMetadata)]),
+    ],
+)
+def test_every_argument_and_field_is_in_the_legend_and_no_other(page, section, names):
+    rows = _rows(page, section)[1:]
+    shown = [name for cells in rows for name in re.findall(r"`(\w+)`", cells[0])]
+    assert sorted(shown) == sorted(names)
 
 
 def test_every_key_of_the_json_is_documented_and_no_other():

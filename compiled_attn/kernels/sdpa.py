@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_attn.kernels.base import AttendRequest
@@ -55,6 +56,8 @@ class SdpaKernel:
         # A half precision query takes a float32 mask, which keeps finite biases exact.
         mask = bias.to(torch.promote_types(query.dtype, torch.float32))
         key, value = key.to(query.dtype), value.to(query.dtype)
+        dim, value_dim = query.shape[-1], value.shape[-1]
+        query, key, value = (_widened(x, max(dim, value_dim)) for x in (query, key, value))
         sees = (bias > -math.inf).any(-1).unsqueeze(-1)  # [T, 1] or [H, T, 1]
         sees = sees if bias.dim() == 2 else sees.squeeze(-1).T
         # NaN in a padded row is NaN despite the mask, and the op ignores a query's last stride.
@@ -69,4 +72,10 @@ class SdpaKernel:
         # The op gives a row without visible keys zeros, but the log-sum-exp 0: it is the empty sum.
         row_max = torch.where(sees, lse[0].T.clamp_min(fmin), fmin)
         total = sees.to(row_max.dtype).expand_as(row_max)
-        return PartialAttention(out[0].transpose(0, 1).to(row_max.dtype), row_max, total)
+        out = out[0].transpose(0, 1)[..., :value_dim]
+        return PartialAttention(out.to(row_max.dtype), row_max, total)
+
+
+def _widened(rows: Tensor, dim: int) -> Tensor:
+    # The op has one head size; zeros change no score, and outputs of zeros are cut off.
+    return rows if rows.shape[-1] == dim else F.pad(rows, (0, dim - rows.shape[-1]))

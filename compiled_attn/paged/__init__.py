@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from compiled_attn.batch import AttentionMetadata
 from compiled_attn.paged.attention import PARTITION, paged_attention_v1, paged_attention_v2
 from compiled_attn.paged.errors import PagedArgumentError
 from compiled_attn.paged.inputs import PagedInputs
@@ -22,6 +23,7 @@ from compiled_attn.paged.write import reshape_and_cache
 __all__ = [
     "LAYOUTS",
     "PARTITION",
+    "AttentionMetadata",
     "Layout",
     "PagedArgumentError",
     "PagedAttention",

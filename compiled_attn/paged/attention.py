@@ -292,7 +292,7 @@ def _check_partials(call: PagedCall, exp_sum: Tensor, max_logits: Tensor, tmp_ou
     )
     count = max(exp_sum.shape[-1], -(-call.max_seq_len // PARTITION))
     shape = (seqs, heads, count)
-    legend = f"(num_seqs, H, P) with P for {call.max_seq_len} tokens"
+    legend = f"(num_seqs, H, P) with P for max_seq_len tokens, {PARTITION} each,"
     expect_tensor("exp_sum", exp_sum, legend, shape, (torch.float32,))
     expect_tensor("max_logits", max_logits, "like exp_sum", shape, (torch.float32,), device=device)
     expect_tensor(

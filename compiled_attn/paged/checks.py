@@ -38,7 +38,7 @@ def check_call(call: PagedCall) -> list[int] | None:
     kv_heads, device = call.num_kv_heads, query.device
     expect(dim > 0, "a head dim of at least 1", dim, "check the shape of query")
     divides = heads > 0 and heads % kv_heads == 0
-    expect(divides, f"H divisible by {kv_heads} KV heads", heads, "check num_kv_heads")
+    expect(divides, "H divisible by num_kv_heads", (heads, kv_heads), "check num_kv_heads")
     rank = axes(call.layout, is_key=True)
     expect_tensor("key_cache", call.key_cache, f"in layout {call.layout}", (None,) * rank, None)
     sizes = (call.num_blocks, call.block_size, kv_heads, dim)
@@ -74,7 +74,7 @@ def check_caches(
     """Raises unless both caches have this layout, sizes (NB, BS, Hk, D), dtype and scales."""
     dtype = element_type(kv_cache_dtype, like.dtype)
     dtypes = (dtype, torch.uint8) if kv_cache_dtype.startswith("fp8") else (dtype,)
-    legend = f"in layout {layout} with block_size {sizes[1]}"
+    legend = f"in layout {layout}"
     key, value = key_shape(layout, *sizes, dtype), value_shape(layout, *sizes)
     expect_tensor("key_cache", key_cache, legend, key, dtypes, device=like.device)
     expect_tensor("value_cache", value_cache, legend, value, dtypes, device=like.device)

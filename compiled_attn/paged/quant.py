@@ -63,18 +63,12 @@ def per_head(scale: Scale, device: torch.device) -> Tensor:
 
 def check_scale(name: str, scale: object, num_kv_heads: int, device: torch.device) -> None:
     """Raises unless a scale is a positive number or a tensor for one or all heads."""
-    what, remedy = (
-        f"{name} of 1 or {num_kv_heads} elements on {device}",
-        "pass a float, or one scale a head",
-    )
+    remedy = "pass a float, or one scale a head"
     if isinstance(scale, Tensor):
-        expect(
-            scale.numel() in (1, num_kv_heads) and scale.is_floating_point(),
-            what,
-            scale.shape,
-            remedy,
-        )
-        expect(scale.device == device, what, scale.device, "move it with .to()")
+        sizes = scale.numel(), num_kv_heads
+        expect(sizes[0] in (1, num_kv_heads), f"{name} of 1 or num_kv_heads elements", sizes, remedy)
+        expect(scale.is_floating_point(), f"{name} of floats", scale.dtype, "convert it with .to()")
+        expect(scale.device == device, f"{name} on {device}", scale.device, "move it with .to()")
     elif isinstance(scale, (int, float)):
         expect(
             scale > 0, f"a positive {name}", scale, "pass the scale that the cache was written with"

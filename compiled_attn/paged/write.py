@@ -122,12 +122,8 @@ def _check(
     expect_tensor("value", value, "like key", key.shape, (key.dtype,), device=key.device)
     expect_tensor("slot_mapping", slot_mapping, "(T,)", (None,), INTS, device=key.device)
     tokens, heads, dim = key.shape
-    expect(
-        slot_mapping.shape[0] <= tokens,
-        f"at most {tokens} slots for key",
-        slot_mapping.shape,
-        "one slot a token",
-    )
+    slots = slot_mapping.shape[0]
+    expect(slots <= tokens, "a slot_mapping no longer than key", (slots, tokens), "cut it")
     rank = axes(layout, is_key=False)
     expect_tensor("value_cache", value_cache, f"in layout {layout}", (None,) * rank, None)
     num_blocks, block_size = (

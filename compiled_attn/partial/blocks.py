@@ -9,7 +9,7 @@ from torch import Tensor
 
 from compiled_attn.quant import dequantise
 
-__all__ = ["gather_blocks", "read_blocks", "slots_of", "usage_bias"]
+__all__ = ["gather_blocks", "read_blocks", "slots_of", "strict_index", "usage_bias"]
 
 
 def usage_bias(usage: Tensor, block_size: int) -> Tensor:
@@ -43,9 +43,17 @@ def read_blocks(
         blocks: ``[B]`` ids, or an int B: the first B blocks, without a gather.
         block_size: slots in a block.
     """
-    at = slice(blocks) if isinstance(blocks, int) else blocks
-    read = cache.unflatten(0, (-1, block_size))[at]
+    by_block = cache.unflatten(0, (-1, block_size))
+    at = slice(blocks) if isinstance(blocks, int) else strict_index(blocks, by_block.shape[0])
+    read = by_block[at]
     return read if scale is None else dequantise(read, scale.unflatten(0, (-1, block_size))[at])
+
+
+def strict_index(ids: Tensor, limit: int) -> Tensor:
+    """Ids for indexing, negative ones made ``limit``: where a graph cannot read them to refuse
+    them, indexing by -1 would take the last element in silence, but by ``limit`` it fails.
+    """
+    return torch.where(ids < 0, limit, ids)
 
 
 def slots_of(block_size: int, like: Tensor) -> Tensor:

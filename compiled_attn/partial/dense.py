@@ -61,6 +61,6 @@ def capped(scores: Tensor, softcap: float | None) -> Tensor:
 def exp_scores(scores: Tensor, bias: Tensor, fmin: float) -> tuple[Tensor, Tensor]:
     """``exp(scores + bias - max)`` over the last axis, and the maxima, at least ``fmin``."""
     # `where` instead of a plain sum: a poisoned score is NaN, and NaN + -inf is NaN.
-    biased = torch.where(bias > -math.inf, scores + bias, -math.inf)
+    biased = torch.where(bias > -math.inf, scores + bias.to(scores.dtype), -math.inf)
     row_max = biased.amax(-1).clamp_min(fmin)
     return torch.exp(biased - row_max.unsqueeze(-1)), row_max

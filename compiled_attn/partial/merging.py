@@ -58,7 +58,8 @@ def reduce_to_rows(parts: PartialAttention, owner: Tensor, rows: Tensor) -> Part
     row_max = torch.where(uses.unsqueeze(-1), parts.max, floor).amax(1)
     onehot = uses.to(parts.out.dtype)
     own_max = torch.where(uses.unsqueeze(-1), row_max.unsqueeze(1), floor).amax(0)  # no rounding
-    factor = torch.exp(parts.max - own_max)
+    # The clamp is for parts without a row: they weigh 0 below, and 0 * exp(large) would be NaN.
+    factor = torch.exp((parts.max - own_max).clamp_max(0))
     out = onehot @ (parts.out * factor.unsqueeze(-1)).flatten(1)
     return PartialAttention(
         out.unflatten(1, parts.out.shape[1:]), row_max, onehot @ (parts.sum * factor)

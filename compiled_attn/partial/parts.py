@@ -7,7 +7,13 @@ import math
 import torch
 from torch import Tensor
 
-from compiled_attn.partial.blocks import gather_blocks, read_blocks, slots_of, usage_bias
+from compiled_attn.partial.blocks import (
+    gather_blocks,
+    read_blocks,
+    slots_of,
+    strict_index,
+    usage_bias,
+)
 from compiled_attn.partial.dense import attend, capped, exp_scores
 from compiled_attn.partial.merging import reduce_to_rows
 from compiled_attn.partial.state import FMIN, Attend, PartialAttention
@@ -173,7 +179,8 @@ def partial_attn_unique(
     values = read_blocks(value_cache, blocks, block_size, value_scale)
     values = values.permute(0, 2, 1, 3).unsqueeze(2)
     values = torch.where(seen[:, None, None, :, None], values, 0).to(dtype)
-    queries = query.unflatten(1, (1, kv_heads, group))[block_mapping].to(dtype)
+    own_query = strict_index(block_mapping, tokens)
+    queries = query.unflatten(1, (1, kv_heads, group))[own_query].to(dtype)
 
     scores = (keys * queries).sum(-1)  # [U, block, Hk, G]
     scores = scores.flatten(2).transpose(1, 2)  # [U, H, block]

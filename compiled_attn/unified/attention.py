@@ -85,12 +85,13 @@ def unified_attention(
             outside of a compiled or captured graph also a slot, block or row out of range and two
             tokens with one slot. Nothing is written.
         TypeError: dtypes that do not fit together. Nothing is written.
+        IndexError, RuntimeError: inside of a graph, a number out of range, when it is used.
 
     Source: MLA of DeepSeek-V2 (2024), sinks of gpt-oss, ALiBi of Press et al. (2022).
     """
     check(
         query, key, value, key_cache, value_cache, key_scale, value_scale, metadata,
-        sliding_window, alibi_slopes, sinks, value_projection,
+        sliding_window, softcap, alibi_slopes, sinks, value_projection,
     )  # fmt: skip
     key = write_cache(key_cache, key, metadata.slot_mapping, key_scale)
     if value is not None and value_cache is not None:

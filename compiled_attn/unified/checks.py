@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from compiled_attn.quant import QUANTISED
 from compiled_attn.tracing import can_read
 from compiled_attn.unified.metadata import UnifiedMetadata
+from compiled_attn.unified.numbers import check_numbers
 from compiled_attn.unified.positions import check_window
 
 __all__ = ["check"]
 
 _INTS = (torch.int32, torch.int64)
+_FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _ANOTHER_BUCKET = "build the metadata and the tensors of a step with the same bucket"
 
 
@@ -28,6 +28,7 @@ def check(
     value_scale: Tensor | None,
     m: UnifiedMetadata,
     sliding_window: int | None,
+    softcap: float | None,
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
     value_projection: Tensor | None,
@@ -35,19 +36,21 @@ def check(
     """Raises ValueError or TypeError unless the arguments of `unified_attention` fit together."""
     tokens, heads, dim = _shape(query, "query", "[T, H, D]")
     kv_heads = _shape(key, "key", "[T, Hk, D]")[1]
-    if not query.is_floating_point():
-        raise TypeError(f"query: expected a float dtype, got {query.dtype}")
+    if query.dtype not in _FLOATS:
+        raise TypeError(
+            f"query: expected one of {_FLOATS}, got {query.dtype}: convert it with .to()"
+        )
     if not kv_heads or heads % kv_heads:
-        raise ValueError(f"expected H to be a multiple of Hk, got H={heads}, Hk={kv_heads}")
+        raise ValueError(
+            f"expected H to be a multiple of Hk, got H={heads}, Hk={kv_heads}: "
+            "repeat or split heads until each KV head serves as many query heads"
+        )
     _expect("key", key, (tokens, kv_heads, dim), query)
-    for name, new in (("key", key), ("value", value)):
-        if new is not None and new.dtype != query.dtype:
-            raise TypeError(f"{name}: expected the query's {query.dtype}, got {new.dtype}")
     _check_cache("key_cache", key_cache, key_scale, key, m.block_size)
     if (value is None) != (value_cache is None):
         raise ValueError(
             "expected value and value_cache both (a cache with V) or neither (latents, without V), "
-            f"got value {_given(value)} and value_cache {_given(value_cache)}"
+            f"got value {_given(value)} and value_cache {_given(value_cache)}: pass the other too"
         )
     if value is not None and value_cache is not None:
         _shape(value, "value", "[T, Hk, Dv]")
@@ -56,18 +59,30 @@ def check(
         if value_cache.shape[0] != key_cache.shape[0]:
             raise ValueError(
                 f"expected as many value slots as key slots, got {value_cache.shape[0]} "
-                f"and {key_cache.shape[0]}"
+                f"and {key_cache.shape[0]}: make both caches with the same number of blocks"
+            )
+    elif value_scale is not None:
+        raise ValueError(
+            "value_scale: expected None without value_cache, got a tensor: latents have key_scale"
+        )
+    for name, new in (("key", key), ("value", value)):
+        if new is not None and new.dtype != query.dtype:
+            raise TypeError(
+                f"{name}: expected the query's {query.dtype}, got {new.dtype}: "
+                "convert it with .to()"
             )
     for name, vector in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
         if vector is not None:
-            _expect(name, vector, (heads,), query)
+            _expect(name, vector, (heads,), query, "one number a query head")
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"softcap: expected a positive number, got {softcap}: None is no softcap")
     value_dim = dim if value is None else value.shape[-1]
     _check_projection(value_projection, heads, value_dim, may_be_less=value is None, like=query)
     _check_parts(m)
     _check_shapes(m, tokens, heads, query)
     _check_positions(m, tokens, sliding_window, alibi_slopes)
     if can_read(query):
-        _check_numbers(m, tokens, key_cache.shape[0])
+        check_numbers(m, tokens, key_cache.shape[0])
 
 
 def _check_cache(
@@ -80,18 +95,25 @@ def _check_cache(
             f"{name}: expected a multiple of block_size {block_size} slots, got {slots}: "
             "the metadata was built for another cache"
         )
-    if not (cache.is_floating_point() or cache.dtype in QUANTISED):
-        raise TypeError(f"{name}: expected a float dtype or one of {QUANTISED}, got {cache.dtype}")
+    if cache.dtype not in _FLOATS + QUANTISED:
+        raise TypeError(
+            f"{name}: expected one of {_FLOATS + QUANTISED}, got {cache.dtype}: "
+            "make it with PagedKVCache"
+        )
     scale_name = name.replace("cache", "scale")
     if (cache.dtype in QUANTISED) != (scale is not None):
         raise ValueError(
             f"expected {scale_name} with a cache of {QUANTISED} and with no other, got "
-            f"{scale_name} {_given(scale)} with {cache.dtype}"
+            f"{scale_name} {_given(scale)} with {cache.dtype}: "
+            "pass PagedKVCache's caches and scales together"
         )
     if scale is not None:
         _expect(scale_name, scale, (slots, new.shape[1]), new)
         if scale.dtype != torch.float32:
-            raise TypeError(f"{scale_name}: expected float32, got {scale.dtype}")
+            raise TypeError(
+                f"{scale_name}: expected float32, got {scale.dtype}: "
+                "make a quantised cache after the model's .to(dtype)"
+            )
 
 
 def _check_projection(
@@ -103,7 +125,8 @@ def _check_projection(
     taken = projection.shape[1]
     if may_be_less and taken <= value_dim:
         value_dim = taken
-    _expect("value_projection", projection, (heads, value_dim, projection.shape[2]), like)
+    shape = (heads, value_dim, projection.shape[2])
+    _expect("value_projection", projection, shape, like, "[H, R, Dv], R at most a value's size")
 
 
 def _check_parts(m: UnifiedMetadata) -> None:
@@ -126,7 +149,7 @@ def _check_parts(m: UnifiedMetadata) -> None:
         )
     for name, size in (("causal_width", m.causal_width), ("shared_chunk", m.shared_chunk)):
         if size is not None and size < 1:
-            raise ValueError(f"{name}: expected at least 1 or None, got {size}")
+            raise ValueError(f"{name}: expected at least 1 or None, got {size}: None is one piece")
 
 
 def _check_shapes(m: UnifiedMetadata, tokens: int, heads: int, like: Tensor) -> None:
@@ -134,7 +157,7 @@ def _check_shapes(m: UnifiedMetadata, tokens: int, heads: int, like: Tensor) -> 
     if m.causal_bias is not None:
         _expect_bias("causal_bias", m.causal_bias, (tokens, tokens), heads, like)
     if m.shared_blocks is not None and m.shared_bias is not None:
-        blocks = m.shared_blocks.shape[0]
+        blocks = m.shared_blocks.numel()
         _expect_ints("shared_blocks", m.shared_blocks, (blocks,), like)
         if m.shared_bias.is_floating_point():
             shape = (tokens, blocks, m.block_size)
@@ -149,12 +172,14 @@ def _check_shapes(m: UnifiedMetadata, tokens: int, heads: int, like: Tensor) -> 
         and m.unique_block_mapping is not None
     ):
         listed = m.unique_blocks
-        unique = listed if isinstance(listed, int) else listed.shape[0]
+        unique = listed if isinstance(listed, int) else listed.numel()
         if isinstance(listed, Tensor):
             _expect_ints("unique_blocks", listed, (unique,), like)
         _expect_ints("unique_block_mapping", m.unique_block_mapping, (unique,), like)
         between = (heads,) if m.unique_bias.dim() == 3 else ()
-        _expect("unique_bias", m.unique_bias, (unique, *between, m.block_size), like)
+        _expect_floats("unique_bias", m.unique_bias, (unique, *between, m.block_size), like)
+        if m.unique_queries is not None:
+            _expect_ints("unique_queries", m.unique_queries, (m.unique_queries.numel(),), like)
 
 
 def _check_positions(
@@ -173,69 +198,38 @@ def _check_positions(
     for name, tensor, size in needed:
         if tensor is None:
             raise ValueError(
-                f"a sliding window or ALiBi needs metadata.{name}, got None: "
+                f"metadata.{name}: expected it for a sliding window or ALiBi, got None: "
                 "fill it, or use BatchBuilder"
             )
         _expect_ints(name, tensor, (size,), m.slot_mapping)
 
 
-def _check_numbers(m: UnifiedMetadata, tokens: int, slots: int) -> None:
-    blocks = slots // m.block_size
-    _expect_range("slot_mapping", m.slot_mapping, slots)
-    if m.shared_blocks is not None:
-        _expect_range("shared_blocks", m.shared_blocks, blocks)
-    if isinstance(m.unique_blocks, Tensor):
-        _expect_range("unique_blocks", m.unique_blocks, blocks)
-    elif m.unique_blocks is not None and not 0 <= m.unique_blocks <= blocks:
-        raise ValueError(
-            f"unique_blocks: expected at most the {blocks} blocks of the cache, "
-            f"got {m.unique_blocks}: the metadata was built for another cache"
-        )
-    if m.unique_block_mapping is not None:
-        _expect_range("unique_block_mapping", m.unique_block_mapping, tokens)
-    if m.unique_queries is not None and m.unique_block_mapping is not None:
-        assert m.unique_bias is not None
-        reading = m.unique_block_mapping[(m.unique_bias > -math.inf).flatten(1).any(1)]
-        if not torch.isin(reading, m.unique_queries).all():
-            raise ValueError(
-                "unique_queries: expected every row of unique_block_mapping in it, got "
-                f"{m.unique_queries.tolist()}: a row that is left out would lose its blocks"
-            )
-    real = m.slot_mapping[m.slot_mapping >= m.block_size]
-    if real.unique().numel() != real.numel():
-        ordered = real.sort().values
-        twice = int(ordered[1:][ordered[1:] == ordered[:-1]][0])
-        raise ValueError(
-            f"slot_mapping: expected a slot of its own for every new token, got slot {twice} "
-            "twice: requests that share a block must copy it before they write to it"
-        )
-
-
-def _expect_range(name: str, ids: Tensor, limit: int) -> None:
-    if not ids.numel():
-        return
-    low, high = (int(end) for end in torch.aminmax(ids))
-    if low < 0 or high >= limit:
-        raise ValueError(
-            f"{name}: expected numbers in 0..{limit - 1}, got {low}..{high}: "
-            "check the block tables; padding points at 0"
-        )
-
-
 def _shape(tensor: Tensor, name: str, legend: str) -> tuple[int, int, int]:
     if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name}: expected a tensor {legend}, got {type(tensor).__name__}")
+        raise TypeError(
+            f"{name}: expected a tensor {legend}, got {type(tensor).__name__}: "
+            "None is possible for value with value_cache only"
+        )
     if tensor.dim() != 3:
         raise ValueError(
-            f"{name}: expected {legend}, got {tensor.dim()} axes: {list(tensor.shape)}"
+            f"{name}: expected {legend}, got shape {list(tensor.shape)}: "
+            "flatten the batch to rows of tokens"
         )
     return tensor.shape[0], tensor.shape[1], tensor.shape[2]
 
 
-def _expect(name: str, tensor: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
+def _expect(
+    name: str,
+    tensor: Tensor,
+    shape: tuple[int, ...],
+    like: Tensor,
+    remedy: str = _ANOTHER_BUCKET,
+) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}: {remedy}")
     if tuple(tensor.shape) != shape:
         raise ValueError(
-            f"{name}: expected shape {list(shape)}, got {list(tensor.shape)}: {_ANOTHER_BUCKET}"
+            f"{name}: expected shape {list(shape)}, got {list(tensor.shape)}: {remedy}"
         )
     if tensor.device != like.device:
         raise ValueError(
@@ -246,14 +240,22 @@ def _expect(name: str, tensor: Tensor, shape: tuple[int, ...], like: Tensor) -> 
 def _expect_ints(name: str, tensor: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
     _expect(name, tensor, shape, like)
     if tensor.dtype not in _INTS:
-        raise TypeError(f"{name}: expected int32 or int64, got {tensor.dtype}")
+        raise TypeError(
+            f"{name}: expected int32 or int64, got {tensor.dtype}: convert it with .to()"
+        )
 
 
 def _expect_bias(name: str, bias: Tensor, shape: tuple[int, ...], heads: int, like: Tensor) -> None:
     between = (heads,) if bias.dim() == len(shape) + 1 else ()
-    _expect(name, bias, (*between, *shape), like)
+    _expect_floats(name, bias, (*between, *shape), like)
+
+
+def _expect_floats(name: str, bias: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
+    _expect(name, bias, shape, like)
     if not bias.is_floating_point():
-        raise TypeError(f"{name}: expected a float dtype, got {bias.dtype}")
+        raise TypeError(
+            f"{name}: expected a float dtype, got {bias.dtype}: 0 shows a key and -inf hides it"
+        )
 
 
 def _given(tensor: Tensor | None) -> str:

@@ -146,11 +146,11 @@ class UnifiedMetadata:
     def _needs(tensor: Tensor | None, name: str) -> Tensor:
         if tensor is None:
             raise ValueError(
-                f"a sliding window or ALiBi needs metadata.{name}, got None: "
+                f"metadata.{name}: expected it for a sliding window or ALiBi, got None: "
                 "fill it, or use BatchBuilder"
             )
         return tensor
 
 
 def _rows(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.shape[0]
+    return 0 if tensor is None else tensor.numel()

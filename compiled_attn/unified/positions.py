@@ -33,12 +33,16 @@ def by_position(
     if window is not None:
         bias = torch.where(distance >= window, -math.inf, bias)
     if alibi_slopes is not None:
+        # Half precision has no number for most distances: slopes of it are widened first.
+        slopes = alibi_slopes.to(torch.promote_types(alibi_slopes.dtype, torch.float32))
         # Padding may stand anywhere: where it is hidden, -inf - x is still -inf.
-        bias = bias - alibi_slopes.view(-1, 1, 1) * distance
+        bias = bias - slopes.view(-1, 1, 1) * distance
     return bias
 
 
 def check_window(window: int | None) -> None:
     """Raises ValueError unless a window is None or at least one token."""
     if window is not None and window < 1:
-        raise ValueError(f"expected a sliding window of at least 1 token, got {window}")
+        raise ValueError(
+            f"sliding_window: expected at least 1 token, got {window}: None is no window"
+        )

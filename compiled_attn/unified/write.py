@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from compiled_attn.partial.blocks import strict_index
 from compiled_attn.quant import QUANTISED, dequantise, quantise
 
 __all__ = ["write_cache"]
@@ -24,7 +25,7 @@ def write_cache(
         The rows as a later step will read them: of the cache's dtype, or dequantised to float32.
     """
     # index_copy_: inside a captured graph it writes T rows and does not copy the cache.
-    slots = slot_mapping.long()
+    slots = strict_index(slot_mapping.long(), cache.shape[0])
     if cache.dtype not in QUANTISED or scale is None:
         kept = new.to(cache.dtype)
         cache.index_copy_(0, slots, kept)

@@ -8,7 +8,8 @@ import expecttest
 import pytest
 import torch
 
-from compiled_attn.batch import AttentionMetadata, BatchBuilder, Request
+from compiled_attn import FlashKVCacheAttention, PagedAttention, paged, unified_attention
+from compiled_attn.batch import AttentionMetadata, BatchBuilder, Request, RequestTable
 
 
 def _summary(metadata: AttentionMetadata, *fields: str) -> str:
@@ -172,3 +173,59 @@ def test_a_request_in_its_prompt_is_a_prefill_until_the_prompt_is_computed():
     assert Request([1], 9, [1], prompt_len=10).is_prefill
     assert not Request([1], 10, [1], prompt_len=10).is_prefill
     assert Request([1, 2], 9, [1]).is_prefill and not Request([1], 9, [1]).is_prefill
+
+
+def test_the_metadata_of_the_paged_package_is_the_one_of_the_builder():
+    assert paged.AttentionMetadata is AttentionMetadata
+    assert "AttentionMetadata" in paged.__all__
+
+
+@pytest.mark.parametrize("padding", [0, 5])
+def test_one_step_of_decodes_gives_the_same_numbers_through_every_interface(padding):
+    block, scale = 4, 16**-0.5
+    requests = [Request([7], 9, [3, 5, 1]), Request([8], 6, [3, 9]), Request([9], 4, [2, 8])]
+    plan = BatchBuilder(12, block).plan(requests)
+    rows = len(requests) + padding
+    bucket = {
+        "tokens": rows, "requests": rows, "width": 3 + padding,
+        "shared": 2 + padding, "unique": 5 + padding, "logits": rows,
+    }  # fmt: skip
+    m = plan.attention_metadata(block, bucket)
+    generator = torch.Generator().manual_seed(0)
+    caches = torch.randn(2, 12 * block, 2, 16, generator=generator)
+    query = torch.randn(rows, 4, 16, generator=generator)
+    key, value = torch.randn(2, rows, 2, 16, generator=generator)
+
+    unified, flash, packed = caches.clone(), caches.clone(), caches.clone()
+    metadata = plan.fill(bucket).metadata(block)
+    expected = unified_attention(query, key, value, *unified, scale, metadata)
+    by_flash = FlashKVCacheAttention(*flash.unflatten(1, (-1, block)))(
+        query[:, None], key[:, None], value[:, None], m.context_lens_tensor, m.block_tables
+    )[:, 0]
+    slots = m.slot_mapping.masked_fill(m.slot_mapping < block, -1)
+    by_paged = PagedAttention(*packed, 2, block, scale, layout="flat")(
+        query, m.block_tables, m.seq_lens_tensor, key, value, slots
+    )
+    torch.testing.assert_close(by_flash, expected)
+    torch.testing.assert_close(by_paged, expected)
+    assert not expected[len(requests) :].any() and expected[: len(requests)].any()
+    for written in (flash, packed):
+        assert torch.equal(written[:, block:], unified[:, block:])
+    assert not torch.equal(unified[:, block:], caches[:, block:])
+
+
+def test_rows_of_a_table_give_the_metadata_of_the_same_requests():
+    requests = [Request([1], 20, [3, 4]), Request([1, 2], 3, [7])]
+    table = RequestTable(3, 5)
+    table.add("gone", [9])
+    rows = [table.add(name, each.block_table) for name, each in zip("ab", requests, strict=True)]
+    table.remove("gone")
+    plan = BatchBuilder(12, 16).plan_rows(table, rows, [20, 3], [1, 2], [1, 1, 2])
+    bucket = {"tokens": 4, "requests": 3, "width": 4}
+    ours = dataclasses.asdict(plan.attention_metadata(16, bucket))
+    for name, value in dataclasses.asdict(_metadata(requests, bucket=bucket)).items():
+        same = torch.equal if isinstance(value, torch.Tensor) else lambda a, b: a == b
+        assert same(ours[name], value), name
+    table.extend("a", [5])
+    assert table.blocks[rows[0], :3].tolist() == [3, 4, 5]
+    assert ours["block_tables"].tolist() == [[3, 4, 0, 0], [7, 0, 0, 0], [0, 0, 0, 0]]

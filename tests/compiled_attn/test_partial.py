@@ -15,7 +15,6 @@ from compiled_attn.partial import (
     FMIN,
     PartialAttention,
     attend,
-    gather_blocks,
     lse,
     merge,
     merge_online,
@@ -25,26 +24,14 @@ from compiled_attn.partial import (
     partial_attn_unique,
     usage_bias,
 )
+from tests.compiled_attn.partial_cases import dense_under, random_qkv
 
 ATTENDS = [pytest.param(attend, id="reference"), pytest.param(SdpaKernel.attend, id="sdpa")]
 
 
-def _qkv(
-    tokens: int, keys: int, heads: int = 4, kv_heads: int = 2, dim: int = 8
-) -> list[torch.Tensor]:
-    shapes = ((tokens, heads), (keys, kv_heads), (keys, kv_heads))
-    return [torch.randn(*shape, dim) for shape in shapes]
-
-
-def _dense(q, k, v, bias, scale=1.0, softcap=None):
-    group = q.shape[1] // k.shape[1]
-    k, v = k.double().repeat_interleave(group, 1), v.double().repeat_interleave(group, 1)
-    scores = torch.einsum("thd,nhd->htn", q.double(), k) * scale
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores + bias
-    weights = torch.nan_to_num(torch.softmax(scores, -1))
-    return torch.einsum("htn,nhd->thd", weights, v), torch.logsumexp(scores, -1).T
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
 
 
 @pytest.mark.parametrize("kernel", ATTENDS)
@@ -54,41 +41,77 @@ def test_attend_equals_dense_attention_with_rows_that_see_nothing(
     kernel, seed, tokens, keys, group
 ):
     torch.manual_seed(seed)
-    q, k, v = _qkv(tokens, keys, heads=2 * group)
+    q, k, v = random_qkv(tokens, keys, heads=2 * group)
     bias = torch.where(torch.rand(tokens, keys) < 0.1, 0.0, -math.inf)
     part = kernel(q, k, v, bias, scale=0.3)
-    out, expected_lse = _dense(q, k, v, bias, 0.3)
+    out, expected_lse = dense_under(q, k, v, bias, 0.3)
     torch.testing.assert_close(merge(part).double(), out, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(lse(part).double(), expected_lse, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kernel", ATTENDS)
 def test_attend_takes_a_bias_per_head(kernel):
-    q, k, v = _qkv(5, 7)
+    q, k, v = random_qkv(5, 7)
     bias = torch.randn(4, 5, 7).masked_fill(torch.rand(4, 5, 7) < 0.4, -math.inf)
     torch.testing.assert_close(
         merge(kernel(q, k, v, bias, scale=1.0)).double(),
-        _dense(q, k, v, bias)[0],
+        dense_under(q, k, v, bias)[0],
         atol=1e-5,
         rtol=1e-4,
     )
 
 
 @pytest.mark.parametrize("kernel", ATTENDS)
+def test_a_part_that_sees_nothing_does_not_drown_one_of_very_low_scores(kernel):
+    q, k, v = random_qkv(3, 6)
+    low, nothing = torch.full((3, 6), -300.0), torch.full((3, 6), -math.inf)
+    parts = [kernel(q, k, v, bias, scale=1.0) for bias in (nothing, low)]
+    assert parts[0].max.lt(-1e30).all() and not parts[0].sum.any() and not parts[0].out.any()
+    out, expected_lse = dense_under(q, k, v, low)
+    for merged in (parts, [merge_online(*parts)]):
+        torch.testing.assert_close(merge(*merged).double(), out, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(lse(*merged).double(), expected_lse, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kernel", ATTENDS)
+@pytest.mark.parametrize(("dim", "value_dim"), [(8, 3), (3, 8), (24, 16), (16, 24)])
+def test_attend_takes_values_of_another_size_than_keys(kernel, dim, value_dim):
+    q, k, v = random_qkv(5, 7, dim=dim, value_dim=value_dim)
+    bias = torch.full((5, 7), -math.inf).triu(3)
+    part = kernel(q, k, v, bias, scale=0.5)
+    assert part.out.shape == (5, 4, value_dim)
+    out, expected_lse = dense_under(q, k, v, bias, 0.5)
+    torch.testing.assert_close(merge(part).double(), out, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(lse(part).double(), expected_lse, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kernel", ATTENDS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_a_bias_may_have_another_dtype_than_the_query(kernel, dtype):
+    q, k, v = random_qkv(5, 7)
+    bias = torch.randint(-3, 1, (5, 7)).to(dtype)
+    part = kernel(q, k, v, bias, scale=1.0)
+    assert part.out.dtype == part.max.dtype == part.sum.dtype == torch.float32
+    torch.testing.assert_close(
+        merge(part).double(), dense_under(q, k, v, bias)[0], atol=1e-5, rtol=1e-4
+    )
+
+
+@pytest.mark.parametrize("kernel", ATTENDS)
 def test_attend_takes_tensors_of_any_strides(kernel):
-    q, k, v = _qkv(5, 7)
+    q, k, v = random_qkv(5, 7)
     bias = torch.zeros(7, 5).T
     strided = [tensor.permute(2, 0, 1).contiguous().permute(1, 2, 0) for tensor in (q, k, v)]
     out = merge(kernel(*strided, bias, scale=1.0))
-    torch.testing.assert_close(out.double(), _dense(q, k, v, bias)[0], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(out.double(), dense_under(q, k, v, bias)[0], atol=1e-5, rtol=1e-4)
 
 
 def test_attend_applies_scale_then_softcap_then_bias():
-    q, k, v = _qkv(3, 6)
+    q, k, v = random_qkv(3, 6)
     bias = torch.randn(3, 6)
     part = attend(q, k, v, bias, scale=2.0, softcap=0.5)
     torch.testing.assert_close(
-        merge(part).double(), _dense(q, k, v, bias, 2.0, 0.5)[0], atol=1e-5, rtol=1e-4
+        merge(part).double(), dense_under(q, k, v, bias, 2.0, 0.5)[0], atol=1e-5, rtol=1e-4
     )
 
 
@@ -103,14 +126,16 @@ def test_long_rows_of_half_precision_do_not_overflow(dtype):
 @pytest.mark.parametrize("width", [1, 3, 4, 100, None])
 @pytest.mark.parametrize("kernel", ATTENDS)
 def test_causal_slices_equal_one_dense_causal_attention(kernel, width):
-    q, k, v = _qkv(10, 10)
+    q, k, v = random_qkv(10, 10)
     bias = torch.full((10, 10), -math.inf).triu(1)
     part = partial_attn_causal(q, k, v, bias, width, attend=kernel)
-    torch.testing.assert_close(merge(part).double(), _dense(q, k, v, bias)[0], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(
+        merge(part).double(), dense_under(q, k, v, bias)[0], atol=1e-5, rtol=1e-4
+    )
 
 
 def test_poison_in_padded_rows_does_not_reach_the_causal_part():
-    q, k, v = _qkv(6, 6)
+    q, k, v = random_qkv(6, 6)
     bias = torch.full((6, 6), -math.inf).triu(1)
     bias[4:], bias[:, 4:] = -math.inf, -math.inf
     clean = merge(partial_attn_causal(q, k, v, bias))
@@ -125,13 +150,13 @@ def test_poison_in_padded_rows_does_not_reach_the_causal_part():
 @pytest.mark.parametrize("chunk", [1, 2, 3, None])
 @pytest.mark.parametrize("kernel", ATTENDS)
 def test_shared_usages_bias_and_chunks_agree(kernel, chunk):
-    q, key_cache, value_cache = _qkv(5, 40)
+    q, key_cache, value_cache = random_qkv(5, 40)
     blocks, usage = torch.tensor([7, 2, 9, 0, 4]), torch.randint(0, 5, (5, 5))
     key_cache[0:4] = value_cache[0:4] = math.inf  # the null block
     usage[:, 3] = 0
     bias = usage_bias(usage, 4)
     dense_keys = (blocks[:, None] * 4 + torch.arange(4)).flatten()
-    out, _ = _dense(
+    out, _ = dense_under(
         q,
         torch.nan_to_num(key_cache[dense_keys], posinf=0),
         torch.nan_to_num(value_cache[dense_keys], posinf=0),
@@ -148,44 +173,18 @@ def test_shared_usages_bias_and_chunks_agree(kernel, chunk):
         torch.testing.assert_close(merge(part).double(), out, atol=1e-5, rtol=1e-4)
 
 
-def test_unique_blocks_reduce_to_their_query_and_padding_adds_nothing():
-    q, key_cache, value_cache = _qkv(3, 32)
-    key_cache[:4] = value_cache[:4] = math.nan
-    blocks = torch.tensor([5, 1, 7, 0, 0])
-    mapping = torch.tensor([2, 0, 2, 0, 0])
-    usage = torch.tensor([4, 3, 1, 0, 0])
-    part = partial_attn_unique(
-        q, key_cache, value_cache, blocks, mapping, usage_bias(usage, 4), 4, scale=0.5
-    )
-    seen = torch.full((3, 32), -math.inf)
-    seen[2, 20:24], seen[0, 4:7], seen[2, 28:29] = 0, 0, 0
-    key_cache[:4] = value_cache[:4] = 0
-    out, expected_lse = _dense(q, key_cache, value_cache, seen, 0.5)
-    torch.testing.assert_close(merge(part).double(), out, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(lse(part).double(), expected_lse, atol=1e-5, rtol=1e-4)
-    assert lse(part)[1].eq(-math.inf).all()
-
-
-def test_an_int_of_unique_blocks_reads_the_first_blocks_of_the_cache():
-    q, key_cache, value_cache = _qkv(2, 20)
-    mapping, bias = torch.tensor([0, 1, 0]), torch.zeros(3, 4)
-    first = partial_attn_unique(q, key_cache, value_cache, 3, mapping, bias, 4)
-    listed = partial_attn_unique(q, key_cache, value_cache, torch.arange(3), mapping, bias, 4)
-    assert all(torch.equal(a, b) for a, b in zip(first, listed, strict=True))
-
-
 @given(st.integers(0, 2**32), st.integers(1, 5))
 @settings(deadline=None, max_examples=30)
 def test_merging_any_split_of_the_keys_equals_attention_over_all(seed, splits):
     torch.manual_seed(seed)
-    q, k, v = _qkv(4, 30)
+    q, k, v = random_qkv(4, 30)
     owner = torch.randint(0, splits, (30,))
     parts = []
     for split in range(splits):
         mine = owner == split
         bias = torch.where(mine, 0.0, -math.inf).expand(4, -1)
         parts.append(attend(q * 20, k, v, bias, scale=1.0))
-    out, expected_lse = _dense(q * 20, k, v, torch.zeros(4, 30))
+    out, expected_lse = dense_under(q * 20, k, v, torch.zeros(4, 30))
     online = parts[0]
     for part in parts[1:]:
         online = merge_online(online, part)
@@ -207,7 +206,7 @@ def test_merging_without_any_part_is_an_error():
 
 
 def test_absent_parts_are_none():
-    q, k, v = _qkv(2, 8)
+    q, k, v = random_qkv(2, 8)
     assert partial_attn_causal(q, k[:2], v[:2], None) is None
     assert partial_attn_shared(q, k, v, None, None, 4) is None
     assert partial_attn_unique(q, k, v, None, None, None, 4) is None
@@ -215,7 +214,7 @@ def test_absent_parts_are_none():
 
 
 def test_a_sink_takes_weight_but_adds_no_value():
-    q, k, v = _qkv(2, 8)
+    q, k, v = random_qkv(2, 8)
     part = attend(q, k, v, torch.zeros(2, 8), scale=1.0)
     sinks = torch.tensor([0.3, -1.0, 2.0, 5.0])
     out = merge(part, partial_attn_sinks(sinks, part))
@@ -223,15 +222,8 @@ def test_a_sink_takes_weight_but_adds_no_value():
     torch.testing.assert_close(out, merge(part) * weight.unsqueeze(-1))
 
 
-def test_gathered_blocks_have_zeros_where_nothing_is_stored():
-    cache = torch.full((12, 1, 2), math.nan)
-    cache[4:6] = 1.0
-    gathered = gather_blocks(cache, torch.tensor([1, 0]), usage_bias(torch.tensor([2, 0]), 4) == 0)
-    assert gathered[0, :2].eq(1).all() and gathered[0, 2:].eq(0).all() and gathered[1].eq(0).all()
-
-
 def test_parts_over_no_blocks_are_absent():
-    q, k, v = _qkv(2, 8)
+    q, k, v = random_qkv(2, 8)
     none = torch.zeros(0, dtype=torch.int64)
     assert partial_attn_shared(q, k, v, none, torch.zeros(2, 0, 4), 4) is None
     assert partial_attn_unique(q, k, v, none, none, torch.zeros(0, 4), 4) is None

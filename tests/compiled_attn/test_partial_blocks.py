@@ -1,0 +1,123 @@
+"""Partial attention over blocks: which query reads them, what is not read, quantised ones."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from compiled_attn.partial import (
+    FMIN,
+    gather_blocks,
+    lse,
+    merge,
+    partial_attn_shared,
+    partial_attn_unique,
+    usage_bias,
+)
+from compiled_attn.quant import QUANTISED, dequantise, quantise
+from tests.compiled_attn.partial_cases import dense_under, random_qkv
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+def test_unique_blocks_reduce_to_their_query_and_padding_adds_nothing():
+    q, key_cache, value_cache = random_qkv(3, 32)
+    key_cache[:4] = value_cache[:4] = math.nan
+    blocks = torch.tensor([5, 1, 7, 0, 0])
+    mapping = torch.tensor([2, 0, 2, 0, 0])
+    usage = torch.tensor([4, 3, 1, 0, 0])
+    part = partial_attn_unique(
+        q, key_cache, value_cache, blocks, mapping, usage_bias(usage, 4), 4, scale=0.5
+    )
+    seen = torch.full((3, 32), -math.inf)
+    seen[2, 20:24], seen[0, 4:7], seen[2, 28:29] = 0, 0, 0
+    key_cache[:4] = value_cache[:4] = 0
+    out, expected_lse = dense_under(q, key_cache, value_cache, seen, 0.5)
+    torch.testing.assert_close(merge(part).double(), out, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(lse(part).double(), expected_lse, atol=1e-5, rtol=1e-4)
+    assert lse(part)[1].eq(-math.inf).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("fmin", [FMIN, -1e4])
+def test_padding_of_a_row_that_is_not_listed_adds_nothing(dtype, fmin):
+    """Padded blocks belong to row 0, which may have no blocks: whatever the floor, it is no NaN."""
+    q, k, v = (tensor.to(dtype) for tensor in random_qkv(3, 20))
+    blocks, mapping = torch.tensor([1, 0]), torch.tensor([2, 0])
+    part = partial_attn_unique(
+        *(q, k, v, blocks, mapping, usage_bias(torch.tensor([4, 0]), 4), 4, fmin),
+        queries_used=torch.tensor([2, -1]),
+    )
+    out, expected_lse = dense_under(q[2:], k[4:8], v[4:8], torch.zeros(1, 4))
+    torch.testing.assert_close(merge(part)[2:].double(), out, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(lse(part)[2:].double(), expected_lse, atol=1e-5, rtol=1e-4)
+    assert not merge(part)[:2].any() and lse(part)[:2].eq(-math.inf).all()
+
+
+def test_blocks_of_a_row_that_is_not_listed_do_not_reach_the_others():
+    q, k, v = random_qkv(3, 20)
+    blocks, mapping, bias = torch.tensor([1, 2]), torch.tensor([2, 0]), torch.zeros(2, 4)
+    k[8:12] *= 1e4  # scores that exp() of would be infinite
+    part = partial_attn_unique(q, k, v, blocks, mapping, bias, 4, queries_used=torch.tensor([2]))
+    out, _ = dense_under(q[2:], k[4:8], v[4:8], torch.zeros(1, 4))
+    torch.testing.assert_close(merge(part)[2:].double(), out, atol=1e-5, rtol=1e-4)
+    assert not merge(part)[:2].any()
+
+
+@pytest.mark.parametrize("dtype", QUANTISED)
+@pytest.mark.parametrize("value_dim", [8, 5])
+def test_quantised_blocks_are_what_their_codes_and_scales_say(dtype, value_dim):
+    q, k, v = random_qkv(3, 40, value_dim=value_dim)
+    (key, key_scale), (value, value_scale) = quantise(k, dtype), quantise(v, dtype)
+    plain = dequantise(key, key_scale), dequantise(value, value_scale)
+    for scale in (key_scale, value_scale):
+        scale[:4] = math.nan  # the null block
+        scale[21:24] = math.inf  # the rest of a block that is used in part
+    blocks, usage = torch.tensor([5, 9, 3, 0]), torch.tensor([1, 4, 4, 0])
+    scales = {"key_scale": key_scale, "value_scale": value_scale}
+    mapping = torch.tensor([2, 0, 2, 0])
+    for form, step in (
+        (partial_attn_shared, (blocks, usage.expand(3, -1))),
+        (partial_attn_unique, (blocks, mapping, usage_bias(usage, 4))),
+    ):
+        ours, theirs = form(q, key, value, *step, 4, **scales), form(q, *plain, *step, 4)
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+        assert merge(ours).isfinite().all()
+
+
+def test_an_int_of_unique_blocks_reads_the_first_blocks_of_the_cache():
+    q, key_cache, value_cache = random_qkv(2, 20)
+    mapping, bias = torch.tensor([0, 1, 0]), torch.zeros(3, 4)
+    first = partial_attn_unique(q, key_cache, value_cache, 3, mapping, bias, 4)
+    listed = partial_attn_unique(q, key_cache, value_cache, torch.arange(3), mapping, bias, 4)
+    assert all(torch.equal(a, b) for a, b in zip(first, listed, strict=True))
+
+
+@pytest.mark.parametrize("usage", [torch.int32, torch.int64])
+def test_a_usage_beyond_a_block_is_all_of_it_and_a_negative_one_nothing(usage):
+    bias = usage_bias(torch.tensor([9, -2, 2], dtype=usage), 3)
+    assert bias.tolist() == [[0, 0, 0], [-math.inf] * 3, [0, 0, -math.inf]]
+
+
+def test_lengths_say_what_is_read_as_numbers():
+    q, k, v = random_qkv(2, 8)
+    k[3], v[3] = math.nan, math.nan
+    bias = torch.zeros(2, 1, 4)
+    bias[..., 3] = -math.inf
+    blocks = torch.tensor([0])
+    clean = partial_attn_shared(q, k, v, blocks, bias, 4, lengths=torch.tensor([3]))
+    assert merge(clean).isfinite().all()
+    read = partial_attn_shared(q, k, v, blocks, bias, 4, lengths=torch.tensor([4]))
+    assert merge(read).isnan().all()  # the value of a hidden slot: 0 * NaN
+
+
+def test_gathered_blocks_have_zeros_where_nothing_is_stored():
+    cache = torch.full((12, 1, 2), math.nan)
+    cache[4:6] = 1.0
+    gathered = gather_blocks(cache, torch.tensor([1, 0]), usage_bias(torch.tensor([2, 0]), 4) == 0)
+    assert gathered[0, :2].eq(1).all() and gathered[0, 2:].eq(0).all() and gathered[1].eq(0).all()
