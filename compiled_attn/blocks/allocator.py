@@ -6,7 +6,7 @@ from array import array
 from collections import OrderedDict
 
 from compiled_attn.blocks.copies import PendingCopies
-from compiled_attn.blocks.free_list import FreeList, HighestUsed
+from compiled_attn.blocks.places import BlockPlaces
 from compiled_attn.blocks.prefix import PrefixIndex
 
 __all__ = ["BlockAllocator"]
@@ -16,48 +16,26 @@ class BlockAllocator:
     """Reference counts over blocks ``1 .. num_blocks - 1``; the null block 0 is never handed out.
 
     A used block has a reference count above zero. At zero it becomes *cached* where ``index`` knows
-    its content, otherwise free. Free blocks are taken lowest id first; only when there is none is a
-    cached one evicted, the one released longest ago. Every operation is O(log n) or better.
+    its content, otherwise free. Free blocks are taken lowest place first; only when there is none
+    is a cached one evicted, the one whose content was released longest ago. Every operation is
+    O(log n) or better.
     Arguments are trusted: ``BlockPool`` checks them.
     """
 
     def __init__(self, num_blocks: int, index: PrefixIndex) -> None:
-        self.refs = array("i", bytes(4 * num_blocks))
+        self.refs = array("i", [0]) * num_blocks
         self.copies = PendingCopies()
+        self.places = BlockPlaces(num_blocks)
         self.num_allocations = 0
         self.num_evictions = 0
         self.peak_used = 0
-        self.high_water = 0
-        self._usable = num_blocks - 1
         self._index = index
-        self._free = FreeList(1, num_blocks)
         self._cached: OrderedDict[int, None] = OrderedDict()
-        self._highest = HighestUsed(self.refs)
-
-    @property
-    def num_free(self) -> int:
-        """Free blocks without content."""
-        return len(self._free)
-
-    @property
-    def num_cached(self) -> int:
-        """Blocks that nobody holds and the index still knows."""
-        return len(self._cached)
-
-    @property
-    def num_used(self) -> int:
-        """Blocks with a reference count above zero."""
-        return self._usable - len(self._free) - len(self._cached)
 
     @property
     def available(self) -> int:
-        """Blocks that :meth:`allocate` could hand out now."""
-        return len(self._free) + len(self._cached)
-
-    @property
-    def highest_used(self) -> int:
-        """The highest block id in use, 0 where none is."""
-        return self._highest.get()
+        """Blocks that :meth:`allocate` could hand out now, the free and the cached ones."""
+        return self.places.num_free + self.places.num_idle
 
     def is_shared(self, block: int) -> bool:
         """Whether more than one table holds ``block``; pending copies that read it don't count."""
@@ -65,15 +43,14 @@ class BlockAllocator:
 
     def allocate(self) -> int:
         """Return a block with reference count 1. The caller has seen that one is available."""
-        if self._free:
-            block = self._free.take()
+        if self.places.num_free:
+            block = self.places.take()
         else:
             block, _ = self._cached.popitem(last=False)
-            self._index.remove(block)
-            self.num_evictions += 1
+            self._evict(block)
+            self.places.use(block)
         self.num_allocations += 1
-        self.high_water = max(self.high_water, block)
-        self._use(block)
+        self._note_use(block)
         return block
 
     def acquire(self, block: int) -> None:
@@ -82,7 +59,8 @@ class BlockAllocator:
             self.refs[block] += 1
         else:
             del self._cached[block]
-            self._use(block)
+            self.places.use(block)
+            self._note_use(block)
 
     def release(self, block: int) -> None:
         """Drop a reference; at zero the block becomes cached or free."""
@@ -94,17 +72,41 @@ class BlockAllocator:
             self.release(source)
         if block in self._index:
             self._cached[block] = None
-        else:
-            self._free.give(block)
+            self.places.idle(block)
+            return
+        self.places.release(block)
+        found = self._index.remove_twin(block)
+        if found in self._cached:  # its content was in use till now
+            self._cached.move_to_end(found)
 
     def copy(self, block: int) -> int:
-        """Give up one reference of a shared ``block`` for a fresh block that will be its copy."""
+        """Return a fresh block that will be a copy of ``block``, pinned until the copy is popped.
+
+        The caller has seen that a block is available beside ``block`` itself.
+        """
         source = self.copies.source(block)
+        self.acquire(source)  # first, or the fresh block could be the source, evicted
         fresh = self.allocate()
-        self.acquire(source)
         self.copies.record(source, fresh)
-        self.release(block)
         return fresh
+
+    def can_take_over(self, block: int) -> bool:
+        """Whether ``block`` waits for a copy of what nobody holds but this copy."""
+        source = self.copies.source(block)
+        return source != block and self.refs[block] == self.refs[source] == 1
+
+    def take_over(self, block: int) -> int:
+        """Cancel the copy into ``block`` and free it; return its source, held in its place.
+
+        What the index knows of the source is evicted, as if it were allocated. The caller has seen
+        :meth:`can_take_over`.
+        """
+        source = self.copies.source(block)
+        self.copies.cancel(block)  # whose reference of the source is the table's from now on
+        if source in self._index:
+            self._evict(source)
+        self.release(block)
+        return source
 
     def pop_copies(self) -> list[tuple[int, int]]:
         """Return the pending ``(source, destination)`` copies and let go of their sources."""
@@ -113,7 +115,10 @@ class BlockAllocator:
             self.release(source)
         return pairs
 
-    def _use(self, block: int) -> None:
+    def _evict(self, block: int) -> None:
+        self._index.remove(block)
+        self.num_evictions += 1
+
+    def _note_use(self, block: int) -> None:
         self.refs[block] = 1
-        self._highest.add(block)
-        self.peak_used = max(self.peak_used, self.num_used)
+        self.peak_used = max(self.peak_used, self.places.num_used)

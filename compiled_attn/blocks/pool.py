@@ -9,7 +9,16 @@ from numpy.typing import NDArray
 
 from compiled_attn.blocks.allocator import BlockAllocator
 from compiled_attn.blocks.errors import DuplicateRequest, OutOfBlocks, UnknownRequest, whole
-from compiled_attn.blocks.prefix import PrefixIndex, Salt, Tokens, check_tokens
+from compiled_attn.blocks.partial import TOKEN_BYTES
+from compiled_attn.blocks.places import BlockPlaces
+from compiled_attn.blocks.prefix import (
+    PrefixIndex,
+    PrefixMatch,
+    Salt,
+    Tokens,
+    check_tokens,
+    token_bytes,
+)
 from compiled_attn.blocks.stats import PoolStats
 from compiled_attn.blocks.table import BlockTable
 
@@ -21,17 +30,26 @@ class BlockPool:
 
     Every block is free, used with a reference count, or cached: held by nobody, but still found by
     its content until the pool evicts it. Block 0 is the null block, the target of all padding, and
-    is never handed out. Free blocks are taken lowest id first; cached ones are evicted only when no
-    free one is left, the least recently used chain first and its last block first. A call costs
+    is never handed out. Free blocks are taken lowest place first; cached ones are evicted only when
+    no free one is left, the least recently used chain first and its last block first. A call costs
     O(log n) per block it touches; making the pool costs O(1) Python work.
 
     A request goes through ``add`` -> (``reserve`` -> write K/V on the device -> ``commit``)* ->
-    ``free``. Where ``reserve`` decided on a copy (after ``fork``), the pairs of ``pop_copies`` are
-    copied before K/V is written. Every error leaves the pool as it was. Not thread-safe.
+    ``free``. Where ``add`` or ``reserve`` decided on a copy (a partial hit, or after ``fork``), the
+    pairs of ``pop_copies`` are copied before K/V is written. Every error leaves the pool as it was.
+    Not thread-safe.
+
+    Block ids never change. Where the cache is defragmented, ``places`` says in which row of the
+    cache a block lies; without, every block lies at the row of its id.
 
     Args:
         num_blocks: blocks of the cache with the null block, at least 2.
         block_size: slots (tokens) in a block, at least 1.
+        partial_hits: whether a prompt also shares the beginning of a block, by a copy of it. The
+            pool then remembers the tokens of cached blocks, 8 bytes each.
+        min_partial_tokens: tokens that a partial hit must save to be worth a copy, between 1 and
+            ``block_size - 1``; default a quarter of a block. A block that is being filled can be
+            found each time that it gained as many.
 
     Example::
 
@@ -43,16 +61,25 @@ class BlockPool:
         pool.free("a")
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        partial_hits: bool = False,
+        min_partial_tokens: int | None = None,
+    ) -> None:
         self.num_blocks = whole("num_blocks (one of them is the null block)", num_blocks, 2)
         self.block_size = whole("block_size", block_size, 1)
-        self._index = PrefixIndex(self.block_size)
+        worth = _least_partial(self.block_size, min_partial_tokens)
+        self._index = PrefixIndex(self.block_size, worth if partial_hits else None)
         self._blocks = BlockAllocator(self.num_blocks, self._index)
         self._tables: dict[Hashable, BlockTable] = {}
         self._refcounts = np.frombuffer(self._blocks.refs, dtype=np.int32)
         self._refcounts.flags.writeable = False
         self._queried_tokens = 0
         self._hit_tokens = 0
+        self._partial_hit_tokens = 0
         self._num_copies = 0
         self._num_preemptions = 0
 
@@ -63,8 +90,13 @@ class BlockPool:
 
     @property
     def highest_used(self) -> int:
-        """The highest block id in use now, 0 where none is."""
-        return self._blocks.highest_used
+        """The highest place in use now, 0 where none is; without swaps the highest block id."""
+        return self._blocks.places.highest_used
+
+    @property
+    def places(self) -> BlockPlaces:
+        """Where each block lies in the cache: resolve and swap, leave the states to the pool."""
+        return self._blocks.places
 
     @property
     def refcounts(self) -> NDArray[np.int32]:
@@ -91,9 +123,10 @@ class BlockPool:
     ) -> BlockTable:
         """Register a request; hold the blocks of the longest cached prefix of its prompt.
 
-        Only full blocks are found, and at most ``len(tokens) - 1`` tokens: the last one is always
-        computed, because its logits are needed. Nothing is allocated, so this never runs out of
-        blocks.
+        At most ``len(tokens) - 1`` tokens are found: the last one is always computed, because its
+        logits are needed. Full blocks are shared. With ``partial_hits`` a block that begins with
+        the next tokens is copied into a fresh one (see ``pop_copies``), if there is one: this never
+        runs out of blocks.
 
         Args:
             request_id: any hashable name that is not in the pool.
@@ -110,16 +143,19 @@ class BlockPool:
             raise DuplicateRequest(request_id)
         table = BlockTable(request_id, self.block_size, self._index.root(salt))
         if tokens is not None:
-            self._take_hits(table, self._match(tokens, salt))
+            self._take_hits(table, self._index.longest(_all_but_last(tokens), salt))
             self._queried_tokens += len(tokens)
             self._hit_tokens += table.num_cached_tokens
         self._tables[request_id] = table
         return table
 
     def can_allocate(self, length: int, tokens: Tokens | None = None, *, salt: Salt = None) -> bool:
-        """Whether ``add`` and then ``reserve`` of a new request would fit now; no side effects."""
+        """Whether ``add`` and then ``reserve`` of a new request would fit now; no side effects.
+
+        Exact. A partial hit makes no difference: it takes a block that is needed anyway.
+        """
         needed = self._blocks_of(whole("length", length, 0))
-        hits = [] if tokens is None else self._match(tokens, salt)
+        hits = [] if tokens is None else self._index.match(_all_but_last(tokens), salt)
         idle = sum(not self._blocks.refs[block] for block in hits)
         return needed - len(hits) <= self.available - idle
 
@@ -129,17 +165,19 @@ class BlockPool:
 
     def can_reserve(self, request_id: Hashable, length: int) -> bool:
         """Whether ``reserve(request_id, length)`` would succeed now; no side effects."""
-        return self.blocks_needed(request_id, length) <= self.available
+        return self._fits(self.table(request_id), self.blocks_needed(request_id, length))
 
     def reserve(self, request_id: Hashable, length: int) -> list[int]:
         """Make the table hold positions ``< length``; all missing blocks are allocated, or none.
 
         A partly filled last block that another table shares is replaced by a fresh one, and the
-        copy that this takes is added to ``pop_copies``. Full shared blocks are never copied. A
-        ``length`` that the table already holds changes nothing; a table never shrinks.
+        copy that this takes is added to ``pop_copies``. Full shared blocks are never copied. A last
+        block that waits for a copy of what nobody else holds is replaced by that, uncopied, where
+        the pool is short of this one block. A ``length`` that the table already holds changes
+        nothing; a table never shrinks.
 
         Returns:
-            The ids that were allocated, the replacement of the last block first.
+            The ids that are new in the table, the replacement of the last block first.
 
         Raises:
             OutOfBlocks: the free and cached blocks don't suffice.
@@ -147,10 +185,10 @@ class BlockPool:
         table = self.table(request_id)
         length = whole("length", length, 0)
         needed = self._needed(table, length)
-        if needed > self.available:
-            blocks = self._blocks
+        if not self._fits(table, needed):
+            places = self.places
             raise OutOfBlocks(
-                request_id, length, needed, blocks.num_free, blocks.num_cached, self.num_blocks - 1
+                request_id, length, needed, places.num_free, places.num_idle, self.num_blocks - 1
             )
         added = self._grow(table, needed) if needed else []
         table.length = max(table.length, length)
@@ -174,13 +212,14 @@ class BlockPool:
 
         Raises:
             ValueError: ``length`` or ``tokens`` don't fit the table.
-            RuntimeError: a block that became full still waits for its copy (see ``pop_copies``).
+            RuntimeError: a block that was written still waits for its copy (see ``pop_copies``).
         """
         table = self.table(request_id)
         length = whole("length", length, 0)
         self._check_commit(table, tokens, length)
-        if length // self.block_size > table._num_keyed:
-            self._index_full_blocks(table, tokens, length // self.block_size)
+        stop = self._findable(table, length)
+        if stop > table._num_keyed * self.block_size:
+            self._index_blocks(table, tokens, stop)
         table.num_computed = length
 
     def fork(self, parent_id: Hashable, child_id: Hashable) -> BlockTable:
@@ -214,7 +253,7 @@ class BlockPool:
     def free(self, request_id: Hashable) -> None:
         """Give up all blocks of a finished request, whose table becomes empty.
 
-        Full committed blocks stay cached. The id can be added again at once. Raises
+        Committed blocks that can be found stay cached. The id can be added again at once. Raises
         ``UnknownRequest``, also on the second call.
         """
         table = self.table(request_id)
@@ -236,16 +275,16 @@ class BlockPool:
 
     def stats(self) -> PoolStats:
         """Return the figures of this moment; O(number of requests)."""
-        blocks = self._blocks
+        blocks, places = self._blocks, self._blocks.places
         last = {t.blocks[-1]: t.fragmentation for t in self._tables.values() if t.blocks}
         return PoolStats(
             total=self.num_blocks - 1,
-            used=blocks.num_used,
-            free=blocks.num_free,
-            cached=blocks.num_cached,
+            used=places.num_used,
+            free=places.num_free,
+            cached=places.num_idle,
             requests=len(self._tables),
-            highest_used=blocks.highest_used,
-            high_water=blocks.high_water,
+            highest_used=places.highest_used,
+            high_water=places.high_water,
             peak_used=blocks.peak_used,
             allocations=blocks.num_allocations,
             evictions=blocks.num_evictions,
@@ -253,14 +292,15 @@ class BlockPool:
             preemptions=self._num_preemptions,
             queried_tokens=self._queried_tokens,
             hit_tokens=self._hit_tokens,
+            partial_hit_tokens=self._partial_hit_tokens,
             fragmented_slots=sum(last.values()),
         )
 
     def __repr__(self) -> str:
-        b = self._blocks
+        p = self.places
         return (
             f"BlockPool(num_blocks={self.num_blocks}, block_size={self.block_size}, "
-            f"used={b.num_used}, free={b.num_free}, cached={b.num_cached})"
+            f"used={p.num_used}, free={p.num_free}, cached={p.num_idle})"
         )
 
     def _blocks_of(self, length: int) -> int:
@@ -271,31 +311,47 @@ class BlockPool:
             return 0
         return self._blocks_of(length) - len(table.blocks) + self._writes_into_shared(table)
 
-    def _match(self, tokens: Tokens, salt: Salt) -> list[int]:
-        check_tokens(tokens)
-        return self._index.match(tokens[:-1], salt)
+    def _fits(self, table: BlockTable, needed: int) -> bool:
+        if needed <= self.available:
+            return True
+        can_take_over = bool(table.blocks) and self._blocks.can_take_over(table.blocks[-1])
+        return can_take_over and needed == self.available + 1
 
     def _hold(self, table: BlockTable, blocks: list[int]) -> None:
         for block in blocks:
             self._blocks.acquire(block)
         table._extend(blocks)
 
-    def _take_hits(self, table: BlockTable, hits: list[int]) -> None:
-        self._hold(table, hits)
-        if hits:
-            table._key, table._num_keyed = self._index.key_of(hits[-1]), len(hits)
-        table.num_cached_tokens = table.num_computed = table.length = len(hits) * self.block_size
+    def _take_hits(self, table: BlockTable, match: PrefixMatch) -> None:
+        self._hold(table, match.blocks)
+        table._key, table._num_keyed = match.key, len(match.blocks)
+        found = len(match.blocks) * self.block_size
+        if match.source and self.available > (not self._blocks.refs[match.source]):
+            table._extend([self._copy(match.source)])
+            self._partial_hit_tokens += match.num_partial
+            found += match.num_partial
+        table.num_cached_tokens = table.num_computed = table.length = found
+
+    def _copy(self, block: int) -> int:
+        self._num_copies += 1
+        return self._blocks.copy(block)
 
     def _writes_into_shared(self, table: BlockTable) -> bool:
         return table.length % self.block_size != 0 and self._blocks.is_shared(table.blocks[-1])
 
     def _grow(self, table: BlockTable, needed: int) -> list[int]:
-        added = []
         if self._writes_into_shared(table):
-            added.append(self._blocks.copy(table.blocks[-1]))
+            last = table.blocks[-1]
+            added = [self._copy(last)]
+            self._blocks.release(last)
             table._replace_last(added[0])
-            self._num_copies += 1
-        fresh = [self._blocks.allocate() for _ in range(needed - len(added))]
+            needed -= 1
+        elif needed > self.available:
+            added = [self._blocks.take_over(table.blocks[-1])]
+            table._replace_last(added[0])
+        else:
+            added = []
+        fresh = [self._blocks.allocate() for _ in range(needed)]
         table._extend(fresh)
         return added + fresh
 
@@ -312,19 +368,48 @@ class BlockPool:
                 f"expected at least {length} tokens for request {table.request_id!r}, "
                 f"got {len(tokens)}: pass the prompt too"
             )
+        if length > table.num_computed and self._blocks.copies:
+            self._check_copied(table, length)
 
-    def _index_full_blocks(self, table: BlockTable, tokens: Tokens, full: int) -> None:
-        blocks = table.blocks[table._num_keyed : full]
-        waiting = [block for block in blocks if block in self._blocks.copies]
+    def _check_copied(self, table: BlockTable, length: int) -> None:
+        written = table.blocks[table.num_computed // self.block_size : self._blocks_of(length)]
+        waiting = [block for block in written if block in self._blocks.copies]
         if waiting:
             raise RuntimeError(
                 f"expected the blocks of request {table.request_id!r} to be copied before they are "
                 f"written, got blocks {waiting} waiting: perform pop_copies() before each step"
             )
-        # All keys before the first insertion: a bad token must change nothing.
-        keys = [table._key]
-        for number in range(table._num_keyed, full):
-            keys.append(self._index.next_key(keys[-1], tokens, number * self.block_size))
-        for block, key in zip(blocks, keys[1:], strict=True):
-            self._index.insert(key, block)
-        table._key, table._num_keyed = keys[-1], full
+
+    def _findable(self, table: BlockTable, length: int) -> int:
+        """Up to which position blocks are indexed once ``length`` positions are computed."""
+        full = length - length % self.block_size
+        if self._index.min_partial is None:
+            return full
+        step = self._index.min_partial
+        before = max(0, table.num_computed - full)
+        return length if (length - full) // step > before // step else full
+
+    def _index_blocks(self, table: BlockTable, tokens: Tokens, stop: int) -> None:
+        start, size = table._num_keyed, self.block_size * TOKEN_BYTES
+        # All tokens before the first insertion: a bad one must change nothing.
+        data = token_bytes(tokens[start * self.block_size : stop])
+        for number, block in enumerate(table.blocks[start : self._blocks_of(stop)]):
+            part = data[number * size : (number + 1) * size]
+            table._key = self._index.put(table._key, part, block)
+        table._num_keyed = stop // self.block_size
+
+
+def _all_but_last(tokens: Tokens) -> Tokens:
+    check_tokens(tokens)
+    return tokens[:-1]
+
+
+def _least_partial(block_size: int, given: int | None) -> int:
+    if given is None:
+        return max(1, block_size // 4)
+    if whole("min_partial_tokens", given, 1) >= block_size:
+        raise ValueError(
+            f"expected min_partial_tokens < {block_size}, the block size, got {given}: "
+            "a partial hit is shorter than a block"
+        )
+    return given

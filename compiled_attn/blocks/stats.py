@@ -17,16 +17,18 @@ class PoolStats:
         free: blocks without content.
         cached: blocks that nobody holds, kept for their content until they are evicted.
         requests: requests that hold a table.
-        highest_used: the highest block id in use now, 0 where none is; over ``used`` it says how
-            spread out they are.
-        high_water: the highest block id that was ever in use.
+        highest_used: the highest place in use now, 0 where none is; over ``used`` it says how
+            spread out they are. Without defragmentation a block's place is its id.
+        high_water: the highest place that was ever in use.
         peak_used: the most blocks that were ever in use at once.
         allocations: blocks handed out so far, prefix hits not counted.
         evictions: allocations that dropped cached content.
-        copies: copies on write so far.
+        copies: copies on write so far, those of partial hits included.
         preemptions: requests preempted so far.
         queried_tokens: tokens of all prompts that were looked up in the prefix cache.
         hit_tokens: those of them that were found.
+        partial_hit_tokens: those of them that were found at the beginning of a block, which was
+            copied.
         fragmented_slots: slots of used blocks beyond the length of the tables that end there, a
             shared block once.
     """
@@ -45,6 +47,7 @@ class PoolStats:
     preemptions: int
     queried_tokens: int
     hit_tokens: int
+    partial_hit_tokens: int
     fragmented_slots: int
 
     @property

@@ -82,9 +82,11 @@ class BlockTable:
         return len(self.blocks) * self.block_size - self.length
 
     def slot(self, position: int) -> int:
-        """Return the flat cache slot ``block * block_size + offset`` of ``position``.
+        """Return the flat slot ``block * block_size + offset`` of ``position``.
 
-        Raises ``ValueError`` unless ``0 <= position < length``.
+        This is the slot of the cache as long as the block lies at its own place: where blocks are
+        moved, ``BlockPlaces.resolve`` the block first. Raises ``ValueError`` unless
+        ``0 <= position < length``.
         """
         position = whole("position", position, 0)
         if position >= self.length:

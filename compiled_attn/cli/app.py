@@ -135,6 +135,14 @@ def run(
             help="Blocks of the KV cache; by default 256 MiB of them.",
         ),
     ] = None,
+    defrag_waste: Annotated[
+        float,
+        typer.Option(
+            metavar="SHARE",
+            rich_help_panel=_ENGINE,
+            help="Move blocks when this share of their range is unused; 1: never.",
+        ),
+    ] = 0.25,
     buckets: Annotated[
         Path | None,
         typer.Option(

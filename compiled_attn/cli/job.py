@@ -64,6 +64,7 @@ class Options:
     max_seqs: int
     block_size: int
     num_blocks: int | None
+    defrag_waste: float
     buckets: Path | None
     max_graphs: int | None
     check: int
@@ -155,6 +156,7 @@ def _config(options: Options) -> EngineConfig:
         max_seqs=options.max_seqs,
         block_size=options.block_size,
         num_blocks=options.num_blocks,
+        defrag_waste=options.defrag_waste if options.defrag_waste != 1 else None,
         backend=options.backend,
         strict=options.strict,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from rich.console import Console
 from rich.table import Table
@@ -43,8 +43,14 @@ def _rows(report: EngineReport) -> Iterator[tuple[str, str]]:
     yield "prompts from cache", f"{report.prefix_hit_ratio:.1%}"
     yield "preemptions", str(report.preemptions)
     yield "blocks high water", str(report.blocks_high_water)
+    yield "blocks copied", _copies(report.memory)
     yield "checked requests", str(report.checked_requests)
     yield "mismatched tokens", str(report.mismatched_tokens) if report.checked_requests else "-"
+
+
+def _copies(memory: Mapping[str, float]) -> str:
+    moved = f", {memory['defrag_moves']:.0f} to defragment" if "defrag_moves" in memory else ""
+    return f"{memory['copies_on_write']:.0f} on write{moved}" if memory else "-"
 
 
 def _milliseconds(times: Percentiles) -> str:

@@ -27,6 +27,10 @@ class EngineConfig:
         buckets: shapes to capture, over the axes tokens, shared, unique, logits. None: a ladder of
             at most ``max_graphs``, see `compiled_attn.engine.ladder`.
         max_graphs: upper limit of captured graphs.
+        defrag_waste: share of unused places in the range of used blocks above which blocks are
+            moved between steps, a few at a time; 0 moves whenever one can, None never.
+        defrag_min_gap: and not before so many places of the range are unused.
+        partial_hits: whether a prompt also shares the beginning of a cached block, by a copy of it.
         backend: a backend of `graphs.capture`.
         strict: a compile after warmup or a fallback is an error instead of a counted warning.
 
@@ -41,6 +45,9 @@ class EngineConfig:
     context: int | None = None
     buckets: BucketSpace | None = None
     max_graphs: int = 24
+    defrag_waste: float | None = 0.25
+    defrag_min_gap: int = 8
+    partial_hits: bool = True
     backend: str = "inductor"
     strict: bool = True
 
@@ -52,10 +59,13 @@ class EngineConfig:
             ("num_blocks", self.num_blocks, 2),
             ("context", self.context, 2),
             ("max_graphs", self.max_graphs, 1),
+            ("defrag_min_gap", self.defrag_min_gap, 1),
         )
         for name, size, least in sizes:
             if size is not None and size < least:
                 raise ConfigError(f"expected {name} >= {least}, got {size}: choose a larger {name}")
+        if self.defrag_waste is not None and not 0 <= self.defrag_waste <= 1:
+            raise ConfigError(f"expected defrag_waste in 0..1 or None, got {self.defrag_waste}")
         if self.max_seqs > self.max_tokens_per_step:
             raise ConfigError(
                 f"expected max_seqs <= max_tokens_per_step, got {self.max_seqs} > "

@@ -11,8 +11,8 @@ from dataclasses import replace
 import torch
 from transformers import PreTrainedModel
 
-from compiled_attn.blocks import BlockPool
 from compiled_attn.engine.config import EngineConfig
+from compiled_attn.engine.memory import BlockMemory
 from compiled_attn.engine.metrics import (
     EngineReport,
     Percentiles,
@@ -57,11 +57,13 @@ class Engine:
         self.model = model
         self.sizing = Sizing.of(model, config)
         self.runner = Runner(model, config, self.sizing)
-        self.pool = BlockPool(self.sizing.num_blocks, config.block_size)
+        self.memory = BlockMemory(self.runner.module.cache, config)
+        self.pool = self.memory.pool
         self.scheduler = Scheduler(self.pool, config.max_tokens_per_step, config.max_seqs)
         self.records: list[StepRecord] = []
         self.results: list[GenerationResult] = []
         self._sentinel = no_compile(strict=config.strict)
+        self._warm: WarmupReport | None = None
         self._is_serving = False
         self._next_index = 0
         self._generated = 0
@@ -69,7 +71,7 @@ class Engine:
         self._eos = _eos_tokens(model)
 
     def warmup(self, progress: Callable[..., None] | None = None) -> WarmupReport:
-        """Captures every bucket; from here on the sentinel watches each step.
+        """Captures every bucket and the block copies; from here on the sentinel watches each step.
 
         Args:
             progress: called with an event per bucket, see `graphs.progress_for`.
@@ -89,7 +91,11 @@ class Engine:
         buckets = self.sizing.buckets
         serving = BucketSpace(buckets.names, captured, buckets.cost)
         self.sizing = replace(self.sizing, buckets=serving)
-        return report
+        copies = self.memory.warmup(progress)
+        self._warm = WarmupReport(
+            (*report.results, *copies.results), report.elapsed_seconds + copies.elapsed_seconds
+        )
+        return self._warm
 
     def submit(
         self,
@@ -131,22 +137,32 @@ class Engine:
             RuntimeError: the engine is not warmed up.
             graphs.GraphBudgetExceeded: something compiled (strict).
         """
-        if self.runner.graphs.report is None:
+        if self._warm is None:
             raise RuntimeError(
                 "expected a warmed-up engine: call engine.warmup() before the first step"
             )
         if not self.scheduler.has_work:
             return []
         started = time.perf_counter()
-        step, plan, bucket = self.runner.fit(self.scheduler.schedule(), self.pool)
+        scheduled = self.scheduler.schedule()
         with self._sentinel:
+            self.memory.settle()
+            step, plan, bucket = self.runner.fit(scheduled, self.memory.table)
             logits = self.runner.run(plan, bucket)
         sampled = [part.sequence for part in step if part.wants_logits]
         tokens = sample(logits, [s.sampling for s in sampled], [s.generated for s in sampled])
         self.scheduler.commit(step)
         now = time.perf_counter()
         events = [self._take(s, token, now) for s, token in zip(sampled, tokens, strict=True)]
-        self.records.append(StepRecord(plan.need, dict(bucket), time.perf_counter() - started))
+        self.records.append(
+            StepRecord(
+                plan.need,
+                dict(bucket),
+                time.perf_counter() - started,
+                self.pool.places.num_used,
+                self.pool.highest_used,
+            )
+        )
         return events
 
     def abort(self, index: int) -> None:
@@ -244,10 +260,10 @@ class Engine:
 
     def report(self) -> EngineReport:
         """What happened since the engine was made."""
-        stats, warm = self.pool.stats(), self.runner.graphs.report
+        stats, steps, warm = self.pool.stats(), self.runner.graphs.report, self._warm
         busy = sum(record.seconds for record in self.records)
         return EngineReport(
-            graphs=len(warm.captured) if warm else 0,
+            graphs=len(steps.captured) if steps else 0,
             graph_breaks=self._sentinel.graph_breaks,
             compiles_after_warmup=self._sentinel.compiles,
             fallbacks=self.runner.graphs.fallbacks + self.runner.graphs.degraded,
@@ -267,8 +283,9 @@ class Engine:
             prompt_tokens=self._prompt_tokens,
             computed_tokens=sum(record.need["tokens"] for record in self.records),
             prefix_hit_ratio=round(stats.hit_ratio, 4),
+            memory=self.memory.figures(),
             seconds=round(busy, 3),
-            buckets=bucket_rows(warm, self.records),
+            buckets=bucket_rows(steps, self.records),
         )
 
     def _take(self, sequence: Sequence, token: int, now: float) -> TokenEvent:

@@ -44,21 +44,27 @@ class StepInfo:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One step: what it needed, the bucket it ran in, and how long it took on the host's clock."""
+    """One step: what it needed, the bucket it ran in, and how long it took on the host's clock.
+
+    ``blocks_used`` counts the blocks in use after it, ``highest_used`` is the highest place of one.
+    """
 
     need: dict[str, int]
     bucket: dict[str, int]
     seconds: float
+    blocks_used: int = 0
+    highest_used: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class EngineReport:
     """Everything that ``compiled-attn run --json`` writes.
 
+    ``graphs`` counts the graphs of steps; ``warmup_seconds`` includes those that copy blocks.
     ``buckets`` has a row per bucket: its warmup, how many steps ran in it, how long they took.
     ``padding_waste`` is the padded share of computed tokens and of computed blocks.
     ``graph_breaks`` and ``compiles_after_warmup`` come from the sentinel, ``fallbacks`` counts
-    every degraded bucket pick.
+    every degraded bucket pick. ``memory`` has the copies of blocks: on write and to defragment.
     """
 
     graphs: int
@@ -82,6 +88,7 @@ class EngineReport:
     computed_tokens: int
     prefix_hit_ratio: float
     seconds: float
+    memory: dict[str, float] = field(default_factory=dict)
     buckets: list[dict[str, object]] = field(default_factory=list)
     checked_requests: int = 0
     mismatched_tokens: int = 0

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from compiled_attn.batch import BatchBuilder, Request, StepBatch, StepPlan
-from compiled_attn.blocks import BlockPool
 from compiled_attn.engine.config import EngineConfig
 from compiled_attn.engine.scheduler import ScheduledTokens
 from compiled_attn.engine.sizing import Sizing
@@ -44,15 +45,19 @@ class Runner:
         )
 
     def fit(
-        self, step: list[ScheduledTokens], pool: BlockPool
+        self, step: list[ScheduledTokens], table: Callable[[int], NDArray[np.int64]]
     ) -> tuple[list[ScheduledTokens], StepPlan, Bucket]:
         """The step, cut until a captured bucket holds it.
+
+        Args:
+            step: what the scheduler wants computed.
+            table: where the blocks of a sequence lie, by its index.
 
         Raises:
             BucketOverflow: not even a single token of the first request has a bucket.
         """
         while True:
-            plan = self.builder.plan([_request(part, pool) for part in step])
+            plan = self.builder.plan([_request(part, table(part.sequence.index)) for part in step])
             try:
                 return step, plan, self.graphs.bucket(**plan.need)
             except BucketOverflow:
@@ -72,12 +77,12 @@ def _backend_options(backend: str) -> dict[str, Any]:
     return {"options": passes.for_cpu()} if backend == "inductor" else {}
 
 
-def _request(part: ScheduledTokens, pool: BlockPool) -> Request:
+def _request(part: ScheduledTokens, blocks: NDArray[np.int64]) -> Request:
     sequence = part.sequence
     return Request(
         sequence.tokens[sequence.computed : sequence.computed + part.count],
         sequence.computed,
-        pool.table(sequence.index).array,
+        blocks,
         num_logits=int(part.wants_logits),
     )
 

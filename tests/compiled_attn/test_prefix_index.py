@@ -1,16 +1,16 @@
 from __future__ import annotations
 
 import itertools
-import json
-from pathlib import Path
+import random
 from typing import Any
 
 import numpy as np
 import pytest
 
-from compiled_attn.blocks import BlockPool, PrefixIndex
-
-TRACE = Path(__file__).parents[3] / "shared/traces/mooncake_conversation_head.jsonl"
+from compiled_attn.blocks import PrefixIndex
+from compiled_attn.blocks.partial import PartialIndex, SortedKeys
+from compiled_attn.blocks.prefix import token_bytes
+from tests.compiled_attn.work import lines_run
 
 
 def fill(index: PrefixIndex, tokens: list[int], first_block: int, salt: str | None = None) -> None:
@@ -117,53 +117,135 @@ def test_a_block_that_is_not_full_has_no_key() -> None:
         index.next_key(index.root(), [1, 2, 3, 4, 5, 6], start=4)
 
 
-# The Mooncake trace: one hash id per 512-token block of the prompt, equal ids for equal prefixes.
+# Twins: blocks with the same content
 
 
-def trace_rows(count: int) -> list[dict[str, Any]]:
-    if not TRACE.exists():
-        pytest.skip(f"needs the trace {TRACE}")
-    with TRACE.open() as lines:
-        return [json.loads(line) for line in itertools.islice(lines, count)]
+def twins() -> tuple[PrefixIndex, bytes]:
+    index = PrefixIndex(block_size=1)
+    key = index.next_key(index.root(), [5])
+    assert [index.insert(key, block) for block in (3, 1, 2)] == [True, False, False]
+    return index, key
 
 
-def prompt_of(row: dict[str, Any], block_size: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """``block_size >= 2`` tokens per hash id, then one token that fills no block."""
-    ids = np.array(row["hash_ids"], dtype=np.int64)
-    tokens = ids[:, None] * block_size + np.arange(block_size)
-    return np.append(tokens.reshape(-1), -1)
+def test_the_oldest_twin_is_found_when_the_first_block_is_removed() -> None:
+    index, key = twins()
+    found = []
+    while 3 in index or 1 in index or 2 in index:
+        found += index.match([5])
+        index.remove(found[-1])
+    assert found == [3, 1, 2]
+    assert index.match([5]) == [] and len(index) == 0
+    assert index.insert(key, 3)
 
 
-def check_hit_ratio(rows: list[dict[str, Any]], block_size: int) -> float:
-    """Serve the rows one after another from an unlimited pool; return its block hit ratio.
-
-    Accounting: a block counts as hit where its id and all ids before it in the row were seen in
-    earlier rows. The last token of a prompt is never a hit, so every prompt is given one token
-    beyond its blocks; otherwise the last block of a repeated prompt could not be found.
-    """
-    pool = BlockPool(1 + sum(len(row["hash_ids"]) + 1 for row in rows), block_size)
-    seen: set[int] = set()
-    expected = 0
-    for number, row in enumerate(rows):
-        known = len(list(itertools.takewhile(seen.__contains__, row["hash_ids"])))
-        prompt = prompt_of(row, block_size)
-        table = pool.add(number, prompt)
-        assert table.num_cached_tokens == known * block_size
-        pool.reserve(number, len(prompt))
-        pool.commit(number, prompt, len(prompt))
-        pool.free(number)
-        expected += known
-        seen.update(row["hash_ids"])
-    assert pool.stats().hit_tokens == expected * block_size
-    assert pool.stats().evictions == 0
-    assert pool.stats().cached == len(seen)
-    return expected / sum(len(row["hash_ids"]) for row in rows)
+def test_a_twin_that_is_removed_is_not_found_later() -> None:
+    index, _ = twins()
+    assert [index.remove_twin(block) for block in (1, 1, 3, 9)] == [3, 0, 0, 0]
+    index.remove(3)
+    assert index.match([5]) == [2]
 
 
-def test_the_hit_ratio_of_the_mooncake_trace_is_what_its_hash_ids_imply() -> None:
-    check_hit_ratio(trace_rows(1000), block_size=4)
+def test_a_twin_is_found_in_part_as_well_when_its_turn_comes() -> None:
+    index = PrefixIndex(block_size=4, min_partial=1)
+    for block in (7, 8):
+        index.put(index.root(), token_bytes([1, 2, 3, 4]), block)
+    assert index.longest([1, 2, 9])[2:] == (7, 2)
+    index.remove(7)
+    assert index.longest([1, 2, 9])[2:] == (8, 2)
+    assert index.match([1, 2, 3, 4]) == [8]
+    index.remove(8)
+    assert index.longest([1, 2, 9])[2:] == (0, 0)
 
 
-@pytest.mark.slow
-def test_the_hit_ratio_of_all_of_the_mooncake_trace_is_the_published_one() -> None:
-    assert round(check_hit_ratio(trace_rows(10**6), block_size=2), 2) == 0.35
+# Blocks found in part
+
+
+def test_the_longest_match_goes_on_into_a_part_of_the_next_block() -> None:
+    index = PrefixIndex(block_size=4, min_partial=2)
+    key = index.put(index.root(), token_bytes([1, 2, 3, 4]), 10)
+    index.put(key, token_bytes([5, 6, 7, 8]), 11)
+    index.put(key, token_bytes([5, 9, 9]), 12)
+    assert index.longest([1, 2, 3, 4, 5, 6, 7]) == ([10], key, 11, 3)
+    assert index.longest([1, 2, 3, 4, 5, 9, 9, 9, 9]) == ([10], key, 12, 3)
+    assert index.longest([1, 2, 3, 4, 5, 6]) == ([10], key, 11, 2)
+    assert index.longest([1, 2, 3, 4, 5, 1]) == ([10], key, 0, 0)  # one token is not worth it
+    assert index.longest([5, 6, 7]) == ([], index.root(), 0, 0)  # after another parent
+    assert index.longest([1, 2, 3, 4, 5, 6, 7, 8])[0] == [10, 11]
+
+
+def test_a_part_is_replaced_when_its_block_gains_tokens_and_never_by_less() -> None:
+    index = PrefixIndex(block_size=4, min_partial=1)
+    for tokens in ([1], [1, 2, 3], [1, 2]):
+        assert index.put(index.root(), token_bytes(tokens), 5) == index.root()
+    assert index.longest([1, 2, 3, 4])[2:] == (5, 3)
+    key = index.put(index.root(), token_bytes([1, 2, 3, 4]), 5)
+    index.put(index.root(), token_bytes([1, 2]), 5)
+    assert (index.match([1, 2, 3, 4]), index.key_of(5)) == ([5], key)
+    assert index.longest([1, 2, 3, 9])[2:] == (5, 3)
+
+
+def test_without_partial_matches_no_tokens_are_kept() -> None:
+    index = PrefixIndex(block_size=4)
+    index.put(index.root(), token_bytes([1, 2, 3, 4]), 5)
+    assert len(index._partial) == 0
+    assert index.longest([1, 2, 3, 9])[2:] == (0, 0)
+
+
+def common(a: list[int], b: list[int]) -> int:
+    return [*(x == y for x, y in zip(a, b, strict=False)), False].index(False)
+
+
+def test_no_block_begins_with_more_tokens_than_the_one_that_is_found() -> None:
+    rng = random.Random(1)
+    index, model = PartialIndex(), dict[int, tuple[bytes, list[int]]]()
+    parents = [bytes([n]) * 16 for n in (0, 7, 255)]
+    for _ in range(4000):
+        parent, block = rng.choice(parents), rng.randrange(1, 300)
+        tokens = [rng.choice((-1, 0, 1, 2**40)) for _ in range(rng.randrange(1, 7))]
+        if rng.random() < 0.3:
+            index.discard(block)
+            model.pop(block, None)
+        elif block not in model and (parent, tokens) not in model.values():
+            index.put(parent, token_bytes(tokens), block)
+            model[block] = parent, tokens
+        found, count = index.longest(parent, token_bytes(tokens))
+        rivals = [common(other, tokens) for above, other in model.values() if above == parent]
+        assert count == max(rivals, default=0)
+        assert not count or (model[found][0] == parent and common(model[found][1], tokens) == count)
+        assert len(index) == len(model)
+
+
+def test_sorted_keys_stay_in_order_in_chunks_of_bounded_size() -> None:
+    rng = random.Random(2)
+    keys, model = SortedKeys(), dict[bytes, None]()
+    for size, grow in ((6000, True), (100, False), (3000, True), (0, False)):
+        while len(model) != size:
+            key = rng.randbytes(3) if grow else next(iter(model))
+            if grow and key not in model:
+                keys.add(key)
+                model[key] = None
+            elif not grow:
+                keys.remove(key)
+                del model[key]
+        assert [key for chunk in keys._chunks for key in chunk] == sorted(model)
+        assert keys._firsts == [chunk[0] for chunk in keys._chunks]
+        assert max(map(len, keys._chunks), default=0) <= 1024
+        assert len(keys) == len(model)
+        probe = rng.randbytes(3)
+        below = sorted(key for key in model if key <= probe)
+        above = sorted(key for key in model if key > probe)
+        assert keys.neighbours(probe) == below[-1:] + above[:1]
+
+
+def test_finding_a_part_costs_the_same_among_a_hundred_thousand_siblings() -> None:
+    small, large = PartialIndex(), PartialIndex()
+    root = b"r" * 16
+    for index, count in ((small, 1000), (large, 100_000)):
+        for block in range(1, count + 1):
+            index.put(root, token_bytes([block * 7919 % 1_000_003, block, 5, 6]), block)
+    asked = token_bytes([500 * 7919 % 1_000_003, 500, 9])
+    assert small.longest(root, asked) == large.longest(root, asked) == (500, 2)
+    work = [lines_run(lambda i=index: i.longest(root, asked)) for index in (small, large)]
+    assert work[1] <= work[0] + 5
+    put = [lines_run(lambda i=i: i.put(root, token_bytes([1, 2, 3]), 999)) for i in (small, large)]
+    assert put[1] <= put[0] + 5

@@ -1,0 +1,105 @@
+"""Bytes per second of captured swap lists, against a plain `copy_` of the same bytes.
+
+    python benchmarks/swap.py [--threads 1] [--layers 8] [--blocks 1024] [--backend inductor]
+
+One process, interleaved, medians. Bytes are those read and written, counted alike: an exchange of P
+pairs reads and writes 2 P blocks, a move P blocks, `copy_` as many bytes from one dense tensor to
+another. Everything is cold: the pairs are random in every round, and `copy_` goes to the next part
+of two tensors as large as the cache. Times are those of the public calls, checks of the pairs
+included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+
+from compiled_attn import PagedKVCache
+from compiled_attn.defrag import BlockSwap
+
+# tokens in a block, KV heads, head dim, dtype
+CASES = (
+    (16, 4, 64, torch.bfloat16),
+    (16, 8, 128, torch.bfloat16),
+    (16, 8, 128, torch.float32),
+    (32, 8, 128, torch.float32),
+    (128, 8, 128, torch.float8_e4m3fn),
+)
+PADS = (8, 64, 256)
+
+
+def timed(function: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    function()
+    return time.perf_counter() - started
+
+
+def plain(nbytes: int, size: int) -> Iterator[Callable[[], object]]:
+    """Copies of `nbytes`, each from and to the next part of tensors of `size` bytes."""
+    source, target = (torch.zeros(size, dtype=torch.uint8).fill_(n) for n in range(2))
+    parts = max(1, size // nbytes)
+    for part in itertools.cycle(range(parts)):
+        at = slice(part * nbytes, (part + 1) * nbytes)
+        yield lambda at=at: target[at].copy_(source[at])
+
+
+def measure(swap: BlockSwap, pairs: int, rounds: int) -> dict[str, float]:
+    """Bytes per second of each form; the first round is not counted."""
+    nbytes = {"swap": 2 * pairs * swap.bytes_per_block, "move": pairs * swap.bytes_per_block}
+    size = swap.num_blocks * swap.bytes_per_block
+    copies = {name: plain(count, size) for name, count in nbytes.items()}
+    calls = {"swap": swap.swap, "move": swap.move}
+    seconds: dict[str, list[float]] = {}
+    rng = np.random.default_rng(0)
+    for _ in range(rounds + 1):
+        for name, call in calls.items():
+            chosen = rng.choice(swap.num_blocks - 1, 2 * pairs, replace=False) + 1
+            listed = list(zip(*chosen.reshape(2, pairs).tolist(), strict=True))
+            copy = next(copies[name])
+            seconds.setdefault(name, []).append(timed(lambda c=call, p=listed: c(p)))
+            seconds.setdefault(f"copy_ for {name}", []).append(timed(copy))
+    return {
+        name: 2 * nbytes[name.split()[-1]] / statistics.median(times[1:])
+        for name, times in seconds.items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--blocks", type=int, default=1024)
+    parser.add_argument("--backend", default="inductor")
+    parser.add_argument("--rounds", type=int, default=15)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    print(
+        f"# {options.backend}, {options.threads} threads, {options.layers} layers of K and V, "
+        f"{options.blocks} blocks, torch {torch.__version__}, cold"
+    )
+    print("dtype          a layer's block  pairs   swap GB/s  of copy_   move GB/s  of copy_")
+    for size, heads, dim, dtype in CASES:
+        cache = PagedKVCache(options.layers, options.blocks, size, heads, dim, dtype=dtype)
+        for tensor in cache.buffers():
+            tensor.zero_()  # touched, so that no page is the system's zero page
+        pads = [pad for pad in PADS if 2 * pad < options.blocks]
+        swap = BlockSwap(cache, pad_sizes=pads, backend=options.backend)
+        swap.warmup()
+        for pairs in pads:
+            rate = measure(swap, pairs, options.rounds)
+            shares = [rate[name] / rate[f"copy_ for {name}"] for name in ("swap", "move")]
+            kib = size * heads * dim * dtype.itemsize / 1024
+            print(
+                f"{str(dtype)[6:]:14} {kib:11.0f} KiB {pairs:6} {rate['swap'] / 1e9:11.1f} "
+                f"{shares[0]:9.2f} {rate['move'] / 1e9:11.1f} {shares[1]:9.2f}"
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""The memory of a cache seen as rows of integers, one row a block, whatever its dtype and layout.
+
+Copying integers is exact for every dtype (NaN payloads, float8), as wide as the machine allows, and
+needs no kernel of that dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.utils.dlpack
+from torch import Tensor
+
+__all__ = ["Extent", "block_rows", "check_disjoint", "extent_of", "twin"]
+
+_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Where the blocks of a tensor lie: block ``b`` is the bytes ``address + b * stride + [0,
+    size)``."""
+
+    address: int
+    num_blocks: int
+    stride: int
+    size: int
+
+    @property
+    def end(self) -> int:
+        """One past the last byte."""
+        return self.address + (self.num_blocks - 1) * self.stride + self.size
+
+    def overlaps(self, other: Extent) -> bool:
+        """Whether a byte belongs to both, or (where strides differ) may do so."""
+        if self.end <= other.address or other.end <= self.address:
+            return False
+        if self.stride != other.stride:
+            return True
+        ahead = (other.address - self.address) % self.stride
+        return ahead < self.size or ahead + other.size > self.stride
+
+
+def extent_of(tensor: Tensor, num_blocks: int) -> Extent:
+    """The extent of a tensor whose first axis is blocks, or flat slots of all blocks.
+
+    Raises:
+        ValueError: axis 0 is no multiple of ``num_blocks``, or a block is not one piece of memory.
+    """
+    slots = tensor.shape[0] if tensor.dim() else 0
+    if not tensor.numel() or slots % num_blocks:
+        raise ValueError(
+            f"expected axis 0 to be {num_blocks} blocks or a multiple in slots, got a cache of "
+            f"shape {list(tensor.shape)}: check num_blocks"
+        )
+    stride = slots // num_blocks * tensor.stride(0)
+    inside = [(tensor.stride(0), slots // num_blocks)]
+    inside += zip(tensor.stride()[1:], tensor.shape[1:], strict=True)
+    size = 1
+    for step, length in sorted(pair for pair in inside if pair[1] > 1):
+        if step != size:
+            break
+        size *= length
+    if size * num_blocks != tensor.numel() or (num_blocks > 1 and stride < size):
+        raise ValueError(
+            f"expected every block to be one piece of memory, got shape {list(tensor.shape)} with "
+            f"strides {list(tensor.stride())}: keep blocks on axis 0 of a dense tensor"
+        )
+    item = tensor.element_size()
+    return Extent(tensor.data_ptr(), num_blocks, stride * item, size * item)
+
+
+def check_disjoint(extents: Sequence[Extent]) -> None:
+    """Raises ``ValueError`` where two caches share memory: it would be exchanged twice."""
+    for number, extent in enumerate(extents):
+        for earlier, other in enumerate(extents[:number]):
+            if extent.overlaps(other):
+                raise ValueError(
+                    f"expected caches with memory of their own, got {earlier} and {number}, which "
+                    "share some: pass each once, or the tensor that holds both"
+                )
+
+
+def block_rows(tensor: Tensor, extent: Extent) -> Tensor:
+    """The same memory as integers ``[num_blocks, size // width]``, of the widest dtype that fits.
+
+    A view that autograd and compilers don't know to be one: a compiled graph that writes to a known
+    view copies its base.
+    """
+    places = (extent.address, extent.stride, extent.size)
+    word = next(dtype for dtype in _WORDS if not any(n % dtype.itemsize for n in places))
+    width = word.itemsize
+    offset = extent.address - tensor.untyped_storage().data_ptr()
+    if offset % width:
+        word, width = torch.uint8, 1
+    rows = torch.empty(0, dtype=word, device=tensor.device)
+    shape = (extent.num_blocks, extent.size // width)
+    rows.set_(tensor.untyped_storage(), offset // width, shape, (extent.stride // width, 1))
+    return twin(rows)
+
+
+def twin(rows: Tensor) -> Tensor:
+    """Another tensor over the same memory, for compilers a tensor of its own; else ``rows``."""
+    try:
+        other: Tensor = torch.utils.dlpack.from_dlpack(rows)
+    except (BufferError, RuntimeError, TypeError):
+        return rows
+    return other if other.data_ptr() == rows.data_ptr() else rows
