@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 REQUIREMENTS := pyproject.toml constraints.txt
 
-.PHONY: help run test test-all lint format bench clean
+.PHONY: help run test test-all lint format bench soak clean
 .NOTPARALLEL:
 
 help:
@@ -24,6 +24,7 @@ help:
 	@echo "make lint       ruff and mypy only"
 	@echo "make format     rewrite the sources as ruff formats them"
 	@echo "make bench      the benchmarks behind the README's numbers"
+	@echo "make soak       one million random events on the block pool, the swaps and the defragmenter"
 	@echo "make clean      remove environments and caches"
 
 run: $(VENV)/.installed-run
@@ -45,7 +46,10 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff format .
 
 bench: $(VENV)/.installed-dev
-	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+	@for script in $(filter-out benchmarks/soak.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+soak: $(VENV)/.installed-dev
+	$(BIN)/python benchmarks/soak.py
 
 clean:
 	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,6 +87,9 @@ class BatchBuilder:
     ) -> StepPlan:
         """`plan` for rows of a `RequestTable`: no Python work per request or block.
 
+        The plan looks at the table until it is filled: rows may grow meanwhile, but not be given to
+        other requests.
+
         Args:
             table: block tables, kept up to date by the caller.
             rows: ``[R]`` rows of the step's requests, in order.
@@ -99,12 +103,13 @@ class BatchBuilder:
         Raises:
             ValueError: see `build`.
         """
-        at = np.asarray(rows, np.int64)
+        # Copies: the caller may count on in its arrays before the plan is filled.
+        at, before, new = (np.array(each, np.int64) for each in (rows, context, query))
         if not len(at):
             raise ValueError("expected at least one request in a step, got none")
-        before, new = np.asarray(context, np.int64), np.asarray(query, np.int64)
-        wanted = np.ones(len(at), np.int64) if logits is None else np.asarray(logits, np.int64)
-        prefill = (new > 1) | (before == 0) if is_prefill is None else np.asarray(is_prefill)
+        wanted = np.ones(len(at), np.int64) if logits is None else np.array(logits, np.int64)
+        prefill = (new > 1) | (before == 0) if is_prefill is None else np.array(is_prefill, bool)
+        _check_sizes(at, before, new, wanted, prefill)
         return self._plan(
             table.blocks.reshape(-1),
             at * table.blocks.shape[1],
@@ -113,7 +118,7 @@ class BatchBuilder:
             new,
             wanted,
             prefill,
-            np.asarray(tokens, np.int64),
+            np.array(tokens, np.int64),
         )
 
     def _plan(
@@ -141,7 +146,7 @@ class BatchBuilder:
         rows = StepRows(
             blocks, base, held, context, query, logits, is_prefill, first, tokens, positions, slots
         )
-        return StepPlan(rows, entries, shared)
+        return StepPlan(rows, entries, shared, self.block_size)
 
     def _entries(self, blocks: Ints, base: Ints, visible: Ints) -> BlockEntries:
         counts = -(-visible // self.block_size)
@@ -196,3 +201,12 @@ class BatchBuilder:
                 "expected a slot of its own for every new token of a step, got two with one slot: "
                 "requests that share a block must copy it before they write to it"
             )
+
+
+def _check_sizes(rows: Ints, *others: NDArray[Any]) -> None:
+    sizes = [len(each) for each in others]
+    if any(size != len(rows) for size in sizes):
+        raise ValueError(
+            f"expected context, query, logits and is_prefill of {len(rows)} rows, got {sizes}: "
+            "list every request in each"
+        )

@@ -62,10 +62,14 @@ class StepPlan:
         rows: its requests and tokens.
         entries: the cached blocks they read.
         shared: ``[n]`` bool, which entries are read by more than one query token.
+        block_size: slots in a block.
     """
 
-    def __init__(self, rows: StepRows, entries: BlockEntries, shared: NDArray[np.bool_]) -> None:
+    def __init__(
+        self, rows: StepRows, entries: BlockEntries, shared: NDArray[np.bool_], block_size: int
+    ) -> None:
         self.rows = rows
+        self.block_size = block_size
         self._several = rows.query > 1
         self._unique, self._readers = entries, BlockEntries(*[_NONE] * 4)
         self._first_reader = self._column = _NONE
@@ -116,15 +120,20 @@ class StepPlan:
         """The step for `paged_attention_v1/v2` and for attention over variable lengths.
 
         Args:
-            block_size: slots in a block.
+            block_size: slots in a block, that of the builder.
             bucket: sizes ``tokens``, ``requests`` and ``width`` (blocks of a table) to pad to for a
                 captured graph; a missing one is not padded. None: no padding.
             tables: False leaves the block tables out of a step of first prefills, which read no
                 cache.
 
         Raises:
-            ValueError: the bucket is too small.
+            ValueError: the bucket is too small, or the block size another.
         """
+        if block_size != self.block_size:
+            raise ValueError(
+                f"expected block_size {self.block_size}, got {block_size}: "
+                "the step was planned for blocks of the builder's size"
+            )
         rows = self.rows
         used = -(-(rows.context + rows.query) // block_size)
         need = {"tokens": len(rows.tokens), "requests": len(used), "width": int(used.max())}

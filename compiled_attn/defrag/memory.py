@@ -53,7 +53,8 @@ class CacheMemory:
 def _source_of(buffers: PagedKVCache | Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
     """What gives the tensors as they are now: moving a cache replaces them."""
     if isinstance(buffers, PagedKVCache):
-        return lambda: list(buffers.buffers(recurse=False))
+        # Not buffers(): this runs on every call, and that costs as much as the call.
+        return lambda: [tensor for tensor in buffers._buffers.values() if tensor is not None]
     tensors = list(buffers)
     wrong = [type(each).__name__ for each in tensors if not isinstance(each, Tensor)]
     if wrong:

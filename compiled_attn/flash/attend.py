@@ -53,6 +53,11 @@ class KeySlice(NamedTuple):
         """The dtype of scores, statistics and sums."""
         return torch.promote_types(self.query.dtype, torch.float32)
 
+    def widened(self) -> KeySlice:
+        """The same in the dtype of the scores: what is merged must not be rounded before."""
+        query, key, value = (each.to(self.dtype) for each in (self.query, self.key, self.value))
+        return self._replace(query=query, key=key, value=value)
+
     def rows(self) -> Tensor:
         """The queries by key head, ``[B, Hk, G * Sq, D]``."""
         by_head: Tensor = self.query.unflatten(2, (self.key.shape[2], self.group))
@@ -121,5 +126,6 @@ def _attend(s: KeySlice, product: Callable[[Tensor, Tensor], Tensor]) -> Partial
     scores = torch.where(s.seen.unsqueeze(1), scores, -math.inf)
     row_max = scores.amax(-1).clamp_min(FMIN)
     weights = torch.exp(scores - row_max.unsqueeze(-1))
-    out = product(weights.reshape(*rows.shape[:3], -1), s.value.transpose(1, 2).to(s.dtype))
+    by_rows = weights.reshape(*rows.shape[:3], weights.shape[-1])
+    out = product(by_rows, s.value.transpose(1, 2).to(s.dtype))
     return PartialAttention(s.by_query_head(out), row_max, weights.sum(-1))

@@ -102,7 +102,7 @@ def _check_caches(call: FlashCall) -> None:
     divisible = kv_heads > 0 and heads % kv_heads == 0
     expect(divisible, "H divisible by Hk", (heads, kv_heads), "share key heads evenly")
     strides = call.k_cache.stride(), call.v_cache.stride()
-    unit = strides[0][-1] == 1 and strides[1][-1] == 1
+    unit = dim == 1 or (strides[0][-1] == 1 and strides[1][-1] == 1)
     expect(unit, "k_cache and v_cache of stride(-1) == 1", strides, "make the head dim contiguous")
     room = call.capacity > 0 and call.k_cache.shape[0] > 0
     expect(room, "a cache with room", call.k_cache.shape, "allocate at least one token a row")
@@ -160,7 +160,7 @@ def _check_indices(call: FlashCall) -> None:
         dense = vector.is_contiguous()
         expect(dense, f"contiguous {name}", vector.stride(), "call .contiguous()")
     if table is not None:
-        dense = table.stride(1) == 1
+        dense = table.stride(1) == 1 or table.shape[1] == 1
         expect(dense, "block_table of stride(-1) == 1", table.stride(), "call .contiguous()")
     if call.cache_batch_idx is not None:
         return
@@ -177,6 +177,11 @@ def _check_options(call: FlashCall) -> None:
         by_row = isinstance(slopes, Tensor) and slopes.dim() == 2
         shape = (call.q.shape[0], call.q.shape[2]) if by_row else (call.q.shape[2],)
         expect_tensor(call, "alibi_slopes", "[H] or [B, H]", shape, (torch.float32,))
+    numbers: dict[str, object] = {"softmax_scale": call.scale, "softcap": call.softcap}
+    for name, number in numbers.items():
+        if not isinstance(number, (int, float, torch.SymInt, torch.SymFloat)):
+            got = type(number).__name__
+            raise TypeError(f"{name}: expected a number, got {got}: pass a float")
     sides = call.window_size
     is_pair = isinstance(sides, (tuple, list)) and len(sides) == 2 and all(map(_is_int, sides))
     expect(is_pair, "window_size as two ints (left, right)", sides, "use -1 for an open side")

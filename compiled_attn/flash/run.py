@@ -66,6 +66,7 @@ def _attend(call: FlashCall, query: Tensor, layout: Layout, longest: int) -> Par
     """Attends to the first ``longest`` tokens of every row, slice by slice."""
     at = query_slots(layout.totals, query.shape[1])
     attend = choose(query, call.k_cache.shape[2], call.softcap)
+    splits = _splits(call, longest)
 
     def part(start: int, end: int) -> PartialAttention:
         slots = torch.arange(start, end, device=query.device)
@@ -79,9 +80,8 @@ def _attend(call: FlashCall, query: Tensor, layout: Layout, longest: int) -> Par
             call.scale,
             call.softcap,
         )
-        return attend(keys)
+        return attend(keys if splits <= 1 else keys.widened())
 
-    splits = _splits(call, longest)
     if splits <= 1:  # apart from the loop, which would make a dynamic length static
         return part(0, longest)
     width = -(-longest // splits)

@@ -34,6 +34,9 @@ def check_call(call: PagedCall) -> list[int] | None:
     expect_tensor("query", query, "(num_seqs, H, D)", (None, None, None), FLOATS)
     for name in ("num_kv_heads", "block_size", "max_seq_len"):
         _expect_int(name, getattr(call, name), 0 if name == "max_seq_len" else 1)
+    scale: object = call.scale
+    if not isinstance(scale, (int, float, torch.SymInt, torch.SymFloat)):
+        raise TypeError(f"scale: expected a number, got {type(scale).__name__}: pass a float")
     seqs, heads, dim = query.shape
     kv_heads, device = call.num_kv_heads, query.device
     expect(dim > 0, "a head dim of at least 1", dim, "check the shape of query")

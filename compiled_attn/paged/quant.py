@@ -65,8 +65,8 @@ def check_scale(name: str, scale: object, num_kv_heads: int, device: torch.devic
     """Raises unless a scale is a positive number or a tensor for one or all heads."""
     remedy = "pass a float, or one scale a head"
     if isinstance(scale, Tensor):
-        sizes = scale.numel(), num_kv_heads
-        expect(sizes[0] in (1, num_kv_heads), f"{name} of 1 or num_kv_heads elements", sizes, remedy)
+        count, what = scale.numel(), f"{name} of 1 or num_kv_heads elements"
+        expect(count in (1, num_kv_heads), what, (count, num_kv_heads), remedy)
         expect(scale.is_floating_point(), f"{name} of floats", scale.dtype, "convert it with .to()")
         expect(scale.device == device, f"{name} on {device}", scale.device, "move it with .to()")
     elif isinstance(scale, (int, float)):

@@ -44,16 +44,17 @@ def reshape_and_cache(
             float32 or float64.
         key_cache, value_cache: as in `paged_attention_v1`.
         slot_mapping: ints ``(T,)``, slot ``block * BS + offset`` of each token; a token with a
-            negative slot is padding and is not written anywhere.
+            negative slot is padding and is not written anywhere. Any number of tokens may have slot
+            0, which is that of padding in a padded step; which of them is written is unspecified.
         kv_cache_dtype, k_scale, v_scale: as in `paged_attention_v1`; tokens are divided by the
             scale, rounded, and saturated at the largest element.
         layout: of both caches, see `Layout`.
 
     Raises:
         PagedArgumentError: the arguments do not fit together, a slot is beyond the cache, or two
-            tokens have one slot; both caches are as they were. What depends on the slots is not
-            checked inside a compiled or captured graph; there a token with a slot beyond the cache
-            is not written.
+            tokens have one slot (but 0); both caches are as they were. What depends on the slots is
+            not checked inside a compiled or captured graph; there a token with a slot beyond the
+            cache is not written.
         TypeError: an argument that must be a tensor is none.
 
     Source: ``reshape_and_cache`` and (NHD) ``reshape_and_cache_flash`` of vLLM.
@@ -132,6 +133,9 @@ def _check(
     )
     sizes = (num_blocks, block_size, heads, dim)
     check_caches(key_cache, value_cache, sizes, layout, kv_cache_dtype, k_scale, v_scale, key)
+    for cache in (key_cache, value_cache):
+        own = all(step or size == 1 for step, size in zip(cache.stride(), cache.shape, strict=True))
+        expect(own, "caches without expanded axes", cache.stride(), "clone the cache to write")
     return num_blocks, block_size
 
 
@@ -146,7 +150,7 @@ def _check_slots(slot_mapping: Tensor, num_slots: int) -> None:
         largest,
         "check the block tables",
     )
-    ordered = used.sort().values
+    ordered = used[used > 0].sort().values
     twice = ordered[1:][ordered[1:] == ordered[:-1]]
     if twice.numel():
         raise PagedArgumentError(

@@ -145,3 +145,11 @@ def test_numpy_tables_of_any_integer_type_and_spare_entries_are_taken():
     table = np.array([3, 5, 15, 999], np.int32)
     step = BatchBuilder(16, 4).build([Request(np.array([7], np.int32), 6, table)])
     assert step.unique_blocks.tolist() == [3, 5]
+
+
+def test_a_plan_knows_its_block_size():
+    plan = BatchBuilder(16, 4).plan([_decode(6, [3, 5])])
+    for other in (1, 8):
+        with pytest.raises(ValueError, match=f"expected block_size 4, got {other}"):
+            plan.attention_metadata(other)
+    assert plan.attention_metadata(4).block_tables.tolist() == [[3, 5]]

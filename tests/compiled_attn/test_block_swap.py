@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from compiled_attn import PagedKVCache
 from compiled_attn.defrag import PAD_SIZES, BlockSwap
@@ -200,6 +201,7 @@ def test_a_public_call_replays_the_graphs_that_hold_its_pairs(name, count, pads,
     pairs = drawn(random.Random(count), count, 2100)
     model = exchanged if name == "swap" else moved
     expected = model(contents([cache], 2100), pairs)
+    runs.clear()
     with no_compile():
         getattr(swap, name)(pairs)
     assert runs == [f"{name}s[{name}s={pad}]" for pad in pads]
@@ -209,6 +211,7 @@ def test_a_public_call_replays_the_graphs_that_hold_its_pairs(name, count, pads,
 def test_no_pairs_and_padding_run_nothing(runs):
     cache = small_cache()
     swap, before = ready(cache), contents(list(cache.buffers()))
+    runs.clear()
     for pairs in ([], [(0, 0)], [(0, 0), (0, 0)], np.zeros((3, 2), dtype=np.int32)):
         swap.swap(pairs)
         swap.move(pairs)
@@ -305,6 +308,7 @@ def test_wrong_pairs_are_an_error_that_names_them_and_nothing_changes(
 ):
     cache = small_cache()
     swap, before = ready(cache), contents([*cache.buffers()])
+    runs.clear()
     with pytest.raises(error, match=text):
         getattr(swap, name)(pairs)
     assert runs == []
@@ -399,6 +403,7 @@ def test_a_pad_size_that_cannot_be_captured_is_an_error_unless_a_larger_one_may_
         BlockSwap(small_cache(), pad_sizes=(4, 16)).warmup()
     swap = BlockSwap(small_cache(), pad_sizes=(4, 16), strict=False)
     assert len(swap.warmup().failed) == 1
+    runs.clear()
     swap.swap([(1, 2)])
     assert runs == ["swaps[swaps=16]"]
     with pytest.raises(CaptureError, match="no memory"):
@@ -483,6 +488,35 @@ def test_an_exchange_of_several_calls_that_fails_midway_changes_nothing(at, fail
     fail_at(0)
     swap.swap(pairs)
     assert equal(contents([*cache.buffers()]), exchanged(before, pairs))
+
+
+class FailingOp(TorchDispatchMode):
+    """Makes the k-th gather or write from now on raise, and counts them."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.at, self.count = at, 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op in (torch.ops.aten.index_select.default, torch.ops.aten.index_copy_.default):
+            self.count += 1
+            if self.count == self.at:
+                raise Broken
+        return op(*args, **(kwargs or {}))
+
+
+def test_an_eager_exchange_that_fails_at_any_operation_changes_nothing():
+    cache = small_cache(torch.int8)
+    swap, before = ready(cache, pad_sizes=(4,)), contents([*cache.buffers()])
+    pairs = drawn(random.Random(0), 6)
+    with FailingOp(0) as all_of_it:
+        swap.swap(pairs)
+        swap.swap(pairs)
+    assert all_of_it.count == 2 * 2 * 4 * 8  # calls, graph runs, operations, tensors
+    for at in range(1, 2 * 4 * 8 + 1):
+        with pytest.raises(Broken), FailingOp(at):
+            swap.swap(pairs)
+        assert equal(contents([*cache.buffers()]), before), at
 
 
 def test_a_move_that_fails_midway_leaves_its_sources(fail_at):

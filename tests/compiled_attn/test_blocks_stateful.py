@@ -141,9 +141,9 @@ class ModelledPool:
         return most, {block for block, count in best.items() if count == most}
 
     def let_go(self, blocks: list[int]) -> None:
-        """What becomes of blocks, in the order given, that nobody holds any more."""
+        """What becomes of blocks that nobody holds any more, in the order they were given last."""
         refs = self.references()
-        for block in dict.fromkeys(b for b in blocks if not refs[b]):
+        for block in reversed(dict.fromkeys(b for b in reversed(blocks) if not refs[b])):
             if block in self.known():
                 self.idle.append(block)
             elif block in self.twins:
@@ -416,6 +416,7 @@ class ModelledPool:
             assert not parent or (salt, parent) in self.index
         assert len(self.pool._index) == len(self.index)
         assert set(self.idle) <= self.known()
+        assert list(self.pool._blocks._cached) == self.idle
 
     def check_blocks(self) -> None:
         refs = self.references()

@@ -10,12 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from compiled_attn.flash import flash_attn_with_kvcache, flash_attn_with_kvcache_reference
 from compiled_attn.flash.attend import attend_fused, attend_plain, attend_sdpa
 from compiled_attn.partial import PartialAttention, merge
 from tests.compiled_attn.flash_cases import Case, check
 
+CACHES = ("k_cache", "v_cache")
 HALVES = (torch.float16, torch.bfloat16)
 FLOATS = (torch.float32, *HALVES, torch.float64)
 FA2 = (
@@ -236,6 +238,24 @@ def test_queries_and_new_tokens_are_not_modified() -> None:
     assert all(torch.equal(case.args[name], tensor) for name, tensor in before.items())
 
 
+def test_no_query_gives_nothing_and_the_tokens_are_written() -> None:
+    case = Case(queries=0, new=2, page_size=4, dim=32, rotary=16, causal=True).make()
+    check(case, flash_attn_with_kvcache)
+    check(Case(queries=0, softcap=2.0, splits=3).make(), flash_attn_with_kvcache)
+
+
+def test_the_stride_of_an_axis_of_size_1_does_not_matter() -> None:
+    case = Case(dim=1, page_size=24, lengths=[5, 9], new=1).make()
+    assert case.table is not None and case.table.shape == (2, 1)
+    odd = {}
+    for name in (*CACHES, "block_table"):
+        swapped = torch.empty_like(case.args[name].mT, memory_format=torch.contiguous_format)
+        odd[name] = swapped.mT.copy_(case.args[name])
+    assert all(tensor.stride(-1) != 1 for tensor in odd.values())
+    out = case.run(flash_attn_with_kvcache, **odd)[0]
+    assert torch.equal(case.run(flash_attn_with_kvcache)[0], out)
+
+
 def test_queries_may_have_any_strides() -> None:
     case = Case(queries=3, new=3, causal=True, lengths=[4, 9]).make()
     out = case.run(flash_attn_with_kvcache)[0]
@@ -264,6 +284,16 @@ def test_splits_change_nothing_but_rounding(dtype: torch.dtype, queries: int) ->
         again, again_lse = case.run(flash_attn_with_kvcache, num_splits=splits)
         assert torch.allclose(again, out, atol=close, rtol=close)
         assert torch.allclose(again_lse, lse, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_slices_of_half_precision_are_rounded_once(dtype: torch.dtype) -> None:
+    case = Case(dtype=dtype, batch=1, heads=1, kv_heads=1, dim=32, capacity=64, lengths=[64]).make()
+    case.v_cache[:, ::2] = -case.v_cache[:, 1::2]  # what the slices add up to nearly cancels
+    want = case.expected()[0]
+    for splits in (2, 7, 64):
+        error = case.run(flash_attn_with_kvcache, num_splits=splits)[0].double() - want
+        assert error.abs().max() <= 1.01 * (want.to(dtype).double() - want).abs().max()
 
 
 def test_the_heuristic_splits_what_would_need_too_many_scores(
@@ -344,4 +374,8 @@ def test_meta_tensors_give_shapes_without_reading_numbers() -> None:
     case = Case(batch=2, queries=3, new=2, page_size=4, causal=True).make()
     meta = {n: a.to("meta") if isinstance(a, Tensor) else a for n, a in case.args.items()}
     out, lse = flash_attn_with_kvcache(**meta, return_softmax_lse=True)
+    assert out.shape == (2, 3, 4, 16) and lse.shape == (2, 4, 3)
+    with FakeTensorMode() as mode:
+        tensors = {n: mode.from_tensor(a) for n, a in case.args.items() if isinstance(a, Tensor)}
+        out, lse = flash_attn_with_kvcache(**(case.args | tensors), return_softmax_lse=True)
     assert out.shape == (2, 3, 4, 16) and lse.shape == (2, 4, 3)

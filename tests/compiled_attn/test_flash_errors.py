@@ -230,6 +230,13 @@ def test_what_is_no_tensor_is_a_type_error(name: str) -> None:
     refused(paged(), {name: [1, 2]}, f"{name}: expected a tensor .* got list", TypeError)
 
 
+@pytest.mark.parametrize("name", ["softmax_scale", "softcap"])
+@pytest.mark.parametrize("value", ["2", torch.tensor(2.0)])
+def test_what_is_no_number_is_a_type_error(name: str, value: Any) -> None:
+    got = type(value).__name__
+    refused(paged(), {name: value}, f"{name}: expected a number, got {got}", TypeError)
+
+
 def test_a_bool_is_no_length() -> None:
     refused(contiguous(), {"cache_seqlens": True}, "cache_seqlens: expected a tensor", TypeError)
 

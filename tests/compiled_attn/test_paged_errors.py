@@ -50,8 +50,8 @@ def test_the_error_is_both_a_value_error_and_a_runtime_error() -> None:
             r"query \(num_seqs, H, D\) of shape \[any, any, any\], got \[4, 16\]",
         ),
         ("query", lambda t: t.long(), "query of dtype float16 or .*, got int64"),
-        ("query", lambda t: t[:, :3], "H divisible by 2 KV heads, got 3"),
-        ("query", lambda t: t[:, :0], "H divisible by 2 KV heads, got 0"),
+        ("query", lambda t: t[:, :3], r"H divisible by num_kv_heads, got \(3, 2\)"),
+        ("query", lambda t: t[:, :0], r"H divisible by num_kv_heads, got \(0, 2\)"),
         ("query", lambda t: t[..., :0], "head dim of at least 1, got 0"),
         ("query", lambda t: t[..., :8], r"key_cache in layout packed .*\[\d+, 2, 2, 4, 4\], got"),
         ("query", lambda t: t.half(), r"key_cache .*\[\d+, 2, 2, 4, 8\], got"),
@@ -92,10 +92,10 @@ def test_another_device_is_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_kv_heads": 3}, "H divisible by 3 KV heads, got 4"),
+        ({"num_kv_heads": 3}, r"H divisible by num_kv_heads, got \(4, 3\)"),
         ({"num_kv_heads": 0}, "num_kv_heads of at least 1, got 0"),
         ({"num_kv_heads": 1}, r"key_cache .*, 1, 4, 4, 4\], got"),
-        ({"block_size": 8}, r"block_size 8 .*, 8, 4\], got"),
+        ({"block_size": 8}, r"key_cache .*, 8, 4\], got"),
         ({"block_size": 0}, "block_size of at least 1, got 0"),
         ({"max_seq_len": -1}, "max_seq_len of at least 0, got -1"),
         ({"kv_cache_dtype": "fp4"}, r"kv_cache_dtype of \('auto', 'fp8', .*got fp4"),
@@ -114,6 +114,12 @@ def test_a_tensor_in_place_of_a_number_is_a_type_error(name: str) -> None:
     # Early versions took `head_mapping`, a tensor, where num_kv_heads is now.
     value = torch.zeros(4, dtype=torch.int32)
     _refused(_step(), TypeError, f"{name}: expected an int, got Tensor", **{name: value})
+
+
+@pytest.mark.parametrize("value", [None, "auto", torch.tensor(0.25)])
+def test_a_scale_that_is_no_number_is_a_type_error(value: Any) -> None:
+    got = type(value).__name__
+    _refused(_step(), TypeError, f"scale: expected a number, got {got}", scale=value)
 
 
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
@@ -183,12 +189,9 @@ def test_a_head_dim_that_x_does_not_divide_is_refused_in_the_packed_layout() -> 
     [
         (0.0, PagedArgumentError, "a positive {}, got 0.0"),
         (math.nan, PagedArgumentError, "a positive {}, got nan"),
-        (torch.ones(3), PagedArgumentError, r"{} of 1 or 2 elements on cpu, got \[3\]"),
-        (
-            torch.ones(2, device="meta"),
-            PagedArgumentError,
-            "{} of 1 or 2 elements on cpu, got meta",
-        ),
+        (torch.ones(3), PagedArgumentError, r"{} of 1 or num_kv_heads elements, got \(3, 2\)"),
+        (torch.ones(2).int(), PagedArgumentError, "{} of floats, got torch.int32"),
+        (torch.ones(2, device="meta"), PagedArgumentError, "{} on cpu, got meta"),
         (None, TypeError, "{}: expected a float or a tensor, got NoneType"),
     ],
 )
@@ -220,7 +223,7 @@ def test_an_output_that_does_not_fit_is_refused(change: Any, message: str) -> No
 @pytest.mark.parametrize(
     ("which", "change", "message"),
     [
-        (0, lambda t: t[..., :1], r"P for 1025 tokens of shape \[3, 4, 3\], got \[3, 4, 1\]"),
+        (0, lambda t: t[..., :1], r"P for max_seq_len tokens.* \[3, 4, 3\], got \[3, 4, 1\]"),
         (0, lambda t: t.double(), "exp_sum of dtype float32"),
         (1, lambda t: t[..., :2], "max_logits like exp_sum"),
         (1, lambda t: t.to("meta"), "max_logits on cpu"),

@@ -76,6 +76,18 @@ def test_padding_touches_neither_the_last_nor_the_first_slot(layout: str, slots:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_number_of_padded_tokens_may_have_slot_0(layout: str) -> None:
+    start = list(caches(layout, BLOCKS, SIZE, HEADS, DIM, torch.float32))
+    key, value = _tokens(4)
+    key[2:], value[2:] = math.nan, math.nan
+    expected = _expected(layout, start, [7, 4, 0, -1], key, value)
+    mapping = torch.tensor([7, 4, 0, 0])  # as `AttentionMetadata` pads it
+    reshape_and_cache(key, value, *start, mapping, "auto", 1.0, 1.0, layout=layout)
+    for cache, right in zip(start, expected, strict=True):
+        assert torch.equal(_bits(cache), _bits(right))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8", "fp8_e4m3", "fp8_e5m2", "int8"])
 @pytest.mark.parametrize("per_head", [False, True])
 def test_quantised_tokens_are_scaled_rounded_and_saturated(
@@ -144,7 +156,7 @@ def test_keys_that_require_grad_leave_no_history() -> None:
     [
         ({"slot_mapping": torch.tensor([0, 15])}, PagedArgumentError, "slots below 15, .* got 15"),
         ({"slot_mapping": torch.tensor([4, 4])}, PagedArgumentError, "got slot 4 twice"),
-        ({"slot_mapping": torch.tensor([1, 2, 3])}, PagedArgumentError, "at most 2 slots"),
+        ({"slot_mapping": torch.tensor([1, 2, 3])}, PagedArgumentError, "no longer than key"),
         ({"slot_mapping": torch.tensor([1.0, 2.0])}, PagedArgumentError, "slot_mapping of dtype"),
         ({"slot_mapping": torch.tensor([[1, 2]])}, PagedArgumentError, r"slot_mapping \(T,\)"),
         ({"slot_mapping": [1, 2]}, TypeError, "slot_mapping: expected a tensor"),
@@ -166,6 +178,11 @@ def test_keys_that_require_grad_leave_no_history() -> None:
         ({"kv_cache_dtype": "float"}, PagedArgumentError, "kv_cache_dtype of"),
         ({"layout": "NHD"}, PagedArgumentError, "cache in layout NHD"),
         ({"layout": "nhd"}, PagedArgumentError, "a layout of"),
+        (
+            {"value_cache": torch.zeros(1, 2, 16, 3).expand(5, -1, -1, -1)},
+            PagedArgumentError,
+            "caches without expanded axes",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_and_the_caches_are_as_they_were(

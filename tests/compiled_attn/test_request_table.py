@@ -53,6 +53,28 @@ def test_a_step_needs_as_many_tokens_as_its_lengths_say():
         BatchBuilder(8, 4).plan_rows(table, [], [], [], [])
 
 
+@pytest.mark.parametrize("short", ["context", "query", "logits", "is_prefill"])
+def test_every_request_is_listed_in_every_array(short):
+    table = RequestTable(2, 4)
+    given = {"rows": [table.add("a", [3]), table.add("b", [4])], "tokens": [7, 8]}
+    given |= {"context": [1, 1], "query": [1, 1], "logits": [1, 1], "is_prefill": [False, False]}
+    with pytest.raises(ValueError, match="of 2 rows, got"):
+        BatchBuilder(8, 4).plan_rows(table, **(given | {short: given[short][:1]}))
+
+
+def test_arrays_that_a_plan_was_made_from_may_change_before_it_is_filled():
+    table = RequestTable(2, 4)
+    rows = np.array([table.add("a", [3]), table.add("b", [4, 5])])
+    context, query, tokens = np.array([1, 5]), np.array([1, 2]), np.array([7, 8, 9])
+    plan = BatchBuilder(8, 4).plan_rows(table, rows, context, query, tokens)
+    for array in (rows, context, query, tokens):
+        array += 1
+    assert plan.fill().input_ids.tolist() == [7, 8, 9]
+    metadata = plan.attention_metadata(4)
+    assert metadata.seq_lens == [2, 7] and metadata.context_lens_tensor.tolist() == [1, 5]
+    assert metadata.block_tables.tolist() == [[3, 0], [4, 5]]
+
+
 def test_bad_calls_change_nothing():
     table = RequestTable(1, 2)
     table.add("a", [3])

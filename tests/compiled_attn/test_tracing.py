@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch._subclasses import FakeTensorMode
 
 from compiled_attn.tracing import can_read, stands_alone
 
@@ -16,5 +17,7 @@ def test_only_a_dense_tensor_of_its_own_stands_alone():
 
 def test_numbers_are_read_in_eager_mode_only():
     assert can_read(torch.zeros(2)) and not can_read(torch.zeros(2, device="meta"))
+    with FakeTensorMode():
+        assert not can_read(torch.zeros(2))
     traced = torch.compile(lambda x: x + can_read(x), backend="eager", fullgraph=True)
     assert traced(torch.zeros(1)).item() == 0

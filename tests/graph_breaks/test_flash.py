@@ -185,6 +185,25 @@ def test_one_graph_of_dynamic_shapes_serves_every_bucket() -> None:
     assert counter.frame_count == 1
 
 
+def test_without_a_word_about_shapes_two_graphs_serve_every_bucket() -> None:
+    # The second bucket makes Dynamo's graph of open sizes, and that serves the others.
+    counter = CompileCounter()
+    compiled = torch.compile(flash_attn_with_kvcache, backend=counter, fullgraph=True)
+    cached = module()
+    for batch, columns in ((2, 8), (4, 10), (3, 6), (5, 7)):
+        q, k, v, lengths, table, *_ = inputs(batch, columns)
+        args = q, cached.k_cache, cached.v_cache, k, v, None, None, lengths, None, None, table
+        out = compiled(*args, causal=True)
+        assert torch.allclose(out, flash_attn_with_kvcache(*args, causal=True), atol=1e-6)
+    assert counter.frame_count == 2
+
+
+def test_interleaved_views_of_open_sizes_equal_the_reference() -> None:
+    function = flash_attn_with_kvcache
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=True)
+    assert_equals_reference(Case(seed=1, new=2, storage="interleaved heads").make(), compiled)
+
+
 def aot_graph(function: Any, *args: Any) -> GraphModule:
     """The graph that is left when every in-place update has been made functional."""
     graphs: list[GraphModule] = []

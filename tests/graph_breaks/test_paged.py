@@ -122,6 +122,44 @@ def test_each_function_is_one_full_graph_for_a_bucket(function: Callable[..., Te
     assert counter.frame_count == 2
 
 
+@pytest.mark.parametrize("function", [paged_attention_v1, paged_attention_v2])
+def test_without_a_word_about_shapes_two_graphs_serve_every_bucket(
+    function: Callable[..., Tensor],
+) -> None:
+    # The second bucket makes Dynamo's graph of open sizes, and that serves the others.
+    counter = CompileCounter()
+    compiled = torch.compile(function, backend=counter, fullgraph=True)
+    attention = module()
+    cached = attention.key_cache, attention.value_cache
+    for rows, width in ((2, 8), (4, 10), (3, 6)):
+        query, tables, lengths, *_ = inputs(rows, width)
+        parts = -(-width * 100 // PARTITION)
+        buffers = [torch.empty(rows, HEADS, parts) for _ in range(2)]
+        buffers.append(torch.empty(rows, HEADS, parts, DIM))
+        out = torch.empty_like(query)
+        compiled(
+            out, *(buffers if function is paged_attention_v2 else ()), query, *cached, KV_HEADS,
+            0.1, tables, lengths, SIZE, width * 100, None, "auto", 1.0, 1.0,
+        )  # fmt: skip
+        right = paged_attention_reference(query, *cached, 0.1, tables, lengths, SIZE)
+        torch.testing.assert_close(out, right, atol=2e-6, rtol=1e-5)
+    assert counter.frame_count == 2
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_module_without_a_word_about_shapes_is_two_graphs(layout: str) -> None:
+    counter = CompileCounter()
+    attention = module(layout)
+    compiled = torch.compile(attention, backend=counter, fullgraph=True)
+    for rows, width in ((2, 8), (4, 10), (3, 6)):
+        given = inputs(rows, width)
+        out, *cached = by_reference(attention, given)
+        torch.testing.assert_close(compiled(*given), out, atol=2e-6, rtol=1e-5)
+        assert torch.equal(attention.key_cache, cached[0])
+        assert torch.equal(attention.value_cache, cached[1])
+    assert counter.frame_count == 2
+
+
 def test_compiling_one_function_takes_no_recompiles_from_another() -> None:
     # A decorator of torch around them would give all of them one code object, and one limit of 8.
     for function in (
