@@ -24,6 +24,7 @@ from graphs.capture import (
 )
 from graphs.compiles import CompileEvent, CompileWatch
 from graphs.explain import BreakReport, explain
+from graphs.journal import JournalError
 from graphs.progress import progress_for
 from graphs.sentinel import GraphBudgetExceeded, no_compile
 from graphs.strategies import (
@@ -35,6 +36,7 @@ from graphs.strategies import (
     to_file,
 )
 from graphs.warmup import BucketEvent, BucketResult, WarmupManager, WarmupReport
+from graphs.warmup_group import WarmupGroup
 
 __all__ = [
     "Axis",
@@ -51,8 +53,10 @@ __all__ = [
     "CompileWatch",
     "GraphBudgetExceeded",
     "InputMismatch",
+    "JournalError",
     "ModeMismatch",
     "StaleGraph",
+    "WarmupGroup",
     "WarmupManager",
     "WarmupReport",
     "available_backends",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -35,6 +36,7 @@ __all__ = [
 ]
 
 
+_LONG_ENOUGH = 0.1
 # Dynamo sees the inputs through the wrapper of graphs.alone, which names them by position.
 _WRAPPED_INPUT = re.compile(r"(?:L\['inputs'\]|inputs)\[(\d+)\]")
 
@@ -72,8 +74,9 @@ class CapturedGraph:
         self.input_specs: tuple[InputSpec, ...] = inputs.specs
         self.static_inputs: tuple[Tensor, ...] = frozen.static_inputs
         self._frozen: Frozen | None = frozen
-        self._call = frozen.run
         self._mismatch = inputs.mismatch
+        self._holds = _holds_of(frozen, inputs, mode)
+        self._call = frozen.direct.run if frozen.direct else frozen.run
 
     def run(self, *inputs: Input) -> Any:
         """Run the graph on inputs like its examples, and return what the callable returns.
@@ -86,6 +89,16 @@ class CapturedGraph:
                 did not run.
             CaptureError: it is closed.
         """
+        if not self._holds(inputs):
+            return self._run_otherwise(inputs)
+        try:
+            return self._call(*inputs)
+        except Exception as error:
+            self._refuse_if_stale(error)
+            raise
+
+    def _run_otherwise(self, inputs: tuple[Input, ...]) -> Any:
+        """Say what differs; where nothing does, go the long way, which knows or finds it right."""
         mode = Mode.current()
         if mode != self.mode:
             raise ModeMismatch(
@@ -93,12 +106,17 @@ class CapturedGraph:
             )
         if mismatch := self._mismatch(inputs):
             raise InputMismatch(self.name, mismatch)
+        if self._frozen is None:
+            self._refuse()
         try:
-            return self._call(*inputs)
+            return self._frozen.run(*inputs)
         except Exception as error:
-            reason = self._frozen.stale(error) if self._frozen else None
-            if reason is None:
-                raise
+            self._refuse_if_stale(error)
+            raise
+
+    def _refuse_if_stale(self, error: Exception) -> None:
+        reason = self._frozen.stale(error) if self._frozen else None
+        if reason is not None:
             reason = _WRAPPED_INPUT.sub(lambda match: self.input_specs[int(match[1])].name, reason)
             raise StaleGraph(self.name, f"no longer holds, capture it again: {reason}") from error
 
@@ -108,7 +126,7 @@ class CapturedGraph:
             return
         frozen, self._frozen = self._frozen, None
         self.static_inputs = ()
-        self._call = self._refuse
+        self._holds, self._call = _always, self._refuse
         frozen.close()
 
     def _refuse(self, *_: Input) -> NoReturn:
@@ -117,6 +135,26 @@ class CapturedGraph:
     def __repr__(self) -> str:
         state = "closed" if self._frozen is None else f"{self.seconds:.2f} s"
         return f"CapturedGraph({self.name}, {self.backend}, {state})"
+
+
+def _holds_of(
+    frozen: Frozen, inputs: InputsCheck, mode: Mode
+) -> Callable[[tuple[Input, ...]], bool]:
+    # One evaluation of everything: what the backend's own guards look at is not looked at again.
+    direct, mismatch = frozen.direct, inputs.mismatch
+    if direct is None:
+        is_mode = mode.watch()
+        return lambda values: is_mode() and mismatch(values) is None
+    if not direct.unchecked:
+        return direct.holds
+    holds, rest = direct.holds, [(place, inputs.specs[place]) for place in direct.unchecked]
+    return lambda values: (
+        holds(values) and not any(spec.mismatch(values[place]) for place, spec in rest)
+    )
+
+
+def _always(_: tuple[Input, ...]) -> bool:
+    return True
 
 
 def capture(
@@ -154,7 +192,7 @@ def capture(
     name = name or _name_of(callable)
     if warm_runs < 1:
         raise ValueError(f"warm_runs is {warm_runs}; expected at least 1, since a capture is a run")
-    chosen = _resolve(backend, name)
+    chosen = resolve(backend, name)
     inputs = InputsCheck(callable, example_inputs)
     note_capture(name)
     mode = Mode.current()
@@ -166,12 +204,29 @@ def capture(
     return CapturedGraph(name, chosen.name, frozen, inputs, mode, seconds, max(0, grown))
 
 
+def median_seconds(graph: CapturedGraph, inputs: Sequence[Input], runs: int) -> float:
+    """Time up to `runs` runs of a graph, but end after a tenth of a second; the median of them."""
+    devices = {value.device for value in inputs if isinstance(value, Tensor)}
+    seconds: list[float] = []
+    while len(seconds) < runs and sum(seconds) < _LONG_ENOUGH:
+        start = time.perf_counter()
+        graph.run(*inputs)
+        _wait_for(devices)
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
 def available_backends() -> dict[str, str | None]:
     """The names of all backends, each with None, or the reason why it does not work here."""
     return {name: backend.available() for name, backend in BACKENDS.items()}
 
 
-def _resolve(backend: str | Backend, name: str) -> Backend:
+def resolve(backend: str | Backend, name: str) -> Backend:
+    """The backend of that name, if it works here.
+
+    Raises:
+        CaptureError: it is unknown, or not available.
+    """
     if isinstance(backend, str):
         if backend not in BACKENDS:
             raise CaptureError(

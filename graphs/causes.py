@@ -9,9 +9,16 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from traceback import FrameSummary
 from types import CodeType, FrameType, TracebackType
+
+import torch
+
+from graphs.alone import alone
+from graphs.guards import meaning_of
 
 __all__ = [
     "CompileSite",
@@ -20,9 +27,12 @@ __all__ = [
     "site_of_error",
     "site_of_stack",
     "user_line",
+    "users_line",
 ]
 
+_TORCH = str(Path(torch.__file__).parent)
 _COMPILE_ID = re.compile(r"^\[?\d+/\d+(_\d+)?\]?:\s*")
+_GUARDED_AT = re.compile(r"  # (?:.*[/\\])?([^/\\]+:\d+) in ")
 _LONGEST = 400
 _ERROR_LINE = re.compile(r"\b(fatal )?error\b", re.IGNORECASE)
 
@@ -35,6 +45,7 @@ class CompileSite:
     file: str
     line: int
     reason: str
+    remedy: str = ""
 
 
 def site_of_stack() -> CompileSite | None:
@@ -70,8 +81,18 @@ def reason_of(error: BaseException) -> str:
 
 def user_line(error: BaseException) -> tuple[str, int]:
     """File and line of the user's code that a compile failed at, empty and 0 if unknown."""
-    stack = getattr(error, "real_stack", None)
-    return (stack[-1].filename, stack[-1].lineno or 0) if stack else ("", 0)
+    return users_line(getattr(error, "real_stack", None) or ())
+
+
+def users_line(stack: Sequence[FrameSummary]) -> tuple[str, int]:
+    """File and line of the innermost frame that is neither torch's nor the wrapper of a capture.
+
+    Where torch's own code was all there is, its innermost frame; empty and 0 for no frame.
+    """
+    frames = [frame for frame in stack if frame.filename != alone.__code__.co_filename]
+    own = [frame for frame in frames if not frame.filename.startswith(_TORCH)]
+    innermost = (own or frames)[-1:]
+    return (innermost[0].filename, innermost[0].lineno or 0) if innermost else ("", 0)
 
 
 def _site(frames: Iterable[FrameType]) -> CompileSite | None:
@@ -80,14 +101,21 @@ def _site(frames: Iterable[FrameType]) -> CompileSite | None:
         if code.co_name == "_compile" and code.co_filename.endswith("convert_frame.py"):
             compiled, reason = frame.f_locals.get("code"), frame.f_locals.get("recompile_reason")
             if isinstance(compiled, CodeType):
-                where = (compiled.co_name, compiled.co_filename, compiled.co_firstlineno)
-                return CompileSite(*where, _first_line(reason))
+                name = compiled.co_qualname.rpartition("<locals>.")[2]
+                where = (name, compiled.co_filename, compiled.co_firstlineno)
+                return CompileSite(*where, *_cause(str(reason or "")))
     return None
 
 
-def _first_line(reason: object) -> str:
-    text = str(reason or "").strip().split("\n")[0].split(" # ")[0]
-    return _COMPILE_ID.sub("", text).strip()
+def _cause(reason: str) -> tuple[str, str]:
+    # Of several cached graphs, the first line tells of the one that was compiled last.
+    line = reason.strip().split("\n")[0]
+    guard = _COMPILE_ID.sub("", line.split(" # ")[0]).strip()
+    if not guard:
+        return "", ""
+    words, remedy = meaning_of(guard)
+    place = _GUARDED_AT.search(line)
+    return words + (f" (guarded at {place[1]})" if place else ""), remedy
 
 
 def _outward(frame: FrameType | None) -> Iterator[FrameType]:

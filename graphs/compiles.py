@@ -1,4 +1,4 @@
-"""Sees every compile of torch in the process, from torch's own callbacks and its log."""
+"""Sees every compile in the process, from torch's own callbacks, its log, and started compilers."""
 
 from __future__ import annotations
 
@@ -9,11 +9,31 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from graphs.alone import alone
+from graphs.builds import listen, unlisten
 from graphs.causes import CompileSite, site_of_stack
 
 __all__ = ["CompileEvent", "CompileWatch"]
 
-Kind: TypeAlias = Literal["compile", "recompile", "refused recompile", "backward", "capture"]
+Kind: TypeAlias = Literal[
+    "compile",
+    "recompile",
+    "refused recompile",
+    "backward",
+    "recording",
+    "build",
+    "capture",
+]
+
+REMEDIES: dict[Kind, str] = {
+    "compile": "call it once in the warmup, or capture it with graphs.capture",
+    "recompile": "capture this case in the warmup",
+    "refused recompile": "capture this case in the warmup",
+    "backward": "run its backward in the warmup too, or serve under torch.no_grad()",
+    "recording": "run this case twice in the warmup, where its graph is recorded",
+    "build": "build it before serving, by running it once in the warmup",
+    "capture": "capture this case in the warmup",
+}
+_TRIGGERS: dict[str, Kind] = {"LAZY_BACKWARD": "backward", "CUDAGRAPH_RECORDING": "recording"}
 
 
 @dataclass(frozen=True)
@@ -23,12 +43,14 @@ class CompileEvent:
     Attributes:
         kind: `compile` of a new function; `recompile` after a guard failed; `refused recompile`,
             where a function had used up its recompiles, so that torch runs it eagerly or raises;
-            `backward`, of a gradient or another part that torch builds late; `capture`, a late
-            :func:`graphs.capture`.
-        function: its name, or the name of the captured graph.
+            `backward`, of a gradient, which torch compiles when it is first needed; `recording`, of
+            a CUDA graph; `build`, of a kernel by a C++ or CUDA compiler outside of any compile;
+            `capture`, a late :func:`graphs.capture`.
+        function: its name, or the name of the captured graph, or what is built.
         file, line: where the function is, empty and 0 if unknown.
         reason: the guard or tensor that caused it, empty for a first compile.
         thread: identifier of the compiling thread.
+        remedy: what to do about it.
     """
 
     kind: Kind
@@ -37,6 +59,7 @@ class CompileEvent:
     line: int
     reason: str
     thread: int
+    remedy: str = ""
 
     def __str__(self) -> str:
         place = f" ({self.file}:{self.line})" if self.file else ""
@@ -55,6 +78,7 @@ class CompileWatch:
 
     Attributes:
         events: the events so far.
+        graphs: how many graphs Dynamo made; fewer than compiles, where a function had no operator.
         graph_breaks: how many graph breaks the compiles met.
 
     A compile inside another compile is not seen apart. `torch._dynamo.reset()` removes the
@@ -68,11 +92,13 @@ class CompileWatch:
         all_threads: bool = True,
     ) -> None:
         self.events: list[CompileEvent] = []
+        self.graphs = 0
         self.graph_breaks = 0
         self._on_event = on_event
         self._all_threads = all_threads
         self._thread = 0
-        self._breaks_before = 0
+        self._before = (0, 0)
+        self._is_compiling = False
         self._limit_handler = _LimitHandler(self._limit_hit)
 
     @property
@@ -90,10 +116,12 @@ class CompileWatch:
         self._thread = threading.get_ident()
         _handler().register_start_callback(self._started)
         _handler().register_end_callback(self._ended)
+        listen(self._built)
         logging.getLogger(_LimitHandler.LOGGER).addHandler(self._limit_handler)
 
     def stop(self) -> None:
         """Stop seeing compiles, leaving nothing behind in torch."""
+        unlisten(self._built)
         logging.getLogger(_LimitHandler.LOGGER).removeHandler(self._limit_handler)
         for callbacks, ours in (
             (_handler().start_callbacks, self._started),
@@ -117,19 +145,28 @@ class CompileWatch:
         self.stop()
 
     def _started(self, args: Any) -> None:
-        self._breaks_before = _breaks_so_far()
+        self._before = _graphs_and_breaks()
         site = site_of_stack()
-        if args.callback_trigger.name == "DYNAMO":
+        trigger = args.callback_trigger.name
+        if trigger == "DYNAMO":
             self.note(_event("recompile" if site and site.reason else "compile", site))
         else:
-            self.note(_event("backward", site))
+            self.note(_event(_TRIGGERS.get(trigger, "build"), site))
+        self._is_compiling = True
 
     def _ended(self, args: Any) -> None:
+        self._is_compiling = False
         if self._all_threads or threading.get_ident() == self._thread:
-            self.graph_breaks += max(0, _breaks_so_far() - self._breaks_before)
+            graphs, breaks = _graphs_and_breaks()
+            self.graphs += max(0, graphs - self._before[0])
+            self.graph_breaks += max(0, breaks - self._before[1])
 
     def _limit_hit(self) -> None:
         self.note(_event("refused recompile", site_of_stack()))
+
+    def _built(self, what: str) -> None:
+        if not self._is_compiling:  # or else it is part of the compile that was noted
+            self.note(_event("build", CompileSite(what, "", 0, "")))
 
 
 class _LimitHandler(logging.Handler):
@@ -150,7 +187,8 @@ def _event(kind: Kind, site: CompileSite | None) -> CompileEvent:
     site = site or CompileSite("a function", "", 0, "")
     # A captured graph runs behind a wrapper of ours, whose name says more than its place.
     place = ("", 0) if site.file == alone.__code__.co_filename else (site.file, site.line)
-    return CompileEvent(kind, site.function, *place, site.reason, threading.get_ident())
+    remedy = site.remedy or REMEDIES[kind]
+    return CompileEvent(kind, site.function, *place, site.reason, threading.get_ident(), remedy)
 
 
 def _handler() -> Any:
@@ -160,7 +198,7 @@ def _handler() -> Any:
     return torch._dynamo.callback.callback_handler
 
 
-def _breaks_so_far() -> int:
-    from torch._dynamo.utils import graph_break_reasons
+def _graphs_and_breaks() -> tuple[int, int]:
+    from torch._dynamo.utils import counters, graph_break_reasons
 
-    return len(graph_break_reasons)
+    return counters["stats"]["unique_graphs"], len(graph_break_reasons)

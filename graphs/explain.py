@@ -17,11 +17,14 @@ import torch
 from torch.fx import GraphModule
 
 from graphs.alone import alone
-from graphs.causes import reason_of, user_line
+from graphs.causes import reason_of, user_line, users_line
+from graphs.guards import readable
 from graphs.inputs import Input, parameter_names
 
 __all__ = ["Break", "BreakReport", "explain"]
 
+# Marks that torch itself puts on tensors, and the identity of imported modules and builtins.
+_NOISE = ("_dynamo_", "type=<class 'module'>", "type=<module ", "__builtins_dict__")
 _WRAPPED_INPUT = re.compile(r"L\['inputs'\]\[(\d+)\]")
 
 
@@ -34,8 +37,9 @@ class Break:
     line: int
 
     def __str__(self) -> str:
+        place = f"{self.file}:{self.line}: " if self.file else ""
         code = linecache.getline(self.file, self.line).strip()
-        return f"{self.file}:{self.line}: {self.reason}" + (f"\n    {code}" if code else "")
+        return f"{place}{self.reason}" + (f"\n    {code}" if code else "")
 
 
 @dataclass(frozen=True)
@@ -54,15 +58,21 @@ class BreakReport:
     breaks: tuple[Break, ...]
     guards: tuple[str, ...]
 
-    def __str__(self) -> str:
+    def text(self, *, graphs: bool = True, guards: bool = True) -> str:
+        """The report to read, with or without its graphs and its guards."""
         counts = (
             f"{len(self.graphs)} graph(s), {len(self.breaks)} break(s), {len(self.guards)} guard(s)"
         )
         lines = [f"{self.name}: {counts}"]
         lines += [f"break {i}: {found}" for i, found in enumerate(self.breaks)]
-        lines += [f"graph {i}:\n{_indent(graph)}" for i, graph in enumerate(self.graphs)]
-        lines += ["guards:", *(f"    {guard}" for guard in self.guards)] if self.guards else []
+        if graphs:
+            lines += [f"graph {i}:\n{_indent(graph)}" for i, graph in enumerate(self.graphs)]
+        if guards and self.guards:
+            lines += ["guards:", *(f"    {guard}" for guard in self.guards)]
         return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.text()
 
 
 def explain(callable: Callable[..., Any], *inputs: Input) -> BreakReport:
@@ -87,7 +97,7 @@ def explain(callable: Callable[..., Any], *inputs: Input) -> BreakReport:
     def record_guards(found: Iterable[Any]) -> None:
         texts = (text for guard in found for text in _guard_texts(guard))
         renamed = (_in_terms_of_user(text, name, names) for text in texts)
-        guards.update(text for text in renamed if "L['inputs']" not in text)
+        guards.update(readable(text) for text in renamed if "L['inputs']" not in text)
 
     before = len(_break_reasons())
     with _unlimited_recompiles():
@@ -120,7 +130,7 @@ def _guard_texts(guard: Any) -> Iterator[str]:
             "torch.", ""
         )
     for text in guard.code_list or ():
-        if "_dynamo_" not in text:  # marks that torch itself puts on tensors
+        if not any(noise in text for noise in _NOISE):
             yield text
 
 
@@ -138,8 +148,7 @@ def _break_reasons() -> list[Any]:
 
 def _as_break(reason: Any) -> Break:
     text = str(reason.reason).strip().split("\n")[0]
-    stack = reason.user_stack
-    return Break(text, stack[-1].filename, stack[-1].lineno) if stack else Break(text, "", 0)
+    return Break(text, *users_line(reason.user_stack))
 
 
 def _why_no_graph(

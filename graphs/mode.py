@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -10,13 +11,25 @@ __all__ = ["Mode"]
 
 
 class Mode(NamedTuple):
-    """Settings outside the inputs that change what a callable computes or how it was compiled."""
+    """Settings outside the inputs that change what a callable computes or how it was compiled.
+
+    Attributes:
+        grad_enabled, inference_mode: of the calling thread.
+        threads: `torch.get_num_threads()`.
+        default_dtype: `torch.get_default_dtype()`.
+        deterministic: `off`, `on`, or `warn`, as `torch.use_deterministic_algorithms` sets it.
+        autocast: the devices for which it is enabled, each with its dtype, as `cpu:bfloat16`; else
+            `off`.
+        matmul_precision: of float32, as `torch.set_float32_matmul_precision` sets it.
+    """
 
     grad_enabled: bool
     inference_mode: bool
     threads: int
     default_dtype: torch.dtype
-    deterministic: bool
+    deterministic: str
+    autocast: str
+    matmul_precision: str
 
     @classmethod
     def current(cls) -> Mode:
@@ -26,8 +39,26 @@ class Mode(NamedTuple):
             torch.is_inference_mode_enabled(),
             torch.get_num_threads(),
             torch.get_default_dtype(),
-            torch.are_deterministic_algorithms_enabled(),
+            _deterministic(),
+            _autocast(),
+            torch.get_float32_matmul_precision(),
         )
+
+    def watch(self) -> Callable[[], bool]:
+        """What tells, in a fraction of a microsecond, whether the settings are these.
+
+        To be made while they are. It may also say no where another setting than these changed
+        that torch's own guard knows of.
+        """
+        guard = _native_guard()
+        if guard is None:
+            return lambda: Mode.current() == self
+        check, is_inference, inference = (
+            guard.check,
+            torch.is_inference_mode_enabled,
+            self.inference_mode,
+        )
+        return lambda: check() and is_inference() is inference
 
     def differences(self, captured: Mode) -> str:
         """Say where this mode is not the captured one: `grad_enabled is True, captured False`."""
@@ -36,3 +67,27 @@ class Mode(NamedTuple):
             for name, now, then in zip(self._fields, self, captured, strict=True)
             if now != then
         )
+
+
+def _deterministic() -> str:
+    if not torch.are_deterministic_algorithms_enabled():
+        return "off"
+    return "warn" if torch.is_deterministic_algorithms_warn_only_enabled() else "on"
+
+
+def _autocast() -> str:
+    devices = ["cpu"]
+    if (accelerator := torch.accelerator.current_accelerator()) is not None:
+        devices.append(accelerator.type)
+    enabled = [device for device in devices if torch.is_autocast_enabled(device)]
+    dtypes = [str(torch.get_autocast_dtype(device)).removeprefix("torch.") for device in enabled]
+    return " ".join(map(":".join, zip(enabled, dtypes, strict=True))) or "off"
+
+
+def _native_guard() -> Any:
+    # Dynamo's own snapshot of these settings, compared in one call.
+    try:
+        from torch._C._dynamo.guards import GlobalStateGuard
+    except ImportError:
+        return None
+    return GlobalStateGuard()

@@ -6,7 +6,7 @@ import logging
 import threading
 from typing import TYPE_CHECKING
 
-from graphs.compiles import CompileEvent, CompileWatch
+from graphs.compiles import REMEDIES, CompileEvent, CompileWatch
 
 if TYPE_CHECKING:
     from typing import Self
@@ -33,20 +33,22 @@ class GraphBudgetExceeded(RuntimeError):
 
     def __str__(self) -> str:
         return (
-            f"{self.event}; expected nothing to compile any more: capture this case in the warmup, "
-            "or count it only with no_compile(strict=False)"
+            f"{self.event}; expected nothing to compile any more: {self.event.remedy}; or only "
+            "count it: no_compile(strict=False)"
         )
 
 
 class no_compile:
     """Context manager under which every compile of torch is an error that names its cause.
 
-    Caught are the first compile of a function, a recompile (new shape, dtype, stride, grad mode,
-    changed global or attribute), graph breaks (each of which compiles), a function that runs
-    eagerly because its recompile limit is reached, and a late :func:`graphs.capture`. Compiles by
-    other threads count too, since torch's hooks belong to the process: with `all_threads=False`
-    only those of the thread that armed it do. Kernels that something else than Dynamo builds are
-    not seen.
+    Caught are the first compile of a function, a recompile (new shape, dtype, stride, device, grad
+    or inference mode, thread count, default dtype, changed global or attribute), graph breaks (each
+    of which compiles), a backward that is compiled late, a CUDA graph that is recorded late, a
+    function that runs eagerly because its recompile limit is reached, a kernel for which this
+    process starts a C++ or CUDA compiler, and a late :func:`graphs.capture`. Compiles by other
+    threads count too, since torch's hooks belong to the process: with `all_threads=False` only
+    those of the thread that armed it do. Kernels that are built inside a library (Triton's), or by
+    another process, are not seen.
 
         manager.warmup()
         with no_compile():
@@ -59,9 +61,9 @@ class no_compile:
 
     Attributes:
         events: everything seen so far, also after the end.
-        compiles, graph_breaks, late_captures, limit_hits: how many of each. Graph breaks are found
-            while compiling, so in strict mode the compile is the error, and its breaks stay
-            uncounted.
+        compiles, graph_breaks, late_captures, late_builds, limit_hits: how many of each. Graph
+            breaks are found while compiling, so in strict mode the compile is the error, and its
+            breaks stay uncounted.
 
     May be nested: each counts what it sees until a strict one raises. `torch._dynamo.reset()`
     blinds an armed one, which then says so at the end.
@@ -91,12 +93,17 @@ class no_compile:
     @property
     def late_captures(self) -> int:
         """How many times :func:`graphs.capture` was called."""
-        return sum(event.kind == "capture" for event in self._watch.events)
+        return self._count("capture")
+
+    @property
+    def late_builds(self) -> int:
+        """How many kernels were built and CUDA graphs recorded, outside of a compile."""
+        return self._count("build", "recording")
 
     @property
     def limit_hits(self) -> int:
         """How many times torch refused to compile a function yet again."""
-        return sum(event.kind == "refused recompile" for event in self._watch.events)
+        return self._count("refused recompile")
 
     def arm(self) -> Self:
         """Begin to watch.
@@ -131,13 +138,16 @@ class no_compile:
     def __exit__(self, *exc_info: object) -> None:
         self.disarm()
 
+    def _count(self, *kinds: str) -> int:
+        return sum(event.kind in kinds for event in self._watch.events)
+
     def _judge(self, event: CompileEvent) -> None:
         if self.strict:
             raise _passing_through_dynamo(event)
         cause = (event.kind, event.file, event.line, event.function)
         if cause not in self._warned:
             self._warned.add(cause)
-            _log.warning("after warmup: %s; further ones are counted only", event)
+            _log.warning("after warmup: %s; %s; more are counted only", event, event.remedy)
 
 
 def note_capture(name: str) -> None:
@@ -147,13 +157,15 @@ def note_capture(name: str) -> None:
         GraphBudgetExceeded: a strict one is armed.
     """
     for sentinel in _armed:
-        sentinel._watch.note(CompileEvent("capture", name, "", 0, "", threading.get_ident()))
+        thread = threading.get_ident()
+        event = CompileEvent("capture", name, "", 0, "", thread, REMEDIES["capture"])
+        sentinel._watch.note(event)
 
 
 def _passing_through_dynamo(event: CompileEvent) -> GraphBudgetExceeded:
     # Dynamo wraps what its callbacks raise in an internal error, except for its own kinds of
     # exception.
-    if event.kind == "capture":
+    if event.kind in ("build", "capture"):
         return GraphBudgetExceeded(event)
     from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
 

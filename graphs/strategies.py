@@ -16,7 +16,15 @@ from typing import SupportsIndex
 from graphs.bucket_file import BucketFileError, from_file, to_file
 from graphs.buckets import Axis, Bucket, BucketSpace
 
-__all__ = ["BucketFileError", "explicit", "exponential", "from_file", "linear", "to_file"]
+__all__ = [
+    "BucketFileError",
+    "explicit",
+    "exponential",
+    "from_file",
+    "linear",
+    "padding_aware",
+    "to_file",
+]
 
 
 def linear(**axes: tuple[int, int, int]) -> BucketSpace:
@@ -33,18 +41,42 @@ def linear(**axes: tuple[int, int, int]) -> BucketSpace:
     return _ladders(axes, "(min, step, max)", _linear_sizes)
 
 
-def exponential(**axes: tuple[int, int, int]) -> BucketSpace:
+def exponential(**axes: tuple[int, int, int] | tuple[int, int, int, int]) -> BucketSpace:
     """Sizes in equal ratios: `exponential(tokens=(1, 256, 9))` is 1 2 4 8 16 32 64 128 256.
 
+    The "unified" ladder of the field is this with 10 points and a multiple of 128:
+    `exponential(tokens=(1, 8192, 10, 128), shared=(0, 128, 11, 128), unique=(0, 4096, 11, 128))`.
+
     Args:
-        axes: `name=(min, max, points)` for each axis. Small sizes that round to the same int are
-            there once, so an axis may get fewer than `points`; one point is the maximum alone, and
-            a minimum of 0 takes one point.
+        axes: `name=(min, max, points)` or `name=(min, max, points, multiple)` for each axis. With a
+            multiple, sizes are rounded up to it, except for 0 and the maximum. Sizes that round to
+            the same int are there once, so an axis may get fewer than `points`; one point is the
+            maximum alone, and a minimum of 0 takes one point.
 
     Raises:
-        ValueError: no axis, `min < 0`, `max < min` or `points < 1`.
+        ValueError: no axis, `min < 0`, `max < min`, `points < 1` or `multiple < 1`.
     """
-    return _ladders(axes, "(min, max, points)", _exponential_sizes)
+    return _ladders(axes, "(min, max, points) or (min, max, points, multiple)", _exponential_sizes)
+
+
+def padding_aware(**axes: tuple[int, int, int, int, int]) -> BucketSpace:
+    """Multiples of a step, only so many that padding stays within two limits; powers of two below.
+
+    Sizes double up to the first above the step. From there on a multiple of the step is left out
+    where a need just above the size before can as well be padded to the next one. So
+    `padding_aware(tokens=(16, 16, 128, 32, 25))` has the sizes 16 32 48 64 80 96 128. The rule is
+    that of vLLM's Gaudi plugin (vllm-gaudi pull request 762).
+
+    Args:
+        axes: `name=(min, step, max, absolute, percent)` for each axis: padding of at most
+            `absolute` (0: no such limit), and of at most `percent` of the padded size. Multiples of
+            `absolute` are always there. 0 per cent is a linear ladder, 50 one of powers of two.
+
+    Raises:
+        ValueError: no axis, `min < 0`, `step < 1`, `max < min`, `absolute < 0`, or `percent`
+            outside 0..50.
+    """
+    return _ladders(axes, "(min, step, max, absolute, percent)", _padding_aware_sizes)
 
 
 def explicit(
@@ -70,9 +102,9 @@ def _as_sizes(
 
 
 def _ladders(
-    axes: Mapping[str, tuple[int, int, int]],
+    axes: Mapping[str, tuple[int, ...]],
     form: str,
-    sizes_of: Callable[[int, int, int], set[int]],
+    sizes_of: Callable[..., set[int]],
 ) -> BucketSpace:
     if not axes:
         raise ValueError(f"no axis given; expected one keyword per axis, name={form}")
@@ -96,17 +128,37 @@ def _linear_sizes(low: int, step: int, high: int) -> set[int]:
     return {size for size in ladder if low < size < high} | {low, high}
 
 
-def _exponential_sizes(low: int, high: int, points: int) -> set[int]:
+def _exponential_sizes(low: int, high: int, points: int, multiple: int = 1) -> set[int]:
     _check_range(low, high)
-    if points < 1:
-        raise ValueError(f"points is {points}, at least 1 is needed")
+    if points < 1 or multiple < 1:
+        raise ValueError(f"points is {points} and multiple is {multiple}, at least 1 is needed")
     if points == 1:
         return {high}
     if low == 0:
-        return {0, high} if high <= 1 else {0} | _exponential_sizes(1, high, points - 1)
+        return {0, high} if high <= 1 else {0} | _exponential_sizes(1, high, points - 1, multiple)
     ratio = math.log(high / low) / (points - 1)
     # Rounded up, less what floating point adds to an exact power.
-    return {low, high} | {math.ceil(low * math.exp(ratio * i) - 1e-6) for i in range(1, points - 1)}
+    sizes = [low, *(math.ceil(low * math.exp(ratio * i) - 1e-6) for i in range(1, points - 1))]
+    return {high} | {min(high, -(-size // multiple) * multiple) for size in sizes}
+
+
+def _padding_aware_sizes(low: int, step: int, high: int, absolute: int, percent: int) -> set[int]:
+    _check_range(low, high)
+    if step < 1 or absolute < 0 or not 0 <= percent <= 50:
+        raise ValueError(
+            f"step is {step}, absolute is {absolute} and percent is {percent}; step >= 1, "
+            "absolute >= 0 and 0 <= percent <= 50 are needed"
+        )
+    limit = absolute or high
+    sizes = [low]
+    while sizes[-1] <= step and (sizes[-1] * 2 or 1) <= high:
+        sizes.append(sizes[-1] * 2 or 1)
+    for size in range(sizes[-1] + step, high + 1, step):
+        padding = size + step - sizes[-1] - 1  # of the least need that would go to the next one
+        too_much = padding > limit or padding > (size + step) * percent / 100
+        if too_much or size % limit == 0:
+            sizes.append(size)
+    return {*sizes, high}
 
 
 def _check_range(low: int, high: int) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -12,11 +14,13 @@ import torch
 
 from graphs.backends.base import Backend, CaptureError, InputMismatch, ModeMismatch, StaleGraph
 from graphs.buckets import Bucket, BucketOverflow, BucketSpace
-from graphs.capture import CapturedGraph, capture
+from graphs.capture import CapturedGraph, capture, median_seconds
 from graphs.compiles import CompileWatch
 from graphs.inputs import Input
-from graphs.schedule import Order, Schedule, in_order
+from graphs.journal import Journal
+from graphs.schedule import Order, Schedule, Usage, in_order
 from graphs.sentinel import GraphBudgetExceeded
+from graphs.sharing import NoWorkers, precompiler, shared
 from graphs.warmup_report import BucketEvent, BucketResult, WarmupReport
 
 __all__ = ["BucketEvent", "BucketResult", "WarmupManager", "WarmupReport"]
@@ -38,10 +42,18 @@ class WarmupManager:
         make_inputs: makes the example inputs of a bucket, in the order of the callable's
             parameters. The callable really runs on them, so they must do no harm.
         backend: a name out of :func:`~graphs.available_backends`, or a backend object.
-        order: `largest_first` (by the space's cost), `smallest_first`, `given`, or a key function
-            of a bucket.
-        budget_seconds: no capture is begun after so many seconds of a warmup; what is left is
-            listed as skipped.
+        order: `largest_first` (by the space's cost), `smallest_first`, `most_used` (the largest,
+            then by `usage`), `given`, or a key function of a bucket.
+        usage: how often each need came, for `most_used`: `{Bucket(tokens=37): 120, ...}`.
+        budget_seconds, budget_bytes: no capture is begun once a warmup took so long, or once all
+            graphs together take so much; what is left is listed as skipped.
+        workers: how many processes compile, this one included. More than one for backend
+            `inductor` only, which then needs `make_inputs` to work in a forked process; elsewhere
+            they are not used, and the log says why.
+        journal: a file for what each bucket came to, with its seconds. A later process that is
+            given it captures last what failed or was killed, and knows how long the rest takes.
+        timed_runs: how many runs of each graph are timed after its capture, for `report.cost`;
+            less if they take longer than a tenth of a second. They run the callable for real.
         overflow: what a need that no captured bucket holds comes to. `error` and `split` raise
             :class:`~graphs.BucketOverflow`, and with `split` that is expected: the caller cuts the
             step. `eager` runs the callable itself; `compile` captures a bucket of just that size.
@@ -57,7 +69,8 @@ class WarmupManager:
         fallbacks: how many runs were eager or captured late.
 
     Raises:
-        ValueError: an unknown `order` or `overflow`, or a negative budget.
+        ValueError: an unknown `order` or `overflow`, a negative budget, or less than one worker.
+        graphs.journal.JournalError: the journal is another file, or another warmup's.
     """
 
     def __init__(
@@ -68,7 +81,12 @@ class WarmupManager:
         *,
         backend: str | Backend = "inductor",
         order: Order = "largest_first",
+        usage: Usage | None = None,
         budget_seconds: float | None = None,
+        budget_bytes: int | None = None,
+        workers: int = 1,
+        journal: str | Path | None = None,
+        timed_runs: int = 3,
         overflow: Overflow = "error",
         strict: bool = True,
         name: str = "",
@@ -76,16 +94,25 @@ class WarmupManager:
     ) -> None:
         if overflow not in get_args(Overflow):
             raise ValueError(f"overflow is {overflow!r}; expected one of {get_args(Overflow)}")
-        if budget_seconds is not None and budget_seconds < 0:
-            raise ValueError(f"budget_seconds is {budget_seconds}; expected at least 0 or None")
+        for what, least, value in (
+            ("budget_seconds", 0, budget_seconds),
+            ("budget_bytes", 0, budget_bytes),
+            ("workers", 1, workers),
+            ("timed_runs", 0, timed_runs),
+        ):
+            if value is not None and value < least:
+                raise ValueError(f"{what} is {value}; expected at least {least}")
         self.buckets = buckets
         self.name = name or getattr(module, "__name__", None) or type(module).__name__
         self.overflows = self.degraded = self.fallbacks = 0
         self._module = module
         self._make_inputs = make_inputs
         self._backend = backend
-        self._order = in_order(buckets, order)
+        self._order = in_order(buckets, order, usage)
         self._budget_seconds = budget_seconds
+        self._budget_bytes = budget_bytes
+        self._workers = workers
+        self._timed_runs = timed_runs
         self._overflow = overflow
         self._strict = strict
         self._options = options
@@ -95,6 +122,10 @@ class WarmupManager:
         self._serving: BucketSpace | None = None
         self._elapsed_seconds = 0.0
         self._logged: set[str] = set()
+        self._journal: Journal | None = None
+        if journal is not None:
+            kind = backend if isinstance(backend, str) else backend.name
+            self._journal = Journal(journal, self.name, kind, buckets.names)
 
     def warmup(self, progress: Progress | None = None) -> WarmupReport:
         """Capture every bucket that is not captured yet, and report on all of them.
@@ -110,24 +141,50 @@ class WarmupManager:
         Raises:
             GraphBudgetExceeded: a strict `no_compile` is armed.
         """
-        todo = [bucket for bucket in self._order if bucket not in self._graphs]
-        schedule = Schedule(todo, self.buckets.cost)
+        todo = self._todo()
+        measured = self._journal.seconds if self._journal else {}
+        schedule = Schedule(todo, self.buckets.cost, measured)
         tell: Progress = progress or (lambda event: None)
-        index = 0
+        at = 0, todo[0] if todo else self.buckets.largest
         try:
-            for index, bucket in enumerate(todo):
-                tell(schedule.event(index, "started"))
-                result = self._attempt(bucket, schedule.elapsed())
-                self._results[bucket] = result
-                schedule.done(result)
-                tell(schedule.event(index, result.status, **result.outcome()))
+            with closing(self._work(todo)) as work:
+                for at in enumerate(work):
+                    self._do(*at, schedule, tell)
         except BaseException as error:
-            tell(schedule.event(index, "interrupted", error=type(error).__name__))
+            index, bucket = at
+            text = type(error).__name__
+            tell(schedule.event(bucket, index, "interrupted", error=text, name=self.name))
             raise
         finally:
             self._elapsed_seconds += schedule.elapsed()
             self._serve(self._graphs)
         return self.report or WarmupReport((), 0.0)
+
+    def _todo(self) -> list[Bucket]:
+        todo = [bucket for bucket in self._order if bucket not in self._graphs]
+        suspects = self._journal.suspects if self._journal else []
+        return sorted(todo, key=suspects.__contains__)
+
+    def _do(self, index: int, bucket: Bucket, schedule: Schedule, tell: Progress) -> None:
+        tell(schedule.event(bucket, index, "started", name=self.name))
+        result = self._attempt(bucket, schedule.elapsed())
+        self._results[bucket] = result
+        schedule.done(result)
+        if self._journal:
+            self._journal.done(result)
+        tell(schedule.event(bucket, index, result.status, **result.outcome()))
+
+    def _work(self, todo: list[Bucket]) -> Generator[Bucket]:
+        if self._workers > 1 and len(todo) > 1:
+            try:
+                precompile = precompiler(
+                    self._module, self._make_inputs, self._backend, self._graph_name, self._options
+                )
+            except NoWorkers as error:
+                self._log_once(f"workers={self._workers} compile nothing: {error}")
+            else:
+                return (yield from shared(todo, self._workers - 1, precompile))
+        yield from todo
 
     @property
     def report(self) -> WarmupReport | None:
@@ -136,6 +193,11 @@ class WarmupManager:
             return None
         results = (self._results[bucket] for bucket in self._order if bucket in self._results)
         return WarmupReport(tuple(results), self._elapsed_seconds)
+
+    @property
+    def pending(self) -> int:
+        """How many buckets are not captured yet."""
+        return sum(bucket not in self._graphs for bucket in self.buckets)
 
     def bucket(self, **need: int) -> Bucket:
         """Choose the cheapest captured bucket that holds `need`, and count the hit.
@@ -208,29 +270,52 @@ class WarmupManager:
         self._serve(())
 
     def _attempt(self, bucket: Bucket, elapsed: float) -> BucketResult:
-        budget = self._budget_seconds
-        if budget is not None and elapsed >= budget:
-            return BucketResult(bucket, "skipped", error=f"budget of {budget:g} s is spent")
+        if reason := self._spent(elapsed):
+            return BucketResult(bucket, "skipped", error=reason, name=self.name)
+        if self._journal:
+            self._journal.start(bucket)
         with CompileWatch(all_threads=False) as watch:
-            start = time.perf_counter()
+            start, graph = time.perf_counter(), None
             try:
-                graph = self._capture(bucket)
+                inputs = self._make_inputs(bucket)
+                graph = self._capture(bucket, inputs)
+                seconds = time.perf_counter() - start
+                cost = self._time(graph, inputs)
             except GraphBudgetExceeded:
                 raise
             except Exception as error:
+                if graph is not None:
+                    graph.close()
                 text = error.detail if isinstance(error, CaptureError) else _named(error)
                 seconds = time.perf_counter() - start
                 _log.warning("%s: capture failed: %s", self._graph_name(bucket), text)
-                return BucketResult(bucket, "failed", seconds, 0, watch.compiles, text)
+                return BucketResult(
+                    bucket, "failed", seconds, 0, watch.compiles, text, name=self.name
+                )
         self._graphs[bucket] = graph
-        seconds = time.perf_counter() - start
-        return BucketResult(bucket, "captured", seconds, graph.bytes, watch.compiles)
+        return BucketResult(
+            bucket, "captured", seconds, graph.bytes, watch.compiles, "", cost, self.name
+        )
 
-    def _capture(self, bucket: Bucket) -> CapturedGraph:
+    def _spent(self, elapsed: float) -> str:
+        seconds, size = self._budget_seconds, self._budget_bytes
+        if seconds is not None and elapsed >= seconds:
+            return f"budget of {seconds:g} s is spent"
+        if size is not None and sum(graph.bytes for graph in self._graphs.values()) >= size:
+            return f"budget of {size} bytes is spent"
+        return ""
+
+    def _time(self, graph: CapturedGraph, inputs: Sequence[Input]) -> float | None:
+        if not self._timed_runs:
+            return None
+        with torch.no_grad():
+            return median_seconds(graph, inputs, self._timed_runs)
+
+    def _capture(self, bucket: Bucket, inputs: Sequence[Input]) -> CapturedGraph:
         with torch.no_grad():
             return capture(
                 self._module,
-                self._make_inputs(bucket),
+                inputs,
                 backend=self._backend,
                 name=self._graph_name(bucket),
                 **self._options,
@@ -268,7 +353,7 @@ class WarmupManager:
         if self._overflow == "compile":
             self.fallbacks += 1
             self._log_once("a need above the captured buckets is captured late", f": {exact}")
-            self._graphs[exact] = self._capture(exact)
+            self._graphs[exact] = self._capture(exact, self._make_inputs(exact))
             self._serve(self._graphs)
         return exact
 

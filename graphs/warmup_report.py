@@ -24,6 +24,8 @@ class BucketResult:
         bytes: by how much the memory in use grew.
         compiles: how often Dynamo compiled.
         error: one line, empty if captured.
+        run_seconds: median time of one run of the graph after its capture; None if not measured.
+        name: of the callable.
     """
 
     bucket: Bucket
@@ -32,10 +34,13 @@ class BucketResult:
     bytes: int = 0
     compiles: int = 0
     error: str = ""
+    run_seconds: float | None = None
+    name: str = ""
 
     def outcome(self) -> dict[str, Any]:
         """What an event tells beside bucket and status."""
-        return {name: getattr(self, name) for name in ("seconds", "bytes", "compiles", "error")}
+        names = ("seconds", "bytes", "compiles", "error", "name")
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True)
@@ -49,8 +54,9 @@ class BucketEvent:
         total: how many buckets this warmup has.
         seconds: of this bucket.
         elapsed_seconds: since the warmup began.
-        eta_seconds: what the rest takes if it costs as much, per unit of the space's cost, as what
-            is done; None before the first bucket is done.
+        eta_seconds: what the rest takes, by what the done buckets took and what an earlier warmup
+            measured; None as long as neither tells.
+        name: of the callable.
     """
 
     bucket: Bucket
@@ -63,6 +69,7 @@ class BucketEvent:
     bytes: int = 0
     compiles: int = 0
     error: str = ""
+    name: str = ""
 
     @property
     def is_last(self) -> bool:
@@ -107,6 +114,11 @@ class WarmupReport:
     def compiles(self) -> int:
         """How often Dynamo compiled."""
         return sum(result.compiles for result in self.results)
+
+    @property
+    def cost(self) -> tuple[tuple[Bucket, float], ...]:
+        """Measured seconds of one run, of each bucket that was measured: what a planner reads."""
+        return tuple((r.bucket, r.run_seconds) for r in self.results if r.run_seconds is not None)
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain dicts, lists, numbers and strings."""

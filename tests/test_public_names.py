@@ -21,6 +21,7 @@ NAMES = {
     "graphs.report": "write_report",
     "compiled_attn.cache": "PagedKVCache",
     "compiled_attn.blocks": "BlockPool BlockTable PrefixIndex",
+    "compiled_attn.defrag": "BlockSwap OnlineDefragmenter",
     "compiled_attn.partial": "PartialAttention merge merge_online lse partial_attn_causal "
     "partial_attn_shared partial_attn_unique",
     "compiled_attn.unified": "UnifiedMetadata unified_attention UnifiedAttention",

@@ -9,7 +9,9 @@ from typing import Annotated
 import typer
 
 from compiled_attn import __version__
+from compiled_attn.cli.cache import cache
 from compiled_attn.cli.errors import exit_code_of
+from compiled_attn.cli.explain import explain
 
 __all__ = ["app", "run_command"]
 
@@ -43,6 +45,9 @@ def _compiled_attn(
 ) -> None:
     pass
 
+
+app.command()(explain)
+app.add_typer(cache, name="cache")
 
 _DEMAND, _ENGINE, _RESULT = "What to serve", "How to serve it", "What to prove and write"
 
@@ -174,6 +179,14 @@ def run(
     report: Annotated[
         Path | None,
         typer.Option(metavar="DIR", rich_help_panel=_RESULT, help="Write an HTML report here."),
+    ] = None,
+    record_demand: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            rich_help_panel=_RESULT,
+            help="Write what each step needed here, a JSON object a line, to plan buckets with.",
+        ),
     ] = None,
     json: Annotated[
         Path | None,

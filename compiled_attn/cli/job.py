@@ -25,6 +25,7 @@ from compiled_attn.engine import (
     GenerationResult,
     SamplingParams,
 )
+from compiled_attn.engine.metrics import block_series
 from compiled_attn.models import default_model, load_model
 from graphs import (
     BucketOverflow,
@@ -70,6 +71,7 @@ class Options:
     check: int
     strict: bool
     report: Path | None
+    record_demand: Path | None
     json: Path | None
 
 
@@ -109,7 +111,7 @@ def run_job(options: Options) -> int:
     )
     print_result(report, checked, Console())
     with bad_input():
-        _write(options, report, checked)
+        _write(options, report, checked, engine)
     return code or _verdict(report, options.strict)
 
 
@@ -223,21 +225,26 @@ def _verdict(report: EngineReport, strict: bool) -> int:
 
 def _open_outputs(options: Options) -> None:
     """Fail now, not after the work, where a result cannot be written."""
-    if options.json is not None:
-        existed = options.json.exists()
-        options.json.open("a", encoding="utf-8").close()
-        if not existed:  # nothing empty is left behind if the work fails
-            options.json.unlink()
+    for path in (options.json, options.record_demand):
+        if path is not None:
+            existed = path.exists()
+            path.open("a", encoding="utf-8").close()
+            if not existed:  # nothing empty is left behind if the work fails
+                path.unlink()
     if options.report is not None:
         options.report.mkdir(parents=True, exist_ok=True)
 
 
-def _write(options: Options, report: EngineReport, checked: CheckReport) -> None:
+def _write(options: Options, report: EngineReport, checked: CheckReport, engine: Engine) -> None:
     result = report.to_dict() | {
         "ties": [asdict(tie) for tie in checked.ties],
         "mismatches": [asdict(mismatch) for mismatch in checked.mismatches],
     }
     if options.json is not None:
         options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    if options.record_demand is not None:
+        lines = [json.dumps(record.need) + "\n" for record in engine.records]
+        options.record_demand.write_text("".join(lines), encoding="utf-8")
     if options.report is not None:
-        write_report(options.report, result, title="compiled-attn run")
+        charts = {"series": block_series(engine.records, engine.sizing.num_blocks - 1)}
+        write_report(options.report, result | charts, title="compiled-attn run")

@@ -265,7 +265,7 @@ class Engine:
         return EngineReport(
             graphs=len(steps.captured) if steps else 0,
             graph_breaks=self._sentinel.graph_breaks,
-            compiles_after_warmup=self._sentinel.compiles,
+            compiles_after_warmup=self._sentinel.compiles + self._sentinel.late_builds,
             fallbacks=self.runner.graphs.fallbacks + self.runner.graphs.degraded,
             warmup_seconds=round(warm.elapsed_seconds, 3) if warm else 0.0,
             requests=len(self.results),
@@ -285,7 +285,7 @@ class Engine:
             prefix_hit_ratio=round(stats.hit_ratio, 4),
             memory=self.memory.figures(),
             seconds=round(busy, 3),
-            buckets=bucket_rows(steps, self.records),
+            buckets=bucket_rows(steps, self.records, self.sizing.buckets.cost),
         )
 
     def _take(self, sequence: Sequence, token: int, now: float) -> TokenEvent:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
-from graphs import WarmupReport
+from graphs import Bucket, WarmupReport
 
 __all__ = ["EngineReport", "Percentiles", "StepInfo", "StepRecord"]
 
@@ -99,23 +99,47 @@ class EngineReport:
 
 
 def bucket_rows(
-    warmup: WarmupReport | None, records: Sequence[StepRecord]
+    warmup: WarmupReport | None, records: Sequence[StepRecord], cost: Callable[[Bucket], float]
 ) -> list[dict[str, object]]:
-    """A row per bucket of the warmup: status, warmup seconds, steps, step times."""
-    times: dict[tuple[int, ...], list[float]] = {}
+    """A row per bucket of the warmup: status, warmup seconds, steps, padding, step times.
+
+    ``waste`` is the padded share of what its steps cost; None where it had none.
+    """
+    ran: dict[tuple[int, ...], list[StepRecord]] = {}
     for record in records:
-        times.setdefault(tuple(record.bucket.values()), []).append(record.seconds)
+        ran.setdefault(tuple(record.bucket.values()), []).append(record)
     return [
         {
             "bucket": str(result.bucket),
             "status": result.status,
             "warmup_seconds": round(result.seconds, 3),
-            "steps": len(mine := times.get(result.bucket.sizes, [])),
-            "step_ms": asdict(Percentiles.of(mine)),
+            "steps": len(mine := ran.get(result.bucket.sizes, [])),
+            "waste": _wasted(result.bucket, mine, cost),
+            "step_ms": asdict(Percentiles.of([record.seconds for record in mine])),
             "error": result.error,
         }
         for result in (warmup.results if warmup else ())
     ]
+
+
+def block_series(records: Sequence[StepRecord], total: int) -> list[dict[str, object]]:
+    """Blocks in use and the highest place of one over the busy time, as `write_report` draws it."""
+    elapsed = np.cumsum([record.seconds for record in records]).round(4).tolist()
+    lines = {
+        "in use": [record.blocks_used for record in records],
+        "highest place": [record.highest_used for record in records],
+    }
+    chart: dict[str, object] = {"title": "Blocks of the cache", "x": elapsed, "lines": lines}
+    return [chart | {"x_label": "seconds", "y_label": "blocks", "limit": total}]
+
+
+def _wasted(
+    bucket: Bucket, records: Sequence[StepRecord], cost: Callable[[Bucket], float]
+) -> float | None:
+    if not records:
+        return None
+    needed = sum(cost(Bucket(**{n: r.need[n] for n in bucket.names})) for r in records)
+    return round(max(0.0, 1 - needed / (cost(bucket) * len(records))), 4)
 
 
 def padding_waste(records: Sequence[StepRecord]) -> dict[str, float]:

@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from graphs.backends.aoti import AotiBackend
 from graphs.backends.base import Backend
+from graphs.backends.cudagraph import CudaGraphBackend
 from graphs.backends.eager import EagerBackend
+from graphs.backends.hpu import HpuBackend
 from graphs.backends.inductor import InductorBackend
+from graphs.backends.onnxrt import OnnxrtBackend
+from graphs.backends.ortmodule import OrtModuleBackend
 
 __all__ = ["BACKENDS"]
 
@@ -18,6 +23,11 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
             EagerBackend(),
             InductorBackend(),
             InductorBackend(name="aot_eager", compiler="aot_eager"),
+            AotiBackend(),
+            CudaGraphBackend(),
+            HpuBackend(),
+            OnnxrtBackend(),
+            OrtModuleBackend(),
         )
     }
 )

@@ -28,7 +28,15 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-__all__ = ["Backend", "CaptureError", "Frozen", "InputMismatch", "ModeMismatch", "StaleGraph"]
+__all__ = [
+    "Backend",
+    "CaptureError",
+    "Direct",
+    "Frozen",
+    "InputMismatch",
+    "ModeMismatch",
+    "StaleGraph",
+]
 
 
 class CaptureError(RuntimeError):
@@ -61,6 +69,23 @@ def _never_stale(_: Exception) -> str | None:
 
 
 @dataclass(frozen=True)
+class Direct:
+    """A short way to a graph, for a backend that has guards of its own.
+
+    Attributes:
+        holds: given the tuple of inputs, whether the graph may run on them now: nothing that it
+            depends on has changed, be it an input, a setting of torch, or anything else.
+        run: the graph, which checks nothing.
+        unchecked: places of the inputs that `holds` does not look at, since the graph does not use
+            them.
+    """
+
+    holds: Callable[[tuple[Any, ...]], bool]
+    run: Callable[..., Any]
+    unchecked: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class Frozen:
     """What a backend makes of a callable.
 
@@ -71,12 +96,15 @@ class Frozen:
         close: frees what the graph holds.
         stale: given an exception of `run`, the reason if it means that the graph no longer holds,
             else None.
+        direct: a way that is taken while it holds, instead of `run` and the checks before it; what
+            `run` then raises says why it no longer does.
     """
 
     run: Callable[..., Any]
     static_inputs: tuple[Tensor, ...] = ()
     close: Callable[[], None] = _nothing_to_close
     stale: Callable[[Exception], str | None] = _never_stale
+    direct: Direct | None = None
 
 
 class Backend(Protocol):

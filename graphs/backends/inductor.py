@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 
 from graphs.alone import alone
 from graphs.backends.base import CaptureError, Frozen
+from graphs.backends.direct import direct_path, without_records
 from graphs.causes import describe_failure, site_of_error, site_of_stack
 from graphs.inputs import Input
 
@@ -26,11 +28,13 @@ class InductorBackend:
 
     Args:
         name: the name it is chosen by.
-        compiler: the Dynamo backend that gets the graph: `inductor`, or `aot_eager`, which traces
-            but does not compile.
+        compiler: the Dynamo backend that gets the graph, as `torch.compile` takes it: `inductor`,
+            or `aot_eager`, which traces but does not compile, or a function.
     """
 
-    def __init__(self, name: str = "inductor", compiler: str = "inductor") -> None:
+    def __init__(
+        self, name: str = "inductor", compiler: str | Callable[..., Any] = "inductor"
+    ) -> None:
         self.name = name
         self._compiler = compiler
 
@@ -60,17 +64,77 @@ class InductorBackend:
     ) -> Frozen:
         """Compile in the first run; `mode` and `options` are those of `torch.compile`."""
         try:
-            compiled = _compile_once(alone(function, name), self._compiler, mode, options)
-            for _ in range(warm_runs):
+            own = alone(function, name)
+            compiled = _compile_once(own, self._compiler, mode, options)
+            with without_records():
+                compiled(*example_inputs)
+            direct = direct_path(own, example_inputs)
+            for _ in range(warm_runs - 1):
                 compiled(*example_inputs)
         except Exception as error:
             raise CaptureError(name, _why_not(error)) from error
-        return Frozen(compiled, stale=_why_stale)
+        return Frozen(compiled, stale=_why_stale, direct=direct)
+
+    def precompile(
+        self,
+        function: Callable[..., Any],
+        example_inputs: Sequence[Input],
+        *,
+        name: str,
+        mode: str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Compile into inductor's cache on disk, and run nothing.
+
+        Raises:
+            NotImplementedError: this compiler has no such cache, or it is switched off.
+        """
+        if reason := self.why_no_precompile():
+            raise NotImplementedError(reason)
+        compiler = _CompileOnly(mode, options)
+        compiled = _compile_once(alone(function, name), compiler, None, None)
+        with without_records(), contextlib.suppress(_Compiled):
+            compiled(*example_inputs)
+
+    def prepare(self) -> None:
+        """Load and probe once what every first compile needs, for forked processes to inherit."""
+        self.precompile(torch.neg, [torch.ones(8)], name="prepare")
+
+    def why_no_precompile(self) -> str:
+        """Why :meth:`precompile` does not work here, or an empty string."""
+        if self._compiler != "inductor":
+            return f"backend {self.name!r} keeps nothing on disk"
+        import torch._inductor.config as config
+
+        if not getattr(config, "fx_graph_cache", False) or config.force_disable_caches:
+            return "inductor's cache on disk is switched off (fx_graph_cache)"
+        return ""
+
+
+class _Compiled(Exception):
+    pass
+
+
+class _CompileOnly:
+    """Compiles as `torch.compile(backend="inductor")` does, to something that refuses to run."""
+
+    def __init__(self, mode: str | None, options: Mapping[str, Any] | None) -> None:
+        mode = "default" if mode is None and options is None else mode
+        given = None if options is None else dict(options)
+        self._compile: Any = torch._TorchCompileInductorWrapper(mode, given, False)
+
+    def __call__(self, graph: Any, example_inputs: Any) -> Callable[..., Any]:
+        self._compile(graph, example_inputs)
+
+        def refuse(*_: Any) -> None:
+            raise _Compiled
+
+        return refuse
 
 
 def _compile_once(
     function: Callable[..., Any],
-    compiler: str,
+    compiler: str | Callable[..., Any],
     mode: str | None,
     options: Mapping[str, Any] | None,
 ) -> Callable[..., Any]:
@@ -91,7 +155,12 @@ def _compile_once(
 class _OneGraph:
     """Refuses a second graph, where `torch.compile` cannot limit recompiles (before 2.13)."""
 
-    def __init__(self, compiler: str, mode: str | None, options: dict[str, Any] | None) -> None:
+    def __init__(
+        self,
+        compiler: str | Callable[..., Any],
+        mode: str | None,
+        options: dict[str, Any] | None,
+    ) -> None:
         from torch._dynamo import lookup_backend
 
         self._compile: Any = lookup_backend(compiler)

@@ -136,6 +136,25 @@ def test_a_run_serves_checks_and_writes_every_promised_key(
     assert "6 requests, lengths scaled by 1: 165 prompt tokens, 123 to generate" in outcome.err
 
 
+def test_a_run_writes_its_report_and_the_demand_that_a_plan_is_made_from(
+    command: Command, small: list[object], tmp_path: Path
+) -> None:
+    demand, result = tmp_path / "demand.jsonl", tmp_path / "result.json"
+    outcome = command(
+        *small, "--defrag-waste", 0, "--record-demand", demand, "--report", tmp_path / "report",
+        "--json", result,
+    )  # fmt: skip
+    assert outcome.code == 0, outcome.err
+    steps = [json.loads(line) for line in demand.read_text().splitlines()]
+    figures = json.loads(result.read_text())
+    assert len(steps) == figures["steps"]
+    assert all(set(step) == {"tokens", "shared", "unique", "logits"} for step in steps)
+    assert sum(step["tokens"] for step in steps) == figures["computed_tokens"]
+    assert figures["memory"]["defrag_moves"] > 0
+    page = (tmp_path / "report" / "report.html").read_text()
+    assert "<svg" in page and "http://" not in page.replace("http://www.w3.org", "")
+
+
 def test_a_small_pool_forces_preemptions_and_changes_no_token(
     command: Command, small: list[object], tmp_path: Path
 ) -> None:

@@ -1,7 +1,17 @@
+from traceback import FrameSummary
+
 import pytest
 import torch
 
-from graphs.causes import describe_failure, reason_of, site_of_error, site_of_stack, user_line
+import graphs.alone
+from graphs.causes import (
+    describe_failure,
+    reason_of,
+    site_of_error,
+    site_of_stack,
+    user_line,
+    users_line,
+)
 
 
 class CppCompileError(RuntimeError):
@@ -44,6 +54,16 @@ def test_a_graph_break_is_told_with_the_users_line():
     assert user_line(caught.value) == (__file__, first + 1)
     assert describe_failure(caught.value).startswith(f"{__file__}:{first + 1}: ")
     assert "\n" not in describe_failure(caught.value)
+
+
+def test_the_users_line_is_the_innermost_that_is_not_torchs():
+    wrapper, mine, deeper, theirs = (
+        FrameSummary(file, line, "forward")
+        for line, file in enumerate([graphs.alone.__file__, "a.py", "b.py", torch.nn.__file__])
+    )
+    assert users_line([wrapper, mine, deeper, theirs]) == ("b.py", 2)
+    assert users_line([wrapper, theirs]) == (torch.nn.__file__, 3)
+    assert users_line([wrapper]) == users_line([]) == ("", 0)
 
 
 def test_outside_of_a_compile_there_is_no_site():

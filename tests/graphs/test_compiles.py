@@ -1,4 +1,5 @@
 import logging
+import subprocess
 import threading
 
 import pytest
@@ -59,6 +60,40 @@ def test_a_late_backward_is_seen():
         function(x).backward()
     assert watch.compiles >= 1
     assert watch.events[0].kind == "compile"
+
+
+@pytest.mark.parametrize(
+    ("trigger", "kind"), [("CUDAGRAPH_RECORDING", "recording"), ("TRITON_AUTOTUNING", "build")]
+)
+def test_what_happens_at_run_time_is_told_apart(trigger, kind):
+    callback = torch._dynamo.callback
+    with CompileWatch() as watch:
+        with callback.callback_handler.install_callbacks(callback.CallbackTrigger[trigger], "0/0"):
+            pass
+        assert watch.compiles == 0
+    (event,) = watch.events
+    assert event.kind == kind and event.remedy
+
+
+def test_graphs_are_counted_apart_from_compiles():
+    def split(x):
+        torch._dynamo.graph_break()
+        return x + 1
+
+    with CompileWatch() as watch:
+        compiled(split)(torch.ones(2))
+    assert (watch.compiles, watch.graphs) == (2, 1)
+
+
+def test_a_build_inside_of_a_compile_is_part_of_it():
+    def building(graph, inputs):
+        subprocess.run(["cc", "nothing.c"], capture_output=True)
+        return graph.forward
+
+    with CompileWatch() as watch:
+        torch.compile(lambda x: x + 7, backend=building)(torch.ones(2))
+        subprocess.run(["cc", "nothing.c"], capture_output=True)
+    assert [event.kind for event in watch.events] == ["compile", "build"]
 
 
 def test_what_on_event_raises_reaches_the_caller_before_anything_is_compiled():

@@ -37,6 +37,22 @@ def test_guards_are_told_in_terms_of_the_callable():
     assert not any("inputs" in guard for guard in guards)
 
 
+def test_guards_on_the_identity_of_modules_and_dynamos_marks_are_left_out():
+    def activated(x):
+        return torch.nn.functional.relu(x) + Scaled.__name__.count("S")
+
+    guards = explain(activated, torch.ones(2)).guards
+    assert "x is float32[2] on cpu" in guards
+    assert not any("_dynamo_" in text or "global torch" in text for text in guards)
+    assert not any("___check" in text for text in guards)
+
+
+def test_graphs_and_guards_can_be_left_out_of_the_text():
+    report = explain(Scaled(), torch.ones(2, 4))
+    assert report.text(graphs=False, guards=False) == str(report).split("\n")[0]
+    assert "graph 0" not in report.text(graphs=False) and "guards:" in report.text(graphs=False)
+
+
 def test_a_break_has_its_reason_and_the_users_line():
     report = explain(broken, torch.ones(2))
     (found,) = report.breaks

@@ -1,4 +1,6 @@
+import os
 import signal
+import sys
 
 import pytest
 import torch
@@ -198,6 +200,107 @@ def test_a_budget_that_runs_out_keeps_the_largest_for_all_needs(monkeypatch):
     assert served.degraded == 1
 
 
+def test_a_spent_budget_of_bytes_lists_what_is_left(monkeypatch):
+    grown = iter(range(0, 1000, 100))
+    monkeypatch.setattr(sys.modules["graphs.capture"], "bytes_in_use", lambda devices: next(grown))
+    report = manager(budget_bytes=150).warmup()
+    assert [(r.bucket.tokens, r.status) for r in report.results] == [
+        (8, "captured"),
+        (4, "captured"),
+        (2, "skipped"),
+    ]
+    assert report.skipped[0].error == "budget of 150 bytes is spent"
+    assert report.bytes == 200
+
+
+def test_the_most_used_come_right_after_the_largest():
+    report = manager(order="most_used", usage={Bucket(tokens=1): 7}).warmup()
+    assert [result.bucket.tokens for result in report.results] == [8, 2, 4]
+
+
+def test_each_bucket_is_timed_after_its_capture():
+    runs = []
+    served = manager(module=lambda x, slots: runs.append(len(x)) or x, timed_runs=2)
+    report = served.warmup()
+    assert runs == [8] * 3 + [4] * 3 + [2] * 3
+    assert [bucket.tokens for bucket, _ in report.cost] == [8, 4, 2]
+    assert all(seconds > 0 for _, seconds in report.cost)
+    assert manager(timed_runs=0).warmup().cost == ()
+
+
+def test_a_graph_that_runs_only_once_is_a_failed_bucket():
+    def once(x, slots, seen=[]):  # noqa: B006
+        if len(x) in seen:
+            raise RuntimeError("a second time")
+        seen.append(len(x))
+        return x
+
+    served = manager(module=once)
+    assert served.warmup().failed[0].error == "RuntimeError: a second time"
+    with pytest.raises(CaptureError, match="no bucket is captured"):
+        served.bucket(tokens=1)
+
+
+def test_results_and_events_bear_the_name_of_the_callable():
+    events = []
+    report = manager().warmup(events.append)
+    assert {event.name for event in events} == {"decode"}
+    assert {result.name for result in report.results} == {"decode"}
+
+
+def test_a_second_process_does_last_what_failed_in_the_first(tmp_path):
+    journal = tmp_path / "warmup.jsonl"
+    manager(make_inputs=failing_at(8), journal=journal).warmup()
+    events = []
+    report = manager(journal=journal).warmup(events.append)
+    assert [e.bucket.tokens for e in events if e.status == "captured"] == [4, 2, 8]
+    assert [result.bucket.tokens for result in report.results] == [8, 4, 2]
+    assert events[0].eta_seconds is None  # nobody knows how long the failed one takes
+    events.clear()
+    manager(journal=journal).warmup(events.append)
+    assert [e.bucket.tokens for e in events if e.status == "captured"] == [8, 4, 2]
+    assert events[0].eta_seconds > 0
+
+
+def test_a_process_killed_in_a_capture_leaves_a_journal_that_says_where(tmp_path):
+    journal = tmp_path / "warmup.jsonl"
+    pid = os.fork()
+    if not pid:
+        try:
+            manager(module=Killed(), journal=journal).warmup()
+        finally:
+            os._exit(0)
+    assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
+    events = []
+    manager(journal=journal).warmup(events.append)
+    assert [e.bucket.tokens for e in events if e.status == "captured"] == [8, 2, 4]
+
+
+class Killed(nn.Module):
+    """Kills its process in its second bucket."""
+
+    def forward(self, x, slot_mapping):
+        if x.shape[0] == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return x
+
+
+def test_a_budget_keeps_what_the_journal_knows_of_the_skipped(tmp_path):
+    journal = tmp_path / "warmup.jsonl"
+    manager(journal=journal).warmup()
+    before = journal.read_text()
+    manager(journal=journal, budget_seconds=0.0).warmup()
+    events = []
+    manager(journal=journal).warmup(events.append)
+    assert "captured" in before and events[0].eta_seconds > 0
+
+
+def test_workers_where_the_backend_keeps_nothing_are_not_started_and_the_log_says_so(caplog):
+    served = manager(workers=2)
+    assert len(served.warmup().captured) == 3
+    assert "workers=2 compile nothing: backend 'eager' keeps nothing on disk" in caplog.text
+
+
 class Interrupted(nn.Module):
     """Gets a real Ctrl-C in its second bucket."""
 
@@ -334,6 +437,10 @@ def test_options_reach_the_backend():
         ({"overflow": "ignore"}, "overflow is 'ignore'; expected one of"),
         ({"order": "random"}, "order is 'random'"),
         ({"budget_seconds": -1}, "budget_seconds is -1"),
+        ({"budget_bytes": -1}, "budget_bytes is -1"),
+        ({"workers": 0}, "workers is 0; expected at least 1"),
+        ({"timed_runs": -1}, "timed_runs is -1"),
+        ({"order": "most_used"}, "usage is not given"),
     ],
 )
 def test_a_wrong_setting_is_refused_at_once(options, text):

@@ -32,6 +32,12 @@ def test_the_text_lists_every_bucket_that_is_not_captured_with_its_reason():
     ]
 
 
+def test_the_cost_lists_what_was_measured():
+    results = [BucketResult(Bucket(n=n), "captured", run_seconds=n / 4) for n in (8, 2)]
+    report = WarmupReport((*results, *REPORT.results), 1.0)
+    assert report.cost == ((Bucket(n=8), 2.0), (Bucket(n=2), 0.5))
+
+
 def test_the_json_form_is_plain():
     data = json.loads(json.dumps(REPORT.to_json()))
     assert data["buckets"][1] == {
@@ -41,6 +47,8 @@ def test_the_json_form_is_plain():
         "bytes": 0,
         "compiles": 1,
         "error": "graph break",
+        "run_seconds": None,
+        "name": "",
     }
     assert data["elapsed_seconds"] == 2.6
 

@@ -1,0 +1,67 @@
+"""The store that ``compiled-attn run`` starts from, and the one place that tells inductor of it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from compiled_attn.cli.cache import DEFAULT_STORE
+from compiled_attn.cli.errors import UserError
+from graphs.backends.base import Backend
+from graphs.store import (
+    ArtifactStore,
+    StoredAoti,
+    StoredInductor,
+    StoreError,
+    environment_factors,
+)
+
+__all__ = ["stored_backend"]
+
+_log = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def stored_backend(backend: str, store: Path | None) -> Iterator[str | Backend]:
+    """The backend of that name, with the store in its back where it can have one.
+
+    Args:
+        backend: as in ``--backend``.
+        store: its folder. None: the default one, without which one can do if it cannot be used.
+
+    Raises:
+        UserError: the folder that was asked for cannot be used.
+    """
+    if backend not in ("inductor", "aoti"):
+        yield backend
+        return
+    try:
+        opened = ArtifactStore(store or DEFAULT_STORE)
+    except (StoreError, OSError) as error:
+        if store is not None:
+            raise UserError(str(error)) from error
+        _log.warning("nothing is stored for the next start: %s", error)
+        yield backend
+        return
+    if backend == "aoti":
+        yield StoredAoti(opened)
+        return
+    with opened.inductor_cache(environment_factors()) as cache, _variables(cache.environment):
+        yield StoredInductor(opened, cache.seal)
+
+
+@contextlib.contextmanager
+def _variables(wanted: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -1,0 +1,184 @@
+"""`torch.export` and an AOTInductor package: loads in milliseconds, and compiles nothing by then.
+
+Parameters and buffers are inputs of the package, never constants in it: what the graph writes to
+them the caller sees, what the caller changes in them the graph reads, and a package holds code
+only, however large the weights are.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from graphs.backends.base import CaptureError, Frozen
+from graphs.backends.export_state import (
+    State,
+    StateChanged,
+    Stateless,
+    constants_of_others,
+    needs_gradients,
+)
+from graphs.backends.inductor import InductorBackend
+from graphs.causes import describe_failure
+from graphs.inputs import Input
+
+__all__ = ["AotiBackend", "build", "load"]
+
+_PACKAGE = "graph.pt2"
+_LAYOUT = "graph.json"
+_CONSTANTS = (bool, int, float, str, type(None))
+
+
+class AotiBackend:
+    """Captures with `torch.export`; what is no input is fixed, and no guard tells if it changes.
+
+    Attributes of the module other than tensors (a scale, a flag) are what they were at the capture.
+    """
+
+    name = "aoti"
+
+    def available(self) -> str | None:
+        """Needs what backend `inductor` needs."""
+        return InductorBackend().available()
+
+    def capture(
+        self,
+        function: Callable[..., Any],
+        example_inputs: Sequence[Input],
+        *,
+        name: str,
+        warm_runs: int,
+        package_path: str | Path | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> Frozen:
+        """Export, compile and load; the compile itself runs nothing.
+
+        Args:
+            package_path: folder to keep the package in, for :meth:`load`; None: a temporary one
+                until the graph is closed.
+            options: settings of `torch._inductor.config`.
+        """
+        if needs_gradients(function, example_inputs):
+            raise CaptureError(name, "a package has no gradients; capture under torch.no_grad()")
+        folder = Path(package_path or tempfile.mkdtemp(prefix="graphs-aoti-"))
+        try:
+            build(function, example_inputs, folder, options)
+            run = load(folder, function)
+            for _ in range(warm_runs):
+                run(*example_inputs)
+        except Exception as error:
+            if package_path is None:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise CaptureError(name, describe_failure(error)) from error
+        if package_path is not None:
+            return Frozen(run, stale=_why_stale)
+        return Frozen(
+            run, close=lambda: shutil.rmtree(folder, ignore_errors=True), stale=_why_stale
+        )
+
+    def load(self, function: Callable[..., Any], path: str | Path, *, name: str) -> Frozen:
+        """Load what a capture of the same callable left in `path`; nothing is compiled or run.
+
+        A package is machine code: load none that you did not write.
+
+        Raises:
+            CaptureError: there is no package, or the callable's tensors are others than it has.
+        """
+        try:
+            return Frozen(load(Path(path), function), stale=_why_stale)
+        except Exception as error:
+            raise CaptureError(name, describe_failure(error)) from error
+
+
+def build(
+    function: Callable[..., Any],
+    example_inputs: Sequence[Input],
+    folder: Path,
+    options: Mapping[str, Any] | None = None,
+) -> None:
+    """Compile `function` at the shapes of its examples into a package in `folder`.
+
+    Raises:
+        ValueError: it reads tensors that are neither inputs, parameters nor buffers, or returns
+            what a package cannot tell of.
+    """
+    stateless = Stateless(function, example_inputs)
+    tensors = [value for value in example_inputs if isinstance(value, Tensor)]
+    program = torch.export.export(stateless, (*tensors, *stateless.state.now()), strict=False)
+    if names := constants_of_others(program, function):
+        raise ValueError(
+            f"reads tensors that would become constants of the package ({names}): make them "
+            "inputs, or buffers of the module that is captured"
+        )
+    layout = json.dumps(_layout(stateless))
+    folder.mkdir(parents=True, exist_ok=True)
+    torch._inductor.aoti_compile_and_package(
+        program,
+        package_path=str(folder / _PACKAGE),
+        inductor_configs=None if options is None else dict(options),
+    )
+    (folder / _LAYOUT).write_text(layout)
+
+
+def load(folder: Path, function: Callable[..., Any]) -> Callable[..., Any]:
+    """What runs the package in `folder` on the tensors of `function`.
+
+    Raises:
+        FileNotFoundError: there is no package.
+        ValueError: the parameters and buffers of `function` differ from those it was built with.
+    """
+    path = folder / _PACKAGE
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no {path}: capture it again")
+    layout = json.loads((folder / _LAYOUT).read_text())
+    state = State(function)
+    for built, own in zip_longest(layout["state"], state.layout()):
+        if built != own:
+            raise ValueError(f"the package was built with {built}, got {own}: capture it again")
+    call = torch._inductor.aoti_load_package(str(path)).loader.run
+    places, leaves = layout["inputs"], layout["leaves"]
+    spec = pytree.treespec_loads(layout["spec"])
+    is_one_tensor = leaves == [None] and spec.is_leaf()
+
+    def run(*inputs: Input) -> Any:
+        given = [inputs[place] for place in places] + state.now()
+        results = call(given)
+        if is_one_tensor:
+            return results[0]
+        return pytree.tree_unflatten(_values(leaves, given, iter(results)), spec)
+
+    return run
+
+
+def _values(leaves: list[Any], given: list[Any], made: Iterator[Tensor]) -> Iterator[Any]:
+    for leaf in leaves:
+        if leaf is None:
+            yield next(made)
+        else:
+            yield given[leaf] if isinstance(leaf, int) else leaf[0]
+
+
+def _layout(stateless: Stateless) -> dict[str, Any]:
+    returned = stateless.returned
+    for leaf in returned.leaves:
+        if isinstance(leaf, list) and not isinstance(leaf[0], _CONSTANTS):
+            raise ValueError(f"returns a {type(leaf[0]).__name__}; expected tensors and constants")
+    return {
+        "inputs": stateless.places,
+        "state": stateless.state.layout(),
+        "leaves": returned.leaves,
+        "spec": pytree.treespec_dumps(returned.spec),
+    }
+
+
+def _why_stale(error: Exception) -> str | None:
+    return str(error) if isinstance(error, StateChanged) else None

@@ -1,0 +1,264 @@
+"""Explicit CUDA graphs: recorded once, replayed at fixed addresses.
+
+What a user has to know:
+
+- Outputs lie in memory that the next replay of any graph of the same callable overwrites: use them,
+  or copy them, before it (or capture with ``fresh_outputs=True``).
+- Inputs are copied to fixed addresses, unless they are the graph's own `static_inputs`, filled in
+  place. An input that the callable writes to is copied back.
+- Parameters and buffers of the module are used where they lie; if one is put elsewhere, the graph
+  does not run.
+- All graphs of one callable share a memory pool and the buffers of their inputs, so capture the
+  largest first, and run one at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from graphs.backends.base import CaptureError, Frozen
+from graphs.backends.export_state import State, StateChanged, needs_gradients
+from graphs.backends.inductor import InductorBackend
+from graphs.backends.static_inputs import StaticInputs
+from graphs.causes import describe_failure
+from graphs.inputs import Input
+
+__all__ = ["CudaGraphBackend", "Recorder", "Recording"]
+
+
+class Recording(NamedTuple):
+    """A recorded call: `replay()` runs it again, `outputs` is where its results lie."""
+
+    replay: Callable[[], None]
+    outputs: Any
+    close: Callable[[], None]
+
+
+class Recorder(Protocol):
+    """What records the work of a device; its graphs share one memory pool."""
+
+    device: str
+
+    def warm(self, call: Callable[[], Any], runs: int) -> None:
+        """Run `call` for real on a stream of its own."""
+
+    def record(self, call: Callable[[], Any]) -> Recording:
+        """Record what `call` does; on a device, that runs nothing."""
+
+
+class CudaRecorder:
+    """Records with `torch.cuda.CUDAGraph`."""
+
+    device = "cuda"
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def warm(self, call: Callable[[], Any], runs: int) -> None:
+        """Run on a side stream, so that lazy initialisation is not part of the graph."""
+        stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            for _ in range(runs):
+                call()
+        current.wait_stream(stream)
+        torch.cuda.synchronize()
+
+    def record(self, call: Callable[[], Any]) -> Recording:
+        """Record into the pool of this recorder."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            outputs = call()
+        return Recording(graph.replay, outputs, graph.reset)
+
+
+class _Memory:
+    # What the graphs of one callable share.
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.inputs = StaticInputs()
+
+
+class CudaGraphBackend:
+    """Captures with CUDA graphs, over compiled or eager code.
+
+    Args:
+        recorder: makes what records, once for each callable.
+    """
+
+    name = "cudagraph"
+
+    def __init__(self, recorder: Callable[[], Recorder] = CudaRecorder) -> None:
+        self._recorder = recorder
+        self._memories: WeakKeyDictionary[Any, _Memory] = WeakKeyDictionary()
+
+    def available(self) -> str | None:
+        """Needs a CUDA device, unless something else records."""
+        if self._recorder is not CudaRecorder or torch.cuda.is_available():
+            return None
+        built = "sees no CUDA device" if torch.version.cuda else "is built without CUDA"
+        return f"torch {torch.__version__} {built}; use backend 'inductor'"
+
+    def capture(
+        self,
+        function: Callable[..., Any],
+        example_inputs: Sequence[Input],
+        *,
+        name: str,
+        warm_runs: int,
+        compiler: str = "inductor",
+        fresh_outputs: bool = False,
+    ) -> Frozen:
+        """Run `warm_runs` times, then record.
+
+        Args:
+            compiler: what makes the code that is recorded: `inductor`, or `eager`.
+            fresh_outputs: return copies, which no later replay overwrites.
+        """
+        if needs_gradients(function, example_inputs):
+            raise CaptureError(
+                name, "a recorded graph has no gradients; capture under torch.no_grad()"
+            )
+        try:
+            memory = self._memory_of(function)
+            _expect_on(memory.recorder.device, example_inputs)
+            statics = memory.inputs.of(example_inputs)
+            writes = _Writes(example_inputs, statics)
+            call = function
+            if compiler != "eager":
+                inner = InductorBackend(compiler, compiler)
+                call = inner.capture(function, statics, name=name, warm_runs=1).run
+                warm_runs -= 1
+            memory.recorder.warm(lambda: call(*statics), max(1, warm_runs))
+            writes.find()
+            recording = memory.recorder.record(lambda: call(*statics))
+            writes.give_back(example_inputs)
+        except CaptureError:
+            raise
+        except Exception as error:
+            raise CaptureError(name, describe_failure(error)) from error
+        replay = _Replay(function, statics, recording, writes, fresh_outputs)
+        tensors = tuple(value for value in statics if isinstance(value, Tensor))
+        return Frozen(replay, tensors, close=replay.close, stale=_why_stale)
+
+    def _memory_of(self, function: Callable[..., Any]) -> _Memory:
+        try:
+            memory = self._memories.get(function)
+            if memory is None:
+                memory = self._memories[function] = _Memory(self._recorder())
+            return memory
+        except TypeError:  # it can be no key: its graphs share nothing
+            return _Memory(self._recorder())
+
+
+class _Writes:
+    """Which static inputs the callable writes to, and so have to be copied back."""
+
+    def __init__(self, given: Sequence[Input], statics: Sequence[Input]) -> None:
+        self.places: list[int] = []
+        self._statics = statics
+        self._before = {
+            i: (value._version, value.clone())
+            for i, value in enumerate(statics)
+            if isinstance(value, Tensor)
+        }
+        self._storages = [
+            value.untyped_storage().data_ptr() if isinstance(value, Tensor) else None
+            for value in given
+        ]
+
+    def find(self) -> None:
+        """Compare with what the inputs were before the callable ran.
+
+        Raises:
+            ValueError: one that is written to shares memory with another.
+        """
+        for place, (version, content) in self._before.items():
+            static: Any = self._statics[place]
+            if static._version != version or not _same_bits(static, content):
+                self.places.append(place)
+                if self._storages.count(self._storages[place]) > 1:
+                    raise ValueError(
+                        f"input {place} is written to and shares memory with another input: pass "
+                        "tensors of their own, or keep them as buffers of the module"
+                    )
+        self._before.clear()
+
+    def give_back(self, inputs: Sequence[Any]) -> None:
+        """Copy what was written to the caller's own tensors."""
+        for place in self.places:
+            given, static = inputs[place], self._statics[place]
+            if given.data_ptr() != static.data_ptr():  # type: ignore[union-attr]
+                given.copy_(static)
+
+
+class _Replay:
+    """Copies inputs in, replays, and hands out the outputs."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        statics: Sequence[Input],
+        recording: Recording,
+        writes: _Writes,
+        fresh_outputs: bool,
+    ) -> None:
+        self._state = State(function)
+        self._addresses = [tensor.data_ptr() for tensor in self._state.now()]
+        self._statics = [(i, value) for i, value in enumerate(statics) if isinstance(value, Tensor)]
+        self._recording: Recording | None = recording
+        self._writes = writes
+        self._fresh_outputs = fresh_outputs
+
+    def __call__(self, *inputs: Any) -> Any:
+        recording = self._recording
+        assert recording is not None  # a closed graph is never called
+        self._expect_nothing_moved()
+        for place, static in self._statics:
+            if inputs[place].data_ptr() != static.data_ptr():
+                static.copy_(inputs[place], non_blocking=True)
+        recording.replay()
+        self._writes.give_back(inputs)
+        if self._fresh_outputs:
+            return pytree.tree_map_only(Tensor, torch.clone, recording.outputs)
+        return recording.outputs
+
+    def close(self) -> None:
+        if self._recording is not None:
+            self._recording.close()
+        self._recording = None
+        self._statics.clear()
+
+    def _expect_nothing_moved(self) -> None:
+        now = self._state.now()
+        if [tensor.data_ptr() for tensor in now] != self._addresses:
+            both = zip(self._state.specs, now, self._addresses, strict=True)
+            moved = [spec.name for spec, tensor, address in both if tensor.data_ptr() != address]
+            raise StateChanged(f"tensor '{moved[0]}' lies elsewhere; write to it in place")
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(_bytes(one), _bytes(other))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)  # NaN is not equal to itself
+
+
+def _expect_on(device: str, inputs: Sequence[Input]) -> None:
+    for place, value in enumerate(inputs):
+        if isinstance(value, Tensor) and value.device.type != device:
+            raise ValueError(
+                f"input {place} is on {value.device}; expected all tensors on {device}, since a "
+                "recorded graph cannot read another device: move it there"
+            )
+
+
+def _why_stale(error: Exception) -> str | None:
+    return str(error) if isinstance(error, StateChanged) else None

@@ -1,0 +1,121 @@
+"""Calls what Dynamo compiled without the wrapper of `torch.compile`, behind Dynamo's own guards.
+
+`torch.compile` takes longer to reach a graph than to check its guards. Both the guards and the code
+that they guard are kept with the function; here they are called one after the other. The guards are
+a single evaluation in C++ of everything that the graph depends on: inputs, settings of torch,
+globals, attributes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphs.backends.base import Direct
+from graphs.inputs import Input
+
+__all__ = ["direct_path", "without_records"]
+
+
+def direct_path(function: Any, examples: Sequence[Input]) -> Direct | None:
+    """The way around the wrapper of a function of :func:`graphs.alone.alone` that is compiled.
+
+    Returns None, for the caller to go through `torch.compile`, if this torch keeps its guards in
+    another way, or if they do not tell the examples from what is certainly wrong.
+    """
+    try:
+        return _direct_path(function, tuple(examples))
+    except (ImportError, AttributeError, TypeError, ValueError, RuntimeError):
+        return None
+
+
+def without_records() -> AbstractContextManager[object]:
+    """Compile without the marks for a profiler that cost each call a microsecond."""
+    config = torch._dynamo.config
+    if not hasattr(config, "record_runtime_overhead"):
+        return nullcontext()
+    patch: AbstractContextManager[object] = config.patch(record_runtime_overhead=False)
+    return patch
+
+
+def _direct_path(function: Any, examples: tuple[Input, ...]) -> Direct | None:
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    (entry,) = _debug_get_cache_entry_list(function.__code__)
+    guards, code = entry.guard_manager, entry.code
+    check = guards.root.check
+    free = {
+        name: cell.cell_contents
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__, strict=True)
+    }
+    (name,) = free  # and `inputs` is its only parameter
+    called = free[name]
+    is_inference = torch.is_inference_mode_enabled
+    captured_inference = is_inference()
+
+    def holds(inputs: tuple[Any, ...]) -> bool:
+        # An entry is taken from its guards when an object that they know by its address is gone.
+        return (
+            guards.cache_entry is not None
+            and is_inference() is captured_inference
+            and check({"inputs": inputs, name: called})
+        )
+
+    with torch.set_grad_enabled(not torch.is_grad_enabled()):
+        sees_modes = not holds(examples)
+    if not sees_modes or not holds(examples) or holds((*examples, None)):
+        return None
+    run = FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)
+    unchecked = [i for i in range(len(examples)) if not _is_guarded(holds, examples, i)]
+    return Direct(holds, run, tuple(unchecked))
+
+
+def _is_guarded(
+    holds: Callable[[tuple[Any, ...]], bool], examples: tuple[Input, ...], place: int
+) -> bool:
+    wrong = _wrong_tensors if isinstance(examples[place], Tensor) else _wrong_constants
+    return not any(
+        holds((*examples[:place], other, *examples[place + 1 :]))
+        for other in wrong(examples[place])
+    )
+
+
+def _wrong_tensors(value: Any) -> Iterator[Input]:
+    # Views only, of which none needs memory.
+    yield value.unsqueeze(0)
+    if value.numel() > 1:
+        yield value.as_strided(value.shape, [0] * value.dim())
+    pair = _SAME_SIZE.get(value.element_size(), ())
+    yield from (value.view(dtype) for dtype in pair if dtype != value.dtype)
+    if value.device.type != "meta":
+        yield torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+
+def _wrong_constants(value: Any) -> Iterator[Input]:
+    yield torch.zeros(())
+    yield 0 if value is None else None
+    if isinstance(value, str):
+        yield value + "_"
+    elif value is not None:
+        yield type(value)(not value) if isinstance(value, bool) else value + 1
+        yield from (kind(value) for kind in (int, float, bool) if _equal_of_other_type(kind, value))
+
+
+def _equal_of_other_type(kind: type, value: Any) -> bool:
+    try:
+        return type(value) is not kind and kind(value) == value
+    except (ValueError, OverflowError):
+        return False
+
+
+_SAME_SIZE: dict[int, tuple[torch.dtype, ...]] = {
+    1: (torch.uint8, torch.int8),
+    2: (torch.int16, torch.float16),
+    4: (torch.int32, torch.float32),
+    8: (torch.int64, torch.float64),
+}

@@ -1,0 +1,195 @@
+"""A callable as a function of all the tensors that it reads, for `torch.export`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from graphs.inputs import Input, InputsCheck, InputSpec
+
+__all__ = [
+    "Returned",
+    "State",
+    "StateChanged",
+    "Stateless",
+    "constants_of_others",
+    "needs_gradients",
+]
+
+
+class StateChanged(RuntimeError):
+    """A parameter or buffer is no longer what a package was built for; nothing ran."""
+
+
+class State:
+    """The parameters and buffers of a module, each once, as they are at each moment.
+
+    A callable that is no module has none.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        named = _named_tensors(function) if isinstance(function, nn.Module) else ()
+        self.homes: list[list[_Home]] = []
+        known: dict[int, list[_Home]] = {}
+        self.specs: list[InputSpec] = []
+        for name, home in named:
+            tensor = home.tensors[home.key]
+            if id(tensor) not in known:
+                known[id(tensor)] = []
+                self.homes.append(known[id(tensor)])
+                self.specs.append(InputSpec.of(name, tensor))
+            known[id(tensor)].append(home)
+        self._first = [homes[0] for homes in self.homes]
+        self._check = InputsCheck(_of_anything, [each.tensors[each.key] for each in self._first])
+
+    def layout(self) -> list[list[str]]:
+        """Name, shape, dtype, device and stride of each, as text."""
+        return [
+            [spec.name, str(spec.shape), str(spec.dtype), str(spec.device), str(spec.stride)]
+            for spec in self.specs
+        ]
+
+    def now(self) -> list[Tensor]:
+        """The tensors, also those put in the place of others since.
+
+        Raises:
+            StateChanged: one has another shape, dtype, device or stride.
+        """
+        tensors = [tensors[key] for tensors, key in self._first]
+        if self._check.mismatch(tensors) is not None:
+            for spec, tensor in zip(self.specs, tensors, strict=True):
+                if difference := spec.mismatch(tensor):
+                    raise StateChanged(difference)
+        return tensors
+
+    @contextmanager
+    def replaced_by(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """Put others in the place of the tensors.
+
+        Raises:
+            ValueError: the module put yet others there meanwhile, instead of writing in place.
+        """
+        places = [(*home, i) for i, homes in enumerate(self.homes) for home in homes]
+        before = [own[key] for own, key, _ in places]
+        try:
+            for own, key, i in places:
+                own[key] = tensors[i]
+            yield
+            changed = [i for own, key, i in places if own[key] is not tensors[i]]
+        finally:
+            for (own, key, _), tensor in zip(places, before, strict=True):
+                own[key] = tensor
+        if changed:
+            name = self.specs[changed[0]].name
+            raise ValueError(
+                f"the module replaces {name}, expected writes in place: use self.{name}.copy_(...)"
+            )
+
+
+class Returned:
+    """What a callable returned, and how it was nested: the index of a tensor that it was given, a
+    constant in a list of its own, or None for each tensor that it made.
+    """
+
+    # An object of its own, since export takes back what is assigned to the module it traces.
+    leaves: Sequence[int | list[Any] | None] = ()
+    spec: Any = None
+
+
+class Stateless(nn.Module):
+    """Takes the tensors among a callable's inputs, then its state; returns the tensors it makes.
+
+    Attributes:
+        places: indices of the inputs that are tensors; the others are fixed.
+        returned: what the last call returned.
+    """
+
+    def __init__(self, function: Callable[..., Any], examples: Sequence[Input]) -> None:
+        super().__init__()
+        self._function: Callable[..., Any]
+        object.__setattr__(self, "_function", function)  # no submodule: its tensors are inputs
+        self._examples = list(examples)
+        self.state = State(function)
+        self.places = [i for i, value in enumerate(examples) if isinstance(value, Tensor)]
+        self.returned = Returned()
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Call the callable on `tensors` in the place of its own."""
+        inputs = list(self._examples)
+        for place, tensor in zip(self.places, tensors, strict=False):
+            inputs[place] = tensor
+        with self.state.replaced_by(tensors[len(self.places) :]):
+            leaves, self.returned.spec = pytree.tree_flatten(self._function(*inputs))
+        own = {id(tensor): i for i, tensor in enumerate(tensors)}
+        made = [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in own]
+        self.returned.leaves = [
+            None if any(leaf is each for each in made) else own.get(id(leaf), [leaf])
+            for leaf in leaves
+        ]
+        return tuple(made)
+
+
+def needs_gradients(function: Callable[..., Any], inputs: Sequence[Input]) -> bool:
+    """Whether autograd would follow this call."""
+    tensors = [*State(function).now(), *(each for each in inputs if isinstance(each, Tensor))]
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def constants_of_others(program: Any, function: Callable[..., Any]) -> str:
+    """Names of an exported program's constants that someone else may change; empty if there are
+    none but those written as numbers in the code.
+    """
+    found = _tensors_around(function)
+    around = {tensor.data_ptr(): name for name, tensor in found if tensor.numel()}
+    constants = [value for value in program.constants.values() if isinstance(value, Tensor)]
+    constants += program.state_dict.values()
+    return ", ".join(around[value.data_ptr()] for value in constants if value.data_ptr() in around)
+
+
+def _tensors_around(function: Callable[..., Any]) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(function, nn.Module):
+        yield from _attributes(function)
+        function = type(function).forward
+    function = getattr(function, "__func__", function)
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return
+    cells = zip(code.co_freevars, function.__closure__ or (), strict=False)
+    found = {name: cell.cell_contents for name, cell in cells}
+    found |= {n: function.__globals__[n] for n in code.co_names if n in function.__globals__}
+    found |= {f"default {i}": value for i, value in enumerate(function.__defaults__ or ())}
+    for name, value in found.items():
+        if isinstance(value, Tensor):
+            yield name, value
+        elif isinstance(value, nn.Module):
+            yield from ((f"{name}.{inner}", t) for inner, t in value.named_parameters())
+            yield from ((f"{name}.{inner}", t) for inner, t in value.named_buffers())
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for path, part in module.named_modules():
+        for name, value in vars(part).items():
+            if isinstance(value, Tensor):
+                yield f"{path}.{name}".lstrip("."), value
+
+
+class _Home(NamedTuple):
+    tensors: dict[str, Any]
+    key: str
+
+
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, _Home]]:
+    for path, part in module.named_modules():
+        for tensors in (part._parameters, part._buffers):
+            for key, tensor in tensors.items():
+                if tensor is not None:
+                    yield f"{path}.{key}".lstrip("."), _Home(tensors, key)
+
+
+def _of_anything(*tensors: Tensor) -> None:
+    pass

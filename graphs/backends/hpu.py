@@ -1,0 +1,129 @@
+"""Intel Gaudi: HPU graphs in lazy mode, `torch.compile(backend="hpu_backend")` in eager mode.
+
+Never run on a device here: it is tested against a stub of `habana_frameworks` only, which knows the
+calls and their order, not the hardware. An update in place through a view is not seen outside of
+an HPU graph, so caches have to be tensors of their own.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from typing import Any, Literal, TypeAlias
+
+from torch import Tensor, nn
+
+from graphs.backends.base import CaptureError, Frozen
+from graphs.backends.inductor import InductorBackend
+from graphs.causes import describe_failure
+from graphs.inputs import Input
+
+__all__ = ["HpuBackend"]
+
+_BRIDGE = "habana_frameworks"
+
+Mode: TypeAlias = Literal["auto", "lazy", "eager"]
+
+
+class HpuBackend:
+    """Captures with what the Gaudi bridge has for the mode that it runs in."""
+
+    name = "hpu"
+
+    def available(self) -> str | None:
+        """Needs Intel's bridge and a device."""
+        if find_spec(_BRIDGE) is None:
+            return f"{_BRIDGE} is not installed; it comes with the Intel Gaudi software"
+        try:
+            has_device = _bridge().hpu.is_available()
+        except Exception as error:
+            return f"{_BRIDGE} does not import: {describe_failure(error)}"
+        return None if has_device else f"{_BRIDGE} sees no HPU device"
+
+    def capture(
+        self,
+        function: Callable[..., Any],
+        example_inputs: Sequence[Input],
+        *,
+        name: str,
+        warm_runs: int,
+        mode: Mode = "auto",
+    ) -> Frozen:
+        """Run `warm_runs` times; the first run records or compiles.
+
+        Args:
+            mode: `lazy` (HPU graphs) or `eager` (`hpu_backend`); `auto`: what the bridge is in.
+        """
+        if mode == "auto":
+            mode = "lazy" if _is_lazy() else "eager"
+        views = _Views(function, example_inputs)
+        if mode == "lazy":
+            frozen = _record(function, example_inputs, name, warm_runs)
+        else:
+            compiled = InductorBackend(self.name, "hpu_backend")
+            frozen = compiled.capture(function, example_inputs, name=name, warm_runs=warm_runs)
+        if written := views.written():
+            raise CaptureError(
+                name,
+                f"{written} is a view and is written in place, which an HPU graph loses: "
+                "keep it as a tensor of its own",
+            )
+        return frozen
+
+
+def _record(
+    function: Callable[..., Any], inputs: Sequence[Input], name: str, warm_runs: int
+) -> Frozen:
+    bridge = _bridge()
+    module = function if isinstance(function, nn.Module) else _Function(function)
+    mark_step = bridge.core.mark_step
+
+    def run(*inputs: Input) -> Any:
+        # Before it, so that copies of inputs are not part of the graph; after it, to start it now.
+        mark_step()
+        result = recorded(*inputs)
+        mark_step()
+        return result
+
+    try:
+        # Its cache would keep the inputs of the recording, and with them old caches, alive.
+        recorded = bridge.hpu.wrap_in_hpu_graph(module, disable_tensor_cache=True)
+        for _ in range(warm_runs):
+            run(*inputs)
+    except Exception as error:
+        raise CaptureError(name, describe_failure(error)) from error
+    return Frozen(run)
+
+
+class _Function(nn.Module):
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self, *inputs: Input) -> Any:
+        return self._function(*inputs)
+
+
+class _Views:
+    # The inputs and buffers that are views, to see whether one of them is written to.
+    def __init__(self, function: Callable[..., Any], inputs: Sequence[Input]) -> None:
+        tensors = [(f"input {i}", v) for i, v in enumerate(inputs) if isinstance(v, Tensor)]
+        if isinstance(function, nn.Module):
+            tensors += function.named_buffers()
+        self._versions = [
+            (name, tensor, tensor._version)
+            for name, tensor in tensors
+            if tensor._is_view() and not tensor.is_inference()
+        ]
+
+    def written(self) -> str:
+        return ", ".join(name for name, t, version in self._versions if t._version != version)
+
+
+def _bridge() -> Any:
+    return importlib.import_module(f"{_BRIDGE}.torch")
+
+
+def _is_lazy() -> bool:
+    return bool(importlib.import_module(f"{_BRIDGE}.torch.utils.internal").is_lazy())

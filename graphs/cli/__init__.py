@@ -1,0 +1,29 @@
+"""The command `python -m graphs`: a thin layer over the package (extra `cli`: typer)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from graphs.cli.errors import BAD_INPUT, UserError, tell
+
+__all__ = ["UserError", "main"]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command and end the process with its exit code.
+
+    Args:
+        argv: arguments without the program's name; by default those of the process.
+
+    Raises:
+        SystemExit: always. 0: all is well; 1: the answer is no (graph breaks, buckets that are not
+            captured); 2: bad input, told in one line; 130: interrupted.
+    """
+    try:
+        import typer  # noqa: F401
+    except ImportError:
+        sys.exit(tell("the command needs typer: pip install 'compiled-attn[cli]'", BAD_INPUT))
+    from graphs.cli.app import run_command
+
+    sys.exit(run_command(argv))

@@ -1,0 +1,45 @@
+"""Commands of `python -m graphs`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import typer
+
+from graphs.backends.base import CaptureError
+from graphs.bucket_file import BucketFileError
+from graphs.cli.cache import cache_app
+from graphs.cli.errors import BAD_INPUT, INTERRUPTED, UserError, tell
+from graphs.cli.explain import explain
+from graphs.cli.plan import plan
+from graphs.cli.warmup import warmup
+
+__all__ = ["app", "run_command"]
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Freeze a callable at a set of shapes, and prove that nothing compiles any more.",
+)
+app.command()(explain)
+app.command()(plan)
+app.command()(warmup)
+app.add_typer(cache_app("~/.cache/graphs"), name="cache")
+
+
+def run_command(argv: Sequence[str] | None = None) -> int:
+    """Parse and run; returns the exit code."""
+    arguments = None if argv is None else list(argv)
+    try:
+        return app(args=arguments, prog_name="python -m graphs", standalone_mode=False) or 0
+    except (KeyboardInterrupt, typer.Abort):
+        return tell("interrupted", INTERRUPTED)
+    except (UserError, BucketFileError, CaptureError) as error:
+        return tell(error, BAD_INPUT)
+    except Exception as error:
+        # By its version, typer brings a click of its own or not: usage errors have this in common.
+        message = getattr(error, "format_message", None)
+        if message is None:
+            raise
+        return tell(message(), BAD_INPUT)

@@ -1,0 +1,79 @@
+"""`explain`: what torch.compile makes of a user's callable, with each break and its line."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Annotated
+
+import torch
+import typer
+
+from graphs.cli.errors import FAILED, UserError, failed
+from graphs.cli.inputs import inputs_of, parse_bucket, parse_input
+from graphs.cli.target import load_target
+from graphs.explain import explain as explain_callable
+
+__all__ = ["explain"]
+
+
+def explain(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODULE:CALLABLE",
+            help="Module or .py file, and a function, an nn.Module or its class in it; with () "
+            "behind it, what calling it returns.",
+        ),
+    ],
+    input: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SHAPE:DTYPE",
+            help="An input, such as 2x8:int64 or =3; once for each, in order.",
+        ),
+    ] = None,
+    inputs: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", help="Without --input: the module's function that makes them."
+        ),
+    ] = "example_inputs",
+    bucket: Annotated[
+        str | None,
+        typer.Option(metavar="SIZES", help="Bucket for that function: rows=4,length=16."),
+    ] = None,
+    grad: Annotated[bool, typer.Option(help="Trace with grad mode on.")] = False,
+    graphs: Annotated[bool, typer.Option(help="Print the graphs.")] = True,
+    guards: Annotated[bool, typer.Option(help="Print the guards.")] = True,
+) -> int:
+    """Print graphs, graph breaks (with the reason and your line) and guards of a callable.
+
+    It really runs on the inputs. Ends with 1 if there is a break, with 2 on bad input.
+    """
+    if input and bucket:
+        raise UserError("--input and --bucket were both given: choose where the inputs come from")
+    size = parse_bucket(bucket) if bucket else None
+    given = [parse_input(text) for text in input or ()]
+    found = load_target(target)
+    with torch.set_grad_enabled(grad), _quiet_dynamo():
+        examples = given or inputs_of(found, inputs, size)
+        try:
+            report = explain_callable(found.callable, *examples)
+        except Exception as error:
+            raise failed(f"running {target}", error) from error
+    typer.echo(report.text(graphs=graphs, guards=guards))
+    return FAILED if report.breaks else 0
+
+
+@contextlib.contextmanager
+def _quiet_dynamo() -> Iterator[None]:
+    # What Dynamo logs about a break is in the report.
+    log = logging.getLogger("torch._dynamo")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)

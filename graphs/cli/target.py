@@ -1,0 +1,127 @@
+"""Finds what a user names as `MODULE:NAME`: a module or a file, and a callable in it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from graphs.cli.errors import UserError, failed
+
+__all__ = ["Target", "load_target"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A callable, and the module that it was found in."""
+
+    name: str
+    callable: Callable[..., Any]
+    module: ModuleType
+
+
+def load_target(text: str) -> Target:
+    """Import `MODULE:NAME`.
+
+    `MODULE` is a dotted name or the path of a `.py` file; `NAME` may have dots. `NAME()` stands for
+    what calling it returns. An `nn.Module` class is instantiated without arguments and put in eval
+    mode.
+
+    Raises:
+        UserError: there is no such module or name, it cannot be imported or called, or it is not
+            callable.
+    """
+    place, colon, name = text.rpartition(":")
+    if not colon or not place or not name:
+        raise UserError(f"expected MODULE:NAME, got {text!r}: such as model.py:MyModule")
+    module = _import(place)
+    found = _lookup(module, name.removesuffix("()"))
+    if name.endswith("()"):
+        found = _call(found, text)
+    elif isinstance(found, type) and issubclass(found, nn.Module):
+        found = _call(found, f"{text}()").eval()
+    if not callable(found):
+        raise UserError(
+            f"expected {text} to be callable, got a {type(found).__name__}: name a function, an "
+            "nn.Module or its class, or a factory with () behind it"
+        )
+    return Target(text, found, module)
+
+
+def _import(place: str) -> ModuleType:
+    is_file = place.endswith(".py")
+    if is_file and not Path(place).is_file():
+        raise UserError(f"no such file: {place}")
+    try:
+        return _import_file(Path(place)) if is_file else _import_name(place)
+    except ModuleNotFoundError as error:
+        if error.name and not is_file and place.split(".")[0] == error.name.split(".")[0]:
+            raise UserError(
+                f"no module named {error.name}: run where it can be imported, or name its .py file"
+            ) from error
+        raise failed(f"importing {place}", error) from error
+    except Exception as error:
+        raise failed(f"importing {place}", error) from error
+
+
+def _import_name(name: str) -> ModuleType:
+    _look_in(Path.cwd())
+    return importlib.import_module(name)
+
+
+def _import_file(path: Path) -> ModuleType:
+    path = path.resolve()
+    loaded = sys.modules.get(path.stem)
+    if loaded is not None and getattr(loaded, "__file__", None) == str(path):
+        return loaded
+    name = path.stem if loaded is None else f"{path.stem}_{abs(hash(path)):x}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise UserError(f"{path} cannot be imported")
+    module = importlib.util.module_from_spec(spec)
+    _look_in(path.parent)
+    sys.modules[name] = module  # Dynamo looks globals up by module name
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _look_in(folder: Path) -> None:
+    # As if the file had been started as a script.
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
+def _lookup(module: ModuleType, name: str) -> Any:
+    found: Any = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise UserError(f"{module.__name__} has no {name}; it has {_own_callables(module)}")
+        found = getattr(found, part)
+    return found
+
+
+def _own_callables(module: ModuleType) -> str:
+    own = [
+        name
+        for name, value in vars(module).items()
+        if callable(value) and getattr(value, "__module__", None) == module.__name__
+    ]
+    return ", ".join(own) or "no callable"
+
+
+def _call(function: Any, text: str) -> Any:
+    try:
+        return function()
+    except Exception as error:
+        raise failed(f"calling {text}", error) from error

@@ -1,0 +1,100 @@
+"""`warmup`: capture a user's callable at every bucket of a file, and say what became of each."""
+
+from __future__ import annotations
+
+import json as json_text
+import sys
+from pathlib import Path
+from typing import Annotated, cast
+
+import typer
+
+from graphs.bucket_file import from_file
+from graphs.capture import available_backends
+from graphs.cli.errors import FAILED, INTERRUPTED, UserError, tell
+from graphs.cli.inputs import make_inputs_of
+from graphs.cli.target import load_target
+from graphs.progress import progress_for
+from graphs.report import describe, write_report
+from graphs.schedule import Order
+from graphs.warmup import WarmupManager
+
+__all__ = ["warmup"]
+
+
+def warmup(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODULE:CALLABLE",
+            help="Module or .py file, and a function, an nn.Module or its class in it; with () "
+            "behind it, what calling it returns.",
+        ),
+    ],
+    buckets: Annotated[
+        Path, typer.Option(metavar="FILE", help="Bucket file: the shapes to capture.")
+    ],
+    inputs: Annotated[
+        str, typer.Option(metavar="NAME", help="The module's function from a bucket to its inputs.")
+    ] = "example_inputs",
+    backend: Annotated[str, typer.Option(help="How to capture.")] = "inductor",
+    order: Annotated[
+        str, typer.Option(help="largest_first, smallest_first or given.")
+    ] = "largest_first",
+    budget_seconds: Annotated[
+        float | None, typer.Option(metavar="S", help="Begin no capture after so many seconds.")
+    ] = None,
+    workers: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Processes that compile (inductor only).")
+    ] = 1,
+    journal: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Go on after a kill: what each bucket came to is kept."),
+    ] = None,
+    report: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write an HTML page and JSON here.")
+    ] = None,
+    json: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the outcome of each bucket here.")
+    ] = None,
+) -> int:
+    """Capture a callable at every bucket, which fills the compile caches and proves that it works.
+
+    Ends with 1 if a bucket is not captured, with 2 on bad input, with 130 when interrupted.
+    """
+    if reason := available_backends().get(backend, "there is none of that name"):
+        raise UserError(f"--backend {backend} cannot work here: {reason}")
+    space = from_file(buckets)
+    found = load_target(target)
+    make_inputs = make_inputs_of(found, inputs)
+    try:
+        manager = WarmupManager(
+            found.callable,
+            space,
+            make_inputs,
+            backend=backend,
+            order=cast(Order, order),
+            budget_seconds=budget_seconds,
+            workers=workers,
+            journal=journal,
+        )
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    code = 0
+    try:
+        with progress_for(sys.stderr) as progress:
+            manager.warmup(progress)
+    except KeyboardInterrupt:
+        code = tell("interrupted; this is the outcome so far", INTERRUPTED)
+    if manager.report is None:
+        return code
+    typer.echo(str(manager.report))
+    try:
+        if json is not None:
+            text = json_text.dumps(manager.report.to_json(), indent=2)
+            json.write_text(text + "\n", encoding="utf-8")
+        if report is not None:
+            typer.echo(write_report(report, describe(manager), title=f"Warmup of {target}"))
+    except OSError as error:
+        raise UserError(f"cannot write the outcome: {error}") from error
+    return code or (0 if len(manager.report.captured) == len(space) else FAILED)

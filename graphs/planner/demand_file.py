@@ -1,0 +1,204 @@
+"""Demands as files: JSON lines, as an engine records them step by step, or CSV."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+import numpy as np
+
+from graphs.planner.demand import Demand
+from graphs.points import whole
+
+__all__ = ["DemandFileError", "DemandRecorder", "read_demand", "write_demand"]
+
+_COUNT = "count"
+
+Row = tuple[dict[str, int], float]
+
+
+class DemandFileError(ValueError):
+    """A demand file that cannot be read; the message begins with `path:line:`."""
+
+
+class DemandRecorder:
+    """Writes the need of each step to a file as it occurs, one JSON object a line.
+
+    Equal needs in a row become one line with their count. Closed at the end of a ``with`` block.
+
+    Args:
+        path: of the file; it is written anew.
+
+    Raises:
+        OSError: the file cannot be written.
+
+    Example::
+
+        with DemandRecorder("demand.jsonl") as recorder:
+            recorder.record({"tokens": 37, "blocks": 80})
+        demand = read_demand("demand.jsonl")
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115
+        self._need: dict[str, int] = {}
+        self._count = 0
+
+    def record(self, need: Mapping[str, int]) -> None:
+        """Note the need of one step."""
+        if need != self._need:
+            self._write()
+            self._need = dict(need)
+        self._count += 1
+
+    def close(self) -> None:
+        """Write what is outstanding and close the file; a second call does nothing."""
+        if not self._file.closed:
+            self._write()
+            self._file.close()
+
+    def _write(self) -> None:
+        if self._count:
+            self._file.write(_line(self._need, self._count))
+        self._count = 0
+
+    def __enter__(self) -> DemandRecorder:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def read_demand(path: str | os.PathLike[str]) -> Demand:
+    """Read the needs of a file, in its order.
+
+    A file that begins with ``{`` has one object a line, ``{"need": {"tokens": 37, "blocks": 80},
+    "count": 2}``; any other is CSV with a line of names first: the axes, and perhaps ``count``.
+    A count is a positive number, 1 where it is left out. Blank lines are skipped.
+
+    Raises:
+        DemandFileError: the file cannot be read, holds no need, or has a bad line: its number and
+            the reason are told.
+    """
+    needs: list[list[int]] = []
+    counts: list[float] = []
+    names: tuple[str, ...] = ()
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            for number, (need, count) in _rows(file, path):
+                names = names or tuple(need)
+                if set(need) != set(names):
+                    raise DemandFileError(
+                        f"{path}:{number}: expected the axes {', '.join(names)} of the first need, "
+                        f"got {', '.join(need)}: one file holds one set of axes"
+                    )
+                needs.append([need[name] for name in names])
+                counts.append(count)
+    except (OSError, UnicodeDecodeError) as error:
+        raise DemandFileError(f"{path}: not readable as a demand: {error}") from error
+    if not needs:
+        raise DemandFileError(f"{path}: holds no need; expected JSON lines or CSV, one need a line")
+    try:
+        return Demand(names, np.array(needs, np.int64), counts)
+    except (ValueError, OverflowError) as error:
+        raise DemandFileError(f"{path}: {error}") from None
+
+
+def write_demand(demand: Demand, path: str | os.PathLike[str]) -> None:
+    """Write a demand, as CSV where the name ends in ``.csv``, or else as JSON lines.
+
+    The file appears complete or not at all.
+
+    Raises:
+        OSError: the file cannot be written.
+        ValueError: CSV of a demand that has an axis called ``count``.
+    """
+    target = Path(path)
+    rows = zip(demand.points.tolist(), demand.weights.tolist(), strict=True)
+    if target.suffix.lower() == ".csv":
+        if _COUNT in demand.names:
+            raise ValueError(f"expected no axis called {_COUNT} for CSV, got one: use JSON lines")
+        lines = [",".join([*demand.names, _COUNT]) + "\n"]
+        lines += [",".join([*map(str, row), f"{_number(count)}"]) + "\n" for row, count in rows]
+    else:
+        lines = [_line(dict(zip(demand.names, row, strict=True)), count) for row, count in rows]
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        partial.write_text("".join(lines), encoding="utf-8")
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _line(need: Mapping[str, int], count: float) -> str:
+    return json.dumps({"need": dict(need), _COUNT: _number(count)}) + "\n"
+
+
+def _number(count: float) -> int | float:
+    return int(count) if count == int(count) else count
+
+
+def _rows(file: TextIO, path: str | os.PathLike[str]) -> Iterator[tuple[int, Row]]:
+    read: Callable[[str], Row] | None = None
+    for number, line in enumerate(file, start=1):
+        if not line.strip():
+            continue
+        try:
+            if read is None and not line.lstrip().startswith("{"):
+                read = _csv_reader(line)
+                continue
+            read = read or _json_row
+            yield number, read(line)
+        except (TypeError, ValueError) as error:
+            if isinstance(error, DemandFileError):
+                raise
+            raise DemandFileError(f"{path}:{number}: {error}: {line.strip()!r:.80}") from None
+
+
+def _json_row(line: str) -> Row:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not valid JSON: {error.msg} at column {error.colno}") from None
+    need = row.get("need") if isinstance(row, dict) else None
+    if not isinstance(need, dict) or not need:
+        raise ValueError('expected an object with "need": {axis: size, ...}')
+    return {name: _size(name, size) for name, size in need.items()}, _count(row.get(_COUNT, 1))
+
+
+def _csv_reader(header: str) -> Callable[[str], Row]:
+    names = [name.strip() for name in header.split(",")]
+    if len(set(names)) != len(names) or not all(name.isidentifier() for name in names):
+        raise ValueError("expected the names of the axes, each once, or an object in braces")
+
+    def read(line: str) -> Row:
+        cells = [cell.strip() for cell in line.split(",")]
+        if len(cells) != len(names):
+            raise ValueError(f"expected {len(names)} values, got {len(cells)}")
+        row = dict(zip(names, cells, strict=True))
+        count = _count(float(row.pop(_COUNT, "1")))
+        return {name: _size(name, int(cell)) for name, cell in row.items()}, count
+
+    return read
+
+
+def _size(name: str, size: Any) -> int:
+    if isinstance(size, bool):
+        raise TypeError(f"{name}={size!r} is not a whole number; sizes are ints")
+    return whole(name, size)
+
+
+def _count(count: Any) -> float:
+    if isinstance(count, bool) or not isinstance(count, int | float) or not 0 < count < math.inf:
+        raise ValueError(f"expected a positive count, got {count!r}")
+    return float(count)

@@ -1,0 +1,93 @@
+"""The rows of a report that are about buckets, whatever else they hold."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["BucketRow", "bucket_rows", "short_names"]
+
+_SIZE = re.compile(r"(\w+)=(\d+)")
+
+
+@dataclass(frozen=True)
+class BucketRow:
+    """What a report says of one bucket; None for what it does not say.
+
+    Attributes:
+        sizes: by axis.
+        hits: how often it was used.
+        waste: padded share of what ran in it, 0 to 1.
+        warmup_seconds: how long its capture took in this start.
+        cold_seconds: how long it took when nothing was cached.
+        step_ms: percentiles of its steps in milliseconds: p50, p99, max, and others.
+    """
+
+    name: str
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    hits: int | None = None
+    waste: float | None = None
+    warmup_seconds: float | None = None
+    cold_seconds: float | None = None
+    step_ms: Mapping[str, float] = field(default_factory=dict)
+    status: str = "captured"
+    error: str = ""
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether it can be used."""
+        return self.status == "captured"
+
+
+def bucket_rows(report: Mapping[str, Any]) -> list[BucketRow]:
+    """The rows of `report["buckets"]`; a row without a name is left out.
+
+    `bucket` is the name, such as `tokens=4 blocks=16`, and its sizes unless `sizes` gives them;
+    `hits` may be called `steps`.
+    """
+    rows = report.get("buckets")
+    if not isinstance(rows, Sequence) or isinstance(rows, str):
+        return []
+    return [_row(row) for row in rows if isinstance(row, Mapping) and row.get("bucket")]
+
+
+def short_names(rows: Sequence[BucketRow]) -> dict[str, str]:
+    """Each name without the axes that all rows have the same size on."""
+    sizes: dict[str, set[int | None]] = {}
+    for row in rows:
+        for axis in row.sizes:
+            sizes.setdefault(axis, {each.sizes.get(axis) for each in rows})
+    varying = [axis for axis, found in sizes.items() if len(found) > 1]
+    return {
+        row.name: " ".join(f"{axis}={row.sizes[axis]}" for axis in varying if axis in row.sizes)
+        or row.name
+        for row in rows
+    }
+
+
+def _row(row: Mapping[str, Any]) -> BucketRow:
+    name = str(row["bucket"])
+    sizes = row.get("sizes")
+    if not isinstance(sizes, Mapping):
+        sizes = {axis: int(size) for axis, size in _SIZE.findall(name)}
+    hits = _number(row.get("hits", row.get("steps")))
+    step_ms = row.get("step_ms")
+    times = step_ms if isinstance(step_ms, Mapping) else {}
+    return BucketRow(
+        name,
+        {str(axis): int(size) for axis, size in sizes.items()},
+        None if hits is None else int(hits),
+        _number(row.get("waste")),
+        _number(row.get("warmup_seconds")),
+        _number(row.get("cold_seconds")),
+        {key: value for key, value in times.items() if _number(value) is not None},
+        str(row.get("status", "captured")),
+        str(row.get("error", "")),
+    )
+
+
+def _number(value: object) -> float | None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number else None  # type: ignore[arg-type]

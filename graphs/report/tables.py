@@ -1,0 +1,85 @@
+"""Everything in a report that is no chart: single values, and tables of the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from graphs.report.scale import number
+
+__all__ = ["Cell", "Table", "facts", "tables"]
+
+_DRAWN = ("series",)
+
+
+class Cell(NamedTuple):
+    """A text, and whether it is a number."""
+
+    text: str
+    is_number: bool
+
+
+class Table(NamedTuple):
+    """A named table; without columns it has no head."""
+
+    name: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+
+
+def facts(report: Mapping[str, Any]) -> list[tuple[str, Cell]]:
+    """The single values of a report, by name."""
+    return [
+        (_words(name), _cell(value))
+        for name, value in report.items()
+        if not isinstance(value, Mapping | list | tuple)
+    ]
+
+
+def tables(report: Mapping[str, Any]) -> Iterator[Table]:
+    """A table for each mapping and each list; a list of mappings has a column per key."""
+    for name, value in report.items():
+        if name in _DRAWN or not value:
+            continue
+        if isinstance(value, Mapping):
+            pairs = ((_words(key), item) for key, item in value.items())
+            yield Table(_heading(name), (), tuple(map(_row, pairs)))
+        elif isinstance(value, list | tuple):
+            yield _of_list(_heading(name), value)
+
+
+def _of_list(name: str, values: Sequence[Any]) -> Table:
+    if not all(isinstance(value, Mapping) for value in values):
+        return Table(name, (), tuple(_row((value,)) for value in values))
+    columns = tuple(dict.fromkeys(key for value in values for key in value))
+    rows = tuple(_row([value.get(column, "") for column in columns]) for value in values)
+    return Table(name, tuple(map(_words, columns)), rows)
+
+
+def _row(values: Sequence[Any]) -> tuple[Cell, ...]:
+    return tuple(map(_cell, values))
+
+
+def _cell(value: Any) -> Cell:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return Cell(number(value), True)
+    return Cell(_flat(value), False)
+
+
+def _flat(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_flat(item)}" for key, item in value.items())
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int | float):
+        return number(value)
+    return "" if value is None else str(value)
+
+
+def _heading(name: object) -> str:
+    words = "buckets in numbers" if name == "buckets" else _words(name)
+    return words[:1].upper() + words[1:]
+
+
+def _words(name: object) -> str:
+    return str(name).replace("_", " ")

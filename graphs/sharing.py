@@ -1,0 +1,69 @@
+"""Which buckets this process captures next, while workers compile others beforehand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from graphs.backends.base import Backend, CaptureError
+from graphs.buckets import Bucket
+from graphs.capture import resolve
+from graphs.inputs import Input
+from graphs.sentinel import GraphBudgetExceeded
+from graphs.workers import Workers, one_thread, why_no_workers
+
+__all__ = ["NoWorkers", "precompiler", "shared"]
+
+
+class NoWorkers(Exception):
+    """Workers would be of no use; the text says why."""
+
+
+def shared(
+    todo: Sequence[Bucket], workers: int, precompile: Callable[[Bucket], None]
+) -> Generator[Bucket]:
+    """Give all of `todo` once: in order, but first what a worker got done with meanwhile."""
+    with Workers(len(todo), workers, lambda job: precompile(todo[job])) as jobs:
+        yield from (todo[job] for job in jobs)
+
+
+def precompiler(
+    module: Callable[..., Any],
+    make_inputs: Callable[[Bucket], Sequence[Input]],
+    backend: str | Backend,
+    name_of: Callable[[Bucket], str],
+    options: Mapping[str, Any],
+) -> Callable[[Bucket], None]:
+    """What compiles a bucket of a callable in a worker, having loaded here all that it needs.
+
+    Raises:
+        NoWorkers: the backend keeps nothing on disk, or this process cannot fork.
+    """
+    chosen: Any = _prepared(backend)
+
+    def precompile(bucket: Bucket) -> None:
+        with torch.no_grad():
+            with one_thread():
+                inputs = make_inputs(bucket)
+            chosen.precompile(module, inputs, name=name_of(bucket), **options)
+
+    return precompile
+
+
+def _prepared(backend: str | Backend) -> Any:
+    try:
+        chosen: Any = resolve(backend, "workers")
+        if not hasattr(chosen, "precompile"):
+            raise NoWorkers(f"backend {chosen.name!r} keeps nothing on disk")
+        if reason := chosen.why_no_precompile() or why_no_workers():
+            raise NoWorkers(reason)
+        chosen.prepare()
+    except (NoWorkers, GraphBudgetExceeded):
+        raise
+    except CaptureError as error:
+        raise NoWorkers(error.detail) from error
+    except Exception as error:
+        raise NoWorkers(f"{type(error).__name__}: {error}".split("\n")[0]) from error
+    return chosen

@@ -1,0 +1,94 @@
+"""An artifact in a store: its files, and a manifest of why it is what it is."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from graphs.store.factors import key_of
+from graphs.store.files import digest_of, files_in, write_whole
+
+__all__ = ["Entry", "write_manifest"]
+
+_FORM = "graphs store entry"
+_MANIFEST = "manifest.json"
+_FILES = "files"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a store holds under one key.
+
+    Attributes:
+        key: SHA-256 of the factors.
+        factors: everything that the artifact depends on.
+        bytes: of its files.
+        used: when it was last used, in seconds since the epoch.
+        digests: SHA-256 of each file.
+        folder: where it is.
+    """
+
+    key: str
+    factors: Mapping[str, Any]
+    bytes: int
+    used: float
+    digests: Mapping[str, str]
+    folder: Path
+
+    @classmethod
+    def read(cls, folder: Path) -> Entry:
+        """Read the manifest of the entry in `folder`, and not its files.
+
+        Raises:
+            ValueError: it has none, or one that cannot be its own.
+        """
+        try:
+            path = folder / _MANIFEST
+            written = json.loads(path.read_bytes())
+            used = path.stat().st_mtime
+            if written["form"] != _FORM:
+                raise ValueError(f"its manifest is a {written['form']!r}")
+            factors, digests = dict(written["factors"]), dict(written["digests"])
+            size = int(written["bytes"])
+        except (OSError, KeyError, TypeError) as error:
+            raise ValueError(f"its manifest is not readable ({error!r})") from error
+        if key_of(factors) != folder.name:
+            raise ValueError("its factors are not those of its key")
+        return cls(folder.name, factors, size, used, digests, folder)
+
+    @property
+    def files(self) -> Path:
+        """The folder of its files."""
+        return self.folder / _FILES
+
+    def problem(self) -> str:
+        """What is wrong with its files, or an empty string: looks at every byte."""
+        try:
+            found = files_in(self.files)
+            if found.keys() != self.digests.keys():
+                odd = sorted(found.keys() ^ self.digests.keys())
+                return f"its files are not those of its manifest: {', '.join(odd[:3])}"
+            wrong = [name for name, path in found.items() if digest_of(path) != self.digests[name]]
+        except (OSError, ValueError) as error:
+            return str(error)
+        return f"{wrong[0]} does not have the SHA-256 of its manifest" if wrong else ""
+
+    def touch(self) -> None:
+        """Note that it is used now."""
+        os.utime(self.folder / _MANIFEST)
+
+
+def write_manifest(folder: Path, factors: Mapping[str, Any]) -> None:
+    """Describe the files that are in `folder`, as the last of them."""
+    files = files_in(folder / _FILES)
+    manifest = {
+        "form": _FORM,
+        "factors": dict(factors),
+        "bytes": sum(path.stat().st_size for path in files.values()),
+        "digests": {name: digest_of(path) for name, path in files.items()},
+    }
+    write_whole(folder / _MANIFEST, json.dumps(manifest, indent=1, sort_keys=True).encode())

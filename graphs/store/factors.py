@@ -1,0 +1,157 @@
+"""Everything that a compiled artifact depends on, as a list that can be printed."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphs.inputs import Input, InputsCheck
+from graphs.mode import Mode
+from graphs.store.sources import sources_of
+from graphs.store.values import digest_of_globals, digest_of_values
+
+__all__ = ["code_factors", "environment_factors", "graph_factors", "key_of"]
+
+
+def key_of(factors: Mapping[str, Any]) -> str:
+    """SHA-256 of factors, whatever their order.
+
+    Raises:
+        TypeError: they are not made of text, numbers, None and lists and mappings of them.
+    """
+    text = json.dumps(dict(factors), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def environment_factors() -> dict[str, Any]:
+    """What machine code depends on apart from its graph: versions, processor, accelerators."""
+    return {
+        "torch": f"{torch.__version__} {getattr(torch.version, 'git_version', '')}".strip(),
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()} {' '.join(platform.libc_ver())}",
+        "cpu": _cpu(),
+        "accelerators": _accelerators(),
+    }
+
+
+def graph_factors(
+    function: Callable[..., Any],
+    inputs: Sequence[Input],
+    *,
+    backend: str,
+    options: Mapping[str, Any],
+    code: Mapping[str, Any] | None = None,
+) -> dict[str, Any] | None:
+    """Everything that the graph of a callable at the shapes of its inputs depends on.
+
+    Sources of the callable and of all it imports (installed packages by their version); values of
+    attributes, closures and globals that are no tensors; shapes, dtypes, devices and strides of its
+    inputs, parameters and buffers; the mode, inductor's settings, and the environment. `code` is
+    what :func:`code_factors` said of the callable, to look at its files only once.
+
+    Returns None where that cannot be told: an option is an object without a `uuid()`.
+    """
+    told = _options(options)
+    if told is None:
+        return None
+    return {
+        **environment_factors(),
+        "backend": backend,
+        "options": told,
+        "settings": _settings(),
+        "mode": {name: str(value) for name, value in Mode.current()._asdict().items()},
+        "inputs": [str(spec) for spec in InputsCheck(function, inputs).specs],
+        "state": _state(function),
+        "values": digest_of_values(function),
+        **(code_factors(function) if code is None else code),
+    }
+
+
+def code_factors(function: Callable[..., Any]) -> dict[str, Any]:
+    """The sources of a callable and of all it imports, and the plain globals in them."""
+    return {"sources": sources_of(function), "globals": digest_of_globals(function)}
+
+
+@functools.lru_cache(maxsize=1)
+def _cpu() -> str:
+    # What `-march=native` looks at.
+    wanted = ("model name", "flags", "Features", "CPU part")
+    lines: dict[str, str] = {}
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() in wanted:
+                lines.setdefault(name.strip(), value.strip())
+    except OSError:
+        lines["processor"] = platform.processor()
+    digest = hashlib.sha256(json.dumps(lines).encode()).hexdigest()[:16]
+    model = lines.get("model name") or platform.machine()
+    return f"{model}, {torch.backends.cpu.get_cpu_capability()}, flags {digest}"
+
+
+def _accelerators() -> list[str]:
+    if not torch.cuda.is_available():
+        return []
+    built = torch.version.cuda or torch.version.hip
+    devices = range(torch.cuda.device_count())
+    return [
+        f"{torch.cuda.get_device_name(i)} {torch.cuda.get_device_capability(i)} {built}"
+        for i in devices
+    ]
+
+
+def _state(function: Callable[..., Any]) -> str:
+    if not isinstance(function, nn.Module):
+        return ""
+    named = [*function.named_parameters(), *function.named_buffers()]
+    text = "\n".join(f"{name} {_spec(tensor)}" for name, tensor in named)
+    return f"{len(named)} tensors {hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def _spec(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} {tensor.dtype} {tensor.device} {tensor.stride()}"
+
+
+def _options(options: Mapping[str, Any]) -> dict[str, str] | None:
+    told = {}
+    for name, value in sorted(options.items()):
+        text = _text_of(value)
+        if text is None:
+            return None
+        told[name] = text
+    return told
+
+
+def _text_of(value: Any) -> str | None:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return repr(value)
+    if isinstance(value, (list, tuple)):
+        parts = [_text_of(each) for each in value]
+        return None if None in parts else f"{type(value).__name__}{parts}"
+    if isinstance(value, Mapping):
+        inner = _options({str(name): each for name, each in value.items()})
+        return None if inner is None else str(inner)
+    if callable(identity := getattr(value, "uuid", None)):
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        return f"{kind} {hashlib.sha256(repr(identity()).encode()).hexdigest()[:16]}"
+    return None
+
+
+def _settings() -> str:
+    from torch._functorch import config as functorch
+    from torch._inductor import config as inductor
+
+    told = {}
+    for config in (inductor, functorch):
+        for name, value in config.save_config_portable().items():
+            if name != "aot_inductor.metadata":  # what a compile says, not what it is told
+                told[f"{config.__name__}.{name}"] = _text_of(value) or type(value).__qualname__
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,173 @@
+"""A compile cache of inductor that is checked before it is used."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from graphs.store.factors import key_of
+from graphs.store.files import digest_of, files_in, remove, write_whole
+from graphs.store.lock import Lock
+
+if TYPE_CHECKING:
+    from typing import Self
+
+__all__ = ["InductorCache"]
+
+_log = logging.getLogger(__name__)
+
+
+class InductorCache:
+    """The folder that inductor keeps kernels and graphs in, for one environment.
+
+    Inductor does not check what it finds. So its files are sealed with their SHA-256 after they
+    were written, and when the next process opens the cache, files that are not what was sealed, or
+    never were sealed, are removed: inductor makes them again. Processes may use it at once; what
+    is not sealed is then left alone, since another one may be about to.
+
+    Use it as a context manager, with :attr:`environment` set before inductor compiles anything::
+
+        with store.inductor_cache(environment_factors()) as cache:
+            os.environ.update(cache.environment)
+            ...
+            cache.seal()
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.key = folder.name
+        self._lock: Lock | None = None
+        self._sealed: dict[str, str] | None = None
+
+    @classmethod
+    def of(cls, parent: Path, factors: Mapping[str, Any]) -> InductorCache:
+        """The cache of an environment, made if there is none."""
+        cache = cls(parent / key_of(factors))
+        cache.files.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not (cache.folder / "factors.json").exists():
+            text = json.dumps(dict(factors), indent=1, sort_keys=True)
+            write_whole(cache.folder / "factors.json", text.encode())
+        return cache
+
+    @property
+    def files(self) -> Path:
+        """What inductor is to use as its cache."""
+        return self.folder / "files"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables of the process that tell inductor."""
+        return {"TORCHINDUCTOR_CACHE_DIR": str(self.files)}
+
+    @property
+    def bytes(self) -> int:
+        """Of all files in it."""
+        total = 0
+        for root, _, names in os.walk(self.files):
+            for name in names:
+                with suppress(OSError):  # others may be at work in it
+                    total += os.lstat(os.path.join(root, name)).st_size
+        return total
+
+    @property
+    def used(self) -> float:
+        """When it was last opened or sealed, in seconds since the epoch."""
+        try:
+            return self._seal.stat().st_mtime
+        except OSError:
+            return 0.0
+
+    def __enter__(self) -> Self:
+        self.scrub()
+        self._lock = Lock(self.folder / "lock")
+        while not self._lock.take(shared=True):
+            pass  # a scrub of another process, which is short
+        if self._seal.exists():
+            os.utime(self._seal)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._lock:
+            self._lock.close()
+            self._lock = None
+
+    def seal(self) -> int:
+        """Vouch for what this process made inductor write since; returns the number of files.
+
+        Cheap enough to be called after each capture. A disk that is full leaves them unsealed.
+        """
+        sealed = self._read_seal()
+        try:
+            fresh = {
+                name: digest_of(path)
+                for name, path in files_in(self.files).items()
+                if name not in sealed and not _is_of_the_moment(name)
+            }
+            if fresh:
+                write_whole(self._seal, json.dumps(sealed | fresh).encode())
+        except (OSError, ValueError) as error:
+            _log.warning("%s: not sealed: %s", self.files, error)
+            return 0
+        return len(fresh)
+
+    def scrub(self) -> dict[str, str]:
+        """Remove what is not what was sealed; returns the reason for each file."""
+        lock = Lock(self.folder / "lock")
+        try:
+            alone = lock.take()
+            sealed, problems = self._read_seal(), {}
+            for name, path in _everything_in(self.files).items():
+                if path.is_symlink():
+                    problems[name] = "it is a link"
+                elif name in sealed and digest_of(path) != sealed[name]:
+                    problems[name] = "it does not have the SHA-256 it was sealed with"
+                elif name not in sealed and alone and not _is_of_the_moment(name):
+                    problems[name] = "it was never sealed"
+            for name, problem in problems.items():
+                remove(self.files / name)
+                _log.warning("%s: %s is thrown away: %s", self.files, name, problem)
+        finally:
+            lock.close()
+        return problems
+
+    def clear(self) -> int:
+        """Remove it, unless a process is using it; returns the number of bytes removed."""
+        lock = Lock(self.folder / "lock")
+        try:
+            if not lock.take():
+                return 0
+            size = self.bytes
+            remove(self.folder)
+            return size
+        finally:
+            lock.close()
+
+    @property
+    def _seal(self) -> Path:
+        return self.folder / "sealed.json"
+
+    def _read_seal(self) -> dict[str, str]:
+        try:
+            read = json.loads(self._seal.read_bytes())
+            return {str(name): str(digest) for name, digest in read.items()}
+        except (OSError, ValueError, AttributeError):
+            return {}
+
+
+def _is_of_the_moment(name: str) -> bool:
+    return name.endswith(".lock") or name.startswith("locks/")
+
+
+def _everything_in(folder: Path) -> dict[str, Path]:
+    found = {}
+    for root, folders, names in os.walk(folder):
+        links = [name for name in folders if Path(root, name).is_symlink()]
+        for name in (*links, *names):
+            path = Path(root, name)
+            found[path.relative_to(folder).as_posix()] = path
+    return found

@@ -1,0 +1,69 @@
+"""A lock between processes, which the kernel takes back from one that dies."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from graphs.store.errors import StoreBusy
+
+try:
+    import fcntl
+except ImportError:  # not a POSIX system
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = ["Lock", "locked", "why_no_locks"]
+
+_POLL_SECONDS = 0.01
+
+
+def why_no_locks() -> str:
+    """Why this system has no such locks, or an empty string."""
+    return "" if fcntl else "it needs fcntl.flock, which this system does not have"
+
+
+class Lock:
+    """An open lock file, held or not. Each has a lock of its own, also within one process."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def take(self, *, shared: bool = False) -> bool:
+        """Take it, or exchange shared for exclusive or back; False if others hold it."""
+        try:
+            fcntl.flock(self._handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Give it back."""
+        if self._handle >= 0:
+            os.close(self._handle)
+            self._handle = -1
+
+
+@contextmanager
+def locked(path: Path, *, shared: bool, seconds: float) -> Iterator[None]:
+    """Hold the lock of a file.
+
+    Raises:
+        StoreBusy: others held it for all of `seconds`.
+    """
+    lock = Lock(path)
+    try:
+        end = time.monotonic() + seconds
+        while not lock.take(shared=shared):
+            if time.monotonic() > end:
+                raise StoreBusy(
+                    f"{path} was locked for {seconds:g} s: wait for the process that uses the "
+                    "store, or give this one another store"
+                )
+            time.sleep(_POLL_SECONDS)
+        yield
+    finally:
+        lock.close()

@@ -1,0 +1,258 @@
+"""Artifacts on disk, found again by everything that they depend on."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from graphs.store.entry import Entry, write_manifest
+from graphs.store.errors import StoreError
+from graphs.store.factors import key_of
+from graphs.store.files import copy_whole, remove, sync_folder, write_whole
+from graphs.store.inductor_cache import InductorCache
+from graphs.store.lock import Lock, locked, why_no_locks
+from graphs.store.safety import refuse_unsafe
+
+__all__ = ["ArtifactStore"]
+
+_log = logging.getLogger(__name__)
+
+_MARK = {"form": "graphs store", "version": 1}
+
+
+class ArtifactStore:
+    """A folder of compiled artifacts that processes share.
+
+    An artifact is a file or a folder of files, found by its factors: a flat or nested mapping of
+    text, numbers and lists that names everything it depends on. One other factor is another
+    artifact. It is written completely or not at all, and each use begins with its SHA-256; what is
+    damaged or does not belong there is thrown away with a warning, and is made again.
+
+    What it holds is run as code. So it has to be a folder that only its user can write to; that
+    keeps other users out, not programs of the same user.
+
+    Args:
+        path: the folder; it is made, readable by this user only, if there is none.
+        max_bytes: above it, the artifacts that were not used for longest are removed.
+        lock_seconds: how long to wait for other processes.
+
+    Raises:
+        UnsafeStore: others can write to it.
+        StoreError: it is some other folder, or a newer version's.
+        OSError: it cannot be made.
+        ValueError: `max_bytes` is negative.
+
+    Example::
+
+        store = ArtifactStore("~/.cache/mine")
+        with store.use(factors) as folder:
+            if folder is not None:
+                return load(folder / "graph.bin")
+        store.put(factors, built)
+    """
+
+    def __init__(
+        self, path: str | Path, *, max_bytes: int = 8 << 30, lock_seconds: float = 60.0
+    ) -> None:
+        if max_bytes < 0:
+            raise ValueError(f"max_bytes is {max_bytes}; expected at least 0")
+        if reason := why_no_locks():
+            raise StoreError(f"a store cannot work here: {reason}")
+        self.path = Path(path).expanduser().resolve()
+        self.max_bytes = max_bytes
+        self._seconds = lock_seconds
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        refuse_unsafe(self.path)
+        self._check_mark()
+        for name in ("artifacts", "unfinished", "inductor"):
+            (self.path / name).mkdir(mode=0o700, exist_ok=True)
+            refuse_unsafe(self.path / name)
+
+    @contextmanager
+    def use(self, factors: Mapping[str, Any]) -> Iterator[Path | None]:
+        """The folder of an artifact's files, checked, for as long as the `with` block lasts.
+
+        None where it is not there, or was damaged. Within the block no process removes it; the
+        block is not the place to `put`.
+
+        Raises:
+            StoreBusy: another process writes for too long.
+        """
+        folder = self._artifacts / key_of(factors)
+        with self._locked(shared=True):
+            entry, problem = _checked(folder)
+            if entry:
+                with suppress(OSError):  # a store on a read-only disk can still be used
+                    entry.touch()
+                yield entry.files
+                return
+        if problem:
+            self._discard(folder, problem)
+        yield None
+
+    def put(self, factors: Mapping[str, Any], source: str | Path) -> bool:
+        """Store a copy of a file, or of the files of a folder; False if the disk does not take it.
+
+        An artifact of the same factors is replaced.
+
+        Raises:
+            StoreBusy: another process uses the store for too long.
+            TypeError: the factors are not made of text, numbers and lists.
+            ValueError: `source` is neither, or has links in it.
+        """
+        key, source = key_of(factors), Path(source)
+        if not source.exists():
+            raise ValueError(f"{source} is neither a file nor a folder")
+        with self._unfinished() as fresh:
+            try:
+                fresh.mkdir(mode=0o700)
+                copy_whole(source, fresh / "files")
+                write_manifest(fresh, factors)
+                with self._locked(shared=False):
+                    self._commit(fresh, self._artifacts / key)
+                    self._evict(self.max_bytes)
+            except OSError as error:
+                _log.warning("%s: %s is not stored: %s", self.path, key[:12], error)
+                return False
+        return (self._artifacts / key).is_dir()
+
+    def entries(self) -> list[Entry]:
+        """All readable entries, the one used last first."""
+        found = []
+        for folder in self._artifacts.iterdir():
+            with suppress(ValueError):
+                found.append(Entry.read(folder))
+        return sorted(found, key=lambda entry: entry.used, reverse=True)
+
+    @property
+    def bytes(self) -> int:
+        """Of all artifacts and compile caches."""
+        return sum(e.bytes for e in self.entries()) + sum(c.bytes for c in self.inductor_caches())
+
+    def verify(self) -> dict[str, str]:
+        """Check every byte; throws away what is damaged, and says why, by its name."""
+        problems = {}
+        for folder in sorted(self._artifacts.iterdir()):
+            with self._locked(shared=True):
+                _, problem = _checked(folder)
+            if problem:
+                problems[folder.name] = problem
+                self._discard(folder, problem)
+        for cache in self.inductor_caches():
+            problems |= {f"{cache.key[:12]}/{name}": why for name, why in cache.scrub().items()}
+        return problems
+
+    def prune(self, max_bytes: int | None = None) -> int:
+        """Remove what was not used for longest until no more than `max_bytes` are left.
+
+        Returns the number of bytes removed. By default the store's own limit counts.
+        """
+        limit = self.max_bytes if max_bytes is None else max_bytes
+        with self._locked(shared=False):
+            before = self.bytes
+            self._evict(limit)
+            return before - self.bytes
+
+    def clear(self) -> int:
+        """Remove everything that no process is using; returns the number of bytes removed."""
+        return self.prune(0)
+
+    def inductor_cache(self, factors: Mapping[str, Any]) -> InductorCache:
+        """The compile cache of inductor for an environment; see there how to use it."""
+        return InductorCache.of(self.path / "inductor", factors)
+
+    def inductor_caches(self) -> list[InductorCache]:
+        """The compile caches of all environments."""
+        folders = sorted((self.path / "inductor").iterdir())
+        return [InductorCache(folder) for folder in folders if folder.is_dir()]
+
+    @property
+    def _artifacts(self) -> Path:
+        return self.path / "artifacts"
+
+    def _check_mark(self) -> None:
+        mark = self.path / "store.json"
+        if not mark.exists():
+            strangers = [path.name for path in self.path.iterdir() if not path.name.startswith(".")]
+            if strangers:
+                raise StoreError(
+                    f"{self.path} is no store, it holds {strangers[0]}: give an empty folder"
+                )
+            write_whole(mark, json.dumps(_MARK).encode())
+        try:
+            found = json.loads(mark.read_bytes())
+        except ValueError:
+            found = None
+        if found != _MARK:
+            raise StoreError(f"{mark} says {found}, expected {_MARK}: give another folder")
+
+    def _locked(self, *, shared: bool) -> Any:
+        return locked(self.path / ".lock", shared=shared, seconds=self._seconds)
+
+    @contextmanager
+    def _unfinished(self) -> Iterator[Path]:
+        # Each has a lock, which the kernel takes back from a process that dies.
+        folder = self.path / "unfinished"
+        name = f"{os.getpid()}-{secrets.token_hex(4)}"
+        with self._locked(shared=False):
+            for path in folder.glob("*.lock"):
+                left = Lock(path)
+                if left.take():
+                    remove(path.with_suffix(""))
+                    path.unlink(missing_ok=True)
+                left.close()
+            lock = Lock(folder / f"{name}.lock")
+            lock.take()
+        try:
+            yield folder / name
+        finally:
+            remove(folder / name)
+            lock.path.unlink(missing_ok=True)
+            lock.close()
+
+    def _commit(self, fresh: Path, folder: Path) -> None:
+        if folder.exists():
+            folder.rename(fresh / "replaced")
+        fresh.rename(folder)
+        sync_folder(self._artifacts)
+        remove(folder / "replaced")
+
+    def _evict(self, limit: int) -> None:
+        kept: list[Entry | InductorCache] = [*self.entries(), *self.inductor_caches()]
+        total = sum(each.bytes for each in kept)
+        for each in sorted(kept, key=lambda each: each.used):
+            if total <= limit:
+                return
+            if isinstance(each, InductorCache):
+                total -= each.clear()
+            else:
+                remove(each.folder)
+                total -= each.bytes
+
+    def _discard(self, folder: Path, problem: str) -> None:
+        with self._locked(shared=False):
+            if not _checked(folder)[0]:
+                remove(folder)
+                _log.warning("%s: %s is thrown away: %s", self.path, folder.name[:12], problem)
+
+
+def _checked(folder: Path) -> tuple[Entry | None, str]:
+    """The entry of a folder if all is well with it, and else what is wrong."""
+    if not os.path.lexists(folder):
+        return None, ""
+    if folder.is_symlink() or not folder.is_dir():
+        return None, "it is no entry of a store"
+    try:
+        if (owner := folder.stat().st_uid) != os.getuid():
+            return None, f"it belongs to user {owner}"
+        entry = Entry.read(folder)
+    except ValueError as error:
+        return None, str(error)
+    problem = entry.problem()
+    return (None, problem) if problem else (entry, "")

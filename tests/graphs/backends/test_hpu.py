@@ -1,0 +1,161 @@
+"""The contract of the hpu backend, on a stub of the bridge: nothing here ran on a device."""
+
+from __future__ import annotations
+
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from graphs import CaptureError, capture
+from graphs.backends import hpu
+from graphs.backends.hpu import HpuBackend
+
+BACKEND = HpuBackend()
+
+
+class Bridge:
+    """What habana_frameworks.torch would do, on the CPU, with a log of the calls."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.is_lazy = True
+        self.has_device = True
+        self.shapes: dict[int, list[torch.Size]] = {}
+
+    def wrap_in_hpu_graph(self, module, *, disable_tensor_cache=False):
+        assert isinstance(module, nn.Module), "the bridge wraps modules only"
+        assert disable_tensor_cache
+        self.log.append("wrap")
+
+        def call(*inputs):
+            shapes = [tensor.shape for tensor in inputs if isinstance(tensor, torch.Tensor)]
+            is_new = self.shapes.setdefault(id(module), shapes) is shapes
+            assert self.shapes[id(module)] == shapes, "one graph has one shape"
+            self.log.append("record" if is_new else "replay")
+            return module(*inputs)
+
+        return call
+
+    def mark_step(self):
+        self.log.append("mark")
+
+
+@pytest.fixture
+def bridge(monkeypatch):
+    stub = Bridge()
+    top = ModuleType("habana_frameworks")
+    top.__spec__ = ModuleSpec("habana_frameworks", None)
+    inner = ModuleType("habana_frameworks.torch")
+    inner.hpu = SimpleNamespace(
+        wrap_in_hpu_graph=stub.wrap_in_hpu_graph, is_available=lambda: stub.has_device
+    )
+    inner.core = SimpleNamespace(mark_step=stub.mark_step)
+    internal = ModuleType("habana_frameworks.torch.utils.internal")
+    internal.is_lazy = lambda: stub.is_lazy
+    utils = ModuleType("habana_frameworks.torch.utils")
+    for module in (top, inner, utils, internal):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    return stub
+
+
+@pytest.fixture
+def hpu_backend():
+    """A Dynamo backend of the name that the bridge registers."""
+    registry = torch._dynamo.backends.registry
+    compiled = []
+
+    def hpu_backend(graph, example_inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    registry.register_backend(hpu_backend, name="hpu_backend")
+    yield compiled
+    for table in (registry._BACKENDS, registry._COMPILER_FNS):
+        table.pop("hpu_backend", None)
+
+
+def test_lazy_mode_wraps_once_and_marks_a_step_around_each_run(bridge):
+    graph = capture(nn.ReLU(), [torch.ones(2)], backend=BACKEND, warm_runs=2)
+    assert bridge.log == ["wrap", "mark", "record", "mark", "mark", "replay", "mark"]
+    assert graph.run(torch.tensor([-1.0, 2.0])).tolist() == [0, 2]
+    assert bridge.log[-3:] == ["mark", "replay", "mark"]
+
+
+def test_a_function_is_wrapped_as_a_module(bridge):
+    graph = capture(lambda x, n: x * n, [torch.ones(2), 3], backend=BACKEND)
+    assert graph.run(torch.ones(2), 3).tolist() == [3, 3]
+
+
+def test_each_bucket_is_a_graph_of_its_own(bridge):
+    graphs = [capture(lambda x: x + 1, [torch.ones(n)], backend=BACKEND) for n in (4, 2)]
+    assert [graph.run(torch.ones(n)).tolist() for graph, n in zip(graphs, (4, 2), strict=True)] == [
+        [2] * 4,
+        [2] * 2,
+    ]
+    assert bridge.log.count("record") == 2
+
+
+def test_eager_mode_compiles_with_hpu_backend_and_wraps_nothing(bridge, hpu_backend):
+    bridge.is_lazy = False
+    graph = capture(lambda x: torch.relu(x) + 1, [torch.ones(2)], backend=BACKEND)
+    assert graph.run(torch.tensor([-1.0, 2.0])).tolist() == [1, 3]
+    assert len(hpu_backend) == 1 and bridge.log == []
+
+
+def test_the_mode_may_be_given(bridge, hpu_backend):
+    capture(torch.relu, [torch.ones(2)], backend=BACKEND, mode="eager")
+    assert len(hpu_backend) == 1 and bridge.log == []
+
+
+class Cached(nn.Module):
+    def __init__(self, cache):
+        super().__init__()
+        self.register_buffer("cache", cache)
+
+    def forward(self, x):
+        self.cache[0] = x
+        return self.cache.sum()
+
+
+def test_a_cache_of_its_own_is_updated_and_a_view_is_refused(bridge):
+    own = Cached(torch.zeros(2, 2))
+    graph = capture(own, [torch.ones(2)], backend=BACKEND)
+    assert graph.run(torch.full((2,), 3.0)) == 6 and own.cache.sum() == 6
+    with pytest.raises(CaptureError, match="cache is a view and is written in place"):
+        capture(Cached(torch.zeros(2, 2, 2)[0]), [torch.ones(2)], backend=BACKEND)
+    with pytest.raises(CaptureError, match="input 0 is a view"):
+        capture(lambda x: x.add_(1), [torch.zeros(2, 2)[0]], backend=BACKEND)
+
+
+def test_a_failing_callable_is_a_capture_error(bridge):
+    with pytest.raises(CaptureError, match="boom"):
+        capture(_fails, [torch.ones(2)], backend=BACKEND)
+
+
+def _fails(x):
+    raise ValueError("boom")
+
+
+def test_the_reason_is_given_where_there_is_no_bridge_or_no_device(bridge, monkeypatch):
+    assert BACKEND.available() is None
+    bridge.has_device = False
+    assert BACKEND.available() == "habana_frameworks sees no HPU device"
+    monkeypatch.setitem(sys.modules, "habana_frameworks.torch", None)
+    assert "does not import" in BACKEND.available()
+    monkeypatch.setattr(hpu, "find_spec", lambda name: None)
+    assert "is not installed" in BACKEND.available()
+    with pytest.raises(CaptureError, match="Intel Gaudi software"):
+        capture(torch.relu, [torch.ones(2)], backend=BACKEND)
+
+
+@pytest.mark.hpu
+def test_on_a_device_a_graph_equals_eager():
+    layer = nn.Linear(8, 8).to("hpu")
+    x = torch.randn(4, 8, device="hpu")
+    with torch.no_grad():
+        graph = capture(layer, [x], backend=BACKEND)
+        torch.testing.assert_close(graph.run(x * 2), layer(x * 2))

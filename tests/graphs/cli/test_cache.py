@@ -1,0 +1,72 @@
+"""`cache ls|verify|prune|clear`, as both programs offer it."""
+
+from __future__ import annotations
+
+import pytest
+
+import compiled_attn.cli.cache
+import compiled_attn.cli.errors
+from graphs.cli.cache import cache_app, parse_bytes
+from graphs.cli.errors import UserError
+from graphs.store import ArtifactStore
+
+
+@pytest.fixture
+def store(tmp_path):
+    (tmp_path / "graph.bin").write_bytes(b"x" * 1000)
+    store = ArtifactStore(tmp_path / "store")
+    store.put({"backend": "inductor", "name": "step[rows=4]"}, tmp_path / "graph.bin")
+    store.put({"backend": "aoti", "threads": 2}, tmp_path / "graph.bin")
+    return store
+
+
+@pytest.fixture(params=["graphs", "compiled-attn"])
+def call(request):
+    app = cache_app("unused") if request.param == "graphs" else compiled_attn.cli.cache.cache
+    return lambda *arguments: app(args=[*map(str, arguments)], standalone_mode=False)
+
+
+def test_ls_lists_what_is_there_and_why(store, call, capsys):
+    assert not call("ls", "--store", store.path)
+    out = capsys.readouterr().out
+    assert "inductor step[rows=4]" in out and "aoti" in out and "threads" not in out
+    call("ls", "--factors", "--store", store.path)
+    assert "    threads: 2" in capsys.readouterr().out
+
+
+def test_verify_throws_away_what_is_damaged_and_says_so(store, call, capsys):
+    assert not call("verify", "--store", store.path)
+    assert "2 are as they were stored, 0 damaged" in capsys.readouterr().out
+    (store.entries()[0].files / "graph.bin").write_bytes(b"y" * 1000)
+    assert call("verify", "--store", store.path) == 1
+    out = capsys.readouterr().out
+    assert "SHA-256 of its manifest; thrown away" in out and "1 are as they were" in out
+
+
+def test_prune_and_clear_remove(store, call, capsys):
+    call("prune", "--max-size", "1K", "--store", store.path)
+    assert len(store.entries()) == 1
+    call("clear", "--store", store.path)
+    assert store.entries() == [] and "0.0 MiB left" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [["ls"], ["verify"], ["clear"], ["prune", "--max-size", "0"]])
+def test_a_folder_without_a_store_is_an_error_and_nothing_is_made(command, call, tmp_path):
+    with pytest.raises(
+        (UserError, compiled_attn.cli.errors.UserError), match=r"no store in .*--store DIR"
+    ):
+        call(*command, "--store", tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("0", 0), ("12", 12), ("2K", 2048), ("3mb", 3 << 20), ("1G", 1 << 30)]
+)
+def test_a_size_is_read_with_its_unit(text, size):
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "-1", "x", "1T", "1.5G"])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(ValueError, match="expected a size such as"):
+        parse_bytes(text)

@@ -1,0 +1,224 @@
+"""`python -m graphs` and its commands, on a module of a user."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import graphs.cli
+from graphs import from_file
+from graphs.cli.app import run_command
+
+ROOT = Path(__file__).resolve().parents[3]
+MODEL = """
+import torch
+
+def full(x):
+    return x * 2 + 1
+
+def broken(x):
+    x = x + 1
+    if x.sum().item() > 0:
+        x = x * 2
+    return x
+
+def raises(x):
+    raise ValueError("not today")
+
+def picky(x):
+    if x.shape[0] == 2:
+        raise ValueError("no twos")
+    return x + 1
+
+def example_inputs(bucket):
+    return torch.ones(bucket.rows),
+
+def three():
+    return torch.ones(3)
+"""
+
+
+@pytest.fixture
+def model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    path = tmp_path / "user_model.py"
+    path.write_text(MODEL)
+    (tmp_path / "rows.txt").write_text("axes: rows\n[2, 4]\n")
+    yield str(path)
+    sys.modules.pop("user_model", None)
+
+
+def test_explain_prints_graphs_and_guards_of_a_full_graph(model, capsys):
+    assert run_command(["explain", f"{model}:full", "--input", "2x8:float64"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("full: 1 graph(s), 0 break(s), ")
+    assert "operator.mul" in out and "x is float64[2, 8] on cpu" in out
+
+
+def test_explain_prints_each_break_with_the_users_line_and_ends_with_1(model, capsys):
+    arguments = ["--inputs", "three", "--no-graphs", "--no-guards"]
+    assert run_command(["explain", f"{model}:broken", *arguments]) == 1
+    captured = capsys.readouterr()
+    head, found, code = captured.out.splitlines()
+    assert head.startswith("broken: 2 graph(s), 1 break(s), ")
+    assert found.startswith(f"break 0: {model}:9: Unsupported Tensor.item()")
+    assert code.strip() == "if x.sum().item() > 0:"
+    assert "Graph break" not in captured.err
+
+
+def test_explain_leaves_the_log_of_dynamo_as_it_was(model):
+    log = logging.getLogger("torch._dynamo")
+    before = log.level
+    assert run_command(["explain", f"{model}:raises", "--input", "2"]) == 2
+    assert log.level == before
+
+
+def test_explain_takes_inputs_from_the_module_for_a_bucket(model, capsys):
+    assert run_command(["explain", f"{model}:full", "--bucket", "rows=5"]) == 0
+    assert "x is float32[5] on cpu" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("flag", "guarded"), [("--grad", "True"), ("--no-grad", "False")])
+def test_explain_traces_under_the_chosen_grad_mode(model, flag, guarded, capsys):
+    (Path(model).parent / "user_model.py").write_text(
+        "import torch\ndef shows(x):\n    return x * (2 if torch.is_grad_enabled() else 3)\n"
+    )
+    assert run_command(["explain", f"{model}:shows", "--input", "1", flag]) == 0
+    assert f"(%l_inputs_0_, {2 if guarded == 'True' else 3})" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["explain", "{}:full"], "example_inputs takes a bucket"),
+        (["explain", "{}:full", "--input", "2", "--bucket", "rows=2"], "both given"),
+        (
+            ["explain", "{}:raises", "--input", "2"],
+            "failed: ValueError: not today .*user_model.py:14",
+        ),
+        (["explain", "{}:full", "--inputs", "four"], "has no function four"),
+        (["explain"], "Missing (argument|parameter)"),
+        (["explode"], "No such command"),
+        (["warmup", "{}:full"], "Missing (option|parameter).*--buckets"),
+        (["warmup", "{}:full", "--buckets", "none.txt"], "none.txt: not readable"),
+        (
+            ["warmup", "{}:full", "--buckets", "rows.txt", "--backend", "x"],
+            "--backend x cannot work",
+        ),
+        (["warmup", "{}:full", "--buckets", "rows.txt", "--order", "x"], "order"),
+        (
+            ["warmup", "{}:full", "--buckets", "rows.txt", "--budget-seconds", "-1"],
+            "budget_seconds",
+        ),
+        (["plan", "none.jsonl"], "none.jsonl: not readable as recorded needs"),
+        (["plan", "rows.txt"], "rows.txt:1: expected sizes by name"),
+        (["plan", "rows.txt", "--max-seconds", "3"], "--max-seconds needs --measured"),
+        (["plan", "rows.txt", "--measured", "none.json"], "none.json: not readable as a warmup"),
+        (["plan", "rows.txt", "--measured", "rows.txt"], "expected a file that `warmup --json`"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(model, arguments, message, capsys):
+    assert run_command([argument.format(model) for argument in arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("graphs: error: ") and error.count("\n") == 1
+    assert re.search(message, error), error
+
+
+def test_warmup_captures_every_bucket_and_writes_what_came_of_it(model, tmp_path, capsys):
+    options = ["--backend", "aot_eager", "--json", "out.json", "--report", "page"]
+    assert run_command(["warmup", f"{model}:full", "--buckets", "rows.txt", *options]) == 0
+    captured = capsys.readouterr()
+    assert "warmup 2/2 rows=2: " in captured.err
+    assert captured.out.startswith("2 of 2 buckets captured")
+    outcome = json.loads((tmp_path / "out.json").read_text())
+    assert [row["status"] for row in outcome["buckets"]] == ["captured"] * 2
+    page = (tmp_path / "page" / "report.html").read_text()
+    assert f"Warmup of {model}:full" in page and "rows=4" in page
+
+
+def test_a_bucket_that_cannot_be_captured_ends_the_warmup_command_with_1(model, capsys):
+    options = ["--buckets", "rows.txt", "--backend", "eager"]
+    assert run_command(["warmup", f"{model}:picky", *options]) == 1
+    out = capsys.readouterr().out
+    assert "1 of 2 buckets captured" in out and "rows=2: failed: ValueError: no twos" in out
+
+
+def test_an_interrupted_warmup_tells_what_it_has_and_ends_with_130(model, capsys):
+    Path(model).write_text(
+        MODEL
+        + "\ndef stops(x):\n    if len(x) == 2:\n        raise KeyboardInterrupt\n    return x\n"
+    )
+    options = ["--buckets", "rows.txt", "--backend", "eager"]
+    assert run_command(["warmup", f"{model}:stops", *options]) == 130
+    captured = capsys.readouterr()
+    assert "interrupted; this is the outcome so far" in captured.err
+    assert captured.out.startswith("1 of 1 buckets captured")
+
+
+def test_plan_writes_a_bucket_file_that_holds_every_need(model, tmp_path, capsys):
+    needs = [{"rows": 1 + i % 7, "length": 10 * (1 + i % 13)} for i in range(200)]
+    (tmp_path / "needs.jsonl").write_text("".join(f"{json.dumps(need)}\n" for need in needs))
+    assert run_command(["plan", "needs.jsonl", "--max-graphs", "6", "--out", "plan.txt"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith(" buckets in plan.txt")
+    space = from_file(tmp_path / "plan.txt")
+    assert 1 <= len(space) <= 6 and set(space.names) == {"rows", "length"}
+    assert all(space.pick(**need) for need in needs)
+
+
+def test_plan_goes_by_what_a_warmup_has_measured(model, tmp_path, capsys):
+    def measured(rows, run_seconds):
+        bucket = {"rows": rows, "length": 64}
+        return {"bucket": bucket, "status": "captured", "seconds": 2.0, "run_seconds": run_seconds}
+
+    rows = [measured(1, 0.1), measured(32, 0.9)]
+    (tmp_path / "warm.json").write_text(json.dumps({"buckets": rows}))
+    needs = [{"rows": 1 + i % 32, "length": 64} for i in range(64)]
+    (tmp_path / "needs.jsonl").write_text("".join(f"{json.dumps(need)}\n" for need in needs))
+    options = ["--measured", "warm.json", "--max-seconds", "9", "--rho", "0", "--out", "plan.txt"]
+    assert run_command(["plan", "needs.jsonl", *options]) == 0
+    assert len(from_file(tmp_path / "plan.txt")) == 4  # at 2 seconds each
+
+
+def test_a_warmup_without_a_timed_bucket_measures_nothing(model, tmp_path, capsys):
+    (tmp_path / "warm.json").write_text('{"buckets": []}')
+    assert run_command(["plan", "needs.jsonl", "--measured", "warm.json"]) == 2
+    assert "no captured bucket whose run was timed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "no need in it"),
+        ('{"rows": 1}\n{"rows": -1}', ":2: expected sizes by name"),
+        ('{"rows": 1}\n\n{"cols": 1}', ":3: expected the axes rows as before, got cols"),
+        ('{"rows": true}', ":1: expected sizes by name"),
+        ("[1, 2]", ":1: expected sizes by name"),
+    ],
+)
+def test_bad_needs_are_told_with_their_line(model, text, message, tmp_path, capsys):
+    (tmp_path / "needs.jsonl").write_text(text)
+    assert run_command(["plan", "needs.jsonl"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_without_typer_the_extra_is_named(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "typer", None)
+    with pytest.raises(SystemExit) as caught:
+        graphs.cli.main(["explain"])
+    assert caught.value.code == 2
+    assert "pip install 'compiled-attn[cli]'" in capsys.readouterr().err
+
+
+def test_python_m_graphs_is_the_command(model):
+    done = subprocess.run(
+        [sys.executable, "-m", "graphs", "plan", "none.jsonl"],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 2 and "none.jsonl: not readable" in done.stderr

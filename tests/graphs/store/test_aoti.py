@@ -1,0 +1,52 @@
+"""Packages of AOTInductor that a later capture loads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from graphs import capture
+from graphs.backends.aoti import AotiBackend
+from graphs.builds import listen, unlisten
+from graphs.compiles import CompileWatch
+from graphs.store import ArtifactStore, StoredAoti
+
+
+@pytest.mark.slow
+def test_a_package_is_built_once_and_then_loaded_without_a_compiler(tmp_path):
+    net, x = nn.Linear(4, 4).eval(), torch.randn(2, 4)
+    store, built = ArtifactStore(tmp_path / "store"), []
+    with torch.no_grad():
+        first = capture(net, [x], backend=StoredAoti(store))
+        backend = StoredAoti(store)
+        listen(built.append)
+        try:
+            with CompileWatch() as watch:
+                second = capture(net, [x], backend=backend)
+        finally:
+            unlisten(built.append)
+        assert (backend.loaded, backend.stored, watch.compiles, built) == (1, 0, 0, [])
+        net.weight.mul_(2)
+        torch.testing.assert_close(first.run(x), net(x))
+        torch.testing.assert_close(second.run(x), net(x))
+
+
+def test_what_is_no_package_is_built_again(tmp_path, monkeypatch, caplog):
+    """With a backend that builds nothing, to be quick."""
+    monkeypatch.setattr(AotiBackend, "capture", _pretend)
+    store = ArtifactStore(tmp_path / "store")
+    for _ in range(2):
+        backend = StoredAoti(store)
+        capture(torch.relu, [torch.ones(2)], backend=backend)
+        assert (backend.loaded, backend.stored) == (0, 1)
+    assert "built again, not loaded" in caplog.text
+
+
+def _pretend(self, function, example_inputs, *, name, warm_runs, package_path, options):
+    from pathlib import Path
+
+    from graphs.backends.base import Frozen
+
+    Path(package_path, "graph.pt2").write_bytes(b"no package")
+    return Frozen(function)

@@ -1,0 +1,161 @@
+"""Graphs of inductor that a later capture loads, without tracing and without compiling."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from graphs import InputMismatch, ModeMismatch, StaleGraph, capture, no_compile
+from graphs.compiles import CompileWatch
+from graphs.store import ArtifactStore, StoredInductor
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(3, 4))
+        self.scale = 0.5
+
+    def forward(self, x, rows, power):
+        y = self.linear(x) ** power * self.scale
+        self.seen.index_copy_(0, rows, y)
+        return {"y": y, "sums": [self.seen.sum(1), power], "x": x, "seen": self.seen}
+
+
+INPUTS = (torch.randn(2, 4), torch.tensor([2, 0]), 2)
+
+
+@pytest.fixture(autouse=True)
+def _no_grad():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory):
+    """A store that has the graph of a `Net`."""
+    backend = StoredInductor(ArtifactStore(tmp_path_factory.mktemp("warm") / "store"))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        capture(Net(), INPUTS, backend=backend)
+    assert (backend.stored, backend.loaded) == (1, 0)
+    return backend.store
+
+
+def load(warm, net):
+    backend = StoredInductor(warm)
+    with CompileWatch() as watch:
+        graph = capture(net, INPUTS, backend=backend)
+    assert (backend.stored, backend.loaded, watch.compiles) == (0, 1, 0)
+    return graph
+
+
+def test_a_loaded_graph_computes_writes_and_returns_as_the_module_does(warm):
+    net, twin = Net(), Net()
+    graph = load(warm, net)
+    twin.load_state_dict(net.state_dict())
+    got, expected = graph.run(*INPUTS), twin(*INPUTS)
+    torch.testing.assert_close(got["y"], expected["y"])
+    torch.testing.assert_close(got["sums"][0], expected["sums"][0])
+    torch.testing.assert_close(net.seen, twin.seen)
+    assert got["sums"][1] == 2 and got["x"] is INPUTS[0] and got["seen"] is net.seen
+
+
+def test_a_loaded_graph_reads_weights_that_were_changed_or_exchanged(warm):
+    net = Net()
+    graph = load(warm, net)
+    net.linear.weight.zero_()
+    net.linear.bias = nn.Parameter(torch.full((4,), 2.0))
+    torch.testing.assert_close(graph.run(*INPUTS)["y"], torch.full((2, 4), 2.0))
+
+
+def test_a_loaded_graph_refuses_other_inputs_modes_and_state(warm):
+    net = Net()
+    graph = load(warm, net)
+    with pytest.raises(InputMismatch):
+        graph.run(torch.randn(3, 4), *INPUTS[1:])
+    with pytest.raises(InputMismatch):
+        graph.run(*INPUTS[:2], 3)
+    with torch.enable_grad(), pytest.raises(ModeMismatch):
+        graph.run(*INPUTS)
+    net.linear.bias = nn.Parameter(torch.ones(1))
+    with pytest.raises(StaleGraph, match=r"'linear.bias' has shape"):
+        graph.run(*INPUTS)
+
+
+def test_a_module_of_other_values_is_not_served_from_the_store(warm):
+    net = Net()
+    net.scale = 0.25
+    backend = StoredInductor(warm)
+    graph = capture(net, INPUTS, backend=backend)
+    assert (backend.stored, backend.loaded) == (1, 0)
+    torch.testing.assert_close(graph.run(*INPUTS)["y"], net.linear(INPUTS[0]) ** 2 * 0.25)
+
+
+def test_a_damaged_graph_is_compiled_again(tmp_path, caplog):
+    backend = StoredInductor(ArtifactStore(tmp_path / "store"))
+    capture(torch.relu, [INPUTS[0]], backend=backend)
+    path = backend.store.entries()[0].files / "graph.bin"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+    graph = capture(torch.relu, [INPUTS[0]], backend=backend)
+    assert "thrown away" in caplog.text
+    assert (backend.stored, backend.loaded) == (2, 0)
+    assert torch.equal(graph.run(INPUTS[0]), torch.relu(INPUTS[0]))
+
+
+def test_what_reads_a_tensor_of_nobodys_works_but_is_not_stored(tmp_path, caplog):
+    hidden = torch.randn(4)
+    backend = StoredInductor(ArtifactStore(tmp_path / "store"))
+    graph = capture(lambda x: x + hidden, [INPUTS[0]], backend=backend)
+    assert "not stored: ValueError" in caplog.text and backend.stored == 0
+    torch.testing.assert_close(graph.run(INPUTS[0]), INPUTS[0] + hidden)
+
+
+SCRIPT = """
+import sys, os, torch
+from torch import nn
+from graphs import capture
+from graphs.builds import listen
+from graphs.compiles import CompileWatch
+from graphs.store import ArtifactStore, StoredInductor, environment_factors
+
+torch.set_grad_enabled(False)
+torch.manual_seed(0)
+store = ArtifactStore(sys.argv[1])
+built = []
+listen(built.append)
+with store.inductor_cache(environment_factors()) as cache, CompileWatch() as watch:
+    os.environ.update(cache.environment)
+    backend = StoredInductor(store, cache.seal)
+    net = nn.Sequential(nn.Linear(4, 4), nn.GELU())
+    graph = capture(net, [torch.ones(2, 4)], backend=backend)
+    same = torch.allclose(graph.run(torch.ones(2, 4)), net(torch.ones(2, 4)))
+print(backend.stored, backend.loaded, watch.compiles, same, "main.cpp" in str(built))
+"""
+
+
+def test_a_second_process_traces_nothing_and_builds_no_kernel(tmp_path):
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "store")]
+    said = []
+    for _ in range(2):
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+        assert done.returncode == 0, done.stderr
+        said.append(done.stdout.strip().splitlines()[-1])
+    assert said[0] == "1 0 1 True True"
+    assert said[1] == "0 1 0 True False"
+
+
+def test_the_sentinel_has_nothing_to_say_about_a_loaded_graph(warm):
+    graph = load(warm, Net())
+    with no_compile():
+        graph.run(*INPUTS)

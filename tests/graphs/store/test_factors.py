@@ -1,0 +1,152 @@
+"""Whatever a graph depends on is in its key."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from graphs.store import environment_factors, graph_factors, key_of
+
+SOURCE = """
+import torch
+from torch import nn
+{lazy}
+FACTOR = 3
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.scale = 0.5
+        self.table = {{"a": [1, 2]}}
+
+    def forward(self, x):
+        from my_store_helper import helper
+        return helper(self.linear(x)) * self.scale * FACTOR
+"""
+
+
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    """Imports the module anew from its files, as a new process would."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "my_store_net.py").write_text(SOURCE.format(lazy=""))
+    (tmp_path / "my_store_helper.py").write_text("def helper(x):\n    return x + 1\n")
+
+    def load(name="", text=""):
+        if name:
+            path = tmp_path / f"{name}.py"
+            path.write_text(path.read_text() + text)
+        for module in ("my_store_net", "my_store_helper"):
+            sys.modules.pop(module, None)
+        import my_store_helper  # noqa: F401
+        import my_store_net
+
+        return my_store_net.Net()
+
+    yield load
+    for module in ("my_store_net", "my_store_helper"):
+        sys.modules.pop(module, None)
+
+
+def key(function, *inputs, backend="inductor", **options):
+    with torch.no_grad():
+        return key_of(graph_factors(function, inputs, backend=backend, options=options))
+
+
+X = torch.ones(2, 4)
+
+
+def test_the_same_module_has_the_same_key_in_each_process(load):
+    net = load()
+    assert key(net, X) == key(load(), X)
+
+
+@pytest.mark.parametrize("name", ["my_store_net", "my_store_helper"])
+def test_the_source_of_the_module_and_of_what_it_calls_counts(load, name):
+    before = key(load(), X)
+    assert key(load(name, "\n\ndef more():\n    pass\n"), X) != before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda net: setattr(net, "scale", 0.25),
+        lambda net: net.table["a"].append(3),
+        lambda net: setattr(sys.modules["my_store_net"], "FACTOR", 4),
+        lambda net: net.double(),
+        lambda net: net.register_buffer("more", torch.ones(1)),
+        lambda net: net.eval(),
+        lambda net: setattr(net, "linear", nn.Linear(4, 8)),
+    ],
+)
+def test_attributes_globals_and_state_count(load, change):
+    net = load()
+    before = key(net, X)
+    change(net)
+    assert key(net, X) != before
+
+
+def test_weights_do_not_count(load):
+    net = load()
+    before = key(net, X)
+    with torch.no_grad():
+        net.linear.weight.zero_()
+    assert key(net, X) == before
+
+
+def test_inputs_backend_options_and_mode_count(load):
+    net = load()
+    keys = [
+        key(net, X),
+        key(net, torch.ones(3, 4)),
+        key(net, X.double()),
+        key(net, torch.ones(4, 2).T),
+        key(net, X, 3),
+        key(net, X, 4),
+        key(net, X, backend="aoti"),
+        key(net, X, max_autotune=True),
+    ]
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads + 1)
+        keys.append(key(net, X))
+    finally:
+        torch.set_num_threads(threads)
+    with torch._inductor.config.patch(epilogue_fusion=False):
+        keys.append(key(net, X))
+    assert len(set(keys)) == len(keys)
+
+
+def test_closures_count():
+    def scaled(factor):
+        def call(x):
+            return x * factor
+
+        return call
+
+    assert key(scaled(2), X) == key(scaled(2), X) != key(scaled(3), X)
+
+
+def test_versions_and_the_processor_count(monkeypatch):
+    before = key_of(environment_factors())
+    monkeypatch.setattr(torch, "__version__", "9.9.9")
+    assert key_of(environment_factors()) != before
+    monkeypatch.undo()
+    assert key_of(environment_factors()) == before
+    monkeypatch.setattr("graphs.store.factors._cpu", lambda: "another processor")
+    assert key_of(environment_factors()) != before
+
+
+def test_an_option_that_cannot_be_told_means_no_key():
+    assert graph_factors(torch.relu, [X], backend="inductor", options={"pass": object()}) is None
+
+
+def test_an_environment_is_the_same_in_another_process():
+    code = "from graphs.store import *; print(key_of(environment_factors()))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == key_of(environment_factors())
