@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphs.store.factors import key_of
-from graphs.store.files import digest_of, files_in, remove, write_whole
+from graphs.store.files import digest_of, remove, write_whole
 from graphs.store.lock import Lock
 
 if TYPE_CHECKING:
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 __all__ = ["InductorCache"]
 
 _log = logging.getLogger(__name__)
+
+_UNSEALED = "never sealed, as after a kill"
 
 
 class InductorCache:
@@ -104,8 +106,8 @@ class InductorCache:
         sealed = self._read_seal()
         try:
             fresh = {
-                name: digest_of(path)
-                for name, path in files_in(self.files).items()
+                name: digest_of(self.files / name)
+                for name in _names_in(self.files)
                 if name not in sealed and not _is_of_the_moment(name)
             }
             if fresh:
@@ -121,16 +123,20 @@ class InductorCache:
         try:
             alone = lock.take()
             sealed, problems = self._read_seal(), {}
-            for name, path in _everything_in(self.files).items():
-                if path.is_symlink():
-                    problems[name] = "it is a link"
+            for name in _names_in(self.files):
+                path = self.files / name
+                if path.is_symlink() or not path.is_file():
+                    problems[name] = "it is a link or no file"
                 elif name in sealed and digest_of(path) != sealed[name]:
                     problems[name] = "it does not have the SHA-256 it was sealed with"
                 elif name not in sealed and alone and not _is_of_the_moment(name):
-                    problems[name] = "it was never sealed"
+                    problems[name] = _UNSEALED
             for name, problem in problems.items():
                 remove(self.files / name)
-                _log.warning("%s: %s is thrown away: %s", self.files, name, problem)
+                if problem != _UNSEALED:
+                    _log.warning("%s: %s is thrown away: %s", self.files, name, problem)
+            if unsealed := [*problems.values()].count(_UNSEALED):
+                _log.warning("%s: %d files are thrown away: %s", self.files, unsealed, _UNSEALED)
         finally:
             lock.close()
         return problems
@@ -163,11 +169,8 @@ def _is_of_the_moment(name: str) -> bool:
     return name.endswith(".lock") or name.startswith("locks/")
 
 
-def _everything_in(folder: Path) -> dict[str, Path]:
-    found = {}
+def _names_in(folder: Path) -> Iterator[str]:
+    start = len(str(folder)) + 1
     for root, folders, names in os.walk(folder):
-        links = [name for name in folders if Path(root, name).is_symlink()]
-        for name in (*links, *names):
-            path = Path(root, name)
-            found[path.relative_to(folder).as_posix()] = path
-    return found
+        links = [name for name in folders if os.path.islink(os.path.join(root, name))]
+        yield from (os.path.join(root, name)[start:] for name in (*links, *names))

@@ -19,13 +19,25 @@ __all__ = ["digest_of_globals", "digest_of_values"]
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _DEPTH = 6
+# By these names go numbers that are others in each process.
+_OF_A_PROCESS = ("_hash", "address", "addresses", "data_ptr", "data_ptrs", "pid")
+# What captures and serves a module may hang from it, with counters and seconds.
+_MACHINERY = (
+    "graphs.capture",
+    "graphs.compiles",
+    "graphs.journal",
+    "graphs.sentinel",
+    "graphs.store",
+    "graphs.warmup",
+)
 
 
 def digest_of_values(function: Callable[..., Any]) -> str:
     """Digest of all but tensors in a module's attributes, a function's closure and defaults.
 
-    Plain values, and containers and objects of them. Two callables with the same digest may differ
-    in an object that nests deeper than six levels.
+    Plain values, and containers and objects of them; not what an attribute's name tells to be an
+    address, a hash or a process, nor what captures and serves the module. Two callables with the
+    same digest may differ in an object that nests deeper than six levels.
     """
     return _digest(_of(function, "", _DEPTH, set()))
 
@@ -69,9 +81,11 @@ def _of(value: Any, path: str, depth: int, seen: set[int]) -> Iterator[str]:
         return
     seen.add(id(value))
     yield f"{path}: {kind}"
+    if type(value).__module__.startswith(_MACHINERY):
+        return
     for name, part in _parts(value):
-        if name.endswith("_hash"):
-            continue  # another number in each process, of something that is there anyway
+        if name.endswith(_OF_A_PROCESS):
+            continue
         # Modules nest as deep as they like; what they hold does not.
         left = _DEPTH if isinstance(part, nn.Module) else depth - 1
         yield from _of(part, f"{path}.{name}", left, seen)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from graphs import WarmupManager, explicit
 from graphs.store import environment_factors, graph_factors, key_of
 
 SOURCE = """
@@ -96,6 +97,22 @@ def test_weights_do_not_count(load):
     before = key(net, X)
     with torch.no_grad():
         net.linear.weight.zero_()
+    assert key(net, X) == before
+
+
+def test_numbers_of_a_process_do_not_count(load):
+    net = load()
+    keys = set()
+    for net.config_hash, net.addresses in ((1, [1]), (2, [2])):
+        keys.add(key(net, X))
+    assert len(keys) == 1
+
+
+def test_what_serves_a_module_and_hangs_from_it_does_not_count(load):
+    net = load()
+    net.manager = WarmupManager(net, explicit(["rows"], [(2,)]), lambda _: [X], backend="eager")
+    before = key(net, X)
+    net.manager.warmup()
     assert key(net, X) == before
 
 
