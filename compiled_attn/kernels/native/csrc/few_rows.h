@@ -14,7 +14,8 @@
 
 namespace compiled_attn {
 
-constexpr int kChunk = 32;      // tokens
+constexpr int kChunk = 64;      // tokens
+constexpr int64_t kAheadBytes = 16384;
 constexpr int kRowsAtOnce = 4;  // query rows that share a key in registers
 constexpr int kMostRows = 32;   // query rows of one KV head
 
@@ -76,40 +77,47 @@ struct InPairs {
 };
 #endif
 
-// Products of `rows` queries [rows, dim] with a head of the chunk's keys: out [rows, kChunk].
-template <class Math, int rows>
-void products(const typename Math::Query* query, int64_t dim, const typename Math::Element* keys,
-              const int64_t* offsets, int64_t count, float* out, Prefetch& prefetch) {
-  for (int64_t t = 0; t < count; t += 4) {
-    prefetch(4);
-    Floats sum[rows][4] = {};
-    for (int64_t d = 0; d < dim; d += Math::kWide) {
-      typename Math::Keys key[4];
-      for (int i = 0; i < 4; ++i) key[i] = Math::key(keys + offsets[t + i] + d);
-      for (int r = 0; r < rows; ++r) {
-        const auto q = Math::query(query + r * dim + d);
-        for (int i = 0; i < 4; ++i) sum[r][i] = Math::dot(sum[r][i], key[i], q);
-      }
-    }
-    for (int r = 0; r < rows; ++r)
-      store(out + r * kChunk + t, sums(sum[r][0], sum[r][1], sum[r][2], sum[r][3]));
-  }
+// Cache lines that some elements fill, at least one.
+template <class Math>
+constexpr int lines_of(int elements) {
+  return std::max<int>(elements * sizeof(typename Math::Element) / Prefetch::kLine, 1);
 }
 
-// sums [rows, dim] = sums * factor + weights [rows, kChunk] x values, `width` vectors of each row.
+// Products of `rows` queries [rows, dim] with four keys: out [rows, kChunk].
+//
+// The inner loop asks for as many lines further on as it reads here: in a burst they would queue up
+// before the loads that are waited for.
+template <class Math, int rows>
+CA_INLINE void products(const typename Math::Query* query, int64_t dim,
+                        const typename Math::Element* const* keys, float* out, const char* ahead) {
+  Floats sum[rows][4] = {};
+  for (int64_t d = 0; d < dim; d += Math::kWide) {
+    prefetch<lines_of<Math>(4 * Math::kWide)>(ahead + 4 * d * sizeof(typename Math::Element));
+    typename Math::Keys key[4];
+    for (int i = 0; i < 4; ++i) key[i] = Math::key(keys[i] + d);
+    for (int r = 0; r < rows; ++r) {
+      const auto q = Math::query(query + r * dim + d);
+      for (int i = 0; i < 4; ++i) sum[r][i] = Math::dot(sum[r][i], key[i], q);
+    }
+  }
+  for (int r = 0; r < rows; ++r)
+    store(out + r * kChunk, sums(sum[r][0], sum[r][1], sum[r][2], sum[r][3]));
+}
+
+// Adds four values, weighted, to `width` vectors of each row of sums [rows, dim].
 template <class Math, int rows, int width>
-void add_slice(const typename Math::Weight* weights, const float* factor,
-               const typename Math::Element* values, const int64_t* offsets, int64_t count,
-               float* sums, int64_t dim, Prefetch& prefetch) {
-  const int share = int((4 * width * kLanes + dim - 1) / dim);  // all slices together: a row a token
+CA_INLINE void add_slice(const typename Math::Weight* weights,
+                         const typename Math::Element* const* values, int64_t d, float* sums,
+                         int64_t dim, const char* ahead) {
+  using Element = typename Math::Element;
+  constexpr int step = Math::kTokens * width * kLanes;  // elements
   Floats sum[rows][width];
   for (int r = 0; r < rows; ++r)
-    for (int w = 0; w < width; ++w)
-      sum[r][w] = load(sums + r * dim + w * kLanes) * all(factor[r]);
-  for (int64_t t = 0; t < count; t += Math::kTokens) {
-    if (t % 4 == 0) prefetch(share);
-    const typename Math::Element* tokens[Math::kTokens];
-    for (int i = 0; i < Math::kTokens; ++i) tokens[i] = values + offsets[t + i];
+    for (int w = 0; w < width; ++w) sum[r][w] = load(sums + r * dim + d + w * kLanes);
+  for (int t = 0; t < 4; t += Math::kTokens) {
+    prefetch<lines_of<Math>(step)>(ahead + t / Math::kTokens * step * sizeof(Element));
+    const Element* tokens[Math::kTokens];
+    for (int i = 0; i < Math::kTokens; ++i) tokens[i] = values[t + i] + d;
     typename Math::Keys value[width];
     Math::values(tokens, value);
     for (int r = 0; r < rows; ++r) {
@@ -118,25 +126,26 @@ void add_slice(const typename Math::Weight* weights, const float* factor,
     }
   }
   for (int r = 0; r < rows; ++r)
-    for (int w = 0; w < width; ++w) store(sums + r * dim + w * kLanes, sum[r][w]);
+    for (int w = 0; w < width; ++w) store(sums + r * dim + d + w * kLanes, sum[r][w]);
 }
 
 template <class Math, int rows>
-void add_values(const typename Math::Weight* weights, const float* factor,
-                const typename Math::Element* values, const int64_t* offsets, int64_t count,
-                float* sums, int64_t dim, Prefetch& prefetch) {
+CA_INLINE void weighted_sums(const typename Math::Weight* weights,
+                             const typename Math::Element* const* values, float* sums, int64_t dim,
+                             const char* ahead) {
   constexpr int step = Math::kWide / kLanes, width = kRegisters == 32 ? 4 : 2;
   int64_t d = 0;
   for (; d + width * kLanes <= dim; d += width * kLanes)
-    add_slice<Math, rows, width>(weights, factor, values + d, offsets, count, sums + d, dim, prefetch);
+    add_slice<Math, rows, width>(weights, values, d, sums, dim, ahead + 4 * d * sizeof(typename Math::Element));
   for (; d < dim; d += step * kLanes)
-    add_slice<Math, rows, step>(weights, factor, values + d, offsets, count, sums + d, dim, prefetch);
+    add_slice<Math, rows, step>(weights, values, d, sums, dim, ahead + 4 * d * sizeof(typename Math::Element));
 }
 
 template <class Math>
 class FewRows {
   using Element = typename Math::Element;
   using Query = typename Math::Query;
+  using Weight = typename Math::Weight;
 
  public:
   explicit FewRows(const PagedAttentionArgs& args)
@@ -149,106 +158,135 @@ class FewRows {
     scratch_.take(sums_, args.kv_heads * kMostRows * value_dim_);
     scratch_.take(running_, args.kv_heads * kMostRows);
     scratch_.take(rows_, args.kv_heads * kMostRows);
-    scratch_.take(scores_, kMostRows * kChunk);
-    scratch_.take(weights_, kMostRows * kChunk);
-    scratch_.take(copies_, is_whole_ ? 0 : kChunk * std::max(dim_, value_dim_));
+    scratch_.take(scores_, args.kv_heads * kMostRows * kChunk);
+    scratch_.take(weights_, args.kv_heads * kMostRows * kChunk);
+    scratch_.take(copies_, 4 * std::max(dim_, value_dim_));
   }
 
   // Adds what the part's rows see among the part's keys.
   void run(const Part& part, const Results& results) {
     const Request request(args_, part.request);
-    count_ = part.row_end - part.row_begin;
     prepare(part, request);
-    Chunk<kChunk> chunk, next;
-    next.fill(request, part.keys.begin, part.keys.end);
-    while (next.count > 0) {
-      chunk = next;
-      const int64_t end = chunk.begin + chunk.count;
-      next.fill(request, end, part.keys.end);
-      take(chunk, next);
-    }
+    by_rows([&](auto rows) { run_rows<rows>(part, request); });
     finish(part, results);
   }
 
  private:
+  using Keys = Chunk<kChunk>;
+
+  // Rows come in blocks of 1 to 4; where there are more than 4, the last block is filled up.
   void prepare(const Part& part, const Request& request) {
+    used_ = part.row_end - part.row_begin;
+    count_ = used_ <= kRowsAtOnce ? used_ : padded<kRowsAtOnce>(used_);
     for (int64_t h = 0; h < args_.kv_heads; ++h) {
       for (int64_t j = 0; j < count_; ++j) {
         const int64_t at = h * count_ + j, row = (part.row_begin + j) / group_;
         const int64_t head = h * group_ + (part.row_begin + j) % group_;
+        running_[at] = {};
+        if (j >= used_) {
+          std::memset(queries_ + at * dim_, 0, dim_ * sizeof(Query));
+          rows_[at] = {0, 0, {0, 0}};
+          continue;
+        }
         read_row(args_, args_.query, request.first + row, head, args_.head_dim, true, queries_ + at * dim_, dim_);
         rows_[at] = {args_.alibi_slopes ? args_.alibi_slopes[head] : 0.0f, request.position(row),
                      request.seen(row)};
-        running_[at] = {};
       }
     }
     std::fill_n(sums_, args_.kv_heads * count_ * value_dim_, 0.0f);
   }
 
-  void take(const Chunk<kChunk>& chunk, const Chunk<kChunk>& next) {
-    Prefetch keys(args_.key_cache, next.key, next.count, args_.kv_heads, args_.head_dim * sizeof(Element), sizeof(Element));
-    Prefetch values(args_.value_cache, next.value, next.count, args_.kv_heads, args_.value_dim * sizeof(Element), sizeof(Element));
-    for (int64_t h = 0; h < args_.kv_heads; ++h) {
-      head_scores(h, chunk, keys);
-      head_values(h, chunk, values);
+  template <int rows>
+  void run_rows(const Part& part, const Request& request) {
+    Keys chunks[2];
+    chunks[0].fill(request, part.keys.begin, part.keys.end);
+    for (int now = 0; chunks[now].count > 0; now = 1 - now) {
+      const Keys& chunk = chunks[now];
+      Keys& next = chunks[1 - now];
+      next.fill(request, chunk.begin + chunk.count, part.keys.end);
+      const Stretch keys = stretch(args_.key_cache, chunk.key, chunk.count);
+      const Stretch values = stretch(args_.value_cache, chunk.value, chunk.count);
+      const Stretch more = stretch(args_.key_cache, next.key, next.count);
+      all_products<rows>(chunk, keys, Prefetch(keys, values, ahead()));
+      softmax(chunk);
+      all_sums<rows>(chunk, values, Prefetch(values, more, ahead()));
     }
   }
 
-  void head_scores(int64_t h, const Chunk<kChunk>& chunk, Prefetch& prefetch) {
-    const Head keys = head(args_.key_cache, h, chunk.key, chunk.count, args_.head_dim, dim_);
-    const Query* query = queries_ + h * count_ * dim_;
-    for (int64_t j = 0; j < count_; j += kRowsAtOnce) {
-      by_rows(std::min<int64_t>(count_ - j, kRowsAtOnce), [&](auto rows) {
-        products<Math, rows>(query + j * dim_, dim_, keys.data, keys.offsets, chunk.count,
-                             scores_ + j * kChunk, prefetch);
-      });
-    }
+  Stretch stretch(const Pages& pages, const int64_t* offsets, int64_t count) const {
+    return {pages, offsets, count, args_.kv_heads, sizeof(Element)};
   }
 
-  void head_values(int64_t h, const Chunk<kChunk>& chunk, Prefetch& prefetch) {
-    float scales[2][kChunk], factor[kMostRows];
+  // Rows to prefetch ahead: what stays in the first level cache beside the rest.
+  int64_t ahead() const { return kAheadBytes / int64_t(args_.head_dim * sizeof(Element)); }
+
+  // Calls body(head, token) for four tokens of a head at a time, in the order of addresses.
+  template <class Body>
+  void in_order(const Stretch& s, const Body& body) const {
+    if (s.by_token)
+      for (int64_t t = 0; t < s.tokens; t += 4)
+        for (int64_t h = 0; h < s.heads; ++h) body(h, t);
+    else
+      for (int64_t h = 0; h < s.heads; ++h)
+        for (int64_t t = 0; t < s.tokens; t += 4) body(h, t);
+  }
+
+  template <int rows>
+  void all_products(const Keys& chunk, const Stretch& keys, Prefetch next) {
+    in_order(keys, [&](int64_t h, int64_t t) {
+      const Element* four[4];
+      head(args_.key_cache, h, chunk.key + t, args_.head_dim, dim_, four);
+      const char* ahead = next.rows(4);
+      for (int64_t at = h * count_; at < (h + 1) * count_; at += rows)
+        products<Math, rows>(queries_ + at * dim_, dim_, four, scores_ + at * kChunk + t, ahead);
+    });
+  }
+
+  template <int rows>
+  void all_sums(const Keys& chunk, const Stretch& values, Prefetch next) {
+    const Weight* weights = Math::weights(scores_, args_.kv_heads * count_ * kChunk, weights_);
+    in_order(values, [&](int64_t h, int64_t t) {
+      const Element* four[4];
+      head(args_.value_cache, h, chunk.value + t, args_.value_dim, value_dim_, four);
+      const char* ahead = next.rows(4);
+      for (int64_t at = h * count_; at < (h + 1) * count_; at += rows)
+        weighted_sums<Math, rows>(weights + at * kChunk + t, four, sums_ + at * value_dim_, value_dim_, ahead);
+    });
+  }
+
+  void softmax(const Keys& chunk) {
+    for (int64_t h = 0; h < args_.kv_heads; ++h) softmax(h, chunk);
+  }
+
+  void softmax(int64_t h, const Chunk<kChunk>& chunk) {
+    float scales[2][kChunk];
     const float* key_scales = gathered(args_.key_scale, h, chunk.key_scale, scales[0]);
     const float* value_scales = gathered(args_.value_scale, h, chunk.value_scale, scales[1]);
-    for (int64_t j = 0; j < count_; ++j) {
-      float* scores = scores_ + j * kChunk;
-      const float most = finish_scores(args_, rows_[h * count_ + j], chunk.begin, chunk.count, key_scales, scores);
-      const int64_t n = padded<kLanes>(chunk.count);
-      factor[j] = running_[h * count_ + j].take(most, n, scores);
-      if (value_scales)
-        for (int64_t i = 0; i < n; i += kLanes) store(scores + i, load(scores + i) * load(value_scales + i));
-    }
-    const Head values = head(args_.value_cache, h, chunk.value, chunk.count, args_.value_dim, value_dim_);
-    const auto* weights = Math::weights(scores_, count_ * kChunk, weights_);
-    float* sums = sums_ + h * count_ * value_dim_;
-    for (int64_t j = 0; j < count_; j += kRowsAtOnce) {
-      by_rows(std::min<int64_t>(count_ - j, kRowsAtOnce), [&](auto rows) {
-        add_values<Math, rows>(weights + j * kChunk, factor + j, values.data, values.offsets,
-                               chunk.count, sums + j * value_dim_, value_dim_, prefetch);
-      });
+    const int64_t n = padded<kLanes>(chunk.count);
+    for (int64_t at = h * count_; at < (h + 1) * count_; ++at) {
+      float* scores = scores_ + at * kChunk;
+      const float most = finish_scores(args_, rows_[at], chunk.begin, chunk.count, key_scales, scores);
+      const float factor = running_[at].take(most, n, scores);
+      if (factor != 1) scale_all(factor, value_dim_, sums_ + at * value_dim_);
+      if (value_scales) scale_by(value_scales, n, scores);
     }
   }
 
-  struct Head {
-    const Element* data;
-    const int64_t* offsets;
-  };
-
-  // The rows of a head in the cache, or copies with zeros behind, where rows are not whole vectors.
-  Head head(const Pages& pages, int64_t h, const int64_t* offsets, int64_t count, int64_t dim, int64_t to) {
+  // Four rows of a head in the cache, or copies with zeros behind where rows are not whole vectors.
+  CA_INLINE void head(const Pages& pages, int64_t h, const int64_t* offsets, int64_t dim, int64_t room, const Element** four) {
     const Element* from = static_cast<const Element*>(pages.data) + h * pages.head;
-    if (is_whole_) return {from, offsets};
-    for (int64_t t = 0; t < kChunk; ++t) {
-      copy_offsets_[t] = t * to;
-      if (t >= padded<4>(count)) continue;
-      std::memcpy(copies_ + t * to, from + offsets[t], dim * sizeof(Element));
-      std::memset(copies_ + t * to + dim, 0, (to - dim) * sizeof(Element));
+    for (int i = 0; i < 4; ++i) {
+      four[i] = from + offsets[i];
+      if (is_whole_) continue;
+      std::memcpy(copies_ + i * room, four[i], dim * sizeof(Element));
+      std::memset(static_cast<void*>(copies_ + i * room + dim), 0, (room - dim) * sizeof(Element));
+      four[i] = copies_ + i * room;
     }
-    return {copies_, copy_offsets_};
   }
 
   template <class Body>
-  static void by_rows(int64_t rows, const Body& body) {
-    switch (rows) {
+  void by_rows(const Body& body) const {
+    switch (std::min<int64_t>(count_, kRowsAtOnce)) {
       case 1: return body(std::integral_constant<int, 1>{});
       case 2: return body(std::integral_constant<int, 2>{});
       case 3: return body(std::integral_constant<int, 3>{});
@@ -257,23 +295,24 @@ class FewRows {
   }
 
   void finish(const Part& part, const Results& results) {
-    for (int64_t at = 0; at < args_.kv_heads * count_; ++at) {
-      Math::finish(sums_ + at * value_dim_, value_dim_);
-      results.put(part.results + at, sums_ + at * value_dim_, running_[at]);
-    }
+    for (int64_t h = 0; h < args_.kv_heads; ++h)
+      for (int64_t j = 0; j < used_; ++j) {
+        const int64_t at = h * count_ + j;
+        Math::finish(sums_ + at * value_dim_, value_dim_);
+        results.put(part.results + h * used_ + j, sums_ + at * value_dim_, running_[at]);
+      }
   }
 
   const PagedAttentionArgs& args_;
   Scratch scratch_;
-  int64_t group_, dim_, value_dim_, count_ = 0;
+  int64_t group_, dim_, value_dim_, used_ = 0, count_ = 0;
   bool is_whole_;
   Query* queries_;
   float *sums_, *scores_;
-  typename Math::Weight* weights_;
+  Weight* weights_;
   Running* running_;
   ScoreRow* rows_;
   Element* copies_;
-  int64_t copy_offsets_[kChunk];
 };
 
 }  // namespace compiled_attn

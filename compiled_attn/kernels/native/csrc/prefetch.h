@@ -1,45 +1,68 @@
 // Asking for memory before it is needed.
 #pragma once
 
-#include "abi.h"
+#include "request.h"
 
 namespace compiled_attn {
 
-// The rows (one head of one token) of a chunk of a cache, asked for one after the other in address
-// order, into the second level cache.
+// The rows (one head of one token) of some tokens of a cache, in the order of their addresses.
+struct Stretch {
+  const char* data;
+  const int64_t* offsets;  // of tokens, in elements
+  int64_t tokens, heads, element_bytes, head_bytes;
+  bool by_token;  // all heads of a token lie together, else all tokens of a head
+
+  Stretch(const Pages& pages, const int64_t* offsets_, int64_t tokens_, int64_t heads_, int64_t bytes)
+      : data(static_cast<const char*>(pages.data)),
+        offsets(offsets_),
+        tokens(tokens_),
+        heads(heads_),
+        element_bytes(bytes),
+        head_bytes(pages.head * bytes),
+        by_token(pages.head <= pages.slot) {}
+
+  int64_t rows() const { return tokens * heads; }
+  const char* at(int64_t token, int64_t head) const {
+    return data + offsets[token] * element_bytes + head * head_bytes;
+  }
+};
+
+// Walks over two stretches of rows, some rows ahead of what is read.
+//
+// Rows that follow each other are taken to lie together; where they do not, at the end of a block,
+// some lines are asked for in vain.
 class Prefetch {
  public:
-  Prefetch(const Pages& pages, const int64_t* offsets, int64_t tokens, int64_t heads,
-           int64_t row_bytes, int64_t element_bytes)
-      : data_(static_cast<const char*>(pages.data)),
-        offsets_(offsets),
-        head_stride_(pages.head),
-        tokens_(tokens),
-        heads_(heads),
-        row_bytes_(row_bytes),
-        element_bytes_(element_bytes),
-        by_token_(pages.head <= pages.slot) {}
+  static constexpr int kLine = 64;  // bytes
 
-  void operator()(int rows) {
-    for (; rows > 0 && token_ < tokens_ && head_ < heads_; --rows) {
-      const char* row = data_ + (offsets_[token_] + head_ * head_stride_) * element_bytes_;
-      for (int64_t byte = 0; byte < row_bytes_; byte += 64) __builtin_prefetch(row + byte, 0, 2);
-      advance();
+  Prefetch(const Stretch& now, const Stretch& then, int64_t ahead) : now_(now), then_(then) {
+    if (ahead >= now.rows()) {
+      ahead = std::min(ahead - now.rows(), std::max<int64_t>(then.rows() - 1, 0));
+      now_ = then;
     }
+    const int64_t inside = now_.by_token ? now_.heads : now_.tokens;
+    outer_ = inside ? ahead / inside : 0, inner_ = inside ? ahead % inside : 0;
+  }
+
+  // Where the next rows begin; at the end it stays.
+  const char* rows(int64_t count) {
+    if (!now_.rows()) return now_.data;
+    const char* at = now_.by_token ? now_.at(outer_, inner_) : now_.at(inner_, outer_);
+    inner_ += count;
+    const int64_t inside = now_.by_token ? now_.heads : now_.tokens;
+    while (inner_ >= inside) inner_ -= inside, ++outer_;
+    if (outer_ >= now_.rows() / inside) now_ = then_, outer_ = inner_ = 0;
+    return at;
   }
 
  private:
-  void advance() {
-    int64_t& inner = by_token_ ? head_ : token_;
-    int64_t& outer = by_token_ ? token_ : head_;
-    if (++inner == (by_token_ ? heads_ : tokens_)) inner = 0, ++outer;
-  }
-
-  const char* data_;
-  const int64_t* offsets_;
-  int64_t head_stride_, tokens_, heads_, row_bytes_, element_bytes_;
-  int64_t token_ = 0, head_ = 0;
-  bool by_token_;
+  Stretch now_, then_;
+  int64_t inner_ = 0, outer_ = 0;
 };
+
+template <int lines>
+CA_INLINE void prefetch(const char* at) {
+  for (int i = 0; i < lines; ++i) __builtin_prefetch(at + i * Prefetch::kLine, 0, 3);
+}
 
 }  // namespace compiled_attn

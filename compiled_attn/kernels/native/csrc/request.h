@@ -33,12 +33,6 @@ struct Request {
     const int64_t begin = args.window ? std::max<int64_t>(end - args.window, 0) : 0;
     return {begin, end};
   }
-
-  // Element offset of a token in a cache's buffer, at head 0.
-  int64_t offset(const Pages& pages, int64_t token) const {
-    const int64_t block = table[token / args.block_size];
-    return block * pages.block + token % args.block_size * pages.slot;
-  }
 };
 
 // Offsets of some tokens in a row; what is beyond the last token repeats it, so that every entry
@@ -53,12 +47,14 @@ struct Chunk {
     begin = from;
     count = std::clamp<int64_t>(to - from, 0, Capacity);
     if (!count) return;
+    int64_t column = from / a.block_size, within = from % a.block_size;
     for (int64_t i = 0; i < Capacity; ++i) {
-      const int64_t token = from + std::min<int64_t>(i, count - 1);
-      key[i] = request.offset(a.key_cache, token);
-      value[i] = request.offset(a.value_cache, token);
-      if (a.key_scale.data) key_scale[i] = request.offset(a.key_scale, token);
-      if (a.value_scale.data) value_scale[i] = request.offset(a.value_scale, token);
+      const int64_t block = request.table[column];
+      key[i] = block * a.key_cache.block + within * a.key_cache.slot;
+      value[i] = block * a.value_cache.block + within * a.value_cache.slot;
+      key_scale[i] = block * a.key_scale.block + within * a.key_scale.slot;
+      value_scale[i] = block * a.value_scale.block + within * a.value_scale.slot;
+      if (i + 1 < count && ++within == a.block_size) within = 0, ++column;
     }
   }
 };

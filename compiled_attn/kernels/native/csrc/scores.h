@@ -50,6 +50,14 @@ inline float finish_weights(float maximum, int64_t n, float* scores) {
   return sum(total);
 }
 
+inline void scale_all(float factor, int64_t n, float* sums) {
+  for (int64_t i = 0; i < n; i += kLanes) store(sums + i, load(sums + i) * all(factor));
+}
+
+inline void scale_by(const float* scales, int64_t n, float* weights) {
+  for (int64_t i = 0; i < n; i += kLanes) store(weights + i, load(weights + i) * load(scales + i));
+}
+
 // The running softmax of a row (Milakov and Gimelshein, 2018).
 struct Running {
   float maximum = -INFINITY, total = 0;

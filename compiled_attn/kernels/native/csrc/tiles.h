@@ -162,8 +162,7 @@ class Tiles {
       const float most = finish_scores(args_, rows_[j], chunk_.begin, n, key_scales, scores);
       const int64_t lanes = padded<kLanes>(n);
       factors_[j] = running_[j].take(most, lanes, scores);
-      if (value_scales)
-        for (int64_t i = 0; i < lanes; i += kLanes) store(scores + i, load(scores + i) * load(value_scales + i));
+      if (value_scales) scale_by(value_scales, lanes, scores);
       if constexpr (kUnit == 2) Units::weights(scores, lanes);
     }
   }
