@@ -30,6 +30,7 @@ struct InFloats {
   using Keys = Floats;
   static constexpr int kWide = kLanes;  // elements of a key that one step takes
   static constexpr int kTokens = 1;     // tokens that a step over values takes
+  static constexpr int kValues = sizeof(Element) == 1 ? 8 : 4;  // tokens between stores of sums
 
   CA_INLINE static Floats key(const Element* at) { return load(at); }
   CA_INLINE static Floats query(const float* at) { return load(at); }
@@ -53,6 +54,7 @@ struct InPairs {
   using Keys = Pairs;
   static constexpr int kWide = 2 * kLanes;
   static constexpr int kTokens = 2;
+  static constexpr int kValues = 4;
 
   CA_INLINE static Pairs key(const BFloat16* at) { return pairs_at(at); }
   CA_INLINE static Pairs query(const BFloat16* at) { return pairs_at(at); }
@@ -104,7 +106,7 @@ CA_INLINE void products(const typename Math::Query* query, int64_t dim,
     store(out + r * kChunk, sums(sum[r][0], sum[r][1], sum[r][2], sum[r][3]));
 }
 
-// Adds four values, weighted, to `width` vectors of each row of sums [rows, dim].
+// Adds kValues values, weighted, to `width` vectors of each row of sums [rows, dim].
 template <class Math, int rows, int width>
 CA_INLINE void add_slice(const typename Math::Weight* weights,
                          const typename Math::Element* const* values, int64_t d, float* sums,
@@ -114,7 +116,7 @@ CA_INLINE void add_slice(const typename Math::Weight* weights,
   Floats sum[rows][width];
   for (int r = 0; r < rows; ++r)
     for (int w = 0; w < width; ++w) sum[r][w] = load(sums + r * dim + d + w * kLanes);
-  for (int t = 0; t < 4; t += Math::kTokens) {
+  for (int t = 0; t < Math::kValues; t += Math::kTokens) {
     prefetch<lines_of<Math>(step)>(ahead + t / Math::kTokens * step * sizeof(Element));
     const Element* tokens[Math::kTokens];
     for (int i = 0; i < Math::kTokens; ++i) tokens[i] = values[t + i] + d;
@@ -136,9 +138,9 @@ CA_INLINE void weighted_sums(const typename Math::Weight* weights,
   constexpr int step = Math::kWide / kLanes, width = kRegisters == 32 ? 4 : 2;
   int64_t d = 0;
   for (; d + width * kLanes <= dim; d += width * kLanes)
-    add_slice<Math, rows, width>(weights, values, d, sums, dim, ahead + 4 * d * sizeof(typename Math::Element));
+    add_slice<Math, rows, width>(weights, values, d, sums, dim, ahead + Math::kValues * d * sizeof(typename Math::Element));
   for (; d < dim; d += step * kLanes)
-    add_slice<Math, rows, step>(weights, values, d, sums, dim, ahead + 4 * d * sizeof(typename Math::Element));
+    add_slice<Math, rows, step>(weights, values, d, sums, dim, ahead + Math::kValues * d * sizeof(typename Math::Element));
 }
 
 template <class Math>
@@ -160,14 +162,17 @@ class FewRows {
     scratch_.take(rows_, args.kv_heads * kMostRows);
     scratch_.take(scores_, args.kv_heads * kMostRows * kChunk);
     scratch_.take(weights_, args.kv_heads * kMostRows * kChunk);
-    scratch_.take(copies_, 4 * std::max(dim_, value_dim_));
+    scratch_.take(copies_, 8 * std::max(dim_, value_dim_));
   }
 
   // Adds what the part's rows see among the part's keys.
   void run(const Part& part, const Results& results) {
     const Request request(args_, part.request);
+    Keys first;
+    first.fill(request, part.keys.begin, part.keys.end);
+    ask_for_start(first);
     prepare(part, request);
-    by_rows([&](auto rows) { run_rows<rows>(part, request); });
+    by_rows([&](auto rows) { run_rows<rows>(part, request, first); });
     finish(part, results);
   }
 
@@ -184,7 +189,7 @@ class FewRows {
         const int64_t head = h * group_ + (part.row_begin + j) % group_;
         running_[at] = {};
         if (j >= used_) {
-          std::memset(queries_ + at * dim_, 0, dim_ * sizeof(Query));
+          std::fill_n(queries_ + at * dim_, dim_, Query{});
           rows_[at] = {0, 0, {0, 0}};
           continue;
         }
@@ -197,9 +202,8 @@ class FewRows {
   }
 
   template <int rows>
-  void run_rows(const Part& part, const Request& request) {
-    Keys chunks[2];
-    chunks[0].fill(request, part.keys.begin, part.keys.end);
+  void run_rows(const Part& part, const Request& request, const Keys& first) {
+    Keys chunks[2] = {first, first};
     for (int now = 0; chunks[now].count > 0; now = 1 - now) {
       const Keys& chunk = chunks[now];
       Keys& next = chunks[1 - now];
@@ -213,6 +217,15 @@ class FewRows {
     }
   }
 
+  void ask_for_start(const Keys& first) const {
+    if (!first.count) return;
+    Prefetch keys(stretch(args_.key_cache, first.key, first.count), stretch(args_.key_cache, first.key, 0), 0);
+    for (int64_t row = 0; row < ahead(); ++row) {
+      const char* at = keys.rows(1);
+      for (int64_t d = 0; d < args_.head_dim; d += Prefetch::kLine / int64_t(sizeof(Element))) prefetch<1>(at + d * sizeof(Element));
+    }
+  }
+
   Stretch stretch(const Pages& pages, const int64_t* offsets, int64_t count) const {
     return {pages, offsets, count, args_.kv_heads, sizeof(Element)};
   }
@@ -220,37 +233,37 @@ class FewRows {
   // Rows to prefetch ahead: what stays in the first level cache beside the rest.
   int64_t ahead() const { return kAheadBytes / int64_t(args_.head_dim * sizeof(Element)); }
 
-  // Calls body(head, token) for four tokens of a head at a time, in the order of addresses.
-  template <class Body>
-  void in_order(const Stretch& s, const Body& body) const {
+  // Calls body(head, token) for some tokens of a head at a time, in the order of addresses.
+  template <int tokens, class Body>
+  static void in_order(const Stretch& s, const Body& body) {
     if (s.by_token)
-      for (int64_t t = 0; t < s.tokens; t += 4)
+      for (int64_t t = 0; t < s.tokens; t += tokens)
         for (int64_t h = 0; h < s.heads; ++h) body(h, t);
     else
       for (int64_t h = 0; h < s.heads; ++h)
-        for (int64_t t = 0; t < s.tokens; t += 4) body(h, t);
+        for (int64_t t = 0; t < s.tokens; t += tokens) body(h, t);
   }
 
   template <int rows>
   void all_products(const Keys& chunk, const Stretch& keys, Prefetch next) {
-    in_order(keys, [&](int64_t h, int64_t t) {
-      const Element* four[4];
-      head(args_.key_cache, h, chunk.key + t, args_.head_dim, dim_, four);
+    in_order<4>(keys, [&](int64_t h, int64_t t) {
+      const Element* tokens[4];
+      head(args_.key_cache, h, chunk.key + t, args_.head_dim, dim_, tokens);
       const char* ahead = next.rows(4);
       for (int64_t at = h * count_; at < (h + 1) * count_; at += rows)
-        products<Math, rows>(queries_ + at * dim_, dim_, four, scores_ + at * kChunk + t, ahead);
+        products<Math, rows>(queries_ + at * dim_, dim_, tokens, scores_ + at * kChunk + t, ahead);
     });
   }
 
   template <int rows>
   void all_sums(const Keys& chunk, const Stretch& values, Prefetch next) {
     const Weight* weights = Math::weights(scores_, args_.kv_heads * count_ * kChunk, weights_);
-    in_order(values, [&](int64_t h, int64_t t) {
-      const Element* four[4];
-      head(args_.value_cache, h, chunk.value + t, args_.value_dim, value_dim_, four);
-      const char* ahead = next.rows(4);
+    in_order<Math::kValues>(values, [&](int64_t h, int64_t t) {
+      const Element* tokens[Math::kValues];
+      head(args_.value_cache, h, chunk.value + t, args_.value_dim, value_dim_, tokens);
+      const char* ahead = next.rows(Math::kValues);
       for (int64_t at = h * count_; at < (h + 1) * count_; at += rows)
-        weighted_sums<Math, rows>(weights + at * kChunk + t, four, sums_ + at * value_dim_, value_dim_, ahead);
+        weighted_sums<Math, rows>(weights + at * kChunk + t, tokens, sums_ + at * value_dim_, value_dim_, ahead);
     });
   }
 
@@ -262,7 +275,7 @@ class FewRows {
     float scales[2][kChunk];
     const float* key_scales = gathered(args_.key_scale, h, chunk.key_scale, scales[0]);
     const float* value_scales = gathered(args_.value_scale, h, chunk.value_scale, scales[1]);
-    const int64_t n = padded<kLanes>(chunk.count);
+    const int64_t n = padded<kScoreStep>(chunk.count);
     for (int64_t at = h * count_; at < (h + 1) * count_; ++at) {
       float* scores = scores_ + at * kChunk;
       const float most = finish_scores(args_, rows_[at], chunk.begin, chunk.count, key_scales, scores);
@@ -272,15 +285,18 @@ class FewRows {
     }
   }
 
-  // Four rows of a head in the cache, or copies with zeros behind where rows are not whole vectors.
-  CA_INLINE void head(const Pages& pages, int64_t h, const int64_t* offsets, int64_t dim, int64_t room, const Element** four) {
+  // Rows of a head in the cache, or copies with zeros behind where rows are not whole vectors.
+  template <int count>
+  CA_INLINE void head(const Pages& pages, int64_t h, const int64_t* offsets, int64_t dim,
+                      int64_t room, const Element* (&rows)[count]) {
     const Element* from = static_cast<const Element*>(pages.data) + h * pages.head;
-    for (int i = 0; i < 4; ++i) {
-      four[i] = from + offsets[i];
+    for (int i = 0; i < count; ++i) {
+      rows[i] = from + offsets[i];
       if (is_whole_) continue;
-      std::memcpy(copies_ + i * room, four[i], dim * sizeof(Element));
-      std::memset(static_cast<void*>(copies_ + i * room + dim), 0, (room - dim) * sizeof(Element));
-      four[i] = copies_ + i * room;
+      Element* copy = copies_ + i * room;
+      std::memcpy(copy, rows[i], dim * sizeof(Element));
+      std::fill(copy + dim, copy + room, Element{});
+      rows[i] = copy;
     }
   }
 
