@@ -167,18 +167,10 @@ def _define_in_python(library: torch.library.Library) -> None:
 
 
 def _fake(query: Tensor, key_cache: Tensor, value_cache: Tensor, *_: Any, **__: Any) -> Any:
-    tokens, heads, _ = query.shape
+    tokens, heads = query.shape[:2]
     out = query.new_empty(tokens, heads, value_cache.shape[3])
     return out, query.new_empty(tokens, heads, dtype=torch.float32)
 
 
-def _fake_write(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    *_: Any,
-    **__: Any,
-) -> Any:
-    return _fake(query, key_cache, value_cache)
+def _fake_write(query: Tensor, key: Tensor, value: Tensor, *caches: Any, **_: Any) -> Any:
+    return _fake(query, *caches)

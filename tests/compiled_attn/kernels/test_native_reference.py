@@ -15,6 +15,7 @@ from compiled_attn.kernels.native import (
     available_isas,
     load,
 )
+from compiled_attn.kernels.native.build import find_compiler
 from compiled_attn.quant import QUANTISED, quantise
 from compiled_attn.rotary import apply_rotary
 from tests.compiled_attn.kernels.native_cases import CASES, MIXED
@@ -26,9 +27,10 @@ ISAS = ["reference", *available_isas()]
 @pytest.fixture(params=ISAS, scope="module")
 def ops(request) -> NativeOps:
     try:
-        return load(request.param)
+        find_compiler()
     except NativeUnavailable as error:
-        pytest.skip(str(error))
+        pytest.skip(str(error)) if request.param != "reference" else None
+    return load(request.param)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -201,9 +203,11 @@ def _expect_written(step, before, slots, new, rotated) -> None:
             if cache.dtype.itemsize == 1
             else cache[at]
         )
-        if rotated and which == "key":  # a fused multiply-add may round the last bit otherwise
-            torch.testing.assert_close(stored.float(), rows.float(), rtol=0.13, atol=1e-5)
-            assert (stored.float() != rows.float()).float().mean() < 0.02
+        if rotated and which == "key":  # a fused multiply-add rounds once where torch does twice
+            step_size = 1e-6 if stored.dtype == torch.float32 else 0.13
+            torch.testing.assert_close(stored.float(), rows.float(), rtol=step_size, atol=1e-6)
+            differ = (stored.float() != rows.float()).float().mean()
+            assert stored.dtype == torch.float32 or differ < 0.02
         else:
             assert torch.equal(stored.view(torch.uint8), rows.contiguous().view(torch.uint8))
 
