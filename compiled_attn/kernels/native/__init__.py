@@ -5,17 +5,29 @@ from __future__ import annotations
 from compiled_attn.kernels.native.build import Build, build, default_folder
 from compiled_attn.kernels.native.errors import KernelArgumentError, NativeUnavailable
 from compiled_attn.kernels.native.isa import ISAS, available_isas, best_isa
+from compiled_attn.kernels.native.kernel import (
+    CHOICES,
+    KernelChoice,
+    NativeKernel,
+    PagedRequest,
+    chooses_native,
+)
 from compiled_attn.kernels.native.op import NativeOps, load, unavailable
 
 __all__ = [
+    "CHOICES",
     "ISAS",
     "Build",
     "KernelArgumentError",
+    "KernelChoice",
+    "NativeKernel",
     "NativeOps",
     "NativeUnavailable",
+    "PagedRequest",
     "available_isas",
     "best_isa",
     "build",
+    "chooses_native",
     "default_folder",
     "load",
     "unavailable",

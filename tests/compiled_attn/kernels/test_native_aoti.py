@@ -109,10 +109,7 @@ def test_a_package_runs_from_cpp_without_python(package, tmp_path):
     include = [f"-I{home}/include", f"-I{home}/include/torch/csrc/api/include"]
     link = [f"-L{home}/lib", f"-Wl,-rpath,{home}/lib", "-ltorch", "-ltorch_cpu", "-lc10", "-ldl"]
     program = str(tmp_path / "main")
-    subprocess.run(
-        [find_compiler(), "-std=c++20", "-O0", str(tmp_path / "main.cpp"), *include, *link]
-        + ["-o", program],
-        check=True,
-    )
+    command = [find_compiler(), "-std=c++20", "-O0", str(tmp_path / "main.cpp"), *include, *link]
+    subprocess.run([*command, "-o", program], check=True)
     done = subprocess.run([program, str(folder), str(library)], capture_output=True, text=True)
     assert done.stdout.strip() == "same", done.stderr
