@@ -122,6 +122,7 @@ def paged_attention_forward(
         value_scale=paged.cache.value_scale(layer),
         attend=choose(request).attend,
         kernel=paged.kernel,
+        fused_write=False,  # a layer is a region
     )
     assert isinstance(out, Tensor)
     return out.unsqueeze(0), None

@@ -52,6 +52,7 @@ def unified_attention(
     return_lse: bool = False,
     attend: Attend = attend,
     kernel: KernelChoice = "auto",
+    fused_write: bool = True,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Writes this step's keys and values to the cache, then attends every token to all that it may
     see.
@@ -78,6 +79,9 @@ def unified_attention(
         attend: the kernel of the causal and shared parts, see `compiled_attn.kernels`.
         kernel: "native": the C++ kernel, which reads what ``metadata`` says request by request;
             "portable": the three parts; "auto": native where it supports the call.
+        fused_write: whether the native kernel also writes the cache. False inside of a
+            `torch.compiler.nested_compile_region`, where torch refuses ops that write: there torch
+            writes, and the kernel reads.
 
     New tokens are seen as the cache keeps them, rounded to its element type: a prompt gives the
     same results whichever way it is cut into chunks.
@@ -104,7 +108,7 @@ def unified_attention(
     if is_native:
         out, log_sum = attend_requests(
             query, key, value, key_cache, value_cache, scale, metadata, sliding_window, softcap,
-            alibi_slopes, sinks, key_scale, value_scale, _latent(value_projection),
+            alibi_slopes, sinks, key_scale, value_scale, _latent(value_projection), fused_write,
         )  # fmt: skip
     else:
         out, log_sum = _attend_parts(

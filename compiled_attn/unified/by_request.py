@@ -26,11 +26,13 @@ def attend_requests(
     key_scale: Tensor | None,
     value_scale: Tensor | None,
     latent: int | None,
+    fused_write: bool,
 ) -> tuple[Tensor, Tensor]:
     """Out ``[T, H, Dv]`` in the query's dtype and lse ``[T, H]`` of checked arguments.
 
     They are those of `unified_attention`; ``latent`` elements of a key are its value where there
-    are no values, None: all.
+    are no values, None: all. ``fused_write`` False: torch writes the cache, which a nested compile
+    region can do, and the op reads it.
     """
     assert metadata.by_request is not None
     size = metadata.block_size
@@ -43,19 +45,22 @@ def attend_requests(
         "key_scale": _by_block(key_scale, size),
     }
     keys = _by_block(key_cache, size)
-    if value is not None and value_cache is not None:
+    if value is not None and value_cache is not None and fused_write:
         out, lse = torch.ops.compiled_attn.paged_attention_(
             _rows(query), _rows(key), _rows(value), keys, _by_block(value_cache, size),
             metadata.slot_mapping.long().contiguous(), *step, scale,
             value_scale=_by_block(value_scale, size), **options,
         )  # fmt: skip
         return out, lse
-    # Values that are a part of the keys are written with them, and read through a view.
     write_cache(key_cache, key, metadata.slot_mapping, key_scale)
-    values = _by_block(key_cache[..., :latent], size)
+    if value is not None and value_cache is not None:
+        write_cache(value_cache, value, metadata.slot_mapping, value_scale)
+    else:  # values that are a part of the keys are written with them, and read through a view
+        value_cache, value_scale = key_cache[..., :latent], key_scale
     out, lse = torch.ops.compiled_attn.paged_attention(
-        _rows(query), keys, values, *step, scale, value_scale=options["key_scale"], **options
-    )
+        _rows(query), keys, _by_block(value_cache, size), *step, scale,
+        value_scale=_by_block(value_scale, size), **options,
+    )  # fmt: skip
     return out, lse
 
 
