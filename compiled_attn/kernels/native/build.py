@@ -25,7 +25,14 @@ from graphs.store.safety import refuse_unsafe
 __all__ = ["Build", "build", "default_folder", "find_compiler"]
 
 _UNITS = ("paged_attention.cpp", "op.cpp")
-_COMMON = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math")
+_COMMON = (
+    "-std=c++20",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+)
 _CHECKED = ("-O1", "-g", "-fno-omit-frame-pointer", "-DCOMPILED_ATTN_DEBUG")
 _PATIENCE_SECONDS = 600.0
 

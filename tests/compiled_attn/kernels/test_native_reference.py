@@ -194,7 +194,7 @@ def _expect_written(step, before, slots, new, rotated) -> None:
             rows, scales = quantise(rows, cache.dtype)
             now = step.options[f"{which}_scale"]
             assert torch.equal(now[at], scales) or rotated
-            torch.testing.assert_close(now[at], scales, rtol=2e-7, atol=0)
+            torch.testing.assert_close(now[at], scales, rtol=1e-6, atol=0)
             assert torch.equal(now[~touched], before[f"{which}_scale"][~touched])
         kept, was = (x.contiguous().view(torch.uint8) for x in (cache, before[f"{which}_cache"]))
         assert torch.equal(kept[~touched], was[~touched])
