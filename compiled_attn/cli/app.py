@@ -123,6 +123,13 @@ def run(
     backend: Annotated[
         str, typer.Option(rich_help_panel=_ENGINE, help="inductor (compiled) or eager.")
     ] = "inductor",
+    kernel: Annotated[
+        str,
+        typer.Option(
+            rich_help_panel=_ENGINE,
+            help="native (C++), portable (torch alone), or auto: native where it can.",
+        ),
+    ] = "auto",
     max_tokens_per_step: Annotated[
         int, typer.Option(rich_help_panel=_ENGINE, help="Tokens a step computes at most.")
     ] = 256,
@@ -153,7 +160,8 @@ def run(
         typer.Option(
             metavar="FILE",
             rich_help_panel=_ENGINE,
-            help="Shapes to capture: tokens, shared, unique, logits on each line.",
+            help="Shapes to capture, one a line: tokens, shared, unique, logits (portable kernel) "
+            "or tokens, requests (native).",
         ),
     ] = None,
     max_graphs: Annotated[

@@ -61,6 +61,7 @@ class Options:
     top_p: float
     dtype: str
     backend: str
+    kernel: str
     max_tokens_per_step: int
     max_seqs: int
     block_size: int
@@ -160,6 +161,7 @@ def _config(options: Options) -> EngineConfig:
         num_blocks=options.num_blocks,
         defrag_waste=options.defrag_waste if options.defrag_waste != 1 else None,
         backend=options.backend,
+        kernel=options.kernel,  # type: ignore[arg-type]  # the configuration checks it
         strict=options.strict,
     )
     if options.buckets is not None:
