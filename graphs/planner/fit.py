@@ -28,7 +28,8 @@ def guarded(problem: Problem, region: Region, budget: Budget, rho: float) -> tup
     """Fitted buckets and those of the guard, and how many the latter are.
 
     The guard is laid over what is fitted, so it comes second, and what it leaves of the budget is
-    fitted once more. It gets a quarter where that keeps the promise, or else a sixth.
+    fitted once more. It gets a quarter where that keeps the promise, or else a sixth, and what the
+    demand has no use for.
     """
     buckets = _best(problem, budget, _GUARD_SHARE_AT_MOST)
     added, reached = _guard(problem, region, buckets, rho, budget, _GUARD_SHARE_AT_MOST)
@@ -39,7 +40,13 @@ def guarded(problem: Problem, region: Region, budget: Budget, rho: float) -> tup
     kept, reached_again = _guard(problem, region, again, reached, budget, share)
     if reached_again <= reached:
         buckets, added = again, kept
-    return _filled(problem, np.concatenate([buckets, added])), len(added)
+        reached = reached_again
+    filled = _filled(problem, np.concatenate([buckets, added]))
+    if reached <= rho:
+        return filled, len(added)
+    spare = float(1.0 - problem.expenses.of(filled).sum(axis=0).max())
+    more, _ = _guard(problem, region, filled, rho, budget, spare)
+    return np.concatenate([filled, more]), len(added) + len(more)
 
 
 def left_of(left: Floats, budget: Budget) -> Floats:

@@ -20,6 +20,7 @@ __all__ = ["Part", "problem_of"]
 
 _CELLS = 2500
 _SIZES_OF_ONE_AXIS = 20_000
+_CHECKED = 2000
 _JITTER_SHARE = 0.25
 _JITTER_SPREAD = 0.1
 
@@ -83,8 +84,8 @@ def problem_of(part: Part, budget: Budget, seed: int) -> Problem:
         points, weights = jittered(
             points, weights, region.top, share=_JITTER_SHARE, spread=_JITTER_SPREAD, seed=seed
         )
+    _check_cost(needs.points[:: 1 + len(needs) // _CHECKED], cost, region.top)
     cells = compress(points, weights, cost, count)
-    _check_cost(cells.corners, cost, region.top)
     candidates = np.unique(np.concatenate([cells.corners, cells.joins]), axis=0)
     expenses = Expenses(region.names, budget, part.seconds, part.bytes)
     return Problem(cells, cost, region.top, expenses, candidates)

@@ -44,8 +44,9 @@ def plan(
     On one axis, counted in graphs, the choice is exact. On several it is near-optimal: needs are
     grouped into cells, slightly disturbed copies are added, buckets are chosen lazily greedy by
     what they save and then swapped. A guard sees to it that no legal need, foreseen or not, pays
-    more than ``rho`` times its own cost; it takes a quarter of the budget at most, and where that
-    does not suffice a sixth, for the least multiple that it finds: `PlanReport.guard` says which.
+    more than ``rho`` times its own cost. It takes a quarter of the budget at most; where that does
+    not suffice, a sixth and what the demand has no use for, for the least multiple that it finds:
+    `PlanReport.guard` says which.
     The maximum is always a bucket. The same arguments give the same plan.
 
     Args:
