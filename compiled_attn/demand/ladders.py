@@ -8,7 +8,8 @@ Buckets that no legal need reaches are left out.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
 
 from compiled_attn.demand.families import Family
 from compiled_attn.demand.simulate import SimulatedEngine
@@ -17,10 +18,13 @@ from graphs.strategies import explicit, exponential, linear, padding_aware
 
 __all__ = ["PERCENTS", "ladders", "ladders_within"]
 
+Points: TypeAlias = Mapping[str, int]
+
 PERCENTS = (10, 25, 50)
 """Relative padding limits of the padding-aware ladders."""
 
 _LONG_CONTEXT = 8192
+_MORE = 8  # times as many buckets may a ladder have before the unreachable ones are left out
 
 
 def ladders(family: Family, engine: SimulatedEngine) -> dict[str, BucketSpace]:
@@ -44,47 +48,57 @@ def ladders(family: Family, engine: SimulatedEngine) -> dict[str, BucketSpace]:
                 context=(0, 2, high["context"], -(-tokens // size), percent),
             )
     else:
-        found = {"unified": _unified(family, 10, 128)}
+        points = {a.name: 10 + (a.low == 0) for a in family.axes if a.name != "logits"}
+        found = {"unified": _unified(family, points, 128)}
     return {name: _reachable(space, family) for name, space in found.items()}
 
 
 def ladders_within(family: Family, max_graphs: int) -> dict[str, BucketSpace]:
-    """Linear, exponential and padding-aware ladders of at most so many graphs, by name.
+    """Linear, exponential, padding-aware and unified ladders of at most so many graphs, by name.
 
-    Each axis gets as many sizes as the number allows, the same on all axes.
+    The axes get one size more in turn, as long as the number allows; logits only the largest one.
+    The unified ladder is for steps that hold prompts and decodes both.
     """
     high = {axis.name: axis.high for axis in family.axes if axis.name != "logits"}
 
-    def sizes(points: int) -> dict[str, tuple[int, int, int]]:
-        steps = {name: max(1, math.ceil(most / points)) for name, most in high.items()}
-        return {name: (min(steps[name], most), steps[name], most) for name, most in high.items()}
+    def sizes(points: Points) -> dict[str, tuple[int, int, int]]:
+        steps = {name: max(1, math.ceil(high[name] / count)) for name, count in points.items()}
+        return {name: (min(step, high[name]), step, high[name]) for name, step in steps.items()}
 
-    def of_linear(points: int) -> BucketSpace:
-        return linear(**sizes(points))
+    def of_exponential(points: Points) -> BucketSpace:
+        return exponential(**{name: (1, max(1, high[name]), n) for name, n in points.items()})
 
-    def of_exponential(points: int) -> BucketSpace:
-        return exponential(**{name: (1, max(1, most), points) for name, most in high.items()})
-
-    def of_padding_aware(points: int) -> BucketSpace:
+    def of_padding_aware(points: Points) -> BucketSpace:
         return padding_aware(**{name: (*size, 0, 25) for name, size in sizes(points).items()})
 
-    makers = {
-        "linear": of_linear,
+    makers: dict[str, Callable[[Points], BucketSpace]] = {
+        "linear": lambda points: linear(**sizes(points)),
         "exponential": of_exponential,
         "padding-aware": of_padding_aware,
     }
+    if "shared" in high:
+        makers["unified ladder"] = lambda points: _unified(family, points, 128)
     return {name: _fitting(make, family, max_graphs) for name, make in makers.items()}
 
 
-def _fitting(make: Callable[[int], BucketSpace], family: Family, most: int) -> BucketSpace:
-    best = _reachable(make(1), family)
-    for points in range(2, most + 1):
-        space = make(points)
-        if len(space) > 8 * most:
-            break
-        reachable = _reachable(space, family)
-        if len(best) <= len(reachable) <= most:
-            best = reachable
+def _fitting(make: Callable[[Points], BucketSpace], family: Family, most: int) -> BucketSpace:
+    points = {axis.name: 1 for axis in family.axes if axis.name != "logits"}
+    best, growing = _reachable(make(points), family), set(points)
+    while growing:
+        for name in sorted(growing):
+            found = None
+            for further in (1, 2, 3):  # rounding may make a ladder of more points no larger
+                more = {**points, name: points[name] + further}
+                space = make(more)
+                if len(space) > _MORE * most:
+                    break
+                found = _reachable(space, family)
+                if len(found) > len(best):
+                    break
+            if found is None or not len(best) < len(found) <= most:
+                growing.remove(name)
+            else:
+                points, best = more, found
     return best
 
 
@@ -134,10 +148,16 @@ def _stepped(step: int, high: int, absolute: int, percent: int) -> tuple[int, in
     return min(step, high), step, high, absolute, percent
 
 
-def _unified(family: Family, points: int, multiple: int) -> BucketSpace:
-    axes = {
-        axis.name: (axis.low, axis.high, points + (axis.low == 0), multiple)
-        for axis in family.axes
-        if axis.name != "logits"
-    }
-    return exponential(**axes)
+def _unified(family: Family, points: Points, multiple: int) -> BucketSpace:
+    axes = {axis.name: axis for axis in family.axes}
+    return exponential(
+        **{
+            name: (axes[name].low, axes[name].high, n, _part(multiple, axes[name].high))
+            for name, n in points.items()
+        }
+    )
+
+
+def _part(multiple: int, high: int) -> int:
+    """The multiple that sizes are rounded up to, less where that would leave few of them."""
+    return max(1, min(multiple, high // 8))
