@@ -102,8 +102,8 @@ def plan(
     """Show what bucket strategies waste on a trace, and write a planned bucket file.
 
     The plan is fitted on the first half of the steps and judged, like the others, on the second.
-    What is written is planned on both halves. Give the limits that `run` will have. Ends with 2 on
-    bad input.
+    What is written is planned on both halves; without trace and demand, on a mixture of drawn
+    workloads. Give the limits that `run` will have. Ends with 2 on bad input.
     """
     options = dict(locals())
     from compiled_attn.cli.plan_job import PlanOptions, run_plan

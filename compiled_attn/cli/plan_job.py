@@ -12,6 +12,7 @@ from rich.table import Table
 from compiled_attn.cli.errors import UserError, bad_input
 from compiled_attn.demand import fit_scale, read_trace, scaled
 from compiled_attn.demand.comparison import Comparison, compare
+from compiled_attn.demand.default_plan import default_demand
 from compiled_attn.demand.families import Family, family, within
 from compiled_attn.demand.simulate import SimulatedEngine, simulate
 from compiled_attn.engine import EngineConfig
@@ -48,29 +49,52 @@ class PlanOptions:
 
 def run_plan(options: PlanOptions) -> int:
     """Compare bucket strategies on a demand, and write the planned buckets; the exit code."""
-    if (options.trace is None) == (options.demand is None):
-        raise UserError("expected one of --trace and --demand, to know what to plan for")
+    if options.trace is not None and options.demand is not None:
+        raise UserError("expected one of --trace and --demand, got both: choose what to plan for")
     if options.out is not None and not options.out.parent.is_dir():
         raise UserError(f"cannot write {options.out}: {options.out.parent} is no directory")
     with bad_input():
         sizing, engine, steps = _engine(options)
         if options.demand is not None:
-            needs = _recorded(options.demand, steps)
+            needs = _compared(options, sizing, steps, _recorded(options.demand, steps))
+        elif options.trace is not None:
+            simulated = _simulated(options, options.trace, sizing, engine)
+            needs = _compared(options, sizing, steps, simulated)
         else:
-            needs = _simulated(options, sizing, engine)
-        kept, cut = within(needs, steps.axes)
-        first, second = kept.halves()
-        rho = options.rho or None
-        default = {"engine's default": sizing.buckets}
-        found = compare(steps, first, second, options.max_graphs, others=default, rho=rho)
-        _print(found, kept, cut)
-        if options.out is not None:
-            whole = choose(
-                kept, steps.cost, options.max_graphs, axes=steps.axes, legal=steps.legal, rho=rho
-            )
-            to_file(whole.space, options.out)
-            print(_written(whole, options.out))
+            needs = default_demand(steps, engine, sizing.context)
+        _write(options, steps, needs)
     return 0
+
+
+def _compared(options: PlanOptions, sizing: Sizing, steps: Family, needs: Demand) -> Demand:
+    """Print how strategies fare on the second half; returns the needs that one bucket can hold."""
+    kept, cut = within(needs, steps.axes)
+    first, second = kept.halves()
+    default = {"engine's default": sizing.buckets}
+    rho = options.rho or None
+    found = compare(steps, first, second, options.max_graphs, others=default, rho=rho)
+    _print(found, kept, cut)
+    return kept
+
+
+def _write(options: PlanOptions, steps: Family, needs: Demand) -> None:
+    """Plan for all needs, and write the buckets."""
+    is_default = options.trace is None and options.demand is None
+    if options.out is None and not is_default:
+        return
+    report = choose(
+        needs,
+        steps.cost,
+        options.max_graphs,
+        axes=steps.axes,
+        legal=steps.legal,
+        rho=options.rho or None,
+    )
+    what = "a mixture of drawn workloads" if is_default else "both halves"
+    print(f"{len(report.space)} buckets, planned on {what}: waste {report.waste:.1%}")
+    if options.out is not None:
+        to_file(report.space, options.out)
+        print(f"written: compiled-attn run --buckets {options.out}")
 
 
 def _engine(options: PlanOptions) -> tuple[Sizing, SimulatedEngine, Family]:
@@ -101,9 +125,10 @@ def _recorded(path: Path, steps: Family) -> Demand:
     return needs
 
 
-def _simulated(options: PlanOptions, sizing: Sizing, engine: SimulatedEngine) -> Demand:
-    assert options.trace is not None
-    arrivals = read_trace(options.trace, options.requests)
+def _simulated(
+    options: PlanOptions, trace: Path, sizing: Sizing, engine: SimulatedEngine
+) -> Demand:
+    arrivals = read_trace(trace, options.requests)
     scale = fit_scale(arrivals, sizing.context) if options.scale is None else options.scale
     arrivals = scaled(arrivals, scale)
     for arrival in arrivals:
@@ -150,10 +175,3 @@ def _remarks(plan: PlanReport, needs: Demand, cut: float) -> list[str]:
             "tomorrow."
         )
     return remarks
-
-
-def _written(plan: PlanReport, path: Path) -> str:
-    return (
-        f"{len(plan.space)} buckets, planned on both halves (waste {plan.waste:.1%}), in {path}: "
-        f"compiled-attn run --buckets {path}"
-    )

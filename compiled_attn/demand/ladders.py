@@ -49,7 +49,7 @@ def ladders(family: Family, engine: SimulatedEngine) -> dict[str, BucketSpace]:
             )
     else:
         points = {a.name: 10 + (a.low == 0) for a in family.axes if a.name != "logits"}
-        found = {"unified": _unified(family, points, 128)}
+        found = {"unified": _unified(family, points)}
     return {name: _reachable(space, family) for name, space in found.items()}
 
 
@@ -77,7 +77,7 @@ def ladders_within(family: Family, max_graphs: int) -> dict[str, BucketSpace]:
         "padding-aware": of_padding_aware,
     }
     if "shared" in high:
-        makers["unified ladder"] = lambda points: _unified(family, points, 128)
+        makers["unified ladder"] = lambda points: _unified(family, points, few=8)
     return {name: _fitting(make, family, max_graphs) for name, make in makers.items()}
 
 
@@ -148,16 +148,18 @@ def _stepped(step: int, high: int, absolute: int, percent: int) -> tuple[int, in
     return min(step, high), step, high, absolute, percent
 
 
-def _unified(family: Family, points: Points, multiple: int) -> BucketSpace:
+def _unified(family: Family, points: Points, few: int = 1) -> BucketSpace:
+    """Exponential, rounded up to multiples of 128, or less where that leaves ``few`` sizes."""
+    multiple = 128
     axes = {axis.name: axis for axis in family.axes}
     return exponential(
         **{
-            name: (axes[name].low, axes[name].high, n, _part(multiple, axes[name].high))
+            name: (
+                axes[name].low,
+                axes[name].high,
+                n,
+                max(1, min(multiple, axes[name].high // few)),
+            )
             for name, n in points.items()
         }
     )
-
-
-def _part(multiple: int, high: int) -> int:
-    """The multiple that sizes are rounded up to, less where that would leave few of them."""
-    return max(1, min(multiple, high // 8))

@@ -87,7 +87,7 @@ def test_a_plan_of_a_trace_wastes_less_than_every_ladder_and_run_reads_it(
     assert "below 10,000 a plan says little" in text
     space = from_file(out)
     assert len(space) <= 16 and set(space.names) == {"tokens", "shared", "unique", "logits"}
-    assert f"compiled-attn run --buckets {out}" in text
+    assert f"written: compiled-attn run --buckets {out}" in text
 
     result = tmp_path / "result.json"
     options = ["--backend", "eager", "--requests", 12, "--buckets", out, "--json", result]
@@ -115,6 +115,17 @@ def test_a_recorded_demand_gives_the_same_plan_as_its_simulation(
     assert planned.read_text() == simulated.read_text()
 
 
+def test_without_a_trace_the_default_plan_is_written(command, model_dir, tmp_path):
+    out = tmp_path / "buckets.txt"
+    code, text, err = command(
+        "plan", "--model", model_dir, *SMALL, "--max-graphs", 12, "--out", out
+    )
+    assert code == 0, err
+    assert text.startswith("12 buckets, planned on a mixture of drawn workloads: waste ")
+    largest = from_file(out).pick(tokens=32, shared=1, unique=1, logits=4)
+    assert largest["tokens"] == 32 and len(from_file(out)) == 12
+
+
 @pytest.mark.parametrize("name", ["mooncake_conversation_tiny.jsonl"])
 def test_a_real_trace_is_planned(command, name):
     if not (TRACES / name).exists():
@@ -138,8 +149,10 @@ def test_the_same_trace_gives_the_same_file(command, model_dir, trace, tmp_path)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "expected one of --trace and --demand, to know what to plan for"),
-        (["--trace", "none.csv", "--demand", "x"], "expected one of --trace and --demand"),
+        (
+            ["--trace", "none.csv", "--demand", "x"],
+            "expected one of --trace and --demand, got both",
+        ),
         (["--trace", "none.csv"], "none.csv: cannot be read"),
         (["--demand", "none.jsonl"], "none.jsonl: not readable as a demand"),
         (["--demand", "rows.jsonl"], "rows.jsonl: expected needs over tokens, shared, unique, l"),

@@ -159,15 +159,17 @@ def test_cells_hold_all_needs_and_their_weight(needs, count):
 
 
 def test_disturbed_copies_stay_within_limits_and_keep_the_weight():
-    high = np.array([12, 12])
-    given_points = np.array([(12, 5), (3, 11), (7, 0)])
-    moved, weights = jittered(
-        given_points, np.array([1.0, 2.0, 3.0]), high, share=0.25, spread=0.3, seed=0
-    )
-    assert weights.sum() == pytest.approx(6) and weights[:3].sum() == pytest.approx(4.5)
-    assert (moved <= high).all() and (moved >= 0).all()
-    assert (moved[::3, 0] == 12).all(), "what is at its limit stays there"
-    assert (moved[:3] == given_points).all() and not (moved[3:6] == given_points).all()
+    high = np.array([120, 100])
+    needs = np.array([(i, 0 if i % 3 else i - 1) for i in range(1, 121)])
+    moved, weights = jittered(needs, np.ones(120), high, share=0.25, spread=0.3, seed=0)
+    assert weights.sum() == pytest.approx(120) and weights[:120].sum() == pytest.approx(90)
+    assert (moved[:120] == needs).all() and (moved[120:] <= high).all()
+    copies, originals = moved[120:], np.tile(needs, (4, 1))
+    at_limit, often = originals[:, 0] == 120, originals[:, 1] == 0
+    assert (copies[at_limit, 0] == 120).all(), "what is at its limit stays there"
+    assert (copies[often, 1] == 0).all(), "and so does what occurs often"
+    assert (copies[~at_limit, 0] != originals[~at_limit, 0]).mean() > 0.8
+    assert copies[:, 0].max() > 100 and (copies[:, 0] > originals[:, 0]).any()
 
 
 def test_a_budget_too_small_for_the_maximum_says_so():
