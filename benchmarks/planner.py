@@ -1,10 +1,10 @@
 """Padding of the ladders that the field captures, and of planned buckets, on held-out traffic.
 
 For each trace an engine of 128 sequences is simulated; everything is planned on the first half of
-its steps and judged on the second. Waste is the cost of the buckets used over the cost of the needs,
-less 1, without the constant part of a step (which would make every figure smaller). Read the traces
-from a folder: `python benchmarks/planner.py --traces ../shared/traces`. A trace that is not there is
-left out, and that is said. A ladder of more than 256 graphs stands against a plan of 256.
+its steps and judged on the second. Waste is the cost of the buckets used over the cost of the
+needs, less 1, without the constant part of a step (which would make every figure smaller). Read the
+traces from a folder: `python benchmarks/planner.py --traces ../shared/traces`. A trace that is not
+there is left out, and that is said. A ladder of more than 256 graphs stands against a plan of 256.
 """
 
 from __future__ import annotations
