@@ -12,6 +12,7 @@ from compiled_attn import __version__
 from compiled_attn.cli.cache import cache
 from compiled_attn.cli.errors import exit_code_of
 from compiled_attn.cli.explain import explain
+from compiled_attn.cli.plan import plan
 
 __all__ = ["app", "run_command"]
 
@@ -47,6 +48,7 @@ def _compiled_attn(
 
 
 app.command()(explain)
+app.command()(plan)
 app.add_typer(cache, name="cache")
 
 _DEMAND, _ENGINE, _RESULT = "What to serve", "How to serve it", "What to prove and write"
