@@ -294,7 +294,14 @@ class WarmupManager:
                 )
         self._graphs[bucket] = graph
         return BucketResult(
-            bucket, "captured", seconds, graph.bytes, watch.compiles, "", cost, self.name
+            bucket,
+            "captured",
+            seconds,
+            graph.bytes,
+            watch.compiles,
+            run_seconds=cost,
+            name=self.name,
+            is_loaded=graph.is_loaded,
         )
 
     def _spent(self, elapsed: float) -> str:

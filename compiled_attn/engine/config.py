@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from graphs import BucketSpace
+from graphs.backends.base import Backend
 
 __all__ = ["ConfigError", "EngineConfig"]
 
@@ -31,8 +33,12 @@ class EngineConfig:
             moved between steps, a few at a time; 0 moves whenever one can, None never.
         defrag_min_gap: and not before so many places of the range are unused.
         partial_hits: whether a prompt also shares the beginning of a cached block, by a copy of it.
-        backend: a backend of `graphs.capture`.
+        backend: a backend of `graphs.capture`, by its name or as an object, such as one with a
+            store in its back (`graphs.store.StoredInductor`).
         strict: a compile after warmup or a fallback is an error instead of a counted warning.
+        warmup_workers: how many processes compile steps, this one included; see
+            `graphs.WarmupManager`.
+        warmup_journal: a file that a warmup which was killed goes on from; see there.
 
     Raises:
         ConfigError: a size that cannot work.
@@ -48,8 +54,15 @@ class EngineConfig:
     defrag_waste: float | None = 0.25
     defrag_min_gap: int = 8
     partial_hits: bool = True
-    backend: str = "inductor"
+    backend: str | Backend = "inductor"
     strict: bool = True
+    warmup_workers: int = 1
+    warmup_journal: str | Path | None = None
+
+    @property
+    def backend_name(self) -> str:
+        """Name of the backend, also of one that is an object."""
+        return self.backend if isinstance(self.backend, str) else self.backend.name
 
     def __post_init__(self) -> None:
         sizes = (
@@ -60,6 +73,7 @@ class EngineConfig:
             ("context", self.context, 2),
             ("max_graphs", self.max_graphs, 1),
             ("defrag_min_gap", self.defrag_min_gap, 1),
+            ("warmup_workers", self.warmup_workers, 1),
         )
         for name, size, least in sizes:
             if size is not None and size < least:

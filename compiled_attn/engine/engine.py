@@ -264,6 +264,7 @@ class Engine:
         busy = sum(record.seconds for record in self.records)
         return EngineReport(
             graphs=len(steps.captured) if steps else 0,
+            graphs_loaded=len(steps.loaded) if steps else 0,
             graph_breaks=self._sentinel.graph_breaks,
             compiles_after_warmup=self._sentinel.compiles + self._sentinel.late_builds,
             fallbacks=self.runner.graphs.fallbacks + self.runner.graphs.degraded,
@@ -277,7 +278,7 @@ class Engine:
             preemptions=self.scheduler.preemptions,
             blocks_high_water=stats.high_water,
             torch=torch.__version__,
-            backend=self.config.backend,
+            backend=self.config.backend_name,
             kernel=self.runner.module.kernel().name,
             steps=len(self.records),
             prompt_tokens=self._prompt_tokens,

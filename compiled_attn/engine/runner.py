@@ -40,8 +40,10 @@ class Runner:
             StepBatch.padding,
             backend=config.backend,
             strict=config.strict,
+            workers=config.warmup_workers,
+            journal=config.warmup_journal,
             name="step",
-            **_backend_options(config.backend),
+            **_backend_options(config.backend_name),
         )
 
     def fit(

@@ -94,7 +94,7 @@ class AotiBackend:
             CaptureError: there is no package, or the callable's tensors are others than it has.
         """
         try:
-            return Frozen(load(Path(path), function), stale=_why_stale)
+            return Frozen(load(Path(path), function), stale=_why_stale, is_loaded=True)
         except Exception as error:
             raise CaptureError(name, describe_failure(error)) from error
 

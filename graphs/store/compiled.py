@@ -142,7 +142,7 @@ class StoredInductor:
         for _ in range(warm_runs):
             run(*examples)
         self.loaded += 1
-        return Frozen(run, stale=_why_loaded_is_stale)
+        return Frozen(run, stale=_why_loaded_is_stale, is_loaded=True)
 
     def _put(
         self,
