@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from graphs.alone import alone
+from graphs.backends.apart import Apart, memory_shared_by
 from graphs.backends.base import CaptureError, Frozen
 from graphs.backends.direct import direct_path, without_records
 from graphs.backends.export_state import State, StateChanged
@@ -81,11 +82,7 @@ class StoredInductor:
         options: Mapping[str, Any] | None = None,
     ) -> Frozen:
         """Load the graph, or compile it in the first run and store it."""
-        factors = None
-        if mode is None and not torch.is_grad_enabled():
-            factors = self._code.factors(
-                function, example_inputs, backend="inductor", options=options
-            )
+        factors = self._factors(function, example_inputs, name, mode, options)
         if factors is None:
             return self._inductor.capture(
                 function, example_inputs, name=name, warm_runs=warm_runs, mode=mode, options=options
@@ -119,9 +116,41 @@ class StoredInductor:
         with without_records(), contextlib.suppress(_Compiled):
             _compile_once(alone(function, name), keeping, None, None)(*example_inputs)
 
+    def prepare(self) -> None:
+        """As backend `inductor` does."""
+        self._inductor.prepare()
+
+    def has(
+        self,
+        function: Callable[..., Any],
+        example_inputs: Sequence[Input],
+        *,
+        name: str,
+        mode: str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> bool:
+        """Whether a capture would find the graph, if it is not damaged."""
+        factors = self._factors(function, example_inputs, name, mode, options)
+        return factors is not None and self.store.has(factors)
+
     def why_no_precompile(self) -> str:
         """Why :meth:`precompile` does not work here, or an empty string."""
         return self._inductor.why_no_precompile()
+
+    def _factors(
+        self,
+        function: Callable[..., Any],
+        examples: Sequence[Input],
+        name: str,
+        mode: str | None,
+        options: Mapping[str, Any] | None,
+    ) -> dict[str, Any] | None:
+        if mode is not None or torch.is_grad_enabled():
+            return None
+        if shared := memory_shared_by(function, examples):
+            _log.warning("%s: not stored: %s: give each memory of its own", name, shared)
+            return None
+        return self._code.factors(function, examples, backend="inductor", options=options)
 
     def _load(
         self,
@@ -131,16 +160,19 @@ class StoredInductor:
         name: str,
         warm_runs: int,
     ) -> Frozen | None:
-        with self.store.use(factors) as folder:
-            if folder is None:
-                return None
-            try:
+        try:
+            with self.store.use(factors) as folder:
+                if folder is None:
+                    return None
                 run = _load(folder, function)
-            except Exception as error:  # a torch that cannot read it: as if it were not there
-                _log.warning("%s: compiled again, not loaded: %s", name, describe_failure(error))
-                return None
-        for _ in range(warm_runs):
-            run(*examples)
+        except Exception as error:  # a store that is busy or gone, a torch that cannot read it
+            _log.warning("%s: compiled again, not loaded: %s", name, describe_failure(error))
+            return None
+        try:
+            for _ in range(warm_runs):
+                run(*examples)
+        except Exception as error:
+            raise CaptureError(name, _why_not(error)) from error
         self.loaded += 1
         return Frozen(run, stale=_why_loaded_is_stale, is_loaded=True)
 
@@ -243,6 +275,7 @@ class _Kept:
             "takes": [known[id(tensor)] for tensor in given],
             "leaves": [(known | places).get(id(leaf)) or _constant(leaf) for leaf in leaves],
             "spec": pytree.treespec_dumps(spec),
+            "tensors": [i for i, value in enumerate(examples) if isinstance(value, Tensor)],
             "state": state.layout(),
         }
 
@@ -275,8 +308,11 @@ def _load(folder: Path, function: Callable[..., Any]) -> Callable[..., Any]:
     takes = [(kind == "state", i) for kind, i in layout["takes"]]
     leaves, spec = layout["leaves"], pytree.treespec_loads(layout["spec"])
     is_one_tensor = leaves == [["made", 0]] and spec.is_leaf()
+    apart = Apart(function, layout["tensors"])
 
     def run(*inputs: Input) -> Any:
+        if shared := apart.mismatch(inputs):
+            raise StateChanged(f"{shared}, captured apart")
         own = state.now()
         made = graph(*[own[i] if is_own else inputs[i] for is_own, i in takes])
         if is_one_tensor:

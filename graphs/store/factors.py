@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from graphs.inputs import Input, InputsCheck
 from graphs.mode import Mode
-from graphs.store.sources import sources_of
+from graphs.store.sources import first_party, sources_of
 from graphs.store.values import digest_of_globals, digest_of_values
 
 __all__ = ["code_factors", "environment_factors", "graph_factors", "key_of"]
@@ -77,7 +77,7 @@ def graph_factors(
 
 def code_factors(function: Callable[..., Any]) -> dict[str, Any]:
     """The sources of a callable and of all it imports, and the plain globals in them."""
-    return {"sources": sources_of(function), "globals": digest_of_globals(function)}
+    return {"sources": sources_of(function), "globals": digest_of_globals(first_party(function))}
 
 
 @functools.lru_cache(maxsize=1)

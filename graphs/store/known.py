@@ -31,7 +31,10 @@ class KnownCode:
         options: Mapping[str, Any] | None,
     ) -> dict[str, Any] | None:
         """As :func:`graph_factors`."""
-        code = self._known.get(function)
-        if code is None:
-            code = self._known[function] = code_factors(function)
+        try:
+            code = self._known.get(function)
+            if code is None:
+                code = self._known[function] = code_factors(function)
+        except TypeError:  # it has no hash, or cannot be referred to weakly
+            code = code_factors(function)
         return graph_factors(function, inputs, backend=backend, options=options or {}, code=code)
