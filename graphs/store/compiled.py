@@ -106,7 +106,9 @@ class StoredInductor:
         mode: str | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        """Compile into inductor's cache on disk, and run nothing; nothing is stored yet."""
+        """Compile what the store lacks into inductor's cache on disk; runs and stores nothing."""
+        if self.has(function, example_inputs, name=name, mode=mode, options=options):
+            return
         if mode is not None:
             self._inductor.precompile(
                 function, example_inputs, name=name, mode=mode, options=options

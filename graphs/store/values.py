@@ -26,6 +26,7 @@ _OF_A_PROCESS = ("_hash", "address", "addresses", "data_ptr", "data_ptrs", "pid"
 # What captures and serves a module may hang from it, with counters and seconds.
 _MACHINERY = (
     "graphs.capture",
+    "graphs.capturing",
     "graphs.compiles",
     "graphs.journal",
     "graphs.sentinel",

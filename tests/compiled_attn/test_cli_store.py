@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -40,3 +41,13 @@ def test_a_folder_that_was_asked_for_has_to_work_and_the_default_one_does_not(
     with stored_backend("aoti", None) as backend:
         assert backend == "aoti"
     assert "nothing is stored for the next start" in caplog.text
+
+
+def test_a_user_without_a_home_runs_without_a_store(monkeypatch, caplog):
+    def homeless(_):
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "expanduser", homeless)
+    with stored_backend("inductor", None) as backend:
+        assert backend == "inductor"
+    assert "Could not determine home directory" in caplog.text

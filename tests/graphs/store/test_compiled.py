@@ -184,6 +184,16 @@ def test_a_callable_without_a_hash_can_be_stored(tmp_path):
         assert torch.equal(graph.run(INPUTS[0]), INPUTS[0] * factor)
 
 
+def test_a_worker_compiles_nothing_that_is_stored(warm, monkeypatch):
+    backend = StoredInductor(warm)
+    assert backend.has(Net(), INPUTS, name="net")
+    backend.precompile(Net(), INPUTS, name="net")
+    assert not backend.has(Net(), (torch.ones(5, 4), torch.arange(3), 2), name="net")
+    with pytest.raises(ZeroDivisionError), monkeypatch.context() as patch:
+        patch.setattr("graphs.store.compiled._compile_once", lambda *_: 1 / 0)
+        backend.precompile(Net(), (torch.ones(5, 4), torch.arange(3), 2), name="net")
+
+
 SCRIPT = """
 import sys, os, torch
 from torch import nn
