@@ -8,6 +8,7 @@ inputs are whose, so that loading it traces nothing and compiles nothing.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import logging
 import tempfile
@@ -305,7 +306,7 @@ def _load(folder: Path, function: Callable[..., Any]) -> Callable[..., Any]:
     if layout["state"] != state.layout():
         raise ValueError("its parameters and buffers are others")
     inductor: Any = torch._inductor
-    with _known_processor():
+    with _known_processor(), _no_headers():
         graph = inductor.CompiledArtifact.load(path=str(folder / _GRAPH), format="binary")
     takes = [(kind == "state", i) for kind, i in layout["takes"]]
     leaves, spec = layout["leaves"], pytree.treespec_loads(layout["spec"])
@@ -339,6 +340,22 @@ def _known_processor() -> Iterator[None]:
             yield
     finally:
         found.cache_clear()
+
+
+@contextlib.contextmanager
+def _no_headers() -> Iterator[None]:
+    # Inductor preprocesses its headers in each process, to compile kernels faster. Here none is
+    # compiled, but where inductor's cache has lost one.
+    codecache: Any = importlib.import_module("torch._inductor.codecache")
+    precompile = getattr(codecache, "_precompile_header", None)
+    if precompile is None:
+        yield
+        return
+    codecache._precompile_header = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        codecache._precompile_header = precompile
 
 
 def _results(

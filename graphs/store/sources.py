@@ -16,35 +16,30 @@ from typing import Any
 from graphs.store.modules import file_of, is_own
 from graphs.store.values import values_in
 
-__all__ = ["first_party", "sources_of"]
+__all__ = ["sources_of"]
 
 _ALWAYS = ("graphs.backends", "graphs.store.compiled")
 
 
-def sources_of(function: Callable[..., Any]) -> dict[str, str]:
+def sources_of(function: Callable[..., Any]) -> tuple[dict[str, str], list[ModuleType]]:
     """SHA-256 of each file that a callable can reach by imports, and versions of what is installed.
 
-    Imports anywhere in a file count, also those inside functions. A module
-    without a file, such as that of an interactive session, is told by the code of the callable.
+    Imports anywhere in a file count, also those inside functions. What has no file, such as in an
+    interactive session, is told by its code. Returns also the modules of the files that are loaded.
     """
     found: dict[str, str] = {}
+    modules: list[ModuleType] = []
     for name in _imported(function):
         package = name.partition(".")[0]
         if is_own(name) and (file := file_of(name)) is not None:
             found[name] = _digest(file)
+            modules += [sys.modules[name]] if name in sys.modules else []
         elif package not in found and (version := _version(package)):
             found[package] = version
     for kind in _kinds(function):
         if file_of(kind.__module__) is None and (code := _code_of(kind)) is not None:
             found[f"{kind.__module__}:{kind.__qualname__}"] = code
-    return dict(sorted(found.items()))
-
-
-def first_party(function: Callable[..., Any]) -> list[ModuleType]:
-    """The loaded modules that a callable can reach, without installed packages and Python's own."""
-    return [
-        sys.modules[name] for name in _imported(function) if name in sys.modules and is_own(name)
-    ]
+    return dict(sorted(found.items())), modules
 
 
 def _imported(function: Callable[..., Any]) -> list[str]:
@@ -87,7 +82,7 @@ def _imports_of(name: str, file: str, changed: int, size: int) -> tuple[str, ...
 
 
 def _imports_in(tree: ast.AST, package: str) -> Iterator[str]:
-    for node in ast.walk(tree):
+    for node in _statements(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -95,6 +90,17 @@ def _imports_in(tree: ast.AST, package: str) -> Iterator[str]:
             base = ".".join([*(parts if node.level else []), *filter(None, [node.module])])
             yield base
             yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def _statements(tree: ast.AST) -> Iterator[ast.AST]:
+    # Without expressions, in which nothing is imported: they are most of a tree.
+    todo = [tree]
+    while todo:
+        node = todo.pop()
+        yield node
+        for field in ("body", "orelse", "finalbody", "handlers", "cases"):
+            inner = getattr(node, field, ())
+            todo += inner if isinstance(inner, list) else ()
 
 
 @functools.lru_cache(maxsize=256)
