@@ -91,14 +91,14 @@ class Capturing:
 
     def shared_out(self, todo: Sequence[Bucket]) -> Generator[Bucket]:
         """Give all of `todo` once, while workers compile some of it beforehand."""
-        parts = (self._module, self._make_inputs, self._backend, self.graph_name, self._options)
         if self._workers == 1:
             return (yield from todo)
-        yield from (ready := stored(todo, *parts))
+        parts = self._module, self._make_inputs, self._backend
+        yield from (ready := stored(todo, *parts, self._options))
         rest = [bucket for bucket in todo if bucket not in ready]
         if len(rest) > 1:
             try:
-                precompile = precompiler(*parts)
+                precompile = precompiler(*parts, self.graph_name, self._options)
             except NoWorkers as error:
                 _log.warning("%s: workers=%d compile nothing: %s", self.name, self._workers, error)
             else:

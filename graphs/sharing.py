@@ -35,7 +35,6 @@ def stored(
     module: Callable[..., Any],
     make_inputs: Callable[[Bucket], Sequence[Input]],
     backend: str | Backend,
-    name_of: Callable[[Bucket], str],
     options: Mapping[str, Any],
 ) -> list[Bucket]:
     """The buckets whose graphs a store in the back of the backend has: none is left to compile."""
@@ -43,7 +42,7 @@ def stored(
     found = []
     for bucket in todo if has else ():
         with contextlib.suppress(Exception), torch.no_grad():  # its capture will tell
-            if has(module, make_inputs(bucket), name=name_of(bucket), **options):
+            if has(module, make_inputs(bucket), **options):
                 found.append(bucket)
     return found
 

@@ -32,9 +32,13 @@ def stored_backend(backend: str, store: Path | None) -> Iterator[str | Backend]:
         store: its folder. None: the default one, without which one can do if it cannot be used.
 
     Raises:
-        UserError: the folder that was asked for cannot be used.
+        UserError: the folder that was asked for cannot be used, or not with this backend.
     """
     if backend not in ("inductor", "aoti"):
+        if store is not None:
+            raise UserError(
+                f"--store is for --backend inductor and aoti, got {backend}: leave one of them out"
+            )
         yield backend
         return
     with contextlib.ExitStack() as stack:

@@ -11,7 +11,7 @@ from graphs.backends.aoti import AotiBackend
 from graphs.backends.base import CaptureError, Frozen
 from graphs.inputs import Input
 from graphs.store.errors import StoreError
-from graphs.store.known import KnownCode
+from graphs.store.known import UNTOLD, KnownCode
 from graphs.store.store import ArtifactStore
 
 __all__ = ["StoredAoti"]
@@ -54,6 +54,7 @@ class StoredAoti:
         """Load the package, or build it and store it; `options` are those of the backend."""
         factors = self._code.factors(function, example_inputs, backend="aoti", options=options)
         if factors is None:
+            _log.warning("%s: not stored: %s", name, UNTOLD)
             return self._aoti.capture(
                 function, example_inputs, name=name, warm_runs=warm_runs, options=options
             )

@@ -29,7 +29,7 @@ from graphs.backends.export_state import State, StateChanged
 from graphs.backends.inductor import InductorBackend, _compile_once, _why_not, _why_stale
 from graphs.causes import describe_failure
 from graphs.inputs import Input
-from graphs.store.known import KnownCode
+from graphs.store.known import UNTOLD, KnownCode
 from graphs.store.store import ArtifactStore
 
 __all__ = ["StoredInductor"]
@@ -83,8 +83,9 @@ class StoredInductor:
         options: Mapping[str, Any] | None = None,
     ) -> Frozen:
         """Load the graph, or compile it in the first run and store it."""
-        factors = self._factors(function, example_inputs, name, mode, options)
-        if factors is None:
+        factors = self._factors(function, example_inputs, mode, options)
+        if isinstance(factors, str):
+            _log.warning("%s: not stored: %s", name, factors)
             return self._inductor.capture(
                 function, example_inputs, name=name, warm_runs=warm_runs, mode=mode, options=options
             )
@@ -108,7 +109,7 @@ class StoredInductor:
         options: Mapping[str, Any] | None = None,
     ) -> None:
         """Compile what the store lacks into inductor's cache on disk; runs and stores nothing."""
-        if self.has(function, example_inputs, name=name, mode=mode, options=options):
+        if self.has(function, example_inputs, mode=mode, options=options):
             return
         if mode is not None:
             self._inductor.precompile(
@@ -128,13 +129,12 @@ class StoredInductor:
         function: Callable[..., Any],
         example_inputs: Sequence[Input],
         *,
-        name: str,
         mode: str | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> bool:
         """Whether a capture would find the graph, if it is not damaged."""
-        factors = self._factors(function, example_inputs, name, mode, options)
-        return factors is not None and self.store.has(factors)
+        factors = self._factors(function, example_inputs, mode, options)
+        return not isinstance(factors, str) and self.store.has(factors)
 
     def why_no_precompile(self) -> str:
         """Why :meth:`precompile` does not work here, or an empty string."""
@@ -144,16 +144,18 @@ class StoredInductor:
         self,
         function: Callable[..., Any],
         examples: Sequence[Input],
-        name: str,
         mode: str | None,
         options: Mapping[str, Any] | None,
-    ) -> dict[str, Any] | None:
-        if mode is not None or torch.is_grad_enabled():
-            return None
+    ) -> dict[str, Any] | str:
+        """What the graph depends on, or why it is not stored."""
+        if mode is not None:
+            return f"mode={mode!r} is torch.compile's own affair: give options instead"
+        if torch.is_grad_enabled():
+            return "grad mode is enabled: capture under torch.no_grad()"
         if shared := memory_shared_by(function, examples):
-            _log.warning("%s: not stored: %s: give each memory of its own", name, shared)
-            return None
-        return self._code.factors(function, examples, backend="inductor", options=options)
+            return f"{shared}: give each memory of its own"
+        factors = self._code.factors(function, examples, backend="inductor", options=options)
+        return UNTOLD if factors is None else factors
 
     def _load(
         self,

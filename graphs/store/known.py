@@ -9,7 +9,9 @@ from weakref import WeakKeyDictionary
 from graphs.inputs import Input
 from graphs.store.factors import code_factors, graph_factors
 
-__all__ = ["KnownCode"]
+__all__ = ["UNTOLD", "KnownCode"]
+
+UNTOLD = "an option is an object without a uuid(), so nobody can tell what it does: give it one"
 
 
 class KnownCode:

@@ -184,7 +184,7 @@ class ArtifactStore:
         mark = self.path / "store.json"
         if not mark.exists():
             strangers = [path.name for path in self.path.iterdir() if not path.name.startswith(".")]
-            if strangers:
+            if strangers and not mark.exists():  # or else another process made it meanwhile
                 raise StoreError(
                     f"{self.path} is no store, it holds {strangers[0]}: give an empty folder"
                 )

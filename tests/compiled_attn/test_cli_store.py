@@ -26,9 +26,10 @@ def test_inductor_compiles_into_the_store_and_only_during_the_run(tmp_path, monk
 def test_other_backends_get_what_they_can_use(tmp_path):
     with stored_backend("aoti", tmp_path / "store") as backend:
         assert isinstance(backend, StoredAoti)
-    with stored_backend("eager", tmp_path / "none") as backend:
+    with stored_backend("eager", None) as backend:
         assert backend == "eager"
-    assert not (tmp_path / "none").exists()
+    with pytest.raises(UserError, match="--store is for"), stored_backend("eager", tmp_path):
+        pass
 
 
 def test_a_folder_that_was_asked_for_has_to_work_and_the_default_one_does_not(

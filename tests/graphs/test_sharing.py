@@ -59,7 +59,7 @@ def test_under_an_armed_sentinel_nothing_is_prepared(monkeypatch):
 class Stored(EagerBackend):
     """Has the graphs of two rows and less, and compiles others beforehand."""
 
-    def has(self, function, inputs, *, name):
+    def has(self, function, inputs):
         if len(inputs[0]) == 1:
             raise OSError("a store that is gone")
         return len(inputs[0]) <= 2
@@ -72,9 +72,9 @@ class Stored(EagerBackend):
 
 
 def test_what_a_store_has_comes_first_and_needs_no_workers(caplog):
-    parts = (double, rows_of, Stored(), str, {})
+    parts = (double, rows_of, Stored(), {})
     assert stored([*SPACE], *parts) == [Bucket(n=2)]
-    assert stored([*SPACE], double, rows_of, "inductor", str, {}) == []
+    assert stored([*SPACE], double, rows_of, "inductor", {}) == []
     order = []
     manager = WarmupManager(double, SPACE, rows_of, backend=Stored(), workers=2)
     manager.warmup(lambda event: order.append(event.bucket.n) if event.seconds else None)

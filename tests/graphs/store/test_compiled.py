@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 from graphs import InputMismatch, ModeMismatch, StaleGraph, capture, no_compile
+from graphs.backends.base import Frozen
+from graphs.backends.inductor import InductorBackend
 from graphs.compiles import CompileWatch
 from graphs.store import ArtifactStore, StoredInductor
 from graphs.store.lock import Lock
@@ -148,6 +150,26 @@ def test_a_loaded_graph_refuses_one_tensor_in_two_places(tmp_path):
         assert torch.equal(x, torch.ones(4))
 
 
+@pytest.mark.parametrize(
+    ("settings", "grad", "reason"),
+    [
+        ({"mode": "default"}, False, "give options instead"),
+        ({}, True, "capture under torch.no_grad()"),
+        ({"options": {"post_grad_custom_post_pass": object()}}, False, "without a uuid()"),
+    ],
+)
+def test_what_cannot_be_stored_says_why(tmp_path, monkeypatch, caplog, settings, grad, reason):
+    def plain(self, function, *_, **__):
+        return Frozen(function)
+
+    monkeypatch.setattr(InductorBackend, "capture", plain)
+    backend = StoredInductor(ArtifactStore(tmp_path / "store"))
+    with torch.set_grad_enabled(grad):
+        capture(torch.relu, [INPUTS[0]], backend=backend, **settings)
+    assert reason in caplog.text and "relu: not stored: " in caplog.text
+    assert not backend.has(torch.relu, [torch.ones(7)], **settings)
+
+
 def test_an_input_that_is_a_buffer_is_not_stored(tmp_path, caplog):
     net, backend = Net(), StoredInductor(ArtifactStore(tmp_path / "store"))
     capture(net, [net.seen[:2], INPUTS[1], 2], backend=backend)
@@ -186,9 +208,9 @@ def test_a_callable_without_a_hash_can_be_stored(tmp_path):
 
 def test_a_worker_compiles_nothing_that_is_stored(warm, monkeypatch):
     backend = StoredInductor(warm)
-    assert backend.has(Net(), INPUTS, name="net")
+    assert backend.has(Net(), INPUTS)
     backend.precompile(Net(), INPUTS, name="net")
-    assert not backend.has(Net(), (torch.ones(5, 4), torch.arange(3), 2), name="net")
+    assert not backend.has(Net(), (torch.ones(5, 4), torch.arange(3), 2))
     with pytest.raises(ZeroDivisionError), monkeypatch.context() as patch:
         patch.setattr("graphs.store.compiled._compile_once", lambda *_: 1 / 0)
         backend.precompile(Net(), (torch.ones(5, 4), torch.arange(3), 2), name="net")
