@@ -1,0 +1,51 @@
+// Products of pairs of bfloat16, where the processor has them.
+#pragma once
+
+#include "elements.h"
+
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+#define CA_HAS_BFLOAT16_DOT 1
+
+namespace compiled_attn {
+
+typedef __m512i Pairs;
+
+CA_INLINE Pairs pairs_at(const BFloat16* at) { return _mm512_loadu_si512(at); }
+
+// The pair at an address in every lane.
+CA_INLINE Pairs same_pair(const BFloat16* at) {
+  int32_t pair;
+  std::memcpy(&pair, at, sizeof pair);
+  return _mm512_set1_epi32(pair);
+}
+
+CA_INLINE Floats add_products(Floats sum, Pairs a, Pairs b) {
+  return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
+}
+
+// Element i of a beside element i of b, quarter by quarter: low holds elements 0-3 of each eight,
+// high 4-7.
+CA_INLINE void zip(Pairs a, Pairs b, Pairs& low, Pairs& high) {
+  low = _mm512_unpacklo_epi16(a, b);
+  high = _mm512_unpackhi_epi16(a, b);
+}
+
+// Undoes for two vectors of sums what `zip` does to the order of elements.
+CA_INLINE void in_order(float* two_vectors) {
+  const __m512 low = _mm512_loadu_ps(two_vectors), high = _mm512_loadu_ps(two_vectors + 16);
+  const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+  const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+  _mm512_storeu_ps(two_vectors, _mm512_permutex2var_ps(low, first, high));
+  _mm512_storeu_ps(two_vectors + 16, _mm512_permutex2var_ps(low, second, high));
+}
+
+CA_INLINE void store(BFloat16* at, Floats v) {
+  const __m256bh half = _mm512_cvtneps_pbh(v);
+  std::memcpy(at, &half, sizeof half);
+}
+
+}  // namespace compiled_attn
+
+#else
+#define CA_HAS_BFLOAT16_DOT 0
+#endif

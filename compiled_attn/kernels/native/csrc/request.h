@@ -1,0 +1,72 @@
+// One request of a step: its rows, what they see, and where its keys and values lie.
+#pragma once
+
+#include <algorithm>
+
+#include "abi.h"
+#include "simd.h"
+
+namespace compiled_attn {
+
+struct Span {
+  int64_t begin, end;
+};
+
+struct Request {
+  const PagedAttentionArgs& args;
+  const int32_t* table;
+  int64_t first, rows, length;  // query rows, and keys with those of this step
+
+  Request(const PagedAttentionArgs& a, int64_t index)
+      : args(a),
+        table(a.block_table + index * a.table_stride),
+        first(a.query_start_loc[index]),
+        rows(a.query_start_loc[index + 1] - first),
+        length(a.seq_lens[index]) {}
+
+  int64_t position(int64_t row) const { return length - rows + row; }
+
+  // The keys that a row sees: [begin, end), empty where it sees none.
+  Span seen(int64_t row) const {
+    if (!args.causal) return {0, length};
+    const int64_t end = std::max<int64_t>(position(row) + 1, 0);
+    const int64_t begin = args.window ? std::max<int64_t>(end - args.window, 0) : 0;
+    return {begin, end};
+  }
+};
+
+// Offsets of some tokens in a row; what is beyond the last token repeats it, so that every entry
+// may be read.
+template <int Capacity>
+struct Chunk {
+  int64_t begin, count;
+  int64_t key[Capacity], value[Capacity], key_scale[Capacity], value_scale[Capacity];
+
+  void fill(const Request& request, int64_t from, int64_t to) {
+    const PagedAttentionArgs& a = request.args;
+    begin = from;
+    count = std::clamp<int64_t>(to - from, 0, Capacity);
+    if (!count) return;
+    int64_t column = from / a.block_size, within = from % a.block_size;
+    for (int64_t i = 0; i < Capacity; ++i) {
+      const int64_t block = request.table[column];
+      key[i] = block * a.key_cache.block + within * a.key_cache.slot;
+      value[i] = block * a.value_cache.block + within * a.value_cache.slot;
+      key_scale[i] = block * a.key_scale.block + within * a.key_scale.slot;
+      value_scale[i] = block * a.value_scale.block + within * a.value_scale.slot;
+      if (i + 1 < count && ++within == a.block_size) within = 0, ++column;
+    }
+  }
+};
+
+// The scales of a head at some offsets; null where the cache has none.
+template <int Capacity>
+const float* gathered(const Pages& scales, int64_t head, const int64_t (&offsets)[Capacity],
+                      float (&out)[Capacity]) {
+  if (!scales.data) return nullptr;
+  const float* from = static_cast<const float*>(scales.data) + head * scales.head;
+  for (int i = 0; i < Capacity; ++i) out[i] = from[offsets[i]];
+  return out;
+}
+
+}  // namespace compiled_attn
