@@ -42,7 +42,7 @@ def digest_of_values(function: Callable[..., Any]) -> str:
     address, a hash or a process, nor what captures and serves the module. Two callables with the
     same digest may differ in an object that nests deeper than six levels.
     """
-    return _digest(_of(function, "", _DEPTH, set()))
+    return _digest(_of(function, "", _DEPTH, {}))
 
 
 def digest_of_globals(modules: list[ModuleType]) -> str:
@@ -53,7 +53,7 @@ def digest_of_globals(modules: list[ModuleType]) -> str:
         if not module.__name__.startswith("graphs.")  # its own counters are no part of a graph
         for name, value in sorted(vars(module).items())
         if not name.startswith("__") and _is_plain(value)
-        for line in _of(value, f"{module.__name__}.{name}", _DEPTH, set())
+        for line in _of(value, f"{module.__name__}.{name}", _DEPTH, {})
     )
     return _digest(lines)
 
@@ -78,11 +78,10 @@ def _is_leaf(value: Any) -> bool:
     return is_machinery or isinstance(value, (ModuleType, type))
 
 
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return len(value) <= _MOST and all(_is_plain(k) and _is_plain(v) for k, v in value.items())
-    if isinstance(value, (tuple, list, set, frozenset)):
-        return len(value) <= _MOST and all(map(_is_plain, value))
+def _is_plain(value: Any, depth: int = _DEPTH) -> bool:
+    if isinstance(value, (dict, tuple, list, set, frozenset)):  # not os.environ, which is no dict
+        inner = (*value, *value.values()) if isinstance(value, dict) else value
+        return depth > 0 and len(value) <= _MOST and all(_is_plain(v, depth - 1) for v in inner)
     return isinstance(value, (enum.Enum, *_PLAIN))
 
 
@@ -93,7 +92,8 @@ def _digest(lines: Iterator[str]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _of(value: Any, path: str, depth: int, seen: set[int]) -> Iterator[str]:
+def _of(value: Any, path: str, depth: int, seen: dict[int, Any]) -> Iterator[str]:
+    # What is seen is kept, or else another object could get its id.
     if isinstance(value, (enum.Enum, *_PLAIN)):
         yield f"{path}={value!r}"
         return
@@ -104,7 +104,7 @@ def _of(value: Any, path: str, depth: int, seen: set[int]) -> Iterator[str]:
     if id(value) in seen or depth < 0 or isinstance(value, (ModuleType, type)):
         yield f"{path}: {getattr(value, '__qualname__', kind)}"
         return
-    seen.add(id(value))
+    seen[id(value)] = value
     yield f"{path}: {kind}"
     if _is_leaf(value):
         return

@@ -141,6 +141,25 @@ def test_inputs_backend_options_and_mode_count(load):
     assert len(set(keys)) == len(keys)
 
 
+def test_every_set_counts():
+    # Each is digested as a list that is gone afterwards, and whose address another may get.
+    net = nn.Module()
+    for number in range(20):
+        setattr(net, f"choices_{number}", {number})
+    keys = {key(net, X)}
+    for number in range(20):
+        setattr(net, f"choices_{number}", {number, "more"})
+        keys.add(key(net, X))
+    assert len(keys) == 21
+
+
+def test_a_container_of_itself_and_the_environment_do_no_harm(load, monkeypatch):
+    text = "\nfrom os import environ\nLOOP = []\nLOOP.append(LOOP)\n"
+    before = key(load("my_store_net", text), X)
+    monkeypatch.setenv("MY_STORE_VARIABLE", "another")
+    assert key(load(), X) == before
+
+
 def test_closures_count():
     def scaled(factor):
         def call(x):
