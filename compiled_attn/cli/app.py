@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from compiled_attn import __version__
-from compiled_attn.cli.cache import cache
+from compiled_attn.cli.cache import DEFAULT_STORE, cache
 from compiled_attn.cli.errors import exit_code_of
 from compiled_attn.cli.explain import explain
 from compiled_attn.cli.plan import plan
@@ -125,6 +125,41 @@ def run(
     backend: Annotated[
         str, typer.Option(rich_help_panel=_ENGINE, help="inductor (compiled) or eager.")
     ] = "inductor",
+    kernel: Annotated[
+        str,
+        typer.Option(
+            rich_help_panel=_ENGINE,
+            help="native (C++), portable (torch alone), or auto: native where it can.",
+        ),
+    ] = "auto",
+    store: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            rich_help_panel=_ENGINE,
+            help=f"Folder of compiled graphs, for the next start; by default {DEFAULT_STORE}.",
+        ),
+    ] = None,
+    no_store: Annotated[
+        bool,
+        typer.Option(
+            "--no-store", rich_help_panel=_ENGINE, help="Compile all graphs, and keep none."
+        ),
+    ] = False,
+    warmup_workers: Annotated[
+        int,
+        typer.Option(
+            metavar="N", rich_help_panel=_ENGINE, help="Processes that compile, this one included."
+        ),
+    ] = 1,
+    warmup_journal: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            rich_help_panel=_ENGINE,
+            help="What each graph came to; a killed warmup goes on from it.",
+        ),
+    ] = None,
     max_tokens_per_step: Annotated[
         int, typer.Option(rich_help_panel=_ENGINE, help="Tokens a step computes at most.")
     ] = 256,
@@ -155,7 +190,8 @@ def run(
         typer.Option(
             metavar="FILE",
             rich_help_panel=_ENGINE,
-            help="Shapes to capture: tokens, shared, unique, logits on each line.",
+            help="Shapes to capture, one a line: tokens, shared, unique, logits (portable kernel) "
+            "or tokens, requests (native).",
         ),
     ] = None,
     max_graphs: Annotated[

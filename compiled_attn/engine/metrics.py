@@ -60,11 +60,14 @@ class StepRecord:
 class EngineReport:
     """Everything that ``compiled-attn run --json`` writes.
 
-    ``graphs`` counts the graphs of steps; ``warmup_seconds`` includes those that copy blocks.
+    ``graphs`` counts the graphs of steps, ``graphs_loaded`` those of them that came from a store;
+    ``warmup_seconds`` includes the graphs that copy blocks.
     ``buckets`` has a row per bucket: its warmup, how many steps ran in it, how long they took.
     ``padding_waste`` is the padded share of computed tokens and of computed blocks.
     ``graph_breaks`` and ``compiles_after_warmup`` come from the sentinel, ``fallbacks`` counts
-    every degraded bucket pick. ``memory`` has the copies of blocks: on write and to defragment.
+    every degraded bucket pick. ``kernel`` is "native", or which portable kernel serves the causal
+    and shared parts; ``kernel_notes`` says why. ``memory`` has the copies of blocks: on write and
+    to defragment.
     """
 
     graphs: int
@@ -83,6 +86,7 @@ class EngineReport:
     torch: str
     backend: str
     kernel: str
+    kernel_notes: dict[str, str]
     steps: int
     prompt_tokens: int
     computed_tokens: int
@@ -90,6 +94,7 @@ class EngineReport:
     seconds: float
     memory: dict[str, float] = field(default_factory=dict)
     buckets: list[dict[str, object]] = field(default_factory=list)
+    graphs_loaded: int = 0
     checked_requests: int = 0
     mismatched_tokens: int = 0
 
@@ -113,6 +118,7 @@ def bucket_rows(
             "bucket": str(result.bucket),
             "status": result.status,
             "warmup_seconds": round(result.seconds, 3),
+            "from_store": result.is_loaded,
             "steps": len(mine := ran.get(result.bucket.sizes, [])),
             "waste": _wasted(result.bucket, mine, cost),
             "step_ms": asdict(Percentiles.of([record.seconds for record in mine])),
@@ -143,11 +149,14 @@ def _wasted(
 
 
 def padding_waste(records: Sequence[StepRecord]) -> dict[str, float]:
-    """Padded share of all tokens and of all blocks that the steps computed."""
+    """Padded share of all tokens and of all blocks that the steps computed.
+
+    The native kernel reads no padded blocks.
+    """
 
     def share(*axes: str) -> float:
-        needed = sum(record.need[axis] for record in records for axis in axes)
-        computed = sum(record.bucket[axis] for record in records for axis in axes)
+        needed = sum(record.need.get(axis, 0) for record in records for axis in axes)
+        computed = sum(record.bucket.get(axis, 0) for record in records for axis in axes)
         return round(1 - needed / computed, 4) if computed else 0.0
 
     return {"tokens": share("tokens"), "blocks": share("shared", "unique")}

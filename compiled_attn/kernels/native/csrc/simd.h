@@ -44,7 +44,7 @@ CA_INLINE Vector load_as(const Element* at) {
 }
 
 CA_INLINE Floats load(const float* at) { return load_as<Floats>(at); }
-template <class Vector>
+template <class Vector>  // Floats or Floats4, which may be the same
 CA_INLINE void store(float* at, Vector v) {
   std::memcpy(at, &v, sizeof v);
 }
