@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from compiled_attn.batch import StepBatch
+from compiled_attn.batch import StepBatch, TableBatch
 from compiled_attn.cache import PagedKVCache
 from compiled_attn.kernels import AttendRequest, Kernel, choose
+from compiled_attn.kernels.native import KernelChoice
 from compiled_attn.unified import UnifiedMetadata, unified_attention
 
 __all__ = ["ATTENTION_NAME", "PagedCausalLM", "PagedStep", "cache_for", "paged_attention_forward"]
@@ -34,17 +35,30 @@ _LAYER_TYPES = {"full_attention", "sliding_attention"}
 class PagedStep:
     """What every layer's attention needs of a step: handed to the model as the keyword ``paged``.
 
-    The metadata of each window that the model's layers use is made once a step, for all layers.
+    The metadata of each window that the model's layers use is made once a step, for all layers; the
+    native kernel takes the window itself, and the same metadata for all.
     """
 
     cache: PagedKVCache
     by_window: dict[int | None, UnifiedMetadata]
     seen_layers: set[int] | None = None
+    kernel: KernelChoice = "portable"
 
     @staticmethod
     def of(cache: PagedKVCache, metadata: UnifiedMetadata, windows: tuple[int, ...]) -> PagedStep:
         """The step with its metadata seen through each of the windows."""
         return PagedStep(cache, {None: metadata, **{w: metadata.windowed(w) for w in windows}})
+
+    @staticmethod
+    def native(cache: PagedKVCache, metadata: UnifiedMetadata) -> PagedStep:
+        """The step for the native kernel, of metadata that is request by request."""
+        return PagedStep(cache, {None: metadata}, kernel="native")
+
+    def seen_through(self, window: int | None) -> tuple[UnifiedMetadata, int | None]:
+        """The metadata for layers of a window, and the window if the metadata is without it."""
+        if self.kernel == "native":
+            return self.by_window[None], window
+        return self.by_window[window], None
 
 
 def paged_attention_forward(
@@ -92,6 +106,7 @@ def paged_attention_forward(
     if paged.seen_layers is not None:
         paged.seen_layers.add(layer)
     request = AttendRequest(query.device.type, query.dtype, query.shape[-1], bool(softcap))
+    metadata, window = paged.seen_through(sliding_window)
     out = unified_attention(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
@@ -99,12 +114,15 @@ def paged_attention_forward(
         paged.cache.key(layer),
         paged.cache.value(layer),
         scaling,
-        paged.by_window[sliding_window],
+        metadata,
+        sliding_window=window,
         softcap=softcap,
         sinks=s_aux,
         key_scale=paged.cache.key_scale(layer),
         value_scale=paged.cache.value_scale(layer),
         attend=choose(request).attend,
+        kernel=paged.kernel,
+        fused_write=False,  # a layer is a region
     )
     assert isinstance(out, Tensor)
     return out.unsqueeze(0), None
@@ -121,17 +139,22 @@ class PagedCausalLM(nn.Module):
             its attention implementation is switched to ours, and each decoder layer is marked as a
             region that a graph compiles once.
         cache: the paged cache, see `cache_for`.
+        is_native: whether steps are `TableBatch`es for the native kernel, or `StepBatch`es.
 
     Raises:
         ValueError: a layer does not attend through `AttentionInterface` (recurrent or convolution
             layers, chunked attention, attention code of the model's own).
 
     Shape:
-        - forward(``*StepBatch``) -> logits ``[L, vocab]`` of the rows ``logits_index``
+        - forward(``*StepBatch``, or ``*TableBatch`` if native) -> logits ``[L, vocab]`` of the
+          rows ``logits_index``
     """
 
-    def __init__(self, model: PreTrainedModel, cache: PagedKVCache) -> None:
+    def __init__(
+        self, model: PreTrainedModel, cache: PagedKVCache, *, is_native: bool = False
+    ) -> None:
         super().__init__()
+        self.is_native = is_native
         self.model = model.eval()
         self.cache = cache
         self.windows = _windows(model)
@@ -141,17 +164,26 @@ class PagedCausalLM(nn.Module):
             _compile_once_for_all(layer)
 
     def forward(self, *inputs: Tensor | None) -> Tensor:
-        """Computes a step: the fields of a `StepBatch` in order, to logits ``[L, vocab]``."""
-        step = StepBatch(*inputs)  # type: ignore[arg-type]
-        metadata = step.metadata(self.cache.block_size, _CAUSAL_WIDTH)
+        """Computes a step: the fields of its batch in order, to logits ``[L, vocab]``."""
+        step = self._batch(*inputs)
         logits: Tensor = self.model(
             input_ids=step.input_ids.unsqueeze(0),
             position_ids=step.positions.unsqueeze(0),
             use_cache=False,
             logits_to_keep=step.logits_index,
-            paged=PagedStep.of(self.cache, metadata, self.windows),
+            paged=self._paged(step),
         ).logits
         return logits[0]
+
+    def _batch(self, *inputs: Tensor | None) -> StepBatch | TableBatch:
+        kind = TableBatch if self.is_native else StepBatch
+        return kind(*inputs)  # type: ignore[arg-type]
+
+    def _paged(self, step: StepBatch | TableBatch) -> PagedStep:
+        if isinstance(step, TableBatch):
+            return PagedStep.native(self.cache, step.metadata(self.cache.block_size))
+        metadata = step.metadata(self.cache.block_size, _CAUSAL_WIDTH)
+        return PagedStep.of(self.cache, metadata, self.windows)
 
     def _check_every_layer_is_paged(self) -> None:
         """Runs one token of padding: a layer with attention of its own would mix requests up."""
@@ -168,8 +200,8 @@ class PagedCausalLM(nn.Module):
 
     def _probe(self) -> set[int]:
         """Layers whose attention was ours in a step of one token of padding."""
-        step = StepBatch.padding({"tokens": 1, "shared": 0, "unique": 0, "logits": 1})
-        paged = PagedStep.of(self.cache, step.metadata(self.cache.block_size), self.windows)
+        sizes = {"tokens": 1, "shared": 0, "unique": 0, "logits": 1, "requests": 1}
+        step = TableBatch.padding(sizes, 1) if self.is_native else StepBatch.padding(sizes)
         seen: set[int] = set()
         try:
             with torch.no_grad():
@@ -177,7 +209,7 @@ class PagedCausalLM(nn.Module):
                     input_ids=step.input_ids.unsqueeze(0).to(self.model.device),
                     position_ids=step.positions.unsqueeze(0).to(self.model.device),
                     use_cache=False,
-                    paged=replace(paged, seen_layers=seen),
+                    paged=replace(self._paged(step), seen_layers=seen),
                 )
         except Exception as error:
             raise ValueError(

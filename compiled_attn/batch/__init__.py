@@ -18,5 +18,15 @@ from compiled_attn.batch.metadata import AttentionMetadata
 from compiled_attn.batch.plan import StepPlan
 from compiled_attn.batch.request import Request, RequestTable
 from compiled_attn.batch.step import StepBatch
+from compiled_attn.batch.tables import TableBatch, TablePlan
 
-__all__ = ["AttentionMetadata", "BatchBuilder", "Request", "RequestTable", "StepBatch", "StepPlan"]
+__all__ = [
+    "AttentionMetadata",
+    "BatchBuilder",
+    "Request",
+    "RequestTable",
+    "StepBatch",
+    "StepPlan",
+    "TableBatch",
+    "TablePlan",
+]

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from compiled_attn.batch.plan import BlockEntries, StepPlan, StepRows
 from compiled_attn.batch.request import Ints, Request, RequestTable
 from compiled_attn.batch.step import StepBatch
+from compiled_attn.batch.tables import TablePlan
 
 __all__ = ["BatchBuilder"]
 
@@ -60,11 +61,24 @@ class BatchBuilder:
         Raises:
             ValueError: see `build`.
         """
+        rows, entries = self._rows(*self._arrays(requests))
+        return self._plan(rows, entries)
+
+    def plan_tables(self, requests: Sequence[Request]) -> TablePlan:
+        """The step request by request, for the native kernel: its need is tokens and requests.
+
+        Raises:
+            ValueError: see `build`.
+        """
+        rows, _ = self._rows(*self._arrays(requests))
+        return TablePlan(rows, self.block_size)
+
+    def _arrays(self, requests: Sequence[Request]) -> tuple[Any, ...]:
         if not requests:
             raise ValueError("expected at least one request in a step, got none")
         tables = [np.asarray(request.block_table, np.int64) for request in requests]
         held = np.array([len(table) for table in tables], np.int64)
-        return self._plan(
+        return (
             np.concatenate(tables),
             np.cumsum(held) - held,
             held,
@@ -110,7 +124,7 @@ class BatchBuilder:
         wanted = np.ones(len(at), np.int64) if logits is None else np.array(logits, np.int64)
         prefill = (new > 1) | (before == 0) if is_prefill is None else np.array(is_prefill, bool)
         _check_sizes(at, before, new, wanted, prefill)
-        return self._plan(
+        planned, entries = self._rows(
             table.blocks.reshape(-1),
             at * table.blocks.shape[1],
             table.lengths[at],
@@ -120,8 +134,9 @@ class BatchBuilder:
             prefill,
             np.array(tokens, np.int64),
         )
+        return self._plan(planned, entries)
 
-    def _plan(
+    def _rows(
         self,
         blocks: Ints,
         base: Ints,
@@ -131,7 +146,8 @@ class BatchBuilder:
         logits: Ints,
         is_prefill: NDArray[np.bool_],
         tokens: Ints,
-    ) -> StepPlan:
+    ) -> tuple[StepRows, BlockEntries]:
+        """The checked step, and the blocks it reads."""
         self._check_lengths(held, context, query, logits, len(tokens))
         first = np.cumsum(query) - query
         positions = np.repeat(context - first, query) + np.arange(len(tokens))
@@ -140,12 +156,15 @@ class BatchBuilder:
         visible = np.where(query == 1, context + 1, context)
         entries = self._entries(blocks, base, visible)
         self._check_ids(entries.ids, slots)
-        shared = self._repeated(entries.ids)
-        if len(tokens) > len(query):
-            shared = shared | (query > 1)[entries.owner]
         rows = StepRows(
             blocks, base, held, context, query, logits, is_prefill, first, tokens, positions, slots
         )
+        return rows, entries
+
+    def _plan(self, rows: StepRows, entries: BlockEntries) -> StepPlan:
+        shared = self._repeated(entries.ids)
+        if len(rows.tokens) > len(rows.query):
+            shared = shared | (rows.query > 1)[entries.owner]
         return StepPlan(rows, entries, shared, self.block_size)
 
     def _entries(self, blocks: Ints, base: Ints, visible: Ints) -> BlockEntries:

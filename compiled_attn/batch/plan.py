@@ -14,7 +14,15 @@ from compiled_attn.batch.metadata import AttentionMetadata
 from compiled_attn.batch.request import Ints
 from compiled_attn.batch.step import StepBatch
 
-__all__ = ["BlockEntries", "StepPlan", "StepRows"]
+__all__ = [
+    "BlockEntries",
+    "StepPlan",
+    "StepRows",
+    "block_tables",
+    "check_holds",
+    "logits_rows",
+    "padded",
+]
 
 
 _NONE: Ints = np.zeros(0, np.int64)
@@ -105,10 +113,10 @@ class StepPlan:
         sizes, rows = self._sizes(bucket), self.rows
         tokens = sizes["tokens"]
         return StepBatch(
-            input_ids=_padded(rows.tokens, tokens),
-            positions=_padded(rows.positions, tokens),
-            slot_mapping=_padded(rows.slots, tokens),
-            logits_index=_padded(self._logits_rows(), sizes["logits"]),
+            input_ids=padded(rows.tokens, tokens),
+            positions=padded(rows.positions, tokens),
+            slot_mapping=padded(rows.slots, tokens),
+            logits_index=padded(logits_rows(rows), sizes["logits"]),
             causal_group=self._causal_group(tokens) if sizes["causal"] else None,
             **(self._shared_part(tokens, sizes["shared"]) if sizes["shared"] else {}),
             **(self._unique_part(sizes["unique"], sizes["logits"]) if sizes["unique"] else {}),
@@ -138,44 +146,34 @@ class StepPlan:
         used = -(-(rows.context + rows.query) // block_size)
         need = {"tokens": len(rows.tokens), "requests": len(used), "width": int(used.max())}
         sizes = {**need, **{axis: n for axis, n in (bucket or {}).items() if axis in need}}
-        _check_holds(sizes, need)
+        check_holds(sizes, need)
         leave_out = not tables and bool(rows.is_prefill.all()) and not rows.context.any()
         return AttentionMetadata.of(
             rows.context,
             rows.query,
             rows.is_prefill,
             rows.slots,
-            np.zeros((0, 0), np.int64) if leave_out else self._tables(used, sizes),
+            np.zeros((0, 0), np.int64)
+            if leave_out
+            else block_tables(rows, used, sizes["requests"], sizes["width"]),
             requests=sizes["requests"],
             tokens=sizes["tokens"],
             use_captured_graph=bucket is not None,
         )
-
-    def _tables(self, used: Ints, sizes: Mapping[str, int]) -> Ints:
-        tables = np.zeros((sizes["requests"], sizes["width"]), np.int64)
-        owner = np.repeat(np.arange(len(used)), used)
-        column = _ramps(np.zeros_like(used), used)
-        tables[owner, column] = self.rows.blocks[self.rows.base[owner] + column]
-        return tables
 
     def _sizes(self, bucket: Mapping[str, int] | None) -> dict[str, int]:
         need = {**self.need, "causal": int(self.has_causal)}
         if bucket is None:
             return need
         sizes = {**dict.fromkeys(self.need, 0), "causal": 1, **bucket}
-        _check_holds(sizes, need)
+        check_holds(sizes, need)
         return sizes
 
     def _causal_group(self, tokens: int) -> Tensor:
         if not self.has_causal:
             return torch.full((tokens,), -1)
         group = np.where(self._several, np.arange(len(self._several)), -1)
-        return _padded(np.repeat(group, self.rows.query), tokens, fill=-1)
-
-    def _logits_rows(self) -> Ints:
-        rows, wanted = self.rows, self.rows.logits
-        first = rows.first_row + rows.query - wanted
-        return _ramps(first, wanted)
+        return padded(np.repeat(group, self.rows.query), tokens, fill=-1)
 
     def _shared_part(self, tokens: int, size: int) -> dict[str, Tensor]:
         readers, column, rows = self._readers, self._column, self.rows
@@ -191,24 +189,41 @@ class StepPlan:
         lengths = np.zeros(size, np.int64)
         np.maximum.at(lengths, column, readers.usage)
         return {
-            "shared_blocks": _padded(readers.ids[self._first_reader], size),
+            "shared_blocks": padded(readers.ids[self._first_reader], size),
             "shared_usage": torch.from_numpy(usage),
-            "shared_starts": _padded(readers.starts[self._first_reader], size),
+            "shared_starts": padded(readers.starts[self._first_reader], size),
             "shared_lengths": torch.from_numpy(lengths),
         }
 
     def _unique_part(self, size: int, queries: int) -> dict[str, Tensor]:
         first_row = self.rows.first_row
         return {
-            "unique_blocks": _padded(self._unique.ids, size),
-            "unique_mapping": _padded(first_row[self._unique.owner], size),
-            "unique_usage": _padded(self._unique.usage, size),
-            "unique_starts": _padded(self._unique.starts, size),
-            "unique_queries": _padded(first_row[self._unique_owners], queries, fill=-1),
+            "unique_blocks": padded(self._unique.ids, size),
+            "unique_mapping": padded(first_row[self._unique.owner], size),
+            "unique_usage": padded(self._unique.usage, size),
+            "unique_starts": padded(self._unique.starts, size),
+            "unique_queries": padded(first_row[self._unique_owners], queries, fill=-1),
         }
 
 
-def _check_holds(sizes: Mapping[str, int], need: Mapping[str, int]) -> None:
+def block_tables(rows: StepRows, used: Ints, requests: int, width: int) -> Ints:
+    """The first ``used [R]`` blocks of each request, padded with null block 0 to ``[requests,
+    width]``.
+    """
+    tables = np.zeros((requests, width), np.int64)
+    owner = np.repeat(np.arange(len(used)), used)
+    column = _ramps(np.zeros_like(used), used)
+    tables[owner, column] = rows.blocks[rows.base[owner] + column]
+    return tables
+
+
+def logits_rows(rows: StepRows) -> Ints:
+    """Rows of T whose logits are wanted, requests in order."""
+    return _ramps(rows.first_row + rows.query - rows.logits, rows.logits)
+
+
+def check_holds(sizes: Mapping[str, int], need: Mapping[str, int]) -> None:
+    """Raises ValueError unless a bucket holds a need."""
     short = {axis: n for axis, n in need.items() if sizes.get(axis, 0) < n}
     if short:
         raise ValueError(
@@ -216,12 +231,13 @@ def _check_holds(sizes: Mapping[str, int], need: Mapping[str, int]) -> None:
         )
 
 
-def _padded(values: Ints, size: int, fill: int = 0) -> Tensor:
+def padded(values: Ints, size: int, fill: int = 0) -> Tensor:
+    """Values as an int64 tensor of a size, filled up behind."""
     # A fresh array each time: tensors handed to one step are never written by the next.
-    padded = np.empty(size, np.int64)
-    padded[: len(values)] = values
-    padded[len(values) :] = fill
-    return torch.from_numpy(padded)
+    whole = np.empty(size, np.int64)
+    whole[: len(values)] = values
+    whole[len(values) :] = fill
+    return torch.from_numpy(whole)
 
 
 def _ramps(first: Ints, counts: Ints) -> Ints:

@@ -12,6 +12,7 @@ from compiled_attn import __version__
 from compiled_attn.cli.cache import DEFAULT_STORE, cache
 from compiled_attn.cli.errors import exit_code_of
 from compiled_attn.cli.explain import explain
+from compiled_attn.cli.plan import plan
 
 __all__ = ["app", "run_command"]
 
@@ -47,6 +48,7 @@ def _compiled_attn(
 
 
 app.command()(explain)
+app.command()(plan)
 app.add_typer(cache, name="cache")
 
 _DEMAND, _ENGINE, _RESULT = "What to serve", "How to serve it", "What to prove and write"
@@ -123,6 +125,13 @@ def run(
     backend: Annotated[
         str, typer.Option(rich_help_panel=_ENGINE, help="inductor (compiled) or eager.")
     ] = "inductor",
+    kernel: Annotated[
+        str,
+        typer.Option(
+            rich_help_panel=_ENGINE,
+            help="native (C++), portable (torch alone), or auto: native where it can.",
+        ),
+    ] = "auto",
     store: Annotated[
         Path | None,
         typer.Option(
@@ -181,7 +190,8 @@ def run(
         typer.Option(
             metavar="FILE",
             rich_help_panel=_ENGINE,
-            help="Shapes to capture: tokens, shared, unique, logits on each line.",
+            help="Shapes to capture, one a line: tokens, shared, unique, logits (portable kernel) "
+            "or tokens, requests (native).",
         ),
     ] = None,
     max_graphs: Annotated[

@@ -63,6 +63,7 @@ class Options:
     top_p: float
     dtype: str
     backend: str
+    kernel: str
     store: Path | None
     no_store: bool
     warmup_workers: int
@@ -175,6 +176,7 @@ def _config(options: Options, backend: str | Backend) -> EngineConfig:
         block_size=options.block_size,
         num_blocks=options.num_blocks,
         defrag_waste=options.defrag_waste if options.defrag_waste != 1 else None,
+        kernel=options.kernel,  # type: ignore[arg-type]  # the configuration checks it
         backend=backend,
         strict=options.strict,
         warmup_workers=options.warmup_workers,

@@ -29,7 +29,8 @@ def print_result(report: EngineReport, checked: CheckReport | None, console: Con
 
 def _rows(report: EngineReport) -> Iterator[tuple[str, str]]:
     waste = report.padding_waste
-    yield "backend", f"{report.backend}, torch {report.torch}, kernel {report.kernel}"
+    yield "backend", f"{report.backend}, torch {report.torch}"
+    yield "kernel", _kernel(report)
     loaded = f", {report.graphs_loaded} from the store" if report.graphs_loaded else ""
     yield "graphs captured", f"{report.graphs} in {report.warmup_seconds:.1f} s{loaded}"
     yield "compiles after warmup", str(report.compiles_after_warmup)
@@ -47,6 +48,15 @@ def _rows(report: EngineReport) -> Iterator[tuple[str, str]]:
     yield "blocks copied", _copies(report.memory)
     yield "checked requests", str(report.checked_requests)
     yield "mismatched tokens", str(report.mismatched_tokens) if report.checked_requests else "-"
+
+
+def _kernel(report: EngineReport) -> str:
+    note = report.kernel_notes.get("native", "")
+    if report.kernel == "native":
+        return f"native, {note}"
+    return (
+        f"{report.kernel} (native: {note})" if len(note) <= 60 else f"{report.kernel}, not native"
+    )
 
 
 def _copies(memory: Mapping[str, float]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from compiled_attn.kernels.native import CHOICES, KernelChoice
 from graphs import BucketSpace
 from graphs.backends.base import Backend
 
@@ -26,8 +27,9 @@ class EngineConfig:
         num_blocks: blocks of the KV cache with the null block. None: 256 MiB of KV, but room for
             one request of full context at least and for ``max_seqs`` of them at most.
         context: longest prompt plus generation. None: the model's ``max_position_embeddings``.
-        buckets: shapes to capture, over the axes tokens, shared, unique, logits. None: a ladder of
-            at most ``max_graphs``, see `compiled_attn.engine.ladder`.
+        buckets: shapes to capture, over the axes tokens, shared, unique, logits for the portable
+            kernel, or tokens, requests for the native one. None: a ladder of at most
+            ``max_graphs``, see `compiled_attn.engine.ladder`.
         max_graphs: upper limit of captured graphs.
         defrag_waste: share of unused places in the range of used blocks above which blocks are
             moved between steps, a few at a time; 0 moves whenever one can, None never.
@@ -35,7 +37,10 @@ class EngineConfig:
         partial_hits: whether a prompt also shares the beginning of a cached block, by a copy of it.
         backend: a backend of `graphs.capture`, by its name or as an object, such as one with a
             store in its back (`graphs.store.StoredInductor`).
-        strict: a compile after warmup or a fallback is an error instead of a counted warning.
+        kernel: "native": attention by the C++ kernel, "portable": by torch alone; "auto": native
+            where it supports model, backend and buckets, see `compiled_attn.engine.kernel`.
+        strict: a compile after warmup or a fallback is an error instead of a counted warning; so is
+            a native kernel that supports the model but cannot be built here.
         warmup_workers: how many processes compile steps, this one included; see
             `graphs.WarmupManager`.
         warmup_journal: a file that a warmup which was killed goes on from; see there.
@@ -55,6 +60,7 @@ class EngineConfig:
     defrag_min_gap: int = 8
     partial_hits: bool = True
     backend: str | Backend = "inductor"
+    kernel: KernelChoice = "auto"
     strict: bool = True
     warmup_workers: int = 1
     warmup_journal: str | Path | None = None
@@ -80,6 +86,8 @@ class EngineConfig:
                 raise ConfigError(f"expected {name} >= {least}, got {size}: choose a larger {name}")
         if self.defrag_waste is not None and not 0 <= self.defrag_waste <= 1:
             raise ConfigError(f"expected defrag_waste in 0..1 or None, got {self.defrag_waste}")
+        if self.kernel not in CHOICES:
+            raise ConfigError(f"expected a kernel of {CHOICES}, got {self.kernel!r}: choose one")
         if self.max_seqs > self.max_tokens_per_step:
             raise ConfigError(
                 f"expected max_seqs <= max_tokens_per_step, got {self.max_seqs} > "

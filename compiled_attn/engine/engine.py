@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from compiled_attn.engine.config import EngineConfig
+from compiled_attn.engine.kernel import chosen_kernel
 from compiled_attn.engine.memory import BlockMemory
 from compiled_attn.engine.metrics import (
     EngineReport,
@@ -55,7 +56,8 @@ class Engine:
     def __init__(self, model: PreTrainedModel, config: EngineConfig | None = None) -> None:
         self.config = config = config or EngineConfig()
         self.model = model
-        self.sizing = Sizing.of(model, config)
+        self.kernel = chosen_kernel(model, config)
+        self.sizing = Sizing.of(model, config, self.kernel.is_native)
         self.runner = Runner(model, config, self.sizing)
         self.memory = BlockMemory(self.runner.module.cache, config)
         self.pool = self.memory.pool
@@ -279,7 +281,8 @@ class Engine:
             blocks_high_water=stats.high_water,
             torch=torch.__version__,
             backend=self.config.backend_name,
-            kernel=self.runner.module.kernel().name,
+            kernel="native" if self.kernel.is_native else self.runner.module.kernel().name,
+            kernel_notes=dict(self.kernel.notes),
             steps=len(self.records),
             prompt_tokens=self._prompt_tokens,
             computed_tokens=sum(record.need["tokens"] for record in self.records),

@@ -14,9 +14,19 @@ from dataclasses import dataclass
 
 from graphs import BucketSpace, explicit
 
-__all__ = ["AXES", "StepLimits", "default_buckets", "step_cost"]
+__all__ = [
+    "AXES",
+    "TABLE_AXES",
+    "StepLimits",
+    "default_buckets",
+    "step_cost",
+    "table_buckets",
+    "table_cost",
+]
 
 AXES = ("tokens", "shared", "unique", "logits")
+TABLE_AXES = ("tokens", "requests")
+"""With the native kernel: it reads what a step needs, whatever its bucket."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +53,31 @@ def default_buckets(limits: StepLimits, max_graphs: int) -> BucketSpace:
             break
         best = space
     return best
+
+
+def table_buckets(limits: StepLimits, max_graphs: int) -> BucketSpace:
+    """A ladder for the native kernel: 1, 2, 4 .. requests that decode, then more and more tokens.
+
+    With fewer graphs than that it keeps the largest sizes of each kind in turn.
+    """
+    largest = limits.tokens, limits.seqs
+    decode = [(size, size) for size in _doubling(1, limits.seqs)]
+    prefill = [(size, limits.seqs) for size in _doubling(2 * limits.seqs, limits.tokens)]
+    decode, prefill = decode[::-1], [shape for shape in prefill[::-1] if shape != largest]
+    kept = [largest]
+    while len(kept) < max_graphs and (decode or prefill):
+        kept.append((decode if len(decode) >= len(prefill) else prefill).pop(0))
+    return explicit(TABLE_AXES, kept)
+
+
+def table_cost(linear: float, head: float) -> Callable[[Mapping[str, int]], float]:
+    """Relative cost of a bucket of tokens and requests: padded requests read nothing.
+
+    Args:
+        linear: operations of one token outside attention.
+        head: operations of one row of logits.
+    """
+    return lambda bucket: linear * bucket["tokens"] + head * bucket["requests"]
 
 
 def step_cost(
@@ -91,3 +126,9 @@ def _maximum(limits: StepLimits) -> tuple[int, int, int, int]:
 
 def _share(maximum: int, share: float) -> int:
     return max(1, math.ceil(maximum * share))
+
+
+def _doubling(first: int, last: int) -> list[int]:
+    """``first, 2 * first, ..`` below ``last``, then ``last``; nothing above it."""
+    sizes = [first * 2**n for n in range(64) if first * 2**n < last]
+    return [*sizes, last]

@@ -65,7 +65,9 @@ class EngineReport:
     ``buckets`` has a row per bucket: its warmup, how many steps ran in it, how long they took.
     ``padding_waste`` is the padded share of computed tokens and of computed blocks.
     ``graph_breaks`` and ``compiles_after_warmup`` come from the sentinel, ``fallbacks`` counts
-    every degraded bucket pick. ``memory`` has the copies of blocks: on write and to defragment.
+    every degraded bucket pick. ``kernel`` is "native", or which portable kernel serves the causal
+    and shared parts; ``kernel_notes`` says why. ``memory`` has the copies of blocks: on write and
+    to defragment.
     """
 
     graphs: int
@@ -84,6 +86,7 @@ class EngineReport:
     torch: str
     backend: str
     kernel: str
+    kernel_notes: dict[str, str]
     steps: int
     prompt_tokens: int
     computed_tokens: int
@@ -146,11 +149,14 @@ def _wasted(
 
 
 def padding_waste(records: Sequence[StepRecord]) -> dict[str, float]:
-    """Padded share of all tokens and of all blocks that the steps computed."""
+    """Padded share of all tokens and of all blocks that the steps computed.
+
+    The native kernel reads no padded blocks.
+    """
 
     def share(*axes: str) -> float:
-        needed = sum(record.need[axis] for record in records for axis in axes)
-        computed = sum(record.bucket[axis] for record in records for axis in axes)
+        needed = sum(record.need.get(axis, 0) for record in records for axis in axes)
+        computed = sum(record.bucket.get(axis, 0) for record in records for axis in axes)
         return round(1 - needed / computed, 4) if computed else 0.0
 
     return {"tokens": share("tokens"), "blocks": share("shared", "unique")}

@@ -11,7 +11,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from compiled_attn.batch import BatchBuilder, Request, StepBatch, StepPlan
+from compiled_attn.batch import (
+    BatchBuilder,
+    Request,
+    StepBatch,
+    StepPlan,
+    TableBatch,
+    TablePlan,
+)
 from compiled_attn.engine.config import EngineConfig
 from compiled_attn.engine.scheduler import ScheduledTokens
 from compiled_attn.engine.sizing import Sizing
@@ -32,12 +39,13 @@ class Runner:
 
     def __init__(self, model: PreTrainedModel, config: EngineConfig, sizing: Sizing) -> None:
         cache = cache_for(model, sizing.num_blocks, sizing.block_size)
-        self.module = PagedCausalLM(model, cache)
+        self.sizing = sizing
+        self.module = PagedCausalLM(model, cache, is_native=sizing.is_native)
         self.builder = BatchBuilder(sizing.num_blocks, sizing.block_size)
         self.graphs = WarmupManager(
             self.module,
             sizing.buckets,
-            StepBatch.padding,
+            self._padding,
             backend=config.backend,
             strict=config.strict,
             workers=config.warmup_workers,
@@ -48,7 +56,7 @@ class Runner:
 
     def fit(
         self, step: list[ScheduledTokens], table: Callable[[int], NDArray[np.int64]]
-    ) -> tuple[list[ScheduledTokens], StepPlan, Bucket]:
+    ) -> tuple[list[ScheduledTokens], StepPlan | TablePlan, Bucket]:
         """The step, cut until a captured bucket holds it.
 
         Args:
@@ -59,7 +67,7 @@ class Runner:
             BucketOverflow: not even a single token of the first request has a bucket.
         """
         while True:
-            plan = self.builder.plan([_request(part, table(part.sequence.index)) for part in step])
+            plan = self._plan([_request(part, table(part.sequence.index)) for part in step])
             try:
                 return step, plan, self.graphs.bucket(**plan.need)
             except BucketOverflow:
@@ -67,12 +75,26 @@ class Runner:
                 if not step:
                     raise
 
-    def run(self, plan: StepPlan, bucket: Bucket) -> Tensor:
+    def run(self, plan: StepPlan | TablePlan, bucket: Bucket) -> Tensor:
         """Logits ``[rows that want them, vocab]`` of a planned step."""
-        inputs = plan.fill(bucket)
+        inputs: StepBatch | TableBatch
+        if isinstance(plan, TablePlan):
+            inputs = plan.fill(bucket, self.sizing.table_width)
+        else:
+            inputs = plan.fill(bucket)
         with torch.no_grad():
             logits: Tensor = self.graphs.run(bucket, *inputs)
         return logits[: int(plan.rows.logits.sum())]
+
+    def _plan(self, requests: list[Request]) -> StepPlan | TablePlan:
+        if self.sizing.is_native:
+            return self.builder.plan_tables(requests)
+        return self.builder.plan(requests)
+
+    def _padding(self, bucket: Bucket) -> StepBatch | TableBatch:
+        if self.sizing.is_native:
+            return TableBatch.padding(bucket, self.sizing.table_width)
+        return StepBatch.padding(bucket)
 
 
 def _backend_options(backend: str) -> dict[str, Any]:

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
 from compiled_attn.engine.config import ConfigError, EngineConfig
-from compiled_attn.engine.ladder import AXES, StepLimits, default_buckets, step_cost
+from compiled_attn.engine.ladder import (
+    AXES,
+    TABLE_AXES,
+    StepLimits,
+    default_buckets,
+    step_cost,
+    table_buckets,
+    table_cost,
+)
 from compiled_attn.engine.sampling import SamplingParams
 from compiled_attn.hf import cache_for
 from graphs import BucketOverflow, BucketSpace
 
-__all__ = ["Sizing"]
+__all__ = ["Sizing", "cost_of_steps"]
 
 _DEFAULT_KV_BYTES = 256 * 2**20
 
@@ -27,7 +35,8 @@ class Sizing:
         vocab: token ids are below this.
         block_size: slots in a block.
         num_blocks: blocks of the cache, null block included.
-        buckets: shapes to capture, priced by `step_cost`.
+        buckets: shapes to capture, priced by `step_cost` or `table_cost`.
+        is_native: whether they are for the native kernel.
     """
 
     context: int
@@ -35,9 +44,10 @@ class Sizing:
     block_size: int
     num_blocks: int
     buckets: BucketSpace
+    is_native: bool = False
 
     @staticmethod
-    def of(model: PreTrainedModel, config: EngineConfig) -> Sizing:
+    def of(model: PreTrainedModel, config: EngineConfig, is_native: bool = False) -> Sizing:
         """Fills in what the configuration leaves open.
 
         Raises:
@@ -46,8 +56,13 @@ class Sizing:
         context = _context(model, config)
         num_blocks = config.num_blocks or _affordable_blocks(model, config, context)
         vocab = model.config.get_text_config().vocab_size
-        buckets = _buckets(model, config, context, num_blocks)
-        return Sizing(context, vocab, config.block_size, num_blocks, buckets)
+        buckets = _buckets(model, config, context, num_blocks, is_native)
+        return Sizing(context, vocab, config.block_size, num_blocks, buckets, is_native)
+
+    @property
+    def table_width(self) -> int:
+        """Blocks of a request of full context."""
+        return -(-self.context // self.block_size)
 
     def check(self, prompt: Sequence[int], sampling: SamplingParams) -> None:
         """Raises ConfigError if the request can never be served, whatever else runs."""
@@ -78,8 +93,9 @@ class Sizing:
                 f"{self.block_size}), got {self.num_blocks - 1} blocks: "
                 f"raise num_blocks to at least {blocks + 1}"
             )
+        parts = {"requests": 1} if self.is_native else {"shared": 0, "unique": blocks, "logits": 1}
         try:
-            self.buckets.pick(tokens=1, shared=0, unique=blocks, logits=1)
+            self.buckets.pick(tokens=1, **parts)
         except BucketOverflow as error:
             raise ConfigError(
                 f"expected a bucket for the last token of a request of {length} tokens, got none: "
@@ -104,19 +120,32 @@ def _affordable_blocks(model: PreTrainedModel, config: EngineConfig, context: in
 
 
 def _buckets(
-    model: PreTrainedModel, config: EngineConfig, context: int, num_blocks: int
+    model: PreTrainedModel, config: EngineConfig, context: int, num_blocks: int, is_native: bool
 ) -> BucketSpace:
     longest = -(-context // config.block_size)
     limits = StepLimits(config.max_tokens_per_step, config.max_seqs, longest, num_blocks - 1)
-    space = config.buckets or default_buckets(limits, config.max_graphs)
-    if set(space.names) != set(AXES):
-        raise ConfigError(f"expected buckets over the axes {AXES}, got {space.names}")
+    ladder, axes = (table_buckets, TABLE_AXES) if is_native else (default_buckets, AXES)
+    space = config.buckets or ladder(limits, config.max_graphs)
+    if set(space.names) != set(axes):
+        raise ConfigError(
+            f"expected buckets over the axes {axes}, got {space.names}: the kernel is "
+            f"{'native' if is_native else 'portable'}"
+        )
     if len(space) > config.max_graphs:
         raise ConfigError(
             f"expected at most max_graphs={config.max_graphs} buckets, got {len(space)}: "
             "raise max_graphs"
         )
+    return space.with_cost(cost_of_steps(model, config.block_size, is_native))
+
+
+def cost_of_steps(
+    model: PreTrainedModel, block_size: int, is_native: bool = False
+) -> Callable[[Mapping[str, int]], float]:
+    """The `step_cost` of a model, by which the engine picks its buckets; native: `table_cost`."""
     text = model.config.get_text_config()
-    weights = sum(p.numel() for p in model.parameters()) - text.vocab_size * text.hidden_size
-    pair = 4 * text.num_hidden_layers * text.hidden_size
-    return space.with_cost(step_cost(2 * weights, pair, config.block_size))
+    head = text.vocab_size * text.hidden_size
+    weights = sum(p.numel() for p in model.parameters()) - head
+    if is_native:
+        return table_cost(2 * weights, 2 * head)
+    return step_cost(2 * weights, 4 * text.num_hidden_layers * text.hidden_size, block_size)

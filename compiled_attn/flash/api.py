@@ -6,6 +6,7 @@ from torch import Tensor
 
 from compiled_attn.flash.call import FlashCall
 from compiled_attn.flash.run import run
+from compiled_attn.kernels.native import KernelChoice
 
 __all__ = ["flash_attn_with_kvcache"]
 
@@ -30,6 +31,8 @@ def flash_attn_with_kvcache(
     alibi_slopes: Tensor | None = None,
     num_splits: int = 0,
     return_softmax_lse: bool = False,
+    *,
+    kernel: KernelChoice = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Appends new tokens to a KV cache in place, then attends queries to all tokens of their row.
 
@@ -67,6 +70,9 @@ def flash_attn_with_kvcache(
         num_splits: slices of the keys that are attended to one after the other, 0 to 128; 0: as few
             as keep the scores of a slice under 64 MiB. Changes the result by rounding only.
         return_softmax_lse: also return the log-sum-exp of the scores.
+        kernel: "native": the C++ kernel or an error, "portable": plain torch, "auto": native where
+            it supports the call; docs/kernels.md says where. The native kernel has no use for
+            ``num_splits``.
 
     Returns:
         ``[B, Sq, H, D]`` in q's dtype, zeros where a query sees no key. With ``return_softmax_lse``
@@ -78,6 +84,8 @@ def flash_attn_with_kvcache(
             together; a row has no room for its new tokens; a page that a row uses does not exist,
             or gets two new tokens in one slot. Nothing has been written then. Inside a compiled
             or captured graph, numbers in tensors are not read but asserted (``RuntimeError``).
+        KernelArgumentError, NativeUnavailable: ``kernel`` is "native", but it cannot serve the call
+            or be built here. Nothing has been written then.
         TypeError: an argument that must be a tensor is none.
 
     Source: ``flash_attn_with_kvcache`` of FlashAttention 2.8 (Dao et al.); docs/flash.md lists
@@ -86,7 +94,7 @@ def flash_attn_with_kvcache(
     call = FlashCall(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx,
         cache_leftpad, block_table, softmax_scale, causal, window_size, softcap,
-        rotary_interleaved, alibi_slopes, num_splits, return_softmax_lse,
+        rotary_interleaved, alibi_slopes, num_splits, return_softmax_lse, kernel,
     )  # fmt: skip
     out, lse = run(call)
     return (out, lse) if return_softmax_lse else out

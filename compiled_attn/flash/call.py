@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from compiled_attn.kernels.native import KernelChoice
+
 __all__ = ["FlashCall"]
 
 
@@ -33,6 +35,7 @@ class FlashCall:
     alibi_slopes: Tensor | None = None
     num_splits: int = 0
     return_softmax_lse: bool = False
+    kernel: KernelChoice = "auto"
 
     @property
     def new_tokens(self) -> int:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from compiled_attn.flash.call import FlashCall
 from compiled_attn.flash.run import run
+from compiled_attn.kernels.native import KernelChoice
 
 __all__ = ["FlashInputs", "FlashKVCacheAttention"]
 
@@ -109,6 +110,7 @@ class FlashKVCacheAttention(nn.Module):
         alibi_slopes: Tensor | None = None,
         num_splits: int = 0,
         return_softmax_lse: bool = False,
+        kernel: KernelChoice = "auto",
     ) -> None:
         super().__init__()
         self.register_buffer("k_cache", k_cache, persistent=False)
@@ -123,6 +125,7 @@ class FlashKVCacheAttention(nn.Module):
         self.rotary_interleaved = rotary_interleaved
         self.num_splits = num_splits
         self.return_softmax_lse = return_softmax_lse
+        self.kernel = kernel
 
     def forward(
         self,
@@ -155,6 +158,7 @@ class FlashKVCacheAttention(nn.Module):
             self.rotary_interleaved,
             self.alibi_slopes,
             self.num_splits,
+            kernel=self.kernel,
         )
         out, lse = run(call, null_page=True)
         return (out, lse) if self.return_softmax_lse else out

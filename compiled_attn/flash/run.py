@@ -11,7 +11,9 @@ from compiled_attn.flash.call import FlashCall
 from compiled_attn.flash.checks import check_call
 from compiled_attn.flash.layout import Layout
 from compiled_attn.flash.masks import alibi, query_slots, slots_in_use, visible
+from compiled_attn.flash.native import attend_native, request_of
 from compiled_attn.flash.numbers import assert_numbers, check_numbers
+from compiled_attn.kernels.native import chooses_native
 from compiled_attn.partial import PartialAttention, lse, merge, merge_online
 from compiled_attn.rotary import apply_rotary
 from compiled_attn.tracing import can_read
@@ -37,10 +39,13 @@ def run(call: FlashCall, *, null_page: bool = False) -> tuple[Tensor, Tensor]:
             longest = check_numbers(call, lengths)
         else:
             assert_numbers(call, lengths)
+        is_native = chooses_native(call.kernel, request_of(call))
         layout = Layout.of(call, lengths)
         if null_page:
             layout = layout.without_null_rows()
         query = _append(call, lengths, layout)
+        if is_native:
+            return attend_native(call, query, layout)
         whole = _attend(call, query, layout, max(longest, 1))
         return merge(whole).transpose(1, 2).to(call.q.dtype), lse(whole)
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from compiled_attn.kernels.native import KernelChoice, PagedRequest, chooses_native
 from compiled_attn.partial import (
     Attend,
     PartialAttention,
@@ -24,6 +25,7 @@ from compiled_attn.partial import (
     partial_attn_sinks,
     partial_attn_unique,
 )
+from compiled_attn.unified.by_request import attend_requests
 from compiled_attn.unified.checks import check
 from compiled_attn.unified.metadata import UnifiedMetadata
 from compiled_attn.unified.write import write_cache
@@ -49,6 +51,8 @@ def unified_attention(
     value_projection: Tensor | None = None,
     return_lse: bool = False,
     attend: Attend = attend,
+    kernel: KernelChoice = "auto",
+    fused_write: bool = True,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Writes this step's keys and values to the cache, then attends every token to all that it may
     see.
@@ -73,6 +77,11 @@ def unified_attention(
         value_projection: ``[H, R, Dv]``, applied to the output of each head, R its input size.
         return_lse: also return the log-sum-exp ``[T, H]`` in float32, for merging across devices.
         attend: the kernel of the causal and shared parts, see `compiled_attn.kernels`.
+        kernel: "native": the C++ kernel, which reads what ``metadata`` says request by request;
+            "portable": the three parts; "auto": native where it supports the call.
+        fused_write: whether the native kernel also writes the cache. False inside of a
+            `torch.compiler.nested_compile_region`, where torch refuses ops that write: there torch
+            writes, and the kernel reads.
 
     New tokens are seen as the cache keeps them, rounded to its element type: a prompt gives the
     same results whichever way it is cut into chunks.
@@ -85,6 +94,8 @@ def unified_attention(
             outside of a compiled or captured graph also a slot, block or row out of range and two
             tokens with one slot. Nothing is written.
         TypeError: dtypes that do not fit together. Nothing is written.
+        KernelArgumentError, NativeUnavailable: ``kernel`` is "native", but it cannot serve the call
+            or be built here. Nothing is written.
         IndexError, RuntimeError: inside of a graph, a number out of range, when it is used.
 
     Source: MLA of DeepSeek-V2 (2024), sinks of gpt-oss, ALiBi of Press et al. (2022).
@@ -93,11 +104,61 @@ def unified_attention(
         query, key, value, key_cache, value_cache, key_scale, value_scale, metadata,
         sliding_window, softcap, alibi_slopes, sinks, value_projection,
     )  # fmt: skip
+    is_native = chooses_native(kernel, _request(query, key_cache, metadata))
+    if is_native:
+        out, log_sum = attend_requests(
+            query, key, value, key_cache, value_cache, scale, metadata, sliding_window, softcap,
+            alibi_slopes, sinks, key_scale, value_scale, _latent(value_projection), fused_write,
+        )  # fmt: skip
+    else:
+        out, log_sum = _attend_parts(
+            query, key, value, key_cache, value_cache, scale, metadata, sliding_window, softcap,
+            alibi_slopes, sinks, key_scale, value_scale, _latent(value_projection), attend,
+        )  # fmt: skip
+    if value_projection is not None:
+        # Linear, so once after the merge instead of once a part.
+        out = torch.einsum("thr,hrv->thv", out, value_projection.to(out.dtype))
+    out = out.to(query.dtype)
+    return (out, log_sum) if return_lse else out
+
+
+def _request(query: Tensor, key_cache: Tensor, metadata: UnifiedMetadata) -> PagedRequest:
+    other = "" if metadata.by_request is not None else "the metadata is not request by request"
+    return PagedRequest(query.device.type, query.dtype, key_cache.dtype, other)
+
+
+def _latent(value_projection: Tensor | None) -> int | None:
+    """How many elements of a key are its value, where there are no values."""
+    return None if value_projection is None else value_projection.shape[1]
+
+
+def _attend_parts(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    key_cache: Tensor,
+    value_cache: Tensor | None,
+    scale: float,
+    metadata: UnifiedMetadata,
+    sliding_window: int | None,
+    softcap: float | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    key_scale: Tensor | None,
+    value_scale: Tensor | None,
+    latent: int | None,
+    attend: Attend,
+) -> tuple[Tensor, Tensor]:
+    """Writes, attends part by part and merges: out ``[T, H, Dv]``, lse ``[T, H]``, in float32."""
+    if not metadata.has_parts:
+        raise ValueError(
+            "expected metadata with parts for the portable kernel, got it by request alone: "
+            "use StepBatch.metadata, or the native kernel"
+        )
     key = write_cache(key_cache, key, metadata.slot_mapping, key_scale)
     if value is not None and value_cache is not None:
         value = write_cache(value_cache, value, metadata.slot_mapping, value_scale)
     else:
-        latent = None if value_projection is None else value_projection.shape[1]
         value, value_cache, value_scale = key[..., :latent], key_cache[..., :latent], key_scale
 
     m = replace(metadata, shared_blocks=None, shared_bias=None)
@@ -124,8 +185,4 @@ def unified_attention(
     if parts and (sink := partial_attn_sinks(sinks, parts[0])) is not None:
         parts.append(sink)
     out = merge(*parts, feps=metadata.feps)
-    if value_projection is not None:
-        # Linear, so once after the merge instead of once a part.
-        out = torch.einsum("thr,hrv->thv", out, value_projection.to(out.dtype))
-    out = out.to(query.dtype)
-    return (out, lse(*parts).float()) if return_lse else out
+    return out, lse(*parts).float()

@@ -81,6 +81,7 @@ def check(
     _check_parts(m)
     _check_shapes(m, tokens, heads, query)
     _check_positions(m, tokens, sliding_window, alibi_slopes)
+    _check_requests(m, query)
     if can_read(query):
         check_numbers(m, tokens, key_cache.shape[0])
 
@@ -142,7 +143,7 @@ def _check_parts(m: UnifiedMetadata) -> None:
                 f"expected all fields of the {name} part or none of them, got {given} of "
                 f"{len(fields)}: blocks without a bias would be left out in silence"
             )
-    if m.causal_bias is None and not m.num_blocks:
+    if not m.has_parts and m.by_request is None:
         raise ValueError(
             "expected at least one part of the attention, got none: "
             "give the step a causal bias, shared blocks or unique blocks"
@@ -182,11 +183,27 @@ def _check_shapes(m: UnifiedMetadata, tokens: int, heads: int, like: Tensor) -> 
             _expect_ints("unique_queries", m.unique_queries, (m.unique_queries.numel(),), like)
 
 
+def _check_requests(m: UnifiedMetadata, like: Tensor) -> None:
+    given = (m.block_tables, m.seq_lens, m.query_start_loc)
+    count = sum(field is not None for field in given)
+    if 0 < count < len(given):
+        raise ValueError(
+            f"expected block_tables, seq_lens and query_start_loc together or none of them, got "
+            f"{count} of them: fill all three, or none"
+        )
+    if m.block_tables is None or m.seq_lens is None or m.query_start_loc is None:
+        return
+    requests, width = m.block_tables.shape[0], m.block_tables.shape[-1]
+    _expect_ints("block_tables", m.block_tables, (requests, width), like)
+    _expect_ints("seq_lens", m.seq_lens, (requests,), like)
+    _expect_ints("query_start_loc", m.query_start_loc, (requests + 1,), like)
+
+
 def _check_positions(
     m: UnifiedMetadata, tokens: int, window: int | None, alibi_slopes: Tensor | None
 ) -> None:
     check_window(window)
-    if window is None and alibi_slopes is None:
+    if (window is None and alibi_slopes is None) or not m.has_parts:
         return
     blocks = 0 if m.shared_blocks is None else m.shared_blocks.shape[0]
     unique = 0 if m.unique_block_mapping is None else m.unique_block_mapping.shape[0]

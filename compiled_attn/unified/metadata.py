@@ -39,6 +39,11 @@ class UnifiedMetadata:
         - shared_starts: ``[S]`` ints, position of the first slot of each shared block
         - unique_starts: ``[U]`` ints, the same for the unique blocks
 
+    The same step request by request, for the native kernel; the other parts may then be left out:
+        - block_tables: ``[R, W]`` ints, blocks of each request in order; padding is never read
+        - seq_lens: ``[R]`` ints, tokens of each request with those of this step; 0 for padding
+        - query_start_loc: ``[R + 1]`` ints, rows of T of each request, as a running sum
+
     Two spare work, and are derived or done without where they are None:
         - shared_lengths: ``[S]`` ints, leading slots of each shared block that any token sees
         - unique_queries: ``[Q]`` ints, rows that occur in ``unique_block_mapping``, padded with -1
@@ -61,6 +66,21 @@ class UnifiedMetadata:
     shared_lengths: Tensor | None = None
     unique_queries: Tensor | None = None
     shared_chunk: int | None = None
+    block_tables: Tensor | None = None
+    seq_lens: Tensor | None = None
+    query_start_loc: Tensor | None = None
+
+    @property
+    def by_request(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Block tables, sequence lengths and first rows of the requests, or None."""
+        if self.block_tables is None or self.seq_lens is None or self.query_start_loc is None:
+            return None
+        return self.block_tables, self.seq_lens, self.query_start_loc
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether there is any part that the portable kernels read."""
+        return self.causal_bias is not None or self.num_blocks > 0
 
     @property
     def is_prompt(self) -> bool:
@@ -87,6 +107,8 @@ class UnifiedMetadata:
         self, *, window: int | None = None, alibi_slopes: Tensor | None = None
     ) -> UnifiedMetadata:
         """The same step with what depends on positions added to its biases.
+
+        What is request by request cannot say that, and is left out.
 
         Args:
             window: tokens that a token sees, itself included; None: all before it.
@@ -119,7 +141,15 @@ class UnifiedMetadata:
             keys = self._slots(starts)
             unique = by_position(by_head, positions[mapping], keys, window, alibi_slopes)
             unique = unique.transpose(0, 1) if unique.dim() == 3 else unique
-        return replace(self, causal_bias=causal, shared_bias=shared, unique_bias=unique)
+        return replace(
+            self,
+            causal_bias=causal,
+            shared_bias=shared,
+            unique_bias=unique,
+            block_tables=None,
+            seq_lens=None,
+            query_start_loc=None,
+        )
 
     def chunks_of_shared(self) -> Iterator[UnifiedMetadata]:
         """The shared part of the step, `shared_chunk` blocks at a time; nothing of other parts."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from compiled_attn.cache import PagedKVCache
+from compiled_attn.kernels.native import KernelChoice
 from compiled_attn.partial import Attend, attend
 from compiled_attn.unified.attention import unified_attention
 from compiled_attn.unified.metadata import UnifiedMetadata
@@ -20,7 +21,7 @@ class UnifiedAttention(nn.Module):
         layer: index of this layer in the cache.
         scale: factor of the scores; None: ``cache.head_dim ** -0.5``, which is not what a cache of
             latents wants.
-        sliding_window, softcap, attend: as in `unified_attention`.
+        sliding_window, softcap, attend, kernel: as in `unified_attention`.
         alibi_slopes: ``[H]`` tensor or None, kept as a buffer.
         sinks: ``[H]`` parameter or None.
         value_projection: ``[H, R, Dv]`` parameter or None.
@@ -47,6 +48,7 @@ class UnifiedAttention(nn.Module):
         sinks: nn.Parameter | None = None,
         value_projection: nn.Parameter | None = None,
         attend: Attend = attend,
+        kernel: KernelChoice = "auto",
     ) -> None:
         super().__init__()
         if not 0 <= layer < cache.num_layers:
@@ -60,6 +62,7 @@ class UnifiedAttention(nn.Module):
         self.sinks = sinks
         self.value_projection = value_projection
         self.attend = attend
+        self.kernel = kernel
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor | None, metadata: UnifiedMetadata
@@ -82,6 +85,7 @@ class UnifiedAttention(nn.Module):
             value_scale=cache.value_scale(layer),
             value_projection=self.value_projection,
             attend=self.attend,
+            kernel=self.kernel,
         )
         assert isinstance(out, Tensor)
         return out

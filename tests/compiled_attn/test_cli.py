@@ -144,19 +144,23 @@ def test_a_run_serves_checks_and_writes_every_promised_key(
     assert "6 requests, lengths scaled by 1: 165 prompt tokens, 123 to generate" in outcome.err
 
 
+@pytest.mark.parametrize(
+    ("kernel", "axes"),
+    [("native", ("tokens", "requests")), ("portable", ("tokens", "shared", "unique", "logits"))],
+)
 def test_a_run_writes_its_report_and_the_demand_that_a_plan_is_made_from(
-    command: Command, small: list[object], tmp_path: Path
+    command: Command, small: list[object], tmp_path: Path, kernel: str, axes: tuple[str, ...]
 ) -> None:
     demand, result = tmp_path / "demand.jsonl", tmp_path / "result.json"
     outcome = command(
-        *small, "--defrag-waste", 0, "--record-demand", demand, "--report", tmp_path / "report",
-        "--json", result,
+        *small, "--kernel", kernel, "--defrag-waste", 0, "--record-demand", demand,
+        "--report", tmp_path / "report", "--json", result,
     )  # fmt: skip
     assert outcome.code == 0, outcome.err
     steps = [json.loads(line) for line in demand.read_text().splitlines()]
     figures = json.loads(result.read_text())
     assert len(steps) == figures["steps"]
-    assert all(set(step) == {"tokens", "shared", "unique", "logits"} for step in steps)
+    assert all(set(step) == set(axes) for step in steps)
     assert sum(step["tokens"] for step in steps) == figures["computed_tokens"]
     assert figures["memory"]["defrag_moves"] > 0
     page = (tmp_path / "report" / "report.html").read_text()
@@ -172,6 +176,24 @@ def test_a_small_pool_forces_preemptions_and_changes_no_token(
     assert outcome.code == 0, outcome.err
     assert result["preemptions"] > 0
     assert (result["checked_requests"], result["mismatched_tokens"]) == (6, 0)
+
+
+@pytest.mark.parametrize("kernel", ["auto", "native", "portable"])
+def test_the_kernel_and_why_it_was_taken_are_in_table_and_report(
+    command: Command, small: list[object], tmp_path: Path, kernel: str
+) -> None:
+    path = tmp_path / "result.json"
+    outcome = command(*small, "--kernel", kernel, "--check", 3, "--json", path)
+    assert outcome.code == 0, outcome.err
+    result = json.loads(path.read_text())
+    wanted = "sdpa" if kernel == "portable" else "native"
+    assert (result["kernel"], result["mismatched_tokens"]) == (wanted, 0)
+    note = result["kernel_notes"]["native"]
+    assert note and re.search(rf"kernel\W+{wanted}\b.*{re.escape(note)}", outcome.out)
+
+
+def test_an_unknown_kernel_is_refused(command: Command, small: list[object]) -> None:
+    assert_refused(command(*small, "--kernel", "cuda"), "'auto', 'native', 'portable'", "cuda")
 
 
 def test_the_default_model_serves_a_drawn_demand(command: Command, tmp_path: Path) -> None:

@@ -44,8 +44,10 @@ CA_INLINE Vector load_as(const Element* at) {
 }
 
 CA_INLINE Floats load(const float* at) { return load_as<Floats>(at); }
-CA_INLINE void store(float* at, Floats v) { std::memcpy(at, &v, sizeof v); }
-CA_INLINE void store(float* at, Floats4 v) { std::memcpy(at, &v, sizeof v); }
+template <class Vector>  // Floats or Floats4, which may be the same
+CA_INLINE void store(float* at, Vector v) {
+  std::memcpy(at, &v, sizeof v);
+}
 CA_INLINE Floats all(float x) { return x - Floats{}; }  // x - 0 keeps -0, unlike 0 + x
 CA_INLINE Ints all(int32_t x) { return x + Ints{}; }
 

@@ -13,8 +13,8 @@
 
 namespace compiled_attn {
 
-constexpr int kTileRows = 192;
-constexpr int kTileKeys = 128;
+constexpr int kTileRows = 384;
+constexpr int kTileKeys = 192;
 constexpr int kRowsOfBlock = 6;                             // rows of the innermost product
 constexpr int kWidthOfBlock = kRegisters == 32 ? 4 : 2;     // and its vectors
 constexpr int kPanel = kWidthOfBlock * kLanes;              // columns

@@ -1,0 +1,65 @@
+"""Which kernel an engine's attention runs on, and why."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from transformers import PreTrainedModel
+
+from compiled_attn.engine.config import ConfigError, EngineConfig
+from compiled_attn.engine.ladder import AXES, TABLE_AXES
+from compiled_attn.kernels.native import NativeKernel, PagedRequest, load
+
+__all__ = ["ChosenKernel", "chosen_kernel"]
+
+_BACKENDS = ("inductor", "aoti", "eager", "aot_eager")
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenKernel:
+    """Whether the native kernel is taken, and a note for each kernel: what it is, or why not."""
+
+    is_native: bool
+    notes: Mapping[str, str] = field(default_factory=dict)
+
+
+def chosen_kernel(model: PreTrainedModel, config: EngineConfig) -> ChosenKernel:
+    """The kernel of an engine; builds the native one if it comes into question.
+
+    Raises:
+        ConfigError: it must be native and cannot; or it could be, but the build fails (strict).
+    """
+    if config.kernel == "portable":
+        return ChosenKernel(False, {"native": "not asked for"})
+    lacks = _lacks(model, config)
+    if lacks is None:
+        ops = load()
+        if ops.build is not None:
+            built = f"built in {ops.build.seconds:.1f} s" if ops.build.seconds else "built before"
+            return ChosenKernel(True, {"native": f"{ops.isa}, {built}"})
+        lacks = ops.why_not_native or "not built"
+        if config.strict:
+            raise ConfigError(
+                f"expected the native kernel to build, got an error: {lacks}; "
+                'or choose kernel "portable" (--kernel portable)'
+            )
+    if config.kernel == "native":
+        raise ConfigError(
+            f"expected what the native kernel can serve, got another: it {lacks}; "
+            'choose kernel "auto" or "portable"'
+        )
+    _log.info("the engine takes portable attention: the native kernel %s", lacks)
+    return ChosenKernel(False, {"native": lacks})
+
+
+def _lacks(model: PreTrainedModel, config: EngineConfig) -> str | None:
+    weight = next(model.parameters())
+    if config.backend_name not in _BACKENDS:
+        return f"runs in graphs of {', '.join(_BACKENDS)}, not of {config.backend_name}"
+    if config.buckets is not None and set(config.buckets.names) == set(AXES):
+        return f"has buckets over {', '.join(TABLE_AXES)}, not over {', '.join(AXES)}"
+    return NativeKernel.lacks(PagedRequest(weight.device.type, weight.dtype, weight.dtype))

@@ -1,0 +1,92 @@
+// Checks of tensors, and errors that say what was expected, what came, and what helps.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <initializer_list>
+#include <optional>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+#include "abi.h"
+
+namespace compiled_attn {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+constexpr int64_t kAny = -1;
+
+template <typename... Parts>
+std::string text(const Parts&... parts) {
+  std::ostringstream stream;
+  (stream << ... << parts);
+  return stream.str();
+}
+
+[[noreturn]] inline void fail(const std::string& expected, const std::string& got, const char* remedy) {
+  throw std::runtime_error(text("paged_attention: expected ", expected, ", got ", got, ": ", remedy));
+}
+
+template <typename Sizes>
+std::string list(const Sizes& sizes) {
+  std::string all = "[";
+  for (int64_t size : sizes) {
+    all += (all.size() > 1 ? ", " : "") + (size == kAny ? std::string("any") : std::to_string(size));
+  }
+  return all + "]";
+}
+
+inline void check_shape(const char* name, const Tensor& tensor, std::initializer_list<int64_t> shape) {
+  auto sizes = tensor.sizes();
+  bool fits = sizes.size() == shape.size();
+  for (size_t axis = 0; fits && axis < shape.size(); ++axis) {
+    int64_t size = shape.begin()[axis];
+    fits = size == kAny || size == sizes[axis];
+  }
+  if (!fits) fail(text(name, ": ", list(shape)), list(sizes), "match the other arguments");
+  if (!tensor.is_cpu()) fail(text(name, " on the CPU"), "another device", "move it with .cpu()");
+}
+
+inline void check_dtype(const char* name, const Tensor& tensor, ScalarType dtype) {
+  if (tensor.scalar_type() != dtype) {
+    fail(text(name, ": ", torch::headeronly::toString(dtype)),
+         torch::headeronly::toString(tensor.scalar_type()), "convert it with .to()");
+  }
+}
+
+// Rows along the last axis.
+inline void check_rows(const char* name, const Tensor& tensor) {
+  int64_t last = tensor.dim() - 1;
+  if (tensor.size(last) > 1 && tensor.stride(last) != 1) {
+    fail(text(name, ": last stride 1"), list(tensor.strides()), "call .contiguous()");
+  }
+}
+
+// A dense tensor of this shape and dtype.
+inline void check_dense(const char* name, const Tensor& tensor, std::initializer_list<int64_t> shape,
+                        ScalarType dtype) {
+  check_shape(name, tensor, shape);
+  check_dtype(name, tensor, dtype);
+  if (!tensor.is_contiguous()) {
+    fail(text(name, ": dense"), text("strides ", list(tensor.strides())), "call .contiguous()");
+  }
+}
+
+inline std::optional<int32_t> dtype_code(ScalarType dtype) {
+  switch (dtype) {
+    case ScalarType::Float: return kFloat32;
+    case ScalarType::BFloat16: return kBFloat16;
+    case ScalarType::Half: return kFloat16;
+    case ScalarType::Char: return kInt8;
+    case ScalarType::Float8_e4m3fn: return kFloat8E4M3;
+    case ScalarType::Float8_e5m2: return kFloat8E5M2;
+    default: return std::nullopt;
+  }
+}
+
+inline bool is_quantised(int32_t code) { return code >= kInt8; }
+
+}  // namespace compiled_attn

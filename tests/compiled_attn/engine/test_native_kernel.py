@@ -1,0 +1,183 @@
+"""The engine on the native kernel: the tokens of plain generate, few graphs, no late compile."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import compiled_attn.engine.kernel as kernel_module
+from compiled_attn.engine import ConfigError, Engine, EngineConfig, SamplingParams
+from compiled_attn.engine.ladder import StepLimits, table_buckets
+from compiled_attn.kernels.native import NativeOps, NativeUnavailable
+from compiled_attn.kernels.native.build import find_compiler
+from graphs import explicit
+from tests.compiled_attn.tiny import FAMILIES, plain_generate, tiny_model
+
+WHY = "expected a C++ compiler, found none: install g++"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiler():
+    try:
+        find_compiler()
+    except NativeUnavailable as error:
+        pytest.skip(str(error))
+
+
+def _prompts(count: int, seed: int = 0, longest: int = 60) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    prefix = rng.integers(1, 128, 16).tolist()
+    return [
+        (prefix if index % 2 else []) + rng.integers(1, 128, int(rng.integers(1, longest))).tolist()
+        for index in range(count)
+    ]
+
+
+def _config(**changes) -> EngineConfig:
+    return EngineConfig(
+        **{
+            "max_tokens_per_step": 24,
+            "max_seqs": 4,
+            "block_size": 4,
+            "num_blocks": 128,
+            "backend": "eager",
+            "kernel": "native",
+            **changes,
+        }
+    )
+
+
+def _engine(model=None, **changes) -> Engine:
+    engine = Engine(model or tiny_model(), _config(**changes))
+    engine.warmup()
+    return engine
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_generates_the_tokens_of_plain_generate(family):
+    model, prompts = tiny_model(family), _prompts(7)
+    engine = _engine(model)
+    results = {r.index: r for r in engine.generate(prompts, SamplingParams(max_new_tokens=9))}
+    for index, prompt in enumerate(prompts):
+        assert results[index].tokens == plain_generate(model, prompt, 9)
+    report = engine.report()
+    assert report.kernel == "native" and report.prefix_hit_ratio > 0
+    assert report.padding_waste["blocks"] == 0
+
+
+def test_bfloat16_models_are_served():
+    model = tiny_model().to(torch.bfloat16)
+    engine = _engine(model)
+    (result,) = engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=4))
+    assert len(result.tokens) == 4 and engine.report().kernel == "native"
+
+
+def test_defragmentation_on_every_step_changes_no_token():
+    model, prompts = tiny_model(), _prompts(7, longest=30)
+    engine = _engine(model, num_blocks=40, defrag_waste=0.0)
+    results = {r.index: r for r in engine.generate(prompts, SamplingParams(max_new_tokens=10))}
+    assert engine.report().memory["defrag_moves"] > 0
+    for index, prompt in enumerate(prompts):
+        assert results[index].tokens == plain_generate(model, prompt, 10)
+
+
+def test_the_shared_beginning_of_a_block_is_copied_and_keeps_its_tokens():
+    model, first = tiny_model(), _prompts(1, longest=60)[0] + list(range(1, 40))
+    second = [*first[:-7], 99, 98, 97]
+    engine = _engine(model, block_size=16)
+    for prompt in (first, second):
+        (result,) = engine.generate([prompt], SamplingParams(max_new_tokens=6))
+        assert result.tokens == plain_generate(model, prompt, 6)
+    memory = engine.report().memory
+    assert memory["copies_on_write"] == 1 and memory["partial_hit_tokens"] >= 4
+
+
+def test_preempted_requests_resume_where_they_were():
+    model, prompts = tiny_model(), _prompts(6, longest=40)
+    engine = _engine(model, num_blocks=24)
+    results = {r.index: r for r in engine.generate(prompts, SamplingParams(max_new_tokens=20))}
+    assert engine.report().preemptions > 0
+    for index, prompt in enumerate(prompts):
+        assert results[index].tokens == plain_generate(model, prompt, 20)
+
+
+def test_captured_graphs_serve_without_a_compile_or_a_break():
+    model, prompts = tiny_model("mistral"), _prompts(4)
+    buckets = explicit(("tokens", "requests"), [(24, 4), (4, 4)])
+    engine = _engine(model, backend="inductor", buckets=buckets)
+    results = {r.index: r for r in engine.generate(prompts, SamplingParams(max_new_tokens=6))}
+    report = engine.report()
+    assert (report.graphs, report.compiles_after_warmup, report.graph_breaks) == (2, 0, 0)
+    for index, prompt in enumerate(prompts):
+        assert results[index].tokens == plain_generate(model, prompt, 6)
+
+
+def test_both_kernels_generate_the_same():
+    model, prompts = tiny_model("gpt_oss"), _prompts(6, seed=3)
+    native, portable = (
+        {r.index: r.tokens for r in _engine(model, kernel=kernel).generate(prompts)}
+        for kernel in ("native", "portable")
+    )
+    assert native == portable
+
+
+def test_auto_is_native_where_the_model_is_supported():
+    engine = Engine(tiny_model(), _config(kernel="auto"))
+    assert engine.kernel.is_native and "built" in engine.kernel.notes["native"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"backend": "onnxrt"}, "not of onnxrt"),
+        ({"buckets": explicit(("tokens", "shared", "unique", "logits"), [(24, 8, 64, 4)])}, "axes"),
+    ],
+)
+def test_what_is_not_supported_is_portable_by_auto_and_an_error_by_native(changes, match):
+    match = "buckets over" if match == "axes" else match
+    model = tiny_model()
+    chosen = kernel_module.chosen_kernel(model, _config(kernel="auto", **changes))
+    assert not chosen.is_native and match in chosen.notes["native"]
+    with pytest.raises(ConfigError, match=match):
+        kernel_module.chosen_kernel(model, _config(**changes))
+
+
+def test_float64_is_portable_with_its_reason():
+    engine = Engine(tiny_model().double(), _config(kernel="auto"))
+    assert not engine.kernel.is_native and "float64" in engine.kernel.notes["native"]
+
+
+def test_a_kernel_that_does_not_build_is_an_error_if_strict_and_a_reason_if_not(monkeypatch):
+    failed = NativeOps("compiled_attn", "reference", why_not_native=WHY)
+    monkeypatch.setattr(kernel_module, "load", lambda: failed)
+    for kernel in ("auto", "native"):
+        with pytest.raises(ConfigError, match="--kernel portable"):
+            Engine(tiny_model(), _config(kernel=kernel))
+    engine = Engine(tiny_model(), _config(kernel="auto", strict=False, max_graphs=4))
+    assert engine.report().kernel == "sdpa"
+    assert engine.report().kernel_notes == {"native": WHY}
+    with pytest.raises(ConfigError, match="C\\+\\+ compiler"):
+        Engine(tiny_model(), _config(strict=False))
+
+
+def test_buckets_of_the_native_kernel_need_it():
+    buckets = explicit(("tokens", "requests"), [(24, 4)])
+    with pytest.raises(ConfigError, match="the kernel is portable"):
+        Engine(tiny_model(), _config(kernel="portable", buckets=buckets))
+
+
+def test_the_ladder_doubles_decodes_and_then_tokens():
+    space = table_buckets(StepLimits(256, 32, 100, 1000), 24)
+    shapes = sorted(bucket.sizes for bucket in space)
+    decodes = [(n, n) for n in (1, 2, 4, 8, 16, 32)]
+    assert shapes == [*decodes, (64, 32), (128, 32), (256, 32)]
+
+
+@pytest.mark.parametrize("limits", [(256, 32), (24, 5), (7, 7), (1, 1), (100, 1)])
+@pytest.mark.parametrize("budget", [1, 2, 3, 5, 24])
+def test_the_budget_is_kept_and_the_largest_step_has_a_bucket(limits, budget):
+    tokens, seqs = limits
+    space = table_buckets(StepLimits(tokens, seqs, 10, 100), budget)
+    assert len(space) <= budget
+    assert space.pick(tokens=tokens, requests=seqs) is not None

@@ -1,0 +1,193 @@
+"""Building and keeping the kernels, mostly with a compiler that only pretends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from compiled_attn.kernels.native import NativeUnavailable, build
+from compiled_attn.kernels.native.schema import SOURCES, schemas
+
+COMPILER = """#!/bin/sh
+# Notes each call, sleeps as long as the file "seconds" says, writes what is behind -o.
+here=$(dirname "$0")
+if [ "$1" = --version ]; then cat "$here/version"; exit 0; fi
+echo "$@" >> "$here/calls"
+if [ -f "$here/broken" ]; then echo "error: no such thing"; exit 7; fi
+sleep "$(cat "$here/seconds")"
+while [ $# -gt 1 ]; do [ "$1" = -o ] && out=$2; shift; done
+echo library > "$out"
+"""
+BUILD = """
+import sys
+from pathlib import Path
+from compiled_attn.kernels.native import build
+made = build("portable", "test", folder=Path(sys.argv[1]), compiler=sys.argv[2])
+print(made.library, made.seconds > 0)
+"""
+
+
+@pytest.fixture
+def compiler(tmp_path) -> Path:
+    path = tmp_path / "compiler" / "c++"
+    path.parent.mkdir()
+    path.write_text(COMPILER)
+    path.chmod(0o755)
+    (path.parent / "version").write_text("pretender 1.0")
+    (path.parent / "seconds").write_text("0")
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    return tmp_path / "cache"
+
+
+def _calls(compiler: Path) -> int:
+    calls = compiler.parent / "calls"
+    return len(calls.read_text().splitlines()) if calls.exists() else 0
+
+
+def _process(folder: Path, compiler: Path) -> subprocess.Popen[str]:
+    root = str(Path(__file__).parents[3])
+    return subprocess.Popen(
+        [sys.executable, "-c", BUILD, str(folder), str(compiler)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": root},
+        start_new_session=True,
+    )
+
+
+def test_a_second_build_of_the_same_is_taken_from_the_cache(folder, compiler):
+    first = build("portable", "test", folder=folder, compiler=str(compiler))
+    assert _calls(compiler) == 3  # two units and a link
+    second = build("portable", "test", folder=folder, compiler=str(compiler))
+    assert second.library == first.library and second.seconds == 0.0
+    assert _calls(compiler) == 3
+
+
+def test_whatever_the_library_depends_on_gives_it_another_name(folder, compiler, tmp_path):
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    for path in SOURCES.iterdir():
+        (sources / path.name).write_bytes(path.read_bytes())
+
+    def name(isa="portable", namespace="test", **options) -> str:
+        made = build(
+            isa, namespace, folder=folder, compiler=str(compiler), sources=sources, **options
+        )
+        return made.library.name
+
+    names = [name(), name("avx2"), name(namespace="other"), name(debug=True)]
+    names.append(name(sanitize=("address",)))
+    with (sources / "schema.h").open("a") as file:
+        file.write("// changed\n")
+    names.append(name())
+    (compiler.parent / "version").write_text("pretender 1.1")
+    names.append(name())
+    assert len(set(names)) == len(names)
+
+
+def test_another_torch_gives_the_library_another_name(folder, compiler, monkeypatch):
+    first = build("portable", "test", folder=folder, compiler=str(compiler))
+    monkeypatch.setattr("torch.__version__", "2.99")
+    assert build("portable", "test", folder=folder, compiler=str(compiler)).library != first.library
+
+
+def test_processes_that_want_the_same_build_it_once(folder, compiler):
+    (compiler.parent / "seconds").write_text("0.3")
+    processes = [_process(folder, compiler) for _ in range(3)]
+    told = [process.communicate()[0].split() for process in processes]
+    assert len({path for path, _ in told}) == 1
+    assert sorted(built for _, built in told).count("True") == 1
+    assert _calls(compiler) == 3
+
+
+def test_a_killed_build_leaves_nothing_that_counts(folder, compiler):
+    (compiler.parent / "seconds").write_text("60")
+    process = _process(folder, compiler)
+    while _calls(compiler) < 2:
+        assert process.poll() is None
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert not list(folder.glob("*.so")) and list(folder.glob(".portable*"))
+    (compiler.parent / "seconds").write_text("0")
+    made = build("portable", "test", folder=folder, compiler=str(compiler))
+    assert made.library.read_text() == "library\n" and not list(folder.glob(".portable*"))
+
+
+def test_a_library_that_is_not_whole_is_built_again(folder, compiler):
+    made = build("portable", "test", folder=folder, compiler=str(compiler))
+    made.library.write_text("lib")
+    again = build("portable", "test", folder=folder, compiler=str(compiler))
+    assert again.library.read_text() == "library\n" and again.seconds > 0
+
+
+def test_an_error_of_the_compiler_is_told_and_nothing_is_kept(folder, compiler):
+    (compiler.parent / "broken").touch()
+    with pytest.raises(NativeUnavailable, match=r"failed \(7\): error: no such thing"):
+        build("portable", "test", folder=folder, compiler=str(compiler))
+    assert not list(folder.glob("*.so")) and not list(folder.glob(".portable*"))
+
+
+def test_a_compiler_that_does_not_exist_is_told(folder):
+    with pytest.raises(NativeUnavailable, match=r"/no/such/compiler --version fails"):
+        build("portable", "test", folder=folder, compiler="/no/such/compiler")
+
+
+def test_a_folder_that_others_can_write_to_is_refused(folder, compiler):
+    folder.mkdir()
+    folder.chmod(0o777)
+    with pytest.raises(NativeUnavailable, match="writable by others"):
+        build("portable", "test", folder=folder, compiler=str(compiler))
+    assert _calls(compiler) == 0
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path, compiler):
+    (tmp_path / "file").touch()
+    with pytest.raises(NativeUnavailable, match="expected a folder of your own"):
+        build("portable", "test", folder=tmp_path / "file" / "cache", compiler=str(compiler))
+
+
+def test_both_schemas_come_from_the_cpp_sources():
+    assert set(schemas()) == {"paged_attention", "paged_attention_"}
+    assert all("\n" not in text and text.endswith("lse)") for text in schemas().values())
+
+
+NO_COMPILER = """
+import logging, sys, torch
+from compiled_attn.kernels import native
+from tests.compiled_attn.kernels.native_scene import assert_right, scene
+records = []
+logging.getLogger("compiled_attn").addHandler(h := logging.Handler())
+h.emit = lambda record: records.append(record.getMessage())
+try:
+    native.load(strict=True)
+except native.NativeUnavailable as error:
+    print("strict:", error)
+ops = [native.load(), native.load()]
+assert native.unavailable() == ops[0].why_not_native and ops[0] is ops[1]
+step = scene([(1, 9), (3, 3)])
+assert_right(torch.ops.compiled_attn.paged_attention(*step.arguments), step)
+print(ops[0].isa, len(records), records[0])
+"""
+
+
+def test_without_a_compiler_python_serves_says_so_once_and_strict_refuses(tmp_path):
+    root = str(Path(__file__).parents[3])
+    environment = {"PATH": str(tmp_path), "HOME": str(tmp_path), "PYTHONPATH": root}
+    done = subprocess.run(
+        [sys.executable, "-c", NO_COMPILER], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    strict, lenient = done.stdout.splitlines()
+    assert strict.startswith("strict: expected a C++ compiler") and "portable" in strict
+    assert lenient.startswith("reference 1 the native kernel is not used: expected a C++ compiler")
