@@ -1,4 +1,4 @@
-"""Large buffers on huge pages: blocks that lie anywhere in them are found with fewer table walks."""
+"""Large buffers on huge pages: scattered blocks of them are found with fewer table walks."""
 
 from __future__ import annotations
 
