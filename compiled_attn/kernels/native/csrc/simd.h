@@ -141,27 +141,38 @@ CA_INLINE Ints ramp() {
 
 CA_INLINE Floats as_floats(Ints v) { return __builtin_convertvector(v, Floats); }
 
-// e^x for x <= 0 or so, relative error 2e-7; 0 below -87, NaN stays NaN. Cody-Waite reduction and
-// a polynomial of degree 6 (the coefficients are those of Cephes).
-CA_INLINE Floats exponential(Floats x) {
-  const Ints tiny = x < all(-87.0f);
-  const Floats in = either(tiny, Floats{}, x);
-  const Floats magic = all(12582912.0f);  // 1.5 * 2^23 rounds to an integer
-  const Floats shifted = in * all(1.44269504f) + magic;
-  const Floats n = shifted - magic;
-  Floats r = in - n * all(0.693359375f);
-  r = r - n * all(-2.12194440e-4f);
+// e^r for |r| <= log(2) / 2: a polynomial of degree 6 (the coefficients are those of Cephes).
+CA_INLINE Floats exponential_near_zero(Floats r) {
   Floats p = all(1.9875691500e-4f);
   p = p * r + all(1.3981999507e-3f);
   p = p * r + all(8.3334519073e-3f);
   p = p * r + all(4.1665795894e-2f);
   p = p * r + all(1.6666665459e-1f);
   p = p * r + all(5.0000001201e-1f);
-  p = p * r * r + r + all(1.0f);
-  // The integer sits in the low bits of `shifted`.
-  const Ints power = bits_as<Ints>(shifted) << 23;
+  return p * (r * r) + (r + all(1.0f));
+}
+
+// x - n * log(2), in two steps that lose nothing (Cody and Waite).
+CA_INLINE Floats without_powers(Floats x, Floats n) {
+  return (x - n * all(0.693359375f)) - n * all(-2.12194440e-4f);
+}
+
+// e^x for x <= 0 or so, relative error 2e-7; 0 below -87, NaN stays NaN.
+CA_INLINE Floats exponential(Floats x) {
+#if defined(__AVX512F__)
+  const __mmask16 is_visible = _mm512_cmp_ps_mask(x, all(-87.0f), _CMP_NLT_UQ);
+  const Floats n = _mm512_roundscale_ps(x * all(1.44269504f), _MM_FROUND_TO_NEAREST_INT);
+  return _mm512_maskz_scalef_ps(is_visible, exponential_near_zero(without_powers(x, n)), n);
+#else
+  const Ints tiny = x < all(-87.0f);
+  const Floats in = either(tiny, Floats{}, x);
+  const Floats shifted = in * all(1.44269504f) + all(12582912.0f);  // 1.5 * 2^23 rounds
+  const Floats n = shifted - all(12582912.0f);
+  const Floats p = exponential_near_zero(without_powers(in, n));
+  const Ints power = bits_as<Ints>(shifted) << 23;  // the integer sits in the low bits
   const Floats scaled = bits_as<Floats>(bits_as<Ints>(p) + power);
   return either(tiny, Floats{}, either(x == x, scaled, x));
+#endif
 }
 
 // Relative error 3e-7. A polynomial below 0.625 (coefficients of Cephes), exponentials above.
