@@ -179,5 +179,5 @@ def test_a_bucket_or_a_width_that_is_too_small_is_an_error():
     for bucket, width in (({"tokens": 11, "requests": 8}, 6), ({"tokens": 16, "requests": 4}, 6)):
         with pytest.raises(ValueError, match="expected a bucket that holds"):
             plan.fill(bucket, width)
-    with pytest.raises(ValueError, match="expected a bucket that holds {'width': 4}"):
+    with pytest.raises(ValueError, match=r"expected a bucket that holds \{'width': 4\}"):
         plan.fill({"tokens": 16, "requests": 8}, 3)
