@@ -34,7 +34,8 @@ def test_every_case_is_clean_under_the_sanitizers(isa):
     environment = {
         **os.environ,
         "PYTHONPATH": str(Path(__file__).parents[3]),
-        "LD_PRELOAD": asan,
+        # With libstdc++ from the start, or asan does not find what throws exceptions.
+        "LD_PRELOAD": f"{asan} {_runtime(find_compiler(), 'libstdc++.so')}",
         # Python keeps what it allocates, and torch's own threads are no concern of this test.
         "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0",
         "OMP_NUM_THREADS": "2",
