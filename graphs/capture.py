@@ -54,6 +54,7 @@ class CapturedGraph:
             none.
         input_specs: name, shape, dtype, device and stride of each input, or its constant.
         mode: the settings of torch that it was captured under and has to run under.
+        is_loaded: whether it came from a store (:mod:`graphs.store`) instead of a compiler.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class CapturedGraph:
         self.seconds = seconds
         self.bytes = bytes
         self.mode = mode
+        self.is_loaded = frozen.is_loaded
         self.input_specs: tuple[InputSpec, ...] = inputs.specs
         self.static_inputs: tuple[Tensor, ...] = frozen.static_inputs
         self._frozen: Frozen | None = frozen

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -13,6 +14,8 @@ from graphs.buckets import Bucket
 from graphs.warmup_report import BucketResult
 
 __all__ = ["Journal", "JournalError"]
+
+_log = logging.getLogger(__name__)
 
 _FORM = "graphs warmup journal"
 _VERSION = 1
@@ -56,6 +59,7 @@ class Journal:
             "axes": [*axes],
         }
         self._entries: dict[Bucket, _Entry] = {}
+        self._is_broken = False
         lines = self.path.read_text("utf-8").splitlines() if self.path.exists() else []
         if lines:
             self._read(lines)
@@ -83,8 +87,13 @@ class Journal:
 
     def _append(self, line: dict[str, Any]) -> None:
         self._learn(line)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:  # a full disk costs the next warmup its estimate, not this one
+            if not self._is_broken:
+                _log.warning("%s is not continued: %s", self.path, error)
+            self._is_broken = True
 
     def _learn(self, line: dict[str, Any]) -> None:
         bucket = Bucket(**line["bucket"])

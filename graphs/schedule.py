@@ -129,6 +129,8 @@ class Schedule:
         seconds = [*self._done.values()]
         rate = 0.0
         if len(set(costs)) > 1:
-            rate = max(0.0, statistics.linear_regression(costs, seconds).slope)
-        fixed = max(0.0, statistics.fmean(seconds) - rate * statistics.fmean(costs))
+            # No faster than if there were no time of its own: nothing takes less than no time.
+            most = statistics.fmean(seconds) / statistics.fmean(costs)
+            rate = min(max(0.0, statistics.linear_regression(costs, seconds).slope), most)
+        fixed = statistics.fmean(seconds) - rate * statistics.fmean(costs)
         return sum(fixed + rate * self._cost(bucket) for bucket in buckets)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from graphs.inputs import Input
 from graphs.sentinel import GraphBudgetExceeded
 from graphs.workers import Workers, one_thread, why_no_workers
 
-__all__ = ["NoWorkers", "precompiler", "shared"]
+__all__ = ["NoWorkers", "precompiler", "shared", "stored"]
 
 
 class NoWorkers(Exception):
@@ -27,6 +28,23 @@ def shared(
     """Give all of `todo` once: in order, but first what a worker got done with meanwhile."""
     with Workers(len(todo), workers, lambda job: precompile(todo[job])) as jobs:
         yield from (todo[job] for job in jobs)
+
+
+def stored(
+    todo: Sequence[Bucket],
+    module: Callable[..., Any],
+    make_inputs: Callable[[Bucket], Sequence[Input]],
+    backend: str | Backend,
+    options: Mapping[str, Any],
+) -> list[Bucket]:
+    """The buckets whose graphs a store in the back of the backend has: none is left to compile."""
+    has: Any = getattr(backend, "has", None)
+    found = []
+    for bucket in todo if has else ():
+        with contextlib.suppress(Exception), torch.no_grad():  # its capture will tell
+            if has(module, make_inputs(bucket), **options):
+                found.append(bucket)
+    return found
 
 
 def precompiler(

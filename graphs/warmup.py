@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from types import MappingProxyType
@@ -14,13 +13,10 @@ import torch
 
 from graphs.backends.base import Backend, CaptureError, InputMismatch, ModeMismatch, StaleGraph
 from graphs.buckets import Bucket, BucketOverflow, BucketSpace
-from graphs.capture import CapturedGraph, capture, median_seconds
-from graphs.compiles import CompileWatch
+from graphs.capture import CapturedGraph
+from graphs.capturing import Capturing
 from graphs.inputs import Input
-from graphs.journal import Journal
 from graphs.schedule import Order, Schedule, Usage, in_order
-from graphs.sentinel import GraphBudgetExceeded
-from graphs.sharing import NoWorkers, precompiler, shared
 from graphs.warmup_report import BucketEvent, BucketResult, WarmupReport
 
 __all__ = ["BucketEvent", "BucketResult", "WarmupManager", "WarmupReport"]
@@ -94,38 +90,32 @@ class WarmupManager:
     ) -> None:
         if overflow not in get_args(Overflow):
             raise ValueError(f"overflow is {overflow!r}; expected one of {get_args(Overflow)}")
-        for what, least, value in (
-            ("budget_seconds", 0, budget_seconds),
-            ("budget_bytes", 0, budget_bytes),
-            ("workers", 1, workers),
-            ("timed_runs", 0, timed_runs),
-        ):
-            if value is not None and value < least:
-                raise ValueError(f"{what} is {value}; expected at least {least}")
         self.buckets = buckets
         self.name = name or getattr(module, "__name__", None) or type(module).__name__
         self.overflows = self.degraded = self.fallbacks = 0
         self._module = module
-        self._make_inputs = make_inputs
-        self._backend = backend
         self._order = in_order(buckets, order, usage)
-        self._budget_seconds = budget_seconds
-        self._budget_bytes = budget_bytes
-        self._workers = workers
-        self._timed_runs = timed_runs
+        self._capturing = Capturing(
+            self.name,
+            module,
+            make_inputs,
+            backend,
+            options,
+            axes=buckets.names,
+            budget_seconds=budget_seconds,
+            budget_bytes=budget_bytes,
+            workers=workers,
+            journal=journal,
+            timed_runs=timed_runs,
+        )
         self._overflow = overflow
         self._strict = strict
-        self._options = options
         self._graphs: dict[Bucket, CapturedGraph] = {}
         self._results: dict[Bucket, BucketResult] = {}
         self._hits: dict[Bucket, int] = {}
         self._serving: BucketSpace | None = None
         self._elapsed_seconds = 0.0
         self._logged: set[str] = set()
-        self._journal: Journal | None = None
-        if journal is not None:
-            kind = backend if isinstance(backend, str) else backend.name
-            self._journal = Journal(journal, self.name, kind, buckets.names)
 
     def warmup(self, progress: Progress | None = None) -> WarmupReport:
         """Capture every bucket that is not captured yet, and report on all of them.
@@ -141,13 +131,13 @@ class WarmupManager:
         Raises:
             GraphBudgetExceeded: a strict `no_compile` is armed.
         """
-        todo = self._todo()
-        measured = self._journal.seconds if self._journal else {}
-        schedule = Schedule(todo, self.buckets.cost, measured)
+        waiting = [bucket for bucket in self._order if bucket not in self._graphs]
+        todo = self._capturing.suspects_last(waiting)
+        schedule = Schedule(todo, self.buckets.cost, self._capturing.measured)
         tell: Progress = progress or (lambda event: None)
         at = 0, todo[0] if todo else self.buckets.largest
         try:
-            with closing(self._work(todo)) as work:
+            with closing(self._capturing.shared_out(todo)) as work:
                 for at in enumerate(work):
                     self._do(*at, schedule, tell)
         except BaseException as error:
@@ -160,31 +150,15 @@ class WarmupManager:
             self._serve(self._graphs)
         return self.report or WarmupReport((), 0.0)
 
-    def _todo(self) -> list[Bucket]:
-        todo = [bucket for bucket in self._order if bucket not in self._graphs]
-        suspects = self._journal.suspects if self._journal else []
-        return sorted(todo, key=suspects.__contains__)
-
     def _do(self, index: int, bucket: Bucket, schedule: Schedule, tell: Progress) -> None:
         tell(schedule.event(bucket, index, "started", name=self.name))
-        result = self._attempt(bucket, schedule.elapsed())
+        size = sum(graph.bytes for graph in self._graphs.values())
+        graph, result = self._capturing.attempt(bucket, schedule.elapsed(), size)
+        if graph is not None:
+            self._graphs[bucket] = graph
         self._results[bucket] = result
         schedule.done(result)
-        if self._journal:
-            self._journal.done(result)
         tell(schedule.event(bucket, index, result.status, **result.outcome()))
-
-    def _work(self, todo: list[Bucket]) -> Generator[Bucket]:
-        if self._workers > 1 and len(todo) > 1:
-            try:
-                precompile = precompiler(
-                    self._module, self._make_inputs, self._backend, self._graph_name, self._options
-                )
-            except NoWorkers as error:
-                self._log_once(f"workers={self._workers} compile nothing: {error}")
-            else:
-                return (yield from shared(todo, self._workers - 1, precompile))
-        yield from todo
 
     @property
     def report(self) -> WarmupReport | None:
@@ -269,61 +243,6 @@ class WarmupManager:
         self._graphs.clear()
         self._serve(())
 
-    def _attempt(self, bucket: Bucket, elapsed: float) -> BucketResult:
-        if reason := self._spent(elapsed):
-            return BucketResult(bucket, "skipped", error=reason, name=self.name)
-        if self._journal:
-            self._journal.start(bucket)
-        with CompileWatch(all_threads=False) as watch:
-            start, graph = time.perf_counter(), None
-            try:
-                inputs = self._make_inputs(bucket)
-                graph = self._capture(bucket, inputs)
-                seconds = time.perf_counter() - start
-                cost = self._time(graph, inputs)
-            except GraphBudgetExceeded:
-                raise
-            except Exception as error:
-                if graph is not None:
-                    graph.close()
-                text = error.detail if isinstance(error, CaptureError) else _named(error)
-                seconds = time.perf_counter() - start
-                _log.warning("%s: capture failed: %s", self._graph_name(bucket), text)
-                return BucketResult(
-                    bucket, "failed", seconds, 0, watch.compiles, text, name=self.name
-                )
-        self._graphs[bucket] = graph
-        return BucketResult(
-            bucket, "captured", seconds, graph.bytes, watch.compiles, "", cost, self.name
-        )
-
-    def _spent(self, elapsed: float) -> str:
-        seconds, size = self._budget_seconds, self._budget_bytes
-        if seconds is not None and elapsed >= seconds:
-            return f"budget of {seconds:g} s is spent"
-        if size is not None and sum(graph.bytes for graph in self._graphs.values()) >= size:
-            return f"budget of {size} bytes is spent"
-        return ""
-
-    def _time(self, graph: CapturedGraph, inputs: Sequence[Input]) -> float | None:
-        if not self._timed_runs:
-            return None
-        with torch.no_grad():
-            return median_seconds(graph, inputs, self._timed_runs)
-
-    def _capture(self, bucket: Bucket, inputs: Sequence[Input]) -> CapturedGraph:
-        with torch.no_grad():
-            return capture(
-                self._module,
-                inputs,
-                backend=self._backend,
-                name=self._graph_name(bucket),
-                **self._options,
-            )
-
-    def _graph_name(self, bucket: Bucket) -> str:
-        return f"{self.name}[{bucket}]"
-
     def _serve(self, captured: Iterable[Bucket]) -> None:
         buckets = [*captured]
         cost = self.buckets.cost
@@ -338,7 +257,7 @@ class WarmupManager:
         self.degraded += 1
         result = self._results.get(own)
         reason = f"{result.status}: {result.error}" if result else "not captured yet"
-        self._log_once(f"{self._graph_name(own)} is {reason}; its needs go to {chosen}")
+        self._log_once(f"{self._capturing.graph_name(own)} is {reason}; its needs go to {chosen}")
 
     def _overflown(self, need: Mapping[str, int], overflow: BucketOverflow) -> Bucket:
         self.overflows += 1
@@ -353,7 +272,7 @@ class WarmupManager:
         if self._overflow == "compile":
             self.fallbacks += 1
             self._log_once("a need above the captured buckets is captured late", f": {exact}")
-            self._graphs[exact] = self._capture(exact, self._make_inputs(exact))
+            self._graphs[exact] = self._capturing.capture(exact)
             self._serve(self._graphs)
         return exact
 
@@ -363,7 +282,8 @@ class WarmupManager:
         result = self._results.get(bucket)
         reason = f"{result.status}: {result.error}" if result else "not captured"
         raise CaptureError(
-            self._graph_name(bucket), f"{reason}; choose a bucket with bucket(), after warmup()"
+            self._capturing.graph_name(bucket),
+            f"{reason}; choose a bucket with bucket(), after warmup()",
         )
 
     def _run_eagerly(self, inputs: tuple[Input, ...], reason: str, detail: str = "") -> Any:
@@ -376,10 +296,6 @@ class WarmupManager:
         if reason not in self._logged:
             self._logged.add(reason)
             _log.warning("%s: %s%s; further ones are counted only", self.name, reason, detail)
-
-
-def _named(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def _text(need: Mapping[str, int]) -> str:

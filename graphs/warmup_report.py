@@ -26,6 +26,7 @@ class BucketResult:
         error: one line, empty if captured.
         run_seconds: median time of one run of the graph after its capture; None if not measured.
         name: of the callable.
+        is_loaded: whether the graph came from a store, and was not compiled.
     """
 
     bucket: Bucket
@@ -36,6 +37,7 @@ class BucketResult:
     error: str = ""
     run_seconds: float | None = None
     name: str = ""
+    is_loaded: bool = False
 
     def outcome(self) -> dict[str, Any]:
         """What an event tells beside bucket and status."""
@@ -99,6 +101,11 @@ class WarmupReport:
     def skipped(self) -> tuple[BucketResult, ...]:
         """The buckets that the budget left no time for."""
         return self._with("skipped")
+
+    @property
+    def loaded(self) -> tuple[BucketResult, ...]:
+        """The buckets whose graphs came from a store."""
+        return tuple(result for result in self.results if result.is_loaded)
 
     @property
     def seconds(self) -> float:

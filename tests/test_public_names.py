@@ -19,6 +19,7 @@ NAMES = {
     "graphs.sentinel": "no_compile GraphBudgetExceeded",
     "graphs.explain": "BreakReport",
     "graphs.report": "write_report",
+    "graphs.store": "ArtifactStore StoredInductor StoredAoti InductorCache",
     "compiled_attn.cache": "PagedKVCache",
     "compiled_attn.blocks": "BlockPool BlockTable PrefixIndex",
     "compiled_attn.defrag": "BlockSwap OnlineDefragmenter",

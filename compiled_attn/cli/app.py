@@ -9,9 +9,10 @@ from typing import Annotated
 import typer
 
 from compiled_attn import __version__
-from compiled_attn.cli.cache import cache
+from compiled_attn.cli.cache import DEFAULT_STORE, cache
 from compiled_attn.cli.errors import exit_code_of
 from compiled_attn.cli.explain import explain
+from compiled_attn.cli.plan import plan
 
 __all__ = ["app", "run_command"]
 
@@ -47,6 +48,7 @@ def _compiled_attn(
 
 
 app.command()(explain)
+app.command()(plan)
 app.add_typer(cache, name="cache")
 
 _DEMAND, _ENGINE, _RESULT = "What to serve", "How to serve it", "What to prove and write"
@@ -130,6 +132,34 @@ def run(
             help="native (C++), portable (torch alone), or auto: native where it can.",
         ),
     ] = "auto",
+    store: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            rich_help_panel=_ENGINE,
+            help=f"Folder of compiled graphs, for the next start; by default {DEFAULT_STORE}.",
+        ),
+    ] = None,
+    no_store: Annotated[
+        bool,
+        typer.Option(
+            "--no-store", rich_help_panel=_ENGINE, help="Compile all graphs, and keep none."
+        ),
+    ] = False,
+    warmup_workers: Annotated[
+        int,
+        typer.Option(
+            metavar="N", rich_help_panel=_ENGINE, help="Processes that compile, this one included."
+        ),
+    ] = 1,
+    warmup_journal: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            rich_help_panel=_ENGINE,
+            help="What each graph came to; a killed warmup goes on from it.",
+        ),
+    ] = None,
     max_tokens_per_step: Annotated[
         int, typer.Option(rich_help_panel=_ENGINE, help="Tokens a step computes at most.")
     ] = 256,

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from compiled_attn.check import CheckReport, check
 from compiled_attn.cli.errors import FAILED, INTERRUPTED, UserError, bad_input, tell
 from compiled_attn.cli.live import ServingView, serving_view
+from compiled_attn.cli.store import stored_backend
 from compiled_attn.cli.table import print_result
 from compiled_attn.demand import Arrival, fit_scale, prompts, read_trace, scaled, synthetic
 from compiled_attn.engine import (
@@ -37,6 +38,7 @@ from graphs import (
     from_file,
     progress_for,
 )
+from graphs.backends.base import Backend
 from graphs.report import write_report
 
 __all__ = ["Options", "run_job"]
@@ -62,6 +64,10 @@ class Options:
     dtype: str
     backend: str
     kernel: str
+    store: Path | None
+    no_store: bool
+    warmup_workers: int
+    warmup_journal: Path | None
     max_tokens_per_step: int
     max_seqs: int
     block_size: int
@@ -84,11 +90,19 @@ def run_job(options: Options) -> int:
     Raises:
         UserError: the input is bad; nothing was started.
     """
-    screen = Console(stderr=True)
     with bad_input():
         _refuse_contradictions(options)
         model = _model(options)
-        engine = Engine(model, _config(options))
+    if options.no_store:
+        return _run(options, model, options.backend)
+    with stored_backend(options.backend, options.store) as backend:
+        return _run(options, model, backend)
+
+
+def _run(options: Options, model: PreTrainedModel, backend: str | Backend) -> int:
+    screen = Console(stderr=True)
+    with bad_input():
+        engine = Engine(model, _config(options, backend))
         arrivals = _demand(options, engine.sizing.context, screen)
         for arrival in arrivals:
             engine.sizing.check_lengths(arrival.prompt_tokens, arrival.output_tokens)
@@ -129,6 +143,8 @@ def _check(options: Options, engine: Engine, screen: Console) -> CheckReport:
 def _refuse_contradictions(options: Options) -> None:
     if options.trace is not None and options.demand is not None:
         raise UserError("--trace and --demand were both given: choose where requests come from")
+    if options.store is not None and options.no_store:
+        raise UserError("--store and --no-store were both given: choose whether to use a store")
     if options.dtype not in _DTYPES:
         raise UserError(f"unknown --dtype {options.dtype}: choose one of {', '.join(_DTYPES)}")
     backends = available_backends()
@@ -153,16 +169,18 @@ def _model(options: Options) -> PreTrainedModel:
     return load_model(options.model, dtype)
 
 
-def _config(options: Options) -> EngineConfig:
+def _config(options: Options, backend: str | Backend) -> EngineConfig:
     config = EngineConfig(
         max_tokens_per_step=options.max_tokens_per_step,
         max_seqs=options.max_seqs,
         block_size=options.block_size,
         num_blocks=options.num_blocks,
         defrag_waste=options.defrag_waste if options.defrag_waste != 1 else None,
-        backend=options.backend,
         kernel=options.kernel,  # type: ignore[arg-type]  # the configuration checks it
+        backend=backend,
         strict=options.strict,
+        warmup_workers=options.warmup_workers,
+        warmup_journal=options.warmup_journal,
     )
     if options.buckets is not None:
         buckets = from_file(options.buckets)

@@ -15,7 +15,6 @@ from graphs.store import (
     ArtifactStore,
     StoredAoti,
     StoredInductor,
-    StoreError,
     environment_factors,
 )
 
@@ -33,24 +32,33 @@ def stored_backend(backend: str, store: Path | None) -> Iterator[str | Backend]:
         store: its folder. None: the default one, without which one can do if it cannot be used.
 
     Raises:
-        UserError: the folder that was asked for cannot be used.
+        UserError: the folder that was asked for cannot be used, or not with this backend.
     """
     if backend not in ("inductor", "aoti"):
-        yield backend
-        return
-    try:
-        opened = ArtifactStore(store or DEFAULT_STORE)
-    except (StoreError, OSError) as error:
         if store is not None:
-            raise UserError(str(error)) from error
-        _log.warning("nothing is stored for the next start: %s", error)
+            raise UserError(
+                f"--store is for --backend inductor and aoti, got {backend}: leave one of them out"
+            )
         yield backend
         return
+    with contextlib.ExitStack() as stack:
+        try:
+            chosen: str | Backend = _opened(backend, store or Path(DEFAULT_STORE), stack)
+        except (OSError, RuntimeError) as error:  # a StoreError, or there is no home folder
+            if store is not None:
+                raise UserError(str(error)) from error
+            _log.warning("nothing is stored for the next start: %s", error)
+            chosen = backend
+        yield chosen
+
+
+def _opened(backend: str, folder: Path, stack: contextlib.ExitStack) -> Backend:
+    store = ArtifactStore(folder)
     if backend == "aoti":
-        yield StoredAoti(opened)
-        return
-    with opened.inductor_cache(environment_factors()) as cache, _variables(cache.environment):
-        yield StoredInductor(opened, cache.seal)
+        return StoredAoti(store)
+    cache = stack.enter_context(store.inductor_cache(environment_factors()))
+    stack.enter_context(_variables(cache.environment))
+    return StoredInductor(store, cache.seal)
 
 
 @contextlib.contextmanager

@@ -31,7 +31,8 @@ def _rows(report: EngineReport) -> Iterator[tuple[str, str]]:
     waste = report.padding_waste
     yield "backend", f"{report.backend}, torch {report.torch}"
     yield "kernel", _kernel(report)
-    yield "graphs captured", f"{report.graphs} in {report.warmup_seconds:.1f} s"
+    loaded = f", {report.graphs_loaded} from the store" if report.graphs_loaded else ""
+    yield "graphs captured", f"{report.graphs} in {report.warmup_seconds:.1f} s{loaded}"
     yield "compiles after warmup", str(report.compiles_after_warmup)
     yield "graph breaks", str(report.graph_breaks)
     yield "fallbacks", str(report.fallbacks)

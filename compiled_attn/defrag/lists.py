@@ -12,6 +12,7 @@ from torch import Tensor
 
 from compiled_attn.blocks.errors import whole
 from graphs import Bucket, BucketEvent, CaptureError, WarmupManager, WarmupReport, explicit
+from graphs.backends.base import Backend
 
 __all__ = ["PaddedLists"]
 
@@ -35,7 +36,7 @@ class PaddedLists:
         *,
         pad_sizes: Iterable[int],
         device: torch.device,
-        backend: str,
+        backend: str | Backend,
         strict: bool,
         **options: Any,
     ) -> None:

@@ -16,6 +16,7 @@ from compiled_attn.defrag.memory import CacheMemory
 from compiled_attn.defrag.pairs import Pairs, move_pairs, swap_pairs
 from compiled_attn.defrag.rows import twin
 from graphs import BucketEvent, WarmupReport
+from graphs.backends.base import Backend
 
 __all__ = ["PAD_SIZES", "BlockSwap"]
 
@@ -47,7 +48,7 @@ class BlockSwap(nn.Module):
         num_blocks: blocks of the cache with the null block; only needed for flat slots, default
             axis 0 of the first tensor.
         pad_sizes: lengths to capture, in pairs.
-        backend: how to capture, see `graphs.available_backends`.
+        backend: how to capture: a name out of `graphs.available_backends`, or a backend object.
         strict: a pad size that cannot be captured is an error of :meth:`warmup`; otherwise a larger
             one serves its lists.
 
@@ -78,7 +79,7 @@ class BlockSwap(nn.Module):
         num_blocks: int | None = None,
         *,
         pad_sizes: Sequence[int] = PAD_SIZES,
-        backend: str = "eager",
+        backend: str | Backend = "eager",
         strict: bool = True,
     ) -> None:
         super().__init__()
@@ -93,7 +94,7 @@ class BlockSwap(nn.Module):
             "device": self._cache.device,
             "backend": backend,
             "strict": strict,
-            **_OPTIONS.get(backend, {}),
+            **_options(backend),
         }
         self._swaps = PaddedLists(self, "swaps", **settings)
         self._moves = PaddedLists(_Overwrite(self), "moves", **settings)
@@ -225,6 +226,10 @@ class BlockSwap(nn.Module):
                 "move the cache, and make a new BlockSwap after that"
             )
         return self
+
+
+def _options(backend: str | Backend) -> dict[str, Any]:
+    return _OPTIONS.get(backend if isinstance(backend, str) else backend.name, {})
 
 
 class _Overwrite(nn.Module):

@@ -56,7 +56,9 @@ _Z = (-3.0902, 0.0, 1.2816, 2.3263, 3.7190)
 """Standard normal quantiles at .001, .5, .9, .99 and .9999, where the five `_Lengths` are met."""
 
 
-def synthetic(kind: str, requests: int, seed: int = 0) -> list[Arrival]:
+def synthetic(
+    kind: str, requests: int, seed: int = 0, *, follow_ups: float | None = None
+) -> list[Arrival]:
     """Draw a demand whose lengths have the percentiles of a public trace.
 
     ``chat`` and ``code`` follow the Azure LLM inference traces of 2023 (conversation, code),
@@ -65,8 +67,15 @@ def synthetic(kind: str, requests: int, seed: int = 0) -> list[Arrival]:
     linear in the normal quantile); arrivals are a Poisson process. A longer demand of one kind and
     seed begins with the shorter one.
 
+    Args:
+        kind: one of `KINDS`.
+        requests: how many.
+        seed: of all that is drawn.
+        follow_ups: share of requests that begin like an earlier one; None: that of the kind.
+
     Raises:
-        ValueError: unknown ``kind``, ``requests`` below 1 or ``seed`` below 0.
+        ValueError: unknown ``kind``, ``requests`` below 1, ``seed`` below 0, or ``follow_ups``
+            outside 0..1.
     """
     if kind not in _KINDS:
         raise ValueError(f"unknown demand {kind!r}; expected one of {', '.join(KINDS)}")
@@ -74,13 +83,16 @@ def synthetic(kind: str, requests: int, seed: int = 0) -> list[Arrival]:
         raise ValueError(f"requests must be at least 1, got {requests}")
     if seed < 0:
         raise ValueError(f"seed must be at least 0, got {seed}")
+    if follow_ups is not None and not 0 <= follow_ups <= 1:
+        raise ValueError(f"follow_ups must be in 0..1, got {follow_ups}")
     spec = _KINDS[kind]
+    share = spec.follow_ups if follow_ups is None else follow_ups
     streams = [np.random.default_rng([seed, stream]) for stream in range(4)]
     gaps = streams[0].exponential(1 / spec.requests_per_s, requests)
     gaps[0] = 0.0
     prompt = _draw(spec.prompt, requests, streams[1])
     output = _draw(spec.output, requests, streams[2])
-    prefixes = _prefixes(prompt, spec.follow_ups, streams[3])
+    prefixes = _prefixes(prompt, share, streams[3])
     return [
         Arrival(round(at, 3), prompt_tokens, output_tokens, ids)
         for at, prompt_tokens, output_tokens, ids in zip(

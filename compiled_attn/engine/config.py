@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from compiled_attn.kernels.native import CHOICES, KernelChoice
 from graphs import BucketSpace
+from graphs.backends.base import Backend
 
 __all__ = ["ConfigError", "EngineConfig"]
 
@@ -33,11 +35,15 @@ class EngineConfig:
             moved between steps, a few at a time; 0 moves whenever one can, None never.
         defrag_min_gap: and not before so many places of the range are unused.
         partial_hits: whether a prompt also shares the beginning of a cached block, by a copy of it.
-        backend: a backend of `graphs.capture`.
+        backend: a backend of `graphs.capture`, by its name or as an object, such as one with a
+            store in its back (`graphs.store.StoredInductor`).
         kernel: "native": attention by the C++ kernel, "portable": by torch alone; "auto": native
             where it supports model, backend and buckets, see `compiled_attn.engine.kernel`.
         strict: a compile after warmup or a fallback is an error instead of a counted warning; so is
             a native kernel that supports the model but cannot be built here.
+        warmup_workers: how many processes compile steps, this one included; see
+            `graphs.WarmupManager`.
+        warmup_journal: a file that a warmup which was killed goes on from; see there.
 
     Raises:
         ConfigError: a size that cannot work.
@@ -53,9 +59,16 @@ class EngineConfig:
     defrag_waste: float | None = 0.25
     defrag_min_gap: int = 8
     partial_hits: bool = True
-    backend: str = "inductor"
+    backend: str | Backend = "inductor"
     kernel: KernelChoice = "auto"
     strict: bool = True
+    warmup_workers: int = 1
+    warmup_journal: str | Path | None = None
+
+    @property
+    def backend_name(self) -> str:
+        """Name of the backend, also of one that is an object."""
+        return self.backend if isinstance(self.backend, str) else self.backend.name
 
     def __post_init__(self) -> None:
         sizes = (
@@ -66,6 +79,7 @@ class EngineConfig:
             ("context", self.context, 2),
             ("max_graphs", self.max_graphs, 1),
             ("defrag_min_gap", self.defrag_min_gap, 1),
+            ("warmup_workers", self.warmup_workers, 1),
         )
         for name, size, least in sizes:
             if size is not None and size < least:

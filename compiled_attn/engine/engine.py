@@ -266,6 +266,7 @@ class Engine:
         busy = sum(record.seconds for record in self.records)
         return EngineReport(
             graphs=len(steps.captured) if steps else 0,
+            graphs_loaded=len(steps.loaded) if steps else 0,
             graph_breaks=self._sentinel.graph_breaks,
             compiles_after_warmup=self._sentinel.compiles + self._sentinel.late_builds,
             fallbacks=self.runner.graphs.fallbacks + self.runner.graphs.degraded,
@@ -279,7 +280,7 @@ class Engine:
             preemptions=self.scheduler.preemptions,
             blocks_high_water=stats.high_water,
             torch=torch.__version__,
-            backend=self.config.backend,
+            backend=self.config.backend_name,
             kernel="native" if self.kernel.is_native else self.runner.module.kernel().name,
             kernel_notes=dict(self.kernel.notes),
             steps=len(self.records),

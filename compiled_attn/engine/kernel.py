@@ -58,8 +58,8 @@ def chosen_kernel(model: PreTrainedModel, config: EngineConfig) -> ChosenKernel:
 
 def _lacks(model: PreTrainedModel, config: EngineConfig) -> str | None:
     weight = next(model.parameters())
-    if config.backend not in _BACKENDS:
-        return f"runs in graphs of {', '.join(_BACKENDS)}, not of {config.backend}"
+    if config.backend_name not in _BACKENDS:
+        return f"runs in graphs of {', '.join(_BACKENDS)}, not of {config.backend_name}"
     if config.buckets is not None and set(config.buckets.names) == set(AXES):
         return f"has buckets over {', '.join(TABLE_AXES)}, not over {', '.join(AXES)}"
     return NativeKernel.lacks(PagedRequest(weight.device.type, weight.dtype, weight.dtype))

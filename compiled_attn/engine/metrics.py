@@ -60,7 +60,8 @@ class StepRecord:
 class EngineReport:
     """Everything that ``compiled-attn run --json`` writes.
 
-    ``graphs`` counts the graphs of steps; ``warmup_seconds`` includes those that copy blocks.
+    ``graphs`` counts the graphs of steps, ``graphs_loaded`` those of them that came from a store;
+    ``warmup_seconds`` includes the graphs that copy blocks.
     ``buckets`` has a row per bucket: its warmup, how many steps ran in it, how long they took.
     ``padding_waste`` is the padded share of computed tokens and of computed blocks.
     ``graph_breaks`` and ``compiles_after_warmup`` come from the sentinel, ``fallbacks`` counts
@@ -93,6 +94,7 @@ class EngineReport:
     seconds: float
     memory: dict[str, float] = field(default_factory=dict)
     buckets: list[dict[str, object]] = field(default_factory=list)
+    graphs_loaded: int = 0
     checked_requests: int = 0
     mismatched_tokens: int = 0
 
@@ -116,6 +118,7 @@ def bucket_rows(
             "bucket": str(result.bucket),
             "status": result.status,
             "warmup_seconds": round(result.seconds, 3),
+            "from_store": result.is_loaded,
             "steps": len(mine := ran.get(result.bucket.sizes, [])),
             "waste": _wasted(result.bucket, mine, cost),
             "step_ms": asdict(Percentiles.of([record.seconds for record in mine])),

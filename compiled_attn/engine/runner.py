@@ -48,8 +48,10 @@ class Runner:
             self._padding,
             backend=config.backend,
             strict=config.strict,
+            workers=config.warmup_workers,
+            journal=config.warmup_journal,
             name="step",
-            **_backend_options(config.backend),
+            **_backend_options(config.backend_name),
         )
 
     def fit(

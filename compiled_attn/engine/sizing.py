@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedModel
@@ -21,7 +21,7 @@ from compiled_attn.engine.sampling import SamplingParams
 from compiled_attn.hf import cache_for
 from graphs import BucketOverflow, BucketSpace
 
-__all__ = ["Sizing"]
+__all__ = ["Sizing", "cost_of_steps"]
 
 _DEFAULT_KV_BYTES = 256 * 2**20
 
@@ -136,10 +136,16 @@ def _buckets(
             f"expected at most max_graphs={config.max_graphs} buckets, got {len(space)}: "
             "raise max_graphs"
         )
+    return space.with_cost(cost_of_steps(model, config.block_size, is_native))
+
+
+def cost_of_steps(
+    model: PreTrainedModel, block_size: int, is_native: bool = False
+) -> Callable[[Mapping[str, int]], float]:
+    """The `step_cost` of a model, by which the engine picks its buckets; native: `table_cost`."""
     text = model.config.get_text_config()
     head = text.vocab_size * text.hidden_size
     weights = sum(p.numel() for p in model.parameters()) - head
     if is_native:
-        return space.with_cost(table_cost(2 * weights, 2 * head))
-    pair = 4 * text.num_hidden_layers * text.hidden_size
-    return space.with_cost(step_cost(2 * weights, pair, config.block_size))
+        return table_cost(2 * weights, 2 * head)
+    return step_cost(2 * weights, 4 * text.num_hidden_layers * text.hidden_size, block_size)

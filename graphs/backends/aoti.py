@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from graphs.backends.apart import Apart
 from graphs.backends.base import CaptureError, Frozen
 from graphs.backends.export_state import (
     State,
@@ -94,7 +95,7 @@ class AotiBackend:
             CaptureError: there is no package, or the callable's tensors are others than it has.
         """
         try:
-            return Frozen(load(Path(path), function), stale=_why_stale)
+            return Frozen(load(Path(path), function), stale=_why_stale, is_loaded=True)
         except Exception as error:
             raise CaptureError(name, describe_failure(error)) from error
 
@@ -111,6 +112,9 @@ def build(
         ValueError: it reads tensors that are neither inputs, parameters nor buffers, or returns
             what a package cannot tell of.
     """
+    places = [i for i, value in enumerate(example_inputs) if isinstance(value, Tensor)]
+    if shared := Apart(function, places).mismatch(example_inputs):
+        raise ValueError(f"{shared}: give each a tensor of its own")
     stateless = Stateless(function, example_inputs)
     tensors = [value for value in example_inputs if isinstance(value, Tensor)]
     program = torch.export.export(stateless, (*tensors, *stateless.state.now()), strict=False)
@@ -148,8 +152,11 @@ def load(folder: Path, function: Callable[..., Any]) -> Callable[..., Any]:
     places, leaves = layout["inputs"], layout["leaves"]
     spec = pytree.treespec_loads(layout["spec"])
     is_one_tensor = leaves == [None] and spec.is_leaf()
+    apart = Apart(function, places)
 
     def run(*inputs: Input) -> Any:
+        if shared := apart.mismatch(inputs):
+            raise StateChanged(f"{shared}, captured apart")
         given = [inputs[place] for place in places] + state.now()
         results = call(given)
         if is_one_tensor:

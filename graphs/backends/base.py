@@ -98,6 +98,7 @@ class Frozen:
             else None.
         direct: a way that is taken while it holds, instead of `run` and the checks before it; what
             `run` then raises says why it no longer does.
+        is_loaded: whether it came from a store, and nothing was compiled.
     """
 
     run: Callable[..., Any]
@@ -105,6 +106,7 @@ class Frozen:
     close: Callable[[], None] = _nothing_to_close
     stale: Callable[[Exception], str | None] = _never_stale
     direct: Direct | None = None
+    is_loaded: bool = False
 
 
 class Backend(Protocol):

@@ -9,7 +9,6 @@ import typer
 
 from graphs.bucket_file import to_file
 from graphs.cli.errors import UserError
-from graphs.cli.needs_file import read_needs
 from graphs.cli.warmup_file import read_warmup
 
 __all__ = ["plan"]
@@ -46,15 +45,19 @@ def plan(
     The cost of a bucket is what was measured, or else the product of its sizes. Ends with 2 on bad
     input.
     """
-    from graphs.planner import Budget, CostModel, Demand
+    from graphs.planner import Budget, CostModel, read_demand
     from graphs.planner import plan as choose
 
     if max_seconds is not None and measured is None:
         raise UserError("--max-seconds needs --measured: the seconds of some captures")
     rows = read_warmup(measured) if measured else []
     try:
+        demand = read_demand(needs)
+    except ValueError as error:  # names the file and the line
+        raise UserError(str(error)) from error
+    try:
         report = choose(
-            Demand.of(read_needs(needs)),
+            demand,
             CostModel.fitted((r.bucket, r.run_seconds) for r in rows) if rows else None,
             Budget(graphs=max_graphs, seconds=max_seconds),
             seconds=CostModel.fitted((r.bucket, r.seconds) for r in rows) if rows else None,

@@ -13,7 +13,8 @@ from graphs.planner.demand_file import (
 )
 from graphs.planner.drift import DriftWatch
 from graphs.planner.judge import BucketUse, Judgement, judge
-from graphs.planner.planning import Part, plan, plan_together
+from graphs.planner.part import Part
+from graphs.planner.planning import plan, plan_together
 from graphs.planner.report import PlanReport
 
 __all__ = [

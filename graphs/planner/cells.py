@@ -19,6 +19,7 @@ CostOf: TypeAlias = Callable[[Points], Floats]
 Rows: TypeAlias = NDArray[np.int64]
 
 _COPIES = 4
+_OFTEN = 0.02
 
 
 class Cells(NamedTuple):
@@ -95,8 +96,8 @@ def jittered(
 ) -> tuple[Points, Weights]:
     """The needs and copies of them with sizes off by some per cent, which weigh ``share`` of all.
 
-    Tomorrow's needs lie near today's, and sometimes above the largest of them. What is at its limit
-    stays there, a full step for example.
+    Tomorrow's needs lie near today's, and sometimes above the largest of them. A size at its limit
+    stays, and so does one that occurs often: a full step, no context.
 
     Args:
         points: ``[n, axes]``.
@@ -107,13 +108,21 @@ def jittered(
         seed: of the random numbers.
     """
     rng = np.random.default_rng(seed)
+    stays = (points == high) | np.stack([_often(sizes, weights) for sizes in points.T], axis=1)
     together = [points]
     for _ in range(_COPIES):
         factors = np.exp(spread * rng.standard_normal(points.shape))
         moved = np.minimum(np.ceil(points * factors), high).astype(np.int64)
-        together.append(np.where(points == high, points, moved))
+        together.append(np.where(stays, points, moved))
     parts = [weights * (1 - share), *[weights * share / _COPIES] * _COPIES]
     return np.concatenate(together), np.concatenate(parts)
+
+
+def _often(sizes: Rows, weights: Weights) -> NDArray[np.bool_]:
+    _, which = np.unique(sizes, return_inverse=True)
+    shares = np.bincount(which.reshape(-1), weights) / weights.sum()
+    frequent: NDArray[np.bool_] = (shares >= _OFTEN)[which.reshape(-1)]
+    return frequent
 
 
 def dominates(buckets: Points, points: Points) -> NDArray[np.bool_]:

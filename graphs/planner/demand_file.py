@@ -83,8 +83,9 @@ def read_demand(path: str | os.PathLike[str]) -> Demand:
     """Read the needs of a file, in its order.
 
     A file that begins with ``{`` has one object a line, ``{"need": {"tokens": 37, "blocks": 80},
-    "count": 2}``; any other is CSV with a line of names first: the axes, and perhaps ``count``.
-    A count is a positive number, 1 where it is left out. Blank lines are skipped.
+    "count": 2}``, or just the sizes, ``{"tokens": 37, "blocks": 80}``; any other is CSV with a line
+    of names first: the axes, and perhaps ``count``. A count is a positive number, 1 where it is
+    left out. Blank lines are skipped.
 
     Raises:
         DemandFileError: the file cannot be read, holds no need, or has a bad line: its number and
@@ -170,10 +171,12 @@ def _json_row(line: str) -> Row:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"not valid JSON: {error.msg} at column {error.colno}") from None
-    need = row.get("need") if isinstance(row, dict) else None
+    if not isinstance(row, dict) or not row:
+        raise ValueError('expected sizes by axis, such as {"tokens": 37}, or {"need": {...}}')
+    need, count = (row["need"], row.get(_COUNT, 1)) if "need" in row else (row, 1)
     if not isinstance(need, dict) or not need:
         raise ValueError('expected an object with "need": {axis: size, ...}')
-    return {name: _size(name, size) for name, size in need.items()}, _count(row.get(_COUNT, 1))
+    return {name: _size(name, size) for name, size in need.items()}, _checked_count(count)
 
 
 def _csv_reader(header: str) -> Callable[[str], Row]:
@@ -186,7 +189,7 @@ def _csv_reader(header: str) -> Callable[[str], Row]:
         if len(cells) != len(names):
             raise ValueError(f"expected {len(names)} values, got {len(cells)}")
         row = dict(zip(names, cells, strict=True))
-        count = _count(float(row.pop(_COUNT, "1")))
+        count = _checked_count(float(row.pop(_COUNT, "1")))
         return {name: _size(name, int(cell)) for name, cell in row.items()}, count
 
     return read
@@ -198,7 +201,7 @@ def _size(name: str, size: Any) -> int:
     return whole(name, size)
 
 
-def _count(count: Any) -> float:
+def _checked_count(count: Any) -> float:
     if isinstance(count, bool) or not isinstance(count, int | float) or not 0 < count < math.inf:
         raise ValueError(f"expected a positive count, got {count!r}")
     return float(count)

@@ -36,7 +36,8 @@ class Region:
     Args:
         axes: with the least and the largest size of a legal need.
         legal: takes sizes by axis, numbers or arrays of them (written with comparisons and ``&``);
-            None: all are legal. A box of needs counts as legal where one of its corners is.
+            None: all are legal. A box of needs counts as legal where one at the low, middle or high
+            end of each axis is.
     """
 
     def __init__(
@@ -94,9 +95,12 @@ class Region:
         ]
         low = np.stack([side.reshape(-1) for side in np.meshgrid(*lows, indexing="ij")], axis=1)
         high = np.stack([s.reshape(-1) for s in np.meshgrid(*ladders, indexing="ij")], axis=1)
-        some = np.zeros(len(low), np.bool_)
-        for corner in itertools.product((False, True), repeat=len(self.axes)):
-            some |= self.allows(np.where(np.array(corner), high, low))
+        some = self.allows(low)
+        ends = (low, high, (low + high) // 2)
+        for sides in itertools.product(range(3), repeat=len(self.axes)):
+            rest = np.flatnonzero(~some)
+            at = np.stack([ends[side][rest, axis] for axis, side in enumerate(sides)], axis=1)
+            some[rest] = self.allows(at)
         return Grid(low[some], high[some])
 
 

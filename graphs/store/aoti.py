@@ -10,7 +10,8 @@ from typing import Any
 from graphs.backends.aoti import AotiBackend
 from graphs.backends.base import CaptureError, Frozen
 from graphs.inputs import Input
-from graphs.store.known import KnownCode
+from graphs.store.errors import StoreError
+from graphs.store.known import UNTOLD, KnownCode
 from graphs.store.store import ArtifactStore
 
 __all__ = ["StoredAoti"]
@@ -53,6 +54,7 @@ class StoredAoti:
         """Load the package, or build it and store it; `options` are those of the backend."""
         factors = self._code.factors(function, example_inputs, backend="aoti", options=options)
         if factors is None:
+            _log.warning("%s: not stored: %s", name, UNTOLD)
             return self._aoti.capture(
                 function, example_inputs, name=name, warm_runs=warm_runs, options=options
             )
@@ -67,7 +69,7 @@ class StoredAoti:
                     package_path=folder,
                     options=options,
                 )
-                self.stored += self.store.put(factors, folder)
+                self._put(factors, folder, name)
             return frozen
         try:
             for _ in range(warm_runs):
@@ -80,11 +82,15 @@ class StoredAoti:
     def _load(
         self, factors: Mapping[str, Any], function: Callable[..., Any], name: str
     ) -> Frozen | None:
-        with self.store.use(factors) as folder:
-            if folder is None:
-                return None
-            try:
-                return self._aoti.load(function, folder, name=name)
-            except CaptureError as error:
-                _log.warning("%s; built again, not loaded", error)
-                return None
+        try:
+            with self.store.use(factors) as folder:
+                return self._aoti.load(function, folder, name=name) if folder else None
+        except (CaptureError, StoreError, OSError) as error:
+            _log.warning("%s: built again, not loaded: %s", name, error)
+            return None
+
+    def _put(self, factors: Mapping[str, Any], folder: str, name: str) -> None:
+        try:
+            self.stored += self.store.put(factors, folder)
+        except StoreError as error:  # the graph works: only the next process has to build it again
+            _log.warning("%s: not stored: %s", name, error)

@@ -8,6 +8,7 @@ inputs are whose, so that loading it traces nothing and compiles nothing.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import logging
 import tempfile
@@ -21,13 +22,14 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from graphs.alone import alone
+from graphs.backends.apart import Apart, memory_shared_by
 from graphs.backends.base import CaptureError, Frozen
 from graphs.backends.direct import direct_path, without_records
 from graphs.backends.export_state import State, StateChanged
 from graphs.backends.inductor import InductorBackend, _compile_once, _why_not, _why_stale
 from graphs.causes import describe_failure
 from graphs.inputs import Input
-from graphs.store.known import KnownCode
+from graphs.store.known import UNTOLD, KnownCode
 from graphs.store.store import ArtifactStore
 
 __all__ = ["StoredInductor"]
@@ -81,12 +83,9 @@ class StoredInductor:
         options: Mapping[str, Any] | None = None,
     ) -> Frozen:
         """Load the graph, or compile it in the first run and store it."""
-        factors = None
-        if mode is None and not torch.is_grad_enabled():
-            factors = self._code.factors(
-                function, example_inputs, backend="inductor", options=options
-            )
-        if factors is None:
+        factors = self._factors(function, example_inputs, mode, options)
+        if isinstance(factors, str):
+            _log.warning("%s: not stored: %s", name, factors)
             return self._inductor.capture(
                 function, example_inputs, name=name, warm_runs=warm_runs, mode=mode, options=options
             )
@@ -109,7 +108,9 @@ class StoredInductor:
         mode: str | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        """Compile into inductor's cache on disk, and run nothing; nothing is stored yet."""
+        """Compile what the store lacks into inductor's cache on disk; runs and stores nothing."""
+        if self.has(function, example_inputs, mode=mode, options=options):
+            return
         if mode is not None:
             self._inductor.precompile(
                 function, example_inputs, name=name, mode=mode, options=options
@@ -119,9 +120,42 @@ class StoredInductor:
         with without_records(), contextlib.suppress(_Compiled):
             _compile_once(alone(function, name), keeping, None, None)(*example_inputs)
 
+    def prepare(self) -> None:
+        """As backend `inductor` does."""
+        self._inductor.prepare()
+
+    def has(
+        self,
+        function: Callable[..., Any],
+        example_inputs: Sequence[Input],
+        *,
+        mode: str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> bool:
+        """Whether a capture would find the graph, if it is not damaged."""
+        factors = self._factors(function, example_inputs, mode, options)
+        return not isinstance(factors, str) and self.store.has(factors)
+
     def why_no_precompile(self) -> str:
         """Why :meth:`precompile` does not work here, or an empty string."""
         return self._inductor.why_no_precompile()
+
+    def _factors(
+        self,
+        function: Callable[..., Any],
+        examples: Sequence[Input],
+        mode: str | None,
+        options: Mapping[str, Any] | None,
+    ) -> dict[str, Any] | str:
+        """What the graph depends on, or why it is not stored."""
+        if mode is not None:
+            return f"mode={mode!r} is torch.compile's own affair: give options instead"
+        if torch.is_grad_enabled():
+            return "grad mode is enabled: capture under torch.no_grad()"
+        if shared := memory_shared_by(function, examples):
+            return f"{shared}: give each memory of its own"
+        factors = self._code.factors(function, examples, backend="inductor", options=options)
+        return UNTOLD if factors is None else factors
 
     def _load(
         self,
@@ -131,18 +165,21 @@ class StoredInductor:
         name: str,
         warm_runs: int,
     ) -> Frozen | None:
-        with self.store.use(factors) as folder:
-            if folder is None:
-                return None
-            try:
+        try:
+            with self.store.use(factors) as folder:
+                if folder is None:
+                    return None
                 run = _load(folder, function)
-            except Exception as error:  # a torch that cannot read it: as if it were not there
-                _log.warning("%s: compiled again, not loaded: %s", name, describe_failure(error))
-                return None
-        for _ in range(warm_runs):
-            run(*examples)
+        except Exception as error:  # a store that is busy or gone, a torch that cannot read it
+            _log.warning("%s: compiled again, not loaded: %s", name, describe_failure(error))
+            return None
+        try:
+            for _ in range(warm_runs):
+                run(*examples)
+        except Exception as error:
+            raise CaptureError(name, _why_not(error)) from error
         self.loaded += 1
-        return Frozen(run, stale=_why_loaded_is_stale)
+        return Frozen(run, stale=_why_loaded_is_stale, is_loaded=True)
 
     def _put(
         self,
@@ -243,6 +280,7 @@ class _Kept:
             "takes": [known[id(tensor)] for tensor in given],
             "leaves": [(known | places).get(id(leaf)) or _constant(leaf) for leaf in leaves],
             "spec": pytree.treespec_dumps(spec),
+            "tensors": [i for i, value in enumerate(examples) if isinstance(value, Tensor)],
             "state": state.layout(),
         }
 
@@ -270,13 +308,16 @@ def _load(folder: Path, function: Callable[..., Any]) -> Callable[..., Any]:
     if layout["state"] != state.layout():
         raise ValueError("its parameters and buffers are others")
     inductor: Any = torch._inductor
-    with _known_processor():
+    with _known_processor(), _no_headers():
         graph = inductor.CompiledArtifact.load(path=str(folder / _GRAPH), format="binary")
     takes = [(kind == "state", i) for kind, i in layout["takes"]]
     leaves, spec = layout["leaves"], pytree.treespec_loads(layout["spec"])
     is_one_tensor = leaves == [["made", 0]] and spec.is_leaf()
+    apart = Apart(function, layout["tensors"])
 
     def run(*inputs: Input) -> Any:
+        if shared := apart.mismatch(inputs):
+            raise StateChanged(f"{shared}, captured apart")
         own = state.now()
         made = graph(*[own[i] if is_own else inputs[i] for is_own, i in takes])
         if is_one_tensor:
@@ -301,6 +342,22 @@ def _known_processor() -> Iterator[None]:
             yield
     finally:
         found.cache_clear()
+
+
+@contextlib.contextmanager
+def _no_headers() -> Iterator[None]:
+    # Inductor preprocesses its headers in each process, to compile kernels faster. Here none is
+    # compiled, but where inductor's cache has lost one.
+    codecache: Any = importlib.import_module("torch._inductor.codecache")
+    precompile = getattr(codecache, "_precompile_header", None)
+    if precompile is None:
+        yield
+        return
+    codecache._precompile_header = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        codecache._precompile_header = precompile
 
 
 def _results(

@@ -77,7 +77,8 @@ def graph_factors(
 
 def code_factors(function: Callable[..., Any]) -> dict[str, Any]:
     """The sources of a callable and of all it imports, and the plain globals in them."""
-    return {"sources": sources_of(function), "globals": digest_of_globals(function)}
+    sources, modules = sources_of(function)
+    return {"sources": sources, "globals": digest_of_globals(modules)}
 
 
 @functools.lru_cache(maxsize=1)
@@ -146,6 +147,15 @@ def _text_of(value: Any) -> str | None:
 
 
 def _settings() -> str:
+    from torch._functorch import config as functorch
+    from torch._inductor import config as inductor
+
+    return _settings_at(inductor.get_hash(), functorch.get_hash())
+
+
+@functools.lru_cache(maxsize=16)
+def _settings_at(*_: bytes) -> str:
+    # By torch's own hashes, which are quick but differ between processes.
     from torch._functorch import config as functorch
     from torch._inductor import config as inductor
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from graphs.store.errors import StoreBusy
 from graphs.store.factors import key_of
 from graphs.store.files import digest_of, remove, write_whole
-from graphs.store.lock import Lock
+from graphs.store.lock import Lock, locked
 
 if TYPE_CHECKING:
     from typing import Self
@@ -21,6 +23,7 @@ __all__ = ["InductorCache"]
 
 _log = logging.getLogger(__name__)
 
+_PATIENCE = 60.0
 _UNSEALED = "never sealed, as after a kill"
 
 
@@ -43,17 +46,16 @@ class InductorCache:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.key = folder.name
+        self._factors: dict[str, Any] = {}
         self._lock: Lock | None = None
-        self._sealed: dict[str, str] | None = None
+        self._digested: dict[str, tuple[int, int]] = {}
 
     @classmethod
     def of(cls, parent: Path, factors: Mapping[str, Any]) -> InductorCache:
         """The cache of an environment, made if there is none."""
         cache = cls(parent / key_of(factors))
-        cache.files.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not (cache.folder / "factors.json").exists():
-            text = json.dumps(dict(factors), indent=1, sort_keys=True)
-            write_whole(cache.folder / "factors.json", text.encode())
+        cache._factors = dict(factors)
+        cache._make()
         return cache
 
     @property
@@ -86,10 +88,8 @@ class InductorCache:
 
     def __enter__(self) -> Self:
         self.scrub()
-        self._lock = Lock(self.folder / "lock")
-        while not self._lock.take(shared=True):
-            pass  # a scrub of another process, which is short
-        if self._seal.exists():
+        self._lock = self._shared_lock()
+        with suppress(OSError):  # there is none yet, or the disk is read-only
             os.utime(self._seal)
         return self
 
@@ -103,22 +103,22 @@ class InductorCache:
 
         Cheap enough to be called after each capture. A disk that is full leaves them unsealed.
         """
-        sealed = self._read_seal()
         try:
-            fresh = {
-                name: digest_of(self.files / name)
-                for name in _names_in(self.files)
-                if name not in sealed and not _is_of_the_moment(name)
-            }
-            if fresh:
-                write_whole(self._seal, json.dumps(sealed | fresh).encode())
-        except (OSError, ValueError) as error:
+            with locked(self.folder / "seal.lock", shared=False, seconds=_PATIENCE):
+                sealed = self._read_seal()
+                there = [name for name in _names_in(self.files) if not _is_of_the_moment(name)]
+                kept = {name: sealed[name] for name in there if name in sealed}
+                fresh = self._fresh(there, sealed)
+                if fresh:
+                    write_whole(self._seal, json.dumps(kept | fresh).encode())
+        except (OSError, StoreBusy) as error:
             _log.warning("%s: not sealed: %s", self.files, error)
             return 0
         return len(fresh)
 
     def scrub(self) -> dict[str, str]:
         """Remove what is not what was sealed; returns the reason for each file."""
+        self._make()
         lock = Lock(self.folder / "lock")
         try:
             alone = lock.take()
@@ -152,6 +152,37 @@ class InductorCache:
             return size
         finally:
             lock.close()
+
+    def _fresh(self, names: Iterable[str], sealed: Mapping[str, str]) -> dict[str, str]:
+        # A file that a worker or a compiler was about to write when it was digested is digested
+        # anew; one that is gone was a temporary one.
+        fresh = {}
+        for name in names:
+            with suppress(FileNotFoundError):
+                found = os.stat(self.files / name)
+                now = found.st_size, found.st_mtime_ns
+                if name not in sealed or self._digested.get(name, now) != now:
+                    fresh[name] = digest_of(self.files / name)
+                    self._digested[name] = now
+        return fresh
+
+    def _make(self) -> None:
+        self.files.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if self._factors and not (self.folder / "factors.json").exists():
+            text = json.dumps(self._factors, indent=1, sort_keys=True)
+            write_whole(self.folder / "factors.json", text.encode())
+
+    def _shared_lock(self) -> Lock:
+        end = time.monotonic() + _PATIENCE
+        while time.monotonic() < end:
+            self._make()
+            lock = Lock(self.folder / "lock")
+            # One that is taken is being scrubbed, or cleared: then this is no longer its lock.
+            if lock.take(shared=True) and lock.is_current():
+                return lock
+            lock.close()
+            time.sleep(0.01)
+        raise StoreBusy(f"{self.folder} was locked for {_PATIENCE:g} s: wait, or use another store")
 
     @property
     def _seal(self) -> Path:

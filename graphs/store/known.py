@@ -9,7 +9,9 @@ from weakref import WeakKeyDictionary
 from graphs.inputs import Input
 from graphs.store.factors import code_factors, graph_factors
 
-__all__ = ["KnownCode"]
+__all__ = ["UNTOLD", "KnownCode"]
+
+UNTOLD = "an option is an object without a uuid(), so nobody can tell what it does: give it one"
 
 
 class KnownCode:
@@ -31,7 +33,10 @@ class KnownCode:
         options: Mapping[str, Any] | None,
     ) -> dict[str, Any] | None:
         """As :func:`graph_factors`."""
-        code = self._known.get(function)
-        if code is None:
-            code = self._known[function] = code_factors(function)
+        try:
+            code = self._known.get(function)
+            if code is None:
+                code = self._known[function] = code_factors(function)
+        except TypeError:  # it has no hash, or cannot be referred to weakly
+            code = code_factors(function)
         return graph_factors(function, inputs, backend=backend, options=options or {}, code=code)

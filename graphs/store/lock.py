@@ -40,6 +40,13 @@ class Lock:
             return False
         return True
 
+    def is_current(self) -> bool:
+        """Whether the file is still the one that others find by its path."""
+        try:
+            return os.path.samestat(os.fstat(self._handle), os.stat(self.path))
+        except FileNotFoundError:
+            return False
+
     def close(self) -> None:
         """Give it back."""
         if self._handle >= 0:

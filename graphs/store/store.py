@@ -96,6 +96,10 @@ class ArtifactStore:
             self._discard(folder, problem)
         yield None
 
+    def has(self, factors: Mapping[str, Any]) -> bool:
+        """Whether there is an artifact of these factors; its files are not looked at."""
+        return (self._artifacts / key_of(factors)).is_dir()
+
     def put(self, factors: Mapping[str, Any], source: str | Path) -> bool:
         """Store a copy of a file, or of the files of a folder; False if the disk does not take it.
 
@@ -109,17 +113,17 @@ class ArtifactStore:
         key, source = key_of(factors), Path(source)
         if not source.exists():
             raise ValueError(f"{source} is neither a file nor a folder")
-        with self._unfinished() as fresh:
-            try:
+        try:
+            with self._unfinished() as fresh:
                 fresh.mkdir(mode=0o700)
                 copy_whole(source, fresh / "files")
                 write_manifest(fresh, factors)
                 with self._locked(shared=False):
                     self._commit(fresh, self._artifacts / key)
                     self._evict(self.max_bytes)
-            except OSError as error:
-                _log.warning("%s: %s is not stored: %s", self.path, key[:12], error)
-                return False
+        except OSError as error:
+            _log.warning("%s: %s is not stored: %s", self.path, key[:12], error)
+            return False
         return (self._artifacts / key).is_dir()
 
     def entries(self) -> list[Entry]:
@@ -180,7 +184,7 @@ class ArtifactStore:
         mark = self.path / "store.json"
         if not mark.exists():
             strangers = [path.name for path in self.path.iterdir() if not path.name.startswith(".")]
-            if strangers:
+            if strangers and not mark.exists():  # or else another process made it meanwhile
                 raise StoreError(
                     f"{self.path} is no store, it holds {strangers[0]}: give an empty folder"
                 )

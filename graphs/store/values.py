@@ -7,23 +7,26 @@ import enum
 import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from types import ModuleType
+from functools import partial
+from types import CodeType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from graphs.store.sources import first_party
+from graphs.store.modules import file_of, is_own
 
-__all__ = ["digest_of_globals", "digest_of_values"]
+__all__ = ["digest_of_globals", "digest_of_values", "values_in"]
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _DEPTH = 6
+_MOST = 1000  # values in a global container, above which it is data and no setting
 # By these names go numbers that are others in each process.
 _OF_A_PROCESS = ("_hash", "address", "addresses", "data_ptr", "data_ptrs", "pid")
 # What captures and serves a module may hang from it, with counters and seconds.
 _MACHINERY = (
     "graphs.capture",
+    "graphs.capturing",
     "graphs.compiles",
     "graphs.journal",
     "graphs.sentinel",
@@ -39,25 +42,46 @@ def digest_of_values(function: Callable[..., Any]) -> str:
     address, a hash or a process, nor what captures and serves the module. Two callables with the
     same digest may differ in an object that nests deeper than six levels.
     """
-    return _digest(_of(function, "", _DEPTH, set()))
+    return _digest(_of(function, "", _DEPTH, {}))
 
 
-def digest_of_globals(function: Callable[..., Any]) -> str:
-    """Digest of the plain values among the globals of the files that a callable can reach."""
+def digest_of_globals(modules: list[ModuleType]) -> str:
+    """Digest of the plain values, and containers of them, among the globals of modules."""
     lines = (
         line
-        for module in first_party(function)
+        for module in modules
         if not module.__name__.startswith("graphs.")  # its own counters are no part of a graph
         for name, value in sorted(vars(module).items())
         if not name.startswith("__") and _is_plain(value)
-        for line in _of(value, f"{module.__name__}.{name}", 2, set())
+        for line in _of(value, f"{module.__name__}.{name}", _DEPTH, {})
     )
     return _digest(lines)
 
 
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, tuple):
-        return all(map(_is_plain, value))
+def values_in(function: Callable[..., Any]) -> Iterator[Any]:
+    """Everything that a callable holds on to but plain values, itself first, each once."""
+    seen: dict[int, Any] = {}
+    todo: list[tuple[Any, int]] = [(function, _DEPTH)]
+    while todo:
+        value, depth = todo.pop()
+        if id(value) in seen or depth < 0 or isinstance(value, (Tensor, enum.Enum, *_PLAIN)):
+            continue
+        seen[id(value)] = value
+        yield value
+        if not _is_leaf(value):
+            left = _DEPTH if isinstance(value, nn.Module) else depth - 1
+            todo += [(part, left) for _, part in _parts(value)]
+
+
+def _is_leaf(value: Any) -> bool:
+    is_machinery = type(value).__module__.startswith(_MACHINERY)
+    return is_machinery or isinstance(value, (ModuleType, type))
+
+
+def _is_plain(value: Any, depth: int = _DEPTH) -> bool:
+    if isinstance(value, (dict, tuple, list, set, frozenset)):  # not os.environ, which is no dict
+        inner = (*value, *value.values()) if isinstance(value, dict) else value
+        return depth > 0 and len(value) <= _MOST and all(_is_plain(v, depth - 1) for v in inner)
     return isinstance(value, (enum.Enum, *_PLAIN))
 
 
@@ -68,7 +92,8 @@ def _digest(lines: Iterator[str]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _of(value: Any, path: str, depth: int, seen: set[int]) -> Iterator[str]:
+def _of(value: Any, path: str, depth: int, seen: dict[int, Any]) -> Iterator[str]:
+    # What is seen is kept, or else another object could get its id.
     if isinstance(value, (enum.Enum, *_PLAIN)):
         yield f"{path}={value!r}"
         return
@@ -79,9 +104,9 @@ def _of(value: Any, path: str, depth: int, seen: set[int]) -> Iterator[str]:
     if id(value) in seen or depth < 0 or isinstance(value, (ModuleType, type)):
         yield f"{path}: {getattr(value, '__qualname__', kind)}"
         return
-    seen.add(id(value))
+    seen[id(value)] = value
     yield f"{path}: {kind}"
-    if type(value).__module__.startswith(_MACHINERY):
+    if _is_leaf(value):
         return
     for name, part in _parts(value):
         if name.endswith(_OF_A_PROCESS):
@@ -102,11 +127,30 @@ def _parts(value: Any) -> list[tuple[str, Any]]:
         return [("self", value.__self__), ("func", value.__func__)]
     if inspect.isfunction(value):
         return _of_function(value)
+    if isinstance(value, partial):
+        return [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
     if dataclasses.is_dataclass(value):
         return [
             (field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value)
         ]
-    return sorted(getattr(value, "__dict__", {}).items())
+    own = {**_of_class(type(value)), **_in_slots(value), **getattr(value, "__dict__", {})}
+    return sorted(own.items())
+
+
+def _of_class(kind: type) -> dict[str, Any]:
+    return {
+        name: value
+        for each in reversed(kind.__mro__)
+        if is_own(each.__module__) or file_of(each.__module__) is None
+        for name, value in vars(each).items()
+        if not name.startswith("_") and _is_plain(value)
+    }
+
+
+def _in_slots(value: Any) -> dict[str, Any]:
+    slots = (vars(kind).get("__slots__", ()) for kind in type(value).__mro__)
+    names = [name for each in slots for name in ((each,) if isinstance(each, str) else each)]
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
 def _of_function(value: Any) -> list[tuple[str, Any]]:
@@ -117,6 +161,25 @@ def _of_function(value: Any) -> list[tuple[str, Any]]:
             cells.append((name, cell.cell_contents))
         except ValueError:  # not filled yet
             cells.append((name, None))
-    own = {n: value.__globals__[n] for n in value.__code__.co_names if n in value.__globals__}
-    plain = [(n, v) for n, v in own.items() if _is_plain(v)]
-    return [("name", value.__qualname__), ("defaults", value.__defaults__), *cells, *plain]
+    used = {n: value.__globals__[n] for n in _names_of(value.__code__) if n in value.__globals__}
+    return [
+        ("name", value.__qualname__),
+        ("defaults", value.__defaults__),
+        ("keyword defaults", value.__kwdefaults__),
+        ("wrapped", getattr(value, "__wrapped__", None)),
+        *cells,
+        *((n, v) for n, v in sorted(used.items()) if _is_plain(v) or _is_of_a_session(v)),
+    ]
+
+
+def _names_of(code: CodeType) -> set[str]:
+    inner = (each for each in code.co_consts if isinstance(each, CodeType))
+    return set(code.co_names).union(*map(_names_of, inner))
+
+
+def _is_of_a_session(value: Any) -> bool:
+    # What was typed in has no file whose imports and digest would tell of it.
+    if isinstance(value, ModuleType):
+        return True
+    is_code = inspect.isfunction(value) or isinstance(value, (type, partial))
+    return is_code and file_of(getattr(value, "__module__", "")) is None

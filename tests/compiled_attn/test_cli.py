@@ -3,8 +3,9 @@ from __future__ import annotations
 import builtins
 import json
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from compiled_attn.check import CheckReport, Difference
 from compiled_attn.cli import main
 from compiled_attn.cli.live import ServingView, serving_view, status_line
 from compiled_attn.engine import Engine, StepInfo
+from graphs.backends.base import Frozen
+from graphs.backends.eager import EagerBackend
 
 KEYS = {
     "graphs",
@@ -53,6 +56,11 @@ class Outcome:
 
 
 Command = Callable[..., Outcome]
+
+
+@pytest.fixture(autouse=True)
+def _no_store_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("compiled_attn.cli.store.DEFAULT_STORE", str(tmp_path / "store"))
 
 
 @pytest.fixture
@@ -222,6 +230,58 @@ def test_a_bucket_file_says_what_is_captured(
     assert json.loads(path.read_text())["graphs"] == 4
 
 
+def test_a_run_tells_how_many_graphs_came_from_the_store(
+    command: Command, small: list[object], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Loading(EagerBackend):
+        def capture(self, *args: Any, **kwargs: Any) -> Frozen:
+            return replace(super().capture(*args, **kwargs), is_loaded=True)
+
+    @contextmanager
+    def stored(backend: str, store: Path | None) -> Iterator[Loading]:
+        assert store == tmp_path / "mine"
+        yield Loading()
+
+    monkeypatch.setattr("compiled_attn.cli.job.stored_backend", stored)
+    path = tmp_path / "result.json"
+    outcome = command(*small, "--store", tmp_path / "mine", "--json", path)
+    result = json.loads(path.read_text())
+    assert outcome.code == 0 and f"{result['graphs']} from the store" in outcome.out
+    assert result["graphs_loaded"] == result["graphs"] > 1
+    assert all(row["from_store"] for row in result["buckets"])
+    assert result["backend"] == "eager"
+    command(*small, "--no-store", "--json", path)
+    assert json.loads(path.read_text())["graphs_loaded"] == 0
+
+
+@pytest.mark.slow
+def test_a_second_start_loads_every_graph_and_serves_the_same_tokens(
+    command: Command, small: list[object], tmp_path: Path
+) -> None:
+    path, job = tmp_path / "result.json", [*small[:6], "inductor", *small[7:-1], 2]
+    job += ["--warmup-workers", 2]
+    results = []
+    for _ in range(2):
+        outcome = command(*job, "--check", 2, "--json", path)
+        assert outcome.code == 0, outcome.err
+        results.append(json.loads(path.read_text()))
+    assert [r["graphs_loaded"] for r in results] == [0, 2]
+    assert [r["mismatched_tokens"] for r in results] == [0, 0]
+    assert (tmp_path / "store" / "artifacts").is_dir()
+
+
+def test_a_journal_is_written_and_one_of_another_warmup_is_refused(
+    command: Command, small: list[object], tmp_path: Path
+) -> None:
+    journal = tmp_path / "warmup.jsonl"
+    assert command(*small, "--warmup-journal", journal).code == 0
+    lines = [json.loads(line) for line in journal.read_text().splitlines()]
+    assert (lines[0]["name"], lines[0]["backend"]) == ("step", "eager")
+    assert lines[-1]["status"] == "captured"
+    other = [*small[:6], "aot_eager", *small[7:]]
+    assert_refused(command(*other, "--warmup-journal", journal), "has backend 'eager'")
+
+
 def test_a_mismatch_is_shown_with_both_logits_and_fails_the_run(
     command: Command, small: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -371,6 +431,10 @@ def test_a_missing_compiler_is_refused_with_the_remedy(
         (["--json", "/nowhere/result.json"], ["/nowhere/result.json", "No such file or directory"]),
         (["--num-blocks", "99999999999"], ["not enough memory", "--num-blocks"]),
         (["--trace", "x.csv", "--demand", "chat"], ["--trace and --demand"]),
+        (["--store", "x", "--no-store"], ["--store and --no-store"]),
+        (["--store", "/dev/null"], ["/dev/null"]),
+        (["--warmup-workers", "0"], ["warmup_workers >= 1, got 0"]),
+        (["--warmup-journal", "/dev/null/journal"], ["/dev/null"]),
         (["--colour"], ["--colour"]),
         (["surplus"], ["surplus"]),
     ],
@@ -401,7 +465,7 @@ def test_the_help_names_every_option_of_the_command(command: Command) -> None:
     names = (
         "model trace demand requests scale seed speed concurrency temperature top-k top-p dtype "
         "backend max-tokens-per-step max-seqs block-size num-blocks buckets max-graphs check "
-        "strict no-strict report json"
+        "strict no-strict report json store no-store warmup-workers warmup-journal"
     )
     text = command("run", "--help").out
     assert [name for name in names.split() if f"--{name}" not in text] == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -25,9 +26,10 @@ def test_inductor_compiles_into_the_store_and_only_during_the_run(tmp_path, monk
 def test_other_backends_get_what_they_can_use(tmp_path):
     with stored_backend("aoti", tmp_path / "store") as backend:
         assert isinstance(backend, StoredAoti)
-    with stored_backend("eager", tmp_path / "none") as backend:
+    with stored_backend("eager", None) as backend:
         assert backend == "eager"
-    assert not (tmp_path / "none").exists()
+    with pytest.raises(UserError, match="--store is for"), stored_backend("eager", tmp_path):
+        pass
 
 
 def test_a_folder_that_was_asked_for_has_to_work_and_the_default_one_does_not(
@@ -40,3 +42,13 @@ def test_a_folder_that_was_asked_for_has_to_work_and_the_default_one_does_not(
     with stored_backend("aoti", None) as backend:
         assert backend == "aoti"
     assert "nothing is stored for the next start" in caplog.text
+
+
+def test_a_user_without_a_home_runs_without_a_store(monkeypatch, caplog):
+    def homeless(_):
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "expanduser", homeless)
+    with stored_backend("inductor", None) as backend:
+        assert backend == "inductor"
+    assert "Could not determine home directory" in caplog.text

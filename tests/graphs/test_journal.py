@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 
@@ -86,3 +87,18 @@ def test_a_broken_line_in_the_middle_is_an_error_with_its_number(path):
     path.write_text(path.read_text() + "oops\n" + path.read_text().splitlines()[1] + "\n")
     with pytest.raises(JournalError, match=r"warmup.jsonl:3 is not readable"):
         journal(path)
+
+
+def test_a_disk_that_is_full_stops_no_warmup_and_is_told_once(path, monkeypatch, caplog):
+    kept = journal(path)
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "open", full)
+    kept.start(DONE.bucket)
+    kept.done(DONE)
+    monkeypatch.undo()
+    assert kept.seconds == {DONE.bucket: 2.5}
+    assert caplog.text.count("No space left on device") == 1
+    assert journal(path).seconds == {}

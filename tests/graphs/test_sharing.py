@@ -2,8 +2,9 @@ import pytest
 import torch
 
 from graphs import Bucket, GraphBudgetExceeded, WarmupManager, explicit, no_compile
+from graphs.backends.eager import EagerBackend
 from graphs.backends.inductor import InductorBackend
-from graphs.sharing import NoWorkers, precompiler, shared
+from graphs.sharing import NoWorkers, precompiler, shared, stored
 from graphs.workers import why_no_workers
 
 SPACE = explicit(["n"], [4, 2, 1])
@@ -53,6 +54,35 @@ def test_under_an_armed_sentinel_nothing_is_prepared(monkeypatch):
     manager = WarmupManager(double, SPACE, rows_of, workers=2)
     with no_compile(), pytest.raises(GraphBudgetExceeded):
         manager.warmup()
+
+
+class Stored(EagerBackend):
+    """Has the graphs of two rows and less, and compiles others beforehand."""
+
+    def has(self, function, inputs):
+        if len(inputs[0]) == 1:
+            raise OSError("a store that is gone")
+        return len(inputs[0]) <= 2
+
+    def why_no_precompile(self):
+        return "nothing to compile with"
+
+    def precompile(self, *_, **__):
+        raise AssertionError
+
+
+def test_what_a_store_has_comes_first_and_needs_no_workers(caplog):
+    parts = (double, rows_of, Stored(), {})
+    assert stored([*SPACE], *parts) == [Bucket(n=2)]
+    assert stored([*SPACE], double, rows_of, "inductor", {}) == []
+    order = []
+    manager = WarmupManager(double, SPACE, rows_of, backend=Stored(), workers=2)
+    manager.warmup(lambda event: order.append(event.bucket.n) if event.seconds else None)
+    assert order == [2, 4, 1]
+    assert "workers=2 compile nothing: nothing to compile with" in caplog.text
+    caplog.clear()
+    WarmupManager(double, explicit(["n"], [2]), rows_of, backend=Stored(), workers=2).warmup()
+    assert not caplog.records
 
 
 @pytest.mark.skipif(bool(why_no_workers()), reason="no fork")

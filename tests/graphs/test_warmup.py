@@ -190,9 +190,11 @@ def test_a_budget_that_runs_out_keeps_the_largest_for_all_needs(monkeypatch):
     served = manager(budget_seconds=5.0)
     times = iter([0.0, 6.0, 7.0])
     monkeypatch.setattr("graphs.schedule.Schedule.elapsed", lambda self: next(times, 8.0))
-    original = served._attempt
+    original = served._capturing.attempt
     monkeypatch.setattr(
-        served, "_attempt", lambda b, elapsed: original(b, 0.0 if b.tokens == 8 else 6.0)
+        served._capturing,
+        "attempt",
+        lambda b, elapsed, size: original(b, 0.0 if b.tokens == 8 else 6.0, size),
     )
     report = served.warmup()
     assert [r.bucket.tokens for r in report.skipped] == [4, 2]

@@ -49,6 +49,7 @@ def test_the_json_form_is_plain():
         "error": "graph break",
         "run_seconds": None,
         "name": "",
+        "is_loaded": False,
     }
     assert data["elapsed_seconds"] == 2.6
 

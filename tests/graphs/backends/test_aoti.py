@@ -220,3 +220,10 @@ def test_aoti_is_available_where_inductor_is():
 def test_gradients_are_refused():
     with torch.enable_grad(), pytest.raises(CaptureError, match=r"under torch\.no_grad"):
         capture(nn.Linear(2, 2), [torch.ones(1, 2)], backend=BACKEND)
+
+
+def test_inputs_that_are_one_tensor_are_refused():
+    """Export makes one input of them, so that the other would never be read."""
+    x = torch.ones(2)
+    with pytest.raises(CaptureError, match="are one tensor: give each a tensor of its own"):
+        capture(lambda a, b: a - b, [x, x], backend=BACKEND)

@@ -117,8 +117,8 @@ def test_explain_traces_under_the_chosen_grad_mode(model, flag, guarded, capsys)
             ["warmup", "{}:full", "--buckets", "rows.txt", "--budget-seconds", "-1"],
             "budget_seconds",
         ),
-        (["plan", "none.jsonl"], "none.jsonl: not readable as recorded needs"),
-        (["plan", "rows.txt"], "rows.txt:1: expected sizes by name"),
+        (["plan", "none.jsonl"], "none.jsonl: not readable as a demand"),
+        (["plan", "rows.txt"], "rows.txt:1: expected the names of the axes"),
         (["plan", "rows.txt", "--max-seconds", "3"], "--max-seconds needs --measured"),
         (["plan", "rows.txt", "--measured", "none.json"], "none.json: not readable as a warmup"),
         (["plan", "rows.txt", "--measured", "rows.txt"], "expected a file that `warmup --json`"),
@@ -195,11 +195,11 @@ def test_a_warmup_without_a_timed_bucket_measures_nothing(model, tmp_path, capsy
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "no need in it"),
-        ('{"rows": 1}\n{"rows": -1}', ":2: expected sizes by name"),
-        ('{"rows": 1}\n\n{"cols": 1}', ":3: expected the axes rows as before, got cols"),
-        ('{"rows": true}', ":1: expected sizes by name"),
-        ("[1, 2]", ":1: expected sizes by name"),
+        ("", "holds no need"),
+        ('{"rows": 1}\n{"rows": -1}', ":2: rows=-1 is negative"),
+        ('{"rows": 1}\n\n{"cols": 1}', ":3: expected the axes rows of the first need, got cols"),
+        ('{"rows": true}', ":1: rows=True is not a whole number"),
+        ("[1, 2]", ":1: expected the names of the axes"),
     ],
 )
 def test_bad_needs_are_told_with_their_line(model, text, message, tmp_path, capsys):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,11 @@ import torch
 from torch import nn
 
 from graphs import InputMismatch, ModeMismatch, StaleGraph, capture, no_compile
+from graphs.backends.base import Frozen
+from graphs.backends.inductor import InductorBackend
 from graphs.compiles import CompileWatch
 from graphs.store import ArtifactStore, StoredInductor
+from graphs.store.lock import Lock
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -119,6 +124,96 @@ def test_what_reads_a_tensor_of_nobodys_works_but_is_not_stored(tmp_path, caplog
     graph = capture(lambda x: x + hidden, [INPUTS[0]], backend=backend)
     assert "not stored: ValueError" in caplog.text and backend.stored == 0
     torch.testing.assert_close(graph.run(INPUTS[0]), INPUTS[0] + hidden)
+
+
+def test_inputs_that_are_one_tensor_are_not_stored(tmp_path, caplog):
+    """Dynamo makes one input of them, and guards that; a loaded graph has no guards."""
+    backend, x = StoredInductor(ArtifactStore(tmp_path / "store")), torch.ones(2, 4)
+    graph = capture(torch.sub, [x, x], backend=backend)
+    assert "not stored: inputs " in caplog.text and backend.stored == 0
+    assert torch.equal(graph.run(x, x), torch.zeros(2, 4))
+    with pytest.raises(StaleGraph):
+        graph.run(x, x + 1)
+
+
+def test_a_loaded_graph_refuses_one_tensor_in_two_places(tmp_path):
+    def add_twice(a, b):
+        return a.add_(1) + b
+
+    store = ArtifactStore(tmp_path / "store")
+    for loaded in (False, True):
+        graph = capture(add_twice, [torch.ones(4), torch.ones(4)], backend=StoredInductor(store))
+        assert graph.is_loaded is loaded
+        x = torch.ones(4)
+        with pytest.raises(StaleGraph):
+            graph.run(x, x)
+        assert torch.equal(x, torch.ones(4))
+
+
+@pytest.mark.parametrize(
+    ("settings", "grad", "reason"),
+    [
+        ({"mode": "default"}, False, "give options instead"),
+        ({}, True, "capture under torch.no_grad()"),
+        ({"options": {"post_grad_custom_post_pass": object()}}, False, "without a uuid()"),
+    ],
+)
+def test_what_cannot_be_stored_says_why(tmp_path, monkeypatch, caplog, settings, grad, reason):
+    def plain(self, function, *_, **__):
+        return Frozen(function)
+
+    monkeypatch.setattr(InductorBackend, "capture", plain)
+    backend = StoredInductor(ArtifactStore(tmp_path / "store"))
+    with torch.set_grad_enabled(grad):
+        capture(torch.relu, [INPUTS[0]], backend=backend, **settings)
+    assert reason in caplog.text and "relu: not stored: " in caplog.text
+    assert not backend.has(torch.relu, [torch.ones(7)], **settings)
+
+
+def test_an_input_that_is_a_buffer_is_not_stored(tmp_path, caplog):
+    net, backend = Net(), StoredInductor(ArtifactStore(tmp_path / "store"))
+    capture(net, [net.seen[:2], INPUTS[1], 2], backend=backend)
+    assert "input 'x' shares memory with 'seen'" in caplog.text and backend.stored == 0
+
+
+def test_a_store_that_is_busy_or_gone_costs_a_compile_and_no_graph(tmp_path, caplog):
+    store = ArtifactStore(tmp_path / "store", lock_seconds=0.05)
+    lock = Lock(store.path / ".lock")
+    assert lock.take()
+    try:
+        busy = capture(torch.relu, [INPUTS[0]], backend=StoredInductor(store))
+    finally:
+        lock.close()
+    assert caplog.text.count("StoreBusy") == 2  # not loaded, not stored
+    shutil.rmtree(store.path)
+    gone = capture(torch.relu, [INPUTS[0]], backend=StoredInductor(store))
+    for graph in (busy, gone):
+        assert torch.equal(graph.run(INPUTS[0]), torch.relu(INPUTS[0])) and not graph.is_loaded
+
+
+def test_a_callable_without_a_hash_can_be_stored(tmp_path):
+    @dataclass
+    class Scale:
+        factor: float
+
+        def __call__(self, x):
+            return x * self.factor
+
+    store = ArtifactStore(tmp_path / "store")
+    for factor, loaded in ((2.0, False), (3.0, False), (2.0, True)):
+        graph = capture(Scale(factor), [INPUTS[0]], backend=StoredInductor(store))
+        assert graph.is_loaded is loaded
+        assert torch.equal(graph.run(INPUTS[0]), INPUTS[0] * factor)
+
+
+def test_a_worker_compiles_nothing_that_is_stored(warm, monkeypatch):
+    backend = StoredInductor(warm)
+    assert backend.has(Net(), INPUTS)
+    backend.precompile(Net(), INPUTS, name="net")
+    assert not backend.has(Net(), (torch.ones(5, 4), torch.arange(3), 2))
+    with pytest.raises(ZeroDivisionError), monkeypatch.context() as patch:
+        patch.setattr("graphs.store.compiled._compile_once", lambda *_: 1 / 0)
+        backend.precompile(Net(), (torch.ones(5, 4), torch.arange(3), 2), name="net")
 
 
 SCRIPT = """

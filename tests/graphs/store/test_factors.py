@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import subprocess
 import sys
 
@@ -139,6 +141,25 @@ def test_inputs_backend_options_and_mode_count(load):
     assert len(set(keys)) == len(keys)
 
 
+def test_every_set_counts():
+    # Each is digested as a list that is gone afterwards, and whose address another may get.
+    net = nn.Module()
+    for number in range(20):
+        setattr(net, f"choices_{number}", {number})
+    keys = {key(net, X)}
+    for number in range(20):
+        setattr(net, f"choices_{number}", {number, "more"})
+        keys.add(key(net, X))
+    assert len(keys) == 21
+
+
+def test_a_container_of_itself_and_the_environment_do_no_harm(load, monkeypatch):
+    text = "\nfrom os import environ\nLOOP = []\nLOOP.append(LOOP)\n"
+    before = key(load("my_store_net", text), X)
+    monkeypatch.setenv("MY_STORE_VARIABLE", "another")
+    assert key(load(), X) == before
+
+
 def test_closures_count():
     def scaled(factor):
         def call(x):
@@ -147,6 +168,96 @@ def test_closures_count():
         return call
 
     assert key(scaled(2), X) == key(scaled(2), X) != key(scaled(3), X)
+
+
+class Slotted:
+    __slots__ = ("factor",)
+
+    def __init__(self, factor):
+        self.factor = factor
+
+    def __call__(self, x):
+        return x * self.factor
+
+
+def scaled(x, factor):
+    return x * factor
+
+
+def keyword(factor):
+    def call(x, *, factor=factor):
+        return x * factor
+
+    return call
+
+
+def wrapped(factor):
+    return functools.wraps(scaled)(lambda x: x * factor)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [Slotted, lambda k: functools.partial(scaled, factor=k), keyword, wrapped],
+    ids=["slots", "partial", "keyword default", "wrapped"],
+)
+def test_values_count_wherever_a_callable_keeps_them(make):
+    assert key(make(2), X) == key(make(2), X) != key(make(3), X)
+
+
+@pytest.mark.parametrize(
+    ("text", "change"),
+    [
+        ("\nNet.kind = 1\n", lambda module: setattr(module.Net, "kind", 2)),
+        ("\nTABLE = {'a': [1]}\n", lambda module: module.TABLE["a"].append(2)),
+    ],
+    ids=["class attribute", "global container"],
+)
+def test_what_a_program_sets_at_its_start_counts(load, text, change):
+    net = load("my_store_net", text)
+    before = key(net, X)
+    change(sys.modules["my_store_net"])
+    assert key(net, X) != before
+
+
+def test_the_source_of_a_function_that_is_handed_in_counts(load, tmp_path):
+    (tmp_path / "my_store_part.py").write_text("def part(x):\n    return x + 1\n")
+
+    def handed():
+        sys.modules.pop("my_store_part", None)
+        net = load()
+        net.part = importlib.import_module("my_store_part").part
+        net.stack = [functools.partial(net.part)]
+        return net
+
+    before = key(handed(), X)
+    assert key(handed(), X) == before
+    (tmp_path / "my_store_part.py").write_text("def part(x):\n    return x + 2\n")
+    assert key(handed(), X) != before
+
+
+def typed_in(text):
+    """The function `f` of a session without a file."""
+    names = {"__name__": "my_session"}
+    exec(text, names)
+    return names["f"]
+
+
+def test_what_was_typed_in_counts_with_what_it_calls():
+    text = "def g(x):\n    return x + {}\n\ndef f(x):\n    return [g(y) for y in [x]][0]\n"
+    assert key(typed_in(text.format(1)), X) == key(typed_in(text.format(1)), X)
+    assert key(typed_in(text.format(1)), X) != key(typed_in(text.format(2)), X)
+
+
+def test_a_file_for_another_python_does_not_stop_a_capture(load, tmp_path):
+    (tmp_path / "my_store_helper.py").write_text("import my_store_pack._old\ndef helper(x): ...\n")
+    pack = tmp_path / "my_store_pack"
+    pack.mkdir()
+    (pack / "__init__.py").write_text("")
+    (pack / "_old.py").write_text("X = 1")
+    net = load()
+    sys.modules.pop("my_store_pack._old")
+    (pack / "_old.py").write_text("print 'two'\n")
+    assert key(net, X) == key(net, X)
 
 
 def test_versions_and_the_processor_count(monkeypatch):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
 
-from graphs.store import ArtifactStore
+from graphs.store import ArtifactStore, InductorCache
+from graphs.store.lock import Lock
 
 
 @pytest.fixture
@@ -71,6 +73,60 @@ def test_what_another_process_is_writing_is_left_alone(store):
     with store.inductor_cache({}) as third:
         assert names(third) == ["kernel"]
     assert store.clear() > 0 and store.inductor_caches() == []
+
+
+def test_processes_that_seal_at_once_lose_nothing(store):
+    count, pids = 4, []
+    with store.inductor_cache({}) as cache:
+        for process in range(count):
+            if not (pid := os.fork()):
+                for number in range(15):
+                    (cache.files / f"{process}-{number}").write_text("code")
+                    cache.seal()
+                os._exit(0)
+            pids.append(pid)
+        for pid in pids:
+            assert os.waitpid(pid, 0)[1] == 0
+    with store.inductor_cache({}) as cache:
+        assert len(names(cache)) == 15 * count
+
+
+def test_a_file_that_was_sealed_half_written_is_sealed_again(store):
+    with store.inductor_cache({}) as cache:
+        (cache.files / "kernel").write_text("co")
+        assert cache.seal() == 1
+        (cache.files / "kernel").write_text("code")
+        assert cache.seal() == 1 and cache.seal() == 0
+    with store.inductor_cache({}) as cache:
+        assert names(cache) == ["kernel"]
+
+
+def test_a_temporary_file_that_vanishes_does_not_keep_others_from_being_sealed(store, monkeypatch):
+    module = sys.modules["graphs.store.inductor_cache"]
+    listed = module._names_in
+    monkeypatch.setattr(module, "_names_in", lambda folder: ["gone.tmp", *listed(folder)])
+    with store.inductor_cache({}) as cache:
+        (cache.files / "kernel").write_text("code")
+        assert cache.seal() == 1
+
+
+def test_a_cache_that_is_cleared_while_it_is_opened_is_made_anew(store, monkeypatch):
+    cache, scrub = store.inductor_cache({"cpu": "a"}), InductorCache.scrub
+
+    def cleared(self):
+        scrub(self)
+        monkeypatch.undo()
+        waiting = Lock(cache.folder / "lock")
+        assert InductorCache(cache.folder).clear() > 0 and not waiting.is_current()
+        waiting.close()
+        return {}
+
+    monkeypatch.setattr(InductorCache, "scrub", cleared)
+    (cache.files / "old").write_text("code")
+    cache.seal()
+    with cache:
+        assert names(cache) == [] and (cache.folder / "factors.json").exists()
+        assert store.clear() == 0  # its lock is the one that others see
 
 
 def test_verify_checks_the_caches_too(store):

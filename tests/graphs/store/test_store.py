@@ -329,3 +329,16 @@ def test_using_an_artifact_notes_when(store, artifact):
     assert store.entries()[0].used == 5
     content(store)
     assert store.entries()[0].used > time.time() - 100
+
+
+def test_two_processes_may_make_a_store_at_once(tmp_path, monkeypatch):
+    ArtifactStore(tmp_path / "store")
+    exists, asked = Path.exists, []
+
+    def not_yet(self):
+        asked.append(self.name)
+        return asked != ["store.json"] and exists(self)
+
+    monkeypatch.setattr(Path, "exists", not_yet)
+    assert ArtifactStore(tmp_path / "store").entries() == []
+    assert asked[:2] == ["store.json", "store.json"]

@@ -1,6 +1,8 @@
 // Products of pairs of bfloat16, where the processor has them.
 #pragma once
 
+#include <algorithm>
+
 #include "elements.h"
 
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)
@@ -30,13 +32,19 @@ CA_INLINE void zip(Pairs a, Pairs b, Pairs& low, Pairs& high) {
   high = _mm512_unpackhi_epi16(a, b);
 }
 
-// Undoes for two vectors of sums what `zip` does to the order of elements.
-CA_INLINE void in_order(float* two_vectors) {
-  const __m512 low = _mm512_loadu_ps(two_vectors), high = _mm512_loadu_ps(two_vectors + 16);
-  const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-  const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
-  _mm512_storeu_ps(two_vectors, _mm512_permutex2var_ps(low, first, high));
-  _mm512_storeu_ps(two_vectors + 16, _mm512_permutex2var_ps(low, second, high));
+// Undoes what zipping does to the order of elements: `vectors` of sums in a row hold four elements
+// of every 4 * vectors in turn.
+template <int vectors>
+inline void unzip(float* sums, int64_t dim) {
+  constexpr int kTogether = vectors * kLanes;
+  for (float* at = sums; at < sums + dim; at += kTogether) {
+    float old[kTogether];
+    std::copy_n(at, kTogether, old);
+    for (int i = 0; i < kTogether; ++i) {
+      const int quarter = i / (4 * vectors), vector = i % (4 * vectors) / 4;
+      at[i] = old[vector * kLanes + quarter * 4 + i % 4];
+    }
+  }
 }
 
 CA_INLINE void store(BFloat16* at, Floats v) {

@@ -5,8 +5,7 @@
 // address order, across the block table: the hardware does not know where the next block lies.
 #pragma once
 
-#include "bfloat16_dot.h"
-#include "elements.h"
+#include "few_rows_math.h"
 #include "prefetch.h"
 #include "rows.h"
 #include "part.h"
@@ -21,62 +20,6 @@ constexpr int kMostRows = 32;   // query rows of one KV head
 
 static_assert(kChunk % kLanes == 0, "a chunk is whole vectors");
 
-// How queries meet keys and weights meet values, any element type, in float32.
-template <class Element_>
-struct InFloats {
-  using Element = Element_;
-  using Query = float;   // what a query is kept as
-  using Weight = float;  // what a weight is kept as
-  using Keys = Floats;
-  static constexpr int kWide = kLanes;  // elements of a key that one step takes
-  static constexpr int kTokens = 1;     // tokens that a step over values takes
-
-  CA_INLINE static Floats key(const Element* at) { return load(at); }
-  CA_INLINE static Floats query(const float* at) { return load(at); }
-  CA_INLINE static Floats dot(Floats sum, Floats key, Floats query) { return sum + key * query; }
-
-  template <int width>
-  CA_INLINE static void values(const Element* const* tokens, Floats (&out)[width]) {
-    for (int w = 0; w < width; ++w) out[w] = load(tokens[0] + w * kLanes);
-  }
-  CA_INLINE static Floats weight(const float* at) { return all(*at); }
-  static const float* weights(float* weights, int64_t, float*) { return weights; }
-  static void finish(float*, int64_t) {}
-};
-
-#if CA_HAS_BFLOAT16_DOT
-// The same in products of pairs of bfloat16 that are added up in float32.
-struct InPairs {
-  using Element = BFloat16;
-  using Query = BFloat16;
-  using Weight = BFloat16;
-  using Keys = Pairs;
-  static constexpr int kWide = 2 * kLanes;
-  static constexpr int kTokens = 2;
-
-  CA_INLINE static Pairs key(const BFloat16* at) { return pairs_at(at); }
-  CA_INLINE static Pairs query(const BFloat16* at) { return pairs_at(at); }
-  CA_INLINE static Floats dot(Floats sum, Pairs key, Pairs query) {
-    return add_products(sum, key, query);
-  }
-
-  // Two tokens zipped, elements in the order that zipping leaves them in: see `finish`.
-  template <int width>
-  CA_INLINE static void values(const BFloat16* const* tokens, Pairs (&out)[width]) {
-    for (int w = 0; w < width; w += 2)
-      zip(pairs_at(tokens[0] + w * kLanes), pairs_at(tokens[1] + w * kLanes), out[w], out[w + 1]);
-  }
-  CA_INLINE static Pairs weight(const BFloat16* at) { return same_pair(at); }
-  static const BFloat16* weights(float* weights, int64_t n, BFloat16* out) {
-    for (int64_t i = 0; i < n; i += kLanes) store(out + i, load(weights + i));
-    return out;
-  }
-  static void finish(float* sums, int64_t dim) {
-    for (int64_t d = 0; d < dim; d += 2 * kLanes) in_order(sums + d);
-  }
-};
-#endif
-
 // Cache lines that some elements fill, at least one.
 template <class Math>
 constexpr int lines_of(int elements) {
@@ -88,25 +31,25 @@ constexpr int lines_of(int elements) {
 // The inner loop asks for as many lines further on as it reads here: in a burst they would queue up
 // before the loads that are waited for.
 template <class Math, int rows>
-CA_INLINE void products(const typename Math::Query* query, int64_t dim,
+CA_INLINE void products(const Math& math, const typename Math::Query* query, int64_t dim,
                         const typename Math::Element* const* keys, float* out, const char* ahead) {
   Floats sum[rows][4] = {};
   for (int64_t d = 0; d < dim; d += Math::kWide) {
     prefetch<lines_of<Math>(4 * Math::kWide)>(ahead + 4 * d * sizeof(typename Math::Element));
-    typename Math::Keys key[4];
-    for (int i = 0; i < 4; ++i) key[i] = Math::key(keys[i] + d);
+    typename Math::Key key[4];
+    for (int i = 0; i < 4; ++i) key[i] = math.key(keys[i] + d);
     for (int r = 0; r < rows; ++r) {
-      const auto q = Math::query(query + r * dim + d);
-      for (int i = 0; i < 4; ++i) sum[r][i] = Math::dot(sum[r][i], key[i], q);
+      const auto q = math.query(query + r * dim + d);
+      for (int i = 0; i < 4; ++i) sum[r][i] = math.product(sum[r][i], key[i], q);
     }
   }
   for (int r = 0; r < rows; ++r)
     store(out + r * kChunk, sums(sum[r][0], sum[r][1], sum[r][2], sum[r][3]));
 }
 
-// Adds four values, weighted, to `width` vectors of each row of sums [rows, dim].
+// Adds kValues values, weighted, to `width` vectors of each row of sums [rows, dim].
 template <class Math, int rows, int width>
-CA_INLINE void add_slice(const typename Math::Weight* weights,
+CA_INLINE void add_slice(const Math& math, const typename Math::Weight* weights,
                          const typename Math::Element* const* values, int64_t d, float* sums,
                          int64_t dim, const char* ahead) {
   using Element = typename Math::Element;
@@ -114,15 +57,15 @@ CA_INLINE void add_slice(const typename Math::Weight* weights,
   Floats sum[rows][width];
   for (int r = 0; r < rows; ++r)
     for (int w = 0; w < width; ++w) sum[r][w] = load(sums + r * dim + d + w * kLanes);
-  for (int t = 0; t < 4; t += Math::kTokens) {
+  for (int t = 0; t < Math::kValues; t += Math::kTokens) {
     prefetch<lines_of<Math>(step)>(ahead + t / Math::kTokens * step * sizeof(Element));
     const Element* tokens[Math::kTokens];
     for (int i = 0; i < Math::kTokens; ++i) tokens[i] = values[t + i] + d;
-    typename Math::Keys value[width];
-    Math::values(tokens, value);
+    typename Math::Value value[width];
+    math.values(tokens, value);
     for (int r = 0; r < rows; ++r) {
-      const auto weight = Math::weight(weights + r * kChunk + t);
-      for (int w = 0; w < width; ++w) sum[r][w] = Math::dot(sum[r][w], value[w], weight);
+      const auto weight = math.weight(weights + r * kChunk + t);
+      for (int w = 0; w < width; ++w) sum[r][w] = math.weighted(sum[r][w], value[w], weight);
     }
   }
   for (int r = 0; r < rows; ++r)
@@ -130,15 +73,15 @@ CA_INLINE void add_slice(const typename Math::Weight* weights,
 }
 
 template <class Math, int rows>
-CA_INLINE void weighted_sums(const typename Math::Weight* weights,
+CA_INLINE void weighted_sums(const Math& math, const typename Math::Weight* weights,
                              const typename Math::Element* const* values, float* sums, int64_t dim,
                              const char* ahead) {
   constexpr int step = Math::kWide / kLanes, width = kRegisters == 32 ? 4 : 2;
   int64_t d = 0;
   for (; d + width * kLanes <= dim; d += width * kLanes)
-    add_slice<Math, rows, width>(weights, values, d, sums, dim, ahead + 4 * d * sizeof(typename Math::Element));
+    add_slice<Math, rows, width>(math, weights, values, d, sums, dim, ahead + Math::kValues * d * sizeof(typename Math::Element));
   for (; d < dim; d += step * kLanes)
-    add_slice<Math, rows, step>(weights, values, d, sums, dim, ahead + 4 * d * sizeof(typename Math::Element));
+    add_slice<Math, rows, step>(math, weights, values, d, sums, dim, ahead + Math::kValues * d * sizeof(typename Math::Element));
 }
 
 template <class Math>
@@ -160,14 +103,17 @@ class FewRows {
     scratch_.take(rows_, args.kv_heads * kMostRows);
     scratch_.take(scores_, args.kv_heads * kMostRows * kChunk);
     scratch_.take(weights_, args.kv_heads * kMostRows * kChunk);
-    scratch_.take(copies_, 4 * std::max(dim_, value_dim_));
+    scratch_.take(copies_, 8 * std::max(dim_, value_dim_));
   }
 
   // Adds what the part's rows see among the part's keys.
   void run(const Part& part, const Results& results) {
     const Request request(args_, part.request);
+    Keys first;
+    first.fill(request, part.keys.begin, part.keys.end);
+    ask_for_start(first);
     prepare(part, request);
-    by_rows([&](auto rows) { run_rows<rows>(part, request); });
+    by_rows([&](auto rows) { run_rows<rows>(part, request, first); });
     finish(part, results);
   }
 
@@ -184,11 +130,12 @@ class FewRows {
         const int64_t head = h * group_ + (part.row_begin + j) % group_;
         running_[at] = {};
         if (j >= used_) {
-          std::memset(queries_ + at * dim_, 0, dim_ * sizeof(Query));
+          std::fill_n(queries_ + at * dim_, dim_, Query{});
           rows_[at] = {0, 0, {0, 0}};
           continue;
         }
         read_row(args_, args_.query, request.first + row, head, args_.head_dim, true, queries_ + at * dim_, dim_);
+        math_.arrange(queries_ + at * dim_, dim_);
         rows_[at] = {args_.alibi_slopes ? args_.alibi_slopes[head] : 0.0f, request.position(row),
                      request.seen(row)};
       }
@@ -197,9 +144,8 @@ class FewRows {
   }
 
   template <int rows>
-  void run_rows(const Part& part, const Request& request) {
-    Keys chunks[2];
-    chunks[0].fill(request, part.keys.begin, part.keys.end);
+  void run_rows(const Part& part, const Request& request, const Keys& first) {
+    Keys chunks[2] = {first, first};
     for (int now = 0; chunks[now].count > 0; now = 1 - now) {
       const Keys& chunk = chunks[now];
       Keys& next = chunks[1 - now];
@@ -207,9 +153,27 @@ class FewRows {
       const Stretch keys = stretch(args_.key_cache, chunk.key, chunk.count);
       const Stretch values = stretch(args_.value_cache, chunk.value, chunk.count);
       const Stretch more = stretch(args_.key_cache, next.key, next.count);
+      ask_for_scales(next);
       all_products<rows>(chunk, keys, Prefetch(keys, values, ahead()));
       softmax(chunk);
       all_sums<rows>(chunk, values, Prefetch(values, more, ahead()));
+    }
+  }
+
+  void ask_for_start(const Keys& first) const {
+    if (!first.count) return;
+    Prefetch keys(stretch(args_.key_cache, first.key, first.count), stretch(args_.key_cache, first.key, 0), 0);
+    for (int64_t row = 0; row < ahead(); ++row) {
+      const char* at = keys.rows(1);
+      for (int64_t d = 0; d < args_.head_dim; d += Prefetch::kLine / int64_t(sizeof(Element))) prefetch<1>(at + d * sizeof(Element));
+    }
+  }
+
+  void ask_for_scales(const Keys& next) const {
+    if (!args_.key_scale.data) return;
+    for (int64_t t = 0; t < next.count; ++t) {
+      prefetch<1>(reinterpret_cast<const char*>(static_cast<const float*>(args_.key_scale.data) + next.key_scale[t]));
+      prefetch<1>(reinterpret_cast<const char*>(static_cast<const float*>(args_.value_scale.data) + next.value_scale[t]));
     }
   }
 
@@ -220,37 +184,37 @@ class FewRows {
   // Rows to prefetch ahead: what stays in the first level cache beside the rest.
   int64_t ahead() const { return kAheadBytes / int64_t(args_.head_dim * sizeof(Element)); }
 
-  // Calls body(head, token) for four tokens of a head at a time, in the order of addresses.
-  template <class Body>
-  void in_order(const Stretch& s, const Body& body) const {
+  // Calls body(head, token) for some tokens of a head at a time, in the order of addresses.
+  template <int tokens, class Body>
+  static void in_order(const Stretch& s, const Body& body) {
     if (s.by_token)
-      for (int64_t t = 0; t < s.tokens; t += 4)
+      for (int64_t t = 0; t < s.tokens; t += tokens)
         for (int64_t h = 0; h < s.heads; ++h) body(h, t);
     else
       for (int64_t h = 0; h < s.heads; ++h)
-        for (int64_t t = 0; t < s.tokens; t += 4) body(h, t);
+        for (int64_t t = 0; t < s.tokens; t += tokens) body(h, t);
   }
 
   template <int rows>
   void all_products(const Keys& chunk, const Stretch& keys, Prefetch next) {
-    in_order(keys, [&](int64_t h, int64_t t) {
-      const Element* four[4];
-      head(args_.key_cache, h, chunk.key + t, args_.head_dim, dim_, four);
+    in_order<4>(keys, [&](int64_t h, int64_t t) {
+      const Element* tokens[4];
+      head(args_.key_cache, h, chunk.key + t, args_.head_dim, dim_, tokens);
       const char* ahead = next.rows(4);
       for (int64_t at = h * count_; at < (h + 1) * count_; at += rows)
-        products<Math, rows>(queries_ + at * dim_, dim_, four, scores_ + at * kChunk + t, ahead);
+        products<Math, rows>(math_, queries_ + at * dim_, dim_, tokens, scores_ + at * kChunk + t, ahead);
     });
   }
 
   template <int rows>
   void all_sums(const Keys& chunk, const Stretch& values, Prefetch next) {
-    const Weight* weights = Math::weights(scores_, args_.kv_heads * count_ * kChunk, weights_);
-    in_order(values, [&](int64_t h, int64_t t) {
-      const Element* four[4];
-      head(args_.value_cache, h, chunk.value + t, args_.value_dim, value_dim_, four);
-      const char* ahead = next.rows(4);
+    const Weight* weights = math_.weights(scores_, args_.kv_heads * count_ * kChunk, weights_);
+    in_order<Math::kValues>(values, [&](int64_t h, int64_t t) {
+      const Element* tokens[Math::kValues];
+      head(args_.value_cache, h, chunk.value + t, args_.value_dim, value_dim_, tokens);
+      const char* ahead = next.rows(Math::kValues);
       for (int64_t at = h * count_; at < (h + 1) * count_; at += rows)
-        weighted_sums<Math, rows>(weights + at * kChunk + t, four, sums_ + at * value_dim_, value_dim_, ahead);
+        weighted_sums<Math, rows>(math_, weights + at * kChunk + t, tokens, sums_ + at * value_dim_, value_dim_, ahead);
     });
   }
 
@@ -262,7 +226,7 @@ class FewRows {
     float scales[2][kChunk];
     const float* key_scales = gathered(args_.key_scale, h, chunk.key_scale, scales[0]);
     const float* value_scales = gathered(args_.value_scale, h, chunk.value_scale, scales[1]);
-    const int64_t n = padded<kLanes>(chunk.count);
+    const int64_t n = padded<kScoreStep>(chunk.count);
     for (int64_t at = h * count_; at < (h + 1) * count_; ++at) {
       float* scores = scores_ + at * kChunk;
       const float most = finish_scores(args_, rows_[at], chunk.begin, chunk.count, key_scales, scores);
@@ -272,15 +236,18 @@ class FewRows {
     }
   }
 
-  // Four rows of a head in the cache, or copies with zeros behind where rows are not whole vectors.
-  CA_INLINE void head(const Pages& pages, int64_t h, const int64_t* offsets, int64_t dim, int64_t room, const Element** four) {
+  // Rows of a head in the cache, or copies with zeros behind where rows are not whole vectors.
+  template <int count>
+  CA_INLINE void head(const Pages& pages, int64_t h, const int64_t* offsets, int64_t dim,
+                      int64_t room, const Element* (&rows)[count]) {
     const Element* from = static_cast<const Element*>(pages.data) + h * pages.head;
-    for (int i = 0; i < 4; ++i) {
-      four[i] = from + offsets[i];
+    for (int i = 0; i < count; ++i) {
+      rows[i] = from + offsets[i];
       if (is_whole_) continue;
-      std::memcpy(copies_ + i * room, four[i], dim * sizeof(Element));
-      std::memset(static_cast<void*>(copies_ + i * room + dim), 0, (room - dim) * sizeof(Element));
-      four[i] = copies_ + i * room;
+      Element* copy = copies_ + i * room;
+      std::memcpy(copy, rows[i], dim * sizeof(Element));
+      std::fill(copy + dim, copy + room, Element{});
+      rows[i] = copy;
     }
   }
 
@@ -298,13 +265,14 @@ class FewRows {
     for (int64_t h = 0; h < args_.kv_heads; ++h)
       for (int64_t j = 0; j < used_; ++j) {
         const int64_t at = h * count_ + j;
-        Math::finish(sums_ + at * value_dim_, value_dim_);
+        math_.finish(sums_ + at * value_dim_, value_dim_);
         results.put(part.results + h * used_ + j, sums_ + at * value_dim_, running_[at]);
       }
   }
 
   const PagedAttentionArgs& args_;
   Scratch scratch_;
+  const Math math_{};
   int64_t group_, dim_, value_dim_, used_ = 0, count_ = 0;
   bool is_whole_;
   Query* queries_;

@@ -129,6 +129,11 @@ bool attend(const Args& args, int threads) {
 #endif
   return by_dtype(args.cache_dtype, [&](auto* type) {
     using Element = std::remove_pointer_t<decltype(type)>;
+#if CA_HAS_CODE_TABLES
+    if constexpr (is_quantised<Element>)
+      if (args.query_dtype == kBFloat16)
+        return attend<InCodes<Element>, FloatUnits<Element>>(args, threads);
+#endif
     return attend<InFloats<Element>, FloatUnits<Element>>(args, threads);
   });
 }

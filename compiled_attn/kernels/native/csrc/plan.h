@@ -12,7 +12,7 @@
 
 namespace compiled_attn {
 
-constexpr int64_t kKeysOfSplit = 512;       // few rows: enough to be worth a start
+constexpr int64_t kKeysOfSplit = 1024;      // few rows: enough to be worth a start
 constexpr int64_t kKeysOfTileSplit = 2048;  // tiles, where a request has few of them
 constexpr int64_t kEnoughTiles = 8;
 

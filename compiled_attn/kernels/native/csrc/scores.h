@@ -4,9 +4,12 @@
 #include <cmath>
 
 #include "request.h"
+#include "scratch.h"
 #include "simd.h"
 
 namespace compiled_attn {
+
+constexpr int kScoreStep = kLanes > 8 ? kLanes : 8;  // rows of scores are padded to this
 
 // What one row of scores needs besides the products.
 struct ScoreRow {
@@ -15,17 +18,17 @@ struct ScoreRow {
   Span seen;
 };
 
-// Products of a row with the keys at [begin, begin + n), padded to a multiple of kLanes, become
+// Products of a row with the keys at [begin, begin + n), padded to a multiple of kScoreStep, become
 // scores; -inf where a key is not seen. Returns the largest.
 inline float finish_scores(const PagedAttentionArgs& args, const ScoreRow& row, int64_t begin,
                            int64_t n, const float* key_scales, float* scores) {
   const Floats scale = all(float(args.scale));
   const float cap = float(args.softcap);
-  const bool partly = row.seen.begin > begin || row.seen.end < begin + n || n % kLanes;
+  const bool partly = row.seen.begin > begin || row.seen.end < begin + n || n % kScoreStep;
   const Ints low = all(int32_t(std::max<int64_t>(row.seen.begin - begin, 0)));
   const Ints high = all(int32_t(std::min<int64_t>(row.seen.end - begin, n)));
   Floats most = all(-INFINITY);
-  for (int64_t i = 0; i < n; i += kLanes) {
+  for (int64_t i = 0; i < padded<kScoreStep>(n); i += kLanes) {
     Floats s = load(scores + i) * scale;
     if (key_scales) s *= load(key_scales + i);
     if (args.softcap > 0) s = hyperbolic_tangent(s / all(cap)) * all(cap);

@@ -13,8 +13,8 @@
 
 namespace compiled_attn {
 
-constexpr int kTileRows = 192;
-constexpr int kTileKeys = 128;
+constexpr int kTileRows = 384;
+constexpr int kTileKeys = 192;
 constexpr int kRowsOfBlock = 6;                             // rows of the innermost product
 constexpr int kWidthOfBlock = kRegisters == 32 ? 4 : 2;     // and its vectors
 constexpr int kPanel = kWidthOfBlock * kLanes;              // columns
@@ -160,7 +160,7 @@ class Tiles {
       float* scores = scores_ + j * kTileKeys;
       const int64_t n = seen_by_block(j / kRowsOfBlock * kRowsOfBlock);
       const float most = finish_scores(args_, rows_[j], chunk_.begin, n, key_scales, scores);
-      const int64_t lanes = padded<kLanes>(n);
+      const int64_t lanes = padded<kScoreStep>(n);
       factors_[j] = running_[j].take(most, lanes, scores);
       if (value_scales) scale_by(value_scales, lanes, scores);
       if constexpr (kUnit == 2) Units::weights(scores, lanes);

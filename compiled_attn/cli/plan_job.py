@@ -1,0 +1,177 @@
+"""The job behind ``compiled-attn plan``: needs, comparison, table, bucket file."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from compiled_attn.cli.errors import UserError, bad_input
+from compiled_attn.demand import fit_scale, read_trace, scaled
+from compiled_attn.demand.comparison import Comparison, compare
+from compiled_attn.demand.default_plan import default_demand
+from compiled_attn.demand.families import Family, family, within
+from compiled_attn.demand.simulate import SimulatedEngine, simulate
+from compiled_attn.engine import EngineConfig
+from compiled_attn.engine.sizing import Sizing, cost_of_steps
+from compiled_attn.models import default_model, load_model
+from graphs import to_file
+from graphs.planner import CostModel, Demand, PlanReport, read_demand
+from graphs.planner import plan as choose
+
+__all__ = ["PlanOptions", "run_plan"]
+
+_ENOUGH_STEPS = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """The options of ``compiled-attn plan``, under their names."""
+
+    trace: Path | None
+    demand: Path | None
+    requests: int | None
+    scale: float | None
+    speed: float | None
+    concurrency: int | None
+    model: Path | None
+    max_tokens_per_step: int
+    max_seqs: int
+    block_size: int
+    num_blocks: int | None
+    max_graphs: int
+    rho: float
+    out: Path | None
+
+
+def run_plan(options: PlanOptions) -> int:
+    """Compare bucket strategies on a demand, and write the planned buckets; the exit code."""
+    if options.trace is not None and options.demand is not None:
+        raise UserError("expected one of --trace and --demand, got both: choose what to plan for")
+    if options.out is not None and not options.out.parent.is_dir():
+        raise UserError(f"cannot write {options.out}: {options.out.parent} is no directory")
+    with bad_input():
+        sizing, engine, steps = _engine(options)
+        if options.demand is not None:
+            needs = _compared(options, sizing, steps, _recorded(options.demand, steps))
+        elif options.trace is not None:
+            simulated = _simulated(options, options.trace, sizing, engine)
+            needs = _compared(options, sizing, steps, simulated)
+        else:
+            needs = default_demand(steps, engine, sizing.context)
+        _write(options, steps, needs)
+    return 0
+
+
+def _compared(options: PlanOptions, sizing: Sizing, steps: Family, needs: Demand) -> Demand:
+    """Print how strategies fare on the second half; returns the needs that one bucket can hold."""
+    kept, cut = within(needs, steps.axes)
+    first, second = kept.halves()
+    default = {"engine's default": sizing.buckets}
+    rho = options.rho or None
+    found = compare(steps, first, second, options.max_graphs, others=default, rho=rho)
+    _print(found, kept, cut)
+    return kept
+
+
+def _write(options: PlanOptions, steps: Family, needs: Demand) -> None:
+    """Plan for all needs, and write the buckets."""
+    is_default = options.trace is None and options.demand is None
+    if options.out is None and not is_default:
+        return
+    report = choose(
+        needs,
+        steps.cost,
+        options.max_graphs,
+        axes=steps.axes,
+        legal=steps.legal,
+        rho=options.rho or None,
+    )
+    what = "a mixture of drawn workloads" if is_default else "both halves"
+    print(f"{len(report.space)} buckets, planned on {what}: waste {report.waste:.1%}")
+    if options.out is not None:
+        to_file(report.space, options.out)
+        print(f"written: compiled-attn run --buckets {options.out}")
+
+
+def _engine(options: PlanOptions) -> tuple[Sizing, SimulatedEngine, Family]:
+    """What `run` would make of these options: sizes, their simulation, its steps at its cost."""
+    config = EngineConfig(
+        max_tokens_per_step=options.max_tokens_per_step,
+        max_seqs=options.max_seqs,
+        block_size=options.block_size,
+        num_blocks=options.num_blocks,
+        max_graphs=options.max_graphs,
+    )
+    model = default_model() if options.model is None else load_model(options.model)
+    sizing = Sizing.of(model, config)
+    engine = SimulatedEngine(
+        config.max_tokens_per_step, config.max_seqs, config.block_size, sizing.num_blocks - 1
+    )
+    cost = CostModel(cost_of_steps(model, config.block_size))
+    return sizing, engine, replace(family("engine", engine, sizing.context), cost=cost)
+
+
+def _recorded(path: Path, steps: Family) -> Demand:
+    needs = read_demand(path)
+    if set(needs.names) != set(steps.names):
+        raise UserError(
+            f"{path}: expected needs over {', '.join(steps.names)}, as `run --record-demand` "
+            f"writes them, got {', '.join(needs.names)}: use python -m graphs plan for others"
+        )
+    return needs
+
+
+def _simulated(
+    options: PlanOptions, trace: Path, sizing: Sizing, engine: SimulatedEngine
+) -> Demand:
+    arrivals = read_trace(trace, options.requests)
+    scale = fit_scale(arrivals, sizing.context) if options.scale is None else options.scale
+    arrivals = scaled(arrivals, scale)
+    for arrival in arrivals:
+        sizing.check_lengths(arrival.prompt_tokens, arrival.output_tokens)
+    found = simulate(arrivals, engine, speed=options.speed, concurrency=options.concurrency)
+    needs = found.needs["engine"]
+    print(
+        f"{len(arrivals):,} requests, lengths scaled by {scale:g}: {len(needs):,} simulated steps",
+        file=sys.stderr,
+    )
+    return needs
+
+
+def _print(found: Comparison, needs: Demand, cut: float) -> None:
+    console = Console()
+    table = Table(title="Second half of the steps, planned on the first", title_justify="left")
+    table.add_column("strategy", no_wrap=True)
+    for name in ("buckets", "never used", "waste", "worst need", "missed"):
+        table.add_column(name, justify="right")
+    for name, judged in found.judged.items():
+        table.add_row(
+            name,
+            str(judged.graphs),
+            str(judged.unused),
+            f"{judged.waste:.1%}",
+            f"{judged.worst:.1f}x",
+            f"{judged.missed:.1%}",
+        )
+    console.print(table)
+    for line in _remarks(found.plan, needs, cut):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def _remarks(plan: PlanReport, needs: Demand, cut: float) -> list[str]:
+    remarks = [
+        f"The plan wastes {plan.waste:.1%} on the first half; no {len(plan.space)} buckets waste "
+        f"below {plan.lower_bound:.1%}. No legal need pays above {plan.guard:.3g} times its cost."
+    ]
+    if cut:
+        remarks.append(f"{cut:.2%} of the steps are left out: the engine cuts them into smaller.")
+    if needs.total < _ENOUGH_STEPS:
+        remarks.append(
+            f"Only {needs.total:,.0f} steps: below {_ENOUGH_STEPS:,} a plan says little about "
+            "tomorrow."
+        )
+    return remarks

@@ -1,0 +1,139 @@
+// How queries meet keys and weights meet values where rows are few.
+//
+// Each way names what a query and a weight are kept as, how many elements of a key one step takes
+// (kWide), how many tokens one step over values takes (kTokens), and how many tokens are taken
+// between stores of the sums (kValues).
+#pragma once
+
+#include "bfloat16_dot.h"
+#include "code_tables.h"
+#include "elements.h"
+
+namespace compiled_attn {
+
+// Elements of any type, in float32.
+template <class Element_>
+struct InFloats {
+  using Element = Element_;
+  using Query = float;
+  using Weight = float;
+  using Key = Floats;
+  using Value = Floats;
+  static constexpr int kWide = kLanes, kTokens = 1, kValues = 4;
+
+  CA_INLINE Floats key(const Element* at) const { return load(at); }
+  CA_INLINE Floats query(const float* at) const { return load(at); }
+  CA_INLINE Floats product(Floats sum, Floats key, Floats query) const { return sum + key * query; }
+
+  template <int width>
+  CA_INLINE void values(const Element* const* tokens, Floats (&out)[width]) const {
+    for (int w = 0; w < width; ++w) out[w] = load(tokens[0] + w * kLanes);
+  }
+  CA_INLINE Floats weight(const float* at) const { return all(*at); }
+  CA_INLINE Floats weighted(Floats sum, Floats value, Floats weight) const {
+    return sum + value * weight;
+  }
+
+  // A query in the order that keys are taken in.
+  void arrange(float*, int64_t) const {}
+  // n weights as they are kept; `room` holds n.
+  const float* weights(float* weights, int64_t, float*) const { return weights; }
+  // Sums in the order of elements.
+  void finish(float*, int64_t) const {}
+};
+
+#if CA_HAS_BFLOAT16_DOT
+
+// Products of pairs of bfloat16 that are added up in float32.
+struct InPairs {
+  using Element = BFloat16;
+  using Query = BFloat16;
+  using Weight = BFloat16;
+  using Key = Pairs;
+  using Value = Pairs;
+  static constexpr int kWide = 2 * kLanes, kTokens = 2, kValues = 4;
+
+  CA_INLINE Pairs key(const BFloat16* at) const { return pairs_at(at); }
+  CA_INLINE Pairs query(const BFloat16* at) const { return pairs_at(at); }
+  CA_INLINE Floats product(Floats sum, Pairs key, Pairs query) const {
+    return add_products(sum, key, query);
+  }
+
+  // Two tokens zipped, elements in the order that zipping leaves them in.
+  template <int width>
+  CA_INLINE void values(const BFloat16* const* tokens, Pairs (&out)[width]) const {
+    for (int w = 0; w < width; w += 2)
+      zip(pairs_at(tokens[0] + w * kLanes), pairs_at(tokens[1] + w * kLanes), out[w], out[w + 1]);
+  }
+  CA_INLINE Pairs weight(const BFloat16* at) const { return same_pair(at); }
+  CA_INLINE Floats weighted(Floats sum, Pairs value, Pairs weight) const {
+    return add_products(sum, value, weight);
+  }
+
+  void arrange(BFloat16*, int64_t) const {}
+  const BFloat16* weights(const float* weights, int64_t n, BFloat16* room) const {
+    for (int64_t i = 0; i < n; i += kLanes) store(room + i, load(weights + i));
+    return room;
+  }
+  void finish(float* sums, int64_t dim) const { unzip<2>(sums, dim); }
+};
+
+#endif
+#if CA_HAS_CODE_TABLES
+
+// Codes of 8 bits as bfloat16, then the same.
+template <class Element_>
+struct InCodes {
+  using Element = Element_;
+  using Query = BFloat16;
+  using Weight = BFloat16;
+  struct Key {
+    Pairs first, second;
+  };
+  using Value = Pairs;
+  static constexpr int kWide = 4 * kLanes, kTokens = 2, kValues = 8;
+
+  CA_INLINE Key key(const Element* at) const {
+    Key key;
+    tables.look_up(codes_at(at), key.first, key.second);
+    return key;
+  }
+  CA_INLINE Key query(const BFloat16* at) const {
+    return {pairs_at(at), pairs_at(at + 2 * kLanes)};
+  }
+  CA_INLINE Floats product(Floats sum, Key key, Key query) const {
+    return add_products(add_products(sum, key.first, query.first), key.second, query.second);
+  }
+
+  template <int width>
+  CA_INLINE void values(const Element* const* tokens, Pairs (&out)[width]) const {
+    static_assert(width == 4, "a step takes 64 elements");
+    Codes low, high;
+    zip_codes(codes_at(tokens[0]), codes_at(tokens[1]), low, high);
+    tables.look_up(low, out[0], out[1]);
+    tables.look_up(high, out[2], out[3]);
+  }
+  CA_INLINE Pairs weight(const BFloat16* at) const { return same_pair(at); }
+  CA_INLINE Floats weighted(Floats sum, Pairs value, Pairs weight) const {
+    return add_products(sum, value, weight);
+  }
+
+  void arrange(BFloat16* query, int64_t dim) const {
+    for (int64_t d = 0; d < dim; d += kWide) {
+      BFloat16 old[kWide];
+      std::copy_n(query + d, kWide, old);
+      for (int i = 0; i < kWide; ++i) query[d + i / 8 % 2 * 32 + i / 16 * 8 + i % 8] = old[i];
+    }
+  }
+  const BFloat16* weights(const float* weights, int64_t n, BFloat16* room) const {
+    for (int64_t i = 0; i < n; i += kLanes) store(room + i, load(weights + i));
+    return room;
+  }
+  void finish(float* sums, int64_t dim) const { unzip<4>(sums, dim); }
+
+  CodeTables<Element> tables;
+};
+
+#endif
+
+}  // namespace compiled_attn

@@ -1,0 +1,131 @@
+"""Demand files: what is written is read, bad lines are named."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graphs import from_file, to_file
+from graphs.planner import (
+    Demand,
+    DemandFileError,
+    DemandRecorder,
+    plan,
+    read_demand,
+    write_demand,
+)
+
+rows = st.lists(
+    st.tuples(st.integers(0, 10**12), st.integers(0, 9), st.integers(1, 10**6)), min_size=1
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(rows, st.sampled_from(["demand.csv", "demand.jsonl"]))
+def test_what_is_written_is_read(tmp_path_factory, rows, name):
+    demand = Demand(("a", "b"), [row[:2] for row in rows], [row[2] for row in rows])
+    path = tmp_path_factory.mktemp("demand") / name
+    write_demand(demand, path)
+    assert read_demand(path) == demand
+    assert [file.name for file in path.parent.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("name", ["demand.csv", "demand.jsonl"])
+def test_a_weight_that_is_a_share_survives(tmp_path, name):
+    demand = Demand(("a",), [[1], [2]], [0.1, 1 / 3])
+    write_demand(demand, tmp_path / name)
+    assert read_demand(tmp_path / name) == demand
+
+
+def test_a_recorder_counts_equal_needs_in_a_row(tmp_path):
+    needs = [{"a": 1}, {"a": 1}, {"a": 2}, {"a": 1}]
+    with DemandRecorder(tmp_path / "demand.jsonl") as recorder:
+        for need in needs:
+            recorder.record(need)
+    recorder.close()
+    assert len((tmp_path / "demand.jsonl").read_text().splitlines()) == 3
+    demand = read_demand(tmp_path / "demand.jsonl")
+    assert demand == Demand(("a",), [[1], [2], [1]], [2, 1, 1])
+    assert demand.histogram() == Demand.of(needs).histogram()
+
+
+def test_what_was_recorded_before_an_error_is_kept(tmp_path):
+    with pytest.raises(KeyboardInterrupt), DemandRecorder(tmp_path / "demand.jsonl") as recorder:
+        recorder.record({"a": 1})
+        raise KeyboardInterrupt
+    assert read_demand(tmp_path / "demand.jsonl").points.tolist() == [[1]]
+
+
+def test_bare_sizes_as_the_engine_records_them_are_read(tmp_path):
+    (tmp_path / "steps").write_text('{"tokens": 3, "shared": 0}\n\n{"shared": 4, "tokens": 1}\n')
+    assert read_demand(tmp_path / "steps") == Demand(("tokens", "shared"), [(3, 0), (1, 4)])
+
+
+def test_csv_without_counts_counts_each_line_once(tmp_path):
+    (tmp_path / "steps.csv").write_text("\ufeffa, b\n1, 2\n3, 4\n", encoding="utf-8")
+    assert read_demand(tmp_path / "steps.csv") == Demand(("a", "b"), [(1, 2), (3, 4)])
+
+
+def test_a_plan_is_the_same_after_its_demand_and_its_buckets_went_through_files(tmp_path):
+    demand = Demand(("a", "b"), [(i, i * j % 17) for i in range(1, 20) for j in range(1, 6)])
+    write_demand(demand, tmp_path / "demand.csv")
+    report = plan(demand, budget=8)
+    again = plan(read_demand(tmp_path / "demand.csv"), budget=8)
+    assert again.to_dict() == report.to_dict() == json.loads(json.dumps(report.to_dict()))
+    to_file(report.space, tmp_path / "buckets.txt")
+    space = from_file(tmp_path / "buckets.txt").with_cost(report.cost)
+    assert list(space) == list(report.space)
+    assert all(
+        space.pick(a=a, b=b) == report.space.pick(a=a, b=b) for a, b in demand.points.tolist()
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "holds no need; expected JSON lines or CSV"),
+        ("a,b\n", "holds no need"),
+        ('{"need": {"a": 1}}\n{"need": {"b": 1}}\n', ":2: expected the axes a of the first need"),
+        ('{"need": {"a": 1}}\n{oops\n', ":2: not valid JSON: "),
+        ('{"need": 3}\n', ':1: expected an object with "need"'),
+        ('{"need": {}}\n', ':1: expected an object with "need"'),
+        ("{}\n", ":1: expected sizes by axis"),
+        ('{"a": 1}\n[2]\n', ":2: expected sizes by axis"),
+        ('{"a": 1.5}\n', ":1: a=1.5 is not a whole number"),
+        ('{"a": true}\n', ":1: a=True is not a whole number"),
+        ('{"a": -1}\n', ":1: a=-1 is negative"),
+        ('{"need": {"a": 1}, "count": 0}\n', ":1: expected a positive count, got 0"),
+        ('{"need": {"a": 1}, "count": "2"}\n', ":1: expected a positive count, got '2'"),
+        ("a,b\n1\n", ":2: expected 2 values, got 1"),
+        ("a,b\n1,x\n", ":2: invalid literal for int"),
+        ("a,count\n1,nan\n", ":2: expected a positive count, got nan"),
+        ("a,a\n1,1\n", ":1: expected the names of the axes, each once"),
+        ("1,2\n3,4\n", ":1: expected the names of the axes"),
+        ('{"a": 99999999999999999999}\n', ""),
+    ],
+)
+def test_a_bad_file_is_told_with_its_line(tmp_path, text, message):
+    path = tmp_path / "demand"
+    path.write_text(text)
+    with pytest.raises(DemandFileError) as caught:
+        read_demand(path)
+    assert str(caught.value).startswith(str(path)) and message in str(caught.value)
+
+
+def test_a_file_that_is_not_there_or_no_text_is_told(tmp_path):
+    with pytest.raises(DemandFileError, match="none: not readable as a demand"):
+        read_demand(tmp_path / "none")
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(DemandFileError, match="bytes: not readable as a demand"):
+        read_demand(tmp_path / "bytes")
+
+
+def test_an_axis_called_count_is_refused_where_it_would_be_taken_for_one(tmp_path):
+    demand = Demand(("count",), [[3]])
+    with pytest.raises(ValueError, match="expected no axis called count for CSV, got one: use"):
+        write_demand(demand, tmp_path / "demand.csv")
+    write_demand(demand, tmp_path / "demand.jsonl")
+    assert read_demand(tmp_path / "demand.jsonl") == demand
