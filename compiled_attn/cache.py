@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from compiled_attn import huge_pages
 from compiled_attn.quant import QUANTISED
 
 __all__ = ["PagedKVCache"]
@@ -15,7 +16,7 @@ class PagedKVCache(nn.Module):
 
     Block 0 is the null block: nothing real is ever stored in it, and all padding points at it.
     The buffers are registered but not persistent, so a model that owns a cache keeps its
-    checkpoint.
+    checkpoint. On Linux large buffers of the CPU lie on huge pages, where the system gives them.
 
     Args:
         num_layers: layers that hold keys (> 0).
@@ -66,7 +67,7 @@ class PagedKVCache(nn.Module):
         names = ("key", "value") if has_value else ("key",)
         for layer in range(num_layers):
             for name in names:
-                buffer = torch.zeros(shape, dtype=dtype, device=device)
+                buffer = huge_pages.zeros(shape, dtype, device)
                 self.register_buffer(f"{name}_{layer}", buffer, persistent=False)
                 if self.is_quantised:
                     scale = torch.zeros(shape[:-1], device=device)

@@ -62,6 +62,14 @@ def plan(
             help="Hugging Face causal LM; by default the one that `run` builds.",
         ),
     ] = None,
+    kernel: Annotated[
+        str,
+        typer.Option(
+            rich_help_panel=_ENGINE,
+            help="native (C++, buckets of tokens and requests), portable (torch alone), or auto; "
+            "a demand was recorded with one of them.",
+        ),
+    ] = "auto",
     max_tokens_per_step: Annotated[
         int, typer.Option(rich_help_panel=_ENGINE, help="Tokens a step computes at most.")
     ] = 256,

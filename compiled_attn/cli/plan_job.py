@@ -16,6 +16,8 @@ from compiled_attn.demand.default_plan import default_demand
 from compiled_attn.demand.families import Family, family, within
 from compiled_attn.demand.simulate import SimulatedEngine, simulate
 from compiled_attn.engine import EngineConfig
+from compiled_attn.engine.kernel import chosen_kernel
+from compiled_attn.engine.ladder import AXES, TABLE_AXES
 from compiled_attn.engine.sizing import Sizing, cost_of_steps
 from compiled_attn.models import default_model, load_model
 from graphs import to_file
@@ -38,6 +40,7 @@ class PlanOptions:
     speed: float | None
     concurrency: int | None
     model: Path | None
+    kernel: str
     max_tokens_per_step: int
     max_seqs: int
     block_size: int
@@ -54,12 +57,13 @@ def run_plan(options: PlanOptions) -> int:
     if options.out is not None and not options.out.parent.is_dir():
         raise UserError(f"cannot write {options.out}: {options.out.parent} is no directory")
     with bad_input():
-        sizing, engine, steps = _engine(options)
-        if options.demand is not None:
-            needs = _compared(options, sizing, steps, _recorded(options.demand, steps))
+        recorded = None if options.demand is None else _recorded(options.demand)
+        sizing, engine, steps = _engine(options, recorded)
+        if recorded is not None:
+            needs = _compared(options, sizing, steps, recorded)
         elif options.trace is not None:
             simulated = _simulated(options, options.trace, sizing, engine)
-            needs = _compared(options, sizing, steps, simulated)
+            needs = _compared(options, sizing, steps, simulated[steps.name])
         else:
             needs = default_demand(steps, engine, sizing.context)
         _write(options, steps, needs)
@@ -97,7 +101,9 @@ def _write(options: PlanOptions, steps: Family, needs: Demand) -> None:
         print(f"written: compiled-attn run --buckets {options.out}")
 
 
-def _engine(options: PlanOptions) -> tuple[Sizing, SimulatedEngine, Family]:
+def _engine(
+    options: PlanOptions, recorded: Demand | None
+) -> tuple[Sizing, SimulatedEngine, Family]:
     """What `run` would make of these options: sizes, their simulation, its steps at its cost."""
     config = EngineConfig(
         max_tokens_per_step=options.max_tokens_per_step,
@@ -105,21 +111,29 @@ def _engine(options: PlanOptions) -> tuple[Sizing, SimulatedEngine, Family]:
         block_size=options.block_size,
         num_blocks=options.num_blocks,
         max_graphs=options.max_graphs,
+        kernel=options.kernel,  # type: ignore[arg-type]  # the configuration checks it
+        strict=False,
     )
     model = default_model() if options.model is None else load_model(options.model)
-    sizing = Sizing.of(model, config)
+    if recorded is not None:
+        is_native = set(recorded.names) == set(TABLE_AXES)
+    else:
+        is_native = chosen_kernel(model, config).is_native
+    sizing = Sizing.of(model, config, is_native)
     engine = SimulatedEngine(
         config.max_tokens_per_step, config.max_seqs, config.block_size, sizing.num_blocks - 1
     )
-    cost = CostModel(cost_of_steps(model, config.block_size))
-    return sizing, engine, replace(family("engine", engine, sizing.context), cost=cost)
+    cost = CostModel(cost_of_steps(model, config.block_size, is_native))
+    name = "table" if is_native else "engine"
+    return sizing, engine, replace(family(name, engine, sizing.context), cost=cost)
 
 
-def _recorded(path: Path, steps: Family) -> Demand:
+def _recorded(path: Path) -> Demand:
     needs = read_demand(path)
-    if set(needs.names) != set(steps.names):
+    if set(needs.names) not in (set(AXES), set(TABLE_AXES)):
         raise UserError(
-            f"{path}: expected needs over {', '.join(steps.names)}, as `run --record-demand` "
+            f"{path}: expected needs over {', '.join(AXES)} (portable kernel) or "
+            f"{', '.join(TABLE_AXES)} (native), as `run --record-demand` "
             f"writes them, got {', '.join(needs.names)}: use python -m graphs plan for others"
         )
     return needs
@@ -127,19 +141,19 @@ def _recorded(path: Path, steps: Family) -> Demand:
 
 def _simulated(
     options: PlanOptions, trace: Path, sizing: Sizing, engine: SimulatedEngine
-) -> Demand:
+) -> dict[str, Demand]:
     arrivals = read_trace(trace, options.requests)
     scale = fit_scale(arrivals, sizing.context) if options.scale is None else options.scale
     arrivals = scaled(arrivals, scale)
     for arrival in arrivals:
         sizing.check_lengths(arrival.prompt_tokens, arrival.output_tokens)
     found = simulate(arrivals, engine, speed=options.speed, concurrency=options.concurrency)
-    needs = found.needs["engine"]
+    steps = len(found.needs["engine"])
     print(
-        f"{len(arrivals):,} requests, lengths scaled by {scale:g}: {len(needs):,} simulated steps",
+        f"{len(arrivals):,} requests, lengths scaled by {scale:g}: {steps:,} simulated steps",
         file=sys.stderr,
     )
-    return needs
+    return found.needs
 
 
 def _print(found: Comparison, needs: Demand, cut: float) -> None:

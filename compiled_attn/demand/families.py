@@ -12,10 +12,10 @@ from graphs.points import Axis
 
 __all__ = ["FAMILIES", "Family", "family", "within"]
 
-FAMILIES = ("decode", "prefill", "mixed", "engine")
+FAMILIES = ("decode", "prefill", "mixed", "engine", "table")
 """Decode over (sequences, blocks) and prefill over (tokens, context) are for an engine that keeps
 prompts and decodes apart; mixed over (tokens, shared, unique) and engine, which adds logits, for
-steps that hold both."""
+steps that hold both; table over (tokens, requests) for a kernel that reads block tables."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,8 @@ def family(name: str, engine: SimulatedEngine, context: int) -> Family:
         return _decode(engine, longest)
     if name == "prefill":
         return _prefill(engine, context, longest)
+    if name == "table":
+        return _table(engine)
     return _mixed(engine, longest, with_logits=name == "engine")
 
 
@@ -101,6 +103,15 @@ def _prefill(engine: SimulatedEngine, context: int, longest: int) -> Family:
         CostModel(
             lambda n: n["tokens"] * (time.token + time.pair * (n["tokens"] + size * n["context"]))
         ),
+    )
+
+
+def _table(engine: SimulatedEngine) -> Family:
+    return Family(
+        "table",
+        (Axis("tokens", 1, engine.max_tokens), Axis("requests", 1, engine.max_seqs)),
+        lambda n: n["requests"] <= n["tokens"],
+        CostModel(lambda n: engine.time.token * (n["tokens"] + n["requests"])),
     )
 
 

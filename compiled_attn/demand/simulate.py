@@ -29,7 +29,8 @@ class Simulation:
 
     Args:
         needs: the needs of all steps in order, by family. With mixed steps ``"engine"``, over the
-            axes tokens, shared, unique, logits of `compiled_attn.batch.StepPlan.need`. Otherwise
+            axes tokens, shared, unique, logits of the portable kernel, and ``"table"``, over
+            tokens, requests of the native one. Otherwise
             ``"decode"`` over sequences, blocks (the distinct ones that they read) and ``"prefill"``
             over tokens, context (blocks that the chunk's prompt has in the cache). A family without
             steps is left out.

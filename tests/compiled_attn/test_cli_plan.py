@@ -18,7 +18,16 @@ from graphs import from_file
 from tests.compiled_attn.tiny import tiny_model
 
 TRACES = Path(__file__).resolve().parents[3] / "shared" / "traces"
-SMALL = ["--max-tokens-per-step", "32", "--max-seqs", "4", "--block-size", "8"]
+SMALL = [
+    "--kernel",
+    "portable",
+    "--max-tokens-per-step",
+    "32",
+    "--max-seqs",
+    "4",
+    "--block-size",
+    "8",
+]
 STRATEGIES = [
     "linear",
     "exponential",
@@ -115,6 +124,21 @@ def test_a_recorded_demand_gives_the_same_plan_as_its_simulation(
     assert planned.read_text() == simulated.read_text()
 
 
+def test_needs_recorded_with_the_native_kernel_are_planned_over_its_axes(
+    command, model_dir, tmp_path
+):
+    recorded, out = tmp_path / "demand", tmp_path / "buckets.txt"
+    needs = [{"tokens": 1 + i % 32, "requests": 1 + i % 4} for i in range(64)]
+    recorded.write_text("".join(json.dumps(need) + "\n" for need in needs if need["tokens"] > 4))
+    options = ["--model", model_dir, *SMALL, "--demand", recorded, "--max-graphs", 6]
+    code, text, err = command("plan", *options, "--out", out)
+    assert code == 0, err
+    assert {"linear", "engine's default", "fitted plan"} <= set(_table(text))
+    space = from_file(out)
+    assert set(space.names) == {"tokens", "requests"} and len(space) <= 6
+    assert space.pick(tokens=32, requests=4).sizes == (32, 4)
+
+
 def test_without_a_trace_the_default_plan_is_written(command, model_dir, tmp_path):
     out = tmp_path / "buckets.txt"
     code, text, err = command(
@@ -130,7 +154,9 @@ def test_without_a_trace_the_default_plan_is_written(command, model_dir, tmp_pat
 def test_a_real_trace_is_planned(command, name):
     if not (TRACES / name).exists():
         pytest.skip(f"there is no {TRACES / name}")
-    code, text, err = command("plan", "--trace", TRACES / name, "--max-graphs", 48)
+    code, text, err = command(
+        "plan", "--trace", TRACES / name, "--kernel", "portable", "--max-graphs", 48
+    )
     assert code == 0, err
     rows = _table(text)
     assert rows["fitted plan"][1] < rows["unified ladder"][1] / 3
@@ -180,6 +206,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
     Path("large.jsonl").write_text('{"tokens": 999, "shared": 0, "unique": 3, "logits": 1}\n')
     if "--model" not in options:
         options = [*options, "--model", model_dir]
+    options = [*options, "--kernel", "portable"]
     code, _, err = command("plan", *options)
     assert code == 2
     errors = [line for line in err.splitlines() if line.startswith("compiled-attn: error:")]

@@ -22,7 +22,7 @@ CONTEXT = 2048
 
 
 def engine_for(name: str) -> SimulatedEngine:
-    return SimulatedEngine(512, 16, 32, 512, mixed=name in ("mixed", "engine"))
+    return SimulatedEngine(512, 16, 32, 512, mixed=name in ("mixed", "engine", "table"))
 
 
 def simulated(name: str, kind: str = "chat") -> Demand:

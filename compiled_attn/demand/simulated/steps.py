@@ -13,7 +13,10 @@ __all__ = ["MixedSteps", "SeparateSteps"]
 class MixedSteps(SimulatedScheduler):
     """All decodes, then the rest of started prompts, then new ones, as far as tokens go."""
 
-    axes: ClassVar = {"engine": ("tokens", "shared", "unique", "logits")}
+    axes: ClassVar = {
+        "engine": ("tokens", "shared", "unique", "logits"),
+        "table": ("tokens", "requests"),
+    }
 
     def step(self) -> float:
         """Schedule and compute one step; returns its seconds."""
@@ -46,6 +49,7 @@ class MixedSteps(SimulatedScheduler):
         complete = sum(r.computed + count == r.known for r, count in parts.items())
         logits = self.decoding + max(complete, singles)
         self.needs["engine"].append((tokens, shared, unique, logits))
+        self.needs["table"].append((tokens, self.decoding + len(parts)))
         for request, count in parts.items():
             request.computed += count
             self.commit(request)

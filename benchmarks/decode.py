@@ -1,0 +1,120 @@
+"""Decode over a paged cache: the native kernel, its alternatives, and a read-only pass.
+
+    python benchmarks/decode.py [--threads 1 2] [--dtypes float32 bfloat16] [--plot decode.png]
+
+32 query heads on 8 KV heads of 128, one query token a request, blocks anywhere in a pool of 1 GiB.
+Cold: each step reads other blocks; hot: always the same few. One process, interleaved, medians.
+Ratios are speeds: 1.0 of `read` is a pass that only reads the same blocks (see native/limits.cpp).
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from native import forms
+from native.limits import Limits
+from native.plot import bars
+from native.scene import DIM, KV_HEADS, Scene, Step
+from native.timing import medians
+
+from compiled_attn import huge_pages
+
+TOKENS = 32768  # of keys in a step
+
+
+def alternatives(step: Step, flex: bool) -> dict[str, object]:
+    """Forms by name, each a function of a step."""
+    if step.scales:
+        return {}
+    gather, unified = forms.compiled(forms.gather_sdpa), forms.compiled(forms.unified_unique)
+    requests, tokens = len(step.query), int(step.seq_lens[0])
+    key, value = (
+        torch.randn(requests, KV_HEADS, tokens, DIM).to(step.query.dtype) for _ in range(2)
+    )
+
+    def paged(form):
+        return lambda s: form(s.query, s.key_cache, s.value_cache, s.block_table)
+
+    found = {
+        "gather": paged(forms.gather_sdpa),
+        "gather inductor": paged(gather),
+        "unified inductor": paged(unified),
+        "contiguous": lambda s: forms.contiguous_sdpa(s.query, key, value),
+    }
+    return found | ({"flex": forms.FlexPaged(step)} if flex else {})
+
+
+def row(
+    scene: Scene, context: int, limits: Limits, options: argparse.Namespace
+) -> dict[str, float]:
+    """Speeds relative to the read-only pass of one length of context."""
+    requests = max(1, TOKENS // context)
+    steps = scene.steps([1] * requests, [context] * requests, options.rounds + 1)
+    if options.hot:
+        steps = [steps[0]] * len(steps)
+    torch._dynamo.reset()
+    others = alternatives(steps[0], options.flex)
+    runs = {
+        "read": lambda i: limits.read(scene.key_cache, scene.value_cache, steps[i].block_table),
+        "native": lambda i: forms.native(steps[i]),
+    }
+    runs |= {name: lambda i, form=form: form(steps[i]) for name, form in others.items()}
+    with torch.no_grad():
+        found = medians(runs, options.rounds)
+    print_row(scene, context, requests, limits.threads, steps[0], found)
+    return {name: found["read"] / seconds for name, seconds in found.items()}
+
+
+def print_row(scene, context, requests, threads, step, found) -> None:
+    """Speeds: of the pass in GB/s, of the kernel to the pass, of the kernel to each alternative."""
+    dtype = str(scene.dtype).removeprefix("torch.")
+    cells = [
+        f"{found['read'] / found['native']:5.2f}",
+        f"{step.kv_bytes / found['read'] / 1e9:6.1f}",
+    ]
+    cells += [f"{context * requests / found['native'] / 1e6:7.1f}"]
+    cells += [
+        f"{name} {found[name] / found['native']:.1f}x"
+        for name in found
+        if name not in ("read", "native")
+    ]
+    print(
+        f"{dtype:>13} {scene.block_size:5} {context:7} {requests:4} {threads:7} ",
+        *cells,
+        flush=True,
+    )
+
+
+def main() -> None:
+    """Prints a row for each dtype, block size, context and number of threads."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument(
+        "--dtypes", nargs="+", default=["float32", "bfloat16", "int8", "float8_e4m3fn"]
+    )
+    parser.add_argument("--blocks", type=int, nargs="+", default=[16, 128])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[512, 2048, 8192])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--hot", action="store_true")
+    parser.add_argument("--flex", action="store_true", help="FlexAttention too: slow over a pool")
+    parser.add_argument("--plot", type=Path, help="write a PNG")
+    options = parser.parse_args()
+    print(f"# torch {torch.__version__}, {'hot' if options.hot else 'cold'} KV, pool on huge pages")
+    print(f"{'dtype':>13} block context reqs threads  of read  GB/s  Mtok/s  speed over")
+    plotted: dict[str, dict[str, float]] = {}
+    for name in options.dtypes:
+        for block_size in options.blocks:
+            scene = Scene(getattr(torch, name), block_size, allocate=huge_pages.zeros)
+            for context in options.contexts:
+                for threads in options.threads:
+                    torch.set_num_threads(threads)
+                    speeds = row(scene, context, Limits(threads), options)
+                    plotted[f"{name}\nblock {block_size}\n{context}"] = speeds
+    if options.plot:
+        bars(options.plot, "Decode: speed of a read-only pass over the same blocks", plotted)
+
+
+if __name__ == "__main__":
+    main()

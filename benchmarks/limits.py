@@ -1,0 +1,55 @@
+"""What the machine can do at best: reading the blocks of a table, and multiply-adds.
+
+    python benchmarks/limits.py [--threads 1 2]
+
+Blocks of keys and of values (8 heads of 128, float32) anywhere in a pool of 1 GiB, on plain and on
+huge pages; against the same pool read from end to end. Cold; medians of interleaved rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from native.limits import Limits
+from native.scene import Scene
+from native.timing import medians
+
+from compiled_attn import huge_pages
+
+
+def main() -> None:
+    """Prints bandwidths and peaks."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    options = parser.parse_args()
+    print("block bytes  pages  threads  GB/s  of linear")
+    for block_size in (1, 4, 16, 32, 128):
+        for pages, allocate in (("plain", torch.zeros), ("huge", huge_pages.zeros)):
+            scene = Scene(torch.float32, block_size, allocate=allocate)
+            blocks = len(scene.key_cache)
+            shuffled = torch.randperm(blocks, dtype=torch.int32)[: blocks // 2]
+            linear = torch.arange(blocks // 2, dtype=torch.int32)
+            size = 2 * len(shuffled) * scene.key_cache[0].numel() * 4
+            for threads in options.threads:
+                limits = Limits(threads)
+                runs = {
+                    name: lambda _, t=table, s=scene, m=limits: m.read(
+                        s.key_cache, s.value_cache, t
+                    )
+                    for name, table in (("linear", linear), ("shuffled", shuffled))
+                }
+                found = medians(runs, 5)
+                print(
+                    f"{block_size * 4096:11} {pages:>6} {threads:8} "
+                    f"{size / found['shuffled'] / 1e9:5.1f} "
+                    f"{found['linear'] / found['shuffled']:10.2f}",
+                    flush=True,
+                )
+    for threads in options.threads:
+        for dtype in (torch.float32, torch.bfloat16):
+            print(f"{threads} threads, {dtype}: {Limits(threads).flops(dtype) / 1e9:.0f} GFLOP/s")
+
+
+if __name__ == "__main__":
+    main()

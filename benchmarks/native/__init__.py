@@ -1,0 +1,1 @@
+"""What the benchmarks of the native kernel share: limits of the machine, steps, timing."""

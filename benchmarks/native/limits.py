@@ -1,0 +1,53 @@
+"""What the machine can do at best, measured in C++: see limits.cpp."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from compiled_attn.kernels.native.build import find_compiler
+
+STEPS = 4_000_000
+
+
+class Limits:
+    """Memory and arithmetic at full speed, on some threads."""
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+        folder = Path(tempfile.mkdtemp(prefix="limits-"))
+        library = folder / "limits.so"
+        source = Path(__file__).with_name("limits.cpp")
+        flags = ["-O3", "-march=native", "-fopenmp", "-shared", "-fPIC"]
+        subprocess.run([find_compiler(), *flags, str(source), "-o", str(library)], check=True)
+        self._library = ctypes.CDLL(str(library))
+        pointer, long, integer = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+        self._library.read_blocks.argtypes = [pointer, pointer, pointer, long, long, integer]
+        self._library.multiply_add.argtypes = [long, integer]
+
+    def read(self, keys: Tensor, values: Tensor, table: Tensor) -> None:
+        """Reads the blocks of a table ``[R, W]`` int32 out of ``[num_blocks, ...]`` buffers."""
+        bytes_of_block = keys[0].numel() * keys.element_size()
+        self._library.read_blocks(
+            keys.data_ptr(), values.data_ptr(), table.data_ptr(), table.numel(), bytes_of_block,
+            self.threads,
+        )  # fmt: skip
+
+    def flops(self, dtype: torch.dtype) -> float:
+        """Operations a second of multiply-adds: of floats, or of pairs of bfloat16."""
+        pairs = dtype == torch.bfloat16 and hasattr(self._library, "multiply_add_pairs")
+        run = self._library.multiply_add_pairs if pairs else self._library.multiply_add
+        run.argtypes = [ctypes.c_int64, ctypes.c_int32]
+        best = float("inf")
+        for _ in range(5):
+            started = time.perf_counter()
+            run(STEPS, self.threads)
+            best = min(best, time.perf_counter() - started)
+        lanes = 64 if pairs else 32
+        return STEPS * 12 * lanes * self.threads / best

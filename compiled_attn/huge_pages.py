@@ -1,0 +1,34 @@
+"""Large buffers on huge pages: scattered blocks of them are found with fewer table walks."""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["zeros"]
+
+_HUGE_PAGE = 2 * 2**20
+_ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux only
+
+
+def zeros(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None = None
+) -> Tensor:
+    """`torch.zeros`, on huge pages where the device is the CPU and the system gives them on advice.
+
+    Buffers smaller than a huge page are left to torch, and so is every other device.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    on_cpu = torch.device(device or torch.get_default_device()).type == "cpu"
+    if _ADVICE is None or not on_cpu or size < _HUGE_PAGE:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    try:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.madvise(_ADVICE)
+    except OSError:  # a kernel without huge pages, or without that much address space
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.frombuffer(memory, dtype=dtype).view(*shape)  # keeps the mapping alive
