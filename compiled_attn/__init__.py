@@ -7,6 +7,8 @@ from compiled_attn.batch import (
     RequestTable,
     StepBatch,
     StepPlan,
+    TableBatch,
+    TablePlan,
 )
 from compiled_attn.cache import PagedKVCache
 from compiled_attn.flash import (
@@ -47,6 +49,8 @@ __all__ = [
     "RequestTable",
     "StepBatch",
     "StepPlan",
+    "TableBatch",
+    "TablePlan",
     "UnifiedAttention",
     "UnifiedMetadata",
     "apply_rotary",

@@ -26,7 +26,9 @@ NAMES = {
     "compiled_attn.partial": "PartialAttention merge merge_online lse partial_attn_causal "
     "partial_attn_shared partial_attn_unique",
     "compiled_attn.unified": "UnifiedMetadata unified_attention UnifiedAttention",
-    "compiled_attn.batch": "AttentionMetadata BatchBuilder Request RequestTable StepBatch StepPlan",
+    "compiled_attn.batch": "AttentionMetadata BatchBuilder Request RequestTable StepBatch StepPlan "
+    "TableBatch TablePlan",
+    "compiled_attn.kernels.native": "load unavailable NativeKernel NativeOps NativeUnavailable",
     "compiled_attn.flash": "flash_attn_with_kvcache FlashKVCacheAttention FlashInputs",
     "compiled_attn.paged": "paged_attention_v1 paged_attention_v2 PagedAttention PagedInputs "
     "AttentionMetadata convert_key convert_value reshape_and_cache",

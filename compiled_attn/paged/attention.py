@@ -9,10 +9,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from compiled_attn.kernels.native import KernelChoice, chooses_native
 from compiled_attn.paged.call import PagedCall
 from compiled_attn.paged.checks import check_call, expect_tensor, refuse_blocksparse
 from compiled_attn.paged.contract import scores, weighted
 from compiled_attn.paged.layouts import Layout
+from compiled_attn.paged.native import attend_native, request_of
 from compiled_attn.paged.pages import lost_rows, pages
 from compiled_attn.paged.quant import Scale, per_head, stored
 from compiled_attn.partial import FEPS, FMIN, PartialAttention
@@ -54,6 +56,7 @@ def paged_attention_v1(
     blocksparse_head_sliding_step: int = 0,
     *,
     layout: Layout = "packed",
+    kernel: KernelChoice = "auto",
 ) -> Tensor:
     """Attends one query of each sequence to all tokens of that sequence in the cache.
 
@@ -87,6 +90,8 @@ def paged_attention_v1(
         blocksparse_local_blocks, blocksparse_vert_stride, blocksparse_block_size,
             blocksparse_head_sliding_step: must be off; block-sparse attention is not supported.
         layout: of both caches, see `Layout`.
+        kernel: "native": the C++ kernel or an error, "portable": plain torch, "auto": native where
+            it supports the call: on the CPU, layout flat, NHD or HND.
 
     Returns:
         ``out``.
@@ -96,7 +101,9 @@ def paged_attention_v1(
             together, a sequence is longer than its table row or ``max_seq_len``, or one of its
             tokens lies in no block of the cache. ``out`` is as it was. What depends on numbers in
             tensors cannot be an error inside a compiled or captured graph: there such a row is NaN,
-            and no other row is touched.
+            and no other row is touched; the native kernel raises there too (``RuntimeError``).
+        KernelArgumentError, NativeUnavailable: ``kernel`` is "native", but it cannot serve the call
+            or be built here.
         TypeError: an argument that must be a tensor or an int is none.
 
     Source: PagedAttention (Kwon et al., SOSP 2023); argument order of vLLM's ``_custom_ops``.
@@ -112,6 +119,8 @@ def paged_attention_v1(
     lengths = check_call(call)
     expect_tensor("out", out, "like query", query.shape, (query.dtype,), device=query.device)
     with torch.no_grad():
+        if chooses_native(kernel, request_of(call)):
+            return out.copy_(attend_native(call))
         return out.copy_(reduce_partitions(attend_pages(call, lengths)))
 
 
@@ -140,6 +149,7 @@ def paged_attention_v2(
     blocksparse_head_sliding_step: int = 0,
     *,
     layout: Layout = "packed",
+    kernel: KernelChoice = "auto",
 ) -> Tensor:
     """`paged_attention_v1` with the context split into partitions of 512 tokens, attended to apart.
 
@@ -154,6 +164,7 @@ def paged_attention_v2(
         max_logits: float32 ``(num_seqs, H, P)``, maximum of the scores of the partition; written.
         tmp_out: ``(num_seqs, H, P, D)`` of the query's dtype, attention over the partition alone;
             written.
+        kernel: "native" is an error, since that kernel gives no partitions.
 
     Returns:
         ``out``, equal to that of `paged_attention_v1` up to rounding.
@@ -171,6 +182,8 @@ def paged_attention_v2(
     lengths = check_call(call)
     expect_tensor("out", out, "like query", query.shape, (query.dtype,), device=query.device)
     _check_partials(call, exp_sum, max_logits, tmp_out)
+    if kernel != "auto":  # which is never native here
+        chooses_native(kernel, request_of(call, "gives no partitions: take paged_attention_v1"))
     with torch.no_grad():
         parts = attend_pages(call, lengths, PARTITION)
         _write_partials(parts, exp_sum, max_logits, tmp_out)

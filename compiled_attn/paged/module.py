@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from compiled_attn.kernels.native import KernelChoice, chooses_native
 from compiled_attn.paged.attention import attend_pages, reduce_partitions
 from compiled_attn.paged.call import PagedCall
 from compiled_attn.paged.checks import check_call, expect_tensor
 from compiled_attn.paged.errors import expect
 from compiled_attn.paged.layouts import Layout
+from compiled_attn.paged.native import attend_native, request_of
 from compiled_attn.paged.quant import Scale
 from compiled_attn.paged.write import reshape_and_cache
 
@@ -32,7 +34,8 @@ class PagedAttention(nn.Module):
         alibi_slopes: floats ``[H]`` or None.
         kv_cache_dtype, k_scale, v_scale: as in `paged_attention_v1`.
         partition: tokens of the partitions that the context is split into, as in
-            `paged_attention_v2`; None: no split.
+            `paged_attention_v2`; None: no split. The native kernel splits as it likes.
+        kernel: as in `paged_attention_v1`.
 
     Shape:
         - query: ``[S, H, D]``
@@ -68,6 +71,7 @@ class PagedAttention(nn.Module):
         k_scale: Scale = 1.0,
         v_scale: Scale = 1.0,
         partition: int | None = None,
+        kernel: KernelChoice = "auto",
     ) -> None:
         super().__init__()
         expect(
@@ -85,6 +89,7 @@ class PagedAttention(nn.Module):
         self.layout = layout
         self.kv_cache_dtype = kv_cache_dtype
         self.partition = partition
+        self.kernel = kernel
         for name, given in (("k_scale", k_scale), ("v_scale", v_scale)):
             if isinstance(given, Tensor):
                 self.register_buffer(name, given, persistent=False)
@@ -103,6 +108,7 @@ class PagedAttention(nn.Module):
         """Writes the step's tokens if given, then attends; shapes in the class docstring."""
         call = self._call(query, block_tables, seq_lens)
         lengths = check_call(call)
+        is_native = chooses_native(self.kernel, request_of(call))
         if key is not None and value is not None and slot_mapping is not None:
             self._write(query, key, value, slot_mapping)
         else:
@@ -114,6 +120,8 @@ class PagedAttention(nn.Module):
                 "pass all three",
             )
         with torch.no_grad():
+            if is_native:
+                return attend_native(call)
             return reduce_partitions(attend_pages(call, lengths, self.partition)).to(query.dtype)
 
     def extra_repr(self) -> str:

@@ -40,7 +40,8 @@ def fresh_compiler() -> Iterator[None]:
 
 
 def module(layout: str = "packed", cached: tuple[Tensor, Tensor] | None = None, **options: Any):
-    """The attention over caches of random numbers."""
+    """The attention over caches of random numbers, by torch alone unless said otherwise."""
+    options = {"kernel": "portable", **options}
     generator = torch.Generator().manual_seed(1)
     if cached is None:
         cached = caches(layout, BLOCKS, SIZE, KV_HEADS, DIM, torch.float32)
@@ -325,6 +326,12 @@ def test_a_step_updates_each_cache_by_index_put_alone(layout: str) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_attention_without_a_write_makes_nothing_of_the_size_of_the_cache(layout: str) -> None:
     assert cache_sized(aot_graph(module(layout), *inputs(2, 8)[:3])) == []
+
+
+def test_the_native_kernel_is_one_op_of_a_full_graph() -> None:
+    graph = aot_graph(module("HND", kernel="native"), *inputs(2, 8)[:3])
+    ops = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+    assert sum("paged_attention" in op for op in ops) == 1 and cache_sized(graph) == []
 
 
 FUSED = {

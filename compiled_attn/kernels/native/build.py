@@ -168,7 +168,10 @@ class _Plan:
         return library
 
     def _sanitizers(self) -> list[str]:
-        return [f"-fsanitize={','.join(self.sanitize)}"] if self.sanitize else []
+        if not self.sanitize:
+            return []
+        names = ",".join(self.sanitize)
+        return [f"-fsanitize={names}", f"-fno-sanitize-recover={names}"]
 
 
 def _cached(folder: Path, plan: _Plan) -> Build:

@@ -41,10 +41,11 @@ def _engine(model=None, **config) -> Engine:
     return engine
 
 
+@pytest.mark.parametrize("kernel", ["auto", "portable"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss"])
-def test_mixed_steps_generate_the_tokens_of_plain_generate(family):
+def test_mixed_steps_generate_the_tokens_of_plain_generate(family, kernel):
     model, prompts = tiny_model(family), _prompts(7)
-    engine = _engine(model)
+    engine = _engine(model, kernel=kernel)
     results = {r.index: r for r in engine.generate(prompts, SamplingParams(max_new_tokens=9))}
     for index, prompt in enumerate(prompts):
         assert results[index].tokens == plain_generate(model, prompt, 9)
@@ -54,7 +55,7 @@ def test_mixed_steps_generate_the_tokens_of_plain_generate(family):
 
 def test_defragmentation_on_every_step_changes_no_token():
     model, prompts = tiny_model(), _prompts(9, longest=30)
-    engine = _engine(model, num_blocks=40, defrag_waste=0.0)
+    engine = _engine(model, num_blocks=40, defrag_waste=0.0, kernel="portable")
     results = {r.index: r for r in engine.generate(prompts, SamplingParams(max_new_tokens=14))}
     memory = engine.report().memory
     assert memory["defrag_moves"] > 0 and memory["defrag_swaps"] > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -118,6 +119,15 @@ def test_a_request_gets_the_same_bits_whatever_its_neighbours_and_threads(ops):
             step.scale,
         )
         assert torch.equal(alone, together[starts[request] : starts[request + 1]])
+
+
+def test_threads_may_call_at_once(ops):
+    steps = [scene([(1, 90), (20, 40)], size=16, dim=64, seed=seed) for seed in range(4)]
+    wanted = [ops.paged_attention(*step.arguments)[0] for step in steps]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(5):
+            outs = list(pool.map(lambda step: ops.paged_attention(*step.arguments)[0], steps))
+            assert all(torch.equal(out, want) for out, want in zip(outs, wanted, strict=True))
 
 
 def _new_tokens(step: Scene, seed: int = 5):
