@@ -398,7 +398,7 @@ def test_a_pad_size_that_cannot_be_captured_is_an_error_unless_a_larger_one_may_
             raise CaptureError(options["name"], "no memory")
         return capture(function, inputs, **options)
 
-    monkeypatch.setattr("graphs.warmup.capture", failing)
+    monkeypatch.setattr("graphs.capturing.capture", failing)
     with pytest.raises(CaptureError, match="no memory"):
         BlockSwap(small_cache(), pad_sizes=(4, 16)).warmup()
     swap = BlockSwap(small_cache(), pad_sizes=(4, 16), strict=False)
