@@ -9,6 +9,7 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "abi.h"
 
@@ -62,6 +63,35 @@ inline void check_rows(const char* name, const Tensor& tensor) {
   int64_t last = tensor.dim() - 1;
   if (tensor.size(last) > 1 && tensor.stride(last) != 1) {
     fail(text(name, ": last stride 1"), list(tensor.strides()), "call .contiguous()");
+  }
+}
+
+// The addresses from a tensor's first element to its last.
+inline std::pair<const char*, const char*> extent(const Tensor& tensor) {
+  int64_t last = 0;
+  for (int64_t axis = 0; axis < tensor.dim(); ++axis) {
+    if (tensor.size(axis) == 0) return {nullptr, nullptr};
+    last += (tensor.size(axis) - 1) * tensor.stride(axis);
+  }
+  const char* data = static_cast<const char*>(tensor.const_data_ptr());
+  return {data, data + (last + 1) * int64_t(tensor.element_size())};
+}
+
+// What is read while a cache is written must not be part of it.
+inline void check_apart(const char* name, const Tensor& read, const char* cache, const Tensor& written) {
+  auto [begin, end] = extent(read);
+  auto [first, last] = extent(written);
+  if (begin < last && first < end) {
+    fail(text(name, " apart from ", cache), "shared memory", "call .clone()");
+  }
+}
+
+// What is written must have memory of its own for each element.
+inline void check_written(const char* name, const Tensor& tensor) {
+  for (int64_t axis = 0; axis < tensor.dim(); ++axis) {
+    if (tensor.size(axis) > 1 && tensor.stride(axis) == 0) {
+      fail(text(name, " with memory for each element"), "an expanded tensor", "call .clone()");
+    }
   }
 }
 

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <memory>
 
+#include "float_mode.h"
 #include "merge.h"
 #include "plan.h"
 #include "write.h"
@@ -13,7 +14,7 @@ namespace {
 
 using Args = PagedAttentionArgs;
 
-int32_t failed(int64_t error[4], Status status, int64_t a, int64_t b = 0, int64_t c = 0) {
+int32_t failed(int64_t error[4], Status status, int64_t a = 0, int64_t b = 0, int64_t c = 0) {
   error[0] = a, error[1] = b, error[2] = c, error[3] = 0;
   return status;
 }
@@ -49,10 +50,11 @@ bool in_parallel(int64_t n, int threads, const Make& make) {
   std::atomic<bool> is_out_of_memory{false};
 #pragma omp parallel num_threads(int(std::clamp<int64_t>(n, 1, threads)))
   {
+    const FloatMode mode;
     try {
       auto work = make();
       for (int64_t i = next++; i < n; i = next++) work(i);
-    } catch (const std::bad_alloc&) {
+    } catch (...) {  // nothing else is thrown
       is_out_of_memory = true;
     }
   }
@@ -106,6 +108,7 @@ bool attend(const Args& args, int threads) {
   Results results{nullptr, nullptr, args.value_dim};
   scratch.take(results.sums, plan.rows * args.value_dim);
   scratch.take(results.running, plan.rows);
+  if (args.slot_mapping && !write_tokens(args, threads)) return false;
   const bool is_done = in_parallel(plan.parts.size(), threads, [&] {
     return [&, worker = Worker<Math, Units>(args)](int64_t i) mutable {
       worker.run(plan.parts[i], results);
@@ -147,9 +150,8 @@ extern "C" int32_t compiled_attn_paged_attention(const compiled_attn::PagedAtten
   const int threads = args->threads > 0 ? args->threads : omp_get_max_threads();
   if (const int32_t status = check(*args, error)) return status;
   try {
-    if (args->slot_mapping && !write_tokens(*args, threads)) return failed(error, kOutOfMemory, 0);
-    return attend(*args, threads) ? int32_t(kOk) : failed(error, kOutOfMemory, 0);
+    return attend(*args, threads) ? int32_t(kOk) : failed(error, kOutOfMemory);
   } catch (const std::bad_alloc&) {
-    return failed(error, kOutOfMemory, 0);
+    return failed(error, kOutOfMemory);
   }
 }
