@@ -21,7 +21,8 @@ int32_t failed(int64_t error[4], Status status, int64_t a = 0, int64_t b = 0, in
 
 int32_t check_request(const Args& args, int64_t r, int64_t error[4]) {
   const int64_t begin = args.query_start_loc[r], end = args.query_start_loc[r + 1];
-  if (begin < 0 || end < begin || end > args.tokens) return failed(error, kBadOffsets, r, begin, end);
+  if (begin < 0 || end < begin || end > args.tokens)
+    return failed(error, kBadOffsets, r, begin, end);
   const int64_t length = args.seq_lens[r];
   if (length < 0 || length > args.table_width * args.block_size)
     return failed(error, kBadLength, r, length);
@@ -69,9 +70,11 @@ bool write_tokens(const Args& args, int threads) {
       by_dtype(args.cache_dtype, [&](auto* type) {
         using Element = std::remove_pointer_t<decltype(type)>;
         for (int64_t t = i * kTokens; t < std::min((i + 1) * kTokens, args.tokens); ++t) {
-          write_token<Element>(args, t, args.key, true, args.head_dim, args.key_cache, args.key_scale, row.data());
+          write_token<Element>(args, t, args.key, true, args.head_dim, args.key_cache,
+                               args.key_scale, row.data());
           if (args.value.data)
-            write_token<Element>(args, t, args.value, false, args.value_dim, args.value_cache, args.value_scale, row.data());
+            write_token<Element>(args, t, args.value, false, args.value_dim, args.value_cache,
+                                 args.value_scale, row.data());
         }
       });
     };
@@ -85,7 +88,9 @@ class Worker {
   explicit Worker(const Args& args) : args_(args) {}
 
   void run(const Part& part, const Results& results) {
-    const int64_t rows = (args_.query_start_loc[part.request + 1] - args_.query_start_loc[part.request]) * (args_.heads / args_.kv_heads);
+    const int64_t rows =
+        (args_.query_start_loc[part.request + 1] - args_.query_start_loc[part.request]) *
+        (args_.heads / args_.kv_heads);
     if (Plan::is_few(rows)) {
       if (!few_) few_ = std::make_unique<FewRows<Math>>(args_);
       few_->run(part, results);

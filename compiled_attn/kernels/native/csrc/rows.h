@@ -14,12 +14,18 @@ namespace compiled_attn {
 template <class Body>
 auto by_dtype(int32_t dtype, const Body& body) {
   switch (dtype) {
-    case kBFloat16: return body(static_cast<BFloat16*>(nullptr));
-    case kFloat16: return body(static_cast<Float16*>(nullptr));
-    case kInt8: return body(static_cast<int8_t*>(nullptr));
-    case kFloat8E4M3: return body(static_cast<Float8E4M3*>(nullptr));
-    case kFloat8E5M2: return body(static_cast<Float8E5M2*>(nullptr));
-    default: return body(static_cast<float*>(nullptr));
+    case kBFloat16:
+      return body(static_cast<BFloat16*>(nullptr));
+    case kFloat16:
+      return body(static_cast<Float16*>(nullptr));
+    case kInt8:
+      return body(static_cast<int8_t*>(nullptr));
+    case kFloat8E4M3:
+      return body(static_cast<Float8E4M3*>(nullptr));
+    case kFloat8E5M2:
+      return body(static_cast<Float8E5M2*>(nullptr));
+    default:
+      return body(static_cast<float*>(nullptr));
   }
 }
 
