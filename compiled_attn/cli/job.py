@@ -263,7 +263,7 @@ def _write(options: Options, report: EngineReport, checked: CheckReport, engine:
     if options.json is not None:
         options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     if options.record_demand is not None:
-        lines = [json.dumps(record.need) + "\n" for record in engine.records]
+        lines = [json.dumps(record.wanted) + "\n" for record in engine.records]
         options.record_demand.write_text("".join(lines), encoding="utf-8")
     if options.report is not None:
         charts = {"series": block_series(engine.records, engine.sizing.num_blocks - 1)}

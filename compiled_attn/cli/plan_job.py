@@ -73,7 +73,7 @@ def run_plan(options: PlanOptions) -> int:
 def _compared(options: PlanOptions, sizing: Sizing, steps: Family, needs: Demand) -> Demand:
     """Print how strategies fare on the second half; returns the needs that one bucket can hold."""
     kept, cut = within(needs, steps.axes)
-    first, second = kept.halves()
+    first, second = needs.project(steps.names).halves()
     default = {"engine's default": sizing.buckets}
     rho = options.rho or None
     found = compare(steps, first, second, options.max_graphs, others=default, rho=rho)

@@ -36,6 +36,7 @@ def _rows(report: EngineReport) -> Iterator[tuple[str, str]]:
     yield "compiles after warmup", str(report.compiles_after_warmup)
     yield "graph breaks", str(report.graph_breaks)
     yield "fallbacks", str(report.fallbacks)
+    yield "steps cut for lack of a bucket", str(report.cut_steps)
     yield "requests", str(report.requests)
     yield "generated tokens", f"{report.generated_tokens:,}"
     yield "tokens per second", f"{report.tokens_per_second:,.1f}"

@@ -29,7 +29,7 @@ _MORE = 8  # times as many buckets may a ladder have before the unreachable ones
 
 def ladders(family: Family, engine: SimulatedEngine) -> dict[str, BucketSpace]:
     """The ladders of the field at their default parameters, by name."""
-    high = {axis.name: axis.high for axis in family.axes}
+    high = _highs(family)
     found: dict[str, BucketSpace]
     if family.name == "decode":
         blocks = high["blocks"]
@@ -59,7 +59,7 @@ def ladders_within(family: Family, max_graphs: int) -> dict[str, BucketSpace]:
     The axes get one size more in turn, as long as the number allows; logits only the largest one.
     The unified ladder is for steps that hold prompts and decodes both.
     """
-    high = {axis.name: axis.high for axis in family.axes if axis.name != "logits"}
+    high = {name: size for name, size in _highs(family).items() if name != "logits"}
 
     def sizes(points: Points) -> dict[str, tuple[int, int, int]]:
         steps = {name: max(1, math.ceil(high[name] / count)) for name, count in points.items()}
@@ -84,6 +84,8 @@ def ladders_within(family: Family, max_graphs: int) -> dict[str, BucketSpace]:
 def _fitting(make: Callable[[Points], BucketSpace], family: Family, most: int) -> BucketSpace:
     points = {axis.name: 1 for axis in family.axes if axis.name != "logits"}
     best, growing = _reachable(make(points), family), set(points)
+    if len(best) > most:
+        best = explicit(family.axes, [_maximum(family)])
     while growing:
         for name in sorted(growing):
             found = None
@@ -103,11 +105,21 @@ def _fitting(make: Callable[[Points], BucketSpace], family: Family, most: int) -
 
 
 def _reachable(space: BucketSpace, family: Family) -> BucketSpace:
-    """Over the family's axes, less what no legal need reaches."""
+    """Over the family's axes, with its largest step, less what no legal need reaches."""
     if missing := [axis for axis in family.axes if axis.name not in space.names]:
         space = space * explicit(missing, [[axis.high for axis in missing]])
     columns = [[bucket[name] for name in family.names] for bucket in space]
+    columns.append(_maximum(family))
     return explicit(family.axes, columns).where(lambda need: bool(family.legal(need)))
+
+
+def _maximum(family: Family) -> list[int]:
+    return [axis.high for axis in family.axes]
+
+
+def _highs(family: Family) -> dict[str, int]:
+    """How far the ladders of the field go, by axis."""
+    return {axis.name: axis.high for axis in family.axes} | dict(family.usual)
 
 
 def _decode_exponential(sequences: int, blocks: int) -> BucketSpace:
@@ -151,15 +163,10 @@ def _stepped(step: int, high: int, absolute: int, percent: int) -> tuple[int, in
 def _unified(family: Family, points: Points, few: int = 1) -> BucketSpace:
     """Exponential, rounded up to multiples of 128, or less where that leaves ``few`` sizes."""
     multiple = 128
-    axes = {axis.name: axis for axis in family.axes}
+    low, high = {axis.name: axis.low for axis in family.axes}, _highs(family)
     return exponential(
         **{
-            name: (
-                axes[name].low,
-                axes[name].high,
-                n,
-                max(1, min(multiple, axes[name].high // few)),
-            )
+            name: (low[name], high[name], n, max(1, min(multiple, high[name] // few)))
             for name, n in points.items()
         }
     )

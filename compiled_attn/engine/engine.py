@@ -149,7 +149,7 @@ class Engine:
         scheduled = self.scheduler.schedule()
         with self._sentinel:
             self.memory.settle()
-            step, plan, bucket = self.runner.fit(scheduled, self.memory.table)
+            step, plan, bucket, wanted = self.runner.fit(scheduled, self.memory.table)
             logits = self.runner.run(plan, bucket)
         sampled = [part.sequence for part in step if part.wants_logits]
         tokens = sample(logits, [s.sampling for s in sampled], [s.generated for s in sampled])
@@ -163,6 +163,7 @@ class Engine:
                 time.perf_counter() - started,
                 self.pool.places.num_used,
                 self.pool.highest_used,
+                wanted,
             )
         )
         return events
@@ -288,6 +289,7 @@ class Engine:
             computed_tokens=sum(record.need["tokens"] for record in self.records),
             prefix_hit_ratio=round(stats.hit_ratio, 4),
             memory=self.memory.figures(),
+            cut_steps=self.runner.cut_steps,
             seconds=round(busy, 3),
             buckets=bucket_rows(steps, self.records, self.sizing.buckets.cost),
         )

@@ -136,7 +136,21 @@ def _buckets(
             f"expected at most max_graphs={config.max_graphs} buckets, got {len(space)}: "
             "raise max_graphs"
         )
+    if is_native and config.strict:
+        _refuse_small(space, limits)
     return space.with_cost(cost_of_steps(model, config.block_size, is_native))
+
+
+def _refuse_small(space: BucketSpace, limits: StepLimits) -> None:
+    """Two axes hold every step with one bucket more, so a file without it is a mistake."""
+    try:
+        space.pick(tokens=limits.tokens, requests=limits.seqs)
+    except BucketOverflow as error:
+        raise ConfigError(
+            f"expected a bucket of max_tokens_per_step={limits.tokens} tokens and "
+            f"max_seqs={limits.seqs} requests, got {space.largest} as the largest: add one, lower "
+            "these limits, or let steps be cut (--no-strict)"
+        ) from error
 
 
 def cost_of_steps(

@@ -109,6 +109,15 @@ def test_a_comparison_judges_the_plan_last_and_all_on_the_second_needs():
     assert all(judged.missed == 0 for judged in found.judged.values())
 
 
+def test_a_step_that_must_be_cut_is_missed_by_every_strategy():
+    steps = family("table", engine_for("table"), CONTEXT)
+    needs = Demand(("tokens", "requests"), [(9, 2), (8, 1), (512, 16), (513, 16)])
+    found = compare(steps, needs, needs, 4)
+    assert {name: judged.missed for name, judged in found.judged.items()} == dict.fromkeys(
+        ("linear", "exponential", "padding-aware", "fitted plan"), 0.25
+    )
+
+
 def test_needs_that_no_step_may_have_are_counted():
     steps = family("prefill", engine_for("prefill"), CONTEXT)
     kept, cut = within(Demand(("context", "tokens"), [(1, 5), (999, 5)], [3, 1]), steps.axes)

@@ -167,6 +167,16 @@ def test_buckets_of_the_native_kernel_need_it():
         Engine(tiny_model(), _config(kernel="portable", buckets=buckets))
 
 
+def test_buckets_that_do_not_hold_the_largest_step_are_refused_if_strict():
+    buckets = explicit(("tokens", "requests"), [(8, 4), (24, 3)])
+    message = r"bucket of max_tokens_per_step=24 tokens and max_seqs=4 requests, got .*--no-strict"
+    with pytest.raises(ConfigError, match=message):
+        Engine(tiny_model(), _config(buckets=buckets))
+    engine = _engine(buckets=buckets, strict=False)
+    list(engine.generate([[n] * 5 for n in range(4)], SamplingParams(max_new_tokens=2)))
+    assert engine.report().cut_steps == 1
+
+
 def test_the_ladder_doubles_decodes_and_then_tokens():
     space = table_buckets(StepLimits(256, 32, 100, 1000), 24)
     shapes = sorted(bucket.sizes for bucket in space)
