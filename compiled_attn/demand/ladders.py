@@ -24,6 +24,7 @@ PERCENTS = (10, 25, 50)
 """Relative padding limits of the padding-aware ladders."""
 
 _LONG_CONTEXT = 8192
+_FINE = 64  # steps of a padding-aware axis
 _MORE = 8  # times as many buckets may a ladder have before the unreachable ones are left out
 
 
@@ -57,6 +58,7 @@ def ladders_within(family: Family, max_graphs: int) -> dict[str, BucketSpace]:
     """Linear, exponential, padding-aware and unified ladders of at most so many graphs, by name.
 
     The axes get one size more in turn, as long as the number allows; logits only the largest one.
+    Padding-aware ladders keep the field's fine steps, and the number decides how much they pad.
     The unified ladder is for steps that hold prompts and decodes both.
     """
     high = {name: size for name, size in _highs(family).items() if name != "logits"}
@@ -68,17 +70,44 @@ def ladders_within(family: Family, max_graphs: int) -> dict[str, BucketSpace]:
     def of_exponential(points: Points) -> BucketSpace:
         return exponential(**{name: (1, max(1, high[name]), n) for name, n in points.items()})
 
-    def of_padding_aware(points: Points) -> BucketSpace:
-        return padding_aware(**{name: (*size, 0, 25) for name, size in sizes(points).items()})
-
     makers: dict[str, Callable[[Points], BucketSpace]] = {
         "linear": lambda points: linear(**sizes(points)),
         "exponential": of_exponential,
-        "padding-aware": of_padding_aware,
     }
     if "shared" in high:
         makers["unified ladder"] = lambda points: _unified(family, points, few=8)
-    return {name: _fitting(make, family, max_graphs) for name, make in makers.items()}
+    found = {name: _fitting(make, family, max_graphs) for name, make in makers.items()}
+    aware = _padding_aware(family, high, max_graphs)
+    first = {name: found.pop(name) for name in ("linear", "exponential")}
+    return {**first, "padding-aware": aware, **found}
+
+
+def _padding_aware(family: Family, high: Points, most: int) -> BucketSpace:
+    """From 1 in fine steps, with the smallest relative padding of which the graphs suffice.
+
+    If they do not for 50 per cent, the ladder of 50 per cent begins at a larger size.
+    """
+
+    def made(percent: int) -> BucketSpace | None:
+        sizes = {
+            name: (min(1, size), max(1, math.ceil(size / _FINE)), size, 0, percent)
+            for name, size in high.items()
+        }
+        each = [len(padding_aware(size=axis)) for axis in sizes.values()]
+        return padding_aware(**sizes) if math.prod(each) <= _MORE * most else None
+
+    for percent in range(10, 51, 5):
+        space = made(percent)
+        if space is not None and len(found := _reachable(space, family)) <= most:
+            return found
+
+    def of_half(points: Points) -> BucketSpace:
+        lows = {name: math.ceil(high[name] / 2 ** (n - 1)) for name, n in points.items()}
+        return padding_aware(
+            **{name: (low, max(1, low), high[name], 0, 50) for name, low in lows.items()}
+        )
+
+    return _fitting(of_half, family, most)
 
 
 def _fitting(make: Callable[[Points], BucketSpace], family: Family, most: int) -> BucketSpace:
