@@ -270,7 +270,7 @@ class Engine:
             graphs_loaded=len(steps.loaded) if steps else 0,
             graph_breaks=self._sentinel.graph_breaks,
             compiles_after_warmup=self._sentinel.compiles + self._sentinel.late_builds,
-            fallbacks=self.runner.graphs.fallbacks + self.runner.graphs.degraded,
+            fallbacks=self._fallbacks(),
             warmup_seconds=round(warm.elapsed_seconds, 3) if warm else 0.0,
             requests=len(self.results),
             generated_tokens=self._generated,
@@ -293,6 +293,10 @@ class Engine:
             seconds=round(busy, 3),
             buckets=bucket_rows(steps, self.records, self.sizing.buckets.cost),
         )
+
+    def _fallbacks(self) -> int:
+        graphs = self.runner.graphs
+        return graphs.fallbacks + graphs.degraded + self.kernel.is_fallback
 
     def _take(self, sequence: Sequence, token: int, now: float) -> TokenEvent:
         sequence.append(token, now)

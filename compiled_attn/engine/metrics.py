@@ -67,9 +67,10 @@ class EngineReport:
     ``buckets`` has a row per bucket: its warmup, how many steps ran in it, how long they took.
     ``padding_waste`` is the padded share of computed tokens and of computed blocks.
     ``graph_breaks`` and ``compiles_after_warmup`` come from the sentinel, ``fallbacks`` counts
-    every degraded bucket pick, ``cut_steps`` the steps that no bucket held whole. ``kernel`` is
-    "native", or which portable kernel serves the causal and shared parts; ``kernel_notes`` says
-    why. ``memory`` has the copies of blocks: on write and to defragment.
+    every degraded bucket pick and a native kernel that failed to build, ``cut_steps`` the steps
+    that no bucket held whole. ``kernel`` is "native", or which portable kernel serves the causal
+    and shared parts; ``kernel_notes`` says why. ``memory`` has the copies of blocks: on write and
+    to defragment.
     """
 
     graphs: int
