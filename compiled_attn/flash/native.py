@@ -7,7 +7,7 @@ from torch import Tensor
 
 from compiled_attn.flash.call import FlashCall
 from compiled_attn.flash.layout import Layout
-from compiled_attn.kernels.native import PagedRequest
+from compiled_attn.kernels.native import PagedRequest, as_int32
 
 __all__ = ["attend_native", "request_of"]
 
@@ -40,8 +40,8 @@ def attend_native(call: FlashCall, query: Tensor, layout: Layout) -> tuple[Tenso
         rows if rows.stride(-1) == 1 else rows.contiguous(),
         call.k_cache,
         call.v_cache,
-        table.int().contiguous(),
-        totals.int().contiguous(),
+        as_int32(table).contiguous(),
+        as_int32(totals).contiguous(),
         starts,
         call.scale,
         causal=right == 0,
