@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compiled_attn.kernels.native import PagedRequest, as_int32
+from compiled_attn.kernels.native import PagedRequest, as_int32, cache_lacks
 from compiled_attn.paged.call import PagedCall
 from compiled_attn.paged.layouts import convert_key, convert_value
 from compiled_attn.paged.quant import Scale, element_type, per_head, stored
@@ -22,9 +22,7 @@ def request_of(call: PagedCall, other: str = "") -> PagedRequest:
     """
     if call.layout == "packed":
         other = other or "reads caches of layout flat, NHD or HND, not packed"
-    for cache in (call.key_cache, call.value_cache):
-        if cache.stride(-1) != 1 and cache.shape[-1] != 1:
-            other = other or "reads caches whose last stride is 1"
+    other = other or cache_lacks(call.key_cache, call.value_cache)
     cache_dtype = element_type(call.kv_cache_dtype, call.query.dtype)
     return PagedRequest(call.query.device.type, call.query.dtype, cache_dtype, other)
 

@@ -11,6 +11,7 @@ from compiled_attn.kernels.native.kernel import (
     KernelChoice,
     NativeKernel,
     PagedRequest,
+    cache_lacks,
     chooses_native,
 )
 from compiled_attn.kernels.native.op import NativeOps, load, unavailable
@@ -29,6 +30,7 @@ __all__ = [
     "available_isas",
     "best_isa",
     "build",
+    "cache_lacks",
     "chooses_native",
     "default_folder",
     "load",
