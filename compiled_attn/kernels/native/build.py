@@ -104,14 +104,17 @@ def build(
         raise NativeUnavailable(f"expected locks between processes, but {why}: use Linux or macOS")
     compiler = compiler or find_compiler()
     plan = _Plan(compiler, sources, isa, namespace, debug, tuple(sanitize))
-    home = folder or default_folder()
+    home = folder
     try:
+        home = home or default_folder()
         home.mkdir(mode=0o700, parents=True, exist_ok=True)
         refuse_unsafe(home.resolve())
         return _cached(home.resolve(), plan)
-    except (StoreError, OSError) as error:
+    except NativeUnavailable:
+        raise
+    except (StoreError, OSError, RuntimeError) as error:  # RuntimeError: nobody's home is known
         raise NativeUnavailable(
-            f"expected a folder of your own to keep the kernel in, got {home}: {error}"
+            f"expected a folder of your own to keep the kernel in, got {home or 'none'}: {error}"
         ) from error
 
 
@@ -199,7 +202,7 @@ def _cached(folder: Path, plan: _Plan) -> Build:
 def _is_whole(library: Path, seal: Path) -> bool:
     """Whether the library is what was built: a seal is written after it, with its digest."""
     try:
-        return seal.read_text() == digest_of(library)
+        return seal.read_bytes() == digest_of(library).encode()
     except FileNotFoundError:
         return False
 

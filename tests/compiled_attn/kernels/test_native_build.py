@@ -131,6 +131,25 @@ def test_a_library_that_is_not_whole_is_built_again(folder, compiler):
     assert again.library.read_text() == "library\n" and again.seconds > 0
 
 
+@pytest.mark.parametrize("seal", [b"", b"\xff\xfe\x00", b"0" * 64])
+def test_a_library_with_a_broken_seal_is_built_again(folder, compiler, seal):
+    made = build("portable", "test", folder=folder, compiler=str(compiler))
+    made.library.with_suffix(".sha256").write_bytes(seal)
+    again = build("portable", "test", folder=folder, compiler=str(compiler))
+    assert again.library == made.library and again.seconds > 0
+    assert build("portable", "test", folder=folder, compiler=str(compiler)).seconds == 0.0
+
+
+def test_without_a_home_the_kernel_is_unavailable(compiler, monkeypatch):
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", home)
+    with pytest.raises(NativeUnavailable, match=r"got none: Could not determine home directory"):
+        build("portable", "test", compiler=str(compiler))
+    assert _calls(compiler) == 0
+
+
 def test_an_error_of_the_compiler_is_told_and_nothing_is_kept(folder, compiler):
     (compiler.parent / "broken").touch()
     with pytest.raises(NativeUnavailable, match=r"failed \(7\): error: no such thing"):
