@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from compiled_attn.kernels.native import NativeUnavailable, build
+from compiled_attn.kernels.native.build import find_compiler
 from compiled_attn.kernels.native.schema import SOURCES, schemas
 
 COMPILER = """#!/bin/sh
@@ -198,6 +199,48 @@ step = scene([(1, 9), (3, 3)])
 assert_right(torch.ops.compiled_attn.paged_attention(*step.arguments), step)
 print(ops[0].isa, len(records), records[0])
 """
+
+
+STEP_DOWN = """
+import logging, torch
+from pathlib import Path
+from compiled_attn.kernels.native import NativeUnavailable, available_isas, load, op, unavailable
+records, best, build = [], available_isas()[0], op.build
+logging.getLogger("compiled_attn").addHandler(h := logging.Handler())
+h.emit = lambda record: records.append(record.getMessage())
+def refuse(isa, *args, **kwargs):
+    if isa in ("newest", "newer"):
+        raise NativeUnavailable(f"{isa} is not known")
+    return build(isa, *args, **kwargs)
+op.build, op.available_isas = refuse, lambda: ["newest", "newer", best]
+ops = load(strict=True)
+assert ops.isa == best and ops.build.isa == best and ops.why_not_native is None
+assert unavailable() is None and load() is ops and hasattr(torch.ops.compiled_attn, "paged_attention")
+print(ops.why_not_best, records == [
+    f"the native kernel is built for {best}, not for newest: newest is not known"
+])
+try:
+    load("newest")
+except NativeUnavailable as error:
+    print("by name:", error)
+"""
+
+
+def test_an_instruction_set_that_cannot_be_built_gives_way_to_the_next_best():
+    try:
+        find_compiler()
+    except NativeUnavailable as error:
+        pytest.skip(str(error))
+    root = str(Path(__file__).parents[3])
+    done = subprocess.run(
+        [sys.executable, "-c", STEP_DOWN],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": root},
+    )
+    assert done.returncode == 0, done.stderr
+    down, by_name = done.stdout.splitlines()
+    assert down == "newest is not known True" and by_name == "by name: newest is not known"
 
 
 def test_without_a_compiler_python_serves_says_so_once_and_strict_refuses(tmp_path):
