@@ -12,7 +12,14 @@ from compiled_attn.kernels.native.errors import KernelArgumentError, NativeUnava
 from compiled_attn.kernels.native.op import unavailable
 from compiled_attn.quant import QUANTISED
 
-__all__ = ["CHOICES", "KernelChoice", "NativeKernel", "PagedRequest", "cache_lacks", "chooses_native"]
+__all__ = [
+    "CHOICES",
+    "KernelChoice",
+    "NativeKernel",
+    "PagedRequest",
+    "cache_lacks",
+    "chooses_native",
+]
 
 KernelChoice = Literal["auto", "native", "portable"]
 """``native``: the C++ kernel or an error; ``portable``: plain torch; ``auto``: native if it can."""
