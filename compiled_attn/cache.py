@@ -70,7 +70,7 @@ class PagedKVCache(nn.Module):
                 buffer = huge_pages.zeros(shape, dtype, device)
                 self.register_buffer(f"{name}_{layer}", buffer, persistent=False)
                 if self.is_quantised:
-                    scale = torch.zeros(shape[:-1], device=device)
+                    scale = huge_pages.zeros(shape[:-1], torch.float32, device)
                     self.register_buffer(f"{name}_scale_{layer}", scale, persistent=False)
 
     def key(self, layer: int) -> Tensor:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.utils import _python_dispatch
 
 __all__ = ["zeros"]
 
@@ -20,15 +21,22 @@ def zeros(
 ) -> Tensor:
     """`torch.zeros`, on huge pages where the device is the CPU and the system gives them on advice.
 
-    Buffers smaller than a huge page are left to torch, and so is every other device.
+    Buffers smaller than a huge page are left to torch, and so is every other device, and whatever
+    is made while a mode (of fake tensors, say) is to see each operation. A buffer on huge pages
+    cannot be resized.
     """
     size = math.prod(shape) * dtype.itemsize
     on_cpu = torch.device(device or torch.get_default_device()).type == "cpu"
-    if _ADVICE is None or not on_cpu or size < _HUGE_PAGE:
+    if _ADVICE is None or not on_cpu or size < _HUGE_PAGE or _is_watched():
         return torch.zeros(shape, dtype=dtype, device=device)
     try:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory.madvise(_ADVICE)
-    except OSError:  # a kernel without huge pages, or without that much address space
+    except (OSError, OverflowError):  # no huge pages, or not that much address space
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.frombuffer(memory, dtype=dtype).view(*shape)  # keeps the mapping alive
+
+
+def _is_watched() -> bool:
+    mode = getattr(_python_dispatch, "_get_current_dispatch_mode", None)
+    return mode is not None and mode() is not None

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from compiled_attn.flash.call import FlashCall
 from compiled_attn.flash.layout import Layout
-from compiled_attn.kernels.native import PagedRequest
+from compiled_attn.kernels.native import PagedRequest, as_int32, cache_lacks
 
 __all__ = ["attend_native", "request_of"]
 
@@ -40,8 +40,8 @@ def attend_native(call: FlashCall, query: Tensor, layout: Layout) -> tuple[Tenso
         rows if rows.stride(-1) == 1 else rows.contiguous(),
         call.k_cache,
         call.v_cache,
-        table.int().contiguous(),
-        totals.int().contiguous(),
+        as_int32(table).contiguous(),
+        as_int32(totals).contiguous(),
         starts,
         call.scale,
         causal=right == 0,
@@ -64,4 +64,4 @@ def _other(call: FlashCall) -> str:
         return "has ALiBi slopes for all rows alike, not for each row"
     if slopes is not None and right != 0:
         return "has ALiBi for causal attention only"
-    return ""
+    return cache_lacks(call.k_cache, call.v_cache)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compiled_attn.kernels.native import PagedRequest
+from compiled_attn.kernels.native import PagedRequest, as_int32, cache_lacks
 from compiled_attn.paged.call import PagedCall
 from compiled_attn.paged.layouts import convert_key, convert_value
 from compiled_attn.paged.quant import Scale, element_type, per_head, stored
@@ -22,9 +22,7 @@ def request_of(call: PagedCall, other: str = "") -> PagedRequest:
     """
     if call.layout == "packed":
         other = other or "reads caches of layout flat, NHD or HND, not packed"
-    for cache in (call.key_cache, call.value_cache):
-        if cache.stride(-1) != 1 and cache.shape[-1] != 1:
-            other = other or "reads caches whose last stride is 1"
+    other = other or cache_lacks(call.key_cache, call.value_cache)
     cache_dtype = element_type(call.kv_cache_dtype, call.query.dtype)
     return PagedRequest(call.query.device.type, call.query.dtype, cache_dtype, other)
 
@@ -35,13 +33,15 @@ def attend_native(call: PagedCall) -> Tensor:
     keys = convert_key(call.key_cache, call.layout, "NHD", block_size=size)
     values = convert_value(call.value_cache, call.layout, "NHD", block_size=size)
     keys, values = (stored(cache, call.kv_cache_dtype) for cache in (keys, values))
-    table, slopes = call.block_tables.int(), call.alibi_slopes
+    table, slopes = as_int32(call.block_tables), call.alibi_slopes
+    # The op knows the width of the table, but not `max_seq_len`.
+    lengths = torch.where(call.seq_lens > call.capacity, -1, call.seq_lens)
     out, _ = torch.ops.compiled_attn.paged_attention(
         query if query.stride(-1) == 1 else query.contiguous(),
         keys,
         values,
         table if table.stride(-1) == 1 else table.contiguous(),
-        call.seq_lens.int().contiguous(),
+        as_int32(lengths).contiguous(),
         torch.arange(query.shape[0] + 1, dtype=torch.int32, device=query.device),
         float(call.scale),
         alibi_slopes=None if slopes is None else slopes.float().contiguous(),

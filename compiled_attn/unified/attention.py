@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from compiled_attn.kernels.native import KernelChoice, PagedRequest, chooses_native
+from compiled_attn.kernels.native import KernelChoice, PagedRequest, cache_lacks, chooses_native
 from compiled_attn.partial import (
     Attend,
     PartialAttention,
@@ -104,8 +104,10 @@ def unified_attention(
         query, key, value, key_cache, value_cache, key_scale, value_scale, metadata,
         sliding_window, softcap, alibi_slopes, sinks, value_projection,
     )  # fmt: skip
-    is_native = chooses_native(kernel, _request(query, key_cache, metadata))
-    if is_native:
+    learned = query, key, value, key_cache, value_cache, key_scale, value_scale, alibi_slopes, sinks
+    other = _other(metadata, key_cache, value_cache, learned)
+    request = PagedRequest(query.device.type, query.dtype, key_cache.dtype, other)
+    if chooses_native(kernel, request):
         out, log_sum = attend_requests(
             query, key, value, key_cache, value_cache, scale, metadata, sliding_window, softcap,
             alibi_slopes, sinks, key_scale, value_scale, _latent(value_projection), fused_write,
@@ -122,9 +124,18 @@ def unified_attention(
     return (out, log_sum) if return_lse else out
 
 
-def _request(query: Tensor, key_cache: Tensor, metadata: UnifiedMetadata) -> PagedRequest:
-    other = "" if metadata.by_request is not None else "the metadata is not request by request"
-    return PagedRequest(query.device.type, query.dtype, key_cache.dtype, other)
+def _other(
+    metadata: UnifiedMetadata,
+    key_cache: Tensor,
+    value_cache: Tensor | None,
+    learned: tuple[Tensor | None, ...],
+) -> str:
+    """What the call asks for that the native kernel does not have; empty: nothing."""
+    if metadata.by_request is None:
+        return "takes metadata that is request by request"
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in learned):
+        return "has no gradients"
+    return cache_lacks(key_cache, key_cache if value_cache is None else value_cache)
 
 
 def _latent(value_projection: Tensor | None) -> int | None:
@@ -153,7 +164,7 @@ def _attend_parts(
     if not metadata.has_parts:
         raise ValueError(
             "expected metadata with parts for the portable kernel, got it by request alone: "
-            "use StepBatch.metadata, or the native kernel"
+            "use StepBatch.metadata, or the native kernel (which has no gradients: take no_grad)"
         )
     key = write_cache(key_cache, key, metadata.slot_mapping, key_scale)
     if value is not None and value_cache is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from compiled_attn.kernels.native import as_int32
 from compiled_attn.unified.metadata import UnifiedMetadata
 from compiled_attn.unified.write import write_cache
 
@@ -36,7 +37,7 @@ def attend_requests(
     """
     assert metadata.by_request is not None
     size = metadata.block_size
-    step = [_rows(ints.int()) for ints in metadata.by_request]
+    step = [_rows(as_int32(ints)) for ints in metadata.by_request]
     options = {
         "window": sliding_window,
         "softcap": softcap,

@@ -329,8 +329,8 @@ lt and_ lt ge or_ and_ any invert _assert_async long add zeros_like eq all where
 arange mul add unsqueeze arange mul add unsqueeze to unsqueeze to to unflatten unbind mul
 mul sub mul mul add stack flatten to cat unsqueeze to unsqueeze to to unflatten unbind mul
 mul sub mul mul add stack flatten to cat long div gather mul sub index_put_ index_put_ ge
-where arange mul flatten int contiguous int contiguous paged_attention unflatten unflatten
-transpose""",
+where arange mul flatten ge le and_ where int contiguous contiguous paged_attention
+unflatten unflatten transpose""",
         )
 
     def test_a_decode_step_is_captured_as_recorded(self) -> None:

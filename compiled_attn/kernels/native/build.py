@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import platform
 import shutil
 import subprocess
 import tempfile
@@ -17,9 +18,10 @@ import torch
 from compiled_attn.kernels.native.errors import NativeUnavailable
 from compiled_attn.kernels.native.isa import flags_of
 from compiled_attn.kernels.native.schema import SOURCES
+from compiled_attn.kernels.native.shelf import is_whole, put, remove_unused, turn
 from graphs.store.errors import StoreError
-from graphs.store.files import digest_of, sync_folder, write_whole
-from graphs.store.lock import locked, why_no_locks
+from graphs.store.files import digest_of, remove
+from graphs.store.lock import why_no_locks
 from graphs.store.safety import refuse_unsafe
 
 __all__ = ["Build", "build", "default_folder", "find_compiler"]
@@ -82,8 +84,8 @@ def build(
 ) -> Build:
     """The library of an instruction set: out of the cache, or built now.
 
-    It is kept under a hash of the sources, the flags, the compiler and its version, and torch's
-    version. Processes that want the same wait for one that builds it; a killed one leaves nothing
+    It is kept under a hash of the sources, the flags, the compiler and its version, torch's version,
+    the machine and its C library, until no process took it for 30 days. Processes that want the same wait for one that builds it; a killed one leaves nothing
     that another takes for a library.
 
     Args:
@@ -103,14 +105,17 @@ def build(
         raise NativeUnavailable(f"expected locks between processes, but {why}: use Linux or macOS")
     compiler = compiler or find_compiler()
     plan = _Plan(compiler, sources, isa, namespace, debug, tuple(sanitize))
-    home = folder or default_folder()
+    home = folder
     try:
+        home = home or default_folder()
         home.mkdir(mode=0o700, parents=True, exist_ok=True)
         refuse_unsafe(home.resolve())
         return _cached(home.resolve(), plan)
-    except (StoreError, OSError) as error:
+    except NativeUnavailable:
+        raise
+    except (StoreError, OSError, RuntimeError) as error:  # RuntimeError: nobody's home is known
         raise NativeUnavailable(
-            f"expected a folder of your own to keep the kernel in, got {home}: {error}"
+            f"expected a folder of your own to keep the kernel in, got {home or 'none'}: {error}"
         ) from error
 
 
@@ -131,6 +136,7 @@ class _Plan:
             "flags": [*(self.compile_flags(unit) for unit in _UNITS), self.link_flags()],
             "compiler": [self.compiler, _output([self.compiler, "--version"])],
             "torch": torch.__version__,
+            "system": [platform.machine(), *platform.libc_ver()],
         }
         key = hashlib.sha256(json.dumps(factors, sort_keys=True).encode()).hexdigest()
         return f"{self.isa}-{key[:32]}"
@@ -175,32 +181,22 @@ class _Plan:
 
 def _cached(folder: Path, plan: _Plan) -> Build:
     name = plan.name()
-    library, seal = folder / f"{name}.so", folder / f"{name}.sha256"
-    if _is_whole(library, seal):
+    library = folder / f"{name}.so"
+    if is_whole(library):
         return Build(library, plan.isa, 0.0)
-    with locked(folder / f"{name}.lock", shared=False, seconds=_PATIENCE_SECONDS):
-        if _is_whole(library, seal):  # another process built it while this one waited
+    with turn(library, _PATIENCE_SECONDS):
+        if is_whole(library):  # another process built it while this one waited
             return Build(library, plan.isa, 0.0)
         started = time.perf_counter()
-        for rest in folder.glob(f".{name}.*"):  # of builds that were killed: we hold their lock
-            shutil.rmtree(rest, ignore_errors=True)
+        for rest in folder.glob(f".{name}.*"):  # of builds that were killed: it is our turn
+            remove(rest)
         work = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=folder))
         try:
-            made = plan.compile(work)
-            made.replace(library)
-            sync_folder(folder)
-            write_whole(seal, digest_of(library).encode())
+            put(plan.compile(work), library)
         finally:
             shutil.rmtree(work, ignore_errors=True)
+        remove_unused(folder)
         return Build(library, plan.isa, round(time.perf_counter() - started, 3))
-
-
-def _is_whole(library: Path, seal: Path) -> bool:
-    """Whether the library is what was built: a seal is written after it, with its digest."""
-    try:
-        return seal.read_text() == digest_of(library)
-    except FileNotFoundError:
-        return False
 
 
 def _run_all(commands: Sequence[Sequence[str]]) -> None:

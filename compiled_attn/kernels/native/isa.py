@@ -48,8 +48,6 @@ def flags_of(isa: str) -> list[str]:
     """
     if isa not in ISAS:
         raise ValueError(f"expected an instruction set of {[*ISAS]}, got {isa!r}: choose one")
-    if isa == "portable":
-        return ["-DCOMPILED_ATTN_PORTABLE"]
     if isa == "neon":
         return []  # part of every 64-bit ARM
     return [f"-m{feature.replace('_', '')}" for feature in ISAS[isa]]

@@ -6,12 +6,20 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
+from torch import Tensor
 
 from compiled_attn.kernels.native.errors import KernelArgumentError, NativeUnavailable
 from compiled_attn.kernels.native.op import unavailable
 from compiled_attn.quant import QUANTISED
 
-__all__ = ["CHOICES", "KernelChoice", "NativeKernel", "PagedRequest", "chooses_native"]
+__all__ = [
+    "CHOICES",
+    "KernelChoice",
+    "NativeKernel",
+    "PagedRequest",
+    "cache_lacks",
+    "chooses_native",
+]
 
 KernelChoice = Literal["auto", "native", "portable"]
 """``native``: the C++ kernel or an error; ``portable``: plain torch; ``auto``: native if it can."""
@@ -59,6 +67,15 @@ class NativeKernel:
         if request.cache_dtype != request.dtype and request.cache_dtype not in QUANTISED:
             return f"has no cache of {request.cache_dtype} for queries of {request.dtype}"
         return None
+
+
+def cache_lacks(key_cache: Tensor, value_cache: Tensor) -> str:
+    """What caches, in any of the layouts, have that the kernel cannot read; empty: nothing."""
+    if key_cache.dtype != value_cache.dtype:
+        return "has keys and values of one dtype"
+    if any(cache.stride(-1) != 1 and cache.shape[-1] != 1 for cache in (key_cache, value_cache)):
+        return "reads caches whose last stride is 1"
+    return ""
 
 
 def chooses_native(kernel: KernelChoice, request: PagedRequest) -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor
 from compiled_attn.kernels.native import reference
 from compiled_attn.kernels.native.build import Build, build
 from compiled_attn.kernels.native.errors import NativeUnavailable
-from compiled_attn.kernels.native.isa import best_isa
+from compiled_attn.kernels.native.isa import available_isas
 from compiled_attn.kernels.native.schema import schemas
 
 __all__ = ["NAMESPACE", "REFERENCE", "NativeOps", "load", "unavailable"]
@@ -40,12 +40,15 @@ class NativeOps:
         isa: instruction set, or "reference" for Python.
         build: the library; None for Python.
         why_not_native: why Python serves; None where it does not, or was asked for.
+        why_not_best: why ``isa`` is not the best that this processor has; None where it is, or was
+            asked for, or Python serves.
     """
 
     namespace: str
     isa: str
     build: Build | None = None
     why_not_native: str | None = None
+    why_not_best: str | None = None
 
     def paged_attention(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """See `reference.paged_attention`."""
@@ -72,7 +75,8 @@ def load(
     at the same time.
 
     Args:
-        isa: one of `isa.ISAS`, or "reference". None: the best that this processor has.
+        isa: one of `isa.ISAS`, or "reference". None: the best that this processor has and that can
+            be built; a step down is logged.
         strict: an error where the kernels cannot be built; otherwise Python serves, which is logged
             once. A variant that is asked for by name is always strict.
         debug: symbols, no optimisation, checks in the kernels.
@@ -136,13 +140,11 @@ class _Loader:
         ops = NativeOps(namespace, REFERENCE)
         if isa != REFERENCE:
             try:
-                isa = isa or best_isa()
-                made = build(isa, namespace, folder=folder, debug=debug, sanitize=sanitize)
-                torch.ops.load_library(str(made.library))
-                ops = NativeOps(namespace, isa, made)
-            except (NativeUnavailable, OSError) as error:
+                isas = [isa] if isa else available_isas()
+                ops = _first_that_builds(isas, namespace, debug, sanitize, folder)
+            except NativeUnavailable as error:
                 if strict:
-                    raise NativeUnavailable(str(error)) from error
+                    raise
                 _log.warning("the native kernel is not used: %s", error)
                 ops = NativeOps(namespace, REFERENCE, why_not_native=str(error))
         if ops.isa == REFERENCE:
@@ -154,6 +156,35 @@ class _Loader:
 
 
 _LOADER = _Loader()
+
+
+def _first_that_builds(
+    isas: Sequence[str],
+    namespace: str,
+    debug: bool,
+    sanitize: tuple[str, ...],
+    folder: Path | None,
+) -> NativeOps:
+    """Builds and loads the first instruction set that can be.
+
+    An old compiler may not know the best one of a new processor.
+
+    Raises:
+        NativeUnavailable: none can be; it is the error of the first.
+    """
+    first: Exception | None = None
+    for isa in isas:
+        try:
+            made = build(isa, namespace, folder=folder, debug=debug, sanitize=sanitize)
+            torch.ops.load_library(str(made.library))
+        except (NativeUnavailable, OSError) as error:
+            first = first or error
+            continue
+        if first is None:
+            return NativeOps(namespace, isa, made)
+        _log.warning("the native kernel is built for %s, not for %s: %s", isa, isas[0], first)
+        return NativeOps(namespace, isa, made, why_not_best=str(first))
+    raise NativeUnavailable(str(first)) from first
 
 
 def _define_in_python(library: torch.library.Library) -> None:

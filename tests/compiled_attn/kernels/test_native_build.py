@@ -6,13 +6,18 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from compiled_attn.kernels.native import NativeUnavailable, build
+from compiled_attn.kernels.native.build import find_compiler
 from compiled_attn.kernels.native.schema import SOURCES, schemas
+from compiled_attn.kernels.native.shelf import turn
+from graphs.store.errors import StoreBusy
+from graphs.store.lock import Lock
 
 COMPILER = """#!/bin/sh
 # Notes each call, sleeps as long as the file "seconds" says, writes what is behind -o.
@@ -131,6 +136,101 @@ def test_a_library_that_is_not_whole_is_built_again(folder, compiler):
     assert again.library.read_text() == "library\n" and again.seconds > 0
 
 
+@pytest.mark.parametrize(
+    ("what", "other"), [("machine", "riscv64"), ("libc_ver", ("glibc", "9.99"))]
+)
+def test_another_system_gives_the_library_another_name(folder, compiler, monkeypatch, what, other):
+    first = build("portable", "test", folder=folder, compiler=str(compiler))
+    monkeypatch.setattr(f"platform.{what}", lambda: other)
+    assert build("portable", "test", folder=folder, compiler=str(compiler)).library != first.library
+
+
+def _age(library: Path, days: float) -> None:
+    then = time.time() - days * 24 * 3600
+    os.utime(library.with_suffix(".sha256"), (then, then))
+
+
+def test_libraries_that_nobody_took_for_a_month_are_removed_by_the_next_build(folder, compiler):
+    def made(namespace: str) -> Path:
+        return build("portable", namespace, folder=folder, compiler=str(compiler)).library
+
+    unused, locked, recent = made("unused"), made("locked"), made("recent")
+    foreign = folder / "backup.so"
+    for path in (foreign, foreign.with_suffix(".sha256")):
+        path.touch()
+    for library, days in ((unused, 31), (locked, 31), (foreign, 99), (recent, 29)):
+        _age(library, days)
+    lock = Lock(locked.with_suffix(".lock"))
+    assert lock.take()
+    new = made("new")
+    lock.close()
+    assert not list(folder.glob(f"{unused.stem}*"))
+    assert all(path.exists() for path in (locked, recent, foreign, new))
+
+
+def test_a_library_that_is_taken_is_not_unused(folder, compiler):
+    made = build("portable", "test", folder=folder, compiler=str(compiler)).library
+    _age(made, 31)
+    assert build("portable", "test", folder=folder, compiler=str(compiler)).seconds == 0.0
+    build("portable", "other", folder=folder, compiler=str(compiler))
+    assert made.exists()
+
+
+def test_who_waited_for_a_lock_that_was_removed_takes_the_new_one(tmp_path):
+    library, entered = tmp_path / "library.so", threading.Event()
+
+    def enter() -> None:
+        with turn(library, 60.0):
+            other = Lock(library.with_suffix(".lock"))
+            if not other.take():
+                entered.set()
+            other.close()
+
+    removed = Lock(library.with_suffix(".lock"))
+    assert removed.take()
+    thread = threading.Thread(target=enter)
+    thread.start()
+    removed.path.unlink()
+    assert entered.wait(30.0)  # though the removed lock is still held
+    thread.join()
+    removed.close()
+
+
+def test_a_turn_that_does_not_come_is_an_error(tmp_path):
+    library = tmp_path / "library.so"
+    with turn(library, 1.0), pytest.raises(StoreBusy, match="locked for 0 s"), turn(library, 0.0):
+        pass
+
+
+def test_only_the_owner_can_change_a_library_and_leftover_files_go(folder, compiler):
+    made = build("portable", "test", folder=folder, compiler=str(compiler)).library
+    assert made.stat().st_mode & 0o777 == 0o700
+    made.unlink()
+    leftover = folder / f".{made.stem}.sha256.1.new"
+    leftover.touch()
+    assert build("portable", "test", folder=folder, compiler=str(compiler)).library == made
+    assert not leftover.exists()
+
+
+@pytest.mark.parametrize("seal", [b"", b"\xff\xfe\x00", b"0" * 64])
+def test_a_library_with_a_broken_seal_is_built_again(folder, compiler, seal):
+    made = build("portable", "test", folder=folder, compiler=str(compiler))
+    made.library.with_suffix(".sha256").write_bytes(seal)
+    again = build("portable", "test", folder=folder, compiler=str(compiler))
+    assert again.library == made.library and again.seconds > 0
+    assert build("portable", "test", folder=folder, compiler=str(compiler)).seconds == 0.0
+
+
+def test_without_a_home_the_kernel_is_unavailable(compiler, monkeypatch):
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", home)
+    with pytest.raises(NativeUnavailable, match=r"got none: Could not determine home directory"):
+        build("portable", "test", compiler=str(compiler))
+    assert _calls(compiler) == 0
+
+
 def test_an_error_of_the_compiler_is_told_and_nothing_is_kept(folder, compiler):
     (compiler.parent / "broken").touch()
     with pytest.raises(NativeUnavailable, match=r"failed \(7\): error: no such thing"):
@@ -179,6 +279,48 @@ step = scene([(1, 9), (3, 3)])
 assert_right(torch.ops.compiled_attn.paged_attention(*step.arguments), step)
 print(ops[0].isa, len(records), records[0])
 """
+
+
+STEP_DOWN = """
+import logging, torch
+from pathlib import Path
+from compiled_attn.kernels.native import NativeUnavailable, available_isas, load, op, unavailable
+records, best, build = [], available_isas()[0], op.build
+logging.getLogger("compiled_attn").addHandler(h := logging.Handler())
+h.emit = lambda record: records.append(record.getMessage())
+def refuse(isa, *args, **kwargs):
+    if isa in ("newest", "newer"):
+        raise NativeUnavailable(f"{isa} is not known")
+    return build(isa, *args, **kwargs)
+op.build, op.available_isas = refuse, lambda: ["newest", "newer", best]
+ops = load(strict=True)
+assert ops.isa == best and ops.build.isa == best and ops.why_not_native is None
+assert unavailable() is None and load() is ops and hasattr(torch.ops.compiled_attn, "paged_attention")
+print(ops.why_not_best, records == [
+    f"the native kernel is built for {best}, not for newest: newest is not known"
+])
+try:
+    load("newest")
+except NativeUnavailable as error:
+    print("by name:", error)
+"""
+
+
+def test_an_instruction_set_that_cannot_be_built_gives_way_to_the_next_best():
+    try:
+        find_compiler()
+    except NativeUnavailable as error:
+        pytest.skip(str(error))
+    root = str(Path(__file__).parents[3])
+    done = subprocess.run(
+        [sys.executable, "-c", STEP_DOWN],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": root},
+    )
+    assert done.returncode == 0, done.stderr
+    down, by_name = done.stdout.splitlines()
+    assert down == "newest is not known True" and by_name == "by name: newest is not known"
 
 
 def test_without_a_compiler_python_serves_says_so_once_and_strict_refuses(tmp_path):

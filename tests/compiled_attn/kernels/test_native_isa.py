@@ -42,5 +42,6 @@ def test_an_unknown_instruction_set_is_refused():
 
 
 def test_flags_are_those_of_the_features():
+    assert flags_of("portable") == flags_of("neon") == []  # what every compiler takes
     assert flags_of("avx2") == ["-mavx2", "-mfma", "-mf16c"]
     assert "-mavx512bf16" in flags_of("avx512_bf16") and "-mavx512bf16" not in flags_of("avx512")

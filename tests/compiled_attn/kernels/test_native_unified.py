@@ -132,9 +132,66 @@ def test_auto_is_native_for_metadata_by_request_and_portable_without():
     portable = unified_attention(**_copied(call), metadata=parts)
     assert torch.equal(auto, native) and not torch.equal(auto, portable)
     before = call["key_cache"].clone()
-    with pytest.raises(KernelArgumentError, match="not request by request"):
+    with pytest.raises(KernelArgumentError, match="takes metadata that is request by request"):
         unified_attention(**call, metadata=parts, kernel="native")
     assert torch.equal(call["key_cache"], before)
+
+
+def _strided(call: dict) -> None:
+    for name in ("key_cache", "value_cache"):
+        call[name] = call[name].transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _values_in_bfloat16(call: dict) -> None:
+    call["value_cache"] = call["value_cache"].bfloat16()
+
+
+def _values_in_int8(call: dict) -> None:
+    for name, dtype in (("key", torch.float8_e4m3fn), ("value", torch.int8)):
+        call[f"{name}_cache"] = torch.zeros(call[f"{name}_cache"].shape, dtype=dtype)
+        call[f"{name}_scale"] = torch.ones(call[f"{name}_cache"].shape[:2])
+
+
+def _learned(name: str):
+    def change(call: dict) -> None:
+        call[name] = (call[name] if name in call else torch.zeros(HEADS)).requires_grad_()
+
+    return change
+
+
+REFUSED = {
+    "strides": (_strided, "reads caches whose last stride is 1"),
+    "values in bfloat16": (_values_in_bfloat16, "has keys and values of one dtype"),
+    "values in int8": (_values_in_int8, "has keys and values of one dtype"),
+    "gradients of queries": (_learned("query"), "has no gradients"),
+    "gradients of keys": (_learned("key"), "has no gradients"),
+    "gradients of sinks": (_learned("sinks"), "has no gradients"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_native_refuses_auto_serves_with_the_portable_form(name):
+    change, match = REFUSED[name]
+    outs = []
+    for kernel in ("native", "portable", "auto"):
+        call = _call({})
+        change(call)
+        if kernel == "native":
+            before = call["key_cache"].clone()
+            with pytest.raises(KernelArgumentError, match=match):
+                unified_attention(**call, metadata=_metadata(), kernel=kernel)
+            assert torch.equal(call["key_cache"].float(), before.float())
+        else:
+            outs.append(unified_attention(**call, metadata=_metadata(), kernel=kernel))
+    assert torch.equal(*outs) and outs[1].requires_grad == ("gradients" in name)
+
+
+def test_native_serves_what_is_learned_where_no_gradients_are_taken():
+    call = _call({})
+    call["query"].requires_grad_()
+    with torch.no_grad():
+        out = unified_attention(**call, metadata=_metadata(), kernel="native")
+    assert not out.requires_grad and out.any()
 
 
 def test_metadata_seen_through_a_window_is_no_longer_by_request():
