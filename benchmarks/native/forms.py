@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -51,36 +50,6 @@ def contiguous_sdpa(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """SDPA on keys and values that lie in a row, no paging: ``[R, Hk, N, D]``."""
     folded = query.view(query.shape[0], KV_HEADS, GROUP, DIM)
     return F.scaled_dot_product_attention(folded, key, value).reshape(query.shape)
-
-
-class FlexPaged:
-    """FlexAttention over the pool, with a block mask of each request's own blocks.
-
-    The pool has to be one sequence of keys, so the block mask is as wide as the pool.
-    """
-
-    def __init__(self, step: Step) -> None:
-        from torch.nn.attention.flex_attention import BlockMask, flex_attention
-
-        requests, width = step.block_table.shape
-        block_size = step.key_cache.shape[1]
-        pool = step.key_cache.shape[0]
-        indices = torch.zeros(requests, 1, 1, pool, dtype=torch.int32)
-        indices[:, 0, 0, :width] = step.block_table
-        counts = torch.full((requests, 1, 1), width, dtype=torch.int32)
-        self.mask = BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=(1, block_size))
-        self.run = torch.compile(flex_attention, fullgraph=True, dynamic=False)
-
-    def __call__(self, step: Step) -> Tensor:
-        """Attention of the step."""
-        key, value = (
-            cache.flatten(0, 1).transpose(0, 1).unsqueeze(0).expand(len(step.query), -1, -1, -1)
-            for cache in (step.key_cache, step.value_cache)
-        )
-        out: Any = self.run(
-            step.query.unsqueeze(2), key, value, block_mask=self.mask, enable_gqa=True
-        )
-        return out.squeeze(2)
 
 
 def compiled(form: Callable[..., Tensor]) -> Callable[..., Tensor]:

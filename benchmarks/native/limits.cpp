@@ -17,7 +17,8 @@ extern "C" float read_blocks(const char* keys, const char* values, const int32_t
     Floats sums[4] = {};
     for (int64_t i = count * id / all; i < end; ++i) {
       const int64_t after = i + 1 < end ? i + 1 : i;
-      const char* blocks[] = {keys + table[i] * bytes, values + table[i] * bytes, keys + table[after] * bytes};
+      const char* blocks[] = {keys + table[i] * bytes, values + table[i] * bytes,
+                              keys + table[after] * bytes};
       for (int part = 0; part < 2; ++part)
         for (int64_t at = 0; at < bytes; at += 256)
           for (int line = 0; line < 4; ++line) {
@@ -57,7 +58,8 @@ extern "C" float multiply_add_pairs(int64_t steps, int32_t threads) {
   {
     __m512 sums[12];
     for (auto& sum : sums) sum = _mm512_set1_ps(float(threads));
-    const __m512bh a = (__m512bh)_mm512_set1_epi32(0x3f003f00), b = (__m512bh)_mm512_set1_epi32(0x3d003d00);
+    const __m512bh a = (__m512bh)_mm512_set1_epi32(0x3f003f00),
+                   b = (__m512bh)_mm512_set1_epi32(0x3d003d00);
     for (int64_t i = 0; i < steps; ++i)
 #pragma GCC unroll 12
       for (auto& sum : sums) sum = _mm512_dpbf16_ps(sum, a, b);

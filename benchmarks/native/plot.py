@@ -14,14 +14,16 @@ def bars(path: Path, title: str, groups: Mapping[str, Mapping[str, float]]) -> N
     from matplotlib import pyplot
 
     forms = list(dict.fromkeys(name for ratios in groups.values() for name in ratios))
-    figure, axes = pyplot.subplots(figsize=(1.2 * len(groups) + 3, 4.5), layout="constrained")
+    forms.remove("read")  # the line at 1
+    figure, axes = pyplot.subplots(figsize=(1.6 * len(groups) + 2, 4.5), layout="constrained")
     width = 0.8 / len(forms)
     for place, form in enumerate(forms):
         at = [group + place * width for group in range(len(groups))]
         axes.bar(at, [ratios.get(form, 0) for ratios in groups.values()], width, label=form)
     axes.set_xticks([group + 0.4 - width / 2 for group in range(len(groups))], list(groups))
+    axes.axhline(1, color="gray", linestyle="--")
     axes.set_title(title)
     axes.grid(axis="y", alpha=0.3)
     axes.set_axisbelow(True)
-    axes.legend(ncols=len(forms), fontsize="small")
+    axes.legend(fontsize="small")
     figure.savefig(path, dpi=120)

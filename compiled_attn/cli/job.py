@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from transformers import PreTrainedModel
 
 from compiled_attn.check import CheckReport, check
+from compiled_attn.cli.choices import DTYPES, refuse_unknown
 from compiled_attn.cli.errors import FAILED, INTERRUPTED, UserError, bad_input, tell
 from compiled_attn.cli.live import ServingView, serving_view
 from compiled_attn.cli.store import stored_backend
@@ -42,8 +42,6 @@ from graphs.backends.base import Backend
 from graphs.report import write_report
 
 __all__ = ["Options", "run_job"]
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,13 +143,8 @@ def _refuse_contradictions(options: Options) -> None:
         raise UserError("--trace and --demand were both given: choose where requests come from")
     if options.store is not None and options.no_store:
         raise UserError("--store and --no-store were both given: choose whether to use a store")
-    if options.dtype not in _DTYPES:
-        raise UserError(f"unknown --dtype {options.dtype}: choose one of {', '.join(_DTYPES)}")
     backends = available_backends()
-    if options.backend not in backends:
-        raise UserError(
-            f"unknown --backend {options.backend}: choose one of {', '.join(sorted(backends))}"
-        )
+    refuse_unknown(options.dtype, options.backend, backends)
     if reason := backends[options.backend]:
         raise UserError(f"--backend {options.backend} cannot work here: {reason}")
     if options.speed is not None and not 0 < options.speed < float("inf"):
@@ -163,7 +156,7 @@ def _refuse_contradictions(options: Options) -> None:
 
 
 def _model(options: Options) -> PreTrainedModel:
-    dtype = _DTYPES[options.dtype]
+    dtype = DTYPES[options.dtype]
     if options.model is None:
         return default_model(options.seed, dtype)
     return load_model(options.model, dtype)
@@ -263,7 +256,7 @@ def _write(options: Options, report: EngineReport, checked: CheckReport, engine:
     if options.json is not None:
         options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     if options.record_demand is not None:
-        lines = [json.dumps(record.need) + "\n" for record in engine.records]
+        lines = [json.dumps(record.wanted) + "\n" for record in engine.records]
         options.record_demand.write_text("".join(lines), encoding="utf-8")
     if options.report is not None:
         charts = {"series": block_series(engine.records, engine.sizing.num_blocks - 1)}

@@ -62,6 +62,12 @@ def plan(
             help="Hugging Face causal LM; by default the one that `run` builds.",
         ),
     ] = None,
+    dtype: Annotated[
+        str, typer.Option(rich_help_panel=_ENGINE, help="float32 or bfloat16.")
+    ] = "float32",
+    backend: Annotated[
+        str, typer.Option(rich_help_panel=_ENGINE, help="As for `run`; it may need another kernel.")
+    ] = "inductor",
     kernel: Annotated[
         str,
         typer.Option(

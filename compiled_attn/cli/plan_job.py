@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from compiled_attn.cli.choices import DTYPES, refuse_unknown
 from compiled_attn.cli.errors import UserError, bad_input
 from compiled_attn.demand import fit_scale, read_trace, scaled
 from compiled_attn.demand.comparison import Comparison, compare
@@ -20,13 +21,20 @@ from compiled_attn.engine.kernel import chosen_kernel
 from compiled_attn.engine.ladder import AXES, TABLE_AXES
 from compiled_attn.engine.sizing import Sizing, cost_of_steps
 from compiled_attn.models import default_model, load_model
-from graphs import to_file
+from graphs import available_backends, to_file
 from graphs.planner import CostModel, Demand, PlanReport, read_demand
 from graphs.planner import plan as choose
 
 __all__ = ["PlanOptions", "run_plan"]
 
 _ENOUGH_STEPS = 10_000
+_LIMITS = {
+    "tokens": "--max-tokens-per-step",
+    "shared": "--num-blocks, --block-size or --model",
+    "unique": "--num-blocks, --max-seqs, --block-size or --model",
+    "logits": "--max-seqs",
+    "requests": "--max-seqs",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +48,8 @@ class PlanOptions:
     speed: float | None
     concurrency: int | None
     model: Path | None
+    dtype: str
+    backend: str
     kernel: str
     max_tokens_per_step: int
     max_seqs: int
@@ -52,14 +62,12 @@ class PlanOptions:
 
 def run_plan(options: PlanOptions) -> int:
     """Compare bucket strategies on a demand, and write the planned buckets; the exit code."""
-    if options.trace is not None and options.demand is not None:
-        raise UserError("expected one of --trace and --demand, got both: choose what to plan for")
-    if options.out is not None and not options.out.parent.is_dir():
-        raise UserError(f"cannot write {options.out}: {options.out.parent} is no directory")
+    _refuse_contradictions(options)
     with bad_input():
-        recorded = None if options.demand is None else _recorded(options.demand)
+        recorded = None if options.demand is None else _recorded(options.demand, options.kernel)
         sizing, engine, steps = _engine(options, recorded)
         if recorded is not None:
+            _check_limits(options, recorded, steps)
             needs = _compared(options, sizing, steps, recorded)
         elif options.trace is not None:
             simulated = _simulated(options, options.trace, sizing, engine)
@@ -70,10 +78,36 @@ def run_plan(options: PlanOptions) -> int:
     return 0
 
 
+def _refuse_contradictions(options: PlanOptions) -> None:
+    if options.trace is not None and options.demand is not None:
+        raise UserError("expected one of --trace and --demand, got both: choose what to plan for")
+    if options.trace is None:
+        for name in ("requests", "scale", "speed", "concurrency"):
+            if getattr(options, name) is not None:
+                raise UserError(f"expected --{name} with --trace only: give one, or leave it out")
+    refuse_unknown(options.dtype, options.backend, available_backends())
+    if options.rho != 0 and not options.rho > 1:
+        raise UserError(f"expected --rho above 1, or 0 for no guard, got {options.rho:g}")
+    if options.out is not None and not options.out.parent.is_dir():
+        raise UserError(f"cannot write {options.out}: {options.out.parent} is no directory")
+    if options.out is not None and options.out.is_dir():
+        raise UserError(f"cannot write {options.out}: it is a directory, name a file")
+
+
+def _check_limits(options: PlanOptions, needs: Demand, steps: Family) -> None:
+    """What was recorded within other limits is for other buckets."""
+    for axis in steps.axes:
+        if (largest := needs.largest[axis.name]) > axis.high:
+            raise UserError(
+                f"{options.demand}: expected needs with {axis.name} <= {axis.high}, got {largest}: "
+                f"give the limits that `run` had when it recorded them, {_LIMITS[axis.name]}"
+            )
+
+
 def _compared(options: PlanOptions, sizing: Sizing, steps: Family, needs: Demand) -> Demand:
     """Print how strategies fare on the second half; returns the needs that one bucket can hold."""
     kept, cut = within(needs, steps.axes)
-    first, second = kept.halves()
+    first, second = needs.project(steps.names).halves()
     default = {"engine's default": sizing.buckets}
     rho = options.rho or None
     found = compare(steps, first, second, options.max_graphs, others=default, rho=rho)
@@ -95,7 +129,7 @@ def _write(options: PlanOptions, steps: Family, needs: Demand) -> None:
         rho=options.rho or None,
     )
     what = "a mixture of drawn workloads" if is_default else "both halves"
-    print(f"{len(report.space)} buckets, planned on {what}: waste {report.waste:.1%}")
+    print(f"{_buckets(report)}, planned on {what}: waste {report.waste:.1%}")
     if options.out is not None:
         to_file(report.space, options.out)
         print(f"written: compiled-attn run --buckets {options.out}")
@@ -111,14 +145,21 @@ def _engine(
         block_size=options.block_size,
         num_blocks=options.num_blocks,
         max_graphs=options.max_graphs,
+        backend=options.backend,
         kernel=options.kernel,  # type: ignore[arg-type]  # the configuration checks it
         strict=False,
     )
-    model = default_model() if options.model is None else load_model(options.model)
+    dtype = DTYPES[options.dtype]
+    model = (
+        default_model(dtype=dtype) if options.model is None else load_model(options.model, dtype)
+    )
     if recorded is not None:
-        is_native = set(recorded.names) == set(TABLE_AXES)
+        is_native, note = set(recorded.names) == set(TABLE_AXES), ": it recorded the demand"
     else:
-        is_native = chosen_kernel(model, config).is_native
+        chosen = chosen_kernel(model, config)
+        is_native, note = chosen.is_native, chosen.notes["native"]
+        note = f": {note}" if is_native else f"; native: {note}"
+    print(f"for the {'native' if is_native else 'portable'} kernel{note}")
     sizing = Sizing.of(model, config, is_native)
     engine = SimulatedEngine(
         config.max_tokens_per_step, config.max_seqs, config.block_size, sizing.num_blocks - 1
@@ -128,13 +169,19 @@ def _engine(
     return sizing, engine, replace(family(name, engine, sizing.context), cost=cost)
 
 
-def _recorded(path: Path) -> Demand:
+def _recorded(path: Path, kernel: str) -> Demand:
     needs = read_demand(path)
     if set(needs.names) not in (set(AXES), set(TABLE_AXES)):
         raise UserError(
             f"{path}: expected needs over {', '.join(AXES)} (portable kernel) or "
             f"{', '.join(TABLE_AXES)} (native), as `run --record-demand` "
             f"writes them, got {', '.join(needs.names)}: use python -m graphs plan for others"
+        )
+    recorder = "native" if set(needs.names) == set(TABLE_AXES) else "portable"
+    if kernel not in ("auto", recorder):
+        raise UserError(
+            f"{path}: expected a demand of the {kernel} kernel, got one of the {recorder} kernel, "
+            f"over {', '.join(needs.names)}: record one with it, or leave --kernel out"
         )
     return needs
 
@@ -176,9 +223,13 @@ def _print(found: Comparison, needs: Demand, cut: float) -> None:
         console.print(line, highlight=False, soft_wrap=True)
 
 
+def _buckets(plan: PlanReport) -> str:
+    return f"{len(plan.space)} bucket{'s' if len(plan.space) > 1 else ''}"
+
+
 def _remarks(plan: PlanReport, needs: Demand, cut: float) -> list[str]:
     remarks = [
-        f"The plan wastes {plan.waste:.1%} on the first half; no {len(plan.space)} buckets waste "
+        f"The plan wastes {plan.waste:.1%} on the first half; with {_buckets(plan)} no plan wastes "
         f"below {plan.lower_bound:.1%}. No legal need pays above {plan.guard:.3g} times its cost."
     ]
     if cut:

@@ -21,6 +21,8 @@ def print_result(report: EngineReport, checked: CheckReport | None, console: Con
     for name, value in _rows(report):
         table.add_row(name, value)
     console.print(table)
+    if not _is_short(note := report.kernel_notes.get("native", "")):
+        console.print(f"native kernel: {' '.join(note.split())}", highlight=False, soft_wrap=True)
     if checked is not None:
         for kind, differences in (("mismatch", checked.mismatches), ("tie", checked.ties)):
             for difference in differences:
@@ -36,6 +38,7 @@ def _rows(report: EngineReport) -> Iterator[tuple[str, str]]:
     yield "compiles after warmup", str(report.compiles_after_warmup)
     yield "graph breaks", str(report.graph_breaks)
     yield "fallbacks", str(report.fallbacks)
+    yield "steps cut for lack of a bucket", str(report.cut_steps)
     yield "requests", str(report.requests)
     yield "generated tokens", f"{report.generated_tokens:,}"
     yield "tokens per second", f"{report.tokens_per_second:,.1f}"
@@ -54,9 +57,11 @@ def _kernel(report: EngineReport) -> str:
     note = report.kernel_notes.get("native", "")
     if report.kernel == "native":
         return f"native, {note}"
-    return (
-        f"{report.kernel} (native: {note})" if len(note) <= 60 else f"{report.kernel}, not native"
-    )
+    return f"{report.kernel} (native: {note})" if _is_short(note) else f"{report.kernel}, see below"
+
+
+def _is_short(note: str) -> bool:
+    return len(note) <= 60
 
 
 def _copies(memory: Mapping[str, float]) -> str:

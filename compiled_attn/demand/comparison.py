@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from compiled_attn.demand.families import Family
+from compiled_attn.demand.families import Family, within
 from compiled_attn.demand.ladders import ladders_within
 from graphs.buckets import BucketSpace
 from graphs.planner import Demand, Judgement, PlanReport, judge, plan
@@ -39,8 +39,9 @@ def compare(
 
     Args:
         family: axes, legal needs and cost.
-        first: what the plan is fitted on; the ladders know the limits only.
-        second: what all are judged on.
+        first: what the plan is fitted on, less what no legal bucket holds; the ladders know the
+            limits only.
+        second: what all are judged on; a step that must be cut counts as missed.
         max_graphs: buckets of each at most.
         others: further buckets to judge, by name.
         rho: of the plan's guard; None: no guard.
@@ -48,7 +49,8 @@ def compare(
     Raises:
         ValueError: what `graphs.planner.plan` and `judge` raise.
     """
-    fitted = plan(first, family.cost, max_graphs, axes=family.axes, legal=family.legal, rho=rho)
+    kept = within(first, family.axes)[0]
+    fitted = plan(kept, family.cost, max_graphs, axes=family.axes, legal=family.legal, rho=rho)
     spaces = {**ladders_within(family, max_graphs), **(others or {})}
     judged = {
         name: judge(space.with_cost(family.cost), second, family.cost)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from compiled_attn.demand.simulate import SimulatedEngine
@@ -27,12 +27,15 @@ class Family:
         axes: with the engine's limits.
         legal: which needs within the limits can occur, numbers or arrays by axis.
         cost: of a bucket, in seconds of the simulated device without its constant part.
+        usual: sizes up to which the field lays its ladders out where the limit is hardly ever met:
+            the shared blocks of one context, while a step may read those of several.
     """
 
     name: str
     axes: tuple[Axis, ...]
     legal: Callable[[Mapping[str, Any]], Any]
     cost: CostModel
+    usual: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -68,8 +71,7 @@ def family(name: str, engine: SimulatedEngine, context: int) -> Family:
 def within(demand: Demand, axes: Sequence[Axis]) -> tuple[Demand, float]:
     """The needs that fit the axes, over these in their order, and the share of the others.
 
-    Several long prompts in one step can need more shared blocks than one context has; the engine
-    cuts such a step into smaller ones.
+    The engine cuts a step that no bucket holds into smaller ones.
 
     Raises:
         ValueError: no need fits, or an axis is missing.
@@ -88,7 +90,10 @@ def _decode(engine: SimulatedEngine, longest: int) -> Family:
     read = time.block_slot * engine.block_size
     return Family(
         "decode",
-        (Axis("sequences", 1, engine.max_seqs), Axis("blocks", 1, engine.blocks)),
+        (
+            Axis("sequences", 1, engine.max_seqs),
+            Axis("blocks", 1, min(engine.blocks, engine.max_seqs * longest)),
+        ),
         lambda n: (n["sequences"] <= n["blocks"]) & (n["blocks"] <= n["sequences"] * longest),
         CostModel(lambda n: time.token * n["sequences"] + read * n["blocks"]),
     )
@@ -117,20 +122,23 @@ def _table(engine: SimulatedEngine) -> Family:
 
 def _mixed(engine: SimulatedEngine, longest: int, *, with_logits: bool) -> Family:
     time, size = engine.time, engine.block_size
+    contexts = max(1, min(engine.max_seqs, engine.max_tokens // 2))
     axes = [
         Axis("tokens", 1, engine.max_tokens),
-        Axis("shared", 0, longest),
-        Axis("unique", 0, engine.blocks),
+        Axis("shared", 0, min(engine.blocks, contexts * longest)),
+        Axis("unique", 0, min(engine.blocks, engine.max_seqs * longest)),
     ]
     if with_logits:
         axes.append(Axis("logits", 0, engine.max_seqs))
 
     def legal(n: Mapping[str, Any]) -> Any:
         fits = (n["unique"] <= n["tokens"] * longest) & (n["shared"] + n["unique"] <= engine.blocks)
+        fits = fits & (n["shared"] <= n["tokens"] // 2 * longest)  # two tokens read each context
         return fits & (n["logits"] <= n["tokens"]) if with_logits else fits
 
     def cost(n: Mapping[str, Any]) -> Any:
         prompt = n["tokens"] * (time.token + time.pair * (n["tokens"] + size * n["shared"]))
         return prompt + time.block_slot * size * n["unique"]
 
-    return Family("engine" if with_logits else "mixed", tuple(axes), legal, CostModel(cost))
+    name, usual = "engine" if with_logits else "mixed", {"shared": longest}
+    return Family(name, tuple(axes), legal, CostModel(cost), usual)

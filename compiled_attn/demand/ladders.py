@@ -24,12 +24,13 @@ PERCENTS = (10, 25, 50)
 """Relative padding limits of the padding-aware ladders."""
 
 _LONG_CONTEXT = 8192
+_FINE = 64  # steps of a padding-aware axis
 _MORE = 8  # times as many buckets may a ladder have before the unreachable ones are left out
 
 
 def ladders(family: Family, engine: SimulatedEngine) -> dict[str, BucketSpace]:
     """The ladders of the field at their default parameters, by name."""
-    high = {axis.name: axis.high for axis in family.axes}
+    high = _highs(family)
     found: dict[str, BucketSpace]
     if family.name == "decode":
         blocks = high["blocks"]
@@ -57,9 +58,10 @@ def ladders_within(family: Family, max_graphs: int) -> dict[str, BucketSpace]:
     """Linear, exponential, padding-aware and unified ladders of at most so many graphs, by name.
 
     The axes get one size more in turn, as long as the number allows; logits only the largest one.
+    Padding-aware ladders keep the field's fine steps, and the number decides how much they pad.
     The unified ladder is for steps that hold prompts and decodes both.
     """
-    high = {axis.name: axis.high for axis in family.axes if axis.name != "logits"}
+    high = {name: size for name, size in _highs(family).items() if name != "logits"}
 
     def sizes(points: Points) -> dict[str, tuple[int, int, int]]:
         steps = {name: max(1, math.ceil(high[name] / count)) for name, count in points.items()}
@@ -68,22 +70,51 @@ def ladders_within(family: Family, max_graphs: int) -> dict[str, BucketSpace]:
     def of_exponential(points: Points) -> BucketSpace:
         return exponential(**{name: (1, max(1, high[name]), n) for name, n in points.items()})
 
-    def of_padding_aware(points: Points) -> BucketSpace:
-        return padding_aware(**{name: (*size, 0, 25) for name, size in sizes(points).items()})
-
     makers: dict[str, Callable[[Points], BucketSpace]] = {
         "linear": lambda points: linear(**sizes(points)),
         "exponential": of_exponential,
-        "padding-aware": of_padding_aware,
     }
     if "shared" in high:
         makers["unified ladder"] = lambda points: _unified(family, points, few=8)
-    return {name: _fitting(make, family, max_graphs) for name, make in makers.items()}
+    found = {name: _fitting(make, family, max_graphs) for name, make in makers.items()}
+    aware = _padding_aware(family, high, max_graphs)
+    first = {name: found.pop(name) for name in ("linear", "exponential")}
+    return {**first, "padding-aware": aware, **found}
+
+
+def _padding_aware(family: Family, high: Points, most: int) -> BucketSpace:
+    """From 1 in fine steps, with the smallest relative padding of which the graphs suffice.
+
+    If they do not for 50 per cent, the ladder of 50 per cent begins at a larger size.
+    """
+
+    def made(percent: int) -> BucketSpace | None:
+        sizes = {
+            name: (min(1, size), max(1, math.ceil(size / _FINE)), size, 0, percent)
+            for name, size in high.items()
+        }
+        each = [len(padding_aware(size=axis)) for axis in sizes.values()]
+        return padding_aware(**sizes) if math.prod(each) <= _MORE * most else None
+
+    for percent in range(10, 51, 5):
+        space = made(percent)
+        if space is not None and len(found := _reachable(space, family)) <= most:
+            return found
+
+    def of_half(points: Points) -> BucketSpace:
+        lows = {name: math.ceil(high[name] / 2 ** (n - 1)) for name, n in points.items()}
+        return padding_aware(
+            **{name: (low, max(1, low), high[name], 0, 50) for name, low in lows.items()}
+        )
+
+    return _fitting(of_half, family, most)
 
 
 def _fitting(make: Callable[[Points], BucketSpace], family: Family, most: int) -> BucketSpace:
     points = {axis.name: 1 for axis in family.axes if axis.name != "logits"}
     best, growing = _reachable(make(points), family), set(points)
+    if len(best) > most:
+        best = explicit(family.axes, [_maximum(family)])
     while growing:
         for name in sorted(growing):
             found = None
@@ -103,11 +134,21 @@ def _fitting(make: Callable[[Points], BucketSpace], family: Family, most: int) -
 
 
 def _reachable(space: BucketSpace, family: Family) -> BucketSpace:
-    """Over the family's axes, less what no legal need reaches."""
+    """Over the family's axes, with its largest step, less what no legal need reaches."""
     if missing := [axis for axis in family.axes if axis.name not in space.names]:
         space = space * explicit(missing, [[axis.high for axis in missing]])
     columns = [[bucket[name] for name in family.names] for bucket in space]
+    columns.append(_maximum(family))
     return explicit(family.axes, columns).where(lambda need: bool(family.legal(need)))
+
+
+def _maximum(family: Family) -> list[int]:
+    return [axis.high for axis in family.axes]
+
+
+def _highs(family: Family) -> dict[str, int]:
+    """How far the ladders of the field go, by axis."""
+    return {axis.name: axis.high for axis in family.axes} | dict(family.usual)
 
 
 def _decode_exponential(sequences: int, blocks: int) -> BucketSpace:
@@ -151,15 +192,10 @@ def _stepped(step: int, high: int, absolute: int, percent: int) -> tuple[int, in
 def _unified(family: Family, points: Points, few: int = 1) -> BucketSpace:
     """Exponential, rounded up to multiples of 128, or less where that leaves ``few`` sizes."""
     multiple = 128
-    axes = {axis.name: axis for axis in family.axes}
+    low, high = {axis.name: axis.low for axis in family.axes}, _highs(family)
     return exponential(
         **{
-            name: (
-                axes[name].low,
-                axes[name].high,
-                n,
-                max(1, min(multiple, axes[name].high // few)),
-            )
+            name: (low[name], high[name], n, max(1, min(multiple, high[name] // few)))
             for name, n in points.items()
         }
     )

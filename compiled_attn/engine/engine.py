@@ -149,7 +149,7 @@ class Engine:
         scheduled = self.scheduler.schedule()
         with self._sentinel:
             self.memory.settle()
-            step, plan, bucket = self.runner.fit(scheduled, self.memory.table)
+            step, plan, bucket, wanted = self.runner.fit(scheduled, self.memory.table)
             logits = self.runner.run(plan, bucket)
         sampled = [part.sequence for part in step if part.wants_logits]
         tokens = sample(logits, [s.sampling for s in sampled], [s.generated for s in sampled])
@@ -163,6 +163,7 @@ class Engine:
                 time.perf_counter() - started,
                 self.pool.places.num_used,
                 self.pool.highest_used,
+                wanted,
             )
         )
         return events
@@ -269,7 +270,7 @@ class Engine:
             graphs_loaded=len(steps.loaded) if steps else 0,
             graph_breaks=self._sentinel.graph_breaks,
             compiles_after_warmup=self._sentinel.compiles + self._sentinel.late_builds,
-            fallbacks=self.runner.graphs.fallbacks + self.runner.graphs.degraded,
+            fallbacks=self._fallbacks(),
             warmup_seconds=round(warm.elapsed_seconds, 3) if warm else 0.0,
             requests=len(self.results),
             generated_tokens=self._generated,
@@ -288,9 +289,14 @@ class Engine:
             computed_tokens=sum(record.need["tokens"] for record in self.records),
             prefix_hit_ratio=round(stats.hit_ratio, 4),
             memory=self.memory.figures(),
+            cut_steps=self.runner.cut_steps,
             seconds=round(busy, 3),
             buckets=bucket_rows(steps, self.records, self.sizing.buckets.cost),
         )
+
+    def _fallbacks(self) -> int:
+        graphs = self.runner.graphs
+        return graphs.fallbacks + graphs.degraded + self.kernel.is_fallback
 
     def _take(self, sequence: Sequence, token: int, now: float) -> TokenEvent:
         sequence.append(token, now)

@@ -21,10 +21,17 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ChosenKernel:
-    """Whether the native kernel is taken, and a note for each kernel: what it is, or why not."""
+    """Which kernel is taken.
+
+    Args:
+        is_native: whether it is the native one.
+        notes: for the native kernel what it is here, or why it is not taken.
+        is_fallback: whether it would have been taken, but could not be built.
+    """
 
     is_native: bool
     notes: Mapping[str, str] = field(default_factory=dict)
+    is_fallback: bool = False
 
 
 def chosen_kernel(model: PreTrainedModel, config: EngineConfig) -> ChosenKernel:
@@ -36,6 +43,7 @@ def chosen_kernel(model: PreTrainedModel, config: EngineConfig) -> ChosenKernel:
     if config.kernel == "portable":
         return ChosenKernel(False, {"native": "not asked for"})
     lacks = _lacks(model, config)
+    is_fallback = lacks is None
     if lacks is None:
         ops = load()
         if ops.build is not None:
@@ -44,16 +52,13 @@ def chosen_kernel(model: PreTrainedModel, config: EngineConfig) -> ChosenKernel:
         lacks = ops.why_not_native or "not built"
         if config.strict:
             raise ConfigError(
-                f"expected the native kernel to build, got an error: {lacks}; "
-                'or choose kernel "portable" (--kernel portable)'
+                f"the native kernel cannot be built here: {lacks}; or take kernel 'portable' "
+                "(--kernel portable)"
             )
     if config.kernel == "native":
-        raise ConfigError(
-            f"expected what the native kernel can serve, got another: it {lacks}; "
-            'choose kernel "auto" or "portable"'
-        )
-    _log.info("the engine takes portable attention: the native kernel %s", lacks)
-    return ChosenKernel(False, {"native": lacks})
+        raise ConfigError(f"kernel 'native' cannot serve here: {lacks}: take 'auto' or 'portable'")
+    _log.info("the engine takes portable attention, not the native kernel: %s", lacks)
+    return ChosenKernel(False, {"native": lacks}, is_fallback)
 
 
 def _lacks(model: PreTrainedModel, config: EngineConfig) -> str | None:

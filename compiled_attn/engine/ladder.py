@@ -38,6 +38,12 @@ class StepLimits:
     context_blocks: int
     pool_blocks: int
 
+    @property
+    def shared_blocks(self) -> int:
+        """Cached blocks that several tokens each can read; every context takes two tokens."""
+        contexts = max(1, min(self.seqs, self.tokens // 2))
+        return min(self.pool_blocks, contexts * self.context_blocks)
+
 
 def default_buckets(limits: StepLimits, max_graphs: int) -> BucketSpace:
     """A ladder of at most ``max_graphs`` buckets; with one, the maximum alone.
@@ -103,7 +109,8 @@ def step_cost(
 
 
 def _prefill(limits: StepLimits, points: int) -> Iterator[tuple[int, ...]]:
-    tokens, shared_max, pool, seqs = _maximum(limits)
+    tokens, pool, seqs = limits.tokens, limits.pool_blocks, limits.seqs
+    shared_max = _one_context(limits)
     fine = [_share(shared_max, step / 2**octave) for octave in range(12) for step in (1, 0.75)]
     for number, shared in enumerate(fine[:points]):
         yield tokens, shared, _share(pool, 3 / 16), seqs
@@ -112,7 +119,7 @@ def _prefill(limits: StepLimits, points: int) -> Iterator[tuple[int, ...]]:
 
 
 def _decode(limits: StepLimits) -> Iterator[tuple[int, ...]]:
-    _, shared_max, pool, seqs = _maximum(limits)
+    pool, seqs, shared_max = limits.pool_blocks, limits.seqs, _one_context(limits)
     for few, blocks in ((1 / 4, 1 / 16), (1 / 2, 1 / 8), (1, 1 / 4), (1, 1 / 2)):
         requests = _share(seqs, few)
         yield requests, _share(shared_max, 1 / 32), _share(pool, blocks), requests
@@ -120,8 +127,11 @@ def _decode(limits: StepLimits) -> Iterator[tuple[int, ...]]:
 
 
 def _maximum(limits: StepLimits) -> tuple[int, int, int, int]:
-    shared = min(limits.context_blocks, limits.pool_blocks)
-    return limits.tokens, shared, limits.pool_blocks, limits.seqs
+    return limits.tokens, limits.shared_blocks, limits.pool_blocks, limits.seqs
+
+
+def _one_context(limits: StepLimits) -> int:
+    return min(limits.context_blocks, limits.pool_blocks)
 
 
 def _share(maximum: int, share: float) -> int:

@@ -47,6 +47,7 @@ class StepRecord:
     """One step: what it needed, the bucket it ran in, and how long it took on the host's clock.
 
     ``blocks_used`` counts the blocks in use after it, ``highest_used`` is the highest place of one.
+    ``wanted`` is what the scheduler's whole step needed, which is more where it was cut.
     """
 
     need: dict[str, int]
@@ -54,6 +55,7 @@ class StepRecord:
     seconds: float
     blocks_used: int = 0
     highest_used: int = 0
+    wanted: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,8 @@ class EngineReport:
     ``buckets`` has a row per bucket: its warmup, how many steps ran in it, how long they took.
     ``padding_waste`` is the padded share of computed tokens and of computed blocks.
     ``graph_breaks`` and ``compiles_after_warmup`` come from the sentinel, ``fallbacks`` counts
-    every degraded bucket pick. ``kernel`` is "native", or which portable kernel serves the causal
+    every degraded bucket pick and a native kernel that failed to build, ``cut_steps`` the steps
+    that no bucket held whole. ``kernel`` is "native", or which portable kernel serves the causal
     and shared parts; ``kernel_notes`` says why. ``memory`` has the copies of blocks: on write and
     to defragment.
     """
@@ -95,6 +98,7 @@ class EngineReport:
     memory: dict[str, float] = field(default_factory=dict)
     buckets: list[dict[str, object]] = field(default_factory=list)
     graphs_loaded: int = 0
+    cut_steps: int = 0
     checked_requests: int = 0
     mismatched_tokens: int = 0
 

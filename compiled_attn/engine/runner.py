@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +26,25 @@ from compiled_attn.engine.sizing import Sizing
 from compiled_attn.hf import PagedCausalLM, cache_for
 from graphs import Bucket, BucketOverflow, WarmupManager, passes
 
-__all__ = ["Runner"]
+__all__ = ["FittedStep", "Runner"]
+
+_log = logging.getLogger(__name__)
+
+
+class FittedStep(NamedTuple):
+    """A step that a captured bucket holds.
+
+    Args:
+        parts: what it computes.
+        plan: its rows.
+        bucket: the captured bucket.
+        wanted: sizes that the whole step needs, which the parts do not reach if it was cut.
+    """
+
+    parts: list[ScheduledTokens]
+    plan: StepPlan | TablePlan
+    bucket: Bucket
+    wanted: dict[str, int]
 
 
 class Runner:
@@ -35,11 +54,14 @@ class Runner:
         model: a Hugging Face causal LM.
         config: backend and strictness.
         sizing: blocks of the cache, shapes to capture.
+
+    ``cut_steps`` counts the steps that no bucket held whole.
     """
 
     def __init__(self, model: PreTrainedModel, config: EngineConfig, sizing: Sizing) -> None:
         cache = cache_for(model, sizing.num_blocks, sizing.block_size)
         self.sizing = sizing
+        self.cut_steps = 0
         self.module = PagedCausalLM(model, cache, is_native=sizing.is_native)
         self.builder = BatchBuilder(sizing.num_blocks, sizing.block_size)
         self.graphs = WarmupManager(
@@ -56,7 +78,7 @@ class Runner:
 
     def fit(
         self, step: list[ScheduledTokens], table: Callable[[int], NDArray[np.int64]]
-    ) -> tuple[list[ScheduledTokens], StepPlan | TablePlan, Bucket]:
+    ) -> FittedStep:
         """The step, cut until a captured bucket holds it.
 
         Args:
@@ -66,14 +88,20 @@ class Runner:
         Raises:
             BucketOverflow: not even a single token of the first request has a bucket.
         """
+        parts, wanted = step, None
         while True:
-            plan = self._plan([_request(part, table(part.sequence.index)) for part in step])
+            plan = self._plan([_request(part, table(part.sequence.index)) for part in parts])
+            wanted = wanted or plan.need
             try:
-                return step, plan, self.graphs.bucket(**plan.need)
+                bucket = self.graphs.bucket(**plan.need)
             except BucketOverflow:
-                step = _shorter(step)
-                if not step:
+                parts = _shorter(parts)
+                if not parts:
                     raise
+            else:
+                if parts is not step:
+                    self._count_cut(wanted)
+                return FittedStep(parts, plan, bucket, wanted)
 
     def run(self, plan: StepPlan | TablePlan, bucket: Bucket) -> Tensor:
         """Logits ``[rows that want them, vocab]`` of a planned step."""
@@ -85,6 +113,16 @@ class Runner:
         with torch.no_grad():
             logits: Tensor = self.graphs.run(bucket, *inputs)
         return logits[: int(plan.rows.logits.sum())]
+
+    def _count_cut(self, wanted: dict[str, int]) -> None:
+        if not self.cut_steps:
+            _log.warning(
+                "no bucket holds a step that needs %s, so it is cut into smaller ones: the largest "
+                "bucket is %s; plan or add larger ones",
+                Bucket(**wanted),
+                self.sizing.buckets.largest,
+            )
+        self.cut_steps += 1
 
     def _plan(self, requests: list[Request]) -> StepPlan | TablePlan:
         if self.sizing.is_native:

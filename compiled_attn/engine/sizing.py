@@ -94,12 +94,13 @@ class Sizing:
                 f"raise num_blocks to at least {blocks + 1}"
             )
         parts = {"requests": 1} if self.is_native else {"shared": 0, "unique": blocks, "logits": 1}
+        least = "requests >= 1" if self.is_native else f"unique >= {blocks} and logits >= 1"
         try:
             self.buckets.pick(tokens=1, **parts)
         except BucketOverflow as error:
             raise ConfigError(
                 f"expected a bucket for the last token of a request of {length} tokens, got none: "
-                f"add one with unique >= {blocks}"
+                f"add one with tokens >= 1 and {least}"
             ) from error
 
 
@@ -126,17 +127,42 @@ def _buckets(
     limits = StepLimits(config.max_tokens_per_step, config.max_seqs, longest, num_blocks - 1)
     ladder, axes = (table_buckets, TABLE_AXES) if is_native else (default_buckets, AXES)
     space = config.buckets or ladder(limits, config.max_graphs)
-    if set(space.names) != set(axes):
-        raise ConfigError(
-            f"expected buckets over the axes {axes}, got {space.names}: the kernel is "
-            f"{'native' if is_native else 'portable'}"
-        )
+    _check_axes(space, axes, is_native)
     if len(space) > config.max_graphs:
         raise ConfigError(
             f"expected at most max_graphs={config.max_graphs} buckets, got {len(space)}: "
             "raise max_graphs"
         )
+    if is_native and config.strict:
+        _refuse_small(space, limits)
     return space.with_cost(cost_of_steps(model, config.block_size, is_native))
+
+
+def _check_axes(space: BucketSpace, axes: Sequence[str], is_native: bool) -> None:
+    given = set(space.names)
+    if given not in (set(AXES), set(TABLE_AXES)):
+        raise ConfigError(
+            f"expected buckets over {', '.join(TABLE_AXES)} (native) or {', '.join(AXES)} "
+            f"(portable), got {', '.join(space.names)}: name the axes so"
+        )
+    if given != set(axes):
+        kernel, other = ("native", "portable") if is_native else ("portable", "native")
+        raise ConfigError(
+            f"expected buckets over {', '.join(axes)}, because the kernel is {kernel}, got "
+            f"{', '.join(space.names)}: they are for kernel '{other}'"
+        )
+
+
+def _refuse_small(space: BucketSpace, limits: StepLimits) -> None:
+    """Two axes hold every step with one bucket more, so a file without it is a mistake."""
+    try:
+        space.pick(tokens=limits.tokens, requests=limits.seqs)
+    except BucketOverflow as error:
+        raise ConfigError(
+            f"expected a bucket of max_tokens_per_step={limits.tokens} tokens and "
+            f"max_seqs={limits.seqs} requests, got {space.largest} as the largest: add one, lower "
+            "these limits, or let steps be cut (--no-strict)"
+        ) from error
 
 
 def cost_of_steps(

@@ -92,7 +92,14 @@ def compress(points: Points, weights: Weights, cost: CostOf, count: int) -> Cell
 
 
 def jittered(
-    points: Points, weights: Weights, high: Points, *, share: float, spread: float, seed: int
+    points: Points,
+    weights: Weights,
+    high: Points,
+    *,
+    share: float,
+    spread: float,
+    seed: int,
+    allows: Callable[[Points], NDArray[np.bool_]] | None = None,
 ) -> tuple[Points, Weights]:
     """The needs and copies of them with sizes off by some per cent, which weigh ``share`` of all.
 
@@ -106,6 +113,7 @@ def jittered(
         share: between 0 and 1.
         spread: standard deviation of the logarithm of a size.
         seed: of the random numbers.
+        allows: which points ``[n, axes]`` are legal; a copy that is not stays where it was.
     """
     rng = np.random.default_rng(seed)
     stays = (points == high) | np.stack([_often(sizes, weights) for sizes in points.T], axis=1)
@@ -113,7 +121,10 @@ def jittered(
     for _ in range(_COPIES):
         factors = np.exp(spread * rng.standard_normal(points.shape))
         moved = np.minimum(np.ceil(points * factors), high).astype(np.int64)
-        together.append(np.where(stays, points, moved))
+        moved = np.where(stays, points, moved)
+        together.append(
+            moved if allows is None else np.where(allows(moved)[:, None], moved, points)
+        )
     parts = [weights * (1 - share), *[weights * share / _COPIES] * _COPIES]
     return np.concatenate(together), np.concatenate(parts)
 

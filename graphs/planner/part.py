@@ -82,7 +82,13 @@ def problem_of(part: Part, budget: Budget, seed: int) -> Problem:
     if len(region.names) > 1:
         count = _CELLS
         points, weights = jittered(
-            points, weights, region.top, share=_JITTER_SHARE, spread=_JITTER_SPREAD, seed=seed
+            points,
+            weights,
+            region.top,
+            share=_JITTER_SHARE,
+            spread=_JITTER_SPREAD,
+            seed=seed,
+            allows=region.allows,
         )
     _check_cost(needs.points[:: 1 + len(needs) // _CHECKED], cost, region.top)
     cells = compress(points, weights, cost, count)

@@ -24,6 +24,7 @@ from compiled_attn.check import CheckReport, Difference
 from compiled_attn.cli import main
 from compiled_attn.cli.live import ServingView, serving_view, status_line
 from compiled_attn.engine import Engine, StepInfo
+from compiled_attn.kernels.native import NativeOps
 from graphs.backends.base import Frozen
 from graphs.backends.eager import EagerBackend
 
@@ -190,6 +191,21 @@ def test_the_kernel_and_why_it_was_taken_are_in_table_and_report(
     assert (result["kernel"], result["mismatched_tokens"]) == (wanted, 0)
     note = result["kernel_notes"]["native"]
     assert note and re.search(rf"kernel\W+{wanted}\b.*{re.escape(note)}", outcome.out)
+
+
+def test_why_a_kernel_could_not_be_built_is_told_whole_and_counts_as_a_fallback(
+    command: Command, small: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    why = "expected g++ to build the kernel, but it failed (1): " + "a long reason; " * 9 + "end"
+    failed = NativeOps("compiled_attn", "reference", why_not_native=why)
+    monkeypatch.setattr("compiled_attn.engine.kernel.load", lambda: failed)
+    path = tmp_path / "result.json"
+    outcome = command(*small, "--no-strict", "--json", path)
+    assert outcome.code == 0 and f"native kernel: {why}\n" in outcome.out
+    assert json.loads(path.read_text())["fallbacks"] == 1
+    refused = command(*small)
+    assert_refused(refused, why, "--kernel portable")
+    assert refused.err.count("portable") == 2  # one remedy, in Python's words and the command's
 
 
 def test_an_unknown_kernel_is_refused(command: Command, small: list[object]) -> None:

@@ -130,7 +130,7 @@ def test_needs_recorded_with_the_native_kernel_are_planned_over_its_axes(
     recorded, out = tmp_path / "demand", tmp_path / "buckets.txt"
     needs = [{"tokens": 1 + i % 32, "requests": 1 + i % 4} for i in range(64)]
     recorded.write_text("".join(json.dumps(need) + "\n" for need in needs if need["tokens"] > 4))
-    options = ["--model", model_dir, *SMALL, "--demand", recorded, "--max-graphs", 6]
+    options = ["--model", model_dir, *SMALL[2:], "--demand", recorded, "--max-graphs", 6]
     code, text, err = command("plan", *options, "--out", out)
     assert code == 0, err
     assert {"linear", "engine's default", "fitted plan"} <= set(_table(text))
@@ -145,7 +145,9 @@ def test_without_a_trace_the_default_plan_is_written(command, model_dir, tmp_pat
         "plan", "--model", model_dir, *SMALL, "--max-graphs", 12, "--out", out
     )
     assert code == 0, err
-    assert text.startswith("12 buckets, planned on a mixture of drawn workloads: waste ")
+    kernel, result = text.splitlines()[:2]
+    assert kernel == "for the portable kernel; native: not asked for"
+    assert result.startswith("12 buckets, planned on a mixture of drawn workloads: waste ")
     largest = from_file(out).pick(tokens=32, shared=1, unique=1, logits=4)
     assert largest["tokens"] == 32 and len(from_file(out)) == 12
 
@@ -159,7 +161,7 @@ def test_a_real_trace_is_planned(command, name):
     )
     assert code == 0, err
     rows = _table(text)
-    assert rows["fitted plan"][1] < rows["unified ladder"][1] / 3
+    assert rows["fitted plan"][1] < rows["unified ladder"][1] / 2
     assert rows["fitted plan"][1] < rows["exponential"][1] / 3
 
 
@@ -170,6 +172,39 @@ def test_the_same_trace_gives_the_same_file(command, model_dir, trace, tmp_path)
         assert command("plan", "--model", model_dir, *options)[0] == 0
         texts.append((tmp_path / name).read_text())
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("backend", ["onnxrt", "hpu"])
+def test_a_plan_is_for_the_kernel_that_the_backend_can_have(
+    command, model_dir, trace, tmp_path, backend
+):
+    out = tmp_path / "buckets.txt"
+    options = ["--model", model_dir, "--trace", trace, *SMALL[2:], "--max-graphs", 4, "--out", out]
+    code, text, err = command("plan", *options, "--backend", backend)
+    assert code == 0, err
+    assert text.startswith("for the portable kernel; native: ") and f"not of {backend}" in text
+    assert set(from_file(out).names) == {"tokens", "shared", "unique", "logits"}
+    code, _, err = command("plan", *options, "--backend", backend, "--kernel", "native")
+    assert code == 2 and f"not of {backend}" in err
+
+
+def test_a_plan_knows_the_dtype_of_the_cache(command, tmp_path):
+    needs = tmp_path / "demand"
+    needs.write_text('{"tokens": 1, "shared": 0, "unique": 3, "logits": 1}\n' * 3)
+    sizes = []
+    for dtype in ("float32", "bfloat16"):
+        options = ["--demand", needs, "--dtype", dtype, "--max-graphs", 2, "--max-seqs", 128]
+        code, _, err = command("plan", *options, "--block-size", 8, "--out", tmp_path / dtype)
+        assert code == 0, err
+        sizes.append(from_file(tmp_path / dtype).largest["unique"])
+    assert sizes[1] == 2 * sizes[0]
+
+
+def test_a_single_bucket_is_told_of_in_the_singular(command, model_dir, trace):
+    options = ["--model", model_dir, "--trace", trace, *SMALL, "--max-graphs", 1]
+    code, text, err = command("plan", *options)
+    assert code == 0, err
+    assert "with 1 bucket no plan wastes below" in text
 
 
 @pytest.mark.parametrize(
@@ -183,9 +218,25 @@ def test_the_same_trace_gives_the_same_file(command, model_dir, trace, tmp_path)
         (["--demand", "none.jsonl"], "none.jsonl: not readable as a demand"),
         (["--demand", "rows.jsonl"], "rows.jsonl: expected needs over tokens, shared, unique, l"),
         (["--demand", "one.jsonl"], "expected two needs to halve a demand, got one"),
-        (["--demand", "large.jsonl"], "expected needs with tokens <= 256, shared <= "),
+        (["--demand", "large.jsonl"], "tokens <= 256, got 999: give the limits that `run` had"),
+        (
+            ["--demand", "rows4.jsonl", "--max-seqs", "3"],
+            "logits <= 3, got 4: give the limits that `run` had when it recorded them, --max-seqs",
+        ),
+        (["--demand", "native.jsonl"], "a demand of the portable kernel, got one of the native"),
+        (["--demand", "one.jsonl", "--requests", "3"], "expected --requests with --trace only"),
+        (["--demand", "one.jsonl", "--scale", "2"], "expected --scale with --trace only"),
+        (["--speed", "2"], "expected --speed with --trace only"),
+        (["--concurrency", "2"], "expected --concurrency with --trace only"),
+        (["--dtype", "int4"], "unknown --dtype int4: choose one of float32, bfloat16"),
+        (["--backend", "magic"], "unknown --backend magic: choose one of"),
+        (["--rho", "-1"], "expected --rho above 1, or 0 for no guard, got -1"),
+        (["--out", "."], "cannot write .: it is a directory, name a file"),
         (["--trace", "good.csv", "--max-graphs", "0"], "--max-graphs"),
-        (["--trace", "good.csv", "--rho", "0.5"], "expected rho above 1, or None for no guard"),
+        (
+            ["--trace", "good.csv", "--rho", "0.5"],
+            "--rho above 1, or 0 for no guard, got 0.5",
+        ),
         (["--trace", "good.csv", "--speed", "-1"], "expected speed above 0 or None, got -1"),
         (["--trace", "good.csv", "--max-seqs", "0"], "expected max_seqs >= 1, got 0"),
         (["--trace", "good.csv", "--scale", "1e9"], "expected prompt + max_new_tokens <= context"),
@@ -203,6 +254,8 @@ def test_bad_input_is_one_line_and_exit_code_2(
     Path("good.csv").write_text("arrival_s,prompt_tokens,output_tokens\n0,9,5\n1,20,3\n")
     Path("rows.jsonl").write_text('{"rows": 3}\n')
     Path("one.jsonl").write_text('{"tokens": 1, "shared": 0, "unique": 3, "logits": 1}\n')
+    Path("native.jsonl").write_text('{"tokens": 1, "requests": 1}\n')
+    Path("rows4.jsonl").write_text('{"tokens": 9, "shared": 0, "unique": 3, "logits": 4}\n')
     Path("large.jsonl").write_text('{"tokens": 999, "shared": 0, "unique": 3, "logits": 1}\n')
     if "--model" not in options:
         options = [*options, "--model", model_dir]

@@ -64,6 +64,25 @@ def test_ladders_of_a_size_hold_every_need_and_keep_to_it(name, most):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+def test_a_padding_aware_ladder_is_not_the_linear_one(name):
+    found = ladders_within(family(name, SimulatedEngine(), 8192), 64)
+    assert set(found["padding-aware"]) != set(found["linear"])
+
+
+def test_a_padding_aware_ladder_has_the_least_padding_that_its_graphs_allow():
+    steps = family("decode", SimulatedEngine(512, 64, 32, 4096), 4096)
+    few, many = (ladders_within(steps, most)["padding-aware"] for most in (150, 600))
+    sizes = [sorted({bucket.blocks for bucket in space}) for space in (few, many)]
+    assert len(sizes[0]) < len(sizes[1]) and 1 in sizes[0] and 1 in sizes[1]
+
+
+def test_axes_end_where_the_requests_cannot_read_more():
+    engine = SimulatedEngine(max_tokens=64, max_seqs=2, block_size=32, blocks=4096)
+    highs = [{a.name: a.high for a in family(n, engine, 1024).axes} for n in ("decode", "engine")]
+    assert highs[0]["blocks"] == highs[1]["unique"] == highs[1]["shared"] == 2 * 32
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_broad_demand_is_legal_spans_the_axes_and_weighs_by_cost(name):
     steps = family(name, engine_for(name), CONTEXT)
     broad = broad_demand(steps)
@@ -107,6 +126,15 @@ def test_a_comparison_judges_the_plan_last_and_all_on_the_second_needs():
     assert found.judged["fitted plan"].waste == found.plan.judge(second).waste
     assert found.judged["fitted plan"].waste < found.judged["linear"].waste
     assert all(judged.missed == 0 for judged in found.judged.values())
+
+
+def test_a_step_that_must_be_cut_is_missed_by_every_strategy():
+    steps = family("table", engine_for("table"), CONTEXT)
+    needs = Demand(("tokens", "requests"), [(9, 2), (8, 1), (512, 16), (513, 16)])
+    found = compare(steps, needs, needs, 4)
+    assert {name: judged.missed for name, judged in found.judged.items()} == dict.fromkeys(
+        ("linear", "exponential", "padding-aware", "fitted plan"), 0.25
+    )
 
 
 def test_needs_that_no_step_may_have_are_counted():

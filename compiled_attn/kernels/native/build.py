@@ -68,8 +68,7 @@ def find_compiler() -> str:
             if path := shutil.which(name):
                 return path
         raise NativeUnavailable(
-            "expected a C++ compiler to build the kernel with, found none: install g++ or clang++, "
-            'or choose kernel "portable"'
+            "expected a C++ compiler to build the kernel with, found none: install g++ or clang++"
         ) from error
 
 
@@ -230,7 +229,7 @@ def _run_all(commands: Sequence[Sequence[str]]) -> None:
         if process.returncode:
             raise NativeUnavailable(
                 f"expected {command[0]} to build the kernel, but it failed ({process.returncode}): "
-                f'{text.strip()[:2000]}; choose kernel "portable" or another compiler'
+                f"{text.strip()[:2000]}; try another compiler (CXX)"
             )
 
 

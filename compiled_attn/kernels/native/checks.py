@@ -34,10 +34,13 @@ def check_attention(
     _expect(query.dtype in _FLOATS, "query: a float dtype", query.dtype, "convert it with .to()")
     blocks, size, kv_heads, _ = key_cache.shape
     heads, dim = query.shape[1:]
-    fits = kv_heads > 0 and heads % kv_heads == 0
+    fits = kv_heads > 0 and heads > 0 and heads % kv_heads == 0
     _expect(fits, "H to be a multiple of Hk", (heads, kv_heads), "check the heads of the cache")
     _shape("key_cache", key_cache, (blocks, size, kv_heads, dim), query)
     _shape("value_cache", value_cache, (blocks, size, kv_heads, None), query)
+    smallest = min(size, dim, value_cache.shape[3])
+    got = tuple(key_cache.shape)
+    _expect(smallest > 0, "heads and blocks of at least one element", got, "give them a size")
     quantised = key_cache.dtype in QUANTISED
     for name, cache, scale in (("key", key_cache, key_scale), ("value", value_cache, value_scale)):
         wanted = key_cache.dtype if quantised else query.dtype

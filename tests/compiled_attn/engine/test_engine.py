@@ -133,6 +133,25 @@ def test_a_step_that_no_bucket_holds_is_cut():
     assert max(record.need["tokens"] for record in engine.records) <= 8
 
 
+def test_cut_steps_are_counted_told_once_and_recorded_whole(caplog):
+    engine = _engine(kernel="portable", buckets=explicit(AXES, [(8, 4, 40, 2)]))
+    with caplog.at_level("WARNING", "compiled_attn.engine.runner"):
+        list(engine.generate([[1] * 20, [2] * 30], SamplingParams(max_new_tokens=2)))
+    cut = [record for record in engine.records if record.wanted != record.need]
+    assert engine.report().cut_steps == len(cut) > 1
+    assert engine.records[0].wanted["tokens"] == 24 > engine.records[0].need["tokens"]
+    assert len(caplog.records) == 1 and "tokens=24" in caplog.text and "unique=40" in caplog.text
+
+
+def test_the_default_ladder_holds_chunks_of_several_cached_prompts():
+    engine = _engine(kernel="portable", context=64, max_graphs=6)
+    prompts = [[n] * 48 for n in range(1, 5)]
+    list(engine.generate(prompts, SamplingParams(max_new_tokens=1)))
+    list(engine.generate([[*p, 9, 8, 7] for p in prompts], SamplingParams(max_new_tokens=1)))
+    assert max(record.need["shared"] for record in engine.records) > 64 // 4
+    assert engine.report().cut_steps == 0
+
+
 def test_sampling_is_reproducible_whatever_shares_the_batch():
     params = SamplingParams(max_new_tokens=12, temperature=1.0, top_k=20, top_p=0.9, seed=7)
     prompt = [3, 4, 5, 6]

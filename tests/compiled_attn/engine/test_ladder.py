@@ -19,10 +19,20 @@ from compiled_attn.engine.ladder import AXES, StepLimits, default_buckets, step_
 @settings(deadline=None, max_examples=60)
 def test_the_budget_is_kept_and_the_largest_step_has_a_bucket(tokens, seqs, context, pool, graphs):
     seqs = min(seqs, tokens)
-    space = default_buckets(StepLimits(tokens, seqs, context, pool), graphs)
+    limits = StepLimits(tokens, seqs, context, pool)
+    space = default_buckets(limits, graphs)
     assert 1 <= len(space) <= graphs
-    largest = space.pick(tokens=tokens, shared=min(context, pool), unique=pool, logits=seqs)
+    shared = limits.shared_blocks
+    assert min(context, pool) <= shared <= pool
+    largest = space.pick(tokens=tokens, shared=shared, unique=pool, logits=seqs)
     assert largest == space.largest
+
+
+def test_the_largest_bucket_holds_the_contexts_of_as_many_chunks_as_a_step_has():
+    assert StepLimits(256, 32, 256, 2048).shared_blocks == 2048
+    assert StepLimits(256, 4, 256, 2048).shared_blocks == 1024
+    assert StepLimits(5, 4, 256, 2048).shared_blocks == 512
+    assert StepLimits(1, 1, 256, 2048).shared_blocks == 256
 
 
 def test_more_graphs_mean_less_padding():

@@ -157,7 +157,8 @@ def test_a_kernel_that_does_not_build_is_an_error_if_strict_and_a_reason_if_not(
     engine = Engine(tiny_model(), _config(kernel="auto", strict=False, max_graphs=4))
     assert engine.report().kernel == "sdpa"
     assert engine.report().kernel_notes == {"native": WHY}
-    with pytest.raises(ConfigError, match="C\\+\\+ compiler"):
+    assert engine.report().fallbacks == 1
+    with pytest.raises(ConfigError, match=r"^kernel 'native' cannot serve here: .*C\+\+ compiler"):
         Engine(tiny_model(), _config(strict=False))
 
 
@@ -165,6 +166,35 @@ def test_buckets_of_the_native_kernel_need_it():
     buckets = explicit(("tokens", "requests"), [(24, 4)])
     with pytest.raises(ConfigError, match="the kernel is portable"):
         Engine(tiny_model(), _config(kernel="portable", buckets=buckets))
+
+
+@pytest.mark.parametrize("kernel", ["auto", "native", "portable"])
+def test_buckets_of_no_kernel_are_told_the_axes_of_both(kernel):
+    buckets = explicit(("tokens", "rows"), [(24, 4)])
+    message = (
+        r"over tokens, requests \(native\) or tokens, shared, unique, logits \(portable\), got "
+        "tokens, rows"
+    )
+    with pytest.raises(ConfigError, match=message):
+        Engine(tiny_model(), _config(kernel=kernel, buckets=buckets))
+
+
+def test_a_request_without_a_bucket_is_told_the_axes_of_the_kernel():
+    engine = Engine(
+        tiny_model(), _config(strict=False, buckets=explicit(("tokens", "requests"), [(8, 0)]))
+    )
+    with pytest.raises(ConfigError, match="add one with tokens >= 1 and requests >= 1"):
+        engine.sizing.check_lengths(3, 3)
+
+
+def test_buckets_that_do_not_hold_the_largest_step_are_refused_if_strict():
+    buckets = explicit(("tokens", "requests"), [(8, 4), (24, 3)])
+    message = r"bucket of max_tokens_per_step=24 tokens and max_seqs=4 requests, got .*--no-strict"
+    with pytest.raises(ConfigError, match=message):
+        Engine(tiny_model(), _config(buckets=buckets))
+    engine = _engine(buckets=buckets, strict=False)
+    list(engine.generate([[n] * 5 for n in range(4)], SamplingParams(max_new_tokens=2)))
+    assert engine.report().cut_steps == 1
 
 
 def test_the_ladder_doubles_decodes_and_then_tokens():

@@ -1,4 +1,5 @@
-// Random steps against attention in doubles: a program of its own, for processors that are emulated.
+// Random steps against attention in doubles: a program of its own, for processors that are
+// emulated.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -53,7 +54,8 @@ struct Case {
     for (int64_t r = 0; r < requests; ++r) {
       const int64_t length = between(0, 300);
       lengths.push_back(int32_t(length));
-      const int64_t rows = between(0, 2) ? between(0, std::min<int64_t>(length, 2)) : between(0, length);
+      const int64_t rows =
+          between(0, 2) ? between(0, std::min<int64_t>(length, 2)) : between(0, length);
       starts.push_back(starts.back() + int32_t(rows));
       width = std::max(width, (length + block_size - 1) / block_size);
     }
@@ -75,7 +77,8 @@ struct Case {
     args.query = {query.data(), heads * dim, dim};
     args.out = out.data(), args.lse = lse.data();
     args.key_cache = {keys.data(), block_size * kv_heads * dim, kv_heads * dim, dim};
-    args.value_cache = {values.data(), block_size * kv_heads * value_dim, kv_heads * value_dim, value_dim};
+    args.value_cache = {values.data(), block_size * kv_heads * value_dim, kv_heads * value_dim,
+                        value_dim};
     if (is_quantised<Cached>) {
       key_scale.assign(slots, 0.05f), value_scale.assign(slots, 0.05f);
       args.key_scale = {key_scale.data(), block_size * kv_heads, kv_heads, 1};
@@ -93,7 +96,8 @@ struct Case {
     args.causal = 1, args.threads = int32_t(between(1, 2));
   }
 
-  double at(const std::vector<Cached>& cache, int64_t slot, int64_t head, int64_t d, int64_t n) const {
+  double at(const std::vector<Cached>& cache, int64_t slot, int64_t head, int64_t d,
+            int64_t n) const {
     const double factor = is_quantised<Cached> ? 0.05f : 1.0;
     return value_of(cache[(slot * kv_heads + head) * n + d]) * factor;
   }
@@ -109,7 +113,8 @@ struct Case {
       const int64_t slot = table[r * width + t / block_size] * block_size + t % block_size;
       double score = 0;
       for (int64_t d = 0; d < dim; ++d)
-        score += double(value_of(query[(token * heads + head) * dim + d])) * at(keys, slot, h, d, dim);
+        score +=
+            double(value_of(query[(token * heads + head) * dim + d])) * at(keys, slot, h, d, dim);
       score *= args.scale;
       if (args.softcap > 0) score = args.softcap * std::tanh(score / args.softcap);
       const double weight = std::exp(score);

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphs import Axis, BucketOverflow, exponential
-from graphs.planner import Budget, CostModel, Demand, judge, plan
+from graphs.planner import Budget, CostModel, Demand, Part, judge, plan
 from graphs.planner.cells import compress, jittered
+from graphs.planner.part import problem_of
 from tests.graphs.planner.brute import least_waste
 
 NAMES = ("a", "b")
@@ -170,6 +171,29 @@ def test_disturbed_copies_stay_within_limits_and_keep_the_weight():
     assert (copies[often, 1] == 0).all(), "and so does what occurs often"
     assert (copies[~at_limit, 0] != originals[~at_limit, 0]).mean() > 0.8
     assert copies[:, 0].max() > 100 and (copies[:, 0] > originals[:, 0]).any()
+
+
+def test_a_disturbed_copy_that_is_not_legal_stays_where_it_was():
+    needs = np.array([(i, i) for i in range(1, 101)])
+
+    def allows(rows):
+        return rows[:, 1] <= rows[:, 0]
+
+    high = np.array([200, 200])
+    limits = {"share": 0.25, "spread": 0.3, "seed": 0}
+    free, weights = jittered(needs, np.ones(100), high, **limits)
+    kept, same = jittered(needs, np.ones(100), high, **limits, allows=allows)
+    assert not allows(free).all() and allows(kept).all() and (weights == same).all()
+    assert (kept[~allows(free)] == np.tile(needs, (5, 1))[~allows(free)]).all()
+    assert (kept[allows(free)] == free[allows(free)]).all()
+
+
+def test_a_plan_chooses_among_legal_needs_only():
+    needs = Demand(NAMES, [(i, i) for i in range(1, 60)])
+    axes = [Axis("a", 1, 90), Axis("b", 1, 90)]
+    part = Part(needs, cost, axes, legal=lambda need: need["b"] <= need["a"])
+    corners = problem_of(part, Budget(graphs=8), seed=0).cells.corners
+    assert len(corners) > 60 and (corners[:, 1] <= corners[:, 0]).all()
 
 
 def test_a_budget_too_small_for_the_maximum_says_so():

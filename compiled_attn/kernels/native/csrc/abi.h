@@ -16,7 +16,7 @@ enum Status : int32_t {
   kBadLength,    // a length is negative or longer than its block table: {request, length}
   kBadBlock,     // a block is not in the cache: {request, column, block}
   kBadSlot,      // a slot is not in the cache: {token, slot}
-  kOutOfMemory,  // scratch memory: {bytes}
+  kOutOfMemory,  // no scratch memory: {}
 };
 
 // Elements of a cache at [block, slot, head, 0]; the innermost stride is 1.

@@ -9,6 +9,7 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "abi.h"
 
@@ -26,20 +27,24 @@ std::string text(const Parts&... parts) {
   return stream.str();
 }
 
-[[noreturn]] inline void fail(const std::string& expected, const std::string& got, const char* remedy) {
-  throw std::runtime_error(text("paged_attention: expected ", expected, ", got ", got, ": ", remedy));
+[[noreturn]] inline void fail(const std::string& expected, const std::string& got,
+                              const char* remedy) {
+  throw std::runtime_error(
+      text("paged_attention: expected ", expected, ", got ", got, ": ", remedy));
 }
 
 template <typename Sizes>
 std::string list(const Sizes& sizes) {
   std::string all = "[";
   for (int64_t size : sizes) {
-    all += (all.size() > 1 ? ", " : "") + (size == kAny ? std::string("any") : std::to_string(size));
+    all +=
+        (all.size() > 1 ? ", " : "") + (size == kAny ? std::string("any") : std::to_string(size));
   }
   return all + "]";
 }
 
-inline void check_shape(const char* name, const Tensor& tensor, std::initializer_list<int64_t> shape) {
+inline void check_shape(const char* name, const Tensor& tensor,
+                        std::initializer_list<int64_t> shape) {
   auto sizes = tensor.sizes();
   bool fits = sizes.size() == shape.size();
   for (size_t axis = 0; fits && axis < shape.size(); ++axis) {
@@ -65,9 +70,39 @@ inline void check_rows(const char* name, const Tensor& tensor) {
   }
 }
 
+// The addresses from a tensor's first element to its last.
+inline std::pair<const char*, const char*> extent(const Tensor& tensor) {
+  int64_t last = 0;
+  for (int64_t axis = 0; axis < tensor.dim(); ++axis) {
+    if (tensor.size(axis) == 0) return {nullptr, nullptr};
+    last += (tensor.size(axis) - 1) * tensor.stride(axis);
+  }
+  const char* data = static_cast<const char*>(tensor.const_data_ptr());
+  return {data, data + (last + 1) * int64_t(tensor.element_size())};
+}
+
+// What is read while a cache is written must not be part of it.
+inline void check_apart(const char* name, const Tensor& read, const char* cache,
+                        const Tensor& written) {
+  auto [begin, end] = extent(read);
+  auto [first, last] = extent(written);
+  if (begin < last && first < end) {
+    fail(text(name, " apart from ", cache), "shared memory", "call .clone()");
+  }
+}
+
+// What is written must have memory of its own for each element.
+inline void check_written(const char* name, const Tensor& tensor) {
+  for (int64_t axis = 0; axis < tensor.dim(); ++axis) {
+    if (tensor.size(axis) > 1 && tensor.stride(axis) == 0) {
+      fail(text(name, " with memory for each element"), "an expanded tensor", "call .clone()");
+    }
+  }
+}
+
 // A dense tensor of this shape and dtype.
-inline void check_dense(const char* name, const Tensor& tensor, std::initializer_list<int64_t> shape,
-                        ScalarType dtype) {
+inline void check_dense(const char* name, const Tensor& tensor,
+                        std::initializer_list<int64_t> shape, ScalarType dtype) {
   check_shape(name, tensor, shape);
   check_dtype(name, tensor, dtype);
   if (!tensor.is_contiguous()) {
@@ -77,13 +112,20 @@ inline void check_dense(const char* name, const Tensor& tensor, std::initializer
 
 inline std::optional<int32_t> dtype_code(ScalarType dtype) {
   switch (dtype) {
-    case ScalarType::Float: return kFloat32;
-    case ScalarType::BFloat16: return kBFloat16;
-    case ScalarType::Half: return kFloat16;
-    case ScalarType::Char: return kInt8;
-    case ScalarType::Float8_e4m3fn: return kFloat8E4M3;
-    case ScalarType::Float8_e5m2: return kFloat8E5M2;
-    default: return std::nullopt;
+    case ScalarType::Float:
+      return kFloat32;
+    case ScalarType::BFloat16:
+      return kBFloat16;
+    case ScalarType::Half:
+      return kFloat16;
+    case ScalarType::Char:
+      return kInt8;
+    case ScalarType::Float8_e4m3fn:
+      return kFloat8E4M3;
+    case ScalarType::Float8_e5m2:
+      return kFloat8E5M2;
+    default:
+      return std::nullopt;
   }
 }
 

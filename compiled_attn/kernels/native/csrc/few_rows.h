@@ -6,14 +6,14 @@
 #pragma once
 
 #include "few_rows_math.h"
+#include "part.h"
 #include "prefetch.h"
 #include "rows.h"
-#include "part.h"
 #include "scratch.h"
 
 namespace compiled_attn {
 
-constexpr int kChunk = 64;      // tokens
+constexpr int kChunk = 64;  // tokens
 constexpr int64_t kAheadBytes = 16384;
 constexpr int kRowsAtOnce = 4;  // query rows that share a key in registers
 constexpr int kMostRows = 32;   // query rows of one KV head
@@ -79,9 +79,11 @@ CA_INLINE void weighted_sums(const Math& math, const typename Math::Weight* weig
   constexpr int step = Math::kWide / kLanes, width = kRegisters == 32 ? 4 : 2;
   int64_t d = 0;
   for (; d + width * kLanes <= dim; d += width * kLanes)
-    add_slice<Math, rows, width>(math, weights, values, d, sums, dim, ahead + Math::kValues * d * sizeof(typename Math::Element));
+    add_slice<Math, rows, width>(math, weights, values, d, sums, dim,
+                                 ahead + Math::kValues * d * sizeof(typename Math::Element));
   for (; d < dim; d += step * kLanes)
-    add_slice<Math, rows, step>(math, weights, values, d, sums, dim, ahead + Math::kValues * d * sizeof(typename Math::Element));
+    add_slice<Math, rows, step>(math, weights, values, d, sums, dim,
+                                ahead + Math::kValues * d * sizeof(typename Math::Element));
 }
 
 template <class Math>
@@ -134,7 +136,8 @@ class FewRows {
           rows_[at] = {0, 0, {0, 0}};
           continue;
         }
-        read_row(args_, args_.query, request.first + row, head, args_.head_dim, true, queries_ + at * dim_, dim_);
+        read_row(args_, args_.query, request.first + row, head, args_.head_dim, true,
+                 queries_ + at * dim_, dim_);
         math_.arrange(queries_ + at * dim_, dim_);
         rows_[at] = {args_.alibi_slopes ? args_.alibi_slopes[head] : 0.0f, request.position(row),
                      request.seen(row)};
@@ -162,18 +165,22 @@ class FewRows {
 
   void ask_for_start(const Keys& first) const {
     if (!first.count) return;
-    Prefetch keys(stretch(args_.key_cache, first.key, first.count), stretch(args_.key_cache, first.key, 0), 0);
+    Prefetch keys(stretch(args_.key_cache, first.key, first.count),
+                  stretch(args_.key_cache, first.key, 0), 0);
     for (int64_t row = 0; row < ahead(); ++row) {
       const char* at = keys.rows(1);
-      for (int64_t d = 0; d < args_.head_dim; d += Prefetch::kLine / int64_t(sizeof(Element))) prefetch<1>(at + d * sizeof(Element));
+      for (int64_t d = 0; d < args_.head_dim; d += Prefetch::kLine / int64_t(sizeof(Element)))
+        prefetch<1>(at + d * sizeof(Element));
     }
   }
 
   void ask_for_scales(const Keys& next) const {
     if (!args_.key_scale.data) return;
     for (int64_t t = 0; t < next.count; ++t) {
-      prefetch<1>(reinterpret_cast<const char*>(static_cast<const float*>(args_.key_scale.data) + next.key_scale[t]));
-      prefetch<1>(reinterpret_cast<const char*>(static_cast<const float*>(args_.value_scale.data) + next.value_scale[t]));
+      prefetch<1>(reinterpret_cast<const char*>(static_cast<const float*>(args_.key_scale.data) +
+                                                next.key_scale[t]));
+      prefetch<1>(reinterpret_cast<const char*>(static_cast<const float*>(args_.value_scale.data) +
+                                                next.value_scale[t]));
     }
   }
 
@@ -202,7 +209,8 @@ class FewRows {
       head(args_.key_cache, h, chunk.key + t, args_.head_dim, dim_, tokens);
       const char* ahead = next.rows(4);
       for (int64_t at = h * count_; at < (h + 1) * count_; at += rows)
-        products<Math, rows>(math_, queries_ + at * dim_, dim_, tokens, scores_ + at * kChunk + t, ahead);
+        products<Math, rows>(math_, queries_ + at * dim_, dim_, tokens, scores_ + at * kChunk + t,
+                             ahead);
     });
   }
 
@@ -214,7 +222,8 @@ class FewRows {
       head(args_.value_cache, h, chunk.value + t, args_.value_dim, value_dim_, tokens);
       const char* ahead = next.rows(Math::kValues);
       for (int64_t at = h * count_; at < (h + 1) * count_; at += rows)
-        weighted_sums<Math, rows>(math_, weights + at * kChunk + t, tokens, sums_ + at * value_dim_, value_dim_, ahead);
+        weighted_sums<Math, rows>(math_, weights + at * kChunk + t, tokens, sums_ + at * value_dim_,
+                                  value_dim_, ahead);
     });
   }
 
@@ -229,7 +238,8 @@ class FewRows {
     const int64_t n = padded<kScoreStep>(chunk.count);
     for (int64_t at = h * count_; at < (h + 1) * count_; ++at) {
       float* scores = scores_ + at * kChunk;
-      const float most = finish_scores(args_, rows_[at], chunk.begin, chunk.count, key_scales, scores);
+      const float most =
+          finish_scores(args_, rows_[at], chunk.begin, chunk.count, key_scales, scores);
       const float factor = running_[at].take(most, n, scores);
       if (factor != 1) scale_all(factor, value_dim_, sums_ + at * value_dim_);
       if (value_scales) scale_by(value_scales, n, scores);
@@ -254,10 +264,14 @@ class FewRows {
   template <class Body>
   void by_rows(const Body& body) const {
     switch (std::min<int64_t>(count_, kRowsAtOnce)) {
-      case 1: return body(std::integral_constant<int, 1>{});
-      case 2: return body(std::integral_constant<int, 2>{});
-      case 3: return body(std::integral_constant<int, 3>{});
-      default: return body(std::integral_constant<int, 4>{});
+      case 1:
+        return body(std::integral_constant<int, 1>{});
+      case 2:
+        return body(std::integral_constant<int, 2>{});
+      case 3:
+        return body(std::integral_constant<int, 3>{});
+      default:
+        return body(std::integral_constant<int, 4>{});
     }
   }
 

@@ -11,7 +11,9 @@ namespace compiled_attn {
 inline void write_out(const PagedAttentionArgs& args, int64_t at, const float* sums, float factor) {
   by_dtype(args.query_dtype, [&](auto* type) {
     auto* out = static_cast<decltype(type)>(args.out) + at * args.value_dim;
-    for (int64_t d = 0; d < args.value_dim; ++d) from_float(sums[d] * factor, out + d);
+    // Nothing seen is zero, whatever 0 times the values came to.
+    for (int64_t d = 0; d < args.value_dim; ++d)
+      from_float(factor == 0 ? 0.0f : sums[d] * factor, out + d);
   });
 }
 

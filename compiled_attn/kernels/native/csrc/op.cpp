@@ -34,7 +34,8 @@ Rows rows_of(const Tensor& tensor) {
 
 Pages pages_of(const Tensor& cache) {
   // Caches that an op does not declare mutable are only read.
-  return {const_cast<void*>(cache.const_data_ptr()), cache.stride(0), cache.stride(1), cache.stride(2)};
+  return {const_cast<void*>(cache.const_data_ptr()), cache.stride(0), cache.stride(1),
+          cache.stride(2)};
 }
 
 Pages pages_of(const Maybe& scale) { return scale ? pages_of(*scale) : Pages{}; }
@@ -74,17 +75,23 @@ void check_options(const Options& options, int64_t heads) {
   if (options.sinks) check_dense("sinks", *options.sinks, {heads}, ScalarType::Float);
 }
 
-PagedAttentionArgs arguments_of(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
-                                const Tensor& block_table, const Tensor& seq_lens,
-                                const Tensor& query_start_loc, double scale, const Options& options) {
+PagedAttentionArgs arguments_of(const Tensor& query, const Tensor& key_cache,
+                                const Tensor& value_cache, const Tensor& block_table,
+                                const Tensor& seq_lens, const Tensor& query_start_loc, double scale,
+                                const Options& options) {
   check_shape("query", query, {kAny, kAny, kAny});
   check_shape("key_cache", key_cache, {kAny, kAny, kAny, query.size(2)});
   int64_t heads = query.size(1), kv_heads = key_cache.size(2);
-  if (kv_heads < 1 || heads % kv_heads) {
-    fail("H to be a multiple of Hk", text(heads, " and ", kv_heads), "check the heads of the cache");
+  if (heads < 1 || kv_heads < 1 || heads % kv_heads) {
+    fail("H to be a multiple of Hk", text(heads, " and ", kv_heads),
+         "check the heads of the cache");
   }
   check_shape("value_cache", value_cache, {key_cache.size(0), key_cache.size(1), kv_heads, kAny});
-  auto query_dtype = dtype_code(query.scalar_type()), cache_dtype = dtype_code(key_cache.scalar_type());
+  if (query.size(2) < 1 || value_cache.size(3) < 1 || key_cache.size(1) < 1) {
+    fail("heads and blocks of at least one element", list(key_cache.sizes()), "give them a size");
+  }
+  auto query_dtype = dtype_code(query.scalar_type()),
+       cache_dtype = dtype_code(key_cache.scalar_type());
   if (!query_dtype || is_quantised(*query_dtype)) {
     fail("query: float32, bfloat16 or float16", torch::headeronly::toString(query.scalar_type()),
          "convert it with .to()");
@@ -152,7 +159,7 @@ PagedAttentionArgs arguments_of(const Tensor& query, const Tensor& key_cache, co
       fail(text("slot_mapping[", error[0], "] in 0..", args.num_blocks * args.block_size - 1),
            std::to_string(error[1]), "padding points into block 0");
     case kOutOfMemory:
-      fail(text(error[0], " bytes of scratch memory"), "none", "free memory");
+      fail("scratch memory", "none", "free memory");
     default:
       fail("a known status", std::to_string(status), "report this");
   }
@@ -165,6 +172,7 @@ Result run(PagedAttentionArgs& args, const Tensor& query) {
   Tensor lse = torch::stable::new_empty(query, lse_shape, ScalarType::Float);
   args.out = out.mutable_data_ptr();
   args.lse = static_cast<float*>(lse.mutable_data_ptr());
+  args.threads = int32_t(torch::stable::get_num_threads());
   int64_t error[4] = {};
   int32_t status = compiled_attn_paged_attention(&args, error);
   if (status != kOk) explain(status, error, args);
@@ -181,9 +189,9 @@ Result paged_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tenso
   return run(args, query);
 }
 
-Result paged_attention_(Tensor query, Tensor key, Tensor value, Tensor key_cache, Tensor value_cache,
-                        Tensor slot_mapping, Tensor block_table, Tensor seq_lens,
-                        Tensor query_start_loc, double scale, bool causal,
+Result paged_attention_(Tensor query, Tensor key, Tensor value, Tensor key_cache,
+                        Tensor value_cache, Tensor slot_mapping, Tensor block_table,
+                        Tensor seq_lens, Tensor query_start_loc, double scale, bool causal,
                         std::optional<int64_t> window, std::optional<double> softcap,
                         Maybe alibi_slopes, Maybe sinks, Maybe key_scale, Maybe value_scale,
                         Maybe cos, Maybe sin, bool interleaved) {
@@ -197,6 +205,16 @@ Result paged_attention_(Tensor query, Tensor key, Tensor value, Tensor key_cache
     check_rows(name, *rows);
   }
   check_dense("slot_mapping", slot_mapping, {args.tokens}, ScalarType::Long);
+  const std::pair<const char*, const Tensor*> caches[] = {{"key_cache", &key_cache},
+                                                          {"value_cache", &value_cache}};
+  for (auto [name, cache] : caches) {
+    check_written(name, *cache);
+    for (auto [read_name, read] :
+         {std::pair{"query", &query}, std::pair{"key", &key}, std::pair{"value", &value}})
+      check_apart(read_name, *read, name, *cache);
+  }
+  if (key_scale) check_written("key_scale", *key_scale);
+  if (value_scale) check_written("value_scale", *value_scale);
   if (cos.has_value() != sin.has_value()) {
     fail("cos and sin both or neither", "one of them", "pass the other too");
   }

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <memory>
 
+#include "float_mode.h"
 #include "merge.h"
 #include "plan.h"
 #include "write.h"
@@ -13,14 +14,15 @@ namespace {
 
 using Args = PagedAttentionArgs;
 
-int32_t failed(int64_t error[4], Status status, int64_t a, int64_t b = 0, int64_t c = 0) {
+int32_t failed(int64_t error[4], Status status, int64_t a = 0, int64_t b = 0, int64_t c = 0) {
   error[0] = a, error[1] = b, error[2] = c, error[3] = 0;
   return status;
 }
 
 int32_t check_request(const Args& args, int64_t r, int64_t error[4]) {
   const int64_t begin = args.query_start_loc[r], end = args.query_start_loc[r + 1];
-  if (begin < 0 || end < begin || end > args.tokens) return failed(error, kBadOffsets, r, begin, end);
+  if (begin < 0 || end < begin || end > args.tokens)
+    return failed(error, kBadOffsets, r, begin, end);
   const int64_t length = args.seq_lens[r];
   if (length < 0 || length > args.table_width * args.block_size)
     return failed(error, kBadLength, r, length);
@@ -49,10 +51,11 @@ bool in_parallel(int64_t n, int threads, const Make& make) {
   std::atomic<bool> is_out_of_memory{false};
 #pragma omp parallel num_threads(int(std::clamp<int64_t>(n, 1, threads)))
   {
+    const FloatMode mode;
     try {
       auto work = make();
       for (int64_t i = next++; i < n; i = next++) work(i);
-    } catch (const std::bad_alloc&) {
+    } catch (...) {  // nothing else is thrown
       is_out_of_memory = true;
     }
   }
@@ -67,9 +70,11 @@ bool write_tokens(const Args& args, int threads) {
       by_dtype(args.cache_dtype, [&](auto* type) {
         using Element = std::remove_pointer_t<decltype(type)>;
         for (int64_t t = i * kTokens; t < std::min((i + 1) * kTokens, args.tokens); ++t) {
-          write_token<Element>(args, t, args.key, true, args.head_dim, args.key_cache, args.key_scale, row.data());
+          write_token<Element>(args, t, args.key, true, args.head_dim, args.key_cache,
+                               args.key_scale, row.data());
           if (args.value.data)
-            write_token<Element>(args, t, args.value, false, args.value_dim, args.value_cache, args.value_scale, row.data());
+            write_token<Element>(args, t, args.value, false, args.value_dim, args.value_cache,
+                                 args.value_scale, row.data());
         }
       });
     };
@@ -83,7 +88,9 @@ class Worker {
   explicit Worker(const Args& args) : args_(args) {}
 
   void run(const Part& part, const Results& results) {
-    const int64_t rows = (args_.query_start_loc[part.request + 1] - args_.query_start_loc[part.request]) * (args_.heads / args_.kv_heads);
+    const int64_t rows =
+        (args_.query_start_loc[part.request + 1] - args_.query_start_loc[part.request]) *
+        (args_.heads / args_.kv_heads);
     if (Plan::is_few(rows)) {
       if (!few_) few_ = std::make_unique<FewRows<Math>>(args_);
       few_->run(part, results);
@@ -106,6 +113,7 @@ bool attend(const Args& args, int threads) {
   Results results{nullptr, nullptr, args.value_dim};
   scratch.take(results.sums, plan.rows * args.value_dim);
   scratch.take(results.running, plan.rows);
+  if (args.slot_mapping && !write_tokens(args, threads)) return false;
   const bool is_done = in_parallel(plan.parts.size(), threads, [&] {
     return [&, worker = Worker<Math, Units>(args)](int64_t i) mutable {
       worker.run(plan.parts[i], results);
@@ -147,9 +155,8 @@ extern "C" int32_t compiled_attn_paged_attention(const compiled_attn::PagedAtten
   const int threads = args->threads > 0 ? args->threads : omp_get_max_threads();
   if (const int32_t status = check(*args, error)) return status;
   try {
-    if (args->slot_mapping && !write_tokens(*args, threads)) return failed(error, kOutOfMemory, 0);
-    return attend(*args, threads) ? int32_t(kOk) : failed(error, kOutOfMemory, 0);
+    return attend(*args, threads) ? int32_t(kOk) : failed(error, kOutOfMemory);
   } catch (const std::bad_alloc&) {
-    return failed(error, kOutOfMemory, 0);
+    return failed(error, kOutOfMemory);
   }
 }

@@ -12,7 +12,8 @@ struct Stretch {
   int64_t tokens, heads, element_bytes, head_bytes;
   bool by_token;  // all heads of a token lie together, else all tokens of a head
 
-  Stretch(const Pages& pages, const int64_t* offsets_, int64_t tokens_, int64_t heads_, int64_t bytes)
+  Stretch(const Pages& pages, const int64_t* offsets_, int64_t tokens_, int64_t heads_,
+          int64_t bytes)
       : data(static_cast<const char*>(pages.data)),
         offsets(offsets_),
         tokens(tokens_),

@@ -2,11 +2,19 @@
 #pragma once
 
 #include <algorithm>
+#include <cstdlib>
 
 #include "abi.h"
 #include "simd.h"
 
 namespace compiled_attn {
+
+// Checks of debug builds.
+#if defined(COMPILED_ATTN_DEBUG)
+#define CA_CHECK(holds) ((holds) ? void() : std::abort())
+#else
+#define CA_CHECK(holds) void()
+#endif
 
 struct Span {
   int64_t begin, end;
@@ -50,6 +58,7 @@ struct Chunk {
     int64_t column = from / a.block_size, within = from % a.block_size;
     for (int64_t i = 0; i < Capacity; ++i) {
       const int64_t block = request.table[column];
+      CA_CHECK(column < a.table_width && block >= 0 && block < a.num_blocks);
       key[i] = block * a.key_cache.block + within * a.key_cache.slot;
       value[i] = block * a.value_cache.block + within * a.value_cache.slot;
       key_scale[i] = block * a.key_scale.block + within * a.key_scale.slot;

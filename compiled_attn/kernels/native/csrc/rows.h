@@ -14,12 +14,18 @@ namespace compiled_attn {
 template <class Body>
 auto by_dtype(int32_t dtype, const Body& body) {
   switch (dtype) {
-    case kBFloat16: return body(static_cast<BFloat16*>(nullptr));
-    case kFloat16: return body(static_cast<Float16*>(nullptr));
-    case kInt8: return body(static_cast<int8_t*>(nullptr));
-    case kFloat8E4M3: return body(static_cast<Float8E4M3*>(nullptr));
-    case kFloat8E5M2: return body(static_cast<Float8E5M2*>(nullptr));
-    default: return body(static_cast<float*>(nullptr));
+    case kBFloat16:
+      return body(static_cast<BFloat16*>(nullptr));
+    case kFloat16:
+      return body(static_cast<Float16*>(nullptr));
+    case kInt8:
+      return body(static_cast<int8_t*>(nullptr));
+    case kFloat8E4M3:
+      return body(static_cast<Float8E4M3*>(nullptr));
+    case kFloat8E5M2:
+      return body(static_cast<Float8E5M2*>(nullptr));
+    default:
+      return body(static_cast<float*>(nullptr));
   }
 }
 
@@ -28,9 +34,13 @@ const Element* row_at(const Rows& rows, int64_t token, int64_t head) {
   return static_cast<const Element*>(rows.data) + token * rows.token + head * rows.head;
 }
 
-// Rotary position embedding (Su et al., 2021) of a token's row, rounded once to its dtype.
+// Rotary position embedding (Su et al., 2021) of a token's row, rounded once to its dtype: bit for
+// bit that of torch, which does not fuse the products with the sum.
 template <class Element>
-void rotate(const PagedAttentionArgs& args, int64_t token, float* row) {
+CA_NO_CONTRACTION void rotate(const PagedAttentionArgs& args, int64_t token, float* row) {
+#if defined(__clang__)
+#pragma clang fp contract(off)
+#endif
   const int64_t half = args.rotary_dim / 2;
   const float *cos = args.cos + token * half, *sin = args.sin + token * half;
   for (int64_t i = 0; i < half; ++i) {

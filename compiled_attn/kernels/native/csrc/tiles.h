@@ -7,17 +7,17 @@
 
 #include "bfloat16_dot.h"
 #include "elements.h"
-#include "rows.h"
 #include "part.h"
+#include "rows.h"
 #include "scratch.h"
 
 namespace compiled_attn {
 
 constexpr int kTileRows = 384;
 constexpr int kTileKeys = 192;
-constexpr int kRowsOfBlock = 6;                             // rows of the innermost product
-constexpr int kWidthOfBlock = kRegisters == 32 ? 4 : 2;     // and its vectors
-constexpr int kPanel = kWidthOfBlock * kLanes;              // columns
+constexpr int kRowsOfBlock = 6;                          // rows of the innermost product
+constexpr int kWidthOfBlock = kRegisters == 32 ? 4 : 2;  // and its vectors
+constexpr int kPanel = kWidthOfBlock * kLanes;           // columns
 
 static_assert(kTileRows % kRowsOfBlock == 0 && kTileKeys % kPanel == 0, "tiles are whole blocks");
 
@@ -31,7 +31,8 @@ struct FloatUnits {
   CA_INLINE static Floats step(Floats sum, float a, Floats b) { return sum + all(a) * b; }
   CA_INLINE static Floats units(const Element* at) { return load(at); }
   CA_INLINE static Floats zipped(const Element* const* tokens) { return load(tokens[0]); }
-  static void query(const PagedAttentionArgs& args, int64_t token, int64_t head, float* to, int64_t n) {
+  static void query(const PagedAttentionArgs& args, int64_t token, int64_t head, float* to,
+                    int64_t n) {
     read_row(args, args.query, token, head, args.head_dim, true, to, n);
   }
 };
@@ -49,12 +50,15 @@ struct PairUnits {
     const Ints low = widened(load_as<Words>(tokens[0]));
     return bits_as<Floats>(low | widened(load_as<Words>(tokens[1])) << 16);
   }
-  static void query(const PagedAttentionArgs& args, int64_t token, int64_t head, float* to, int64_t n) {
-    read_row(args, args.query, token, head, args.head_dim, true, reinterpret_cast<BFloat16*>(to), 2 * n);
+  static void query(const PagedAttentionArgs& args, int64_t token, int64_t head, float* to,
+                    int64_t n) {
+    read_row(args, args.query, token, head, args.head_dim, true, reinterpret_cast<BFloat16*>(to),
+             2 * n);
   }
   // n weights become pairs, in place.
   CA_INLINE static void weights(float* row, int64_t n) {
-    for (int64_t i = 0; i < n; i += kLanes) store(reinterpret_cast<BFloat16*>(row) + i, load(row + i));
+    for (int64_t i = 0; i < n; i += kLanes)
+      store(reinterpret_cast<BFloat16*>(row) + i, load(row + i));
   }
 };
 #endif
@@ -169,7 +173,8 @@ class Tiles {
 
   // Keys as panels [units, kPanel]: each column a token.
   void pack_keys(int64_t h) {
-    const Element* from = static_cast<const Element*>(args_.key_cache.data) + h * args_.key_cache.head;
+    const Element* from =
+        static_cast<const Element*>(args_.key_cache.data) + h * args_.key_cache.head;
     const int64_t whole = args_.head_dim / (kLanes * kUnit) * kLanes;
     for (int64_t t = 0; t < chunk_.count; t += kLanes) {
       float* panel = keys_ + t / kPanel * kPanel * units_ + t % kPanel;
@@ -177,7 +182,8 @@ class Tiles {
         Floats rows[kLanes];
         for (int i = 0; i < kLanes; ++i) {
           const Element* row = from + chunk_.key[t + i] + u * kUnit;
-          rows[i] = u < whole ? Units::units(row) : Units::units(rest(row, args_.head_dim - u * kUnit, 0));
+          rows[i] = u < whole ? Units::units(row)
+                              : Units::units(rest(row, args_.head_dim - u * kUnit, 0));
         }
         transpose(rows);
         for (int i = 0; i < kLanes; ++i) store(panel + (u + i) * kPanel, rows[i]);
@@ -187,7 +193,8 @@ class Tiles {
 
   // Values as panels [tokens / kUnit, kPanel]: each column an element.
   void pack_values(int64_t h) {
-    const Element* from = static_cast<const Element*>(args_.value_cache.data) + h * args_.value_cache.head;
+    const Element* from =
+        static_cast<const Element*>(args_.value_cache.data) + h * args_.value_cache.head;
     for (int64_t t = 0; t < chunk_.count; t += kUnit) {
       for (int64_t d = 0; d < value_dim_; d += kLanes) {
         const Element* tokens[kUnit];

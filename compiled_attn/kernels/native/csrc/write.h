@@ -34,7 +34,8 @@ void write_token(const PagedAttentionArgs& args, int64_t token, const Rows& rows
   const int64_t slot = args.slot_mapping[token];
   const int64_t block = slot / args.block_size, within = slot % args.block_size;
   for (int64_t h = 0; h < args.kv_heads; ++h) {
-    Element* to = static_cast<Element*>(pages.data) + block * pages.block + within * pages.slot + h * pages.head;
+    Element* to = static_cast<Element*>(pages.data) + block * pages.block + within * pages.slot +
+                  h * pages.head;
     const bool is_same = !is_quantised<Element> && args.cache_dtype == args.query_dtype;
     if (is_same && !(turn && args.cos)) {
       std::memcpy(to, row_at<Element>(rows, token, h), dim * sizeof(Element));
@@ -42,7 +43,9 @@ void write_token(const PagedAttentionArgs& args, int64_t token, const Rows& rows
     }
     read_row(args, rows, token, h, dim, turn, row, padded<kLanes>(dim));
     float* scale = static_cast<float*>(scales.data);
-    write_row(row, dim, to, scale ? scale + block * scales.block + within * scales.slot + h * scales.head : nullptr);
+    write_row(
+        row, dim, to,
+        scale ? scale + block * scales.block + within * scales.slot + h * scales.head : nullptr);
   }
 }
 
