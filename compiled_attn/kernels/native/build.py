@@ -84,9 +84,10 @@ def build(
 ) -> Build:
     """The library of an instruction set: out of the cache, or built now.
 
-    It is kept under a hash of the sources, the flags, the compiler and its version, torch's version,
-    the machine and its C library, until no process took it for 30 days. Processes that want the same wait for one that builds it; a killed one leaves nothing
-    that another takes for a library.
+    It is kept under a hash of the sources, the flags, the compiler and its version, torch's
+    version, the machine and its C library, until no process took it for 30 days. Processes that
+    want the same wait for one that builds it; a killed one leaves nothing that another takes for a
+    library.
 
     Args:
         isa: one of `isa.ISAS`.
@@ -205,12 +206,20 @@ def _run_all(commands: Sequence[Sequence[str]]) -> None:
     Raises:
         NativeUnavailable: one failed; the message has the beginning of what it said.
     """
-    processes = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for command in commands
-    ]
+    processes: list[subprocess.Popen[str]] = []
     try:
+        for command in commands:
+            processes.append(
+                subprocess.Popen(
+                    command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+                )
+            )
         told = [process.communicate()[0] for process in processes]
+    except OSError as error:
+        raise NativeUnavailable(
+            f"expected to run {command[0]} to build the kernel, got {error}: "
+            'choose kernel "portable" or another compiler'
+        ) from error
     finally:
         for process in processes:
             if process.poll() is None:

@@ -68,8 +68,9 @@ def check_attention(
         if vector is not None:
             _shape(name, vector, (heads,), query)
             _dtype(name, vector, torch.float32)
-    allowed = window is None or (causal and window >= 1)
-    _expect(allowed, "window of at least 1, with causal", (window, causal), "None is no window")
+    if window is not None:
+        _expect(causal, "causal=True with a window", causal, "None is no window")
+        _expect(window >= 1, "window of at least 1", window, "None is no window")
     positive = softcap is None or softcap > 0
     _expect(positive, "a positive softcap or None", softcap, "None is no softcap")
 

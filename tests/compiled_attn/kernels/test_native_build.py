@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from compiled_attn.kernels.native import NativeUnavailable, build
-from compiled_attn.kernels.native.build import find_compiler
+from compiled_attn.kernels.native.build import _run_all, find_compiler
 from compiled_attn.kernels.native.schema import SOURCES, schemas
 from compiled_attn.kernels.native.shelf import turn
 from graphs.store.errors import StoreBusy
@@ -243,6 +243,19 @@ def test_a_compiler_that_does_not_exist_is_told(folder):
         build("portable", "test", folder=folder, compiler="/no/such/compiler")
 
 
+def test_a_command_that_cannot_start_stops_those_that_did(monkeypatch):
+    started, popen = [], subprocess.Popen
+
+    def start(*args, **kwargs):
+        started.append(popen(*args, **kwargs))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    with pytest.raises(NativeUnavailable, match="expected to run /no/such/compiler"):
+        _run_all([["sleep", "600"], ["/no/such/compiler"]])
+    assert [process.returncode for process in started] == [-signal.SIGKILL]
+
+
 def test_a_folder_that_others_can_write_to_is_refused(folder, compiler):
     folder.mkdir()
     folder.chmod(0o777)
@@ -295,7 +308,8 @@ def refuse(isa, *args, **kwargs):
 op.build, op.available_isas = refuse, lambda: ["newest", "newer", best]
 ops = load(strict=True)
 assert ops.isa == best and ops.build.isa == best and ops.why_not_native is None
-assert unavailable() is None and load() is ops and hasattr(torch.ops.compiled_attn, "paged_attention")
+assert unavailable() is None and load() is ops
+assert hasattr(torch.ops.compiled_attn, "paged_attention")
 print(ops.why_not_best, records == [
     f"the native kernel is built for {best}, not for newest: newest is not known"
 ])

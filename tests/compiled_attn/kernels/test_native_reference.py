@@ -310,6 +310,19 @@ def test_errors_of_the_reference_are_value_errors_too():
     assert isinstance(caught.value, ValueError)
 
 
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"window": 3, "causal": False}, "expected causal=True with a window, got False"),
+        ({"window": 0}, "expected window of at least 1, got 0"),
+    ],
+)
+def test_the_reference_says_whether_a_window_lacks_causal_or_is_empty(options, match):
+    step = scene(MIXED, **options)
+    with pytest.raises(KernelArgumentError, match=match):
+        load("reference").paged_attention(*step.arguments, **step.options)
+
+
 def test_the_reference_computes_float64():
     step = scene(MIXED, poison=None)
     for name in ("query", "key_cache", "value_cache"):
