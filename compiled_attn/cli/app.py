@@ -12,6 +12,18 @@ from compiled_attn import __version__
 from compiled_attn.cli.cache import DEFAULT_STORE, cache
 from compiled_attn.cli.errors import exit_code_of
 from compiled_attn.cli.explain import explain
+from compiled_attn.cli.options import (
+    BackendOption,
+    BlockSizeOption,
+    DtypeOption,
+    Kernel,
+    KernelOption,
+    MaxSeqsOption,
+    MaxTokensOption,
+    NumBlocksOption,
+    ScaleOption,
+    TraceOption,
+)
 from compiled_attn.cli.plan import plan
 
 __all__ = ["app", "run_command"]
@@ -64,14 +76,7 @@ def run(
             help="Hugging Face causal LM; by default a small random Llama is built.",
         ),
     ] = None,
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            rich_help_panel=_DEMAND,
-            help="Azure CSV or Mooncake JSON lines; by default the demand is drawn.",
-        ),
-    ] = None,
+    trace: TraceOption = None,
     demand: Annotated[
         str | None,
         typer.Option(
@@ -83,13 +88,7 @@ def run(
     requests: Annotated[
         int, typer.Option(min=1, rich_help_panel=_DEMAND, help="Requests to draw or read.")
     ] = 40,
-    scale: Annotated[
-        float | None,
-        typer.Option(
-            rich_help_panel=_DEMAND,
-            help="Multiplies all lengths; by default what fits the model's context.",
-        ),
-    ] = None,
+    scale: ScaleOption = None,
     seed: Annotated[
         int, typer.Option(min=0, rich_help_panel=_DEMAND, help="Seed of everything random.")
     ] = 0,
@@ -119,22 +118,9 @@ def run(
     top_p: Annotated[
         float, typer.Option(rich_help_panel=_DEMAND, help="Sample from the most likely share p.")
     ] = 1.0,
-    dtype: Annotated[
-        str, typer.Option(rich_help_panel=_ENGINE, help="float32 or bfloat16.")
-    ] = "float32",
-    backend: Annotated[
-        str,
-        typer.Option(
-            rich_help_panel=_ENGINE, help="inductor, aoti or onnxrt (compiled), eager or aot_eager."
-        ),
-    ] = "inductor",
-    kernel: Annotated[
-        str,
-        typer.Option(
-            rich_help_panel=_ENGINE,
-            help="native (C++), portable (torch alone), or auto: native where it can.",
-        ),
-    ] = "auto",
+    dtype: DtypeOption = "float32",
+    backend: BackendOption = "inductor",
+    kernel: KernelOption = Kernel.auto,
     store: Annotated[
         Path | None,
         typer.Option(
@@ -163,23 +149,10 @@ def run(
             help="What each graph came to; a killed warmup goes on from it.",
         ),
     ] = None,
-    max_tokens_per_step: Annotated[
-        int, typer.Option(rich_help_panel=_ENGINE, help="Tokens a step computes at most.")
-    ] = 256,
-    max_seqs: Annotated[
-        int, typer.Option(rich_help_panel=_ENGINE, help="Requests that run at once at most.")
-    ] = 32,
-    block_size: Annotated[
-        int, typer.Option(rich_help_panel=_ENGINE, help="Tokens in a block of the KV cache.")
-    ] = 32,
-    num_blocks: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            rich_help_panel=_ENGINE,
-            help="Blocks of the KV cache; by default 256 MiB of them.",
-        ),
-    ] = None,
+    max_tokens_per_step: MaxTokensOption = 256,
+    max_seqs: MaxSeqsOption = 32,
+    block_size: BlockSizeOption = 32,
+    num_blocks: NumBlocksOption = None,
     defrag_waste: Annotated[
         float,
         typer.Option(
@@ -242,4 +215,4 @@ def run(
     options = dict(locals())
     from compiled_attn.cli.job import Options, run_job
 
-    return run_job(Options(**options))
+    return run_job(Options(**{**options, "kernel": kernel.value}))

@@ -7,20 +7,27 @@ from typing import Annotated
 
 import typer
 
+from compiled_attn.cli.options import (
+    BackendOption,
+    BlockSizeOption,
+    DtypeOption,
+    Kernel,
+    KernelOption,
+    MaxSeqsOption,
+    MaxTokensOption,
+    NumBlocksOption,
+    ScaleOption,
+    TraceOption,
+)
+
 __all__ = ["plan"]
 
-_DEMAND, _ENGINE, _RESULT = "What is needed", "Who serves it", "What to choose and write"
+_DEMAND, _ENGINE = "What to serve", "How to serve it"
+_RESULT = "What to choose and write"
 
 
 def plan(
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            rich_help_panel=_DEMAND,
-            help="Azure CSV or Mooncake JSON lines, served by a simulated engine.",
-        ),
-    ] = None,
+    trace: TraceOption = None,
     demand: Annotated[
         Path | None,
         typer.Option(
@@ -35,13 +42,7 @@ def plan(
             min=1, metavar="N", rich_help_panel=_DEMAND, help="Requests to read; by default all."
         ),
     ] = None,
-    scale: Annotated[
-        float | None,
-        typer.Option(
-            rich_help_panel=_DEMAND,
-            help="Multiplies all lengths; by default what fits the model's context.",
-        ),
-    ] = None,
+    scale: ScaleOption = None,
     speed: Annotated[
         float | None,
         typer.Option(
@@ -62,37 +63,13 @@ def plan(
             help="Hugging Face causal LM; by default the one that `run` builds.",
         ),
     ] = None,
-    dtype: Annotated[
-        str, typer.Option(rich_help_panel=_ENGINE, help="float32 or bfloat16.")
-    ] = "float32",
-    backend: Annotated[
-        str, typer.Option(rich_help_panel=_ENGINE, help="As for `run`; it may need another kernel.")
-    ] = "inductor",
-    kernel: Annotated[
-        str,
-        typer.Option(
-            rich_help_panel=_ENGINE,
-            help="native (C++, buckets of tokens and requests), portable (torch alone), or auto; "
-            "a demand was recorded with one of them.",
-        ),
-    ] = "auto",
-    max_tokens_per_step: Annotated[
-        int, typer.Option(rich_help_panel=_ENGINE, help="Tokens a step computes at most.")
-    ] = 256,
-    max_seqs: Annotated[
-        int, typer.Option(rich_help_panel=_ENGINE, help="Requests that run at once at most.")
-    ] = 32,
-    block_size: Annotated[
-        int, typer.Option(rich_help_panel=_ENGINE, help="Tokens in a block of the KV cache.")
-    ] = 32,
-    num_blocks: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            rich_help_panel=_ENGINE,
-            help="Blocks of the KV cache; by default as many as `run` has.",
-        ),
-    ] = None,
+    dtype: DtypeOption = "float32",
+    backend: BackendOption = "inductor",
+    kernel: KernelOption = Kernel.auto,
+    max_tokens_per_step: MaxTokensOption = 256,
+    max_seqs: MaxSeqsOption = 32,
+    block_size: BlockSizeOption = 32,
+    num_blocks: NumBlocksOption = None,
     max_graphs: Annotated[
         int, typer.Option(min=1, metavar="K", rich_help_panel=_RESULT, help="Buckets at most.")
     ] = 24,
@@ -122,4 +99,4 @@ def plan(
     options = dict(locals())
     from compiled_attn.cli.plan_job import PlanOptions, run_plan
 
-    return run_plan(PlanOptions(**options))
+    return run_plan(PlanOptions(**{**options, "kernel": kernel.value}))

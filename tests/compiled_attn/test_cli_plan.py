@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import pytest
 pytest.importorskip("typer", reason="needs the extra cli")
 pytest.importorskip("transformers", reason="needs the extra hf")
 
-from compiled_attn.cli import main
+from compiled_attn.cli import app, main
 from compiled_attn.demand import synthetic
 from graphs import from_file
 from tests.compiled_attn.tiny import tiny_model
@@ -172,6 +173,16 @@ def test_the_same_trace_gives_the_same_file(command, model_dir, trace, tmp_path)
         assert command("plan", "--model", model_dir, *options)[0] == 0
         texts.append((tmp_path / name).read_text())
     assert texts[0] == texts[1]
+
+
+def test_run_and_plan_describe_their_common_options_alike():
+    run, plan = (
+        {name: p.annotation for name, p in inspect.signature(f, eval_str=True).parameters.items()}
+        for f in (app.run, app.plan)
+    )
+    common = ["trace", "scale", "dtype", "backend", "kernel", "max_tokens_per_step", "max_seqs"]
+    for name in [*common, "block_size", "num_blocks"]:
+        assert run[name] is plan[name], name
 
 
 @pytest.mark.parametrize("backend", ["onnxrt", "hpu"])
