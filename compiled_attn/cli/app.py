@@ -123,7 +123,10 @@ def run(
         str, typer.Option(rich_help_panel=_ENGINE, help="float32 or bfloat16.")
     ] = "float32",
     backend: Annotated[
-        str, typer.Option(rich_help_panel=_ENGINE, help="inductor (compiled) or eager.")
+        str,
+        typer.Option(
+            rich_help_panel=_ENGINE, help="inductor, aoti or onnxrt (compiled), eager or aot_eager."
+        ),
     ] = "inductor",
     kernel: Annotated[
         str,

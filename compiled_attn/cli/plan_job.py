@@ -121,7 +121,7 @@ def _write(options: PlanOptions, steps: Family, needs: Demand) -> None:
     if options.out is None and not is_default:
         return
     report = choose(
-        needs,
+        steps.foreseen(needs),
         steps.cost,
         options.max_graphs,
         axes=steps.axes,

@@ -49,7 +49,7 @@ def compare(
     Raises:
         ValueError: what `graphs.planner.plan` and `judge` raise.
     """
-    kept = within(first, family.axes)[0]
+    kept = family.foreseen(within(first, family.axes)[0])
     fitted = plan(kept, family.cost, max_graphs, axes=family.axes, legal=family.legal, rho=rho)
     spaces = {**ladders_within(family, max_graphs), **(others or {})}
     judged = {

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from compiled_attn.demand.simulate import SimulatedEngine
 from graphs.planner import CostModel, Demand
 from graphs.points import Axis
@@ -16,6 +18,8 @@ FAMILIES = ("decode", "prefill", "mixed", "engine", "table")
 """Decode over (sequences, blocks) and prefill over (tokens, context) are for an engine that keeps
 prompts and decodes apart; mixed over (tokens, shared, unique) and engine, which adds logits, for
 steps that hold both; table over (tokens, requests) for a kernel that reads block tables."""
+
+_USUAL_SHARE = 0.005
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,20 @@ class Family:
     def names(self) -> tuple[str, ...]:
         """The names of the axes."""
         return tuple(axis.name for axis in self.axes)
+
+    def foreseen(self, demand: Demand) -> Demand:
+        """The demand and the largest usual step, at a small share of its cost.
+
+        A record hardly has that step, and without it all that comes close to it tomorrow pays for
+        the largest step of all.
+        """
+        if not self.usual:
+            return demand
+        largest = np.array([[self.usual.get(axis.name, axis.high) for axis in self.axes]])
+        cost = float(self.cost.of(self.names, demand.points) @ demand.weights)
+        weight = _USUAL_SHARE * cost / float(self.cost.of(self.names, largest)[0])
+        points = np.concatenate([demand.points, largest])
+        return Demand(self.names, points, np.append(demand.weights, weight))
 
 
 def family(name: str, engine: SimulatedEngine, context: int) -> Family:

@@ -161,7 +161,7 @@ def test_a_real_trace_is_planned(command, name):
     )
     assert code == 0, err
     rows = _table(text)
-    assert rows["fitted plan"][1] < rows["unified ladder"][1] / 2
+    assert rows["fitted plan"][1] < rows["unified ladder"][1] / 3
     assert rows["fitted plan"][1] < rows["exponential"][1] / 3
 
 

@@ -137,6 +137,18 @@ def test_a_step_that_must_be_cut_is_missed_by_every_strategy():
     )
 
 
+def test_the_largest_usual_step_is_foreseen_at_a_small_share_of_the_cost():
+    steps = family("engine", SimulatedEngine(64, 4, 32, 256), 1024)
+    needs = Demand(steps.names, [(n, n % 3, n, 1) for n in range(2, 40)])
+    foreseen = steps.foreseen(needs)
+    added = foreseen[len(needs) :]
+    assert foreseen[: len(needs)] == needs and added.points.tolist() == [[64, 32, 128, 4]]
+    whole, more = (float(steps.cost.of(d.names, d.points) @ d.weights) for d in (needs, added))
+    assert more == pytest.approx(0.005 * whole)
+    table = family("table", engine_for("table"), CONTEXT)
+    assert table.foreseen(simulated("table")) == simulated("table")
+
+
 def test_needs_that_no_step_may_have_are_counted():
     steps = family("prefill", engine_for("prefill"), CONTEXT)
     kept, cut = within(Demand(("context", "tokens"), [(1, 5), (999, 5)], [3, 1]), steps.axes)
