@@ -218,7 +218,7 @@ def _run_all(commands: Sequence[Sequence[str]]) -> None:
     except OSError as error:
         raise NativeUnavailable(
             f"expected to run {command[0]} to build the kernel, got {error}: "
-            'choose kernel "portable" or another compiler'
+            "try another compiler (CXX)"
         ) from error
     finally:
         for process in processes:
