@@ -63,8 +63,11 @@ void check_scale(const char* name, const Maybe& scale, const Tensor& cache, bool
 }
 
 void check_options(const Options& options, int64_t heads) {
-  if (options.window && (*options.window < 1 || !options.causal)) {
-    fail("window of at least 1, with causal", std::to_string(*options.window), "None is no window");
+  if (options.window && *options.window < 1) {
+    fail("window of at least 1", std::to_string(*options.window), "None is no window");
+  }
+  if (options.window && !options.causal) {
+    fail("window with causal", "causal=False", "leave one of them out");
   }
   if (options.softcap && !(*options.softcap > 0)) {
     fail("a positive softcap or None", std::to_string(*options.softcap), "None is no softcap");
