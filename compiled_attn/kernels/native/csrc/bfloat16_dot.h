@@ -40,10 +40,10 @@ inline void unzip(float* sums, int64_t dim) {
   for (float* at = sums; at < sums + dim; at += kTogether) {
     float old[kTogether];
     std::copy_n(at, kTogether, old);
-    for (int i = 0; i < kTogether; ++i) {
-      const int quarter = i / (4 * vectors), vector = i % (4 * vectors) / 4;
-      at[i] = old[vector * kLanes + quarter * 4 + i % 4];
-    }
+    for (int quarter = 0; quarter < kLanes / 4; ++quarter)
+      for (int vector = 0; vector < vectors; ++vector)
+        std::memcpy(at + (quarter * vectors + vector) * 4, old + vector * kLanes + quarter * 4,
+                    4 * sizeof(float));
   }
 }
 

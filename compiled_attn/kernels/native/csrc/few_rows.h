@@ -1,20 +1,20 @@
 // Few query rows against many keys: a race against memory.
 //
 // Keys and values are read once for all query heads of their group, a chunk of tokens at a time,
-// straight from the cache. While a chunk is computed, the next one is prefetched line by line in
-// address order, across the block table: the hardware does not know where the next block lies.
+// straight from the cache. What comes kAheadBytes later is prefetched line by line in address
+// order, across the block table: the hardware does not know where the next block lies.
 #pragma once
 
 #include "few_rows_math.h"
-#include "part.h"
+#include "output.h"
 #include "prefetch.h"
-#include "rows.h"
 #include "scratch.h"
 
 namespace compiled_attn {
 
 constexpr int kChunk = 64;  // tokens
 constexpr int64_t kAheadBytes = 16384;
+constexpr int kFirstLines = 4;  // of a block
 constexpr int kRowsAtOnce = 4;  // query rows that share a key in registers
 constexpr int kMostRows = 32;   // query rows of one KV head
 
@@ -26,25 +26,33 @@ constexpr int lines_of(int elements) {
   return std::max<int>(elements * sizeof(typename Math::Element) / Prefetch::kLine, 1);
 }
 
-// Products of `rows` queries [rows, dim] with four keys: out [rows, kChunk].
+// Products of `rows` queries [rows, dim] with some keys: out [rows, kChunk].
 //
 // The inner loop asks for as many lines further on as it reads here: in a burst they would queue up
 // before the loads that are waited for.
 template <class Math, int rows>
 CA_INLINE void products(const Math& math, const typename Math::Query* query, int64_t dim,
                         const typename Math::Element* const* keys, float* out, const char* ahead) {
-  Floats sum[rows][4] = {};
+  constexpr int count = Math::kKeys, at_once = 4 / count;  // rows of a vector of sums
+  Floats sum[padded<at_once>(rows) * count] = {};
   for (int64_t d = 0; d < dim; d += Math::kWide) {
-    prefetch<lines_of<Math>(4 * Math::kWide)>(ahead + 4 * d * sizeof(typename Math::Element));
-    typename Math::Key key[4];
-    for (int i = 0; i < 4; ++i) key[i] = math.key(keys[i] + d);
+    prefetch<lines_of<Math>(count * Math::kWide)>(ahead +
+                                                  count * d * sizeof(typename Math::Element));
+    typename Math::Key key[count];
+    for (int i = 0; i < count; ++i) key[i] = math.key(keys[i] + d);
     for (int r = 0; r < rows; ++r) {
       const auto q = math.query(query + r * dim + d);
-      for (int i = 0; i < 4; ++i) sum[r][i] = math.product(sum[r][i], key[i], q);
+      for (int i = 0; i < count; ++i)
+        sum[r * count + i] = math.product(sum[r * count + i], key[i], q);
     }
   }
-  for (int r = 0; r < rows; ++r)
-    store(out + r * kChunk, sums(sum[r][0], sum[r][1], sum[r][2], sum[r][3]));
+  for (int r = 0; r < rows; r += at_once) {
+    const Floats* four = sum + r * count;
+    const Floats4 s = sums(four[0], four[1], four[2], four[3]);
+    for (int i = 0; i < at_once && r + i < rows; ++i)
+      std::memcpy(out + (r + i) * kChunk, reinterpret_cast<const float*>(&s) + i * count,
+                  count * sizeof(float));
+  }
 }
 
 // Adds kValues values, weighted, to `width` vectors of each row of sums [rows, dim].
@@ -104,8 +112,11 @@ class FewRows {
     scratch_.take(running_, args.kv_heads * kMostRows);
     scratch_.take(rows_, args.kv_heads * kMostRows);
     scratch_.take(scores_, args.kv_heads * kMostRows * kChunk);
-    scratch_.take(weights_, args.kv_heads * kMostRows * kChunk);
-    scratch_.take(copies_, 8 * std::max(dim_, value_dim_));
+    if constexpr (std::is_same_v<Weight, float>)
+      weights_ = scores_;
+    else
+      scratch_.take(weights_, args.kv_heads * kMostRows * kChunk);
+    scratch_.take(copies_, std::max(Math::kKeys, Math::kValues) * std::max(dim_, value_dim_));
   }
 
   // Adds what the part's rows see among the part's keys.
@@ -156,22 +167,37 @@ class FewRows {
       const Stretch keys = stretch(args_.key_cache, chunk.key, chunk.count);
       const Stretch values = stretch(args_.value_cache, chunk.value, chunk.count);
       const Stretch more = stretch(args_.key_cache, next.key, next.count);
+      ask_for_blocks(next);
       ask_for_scales(next);
       all_products<rows>(chunk, keys, Prefetch(keys, values, ahead()));
-      softmax(chunk);
+      softmax<rows>(chunk);
       all_sums<rows>(chunk, values, Prefetch(values, more, ahead()));
     }
   }
 
   void ask_for_start(const Keys& first) const {
     if (!first.count) return;
-    Prefetch keys(stretch(args_.key_cache, first.key, first.count),
-                  stretch(args_.key_cache, first.key, 0), 0);
+    const Stretch rows = stretch(args_.key_cache, first.key, first.count);
+    Prefetch keys(rows, rows, 0);
     for (int64_t row = 0; row < ahead(); ++row) {
       const char* at = keys.rows(1);
       for (int64_t d = 0; d < args_.head_dim; d += Prefetch::kLine / int64_t(sizeof(Element)))
         prefetch<1>(at + d * sizeof(Element));
     }
+  }
+
+  // The first lines of each block: what they wait for, a walk of page tables, is then over when the
+  // rest is asked for.
+  void ask_for_blocks(const Keys& next) const {
+    const int64_t size = args_.block_size, into = next.begin % size;
+    for (int64_t t = into ? size - into : 0; t < next.count; t += size) {
+      prefetch<kFirstLines>(address(args_.key_cache, next.key[t]));
+      prefetch<kFirstLines>(address(args_.value_cache, next.value[t]));
+    }
+  }
+
+  static const char* address(const Pages& pages, int64_t offset) {
+    return static_cast<const char*>(pages.data) + offset * sizeof(Element);
   }
 
   void ask_for_scales(const Keys& next) const {
@@ -204,10 +230,10 @@ class FewRows {
 
   template <int rows>
   void all_products(const Keys& chunk, const Stretch& keys, Prefetch next) {
-    in_order<4>(keys, [&](int64_t h, int64_t t) {
-      const Element* tokens[4];
+    in_order<Math::kKeys>(keys, [&](int64_t h, int64_t t) {
+      const Element* tokens[Math::kKeys];
       head(args_.key_cache, h, chunk.key + t, args_.head_dim, dim_, tokens);
-      const char* ahead = next.rows(4);
+      const char* ahead = next.rows(Math::kKeys);
       for (int64_t at = h * count_; at < (h + 1) * count_; at += rows)
         products<Math, rows>(math_, queries_ + at * dim_, dim_, tokens, scores_ + at * kChunk + t,
                              ahead);
@@ -216,33 +242,40 @@ class FewRows {
 
   template <int rows>
   void all_sums(const Keys& chunk, const Stretch& values, Prefetch next) {
-    const Weight* weights = math_.weights(scores_, args_.kv_heads * count_ * kChunk, weights_);
     in_order<Math::kValues>(values, [&](int64_t h, int64_t t) {
       const Element* tokens[Math::kValues];
       head(args_.value_cache, h, chunk.value + t, args_.value_dim, value_dim_, tokens);
       const char* ahead = next.rows(Math::kValues);
       for (int64_t at = h * count_; at < (h + 1) * count_; at += rows)
-        weighted_sums<Math, rows>(math_, weights + at * kChunk + t, tokens, sums_ + at * value_dim_,
-                                  value_dim_, ahead);
+        weighted_sums<Math, rows>(math_, weights_ + at * kChunk + t, tokens,
+                                  sums_ + at * value_dim_, value_dim_, ahead);
     });
   }
 
+  template <int rows>
   void softmax(const Keys& chunk) {
-    for (int64_t h = 0; h < args_.kv_heads; ++h) softmax(h, chunk);
+    for (int64_t h = 0; h < args_.kv_heads; ++h) softmax<rows>(h, chunk);
   }
 
-  void softmax(int64_t h, const Chunk<kChunk>& chunk) {
-    float scales[2][kChunk];
+  template <int rows>
+  void softmax(int64_t h, const Keys& chunk) {
+    float scales[2][kChunk], factors[rows];
     const float* key_scales = gathered(args_.key_scale, h, chunk.key_scale, scales[0]);
     const float* value_scales = gathered(args_.value_scale, h, chunk.value_scale, scales[1]);
     const int64_t n = padded<kScoreStep>(chunk.count);
-    for (int64_t at = h * count_; at < (h + 1) * count_; ++at) {
+    for (int64_t at = h * count_; at < (h + 1) * count_; at += rows) {
       float* scores = scores_ + at * kChunk;
-      const float most =
-          finish_scores(args_, rows_[at], chunk.begin, chunk.count, key_scales, scores);
-      const float factor = running_[at].take(most, n, scores);
-      if (factor != 1) scale_all(factor, value_dim_, sums_ + at * value_dim_);
-      if (value_scales) scale_by(value_scales, n, scores);
+      Floats most[rows];
+      for (int r = 0; r < rows; ++r)
+        most[r] = finish_scores(args_, rows_[at + r], chunk.begin, chunk.count, key_scales,
+                                scores + r * kChunk);
+      finish_weights(most, n, scores, kChunk, running_ + at, factors,
+                     [&](int r, int64_t i, Floats w) {
+                       if (value_scales) w *= load(value_scales + i);
+                       store(weights_ + (at + r) * kChunk + i, w);
+                     });
+      for (int r = 0; r < rows; ++r)
+        if (factors[r] != 1) scale_all(factors[r], value_dim_, sums_ + (at + r) * value_dim_);
     }
   }
 
@@ -280,7 +313,7 @@ class FewRows {
       for (int64_t j = 0; j < used_; ++j) {
         const int64_t at = h * count_ + j;
         math_.finish(sums_ + at * value_dim_, value_dim_);
-        results.put(part.results + h * used_ + j, sums_ + at * value_dim_, running_[at]);
+        results.put(part, h * used_ + j, sums_ + at * value_dim_, running_[at]);
       }
   }
 

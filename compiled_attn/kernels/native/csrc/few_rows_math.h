@@ -2,7 +2,8 @@
 //
 // Each way names what a query and a weight are kept as, how many elements of a key one step takes
 // (kWide), how many tokens one step over values takes (kTokens), and how many tokens are taken
-// between stores of the sums (kValues).
+// together: kKeys of them for products, kValues between loads and stores of the sums. Many are less
+// work; few leave the first level cache to what is on its way: 8 KB or so of it are in use.
 #pragma once
 
 #include "bfloat16_dot.h"
@@ -19,7 +20,8 @@ struct InFloats {
   using Weight = float;
   using Key = Floats;
   using Value = Floats;
-  static constexpr int kWide = kLanes, kTokens = 1, kValues = 4;
+  static constexpr int kWide = kLanes, kTokens = 1;
+  static constexpr int kKeys = sizeof(Element) > 1 ? 2 : 4, kValues = 8 / sizeof(Element);
 
   CA_INLINE Floats key(const Element* at) const { return load(at); }
   CA_INLINE Floats query(const float* at) const { return load(at); }
@@ -36,8 +38,6 @@ struct InFloats {
 
   // A query in the order that keys are taken in.
   void arrange(float*, int64_t) const {}
-  // n weights as they are kept; `room` holds n.
-  const float* weights(float* weights, int64_t, float*) const { return weights; }
   // Sums in the order of elements.
   void finish(float*, int64_t) const {}
 };
@@ -51,7 +51,7 @@ struct InPairs {
   using Weight = BFloat16;
   using Key = Pairs;
   using Value = Pairs;
-  static constexpr int kWide = 2 * kLanes, kTokens = 2, kValues = 4;
+  static constexpr int kWide = 2 * kLanes, kTokens = 2, kKeys = 2, kValues = 4;
 
   CA_INLINE Pairs key(const BFloat16* at) const { return pairs_at(at); }
   CA_INLINE Pairs query(const BFloat16* at) const { return pairs_at(at); }
@@ -71,10 +71,6 @@ struct InPairs {
   }
 
   void arrange(BFloat16*, int64_t) const {}
-  const BFloat16* weights(const float* weights, int64_t n, BFloat16* room) const {
-    for (int64_t i = 0; i < n; i += kLanes) store(room + i, load(weights + i));
-    return room;
-  }
   void finish(float* sums, int64_t dim) const { unzip<2>(sums, dim); }
 };
 
@@ -91,7 +87,7 @@ struct InCodes {
     Pairs first, second;
   };
   using Value = Pairs;
-  static constexpr int kWide = 4 * kLanes, kTokens = 2, kValues = 8;
+  static constexpr int kWide = 4 * kLanes, kTokens = 2, kKeys = 4, kValues = 8;
 
   CA_INLINE Key key(const Element* at) const {
     Key key;
@@ -122,12 +118,10 @@ struct InCodes {
     for (int64_t d = 0; d < dim; d += kWide) {
       BFloat16 old[kWide];
       std::copy_n(query + d, kWide, old);
-      for (int i = 0; i < kWide; ++i) query[d + i / 8 % 2 * 32 + i / 16 * 8 + i % 8] = old[i];
+      for (int eight = 0; eight < kWide / 8; ++eight)
+        std::memcpy(query + d + eight % 2 * 32 + eight / 2 * 8, old + eight * 8,
+                    8 * sizeof(BFloat16));
     }
-  }
-  const BFloat16* weights(const float* weights, int64_t n, BFloat16* room) const {
-    for (int64_t i = 0; i < n; i += kLanes) store(room + i, load(weights + i));
-    return room;
   }
   void finish(float* sums, int64_t dim) const { unzip<4>(sums, dim); }
 

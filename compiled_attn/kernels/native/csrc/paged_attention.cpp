@@ -110,7 +110,7 @@ template <class Math, class Units>
 bool attend(const Args& args, int threads) {
   const Plan plan(args);
   Scratch scratch;
-  Results results{nullptr, nullptr, args.value_dim};
+  Results results{args, nullptr, nullptr};
   scratch.take(results.sums, plan.rows * args.value_dim);
   scratch.take(results.running, plan.rows);
   if (args.slot_mapping && !write_tokens(args, threads)) return false;

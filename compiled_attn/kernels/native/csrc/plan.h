@@ -15,8 +15,9 @@ namespace compiled_attn {
 constexpr int64_t kKeysOfSplit = 1024;      // few rows: enough to be worth a start
 constexpr int64_t kKeysOfTileSplit = 2048;  // tiles, where a request has few of them
 constexpr int64_t kEnoughTiles = 8;
+constexpr int64_t kEnoughBands = 32;
 
-// Parts that differ in their keys only, in order.
+// Parts that differ in their keys only, in order, to be merged.
 struct Group {
   int64_t first, count;
 };
@@ -24,7 +25,7 @@ struct Group {
 struct Plan {
   std::vector<Part> parts;
   std::vector<Group> groups;
-  int64_t rows = 0;  // of all results
+  int64_t rows = 0;  // of the results to be merged
 
   explicit Plan(const PagedAttentionArgs& args) : group_(args.heads / args.kv_heads) {
     for (int64_t r = 0; r < args.requests; ++r) {
@@ -48,24 +49,27 @@ struct Plan {
     const int64_t rows = request.rows * group_;
     const int64_t tiles = (rows + kTileRows - 1) / kTileRows * request.args.kv_heads;
     const int64_t split = tiles < kEnoughTiles ? kKeysOfTileSplit : INT64_MAX;
+    const int64_t band = std::clamp<int64_t>(tiles / kEnoughBands, 1, kTilesOfBand) * kTileRows;
     // The last rows see most: what takes longest is taken first.
-    for (int64_t row = (rows - 1) / kTileRows * kTileRows; row >= 0; row -= kTileRows)
+    for (int64_t row = (rows - 1) / band * band; row >= 0; row -= band)
       for (int64_t h = 0; h < request.args.kv_heads; ++h)
-        add(request, {r, h, h + 1, row, std::min(row + kTileRows, rows), {}, 0}, split);
+        add(request, {r, h, h + 1, row, std::min(row + band, rows), {}, 0}, split);
   }
 
   void add(const Request& request, Part part, int64_t split) {
     const int64_t end = request.seen((part.row_end - 1) / group_).end;
     int64_t begin = std::min(request.seen(part.row_begin / group_).begin, end);
-    groups.push_back({int64_t(parts.size()), 0});
-    do {
-      part.keys = {begin, end - begin > split ? begin + split : end};
-      part.results = rows;
+    if (end - begin <= split) {
+      part.keys = {begin, end}, part.results = Part::kAlone;
+      parts.push_back(part);
+      return;
+    }
+    groups.push_back({int64_t(parts.size()), (end - begin + split - 1) / split});
+    for (; begin < end; begin += split) {
+      part.keys = {begin, std::min(begin + split, end)}, part.results = rows;
       rows += part.rows();
       parts.push_back(part);
-      ++groups.back().count;
-      begin = part.keys.end;
-    } while (begin < end);
+    }
   }
 
   int64_t group_;

@@ -23,42 +23,62 @@ struct Stretch {
         by_token(pages.head <= pages.slot) {}
 
   int64_t rows() const { return tokens * heads; }
+  // Rows at equal distances, and the distance in bytes.
+  int64_t run() const { return by_token ? heads : 1; }
+  int64_t step() const { return head_bytes; }
+  const char* row(int64_t i) const {
+    return by_token ? at(i / heads, i % heads) : at(i % tokens, i / tokens);
+  }
   const char* at(int64_t token, int64_t head) const {
     return data + offsets[token] * element_bytes + head * head_bytes;
   }
 };
 
-// Walks over two stretches of rows, some rows ahead of what is read.
+// Walks over two stretches of rows, some rows ahead of what is read; then over the second again.
 //
-// Rows that follow each other are taken to lie together; where they do not, at the end of a block,
-// some lines are asked for in vain.
+// The rows of a token, or of a head within a block, lie at equal distances; where `rows` are not a
+// divisor of those, some lines are asked for in vain.
 class Prefetch {
  public:
   static constexpr int kLine = 64;  // bytes
 
-  Prefetch(const Stretch& now, const Stretch& then, int64_t ahead) : now_(now), then_(then) {
+  Prefetch(const Stretch& now, const Stretch& then, int64_t ahead) : now_(&now), then_(&then) {
     if (ahead >= now.rows()) {
       ahead = std::min(ahead - now.rows(), std::max<int64_t>(then.rows() - 1, 0));
-      now_ = then;
+      now_ = &then;
     }
-    const int64_t inside = now_.by_token ? now_.heads : now_.tokens;
-    outer_ = inside ? ahead / inside : 0, inner_ = inside ? ahead % inside : 0;
+    row_ = ahead;
+    begin_run();
   }
 
-  // Where the next rows begin; at the end it stays.
-  const char* rows(int64_t count) {
-    if (!now_.rows()) return now_.data;
-    const char* at = now_.by_token ? now_.at(outer_, inner_) : now_.at(inner_, outer_);
-    inner_ += count;
-    const int64_t inside = now_.by_token ? now_.heads : now_.tokens;
-    while (inner_ >= inside) inner_ -= inside, ++outer_;
-    if (outer_ >= now_.rows() / inside) now_ = then_, outer_ = inner_ = 0;
+  // Where the next rows begin.
+  CA_INLINE const char* rows(int64_t count) {
+    const char* at = at_;
+    at_ += count * step_, left_ -= count;
+    if (left_ <= 0) next_run();
     return at;
   }
 
  private:
-  Stretch now_, then_;
-  int64_t inner_ = 0, outer_ = 0;
+  __attribute__((noinline)) void next_run() {
+    row_ = end_ - left_;
+    if (row_ >= now_->rows()) now_ = then_, row_ = 0;
+    begin_run();
+  }
+
+  void begin_run() {
+    if (!now_->rows()) {
+      at_ = now_->data, step_ = 0, left_ = end_ = INT64_MAX;
+      return;
+    }
+    const int64_t run = now_->run();
+    at_ = now_->row(row_), step_ = now_->step();
+    left_ = run - row_ % run, end_ = row_ + left_;
+  }
+
+  const Stretch *now_, *then_;
+  const char* at_;
+  int64_t row_, step_, left_, end_;  // bytes from row to row, rows left in a run, and its end
 };
 
 template <int lines>

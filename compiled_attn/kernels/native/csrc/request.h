@@ -61,8 +61,10 @@ struct Chunk {
       CA_CHECK(column < a.table_width && block >= 0 && block < a.num_blocks);
       key[i] = block * a.key_cache.block + within * a.key_cache.slot;
       value[i] = block * a.value_cache.block + within * a.value_cache.slot;
-      key_scale[i] = block * a.key_scale.block + within * a.key_scale.slot;
-      value_scale[i] = block * a.value_scale.block + within * a.value_scale.slot;
+      if (a.key_scale.data) {
+        key_scale[i] = block * a.key_scale.block + within * a.key_scale.slot;
+        value_scale[i] = block * a.value_scale.block + within * a.value_scale.slot;
+      }
       if (i + 1 < count && ++within == a.block_size) within = 0, ++column;
     }
   }

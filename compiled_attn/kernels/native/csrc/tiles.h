@@ -1,24 +1,27 @@
 // Many query rows: products of matrices, tile by tile, between softmaxes.
 //
-// The query heads of a KV head are folded into the rows, so a tile of keys and values is brought
-// into the order of the inner loop once for all of them. Sizes are such that a tile's panels stay
-// in the first level cache and its sums in the second.
+// The query heads of a KV head are folded into the rows, and keys and values are brought into the
+// order of the inner loop once for a band of tiles. Sizes are such that a tile's panels stay in the
+// first level cache and its sums in the second.
 #pragma once
 
 #include "bfloat16_dot.h"
 #include "elements.h"
-#include "part.h"
-#include "rows.h"
+#include "output.h"
 #include "scratch.h"
 
 namespace compiled_attn {
 
-constexpr int kTileRows = 384;
-constexpr int kTileKeys = 192;
+constexpr int kTileRows = 192;
+constexpr int kTileKeys = 256;
+constexpr int kTilesOfBand = 8;
+constexpr int kBandRows = kTilesOfBand * kTileRows;
 constexpr int kRowsOfBlock = 6;                          // rows of the innermost product
 constexpr int kWidthOfBlock = kRegisters == 32 ? 4 : 2;  // and its vectors
 constexpr int kPanel = kWidthOfBlock * kLanes;           // columns
+constexpr int kRowsOfSoftmax = 3;
 
+static_assert(kRowsOfBlock % kRowsOfSoftmax == 0, "a softmax is within a block");
 static_assert(kTileRows % kRowsOfBlock == 0 && kTileKeys % kPanel == 0, "tiles are whole blocks");
 
 // Matrices hold units of 32 bits along the axis that is summed over: a float, or a pair of
@@ -35,6 +38,7 @@ struct FloatUnits {
                     int64_t n) {
     read_row(args, args.query, token, head, args.head_dim, true, to, n);
   }
+  CA_INLINE static void put_weights(float* row, int64_t i, Floats w) { store(row + i, w); }
 };
 
 #if CA_HAS_BFLOAT16_DOT
@@ -55,10 +59,9 @@ struct PairUnits {
     read_row(args, args.query, token, head, args.head_dim, true, reinterpret_cast<BFloat16*>(to),
              2 * n);
   }
-  // n weights become pairs, in place.
-  CA_INLINE static void weights(float* row, int64_t n) {
-    for (int64_t i = 0; i < n; i += kLanes)
-      store(reinterpret_cast<BFloat16*>(row) + i, load(row + i));
+  // Weights from the i-th on become pairs, in place: what is overwritten was read before.
+  CA_INLINE static void put_weights(float* row, int64_t i, Floats w) {
+    store(reinterpret_cast<BFloat16*>(row) + i, w);
   }
 };
 #endif
@@ -94,9 +97,9 @@ class Tiles {
         group_(args.heads / args.kv_heads),
         units_(padded<kLanes>(padded<kUnit>(args.head_dim) / kUnit)),
         value_dim_(padded<kPanel>(args.value_dim)) {
-    scratch_.take(queries_, kTileRows * units_);
+    scratch_.take(queries_, kBandRows * units_);
     scratch_.take(scores_, kTileRows * kTileKeys);
-    scratch_.take(sums_, kTileRows * value_dim_);
+    scratch_.take(sums_, kBandRows * value_dim_);
     scratch_.take(keys_, kTileKeys * units_);
     scratch_.take(values_, kTileKeys * value_dim_ / kUnit);
     scratch_.take(copies_, std::max(units_ * kUnit, value_dim_) * kLanes * 2);
@@ -107,10 +110,14 @@ class Tiles {
     prepare(part, request);
     for (int64_t at = part.keys.begin; at < part.keys.end; at += kTileKeys) {
       chunk_.fill(request, at, part.keys.end);
-      take(part.kv_begin);
+      pack_keys(part.kv_begin);
+      pack_values(part.kv_begin);
+      key_scales_ = gathered(args_.key_scale, part.kv_begin, chunk_.key_scale, scales_[0]);
+      value_scales_ = gathered(args_.value_scale, part.kv_begin, chunk_.value_scale, scales_[1]);
+      for (int64_t j = 0; j < count_; j += kTileRows)
+        take(j, std::min<int64_t>(j + kTileRows, count_));
     }
-    for (int64_t j = 0; j < count_; ++j)
-      results.put(part.results + j, sums_ + j * value_dim_, running_[j]);
+    for (int64_t j = 0; j < count_; ++j) results.put(part, j, sums_ + j * value_dim_, running_[j]);
   }
 
  private:
@@ -132,19 +139,22 @@ class Tiles {
     std::fill_n(sums_, padded<kRowsOfBlock>(count_) * value_dim_, 0.0f);
   }
 
-  // Takes in the chunk's keys and values of a KV head.
-  void take(int64_t h) {
-    pack_keys(h);
-    pack_values(h);
+  // Rows [begin, end), a tile, take in the chunk's keys and values.
+  void take(int64_t begin, int64_t end) {
+    if (rows_[end - 1].seen.end <= chunk_.begin ||
+        rows_[begin].seen.begin >= chunk_.begin + chunk_.count)
+      return;
     for (int64_t t = 0; t < chunk_.count; t += kPanel)
-      for (int64_t j = 0; j < count_; j += kRowsOfBlock)
+      for (int64_t j = begin; j < end; j += kRowsOfBlock)
         if (t < seen_by_block(j))
           block_product<Units>(queries_ + j * units_, units_, keys_ + t * units_, units_, nullptr,
-                               scores_ + j * kTileKeys + t, kTileKeys);
-    softmax(h);
+                               scores_ + (j - begin) * kTileKeys + t, kTileKeys);
+    for (int64_t j = begin; j < end; j += kRowsOfSoftmax)
+      softmax(j, scores_ + (j - begin) * kTileKeys);
     for (int64_t d = 0; d < value_dim_; d += kPanel)
-      for (int64_t j = 0; j < count_; j += kRowsOfBlock)
-        block_product<Units>(scores_ + j * kTileKeys, kTileKeys, values_ + d * (kTileKeys / kUnit),
+      for (int64_t j = begin; j < end; j += kRowsOfBlock)
+        block_product<Units>(scores_ + (j - begin) * kTileKeys, kTileKeys,
+                             values_ + d * (kTileKeys / kUnit),
                              (seen_by_block(j) + kUnit - 1) / kUnit, factors_ + j,
                              sums_ + j * value_dim_ + d, value_dim_);
   }
@@ -156,19 +166,18 @@ class Tiles {
     return std::max<int64_t>(std::min(end - chunk_.begin, chunk_.count), 0);
   }
 
-  void softmax(int64_t h) {
-    float scales[2][kTileKeys];
-    const float* key_scales = gathered(args_.key_scale, h, chunk_.key_scale, scales[0]);
-    const float* value_scales = gathered(args_.value_scale, h, chunk_.value_scale, scales[1]);
-    for (int64_t j = 0; j < padded<kRowsOfBlock>(count_); ++j) {
-      float* scores = scores_ + j * kTileKeys;
-      const int64_t n = seen_by_block(j / kRowsOfBlock * kRowsOfBlock);
-      const float most = finish_scores(args_, rows_[j], chunk_.begin, n, key_scales, scores);
-      const int64_t lanes = padded<kScoreStep>(n);
-      factors_[j] = running_[j].take(most, lanes, scores);
-      if (value_scales) scale_by(value_scales, lanes, scores);
-      if constexpr (kUnit == 2) Units::weights(scores, lanes);
-    }
+  void softmax(int64_t j, float* scores) {
+    const int64_t n = seen_by_block(j / kRowsOfBlock * kRowsOfBlock);
+    const int64_t lanes = padded<kScoreStep>(n);
+    Floats most[kRowsOfSoftmax];
+    for (int r = 0; r < kRowsOfSoftmax; ++r)
+      most[r] =
+          finish_scores(args_, rows_[j + r], chunk_.begin, n, key_scales_, scores + r * kTileKeys);
+    finish_weights(most, lanes, scores, kTileKeys, running_ + j, factors_ + j,
+                   [&](int r, int64_t i, Floats w) {
+                     if (value_scales_) w *= load(value_scales_ + i);
+                     Units::put_weights(scores + r * kTileKeys, i, w);
+                   });
   }
 
   // Keys as panels [units, kPanel]: each column a token.
@@ -222,9 +231,11 @@ class Tiles {
   int64_t group_, units_, value_dim_, count_ = 0;
   float *queries_, *scores_, *sums_, *keys_, *values_;
   Element* copies_;
-  float factors_[kTileRows];
-  Running running_[kTileRows];
-  ScoreRow rows_[kTileRows];
+  float scales_[2][kTileKeys];
+  const float *key_scales_, *value_scales_;  // of the chunk, null where the cache has none
+  float factors_[kBandRows];
+  Running running_[kBandRows];
+  ScoreRow rows_[kBandRows];
   Chunk<kTileKeys> chunk_;
 };
 
