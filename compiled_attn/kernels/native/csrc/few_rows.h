@@ -13,8 +13,7 @@
 namespace compiled_attn {
 
 constexpr int kChunk = 64;  // tokens
-constexpr int64_t kAheadBytes = 16384;
-constexpr int kFirstLines = 4;  // of a block
+constexpr int64_t kAheadBytes = 20480;
 constexpr int kRowsAtOnce = 4;  // query rows that share a key in registers
 constexpr int kMostRows = 32;   // query rows of one KV head
 
@@ -167,7 +166,6 @@ class FewRows {
       const Stretch keys = stretch(args_.key_cache, chunk.key, chunk.count);
       const Stretch values = stretch(args_.value_cache, chunk.value, chunk.count);
       const Stretch more = stretch(args_.key_cache, next.key, next.count);
-      ask_for_blocks(next);
       ask_for_scales(next);
       all_products<rows>(chunk, keys, Prefetch(keys, values, ahead()));
       softmax<rows>(chunk);
@@ -184,20 +182,6 @@ class FewRows {
       for (int64_t d = 0; d < args_.head_dim; d += Prefetch::kLine / int64_t(sizeof(Element)))
         prefetch<1>(at + d * sizeof(Element));
     }
-  }
-
-  // The first lines of each block: what they wait for, a walk of page tables, is then over when the
-  // rest is asked for.
-  void ask_for_blocks(const Keys& next) const {
-    const int64_t size = args_.block_size, into = next.begin % size;
-    for (int64_t t = into ? size - into : 0; t < next.count; t += size) {
-      prefetch<kFirstLines>(address(args_.key_cache, next.key[t]));
-      prefetch<kFirstLines>(address(args_.value_cache, next.value[t]));
-    }
-  }
-
-  static const char* address(const Pages& pages, int64_t offset) {
-    return static_cast<const char*>(pages.data) + offset * sizeof(Element);
   }
 
   void ask_for_scales(const Keys& next) const {
