@@ -5,7 +5,7 @@
 32 query heads on 8 KV heads of 128, one query token a request, blocks anywhere in a pool of 1 GiB.
 Cold: each step reads other blocks; hot: always the same few. One process, interleaved, medians.
 Ratios are speeds: 1.0 of `read` is a pass that only reads the same blocks (see native/limits.cpp).
-FlexAttention over a paged pool is left out: torch 2.13 fails to compile its decode form on the CPU.
+FlexAttention's block mask is the block table (see native/flex.py), made outside of what is timed.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 from native import forms
+from native.flex import flex
 from native.limits import Limits
 from native.plot import bars
 from native.scene import DIM, KV_HEADS, Scene, Step
@@ -25,8 +26,9 @@ from compiled_attn import huge_pages
 TOKENS = 32768  # of keys in a step
 
 
-def alternatives(step: Step) -> dict[str, object]:
+def alternatives(steps: list[Step]) -> dict[str, object]:
     """Forms by name, each a function of a step."""
+    step = steps[0]
     if step.scales:
         return {}
     gather, unified = forms.compiled(forms.gather_sdpa), forms.compiled(forms.unified_unique)
@@ -42,6 +44,7 @@ def alternatives(step: Step) -> dict[str, object]:
         "gather": paged(forms.gather_sdpa),
         "gather inductor": paged(gather),
         "unified inductor": paged(unified),
+        "flex": flex(steps),
         "contiguous": lambda s: forms.contiguous_sdpa(s.query, key, value),
     }
 
@@ -55,7 +58,7 @@ def row(
     if options.hot:
         steps = [steps[0]] * len(steps)
     torch._dynamo.reset()
-    others = alternatives(steps[0])
+    others = alternatives(steps)
     runs = {
         "read": lambda i: limits.read(scene.key_cache, scene.value_cache, steps[i].block_table),
         "native": lambda i: forms.native(steps[i]),
