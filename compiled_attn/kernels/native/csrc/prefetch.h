@@ -23,12 +23,6 @@ struct Stretch {
         by_token(pages.head <= pages.slot) {}
 
   int64_t rows() const { return tokens * heads; }
-  // Rows at equal distances, and the distance in bytes.
-  int64_t run() const { return by_token ? heads : 1; }
-  int64_t step() const { return head_bytes; }
-  const char* row(int64_t i) const {
-    return by_token ? at(i / heads, i % heads) : at(i % tokens, i / tokens);
-  }
   const char* at(int64_t token, int64_t head) const {
     return data + offsets[token] * element_bytes + head * head_bytes;
   }
@@ -36,8 +30,8 @@ struct Stretch {
 
 // Walks over two stretches of rows, some rows ahead of what is read; then over the second again.
 //
-// The rows of a token, or of a head within a block, lie at equal distances; where `rows` are not a
-// divisor of those, some lines are asked for in vain.
+// The rows of a token lie at equal distances; where `count` does not divide them, some lines are
+// asked for in vain.
 class Prefetch {
  public:
   static constexpr int kLine = 64;  // bytes
@@ -47,38 +41,41 @@ class Prefetch {
       ahead = std::min(ahead - now.rows(), std::max<int64_t>(then.rows() - 1, 0));
       now_ = &then;
     }
-    row_ = ahead;
-    begin_run();
+    const int64_t heads = now_->heads, tokens = std::max<int64_t>(now_->tokens, 1);
+    token_ = now_->by_token ? ahead / heads : ahead % tokens;
+    head_ = now_->by_token ? ahead % heads : ahead / tokens;
+    take_run();
   }
 
   // Where the next rows begin.
   CA_INLINE const char* rows(int64_t count) {
     const char* at = at_;
-    at_ += count * step_, left_ -= count;
+    at_ += count * now_->head_bytes, left_ -= count;
     if (left_ <= 0) next_run();
     return at;
   }
 
  private:
-  __attribute__((noinline)) void next_run() {
-    row_ = end_ - left_;
-    if (row_ >= now_->rows()) now_ = then_, row_ = 0;
-    begin_run();
+  // A run is the rows of a token, less those that were passed with the last one; or a row of a
+  // head.
+  void next_run() {
+    if (now_->by_token) {
+      for (head_ = -left_, ++token_; head_ >= now_->heads; head_ -= now_->heads) ++token_;
+    } else if ((token_ += 1 - left_) >= now_->tokens) {
+      token_ = 0, ++head_;
+    }
+    if (token_ >= now_->tokens || head_ >= now_->heads) now_ = then_, token_ = head_ = 0;
+    take_run();
   }
 
-  void begin_run() {
-    if (!now_->rows()) {
-      at_ = now_->data, step_ = 0, left_ = end_ = INT64_MAX;
-      return;
-    }
-    const int64_t run = now_->run();
-    at_ = now_->row(row_), step_ = now_->step();
-    left_ = run - row_ % run, end_ = row_ + left_;
+  void take_run() {
+    left_ = now_->by_token ? now_->heads - head_ : 1;
+    at_ = now_->tokens ? now_->at(token_, head_) : now_->data;
   }
 
   const Stretch *now_, *then_;
   const char* at_;
-  int64_t row_, step_, left_, end_;  // bytes from row to row, rows left in a run, and its end
+  int64_t token_, head_, left_;  // and rows left in a run
 };
 
 template <int lines>
