@@ -7,28 +7,16 @@ its names.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
 from compiled_attn.kernels.native import KernelChoice, PagedRequest, cache_lacks, chooses_native
-from compiled_attn.partial import (
-    Attend,
-    PartialAttention,
-    attend,
-    lse,
-    merge,
-    merge_online,
-    partial_attn_causal,
-    partial_attn_shared,
-    partial_attn_sinks,
-    partial_attn_unique,
-)
+from compiled_attn.partial import Attend, attend
+from compiled_attn.unified.by_parts import attend_parts
 from compiled_attn.unified.by_request import attend_requests
+from compiled_attn.unified.call import UnifiedCall
 from compiled_attn.unified.checks import check
 from compiled_attn.unified.metadata import UnifiedMetadata
-from compiled_attn.unified.write import write_cache
 
 __all__ = ["unified_attention"]
 
@@ -104,19 +92,18 @@ def unified_attention(
         query, key, value, key_cache, value_cache, key_scale, value_scale, metadata,
         sliding_window, softcap, alibi_slopes, sinks, value_projection,
     )  # fmt: skip
+    latent = None if value_projection is None else value_projection.shape[1]
+    call = UnifiedCall(
+        query, key, value, key_cache, value_cache, scale, metadata, sliding_window, softcap,
+        alibi_slopes, sinks, key_scale, value_scale, latent,
+    )  # fmt: skip
     learned = query, key, value, key_cache, value_cache, key_scale, value_scale, alibi_slopes, sinks
     other = _other(metadata, key_cache, value_cache, learned)
     request = PagedRequest(query.device.type, query.dtype, key_cache.dtype, other)
     if chooses_native(kernel, request):
-        out, log_sum = attend_requests(
-            query, key, value, key_cache, value_cache, scale, metadata, sliding_window, softcap,
-            alibi_slopes, sinks, key_scale, value_scale, _latent(value_projection), fused_write,
-        )  # fmt: skip
+        out, log_sum = attend_requests(call, fused_write)
     else:
-        out, log_sum = _attend_parts(
-            query, key, value, key_cache, value_cache, scale, metadata, sliding_window, softcap,
-            alibi_slopes, sinks, key_scale, value_scale, _latent(value_projection), attend,
-        )  # fmt: skip
+        out, log_sum = attend_parts(call, attend)
     if value_projection is not None:
         # Linear, so once after the merge instead of once a part.
         out = torch.einsum("thr,hrv->thv", out, value_projection.to(out.dtype))
@@ -136,64 +123,3 @@ def _other(
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in learned):
         return "has no gradients"
     return cache_lacks(key_cache, key_cache if value_cache is None else value_cache)
-
-
-def _latent(value_projection: Tensor | None) -> int | None:
-    """How many elements of a key are its value, where there are no values."""
-    return None if value_projection is None else value_projection.shape[1]
-
-
-def _attend_parts(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    key_cache: Tensor,
-    value_cache: Tensor | None,
-    scale: float,
-    metadata: UnifiedMetadata,
-    sliding_window: int | None,
-    softcap: float | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    key_scale: Tensor | None,
-    value_scale: Tensor | None,
-    latent: int | None,
-    attend: Attend,
-) -> tuple[Tensor, Tensor]:
-    """Writes, attends part by part and merges: out ``[T, H, Dv]``, lse ``[T, H]``, in float32."""
-    if not metadata.has_parts:
-        raise ValueError(
-            "expected metadata with parts for the portable kernel, got it by request alone: "
-            "use StepBatch.metadata, or the native kernel (which has no gradients: take no_grad)"
-        )
-    key = write_cache(key_cache, key, metadata.slot_mapping, key_scale)
-    if value is not None and value_cache is not None:
-        value = write_cache(value_cache, value, metadata.slot_mapping, value_scale)
-    else:
-        value, value_cache, value_scale = key[..., :latent], key_cache[..., :latent], key_scale
-
-    m = replace(metadata, shared_blocks=None, shared_bias=None)
-    m = m.seen_from(window=sliding_window, alibi_slopes=alibi_slopes)
-    causal = partial_attn_causal(
-        query, key, value, m.causal_bias, m.causal_width, m.fmin,
-        scale=scale, softcap=softcap, attend=attend,
-    )  # fmt: skip
-    shared: PartialAttention | None = None
-    for chunk in metadata.chunks_of_shared():
-        s = chunk.seen_from(window=sliding_window, alibi_slopes=alibi_slopes)
-        part = partial_attn_shared(
-            query, key_cache, value_cache, s.shared_blocks, s.shared_bias, s.block_size, s.fmin,
-            scale=scale, softcap=softcap, key_scale=key_scale, value_scale=value_scale,
-            lengths=s.shared_lengths, attend=attend,
-        )  # fmt: skip
-        shared = part if shared is None or part is None else merge_online(shared, part)
-    unique = partial_attn_unique(
-        query, key_cache, value_cache, m.unique_blocks, m.unique_block_mapping, m.unique_bias,
-        m.block_size, m.fmin, scale=scale, softcap=softcap,
-        key_scale=key_scale, value_scale=value_scale, queries_used=m.unique_queries,
-    )  # fmt: skip
-    parts = [part for part in (causal, shared, unique) if part is not None]
-    if parts and (sink := partial_attn_sinks(sinks, parts[0])) is not None:
-        parts.append(sink)
-    out = merge(*parts, feps=metadata.feps)
-    return out, lse(*parts).float()

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from compiled_attn.partial.blocks import strict_index
 from compiled_attn.quant import QUANTISED, dequantise, quantise
+from compiled_attn.unified.call import UnifiedCall
 
-__all__ = ["write_cache"]
+__all__ = ["write_cache", "write_step"]
 
 
 def write_cache(
@@ -35,3 +36,12 @@ def write_cache(
     cache.view(torch.uint8).index_copy_(0, slots, codes.view(torch.uint8))
     scale.index_copy_(0, slots, row_scales)
     return dequantise(codes, row_scales)
+
+
+def write_step(call: UnifiedCall) -> tuple[Tensor, Tensor]:
+    """Writes the keys and values of a call; returns them as the cache keeps them."""
+    slots = call.metadata.slot_mapping
+    key = write_cache(call.key_cache, call.key, slots, call.key_scale)
+    if call.value is None or call.value_cache is None:  # a part of the keys, written with them
+        return key, key[..., : call.latent]
+    return key, write_cache(call.value_cache, call.value, slots, call.value_scale)
