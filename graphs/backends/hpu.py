@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeAlias
 
 from torch import Tensor, nn
 
+from graphs.backends.as_module import as_module
 from graphs.backends.base import CaptureError, Frozen
 from graphs.backends.inductor import InductorBackend
 from graphs.causes import describe_failure
@@ -76,7 +77,7 @@ def _record(
     function: Callable[..., Any], inputs: Sequence[Input], name: str, warm_runs: int
 ) -> Frozen:
     bridge = _bridge()
-    module = function if isinstance(function, nn.Module) else _Function(function)
+    module = as_module(function)
     mark_step = bridge.core.mark_step
 
     def run(*inputs: Input) -> Any:
@@ -94,15 +95,6 @@ def _record(
     except Exception as error:
         raise CaptureError(name, describe_failure(error)) from error
     return Frozen(run)
-
-
-class _Function(nn.Module):
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self._function = function
-
-    def forward(self, *inputs: Input) -> Any:
-        return self._function(*inputs)
 
 
 class _Views:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from graphs.backends.as_module import as_module
 from graphs.backends.base import CaptureError, Frozen
 from graphs.inputs import Input
 
@@ -34,7 +35,7 @@ class OrtModuleBackend:
         warm_runs: int,
     ) -> Frozen:
         """Run eagerly once, to see that nothing changes in place, then through ORTModule."""
-        module = function if isinstance(function, nn.Module) else _Function(function)
+        module = as_module(function)
         try:
             changed = _changed_in_place(module, example_inputs)
             if changed:
@@ -49,15 +50,6 @@ class OrtModuleBackend:
         except Exception as error:
             raise CaptureError(name, f"{type(error).__name__}: {error}") from error
         return Frozen(converted)
-
-
-class _Function(nn.Module):
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self._function = function
-
-    def forward(self, *inputs: Input) -> Any:
-        return self._function(*inputs)
 
 
 def _ort_module() -> Any:
