@@ -1,5 +1,6 @@
 """What the kernel does at its edges: rounding, sizes of zero, shared memory, modes of threads."""
 
+import math
 import threading
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from compiled_attn.kernels.native import NativeUnavailable, load
 from compiled_attn.rotary import apply_rotary
+from tests.compiled_attn.kernels.native_scene import assert_right, scene
 
 T, H, HK, D = 9, 4, 2, 64
 
@@ -108,3 +110,24 @@ def test_the_number_of_threads_is_torchs_in_every_thread(ops):
     finally:
         torch.set_num_threads(before)
     assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("sink", [math.nan, math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_of_no_request_are_zero_whatever_the_sinks_are(ops, sink, dtype):
+    sinks = torch.tensor([0.0, sink])
+    query = torch.randn(6, 2, 32).to(dtype)
+    cache = torch.randn(3, 4, 1, 32).to(dtype)
+    ints = [torch.tensor(i, dtype=torch.int32) for i in ([[1]], [2], [2, 4])]
+    out, lse = ops.paged_attention(query, cache, cache, *ints, 0.1, sinks=sinks)
+    for token in (0, 1, 4, 5):
+        assert not out[token].any()
+        assert torch.equal(lse[token].nan_to_num(7.0), sinks.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("window", [20, None])
+def test_a_band_of_many_tiles_is_that_of_dense_attention(ops, window):
+    # 96 rows of 32 heads on each of 16 KV heads are 2 bands of 8 tiles; the first rows see nothing.
+    sinks = torch.linspace(-2, 2, 512)
+    step = scene([(96, 90)], heads=512, kv_heads=16, dim=16, window=window, sinks=sinks)
+    assert_right(ops.paged_attention(*step.arguments, **step.options), step)

@@ -98,6 +98,8 @@ class FewRows {
   using Element = typename Math::Element;
   using Query = typename Math::Query;
   using Weight = typename Math::Weight;
+  static_assert(4 % Math::kKeys == 0 && kChunk % Math::kKeys == 0, "groups of keys fill a chunk");
+  static_assert(kScoreStep % Math::kValues == 0, "weights are zero up to a score step only");
 
  public:
   explicit FewRows(const PagedAttentionArgs& args)

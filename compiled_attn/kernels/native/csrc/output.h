@@ -25,10 +25,15 @@ inline void write_output(const PagedAttentionArgs& args, int64_t at, const float
   });
 }
 
-// Tokens of no request.
+// Tokens of no request: zero, whatever the sinks are.
 inline void write_nothing(const PagedAttentionArgs& args, int64_t token) {
+  by_dtype(args.query_dtype, [&](auto* type) {
+    const int64_t row = args.heads * args.value_dim;
+    std::fill_n(static_cast<decltype(type)>(args.out) + token * row, row,
+                std::remove_pointer_t<decltype(type)>{});
+  });
   for (int64_t head = 0; head < args.heads; ++head)
-    write_output(args, token * args.heads + head, nullptr, Running{});
+    args.lse[token * args.heads + head] = args.sinks ? args.sinks[head] : -INFINITY;
 }
 
 // What parts leave behind. One that has its rows to itself writes them to the output; of others,

@@ -149,7 +149,7 @@ class Tiles {
         if (t < seen_by_block(j))
           block_product<Units>(queries_ + j * units_, units_, keys_ + t * units_, units_, nullptr,
                                scores_ + (j - begin) * kTileKeys + t, kTileKeys);
-    for (int64_t j = begin; j < end; j += kRowsOfSoftmax)
+    for (int64_t j = begin; j < begin + padded<kRowsOfBlock>(end - begin); j += kRowsOfSoftmax)
       softmax(j, scores_ + (j - begin) * kTileKeys);
     for (int64_t d = 0; d < value_dim_; d += kPanel)
       for (int64_t j = begin; j < end; j += kRowsOfBlock)
