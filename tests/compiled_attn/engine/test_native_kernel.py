@@ -9,20 +9,14 @@ import torch
 import compiled_attn.engine.kernel as kernel_module
 from compiled_attn.engine import ConfigError, Engine, EngineConfig, SamplingParams
 from compiled_attn.engine.ladder import StepLimits, table_buckets
-from compiled_attn.kernels.native import NativeOps, NativeUnavailable
-from compiled_attn.kernels.native.build import find_compiler
+from compiled_attn.kernels.native import NativeOps
 from graphs import explicit
 from tests.compiled_attn.tiny import FAMILIES, plain_generate, tiny_model
 
 WHY = "expected a C++ compiler, found none: install g++"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiler():
-    try:
-        find_compiler()
-    except NativeUnavailable as error:
-        pytest.skip(str(error))
+pytestmark = pytest.mark.usefixtures("compiler")
 
 
 def _prompts(count: int, seed: int = 0, longest: int = 60) -> list[list[int]]:

@@ -8,19 +8,12 @@ import pytest
 import torch
 
 from compiled_attn.flash import flash_attn_with_kvcache, flash_attn_with_kvcache_reference
-from compiled_attn.kernels.native import KernelArgumentError, NativeUnavailable
-from compiled_attn.kernels.native.build import find_compiler
+from compiled_attn.kernels.native import KernelArgumentError
 from compiled_attn.paged import PagedAttention, convert_key, convert_value, paged_attention_v1
 from compiled_attn.paged.attention import paged_attention_v2
 from tests.compiled_attn.flash_cases import Case
 
-
-@pytest.fixture(scope="module", autouse=True)
-def compiler():
-    try:
-        find_compiler()
-    except NativeUnavailable as error:
-        pytest.skip(str(error))
+pytestmark = pytest.mark.usefixtures("compiler")
 
 
 FLASH: dict[str, dict[str, Any]] = {

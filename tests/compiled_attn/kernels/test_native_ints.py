@@ -9,8 +9,7 @@ import torch
 
 from compiled_attn import unified_attention
 from compiled_attn.flash import flash_attn_with_kvcache
-from compiled_attn.kernels.native import NativeUnavailable, as_int32
-from compiled_attn.kernels.native.build import find_compiler
+from compiled_attn.kernels.native import as_int32
 from compiled_attn.paged import paged_attention_v1
 from tests.compiled_attn.flash_cases import Case
 from tests.compiled_attn.kernels.test_native_interfaces import _paged
@@ -19,12 +18,7 @@ from tests.compiled_attn.kernels.test_native_unified import _call, _metadata
 WRAPS = 2**32 + 1
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiler():
-    try:
-        find_compiler()
-    except NativeUnavailable as error:
-        pytest.skip(str(error))
+pytestmark = pytest.mark.usefixtures("compiler")
 
 
 def test_what_does_not_fit_is_minus_one():

@@ -9,8 +9,7 @@ import torch
 
 from compiled_attn import BatchBuilder, PagedKVCache, Request, UnifiedAttention, unified_attention
 from compiled_attn.batch import TableBatch
-from compiled_attn.kernels.native import KernelArgumentError, NativeUnavailable
-from compiled_attn.kernels.native.build import find_compiler
+from compiled_attn.kernels.native import KernelArgumentError
 
 BLOCK, HEADS, KV_HEADS, DIM = 4, 4, 2, 16
 REQUESTS = [
@@ -43,12 +42,7 @@ KINDS = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiler():
-    try:
-        find_compiler()
-    except NativeUnavailable as error:
-        pytest.skip(str(error))
+pytestmark = pytest.mark.usefixtures("compiler")
 
 
 def _metadata(tokens: int = 16, requests: int = 7):

@@ -1,0 +1,17 @@
+"""Fixtures of the tests of `compiled_attn`."""
+
+from __future__ import annotations
+
+import pytest
+
+from compiled_attn.kernels.native import NativeUnavailable
+from compiled_attn.kernels.native.build import find_compiler
+
+
+@pytest.fixture(scope="session")
+def compiler() -> None:
+    """Skips where the native kernel cannot be built, with the reason."""
+    try:
+        find_compiler()
+    except NativeUnavailable as error:
+        pytest.skip(str(error))
