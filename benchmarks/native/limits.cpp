@@ -6,9 +6,11 @@
 typedef float Floats __attribute__((vector_size(64), aligned(4), may_alias));
 
 // Adds up all bytes of some blocks of two buffers, as floats, each thread a share of the table. The
-// next block is prefetched while one is read: the fastest of the forms that were tried.
-extern "C" float read_blocks(const char* keys, const char* values, const int32_t* table,
-                             int64_t count, int64_t bytes, int32_t threads) {
+// next block is prefetched into a level of the caches while one is read: the fastest of the forms
+// that were tried, and which level is best depends on the processor.
+template <int level>
+float read_blocks(const char* keys, const char* values, const int32_t* table, int64_t count,
+                  int64_t bytes, int32_t threads) {
   float total = 0;
 #pragma omp parallel num_threads(threads) reduction(+ : total)
   {
@@ -22,7 +24,7 @@ extern "C" float read_blocks(const char* keys, const char* values, const int32_t
       for (int part = 0; part < 2; ++part)
         for (int64_t at = 0; at < bytes; at += 256)
           for (int line = 0; line < 4; ++line) {
-            __builtin_prefetch(blocks[part + 1] + at + 64 * line, 0, 3);
+            __builtin_prefetch(blocks[part + 1] + at + 64 * line, 0, 4 - level);
             sums[line] += *reinterpret_cast<const Floats*>(blocks[part] + at + 64 * line);
           }
     }
@@ -30,6 +32,16 @@ extern "C" float read_blocks(const char* keys, const char* values, const int32_t
     for (int lane = 0; lane < 16; ++lane) total += sum[lane];
   }
   return total;
+}
+
+extern "C" float read_blocks_1(const char* keys, const char* values, const int32_t* table,
+                               int64_t count, int64_t bytes, int32_t threads) {
+  return read_blocks<1>(keys, values, table, count, bytes, threads);
+}
+
+extern "C" float read_blocks_2(const char* keys, const char* values, const int32_t* table,
+                               int64_t count, int64_t bytes, int32_t threads) {
+  return read_blocks<2>(keys, values, table, count, bytes, threads);
 }
 
 // `steps` x 12 multiply-adds of whole vectors of floats on each thread.

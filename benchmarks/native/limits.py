@@ -14,6 +14,8 @@ from torch import Tensor
 from compiled_attn.kernels.native.build import find_compiler
 
 STEPS = 4_000_000
+LEVELS = (1, 2)
+"""Of the caches that reading may prefetch into: which is faster depends on the processor."""
 
 
 class Limits:
@@ -28,13 +30,18 @@ class Limits:
         subprocess.run([find_compiler(), *flags, str(source), "-o", str(library)], check=True)
         self._library = ctypes.CDLL(str(library))
         pointer, long, integer = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-        self._library.read_blocks.argtypes = [pointer, pointer, pointer, long, long, integer]
+        self._reads = [self._library.read_blocks_1, self._library.read_blocks_2]
+        for read in self._reads:
+            read.argtypes = [pointer, pointer, pointer, long, long, integer]
         self._library.multiply_add.argtypes = [long, integer]
 
-    def read(self, keys: Tensor, values: Tensor, table: Tensor) -> None:
-        """Reads the blocks of a table ``[R, W]`` int32 out of ``[num_blocks, ...]`` buffers."""
+    def read(self, keys: Tensor, values: Tensor, table: Tensor, level: int) -> None:
+        """Reads the blocks of a table ``[R, W]`` int32 out of ``[num_blocks, ...]`` buffers.
+
+        They are prefetched into that level of the caches, 1 or 2.
+        """
         bytes_of_block = keys[0].numel() * keys.element_size()
-        self._library.read_blocks(
+        self._reads[level - 1](
             keys.data_ptr(), values.data_ptr(), table.data_ptr(), table.numel(), bytes_of_block,
             self.threads,
         )  # fmt: skip

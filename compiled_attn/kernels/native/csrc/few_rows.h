@@ -13,7 +13,7 @@
 namespace compiled_attn {
 
 constexpr int kChunk = 64;  // tokens
-constexpr int64_t kAheadBytes = 20480;
+constexpr int64_t kAheadBytes = 40960;
 constexpr int kRowsAtOnce = 4;  // query rows that share a key in registers
 constexpr int kMostRows = 32;   // query rows of one KV head
 
@@ -200,7 +200,7 @@ class FewRows {
     return {pages, offsets, count, args_.kv_heads, sizeof(Element)};
   }
 
-  // Rows to prefetch ahead: what stays in the first level cache beside the rest.
+  // Rows to prefetch ahead.
   int64_t ahead() const { return kAheadBytes / int64_t(args_.head_dim * sizeof(Element)); }
 
   // Calls body(head, token) for some tokens of a head at a time, in the order of addresses.

@@ -78,9 +78,11 @@ class Prefetch {
   int64_t token_, head_, left_;  // and rows left in a run
 };
 
+// Into the second level cache: what is on its way to the first one holds a place in the queue of
+// its misses, which loads that are waited for need too (on a Zen 4, half the speed).
 template <int lines>
 CA_INLINE void prefetch(const char* at) {
-  for (int i = 0; i < lines; ++i) __builtin_prefetch(at + i * Prefetch::kLine, 0, 3);
+  for (int i = 0; i < lines; ++i) __builtin_prefetch(at + i * Prefetch::kLine, 0, 2);
 }
 
 }  // namespace compiled_attn
