@@ -16,7 +16,7 @@ _AVX2 = ("avx2", "fma", "f16c")
 
 ISAS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "avx512_bf16": (*_AVX512, *_AVX2, "avx512_bf16", "avx512vbmi"),
+        "avx512_bf16": (*_AVX512, *_AVX2, "avx512_bf16", "avx512vbmi", "avx512_vnni"),
         "avx512": (*_AVX512, *_AVX2),
         "avx2": _AVX2,
         "neon": ("asimd",),

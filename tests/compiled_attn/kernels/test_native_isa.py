@@ -13,7 +13,7 @@ AVX512 = f"{AVX2} avx512f avx512bw avx512dq avx512vl"
 @pytest.mark.parametrize(
     ("flags", "machine", "wanted"),
     [
-        (f"{AVX512} avx512_bf16 avx512vbmi", "x86_64", [*list(ISAS)[:3], "portable"]),
+        (f"{AVX512} avx512_bf16 avx512vbmi avx512_vnni", "x86_64", [*list(ISAS)[:3], "portable"]),
         (AVX512, "x86_64", ["avx512", "avx2", "portable"]),
         (f"{AVX2} avx512f avx512_bf16", "x86_64", ["avx2", "portable"]),
         (AVX2.replace("fma", ""), "x86_64", ["portable"]),

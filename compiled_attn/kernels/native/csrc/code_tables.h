@@ -1,4 +1,4 @@
-// Elements of 8 bits as bfloat16, by tables that fit into registers.
+// Floats of 8 bits as bfloat16, by tables that fit into registers.
 #pragma once
 
 #include "bfloat16_dot.h"
@@ -19,7 +19,8 @@ CA_INLINE void zip_codes(Codes a, Codes b, Codes& low, Codes& high) {
   high = _mm512_unpackhi_epi8(a, b);
 }
 
-// Codes as bfloat16, which holds each of them exactly: the bytes of 128 magnitudes in two tables.
+// Codes of floats as bfloat16, which holds each of them exactly: the bytes of 128 magnitudes, which
+// are the lower 7 bits of a code, in two tables.
 template <class Element>
 class CodeTables {
  public:
@@ -35,15 +36,8 @@ class CodeTables {
 
   // Elements 0-7 and 8-15 of each 16.
   CA_INLINE void look_up(Codes codes, Pairs& first, Pairs& second) const {
-    Codes magnitude = codes;
-    if constexpr (std::is_same_v<Element, int8_t>) magnitude = _mm512_abs_epi8(codes);
-    const Codes low = _mm512_permutex2var_epi8(low_[0], magnitude, low_[1]);
-    Codes high = _mm512_permutex2var_epi8(high_[0], magnitude, high_[1]);
-    if constexpr (std::is_same_v<Element, int8_t>) {  // -128 has no magnitude in 7 bits
-      const __mmask64 lowest = _mm512_movepi8_mask(magnitude);
-      if (__builtin_expect(lowest != 0, 0))
-        high = _mm512_mask_mov_epi8(high, lowest, _mm512_set1_epi8(0x43));
-    }
+    const Codes low = _mm512_permutex2var_epi8(low_[0], codes, low_[1]);
+    Codes high = _mm512_permutex2var_epi8(high_[0], codes, high_[1]);
     const Codes sign = _mm512_set1_epi8(-128);
     high = _mm512_ternarylogic_epi32(high, codes, sign, 0xf8);  // high | (codes & sign)
     first = _mm512_unpacklo_epi8(low, high);

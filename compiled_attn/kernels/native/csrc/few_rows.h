@@ -1,105 +1,28 @@
 // Few query rows against many keys: a race against memory.
 //
 // Keys and values are read once for all query heads of their group, a chunk of tokens at a time,
-// straight from the cache. What comes kAheadBytes later is prefetched line by line in address
-// order, across the block table: the hardware does not know where the next block lies.
+// straight from the cache. What comes kAheadBytes after the tokens in use is prefetched line by
+// line in address order, across the block table: the hardware does not know where the next block
+// lies.
 #pragma once
 
-#include "few_rows_math.h"
+#include "few_rows_digits.h"
+#include "few_rows_loops.h"
 #include "output.h"
-#include "prefetch.h"
-#include "scratch.h"
 
 namespace compiled_attn {
 
-constexpr int kChunk = 64;  // tokens
-constexpr int64_t kAheadBytes = 40960;
+constexpr int64_t kAheadBytes = 32768;
 constexpr int kRowsAtOnce = 4;  // query rows that share a key in registers
 constexpr int kMostRows = 32;   // query rows of one KV head
-
-static_assert(kChunk % kLanes == 0, "a chunk is whole vectors");
-
-// Cache lines that some elements fill, at least one.
-template <class Math>
-constexpr int lines_of(int elements) {
-  return std::max<int>(elements * sizeof(typename Math::Element) / Prefetch::kLine, 1);
-}
-
-// Products of `rows` queries [rows, dim] with some keys: out [rows, kChunk].
-//
-// The inner loop asks for as many lines further on as it reads here: in a burst they would queue up
-// before the loads that are waited for.
-template <class Math, int rows>
-CA_INLINE void products(const Math& math, const typename Math::Query* query, int64_t dim,
-                        const typename Math::Element* const* keys, float* out, const char* ahead) {
-  constexpr int count = Math::kKeys, at_once = 4 / count;  // rows of a vector of sums
-  Floats sum[padded<at_once>(rows) * count] = {};
-  for (int64_t d = 0; d < dim; d += Math::kWide) {
-    prefetch<lines_of<Math>(count * Math::kWide)>(ahead +
-                                                  count * d * sizeof(typename Math::Element));
-    typename Math::Key key[count];
-    for (int i = 0; i < count; ++i) key[i] = math.key(keys[i] + d);
-    for (int r = 0; r < rows; ++r) {
-      const auto q = math.query(query + r * dim + d);
-      for (int i = 0; i < count; ++i)
-        sum[r * count + i] = math.product(sum[r * count + i], key[i], q);
-    }
-  }
-  for (int r = 0; r < rows; r += at_once) {
-    const Floats* four = sum + r * count;
-    const Floats4 s = sums(four[0], four[1], four[2], four[3]);
-    for (int i = 0; i < at_once && r + i < rows; ++i)
-      std::memcpy(out + (r + i) * kChunk, reinterpret_cast<const float*>(&s) + i * count,
-                  count * sizeof(float));
-  }
-}
-
-// Adds kValues values, weighted, to `width` vectors of each row of sums [rows, dim].
-template <class Math, int rows, int width>
-CA_INLINE void add_slice(const Math& math, const typename Math::Weight* weights,
-                         const typename Math::Element* const* values, int64_t d, float* sums,
-                         int64_t dim, const char* ahead) {
-  using Element = typename Math::Element;
-  constexpr int step = Math::kTokens * width * kLanes;  // elements
-  Floats sum[rows][width];
-  for (int r = 0; r < rows; ++r)
-    for (int w = 0; w < width; ++w) sum[r][w] = load(sums + r * dim + d + w * kLanes);
-  for (int t = 0; t < Math::kValues; t += Math::kTokens) {
-    prefetch<lines_of<Math>(step)>(ahead + t / Math::kTokens * step * sizeof(Element));
-    const Element* tokens[Math::kTokens];
-    for (int i = 0; i < Math::kTokens; ++i) tokens[i] = values[t + i] + d;
-    typename Math::Value value[width];
-    math.values(tokens, value);
-    for (int r = 0; r < rows; ++r) {
-      const auto weight = math.weight(weights + r * kChunk + t);
-      for (int w = 0; w < width; ++w) sum[r][w] = math.weighted(sum[r][w], value[w], weight);
-    }
-  }
-  for (int r = 0; r < rows; ++r)
-    for (int w = 0; w < width; ++w) store(sums + r * dim + d + w * kLanes, sum[r][w]);
-}
-
-template <class Math, int rows>
-CA_INLINE void weighted_sums(const Math& math, const typename Math::Weight* weights,
-                             const typename Math::Element* const* values, float* sums, int64_t dim,
-                             const char* ahead) {
-  constexpr int step = Math::kWide / kLanes, width = kRegisters == 32 ? 4 : 2;
-  int64_t d = 0;
-  for (; d + width * kLanes <= dim; d += width * kLanes)
-    add_slice<Math, rows, width>(math, weights, values, d, sums, dim,
-                                 ahead + Math::kValues * d * sizeof(typename Math::Element));
-  for (; d < dim; d += step * kLanes)
-    add_slice<Math, rows, step>(math, weights, values, d, sums, dim,
-                                ahead + Math::kValues * d * sizeof(typename Math::Element));
-}
 
 template <class Math>
 class FewRows {
   using Element = typename Math::Element;
   using Query = typename Math::Query;
-  using Weight = typename Math::Weight;
-  static_assert(4 % Math::kKeys == 0 && kChunk % Math::kKeys == 0, "groups of keys fill a chunk");
-  static_assert(kScoreStep % Math::kValues == 0, "weights are zero up to a score step only");
+  using Weights = typename Math::Weights;
+  static_assert(kChunk % Math::kKeys == 0, "groups of keys fill a chunk");
+  static_assert(kChunk % Math::kValues == 0, "groups of values fill a chunk");
 
  public:
   explicit FewRows(const PagedAttentionArgs& args)
@@ -113,10 +36,14 @@ class FewRows {
     scratch_.take(running_, args.kv_heads * kMostRows);
     scratch_.take(rows_, args.kv_heads * kMostRows);
     scratch_.take(scores_, args.kv_heads * kMostRows * kChunk);
-    if constexpr (std::is_same_v<Weight, float>)
-      weights_ = scores_;
+    if constexpr (Math::kInPlace)
+      weights_ = reinterpret_cast<Weights*>(scores_);
     else
-      scratch_.take(weights_, args.kv_heads * kMostRows * kChunk);
+      scratch_.take(weights_, args.kv_heads * kMostRows);
+    if (args.key_scale.data) {
+      scratch_.take(key_scales_, args.kv_heads * kChunk);
+      scratch_.take(value_scales_, args.kv_heads * kChunk);
+    }
     scratch_.take(copies_, std::max(Math::kKeys, Math::kValues) * std::max(dim_, value_dim_));
   }
 
@@ -200,8 +127,13 @@ class FewRows {
     return {pages, offsets, count, args_.kv_heads, sizeof(Element)};
   }
 
-  // Rows to prefetch ahead.
-  int64_t ahead() const { return kAheadBytes / int64_t(args_.head_dim * sizeof(Element)); }
+  // Rows to prefetch ahead: those that are taken together are asked for before the first is read.
+  // A chunk at most, for a walk goes over two stretches.
+  int64_t ahead() const {
+    const int64_t together = std::max(Math::kKeys, Math::kValues) * args_.kv_heads;
+    return std::min(together + kAheadBytes / int64_t(args_.head_dim * sizeof(Element)),
+                    kChunk * args_.kv_heads);
+  }
 
   // Calls body(head, token) for some tokens of a head at a time, in the order of addresses.
   template <int tokens, class Body>
@@ -221,8 +153,7 @@ class FewRows {
       head(args_.key_cache, h, chunk.key + t, args_.head_dim, dim_, tokens);
       const char* ahead = next.rows(Math::kKeys);
       for (int64_t at = h * count_; at < (h + 1) * count_; at += rows)
-        products<Math, rows>(math_, queries_ + at * dim_, dim_, tokens, scores_ + at * kChunk + t,
-                             ahead);
+        products<rows>(math_, queries_ + at * dim_, dim_, tokens, scores_ + at * kChunk + t, ahead);
     });
   }
 
@@ -233,21 +164,25 @@ class FewRows {
       head(args_.value_cache, h, chunk.value + t, args_.value_dim, value_dim_, tokens);
       const char* ahead = next.rows(Math::kValues);
       for (int64_t at = h * count_; at < (h + 1) * count_; at += rows)
-        weighted_sums<Math, rows>(math_, weights_ + at * kChunk + t, tokens,
-                                  sums_ + at * value_dim_, value_dim_, ahead);
+        weighted_sums<rows>(math_, weights_ + at, t, tokens, sums_ + at * value_dim_, value_dim_,
+                            ahead);
     });
   }
 
   template <int rows>
   void softmax(const Keys& chunk) {
+    if (key_scales_) {
+      gather(args_.key_scale, 0, args_.kv_heads, chunk.key_scale, key_scales_);
+      gather(args_.value_scale, 0, args_.kv_heads, chunk.value_scale, value_scales_);
+    }
     for (int64_t h = 0; h < args_.kv_heads; ++h) softmax<rows>(h, chunk);
   }
 
   template <int rows>
   void softmax(int64_t h, const Keys& chunk) {
-    float scales[2][kChunk], factors[rows];
-    const float* key_scales = gathered(args_.key_scale, h, chunk.key_scale, scales[0]);
-    const float* value_scales = gathered(args_.value_scale, h, chunk.value_scale, scales[1]);
+    float factors[rows];
+    const float* key_scales = key_scales_ ? key_scales_ + h * kChunk : nullptr;
+    const float* value_scales = value_scales_ ? value_scales_ + h * kChunk : nullptr;
     const int64_t n = padded<kScoreStep>(chunk.count);
     for (int64_t at = h * count_; at < (h + 1) * count_; at += rows) {
       float* scores = scores_ + at * kChunk;
@@ -258,10 +193,12 @@ class FewRows {
       finish_weights(most, n, scores, kChunk, running_ + at, factors,
                      [&](int r, int64_t i, Floats w) {
                        if (value_scales) w *= load(value_scales + i);
-                       store(weights_ + (at + r) * kChunk + i, w);
+                       math_.put(scores + r * kChunk, weights_[at + r], i, w);
                      });
-      for (int r = 0; r < rows; ++r)
+      for (int r = 0; r < rows; ++r) {
+        math_.settle(scores + r * kChunk, n, weights_[at + r]);
         if (factors[r] != 1) scale_all(factors[r], value_dim_, sums_ + (at + r) * value_dim_);
+      }
     }
   }
 
@@ -310,9 +247,10 @@ class FewRows {
   bool is_whole_;
   Query* queries_;
   float *sums_, *scores_;
-  Weight* weights_;
+  Weights* weights_;
   Running* running_;
   ScoreRow* rows_;
+  float *key_scales_ = nullptr, *value_scales_ = nullptr;  // of a chunk, [kv_heads, kChunk]
   Element* copies_;
 };
 

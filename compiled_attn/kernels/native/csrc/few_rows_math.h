@@ -1,10 +1,10 @@
 // How queries meet keys and weights meet values where rows are few.
 //
-// Each way names what a query and a weight are kept as, how many elements of a key one step takes
-// (kWide), how many tokens one step over values takes (kTokens), and how many tokens are taken
-// together: kKeys of them for products, kValues between loads and stores of the sums. Many are less
-// work; few leave the first level cache to what is on its way (with 8 KV heads of 128, 8 KB are in
-// use).
+// Each way names what a query and the weights of a chunk are kept as, how many elements of a key
+// one step takes (kWide), how many tokens one step over values takes (kTokens), and how many tokens
+// are taken together: kKeys of them for products, kValues between loads and stores of the sums.
+// Many are less work; few are read in the order of their addresses, which is the order they arrive
+// in.
 #pragma once
 
 #include "bfloat16_dot.h"
@@ -13,12 +13,19 @@
 
 namespace compiled_attn {
 
+constexpr int kChunk = 64;  // tokens
+
+static_assert(kChunk % kLanes == 0, "a chunk is whole vectors");
+
 // Elements of any type, in float32.
 template <class Element_>
 struct InFloats {
   using Element = Element_;
   using Query = float;
-  using Weight = float;
+  struct Weights {
+    float of[kChunk];
+  };
+  static constexpr bool kInPlace = true;  // weights take the place of the scores
   using Key = Floats;
   using Value = Floats;
   static constexpr int kWide = kLanes, kTokens = 1;
@@ -37,6 +44,12 @@ struct InFloats {
     return sum + value * weight;
   }
 
+  // Takes weights from the i-th on, and then all n of them, which may stand in for the scores.
+  CA_INLINE void put(float*, Weights& weights, int64_t i, Floats w) const {
+    store(weights.of + i, w);
+  }
+  void settle(const float*, int64_t, Weights&) const {}
+
   // A query in the order that keys are taken in.
   void arrange(float*, int64_t) const {}
   // Sums in the order of elements.
@@ -49,7 +62,10 @@ struct InFloats {
 struct InPairs {
   using Element = BFloat16;
   using Query = BFloat16;
-  using Weight = BFloat16;
+  struct Weights {
+    BFloat16 of[kChunk];
+  };
+  static constexpr bool kInPlace = false;
   using Key = Pairs;
   using Value = Pairs;
   static constexpr int kWide = 2 * kLanes, kTokens = 2, kKeys = 2, kValues = 4;
@@ -71,6 +87,11 @@ struct InPairs {
     return add_products(sum, value, weight);
   }
 
+  CA_INLINE void put(float*, Weights& weights, int64_t i, Floats w) const {
+    store(weights.of + i, w);
+  }
+  void settle(const float*, int64_t, Weights&) const {}
+
   void arrange(BFloat16*, int64_t) const {}
   void finish(float* sums, int64_t dim) const { unzip<2>(sums, dim); }
 };
@@ -78,17 +99,20 @@ struct InPairs {
 #endif
 #if CA_HAS_CODE_TABLES
 
-// Codes of 8 bits as bfloat16, then the same.
+// Floats of 8 bits as bfloat16, then the same.
 template <class Element_>
 struct InCodes {
   using Element = Element_;
   using Query = BFloat16;
-  using Weight = BFloat16;
+  struct Weights {
+    BFloat16 of[kChunk];
+  };
+  static constexpr bool kInPlace = false;
   struct Key {
     Pairs first, second;
   };
   using Value = Pairs;
-  static constexpr int kWide = 4 * kLanes, kTokens = 2, kKeys = 4, kValues = 8;
+  static constexpr int kWide = 4 * kLanes, kTokens = 2, kKeys = 4, kValues = 32;
 
   CA_INLINE Key key(const Element* at) const {
     Key key;
@@ -114,6 +138,11 @@ struct InCodes {
   CA_INLINE Floats weighted(Floats sum, Pairs value, Pairs weight) const {
     return add_products(sum, value, weight);
   }
+
+  CA_INLINE void put(float*, Weights& weights, int64_t i, Floats w) const {
+    store(weights.of + i, w);
+  }
+  void settle(const float*, int64_t, Weights&) const {}
 
   void arrange(BFloat16* query, int64_t dim) const {
     for (int64_t d = 0; d < dim; d += kWide) {

@@ -135,10 +135,15 @@ bool attend(const Args& args, int threads) {
   if (args.query_dtype == kBFloat16 && args.cache_dtype == kBFloat16)
     return attend<InPairs, PairUnits>(args, threads);
 #endif
+#if CA_HAS_INTEGER_DOT
+  if (args.query_dtype == kBFloat16 && args.cache_dtype == kInt8 &&
+      args.head_dim <= InDigits::kMostElements)
+    return attend<InDigits, FloatUnits<int8_t>>(args, threads);
+#endif
   return by_dtype(args.cache_dtype, [&](auto* type) {
     using Element = std::remove_pointer_t<decltype(type)>;
 #if CA_HAS_CODE_TABLES
-    if constexpr (is_quantised<Element>)
+    if constexpr (is_quantised<Element> && !std::is_same_v<Element, int8_t>)
       if (args.query_dtype == kBFloat16)
         return attend<InCodes<Element>, FloatUnits<Element>>(args, threads);
 #endif

@@ -70,14 +70,25 @@ struct Chunk {
   }
 };
 
-// The scales of a head at some offsets; null where the cache has none.
+// Scales of the heads [begin, end) at some offsets: out [end - begin, Capacity].
 template <int Capacity>
-const float* gathered(const Pages& scales, int64_t head, const int64_t (&offsets)[Capacity],
-                      float (&out)[Capacity]) {
-  if (!scales.data) return nullptr;
-  const float* from = static_cast<const float*>(scales.data) + head * scales.head;
-  for (int i = 0; i < Capacity; ++i) out[i] = from[offsets[i]];
-  return out;
+void gather(const Pages& scales, int64_t begin, int64_t end, const int64_t (&offsets)[Capacity],
+            float* out) {
+  static_assert(Capacity % 4 == 0, "four tokens at a time");
+  const float* from = static_cast<const float*>(scales.data);
+  for (int t = 0; t < Capacity; t += 4) {
+    int64_t h = begin;
+    if (scales.head == 1)
+      for (; h + 4 <= end; h += 4) {
+        Floats4 fours[4];
+        for (int i = 0; i < 4; ++i) fours[i] = load_as<Floats4>(from + offsets[t + i] + h);
+        transpose(fours);
+        for (int i = 0; i < 4; ++i) store(out + (h - begin + i) * Capacity + t, fours[i]);
+      }
+    for (; h < end; ++h)
+      for (int i = 0; i < 4; ++i)
+        out[(h - begin) * Capacity + t + i] = from[offsets[t + i] + h * scales.head];
+  }
 }
 
 }  // namespace compiled_attn

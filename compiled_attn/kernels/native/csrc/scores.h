@@ -9,7 +9,7 @@
 
 namespace compiled_attn {
 
-constexpr int kScoreStep = kLanes > 8 ? kLanes : 8;  // rows of scores are padded to this
+constexpr int kScoreStep = 32;  // rows of scores are padded to this
 
 // What one row of scores needs besides the products.
 struct ScoreRow {
@@ -25,14 +25,14 @@ inline Floats finish_scores(const PagedAttentionArgs& args, const ScoreRow& row,
   const Floats scale = all(float(args.scale));
   const float cap = float(args.softcap);
   const bool partly = row.seen.begin > begin || row.seen.end < begin + n || n % kScoreStep;
-  const bool is_plain = !partly && !key_scales && row.slope == 0 && cap <= 0;
+  const bool is_plain = !partly && row.slope == 0 && cap <= 0;
   const Ints low = all(int32_t(std::max<int64_t>(row.seen.begin - begin, 0)));
   const Ints high = all(int32_t(std::min<int64_t>(row.seen.end - begin, n)));
   Floats most = all(-INFINITY);
   for (int64_t i = 0; i < padded<kScoreStep>(n); i += kLanes) {
     Floats s = load(scores + i) * scale;
+    if (key_scales) s *= load(key_scales + i);
     if (!is_plain) {
-      if (key_scales) s *= load(key_scales + i);
       if (cap > 0) s = hyperbolic_tangent(s / all(cap)) * all(cap);
       const Ints at = ramp() + all(int32_t(i));
       if (row.slope != 0) s += all(row.slope) * as_floats(at + all(int32_t(begin - row.position)));

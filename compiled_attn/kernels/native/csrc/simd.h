@@ -131,8 +131,17 @@ CA_INLINE Floats4 joined(Floats a, Floats b, Floats c, Floats d, const Join& joi
   return joined_quarters(join(shuffled<Halves<0>>(ab, cd), shuffled<Halves<1>>(ab, cd)), join);
 }
 
+struct Plus {
+  CA_INLINE auto operator()(auto x, auto y) const { return x + y; }
+};
+
 CA_INLINE Floats4 sums(Floats a, Floats b, Floats c, Floats d) {
-  return joined(a, b, c, d, [](auto x, auto y) { return x + y; });
+  return joined(a, b, c, d, Plus{});
+}
+
+CA_INLINE float total(Floats v) {
+  const Floats4 four = joined_quarters(v, Plus{});
+  return (four[0] + four[1]) + (four[2] + four[3]);
 }
 
 CA_INLINE Floats4 largest(Floats a, Floats b, Floats c, Floats d) {
@@ -196,6 +205,12 @@ CA_INLINE Floats hyperbolic_tangent(Floats x) {
   const Floats near = p * z * x + x;
   const Floats signed_far = bits_as<Floats>(bits_as<Ints>(far) | sign);
   return either(size < all(0.625f), near, signed_far);
+}
+
+CA_INLINE void transpose(Floats4 (&rows)[4]) {
+  Floats4 columns[4];
+  for (int i = 0; i < 4; ++i) columns[i] = Floats4{rows[0][i], rows[1][i], rows[2][i], rows[3][i]};
+  for (int i = 0; i < 4; ++i) rows[i] = columns[i];
 }
 
 // Rows of kLanes vectors become columns.

@@ -112,8 +112,7 @@ class Tiles {
       chunk_.fill(request, at, part.keys.end);
       pack_keys(part.kv_begin);
       pack_values(part.kv_begin);
-      key_scales_ = gathered(args_.key_scale, part.kv_begin, chunk_.key_scale, scales_[0]);
-      value_scales_ = gathered(args_.value_scale, part.kv_begin, chunk_.value_scale, scales_[1]);
+      if (args_.key_scale.data) take_scales(part.kv_begin);
       for (int64_t j = 0; j < count_; j += kTileRows)
         take(j, std::min<int64_t>(j + kTileRows, count_));
     }
@@ -180,6 +179,12 @@ class Tiles {
                    });
   }
 
+  void take_scales(int64_t h) {
+    gather(args_.key_scale, h, h + 1, chunk_.key_scale, scales_[0]);
+    gather(args_.value_scale, h, h + 1, chunk_.value_scale, scales_[1]);
+    key_scales_ = scales_[0], value_scales_ = scales_[1];
+  }
+
   // Keys as panels [units, kPanel]: each column a token.
   void pack_keys(int64_t h) {
     const Element* from =
@@ -232,7 +237,8 @@ class Tiles {
   float *queries_, *scores_, *sums_, *keys_, *values_;
   Element* copies_;
   float scales_[2][kTileKeys];
-  const float *key_scales_, *value_scales_;  // of the chunk, null where the cache has none
+  const float *key_scales_ = nullptr,
+              *value_scales_ = nullptr;  // of the chunk, null where the cache has none
   float factors_[kBandRows];
   Running running_[kBandRows];
   ScoreRow rows_[kBandRows];
