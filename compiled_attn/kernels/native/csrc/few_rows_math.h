@@ -68,7 +68,7 @@ struct InPairs {
   static constexpr bool kInPlace = false;
   using Key = Pairs;
   using Value = Pairs;
-  static constexpr int kWide = 2 * kLanes, kTokens = 2, kKeys = 2, kValues = 4;
+  static constexpr int kWide = 2 * kLanes, kTokens = 2, kKeys = 2, kValues = 8;
 
   CA_INLINE Pairs key(const BFloat16* at) const { return pairs_at(at); }
   CA_INLINE Pairs query(const BFloat16* at) const { return pairs_at(at); }
