@@ -12,6 +12,7 @@ FlexAttention's block mask is the block table (see native/flex.py), made outside
 from __future__ import annotations
 
 import argparse
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -109,6 +110,8 @@ def main() -> None:
     parser.add_argument("--hot", action="store_true")
     parser.add_argument("--plot", type=Path, help="write a PNG")
     options = parser.parse_args()
+    if options.plot and find_spec("matplotlib") is None:
+        parser.error("expected matplotlib for --plot, found none: pip install -e '.[plot]'")
     print(f"# torch {torch.__version__}, {'hot' if options.hot else 'cold'} KV, pool on huge pages")
     print(f"{'dtype':>13} block context reqs threads  of read  GB/s  Mtok/s  speed over")
     plotted: dict[str, dict[str, float]] = {}

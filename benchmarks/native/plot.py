@@ -1,4 +1,4 @@
-"""Bars of ratios, grouped: a PNG (needs the extra ``report``)."""
+"""Bars of ratios, grouped: a PNG (needs the extra ``plot``)."""
 
 from __future__ import annotations
 

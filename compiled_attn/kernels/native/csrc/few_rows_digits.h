@@ -67,6 +67,7 @@ struct InDigits {
     alignas(64) int8_t high[kChunk], low[kChunk];
     float unit;
     int32_t start;
+    int64_t count;  // zeros included
   };
   static constexpr bool kInPlace = false;
   static constexpr int kWide = 4 * kLanes, kKeys = kLanes, kValues = kChunk;
@@ -82,8 +83,7 @@ struct InDigits {
       store_digits(v, weights.high + i, weights.low + i);
       sum += v;
     }
-    std::memset(weights.high + n, 0, kChunk - n);
-    std::memset(weights.low + n, 0, kChunk - n);
+    weights.count = n;
     weights.unit = fixed.unit;
     weights.start = -kOffset * _mm512_reduce_add_epi32((__m512i)sum);
   }
@@ -173,7 +173,7 @@ CA_INLINE void weighted_sums(const InDigits& math, const InDigits::Weights* weig
     for (int half = 0; half < 2; ++half) {
       Ints high[rows][2] = {}, low[rows][2];
       for (int r = 0; r < rows; ++r) low[r][0] = low[r][1] = all(weights[r].start);
-      for (int64_t t = 0; t < kChunk; t += 4) {
+      for (int64_t t = 0; t < weights->count; t += 4) {
         prefetch<2>(ahead);
         ahead += 2 * Prefetch::kLine;
         Octets two[2], four[2];
