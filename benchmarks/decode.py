@@ -114,7 +114,7 @@ def main() -> None:
         parser.error("expected matplotlib for --plot, found none: pip install -e '.[plot]'")
     print(f"# torch {torch.__version__}, {'hot' if options.hot else 'cold'} KV, pool on huge pages")
     print(f"{'dtype':>13} block context reqs threads  of read  GB/s  Mtok/s  speed over")
-    plotted: dict[str, dict[str, float]] = {}
+    plotted: dict[str, dict[str, dict[str, float]]] = {}
     for name in options.dtypes:
         for block_size in options.blocks:
             scene = Scene(getattr(torch, name), block_size, allocate=huge_pages.zeros)
@@ -122,7 +122,8 @@ def main() -> None:
                 for threads in options.threads:
                     torch.set_num_threads(threads)
                     speeds = row(scene, context, Limits(threads), options)
-                    plotted[f"{name}\nblock {block_size}\n{context}"] = speeds
+                    label = f"block {block_size}\n{context}\n{threads} thread{'s' * (threads > 1)}"
+                    plotted.setdefault(name, {})[label] = speeds
     if options.plot:
         bars(
             options.plot,

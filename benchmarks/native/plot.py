@@ -1,29 +1,44 @@
-"""Bars of ratios, grouped: a PNG (needs the extra ``plot``)."""
+"""Bars of ratios, grouped, a panel for each dtype: a PNG (needs the extra ``plot``)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
 
+Groups = Mapping[str, Mapping[str, float]]
+"""Ratios by form, for each label."""
 
-def bars(path: Path, title: str, groups: Mapping[str, Mapping[str, float]]) -> None:
-    """Writes a bar for each form in each group; ``groups`` maps a label to ratios by form."""
+
+def bars(path: Path, title: str, panels: Mapping[str, Groups]) -> None:
+    """Writes a panel of groups of bars for each name; a line at 1 is the read-only pass."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    forms = list(dict.fromkeys(name for ratios in groups.values() for name in ratios))
-    forms.remove("read")  # the line at 1
-    figure, axes = pyplot.subplots(figsize=(1.6 * len(groups) + 2, 4.5), layout="constrained")
-    width = 0.8 / len(forms)
+    columns = min(2, len(panels))
+    rows = -(-len(panels) // columns)
+    figure, grid = pyplot.subplots(
+        rows, columns, figsize=(8 * columns, 3.2 * rows), sharey=True, squeeze=False,
+        layout="constrained",
+    )  # fmt: skip
+    figure.suptitle(title)
+    for axes, (name, groups) in zip(grid.flat, panels.items(), strict=False):
+        panel(axes, name, groups)
+    figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=6)
+    figure.savefig(path, dpi=100)
+
+
+def panel(axes, name: str, groups: Groups) -> None:
+    """A bar for each form in each group."""
+    forms = [form for form in next(iter(groups.values())) if form != "read"]
+    width = 0.85 / len(forms)
     for place, form in enumerate(forms):
         at = [group + place * width for group in range(len(groups))]
-        axes.bar(at, [ratios.get(form, 0) for ratios in groups.values()], width, label=form)
-    axes.set_xticks([group + 0.4 - width / 2 for group in range(len(groups))], list(groups))
+        axes.bar(at, [ratios[form] for ratios in groups.values()], width, label=form)
+    centre = 0.425 - width / 2
+    axes.set_xticks([group + centre for group in range(len(groups))], list(groups), fontsize=7)
     axes.axhline(1, color="gray", linestyle="--")
-    axes.set_title(title)
+    axes.set_title(name)
     axes.grid(axis="y", alpha=0.3)
     axes.set_axisbelow(True)
-    axes.legend(fontsize="small")
-    figure.savefig(path, dpi=120)

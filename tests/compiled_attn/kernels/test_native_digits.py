@@ -1,4 +1,4 @@
-"""int8 caches under queries of bfloat16: where products are of integers, these are hard for them."""
+"""int8 caches under queries of bfloat16: what is hard for products of integers."""
 
 from __future__ import annotations
 

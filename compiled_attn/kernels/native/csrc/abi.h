@@ -39,7 +39,7 @@ struct PagedAttentionArgs {
   float* lse;
 
   // Caches [num_blocks, block_size, kv_heads, head_dim or value_dim]; scales are float32 without
-  // the last axis, or null.
+  // the last axis; both or neither are null.
   Pages key_cache, value_cache, key_scale, value_scale;
 
   // This step's keys and values [tokens, kv_heads, ...] in the query's dtype, written to the caches

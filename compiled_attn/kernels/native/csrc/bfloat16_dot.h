@@ -32,21 +32,6 @@ CA_INLINE void zip(Pairs a, Pairs b, Pairs& low, Pairs& high) {
   high = _mm512_unpackhi_epi16(a, b);
 }
 
-// Undoes what zipping does to the order of elements: `vectors` of sums in a row hold four elements
-// of every 4 * vectors in turn.
-template <int vectors>
-inline void unzip(float* sums, int64_t dim) {
-  constexpr int kTogether = vectors * kLanes;
-  for (float* at = sums; at < sums + dim; at += kTogether) {
-    float old[kTogether];
-    std::copy_n(at, kTogether, old);
-    for (int quarter = 0; quarter < kLanes / 4; ++quarter)
-      for (int vector = 0; vector < vectors; ++vector)
-        std::memcpy(at + (quarter * vectors + vector) * 4, old + vector * kLanes + quarter * 4,
-                    4 * sizeof(float));
-  }
-}
-
 CA_INLINE void store(BFloat16* at, Floats v) {
   const __m256bh half = _mm512_cvtneps_pbh(v);
   std::memcpy(at, &half, sizeof half);

@@ -162,7 +162,8 @@ class FewRows {
     in_order<Math::kValues>(values, [&](int64_t h, int64_t t) {
       const Element* tokens[Math::kValues];
       head(args_.value_cache, h, chunk.value + t, args_.value_dim, value_dim_, tokens);
-      const char* ahead = next.rows(Math::kValues);
+      const char* ahead[Math::kValues / Math::kRun];
+      for (const char*& run : ahead) run = next.rows(Math::kRun);
       for (int64_t at = h * count_; at < (h + 1) * count_; at += rows)
         weighted_sums<rows>(math_, weights_ + at, t, tokens, sums_ + at * value_dim_, value_dim_,
                             ahead);
@@ -196,7 +197,7 @@ class FewRows {
                        math_.put(scores + r * kChunk, weights_[at + r], i, w);
                      });
       for (int r = 0; r < rows; ++r) {
-        math_.settle(scores + r * kChunk, n, weights_[at + r]);
+        math_.settle(scores + r * kChunk, chunk.count, weights_[at + r]);
         if (factors[r] != 1) scale_all(factors[r], value_dim_, sums_ + (at + r) * value_dim_);
       }
     }

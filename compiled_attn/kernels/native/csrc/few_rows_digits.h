@@ -1,9 +1,8 @@
 // Few rows against integers of 8 bits: products of integers.
 //
-// A query, and the weights of a chunk, become integers of 16 bits in two digits of 8. The largest
-// is worth kLargest, so an element that is within 1/128 of it is as exact as a bfloat16 or better;
-// a weight is taken times the scale of its token's values, so what is lost is small beside what
-// some token of the chunk adds.
+// A query, and the weights of a chunk, become integers of 16 bits in two digits of 8. Elements down
+// to 1/128 of the largest are rounded no more than by bfloat16. A weight is taken times the scale
+// of its token's values, so what is lost is small beside what some token of the chunk adds.
 #pragma once
 
 #include "few_rows_loops.h"
@@ -30,24 +29,36 @@ CA_INLINE Ints add_octets(Ints sum, Octets octets, const int8_t* digits) {
   return (Ints)_mm512_dpbusd_epi32((__m512i)sum, octets, _mm512_set1_epi32(four));
 }
 
-constexpr float kLargest = 127 * 256;
+// What the largest of n elements becomes: sums of products with n codes fit into 32 bits.
+inline float largest_of(int64_t n) { return std::min(127 * 256.0f, 2.13e9f / float(kOffset * n)); }
 
-// How floats become integers: x * factor, and integers floats: i * unit. A float that is not finite
-// makes the unit NaN.
+// How floats become integers, and integers floats: i * unit. A float that is not finite makes the
+// unit NaN, and its integer is any.
 struct Fixed {
-  float factor, unit;
+  float largest, factor, unit;
 
-  Fixed(const float* from, int64_t n) {
+  // Of the n floats at `from`, as many of which are added up.
+  Fixed(const float* from, int64_t n) : largest(largest_of(n)) {
     Ints most{};  // bits of sizes are in the order of sizes, with NaN above
     for (int64_t i = 0; i < n; i += kLanes)
       most = (Ints)_mm512_max_epi32((__m512i)most,
                                     (__m512i)(bits_as<Ints>(load(from + i)) & all(INT32_MAX)));
     const float peak = bits_as<float>(_mm512_reduce_max_epi32((__m512i)most));
-    factor = peak > 0 ? std::min(kLargest / peak, 1e38f) : 0;
+    factor = peak > 0 ? std::min(largest / peak, 1e38f) : 0;
     unit = peak > 0 ? 1 / factor : peak;
     if (!(peak < INFINITY)) factor = 0, unit = NAN;
   }
+
+  CA_INLINE Ints integers(const float* from) const {
+    const Floats x = larger(load(from) * all(factor), all(-largest));
+    return (Ints)_mm512_cvtps_epi32(x);
+  }
 };
+
+// high * 256 + low. On the way it may leave 32 bits, and comes back.
+CA_INLINE Floats joined_digits(Ints high, Ints low) {
+  return as_floats((Ints)_mm512_add_epi32(_mm512_slli_epi32((__m512i)high, 8), (__m512i)low));
+}
 
 // kLanes integers as digits: high * 256 + low.
 CA_INLINE void store_digits(Ints v, int8_t* high, int8_t* low) {
@@ -58,8 +69,6 @@ CA_INLINE void store_digits(Ints v, int8_t* high, int8_t* low) {
   std::memcpy(low, &bytes[1], kLanes);
 }
 
-CA_INLINE Ints as_integers(Floats x) { return (Ints)_mm512_cvtps_epi32(x); }
-
 struct InDigits {
   using Element = int8_t;
   using Query = float;
@@ -67,23 +76,23 @@ struct InDigits {
     alignas(64) int8_t high[kChunk], low[kChunk];
     float unit;
     int32_t start;
-    int64_t count;  // zeros included
+    int64_t count;  // of them, a multiple of four
   };
   static constexpr bool kInPlace = false;
-  static constexpr int kWide = 4 * kLanes, kKeys = kLanes, kValues = kChunk;
-  static constexpr int64_t kMostElements = 512;  // of a key: sums of products fit into 32 bits
+  static constexpr int kWide = 4 * kLanes, kKeys = kLanes, kValues = kChunk, kRun = 4;
 
   CA_INLINE void put(float* scores, Weights&, int64_t i, Floats w) const { store(scores + i, w); }
 
-  void settle(const float* scores, int64_t n, Weights& weights) const {
+  void settle(const float* scores, int64_t count, Weights& weights) const {
+    const int64_t n = padded<kLanes>(count);
     const Fixed fixed(scores, n);
     Ints sum{};
     for (int64_t i = 0; i < n; i += kLanes) {
-      const Ints v = as_integers(load(scores + i) * all(fixed.factor));
+      const Ints v = fixed.integers(scores + i);
       store_digits(v, weights.high + i, weights.low + i);
       sum += v;
     }
-    weights.count = n;
+    weights.count = padded<4>(count);
     weights.unit = fixed.unit;
     weights.start = -kOffset * _mm512_reduce_add_epi32((__m512i)sum);
   }
@@ -98,7 +107,7 @@ struct InDigits {
     const Fixed fixed(query, dim);
     Ints sum{};
     for (int64_t d = 0; d < dim; d += kLanes) {
-      const Ints v = as_integers(load(query + d) * all(fixed.factor));
+      const Ints v = fixed.integers(query + d);
       int8_t* to = const_cast<int8_t*>(digits(query, d));
       store_digits(v, to, to + kLanes);
       sum += v;
@@ -160,26 +169,27 @@ CA_INLINE void products(const InDigits& math, const float* query, int64_t dim,
     }
   }
   for (int r = 0; r < rows; ++r)
-    store(out + r * kChunk, as_floats((high[r] << 8) + low[r]) * all(query[r * dim + dim / 2 + 1]));
+    store(out + r * kChunk, joined_digits(high[r], low[r]) * all(query[r * dim + dim / 2 + 1]));
 }
 
 // Sums of a chunk, half of each sixteen elements at a time: so all of them stay in registers.
 template <int rows>
 CA_INLINE void weighted_sums(const InDigits& math, const InDigits::Weights* weights, int64_t,
                              const int8_t* const* values, float* sums, int64_t dim,
-                             const char* ahead) {
+                             const char* const* ahead) {
+  static_assert(InDigits::kValues == kChunk, "the first value is the first of its chunk");
+  const int64_t count = weights->count;  // the same of all rows
   for (int64_t d = 0; d < dim; d += math.kWide)
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
       Ints high[rows][2] = {}, low[rows][2];
       for (int r = 0; r < rows; ++r) low[r][0] = low[r][1] = all(weights[r].start);
-      for (int64_t t = 0; t < weights->count; t += 4) {
-        prefetch<2>(ahead);
-        ahead += 2 * Prefetch::kLine;
+      for (int64_t t = 0; t < count; t += 4) {
+        prefetch<2>(ahead[t / math.kRun] + 4 * d + half * 2 * Prefetch::kLine);
         Octets two[2], four[2];
         for (int i = 0; i < 2; ++i) {
-          const Octets a = octets_at(values[t + 2 * i] + d),
-                       b = octets_at(values[t + 2 * i + 1] + d);
+          const Octets a = octets_at(values[t + 2 * i] + d);
+          const Octets b = octets_at(values[t + 2 * i + 1] + d);
           two[i] = half ? _mm512_unpackhi_epi8(a, b) : _mm512_unpacklo_epi8(a, b);
         }
         four[0] = offset(_mm512_unpacklo_epi16(two[0], two[1]));
@@ -193,7 +203,7 @@ CA_INLINE void weighted_sums(const InDigits& math, const InDigits::Weights* weig
       for (int r = 0; r < rows; ++r)
         for (int w = 0; w < 2; ++w) {
           float* at = sums + r * dim + d + (2 * half + w) * kLanes;
-          store(at, load(at) + as_floats((high[r][w] << 8) + low[r][w]) * all(weights[r].unit));
+          store(at, load(at) + joined_digits(high[r][w], low[r][w]) * all(weights[r].unit));
         }
     }
 }

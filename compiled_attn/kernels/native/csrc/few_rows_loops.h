@@ -72,16 +72,17 @@ CA_INLINE void add_slice(const Math& math, const typename Math::Weights* weights
 template <int rows, class Math>
 CA_INLINE void weighted_sums(const Math& math, const typename Math::Weights* weights, int64_t first,
                              const typename Math::Element* const* values, float* sums, int64_t dim,
-                             const char* ahead) {
+                             const char* const* ahead) {
+  static_assert(Math::kRun == Math::kValues, "one run");
   static_assert(kScoreStep % Math::kValues == 0, "weights are zero up to a score step only");
   constexpr int step = Math::kWide / kLanes, width = kRegisters == 32 ? 4 : 2;
   int64_t d = 0;
   for (; d + width * kLanes <= dim; d += width * kLanes)
     add_slice<rows, width>(math, weights, first, values, d, sums, dim,
-                           ahead + Math::kValues * d * sizeof(typename Math::Element));
+                           *ahead + Math::kValues * d * sizeof(typename Math::Element));
   for (; d < dim; d += step * kLanes)
     add_slice<rows, step>(math, weights, first, values, d, sums, dim,
-                          ahead + Math::kValues * d * sizeof(typename Math::Element));
+                          *ahead + Math::kValues * d * sizeof(typename Math::Element));
 }
 
 }  // namespace compiled_attn

@@ -4,8 +4,14 @@
 // one step takes (kWide), how many tokens one step over values takes (kTokens), and how many tokens
 // are taken together: kKeys of them for products, kValues between loads and stores of the sums.
 // Many are less work; few are read in the order of their addresses, which is the order they arrive
-// in.
+// in. What lies ahead of values is asked for in runs of kRun rows.
+//
+// Weights of a row are put from the i-th on, some at a time, then all `count` of them are settled;
+// until then they may be kept where the scores were.
 #pragma once
+
+#include <algorithm>
+#include <type_traits>
 
 #include "bfloat16_dot.h"
 #include "code_tables.h"
@@ -17,19 +23,45 @@ constexpr int kChunk = 64;  // tokens
 
 static_assert(kChunk % kLanes == 0, "a chunk is whole vectors");
 
+// Undoes what zipping does to the order of elements: `vectors` of sums in a row hold four elements
+// of every 4 * vectors in turn.
+template <int vectors>
+inline void unzip(float* sums, int64_t dim) {
+  constexpr int kTogether = vectors * kLanes;
+  for (float* at = sums; at < sums + dim; at += kTogether) {
+    float old[kTogether];
+    std::copy_n(at, kTogether, old);
+    for (int quarter = 0; quarter < kLanes / 4; ++quarter)
+      for (int vector = 0; vector < vectors; ++vector)
+        std::memcpy(at + (quarter * vectors + vector) * 4, old + vector * kLanes + quarter * 4,
+                    4 * sizeof(float));
+  }
+}
+
+// Weights as they are.
+template <class Weight>
+struct PlainWeights {
+  struct Weights {
+    Weight of[kChunk];
+  };
+  static constexpr bool kInPlace = std::is_same_v<Weight, float>;  // where the scores were
+
+  CA_INLINE void put(float*, Weights& weights, int64_t i, Floats w) const {
+    store(weights.of + i, w);
+  }
+  void settle(const float*, int64_t, Weights&) const {}
+};
+
 // Elements of any type, in float32.
 template <class Element_>
-struct InFloats {
+struct InFloats : PlainWeights<float> {
   using Element = Element_;
   using Query = float;
-  struct Weights {
-    float of[kChunk];
-  };
-  static constexpr bool kInPlace = true;  // weights take the place of the scores
   using Key = Floats;
   using Value = Floats;
   static constexpr int kWide = kLanes, kTokens = 1;
-  static constexpr int kKeys = sizeof(Element) > 1 ? 2 : 4, kValues = 8 / sizeof(Element);
+  static constexpr int kKeys = sizeof(Element) > 1 ? 2 : 4, kValues = 8 / sizeof(Element),
+                       kRun = kValues;
 
   CA_INLINE Floats key(const Element* at) const { return load(at); }
   CA_INLINE Floats query(const float* at) const { return load(at); }
@@ -44,12 +76,6 @@ struct InFloats {
     return sum + value * weight;
   }
 
-  // Takes weights from the i-th on, and then all n of them, which may stand in for the scores.
-  CA_INLINE void put(float*, Weights& weights, int64_t i, Floats w) const {
-    store(weights.of + i, w);
-  }
-  void settle(const float*, int64_t, Weights&) const {}
-
   // A query in the order that keys are taken in.
   void arrange(float*, int64_t) const {}
   // Sums in the order of elements.
@@ -59,16 +85,12 @@ struct InFloats {
 #if CA_HAS_BFLOAT16_DOT
 
 // Products of pairs of bfloat16 that are added up in float32.
-struct InPairs {
+struct InPairs : PlainWeights<BFloat16> {
   using Element = BFloat16;
   using Query = BFloat16;
-  struct Weights {
-    BFloat16 of[kChunk];
-  };
-  static constexpr bool kInPlace = false;
   using Key = Pairs;
   using Value = Pairs;
-  static constexpr int kWide = 2 * kLanes, kTokens = 2, kKeys = 2, kValues = 8;
+  static constexpr int kWide = 2 * kLanes, kTokens = 2, kKeys = 2, kValues = 8, kRun = kValues;
 
   CA_INLINE Pairs key(const BFloat16* at) const { return pairs_at(at); }
   CA_INLINE Pairs query(const BFloat16* at) const { return pairs_at(at); }
@@ -87,11 +109,6 @@ struct InPairs {
     return add_products(sum, value, weight);
   }
 
-  CA_INLINE void put(float*, Weights& weights, int64_t i, Floats w) const {
-    store(weights.of + i, w);
-  }
-  void settle(const float*, int64_t, Weights&) const {}
-
   void arrange(BFloat16*, int64_t) const {}
   void finish(float* sums, int64_t dim) const { unzip<2>(sums, dim); }
 };
@@ -101,18 +118,14 @@ struct InPairs {
 
 // Floats of 8 bits as bfloat16, then the same.
 template <class Element_>
-struct InCodes {
+struct InCodes : PlainWeights<BFloat16> {
   using Element = Element_;
   using Query = BFloat16;
-  struct Weights {
-    BFloat16 of[kChunk];
-  };
-  static constexpr bool kInPlace = false;
   struct Key {
     Pairs first, second;
   };
   using Value = Pairs;
-  static constexpr int kWide = 4 * kLanes, kTokens = 2, kKeys = 4, kValues = 32;
+  static constexpr int kWide = 4 * kLanes, kTokens = 2, kKeys = 4, kValues = 32, kRun = kValues;
 
   CA_INLINE Key key(const Element* at) const {
     Key key;
@@ -138,11 +151,6 @@ struct InCodes {
   CA_INLINE Floats weighted(Floats sum, Pairs value, Pairs weight) const {
     return add_products(sum, value, weight);
   }
-
-  CA_INLINE void put(float*, Weights& weights, int64_t i, Floats w) const {
-    store(weights.of + i, w);
-  }
-  void settle(const float*, int64_t, Weights&) const {}
 
   void arrange(BFloat16* query, int64_t dim) const {
     for (int64_t d = 0; d < dim; d += kWide) {

@@ -136,8 +136,7 @@ bool attend(const Args& args, int threads) {
     return attend<InPairs, PairUnits>(args, threads);
 #endif
 #if CA_HAS_INTEGER_DOT
-  if (args.query_dtype == kBFloat16 && args.cache_dtype == kInt8 &&
-      args.head_dim <= InDigits::kMostElements)
+  if (args.query_dtype == kBFloat16 && args.cache_dtype == kInt8)
     return attend<InDigits, FloatUnits<int8_t>>(args, threads);
 #endif
   return by_dtype(args.cache_dtype, [&](auto* type) {

@@ -131,17 +131,8 @@ CA_INLINE Floats4 joined(Floats a, Floats b, Floats c, Floats d, const Join& joi
   return joined_quarters(join(shuffled<Halves<0>>(ab, cd), shuffled<Halves<1>>(ab, cd)), join);
 }
 
-struct Plus {
-  CA_INLINE auto operator()(auto x, auto y) const { return x + y; }
-};
-
 CA_INLINE Floats4 sums(Floats a, Floats b, Floats c, Floats d) {
-  return joined(a, b, c, d, Plus{});
-}
-
-CA_INLINE float total(Floats v) {
-  const Floats4 four = joined_quarters(v, Plus{});
-  return (four[0] + four[1]) + (four[2] + four[3]);
+  return joined(a, b, c, d, [](auto x, auto y) { return x + y; });
 }
 
 CA_INLINE Floats4 largest(Floats a, Floats b, Floats c, Floats d) {
