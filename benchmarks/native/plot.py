@@ -25,6 +25,8 @@ def bars(path: Path, title: str, panels: Mapping[str, Groups]) -> None:
     figure.suptitle(title)
     for axes, (name, groups) in zip(grid.flat, panels.items(), strict=False):
         panel(axes, name, groups)
+    for axes in grid.flat[len(panels) :]:
+        axes.remove()
     figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=6)
     figure.savefig(path, dpi=100)
 

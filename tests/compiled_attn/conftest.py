@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from compiled_attn.kernels.native import NativeUnavailable
+from compiled_attn.kernels.native import NativeOps, NativeUnavailable, load
 from compiled_attn.kernels.native.build import find_compiler
 
 
@@ -15,3 +15,9 @@ def compiler() -> None:
         find_compiler()
     except NativeUnavailable as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def ops(compiler: None) -> NativeOps:
+    """The ops of this processor's best build, which must not fail where there is a compiler."""
+    return load(strict=True)

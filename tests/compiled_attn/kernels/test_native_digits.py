@@ -5,18 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compiled_attn.kernels.native import NativeUnavailable, load
 from tests.compiled_attn.kernels.native_scene import Scene, assert_right, dense, scene
 
 DECODES = [(1, 1), (1, 63), (1, 64), (1, 65), (2, 130), (1, 300)]
-
-
-@pytest.fixture(scope="module")
-def ops():
-    try:
-        return load(strict=True)
-    except NativeUnavailable as error:
-        pytest.skip(str(error))
 
 
 def _step(**options) -> Scene:

@@ -6,19 +6,10 @@ import threading
 import pytest
 import torch
 
-from compiled_attn.kernels.native import NativeUnavailable, load
 from compiled_attn.rotary import apply_rotary
 from tests.compiled_attn.kernels.native_scene import assert_right, scene
 
 T, H, HK, D = 9, 4, 2, 64
-
-
-@pytest.fixture(scope="module")
-def ops():
-    try:
-        return load(strict=True)
-    except NativeUnavailable as error:
-        pytest.skip(str(error))
 
 
 def step(dtype=torch.float32):

@@ -106,7 +106,7 @@ class FewRows {
     if (!first.count) return;
     const Stretch rows = stretch(args_.key_cache, first.key, first.count);
     Prefetch keys(rows, rows, 0);
-    for (int64_t row = 0; row < std::min(ahead(), rows.rows()); ++row) {
+    for (int64_t row = std::min(ahead(), rows.rows()); row > 0; --row) {
       const char* at = keys.rows(1);
       for (int64_t d = 0; d < args_.head_dim; d += Prefetch::kLine / int64_t(sizeof(Element)))
         prefetch<1>(at + d * sizeof(Element));

@@ -103,6 +103,10 @@ class Tiles {
     scratch_.take(keys_, kTileKeys * units_);
     scratch_.take(values_, kTileKeys * value_dim_ / kUnit);
     scratch_.take(copies_, std::max(units_ * kUnit, value_dim_) * kLanes * 2);
+    if (args.key_scale.data) {
+      scratch_.take(key_scales_, kTileKeys);
+      scratch_.take(value_scales_, kTileKeys);
+    }
   }
 
   void run(const Part& part, const Results& results) {
@@ -112,7 +116,10 @@ class Tiles {
       chunk_.fill(request, at, part.keys.end);
       pack_keys(part.kv_begin);
       pack_values(part.kv_begin);
-      if (args_.key_scale.data) take_scales(part.kv_begin);
+      if (key_scales_) {
+        gather(args_.key_scale, part.kv_begin, part.kv_end, chunk_.key_scale, key_scales_);
+        gather(args_.value_scale, part.kv_begin, part.kv_end, chunk_.value_scale, value_scales_);
+      }
       for (int64_t j = 0; j < count_; j += kTileRows)
         take(j, std::min<int64_t>(j + kTileRows, count_));
     }
@@ -179,12 +186,6 @@ class Tiles {
                    });
   }
 
-  void take_scales(int64_t h) {
-    gather(args_.key_scale, h, h + 1, chunk_.key_scale, scales_[0]);
-    gather(args_.value_scale, h, h + 1, chunk_.value_scale, scales_[1]);
-    key_scales_ = scales_[0], value_scales_ = scales_[1];
-  }
-
   // Keys as panels [units, kPanel]: each column a token.
   void pack_keys(int64_t h) {
     const Element* from =
@@ -236,9 +237,7 @@ class Tiles {
   int64_t group_, units_, value_dim_, count_ = 0;
   float *queries_, *scores_, *sums_, *keys_, *values_;
   Element* copies_;
-  float scales_[2][kTileKeys];
-  const float *key_scales_ = nullptr,
-              *value_scales_ = nullptr;  // of the chunk, null where the cache has none
+  float *key_scales_ = nullptr, *value_scales_ = nullptr;  // of the chunk
   float factors_[kBandRows];
   Running running_[kBandRows];
   ScoreRow rows_[kBandRows];
