@@ -100,8 +100,9 @@ def _engine(engine: SimulatedEngine, **config: object) -> Engine:
 def _recorded(engine: Engine, arrivals: list[Arrival], concurrency: int | None) -> list[list[int]]:
     texts = prompts(arrivals, engine.sizing.vocab)
     sampling = [SamplingParams(max_new_tokens=a.output_tokens, ignore_eos=True) for a in arrivals]
-    list(engine.generate(texts, sampling, concurrency=concurrency))
-    return [[record.need[axis] for axis in AXES] for record in engine.records]
+    infos = []
+    list(engine.generate(texts, sampling, concurrency=concurrency, on_step=infos.append))
+    return [[info.step.need[axis] for axis in AXES] for info in infos]
 
 
 def _some(hash_block: int, count: int = 7) -> list[Arrival]:
