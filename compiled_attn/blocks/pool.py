@@ -9,16 +9,9 @@ from numpy.typing import NDArray
 
 from compiled_attn.blocks.allocator import BlockAllocator
 from compiled_attn.blocks.errors import DuplicateRequest, OutOfBlocks, UnknownRequest, whole
-from compiled_attn.blocks.partial import TOKEN_BYTES
+from compiled_attn.blocks.findable import publish, withhold
 from compiled_attn.blocks.places import BlockPlaces
-from compiled_attn.blocks.prefix import (
-    PrefixIndex,
-    PrefixMatch,
-    Salt,
-    Tokens,
-    check_tokens,
-    token_bytes,
-)
+from compiled_attn.blocks.prefix import PrefixIndex, PrefixMatch, Salt, Tokens, check_tokens
 from compiled_attn.blocks.stats import PoolStats
 from compiled_attn.blocks.table import BlockTable
 
@@ -198,7 +191,9 @@ class BlockPool:
         """Reserve ``n`` more positions: ``reserve(request_id, length + n)``."""
         return self.reserve(request_id, self.table(request_id).length + whole("n", n, 0))
 
-    def commit(self, request_id: Hashable, tokens: Tokens, length: int) -> None:
+    def commit(
+        self, request_id: Hashable, tokens: Tokens, length: int, *, share: bool = True
+    ) -> None:
         """Declare that positions ``< length`` hold K/V of ``tokens``: full blocks can be found.
 
         The cost is that of the blocks that became full since the last commit. Where another block
@@ -209,6 +204,9 @@ class BlockPool:
             tokens: all token ids of the request so far, prompt included, ``[>= length]``. What was
                 committed before is not looked at again.
             length: between ``num_computed`` and ``length`` of the table.
+            share: False where others must not find what was computed since the last commit (it
+                holds NaN, say). The block that it continues is not found any more either, and
+                nothing that this request, or a fork of it from now on, computes later.
 
         Raises:
             ValueError: ``length`` or ``tokens`` don't fit the table.
@@ -217,9 +215,10 @@ class BlockPool:
         table = self.table(request_id)
         length = whole("length", length, 0)
         self._check_commit(table, tokens, length)
-        stop = self._findable(table, length)
-        if stop > table._num_keyed * self.block_size:
-            self._index_blocks(table, tokens, stop)
+        if share:
+            publish(self._index, table, tokens, length)
+        else:
+            withhold(self._index, table, length)
         table.num_computed = length
 
     def fork(self, parent_id: Hashable, child_id: Hashable) -> BlockTable:
@@ -379,24 +378,6 @@ class BlockPool:
                 f"expected the blocks of request {table.request_id!r} to be copied before they are "
                 f"written, got blocks {waiting} waiting: perform pop_copies() before each step"
             )
-
-    def _findable(self, table: BlockTable, length: int) -> int:
-        """Up to which position blocks are indexed once ``length`` positions are computed."""
-        full = length - length % self.block_size
-        if self._index.min_partial is None:
-            return full
-        step = self._index.min_partial
-        before = max(0, table.num_computed - full)
-        return length if (length - full) // step > before // step else full
-
-    def _index_blocks(self, table: BlockTable, tokens: Tokens, stop: int) -> None:
-        start, size = table._num_keyed, self.block_size * TOKEN_BYTES
-        # All tokens before the first insertion: a bad one must change nothing.
-        data = token_bytes(tokens[start * self.block_size : stop])
-        for number, block in enumerate(table.blocks[start : self._blocks_of(stop)]):
-            part = data[number * size : (number + 1) * size]
-            table._key = self._index.put(table._key, part, block)
-        table._num_keyed = stop // self.block_size
 
 
 def _all_but_last(tokens: Tokens) -> Tokens:

@@ -183,6 +183,12 @@ class PrefixIndex:
             del self._twins[key]
         return self._block_of.get(key, 0)
 
+    def withdraw(self, block: int) -> None:
+        """Forget ``block`` in whatever way it is known; nothing where it is not."""
+        self.remove_twin(block)
+        if block in self:
+            self.remove(block)
+
     def key_of(self, block: int) -> bytes:
         """Return the key of a full ``block``. Raises ``ValueError`` where it has none."""
         if block not in self._key_of:
