@@ -43,6 +43,8 @@ class BlockPool:
         min_partial_tokens: tokens that a partial hit must save to be worth a copy, between 1 and
             ``block_size - 1``; default a quarter of a block. A block that is being filled can be
             found each time that it gained as many.
+        key: of the hash that finds prefixes, 1 to 64 secret bytes; None draws a random one for this
+            pool. Give one where digests must be equal in several processes.
 
     Example::
 
@@ -61,11 +63,12 @@ class BlockPool:
         *,
         partial_hits: bool = False,
         min_partial_tokens: int | None = None,
+        key: bytes | None = None,
     ) -> None:
         self.num_blocks = whole("num_blocks (one of them is the null block)", num_blocks, 2)
         self.block_size = whole("block_size", block_size, 1)
         worth = _least_partial(self.block_size, min_partial_tokens)
-        self._index = PrefixIndex(self.block_size, worth if partial_hits else None)
+        self._index = PrefixIndex(self.block_size, worth if partial_hits else None, key=key)
         self._blocks = BlockAllocator(self.num_blocks, self._index)
         self._tables: dict[Hashable, BlockTable] = {}
         self._refcounts = np.frombuffer(self._blocks.refs, dtype=np.int32)
