@@ -135,6 +135,6 @@ class BlockTable:
         self._array[len(self.blocks) - 1] = block
 
     def _clear(self) -> None:
-        self._array[: len(self.blocks)] = 0
+        self._array.fill(0)
         self.blocks.clear()
         self.length = self.num_computed = self.num_cached_tokens = 0

@@ -1,12 +1,31 @@
-"""Which blocks of a computed table can be found by their content, and from where on none can."""
+"""What it takes to commit computed positions of a table, and which blocks can be found then."""
 
 from __future__ import annotations
 
+from compiled_attn.blocks.copies import PendingCopies
 from compiled_attn.blocks.partial import TOKEN_BYTES
-from compiled_attn.blocks.prefix import PrefixIndex, Tokens, token_bytes
+from compiled_attn.blocks.prefix import PrefixIndex, Tokens, check_tokens, token_bytes
 from compiled_attn.blocks.table import BlockTable
 
-__all__ = ["publish", "withhold"]
+__all__ = ["check_commit", "publish", "withhold"]
+
+
+def check_commit(table: BlockTable, tokens: Tokens, length: int, copies: PendingCopies) -> None:
+    """Raise what `BlockPool.commit` raises."""
+    if not table.num_computed <= length <= table.length:
+        raise ValueError(
+            f"expected a length between {table.num_computed} (computed) and {table.length} "
+            f"(reserved) for request {table.request_id!r}, got {length}: "
+            "reserve before, and commit only forward"
+        )
+    check_tokens(tokens)
+    if len(tokens) < length:
+        raise ValueError(
+            f"expected at least {length} tokens for request {table.request_id!r}, "
+            f"got {len(tokens)}: pass the prompt too"
+        )
+    if length > table.num_computed and copies:
+        _check_copied(table, length, copies)
 
 
 def publish(index: PrefixIndex, table: BlockTable, tokens: Tokens, length: int) -> None:
@@ -32,8 +51,22 @@ def withhold(index: PrefixIndex, table: BlockTable, length: int) -> None:
     Without a key no later block of the table, and of none forked from it, has one.
     """
     table._key = None
-    for block in table.blocks[table.num_computed // table.block_size : _blocks_of(table, length)]:
+    for block in _written(table, length):
         index.withdraw(block)
+
+
+def _check_copied(table: BlockTable, length: int, copies: PendingCopies) -> None:
+    waiting = [block for block in _written(table, length) if block in copies]
+    if waiting:
+        raise RuntimeError(
+            f"expected the blocks of request {table.request_id!r} to be copied before they are "
+            f"written, got blocks {waiting} waiting: perform pending_copies() before each step, "
+            "and say so with copied()"
+        )
+
+
+def _written(table: BlockTable, length: int) -> list[int]:
+    return table.blocks[table.num_computed // table.block_size : _blocks_of(table, length)]
 
 
 def _findable(index: PrefixIndex, table: BlockTable, length: int) -> int:
