@@ -7,7 +7,7 @@ from compiled_attn.blocks.partial import TOKEN_BYTES
 from compiled_attn.blocks.prefix import PrefixIndex, Tokens, check_tokens, token_bytes
 from compiled_attn.blocks.table import BlockTable
 
-__all__ = ["check_commit", "publish", "withhold"]
+__all__ = ["check_commit", "publish", "withdraw"]
 
 
 def check_commit(table: BlockTable, tokens: Tokens, length: int, copies: PendingCopies) -> None:
@@ -31,7 +31,7 @@ def check_commit(table: BlockTable, tokens: Tokens, length: int, copies: Pending
 def publish(index: PrefixIndex, table: BlockTable, tokens: Tokens, length: int) -> None:
     """Let the blocks that became full with ``length`` computed positions be found, or parts of one.
 
-    Nothing of a table of which something was withheld is.
+    Nothing of a table that was withdrawn is.
     """
     key, start, stop = table._key, table._num_keyed, _findable(index, table, length)
     if key is None or stop <= start * table.block_size:
@@ -45,13 +45,13 @@ def publish(index: PrefixIndex, table: BlockTable, tokens: Tokens, length: int) 
     table._key, table._num_keyed = key, stop // table.block_size
 
 
-def withhold(index: PrefixIndex, table: BlockTable, length: int) -> None:
-    """Let nothing that is computed from here on be found, nor the block that it continues.
+def withdraw(index: PrefixIndex, table: BlockTable) -> None:
+    """Let none of the table's blocks be found.
 
     Without a key no later block of the table, and of none forked from it, has one.
     """
     table._key = None
-    for block in _written(table, length):
+    for block in table.blocks:
         index.withdraw(block)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from compiled_attn.blocks.allocator import BlockAllocator
-from compiled_attn.blocks.commit import check_commit, publish, withhold
+from compiled_attn.blocks.commit import check_commit, publish, withdraw
 from compiled_attn.blocks.errors import DuplicateRequest, OutOfBlocks, UnknownRequest, whole
 from compiled_attn.blocks.places import BlockPlaces
 from compiled_attn.blocks.prefix import PrefixIndex, PrefixMatch, Salt, Tokens, check_tokens
@@ -195,9 +195,7 @@ class BlockPool:
         """Reserve ``n`` more positions: ``reserve(request_id, length + n)``."""
         return self.reserve(request_id, self.table(request_id).length + whole("n", n, 0))
 
-    def commit(
-        self, request_id: Hashable, tokens: Tokens, length: int, *, share: bool = True
-    ) -> None:
+    def commit(self, request_id: Hashable, tokens: Tokens, length: int) -> None:
         """Declare that positions ``< length`` hold K/V of ``tokens``: full blocks can be found.
 
         The cost is that of the blocks that became full since the last commit. Where another block
@@ -208,9 +206,6 @@ class BlockPool:
             tokens: all token ids of the request so far, prompt included, ``[>= length]``. What was
                 committed before is not looked at again.
             length: between ``num_computed`` and ``length`` of the table.
-            share: False where others must not find what was computed since the last commit (it
-                holds NaN, say). The block that it continues is not found any more either, and
-                nothing that this request, or a fork of it from now on, computes later.
 
         Raises:
             ValueError: ``length`` or ``tokens`` don't fit the table.
@@ -219,11 +214,16 @@ class BlockPool:
         table = self.table(request_id)
         length = whole("length", length, 0)
         check_commit(table, tokens, length, self._blocks.copies)
-        if share:
-            publish(self._index, table, tokens, length)
-        else:
-            withhold(self._index, table, length)
+        publish(self._index, table, tokens, length)
         table.num_computed = length
+
+    def withdraw(self, request_id: Hashable) -> None:
+        """Let no later prompt find the blocks that a request holds: they hold NaN, say.
+
+        Nor what it, or a fork of it from now on, computes later. Those who hold the blocks already
+        keep them. Where another block has the same content, that one is found instead.
+        """
+        withdraw(self._index, self.table(request_id))
 
     def fork(self, parent_id: Hashable, child_id: Hashable) -> BlockTable:
         """Register ``child_id`` with blocks, positions and salt of ``parent_id``; copies nothing.

@@ -394,41 +394,40 @@ def test_content_that_is_already_found_elsewhere_keeps_its_first_block() -> None
 # Content that nobody else may find
 
 
-def test_what_is_withheld_is_computed_but_never_found() -> None:
+def test_what_is_withdrawn_is_never_found_nor_what_follows_it() -> None:
     pool = BlockPool(num_blocks=20, block_size=2)
     tokens = list(range(10))
     table = pool.add("a", tokens)
     pool.reserve("a", 10)
     pool.commit("a", tokens, 4)
-    pool.commit("a", tokens, 7, share=False)
-    assert table.num_computed == 7
-    pool.commit("a", tokens, 10)  # its chain is broken: what follows cannot be found either
+    pool.withdraw("a")
+    pool.commit("a", tokens, 10)  # its chain is broken
     assert table.num_computed == 10
-    assert pool.add("b", tokens).num_cached_tokens == 4
+    assert pool.add("b", tokens).num_cached_tokens == 0
     pool.free("b")
     pool.free("a")
-    assert (pool.stats().cached, pool.stats().free) == (2, 17)
+    assert (pool.stats().cached, pool.stats().free) == (0, 19)
 
 
 @pytest.mark.parametrize("end", ["free", "preempt"])
-def test_nothing_withheld_stays_cached_when_its_request_leaves(end: str) -> None:
+def test_nothing_withdrawn_stays_cached_when_its_request_leaves(end: str) -> None:
     pool = BlockPool(num_blocks=20, block_size=2)
     tokens = list(range(8))
-    pool.add("a", tokens)
-    pool.reserve("a", 8)
-    pool.commit("a", tokens, 8, share=False)
+    run(pool, "a", tokens)
+    pool.withdraw("a")
     getattr(pool, end)("a")
     assert (pool.stats().cached, pool.stats().free) == (0, 19)
     assert run(pool, "a", tokens).num_cached_tokens == 0  # the same name begins anew
     assert pool.add("b", tokens).num_cached_tokens == 6
 
 
-def test_a_fork_of_a_request_that_withheld_is_never_found_either() -> None:
+def test_a_fork_of_a_request_that_was_withdrawn_is_never_found_either() -> None:
     pool = BlockPool(num_blocks=20, block_size=2)
     tokens = list(range(8))
     pool.add("a", tokens)
     pool.reserve("a", 8)
-    pool.commit("a", tokens, 3, share=False)
+    pool.commit("a", tokens, 3)
+    pool.withdraw("a")
     pool.fork("a", "b")
     pool.free("a")
     pool.commit("b", tokens, 8)
@@ -439,46 +438,42 @@ def test_a_fork_of_a_request_that_withheld_is_never_found_either() -> None:
     assert pool.stats().cached == 0
 
 
-def test_a_fork_withholds_what_another_wrote_into_the_same_block() -> None:
+def test_who_holds_a_withdrawn_block_keeps_it_until_the_end() -> None:
     pool = BlockPool(num_blocks=20, block_size=2)
     tokens = list(range(8))
-    pool.add("a", tokens)
-    pool.reserve("a", 8)
-    pool.commit("a", tokens, 2)
-    pool.fork("a", "b")
-    pool.commit("a", tokens, 8)
-    assert pool.add("c", tokens).num_cached_tokens == 6
-    pool.commit("b", tokens, 6, share=False)
-    assert pool.add("d", tokens).blocks == [1]
-    for name in pool.requests:
-        pool.free(name)
-    assert pool.add("e", tokens).num_cached_tokens == 2
+    run(pool, "a", tokens)
+    shared = pool.add("b", tokens).blocks
+    pool.withdraw("a")
+    pool.free("a")
+    assert pool.table("b").blocks == shared and len(shared) == 3
+    assert pool.add("c", tokens).num_cached_tokens == 0
+    pool.free("b")
+    assert pool.stats().cached == 0
 
 
-def test_an_equal_block_of_another_request_is_found_instead_of_a_withheld_one() -> None:
+def test_an_equal_block_of_another_request_is_found_instead_of_a_withdrawn_one() -> None:
     pool = BlockPool(num_blocks=20, block_size=2)
     tokens = list(range(4))
     for name in ("a", "twin"):
         pool.add(name, tokens)
         pool.reserve(name, 4)
-    pool.fork("a", "b")
     pool.commit("a", tokens, 4)
     pool.commit("twin", tokens, 4)
-    pool.commit("b", tokens, 4, share=False)
+    pool.withdraw("a")
     assert pool.add("c", [*tokens, 4]).blocks == pool.table("twin").blocks
 
 
-def test_a_fork_that_goes_on_is_found_where_only_the_other_withheld() -> None:
+def test_a_withdrawn_twin_does_not_come_back_when_the_block_that_is_found_goes() -> None:
     pool = BlockPool(num_blocks=20, block_size=2)
     tokens = list(range(4))
-    run(pool, "a", tokens)
-    pool.fork("a", "b")
-    pool.append("a", 2)
-    pool.append("b", 2)
-    pool.commit("a", [*tokens, 7, 7], 6, share=False)
-    pool.commit("b", [*tokens, 8, 8], 6)
-    assert pool.add("c", [*tokens, 7, 7, 0]).num_cached_tokens == 4
-    assert pool.add("d", [*tokens, 8, 8, 0]).num_cached_tokens == 6
+    for name in ("a", "twin"):
+        pool.add(name, tokens)
+        pool.reserve(name, 4)
+    pool.commit("a", tokens, 4)
+    pool.commit("twin", tokens, 4)
+    pool.withdraw("twin")
+    pool.withdraw("a")
+    assert pool.add("c", [*tokens, 4]).num_cached_tokens == 0
 
 
 def test_free_blocks_are_taken_before_cached_ones_are_evicted() -> None:

@@ -37,7 +37,7 @@ class Row:
     length: int = 0
     computed: int = 0
     cached: int = 0
-    withheld: bool = False
+    withdrawn: bool = False
 
     def payload(self, position: int) -> Payload:
         return (self.salt, tuple(self.tokens[: position + 1]))
@@ -317,7 +317,7 @@ class ModelledPool:
             assert self.pool.pop_copies() == pairs
         self.let_go([source for source, _ in pairs[skipped:]])
 
-    def step(self, name: str, share: float, withhold: bool = False) -> None:
+    def step(self, name: str, share: float) -> None:
         """One step of the engine for one request: copy, write K/V, commit."""
         row = self.rows[name]
         start, end = row.computed, row.computed + round(share * (row.length - row.computed))
@@ -326,20 +326,20 @@ class ModelledPool:
             place = self.at[row.blocks[position // self.size]]
             self.cache[place][position % self.size] = row.payload(position)
         row.computed = end
-        self.pool.commit(name, row.tokens, end, share=not withhold)
-        row.withheld |= withhold
-        if withhold:
-            self.withhold(row.blocks[start // self.size : -(-end // self.size)])
-        if not row.withheld:
+        self.pool.commit(name, row.tokens, end)
+        if not row.withdrawn:
             self.note(row, start, end)
 
-    def withhold(self, blocks: list[int]) -> None:
-        for block in blocks:
+    def withdraw(self, name: str) -> None:
+        row = self.rows[name]
+        self.pool.withdraw(name)
+        row.withdrawn = True
+        for block in row.blocks:
             self.withdrawn |= {key for key, other in self.index.items() if other == block}
             self.forget(block)
             if block in self.twins:
                 self.withdrawn.add(self.twins.pop(block))
-            self.counts["withheld"] += 1
+            self.counts["withdrawn"] += 1
 
     def note(self, row: Row, start: int, end: int) -> None:
         for number in range(start // self.size, end // self.size):
@@ -370,9 +370,9 @@ class ModelledPool:
     def fork(self, parent: str, child: str) -> None:
         row = self.rows[parent]
         tokens = row.tokens[: row.length]
-        length, computed, withheld = row.length, row.computed, row.withheld
+        length, computed, withdrawn = row.length, row.computed, row.withdrawn
         blocks = list(row.blocks)
-        self.rows[child] = Row(row.salt, tokens, blocks, length, computed, withheld=withheld)
+        self.rows[child] = Row(row.salt, tokens, blocks, length, computed, withdrawn=withdrawn)
         self.pool.fork(parent, child)
 
     def free(self, name: str, preempt: bool) -> Row:
@@ -398,7 +398,7 @@ class ModelledPool:
             lambda: self.pool.commit("unknown", [], 0),
             lambda: self.pool.commit(name, row.tokens, row.length + 1),
             lambda: self.pool.commit(name, row.tokens, row.computed - 1),
-            lambda: self.pool.commit(name, row.tokens, row.length + 1, share=False),
+            lambda: self.pool.withdraw("unknown"),
             lambda: self.pool.free("unknown"),
             lambda: self.pool.preempt("unknown"),
             lambda: places.swap([(1, self.total), (self.total, 1)]),
@@ -441,7 +441,7 @@ class ModelledPool:
     def check_chains(self) -> None:
         """Whatever is found is found with all that leads to it: tails were evicted first.
 
-        Unless a fork withheld a block that another had made findable.
+        Unless a fork withdrew a block that another had made findable.
         """
         for salt, content in [*self.index, *self.tails]:
             parent = content[: (len(content) - 1) // self.size * self.size]
@@ -536,11 +536,14 @@ class BlockPoolMachine(RuleBasedStateMachine):
         self.both.fill(self.live(pick), token)
 
     @precondition(lambda self: self.both.rows)
-    @rule(
-        pick=PICK, share=st.sampled_from([0.5, 1.0]), withhold=st.sampled_from([False] * 7 + [True])
-    )
-    def step(self, pick: int, share: float, withhold: bool) -> None:
-        self.both.step(self.live(pick), share, withhold)
+    @rule(pick=PICK, share=st.sampled_from([0.5, 1.0]))
+    def step(self, pick: int, share: float) -> None:
+        self.both.step(self.live(pick), share)
+
+    @precondition(lambda self: self.both.rows)
+    @rule(pick=PICK)
+    def withdraw(self, pick: int) -> None:
+        self.both.withdraw(self.live(pick))
 
     @precondition(lambda self: 0 < len(self.both.rows) < len(NAMES))
     @rule(pick=PICK, child=PICK)
@@ -602,7 +605,9 @@ def random_event(both: ModelledPool, rng: random.Random) -> None:
         more = 1 if event == "append" else rng.randrange(12)
         both.reserve(name, both.rows[name].length + more, rng.randrange(2))
     elif live and event == "step":
-        both.step(rng.choice(live), rng.choice((0.5, 1.0)), rng.random() < 0.1)
+        both.step(rng.choice(live), rng.choice((0.5, 1.0)))
+        if rng.random() < 0.1:
+            both.withdraw(rng.choice(live))
     elif live and event == "free":
         both.free(rng.choice(live), preempt=rng.random() < 0.5)
     elif live and event == "misuse":
@@ -623,7 +628,7 @@ def test_pool_and_model_agree_over_thousands_of_random_events(size: int, least: 
         random_event(both, rng)
         both.check()
     seen = {name for name, count in both.counts.items() if count > 20}
-    wanted = {"evictions", "hits", "preemptions", "out of blocks", "moves", "withheld"}
+    wanted = {"evictions", "hits", "preemptions", "out of blocks", "moves", "withdrawn"}
     if size > 1:
         wanted |= {"copies"}
     if least is not None:

@@ -38,18 +38,19 @@ def _scheduled(arrivals: list[Arrival], engine: SimulatedEngine) -> tuple[list[l
             Request(
                 part.sequence.tokens[part.sequence.computed : part.sequence.computed + part.count],
                 part.sequence.computed,
-                pool.table(part.sequence.index).array,
-                num_logits=int(part.wants_logits),
+                pool.table(part.sequence.request_id).array,
             )
             for part in step
         ]
         needs.append([*builder.need(requests).values(), len(requests)])
         sampled = [part.sequence for part in step if part.wants_logits]
-        scheduler.commit(step)
+        for part in step:
+            scheduler.commit(part)
         for sequence in sampled:
             fresh += 1
-            sequence.append(fresh, 0.0)
-            if sequence.finish_reason:
+            ends = sequence.event(fresh, 0.0).result is not None
+            sequence.take(len(sequence.tokens), fresh, 0.0)
+            if ends:
                 scheduler.finish(sequence)
     return needs, scheduler.preemptions
 

@@ -291,7 +291,7 @@ def test_settings_that_cannot_work_are_refused(bad):
 
 
 def test_aborting_an_unknown_request_is_an_error():
-    with pytest.raises(KeyError, match="index 5"):
+    with pytest.raises(KeyError, match="got 5"):
         _engine().abort(5)
 
 
