@@ -231,7 +231,8 @@ def test_arrivals_are_waited_for():
     engine = _engine()
     results = list(engine.generate(_prompts(2), arrivals=[0.05, 0.0]))
     # The prompt that arrives first is queued first and counted from its arrival.
-    assert results[0].index == 0 and results[0].prompt == _prompts(2)[1]
+    assert [result.request_id for result in results] == [0, 1]
+    assert results[0].index == 1 and results[0].prompt == _prompts(2)[1]
 
 
 def test_the_report_counts_what_happened_and_is_json():
