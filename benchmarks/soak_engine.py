@@ -32,9 +32,7 @@ BATCH = 2000
 def engine() -> Engine:
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
-    config = LlamaConfig(
-        vocab_size=VOCAB, num_hidden_layers=1, max_position_embeddings=64, **sizes
-    )
+    config = LlamaConfig(vocab_size=VOCAB, num_hidden_layers=1, max_position_embeddings=64, **sizes)
     made = Engine(
         LlamaForCausalLM(config).eval(),
         EngineConfig(256, 64, block_size=4, num_blocks=1024, max_graphs=4, backend="eager"),

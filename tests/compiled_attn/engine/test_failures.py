@@ -140,7 +140,7 @@ def test_prompts_that_are_not_integers_are_refused_in_one_line(prompt, message):
 
 @pytest.mark.parametrize("prompts", ["hello", 7, [1, 2, 3]])
 def test_prompts_that_are_no_list_of_prompts_are_refused(prompts):
-    with pytest.raises(ConfigError, match="expected a (list of prompts|prompt as a list)"):
+    with pytest.raises(ConfigError, match=r"expected a (list of prompts|prompt as a list)"):
         _engine().generate(prompts)
 
 

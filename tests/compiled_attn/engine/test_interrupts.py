@@ -132,6 +132,7 @@ def _random_lines(rng: random.Random) -> Iterator[Callable[[], Interruption]]:
         yield lambda: interrupted_at(int(2 ** rng.uniform(0, 11.5)), Boom)
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("kernel", "interrupts"),
     [
@@ -159,6 +160,7 @@ def _lines_of_steps(run: Run, steps: int) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_a_step_interrupted_at_each_of_its_lines_loses_no_token_and_no_block():
     run = Run()
     for place in _lines_of_steps(run, 80):

@@ -102,7 +102,11 @@ def test_the_newest_sequence_is_preempted_and_goes_to_the_head_of_the_queue():
 
 def test_a_preempted_sequence_that_was_in_the_step_already_leaves_it():
     scheduler, old, new = _two_running()
-    old.tokens += [7, 8, 9]  # four are left to compute, so that the decode of the newer one is first
+    old.tokens += [
+        7,
+        8,
+        9,
+    ]  # four to compute, so the newer one's decode comes first
     _hold_all_but(scheduler, 2)
     step = scheduler.schedule()
     assert [(part.sequence, part.count) for part in step] == [(old, 4)]
@@ -118,7 +122,7 @@ def test_a_step_with_a_preemption_admits_nobody():
 
 def test_a_newcomer_leaves_a_block_free_for_each_running_sequence():
     for free, is_admitted in ((5, False), (6, True)):
-        scheduler, old, new = _two_running(20)
+        scheduler, *_ = _two_running(20)
         scheduler.add(_sequence(2, 4, start=200))
         _hold_all_but(scheduler, free)
         # Two blocks go to the decodes of this step, two to the newcomer, two stay spare.
