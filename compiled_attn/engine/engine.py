@@ -64,7 +64,7 @@ class Engine:
         self.scheduler = Scheduler(self.pool, config.max_tokens_per_step, config.max_seqs)
         self.records: list[StepRecord] = []
         self.results: list[GenerationResult] = []
-        self._sentinel = no_compile(strict=config.strict)
+        self._sentinel = no_compile(strict=config.strict, all_threads=config.watch_process)
         self._warm: WarmupReport | None = None
         self._is_serving = False
         self._next_index = 0
