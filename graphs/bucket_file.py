@@ -18,11 +18,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from graphs.buckets import BucketSpace
+from graphs.texts import clipped, quoted
 
 __all__ = ["BucketFileError", "from_file", "to_file"]
 
 _VERSION = 1
 _MAX_BUCKETS = 100_000
+_LONGEST = 300  # characters of a reason
+_LONGEST_NAME = 80
 _HEADER = re.compile(r"\s*(#?)\s*(axes|version)\s*:\s*(.*?)\s*$")
 _TOKEN = re.compile(r"\s*(-?\d+\.\d*|-?\d+|\w+|\S)")
 
@@ -52,7 +55,8 @@ def from_file(path: str | os.PathLike[str]) -> BucketSpace:
         try:
             names = _read_line(line, names, rows)
         except ValueError as error:
-            raise BucketFileError(f"{path}:{number}: {error}: {line.strip()!r}") from None
+            problem = clipped(str(error), _LONGEST)
+            raise BucketFileError(f"{path}:{number}: {problem}: {quoted(line.strip())}") from None
     if not rows:
         raise BucketFileError(
             f"{path}: no bucket in it; expected `axes: <names>` and one tuple a line"
@@ -60,7 +64,7 @@ def from_file(path: str | os.PathLike[str]) -> BucketSpace:
     try:
         return BucketSpace(names, rows)
     except ValueError as error:
-        raise BucketFileError(f"{path}: {error}") from None
+        raise BucketFileError(f"{path}: {clipped(str(error), _LONGEST)}") from None
 
 
 def to_file(space: BucketSpace, path: str | os.PathLike[str]) -> None:
@@ -99,8 +103,8 @@ def _read_line(line: str, names: list[str], rows: dict[tuple[int, ...], None]) -
 
 
 def _check_version(text: str) -> None:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise ValueError(f"version is {text!r}; expected `version: {_VERSION}`")
+    if not text.isascii() or not text.isdigit() or len(text) > 9 or int(text) < 1:
+        raise ValueError(f"version is {quoted(text)}; expected `version: {_VERSION}`")
     if int(text) > _VERSION:
         raise ValueError(f"version {text} is newer than {_VERSION}; update this library to read it")
 
@@ -109,6 +113,8 @@ def _read_axes(text: str) -> list[str]:
     names = text.replace(",", " ").split()
     if not names or len(set(names)) != len(names):
         raise ValueError("expected the axes' names after `axes:`, each once")
+    if long := next((name for name in names if len(name) > _LONGEST_NAME), ""):
+        raise ValueError(f"expected names of at most {_LONGEST_NAME} letters, got {len(long)}")
     return names
 
 
@@ -180,13 +186,13 @@ class _Tokens:
 
     def expect(self, word: str) -> None:
         if not self.accept(word):
-            got = repr(self.peek) if self.peek else "the end of the line"
+            got = quoted(self.peek) if self.peek else "the end of the line"
             raise ValueError(f"expected {repr(word) if word else 'the end of the line'}, got {got}")
 
     def size(self) -> int:
         word = self.peek
         if not re.fullmatch(r"-?\d{1,12}", word, re.ASCII):
-            got = repr(word) if word else "the end of the line"
+            got = quoted(word) if word else "the end of the line"
             raise ValueError(f"expected a whole number of at most 12 digits, got {got}")
         if word.startswith("-"):
             raise ValueError(f"size {word} is negative; sizes are at least 0")

@@ -24,18 +24,21 @@ _NINJA = re.compile(r"^ninja(?:-build)?(?:\.exe)?$")
 # An audit hook can never be taken out again, so there is one, which does nothing while nobody
 # listens.
 _listeners: tuple[Callable[[str], None], ...] = ()
-_changing = threading.Lock()
-_is_hooked = False
+_changing = threading.RLock()
+_ASK = "graphs.builds.is_hooked"
 
 
 def listen(listener: Callable[[str], None]) -> None:
-    """Call `listener` before each build with the name of what is built; its error stops it."""
-    global _listeners, _is_hooked
+    """Call `listener` before each build, in the thread that starts it; its error stops it.
+
+    It is given the name of what is built. One that listens already is not called twice.
+    """
+    global _listeners
     with _changing:
-        _listeners = (*_listeners, listener)
-        if not _is_hooked:
+        if listener not in _listeners:
+            _listeners = (*_listeners, listener)
+        if not _is_hooked():
             sys.addaudithook(_audit)
-            _is_hooked = True
 
 
 def unlisten(listener: Callable[[str], None]) -> None:
@@ -60,7 +63,16 @@ def build_of(command: Sequence[object]) -> str:
     return Path(source).name
 
 
+def _is_hooked() -> bool:
+    # Asked, not remembered: an interrupt between hooking and remembering would hook twice.
+    answers: list[bool] = []
+    sys.audit(_ASK, answers)
+    return bool(answers)
+
+
 def _audit(event: str, args: tuple[Any, ...]) -> None:
+    if event == _ASK:
+        args[0].append(True)
     if event != "subprocess.Popen" or not _listeners:
         return
     command = args[1]

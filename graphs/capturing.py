@@ -12,7 +12,7 @@ import torch
 
 from graphs.backends.base import Backend, CaptureError
 from graphs.buckets import Bucket
-from graphs.capture import CapturedGraph, capture, median_seconds
+from graphs.capture import CapturedGraph, capture, median_seconds, resolve
 from graphs.compiles import CompileWatch
 from graphs.inputs import Input
 from graphs.journal import Journal
@@ -35,6 +35,7 @@ class Capturing:
 
     Raises:
         ValueError: a negative number, or less than one worker.
+        CaptureError: the backend is unknown, or does not work here.
         graphs.journal.JournalError: the journal is another file, or another warmup's.
     """
 
@@ -61,6 +62,7 @@ class Capturing:
         ):
             if value is not None and value < least:
                 raise ValueError(f"{what} is {value}; expected at least {least}")
+        resolve(backend, name)
         self.name = name
         self._module = module
         self._make_inputs = make_inputs

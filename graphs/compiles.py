@@ -1,15 +1,14 @@
-"""Sees every compile in the process, from torch's own callbacks, its log, and started compilers."""
+"""Sees what one thread or all of them compile, record and build, and says what and why."""
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
+from graphs import hooks
 from graphs.alone import alone
-from graphs.builds import listen, unlisten
 from graphs.causes import CompileSite, site_of_stack
 
 __all__ = ["CompileEvent", "CompileWatch"]
@@ -74,15 +73,18 @@ class CompileWatch:
     Args:
         on_event: called with each event before torch compiles; what it raises reaches the caller of
             the function.
-        all_threads: whether compiles of other threads than the one that started the watch are seen.
+        all_threads: whether all of the process is watched, or only the thread that starts the
+            watch. What a compile shares out to threads and processes of torch is part of it.
 
     Attributes:
         events: the events so far.
         graphs: how many graphs Dynamo made; fewer than compiles, where a function had no operator.
         graph_breaks: how many graph breaks the compiles met.
 
-    A compile inside another compile is not seen apart. `torch._dynamo.reset()` removes the
-    callbacks: `lost` tells.
+    Torch compiles in one thread at a time. A compile inside another compile is not seen apart, nor
+    is one that begins while another thread compiles a backward or records a CUDA graph of torch's.
+    `torch._dynamo.reset()` removes the callbacks: `lost` tells. After an interruption at any moment
+    :meth:`stop` leaves nothing behind.
     """
 
     def __init__(
@@ -99,7 +101,7 @@ class CompileWatch:
         self._thread = 0
         self._before = (0, 0)
         self._is_compiling = False
-        self._limit_handler = _LimitHandler(self._limit_hit)
+        self._ears = hooks.Listener(self._started, self._ended, self._limit_hit, self._built)
 
     @property
     def compiles(self) -> int:
@@ -108,55 +110,58 @@ class CompileWatch:
 
     @property
     def lost(self) -> bool:
-        """Whether the callbacks of a started watch have been removed by `torch._dynamo.reset()`."""
-        return self._started not in _handler().start_callbacks
+        """Whether `torch._dynamo.reset()` has blinded a started watch."""
+        return hooks.is_deaf(self._ears)
 
     def start(self) -> None:
         """Begin to see compiles."""
         self._thread = threading.get_ident()
-        _handler().register_start_callback(self._started)
-        _handler().register_end_callback(self._ended)
-        listen(self._built)
-        logging.getLogger(_LimitHandler.LOGGER).addHandler(self._limit_handler)
+        hooks.listen(self._ears)
 
     def stop(self) -> None:
-        """Stop seeing compiles, leaving nothing behind in torch."""
-        unlisten(self._built)
-        logging.getLogger(_LimitHandler.LOGGER).removeHandler(self._limit_handler)
-        for callbacks, ours in (
-            (_handler().start_callbacks, self._started),
-            (_handler().end_callbacks, self._ended),
-        ):
-            if ours in callbacks:
-                callbacks.remove(ours)
+        """Stop seeing compiles, leaving nothing behind in torch. May be called twice."""
+        hooks.unlisten(self._ears)
+        self._is_compiling = False
 
     def note(self, event: CompileEvent) -> None:
         """Take an event that torch does not know of."""
-        if self._all_threads or event.thread == self._thread:
+        if self._watches(event.thread):
             self.events.append(event)
             if self._on_event is not None:
                 self._on_event(event)
 
     def __enter__(self) -> CompileWatch:
-        self.start()
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self.stop()
+        try:
+            self.stop()
+        except BaseException:
+            self.stop()
+            raise
 
-    def _started(self, args: Any) -> None:
+    def _watches(self, thread: int) -> bool:
+        return self._all_threads or thread == self._thread
+
+    def _started(self, trigger: str) -> None:
+        if not self._watches(threading.get_ident()):
+            return
         self._before = _graphs_and_breaks()
         site = site_of_stack()
-        trigger = args.callback_trigger.name
         if trigger == "DYNAMO":
             self.note(_event("recompile" if site and site.reason else "compile", site))
         else:
             self.note(_event(_TRIGGERS.get(trigger, "build"), site))
         self._is_compiling = True
 
-    def _ended(self, args: Any) -> None:
+    def _ended(self) -> None:
         self._is_compiling = False
-        if self._all_threads or threading.get_ident() == self._thread:
+        if self._watches(threading.get_ident()):
             graphs, breaks = _graphs_and_breaks()
             self.graphs += max(0, graphs - self._before[0])
             self.graph_breaks += max(0, breaks - self._before[1])
@@ -169,33 +174,12 @@ class CompileWatch:
             self.note(_event("build", CompileSite(what, "", 0, "")))
 
 
-class _LimitHandler(logging.Handler):
-    # A function that has used up its recompiles runs eagerly from then on; torch says so in its log
-    # and nowhere else.
-    LOGGER = "torch._dynamo.convert_frame"
-
-    def __init__(self, on_hit: Callable[[], None]) -> None:
-        super().__init__(logging.WARNING)
-        self._on_hit = on_hit
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if str(record.msg).startswith("torch._dynamo hit config."):
-            self._on_hit()
-
-
 def _event(kind: Kind, site: CompileSite | None) -> CompileEvent:
     site = site or CompileSite("a function", "", 0, "")
     # A captured graph runs behind a wrapper of ours, whose name says more than its place.
     place = ("", 0) if site.file == alone.__code__.co_filename else (site.file, site.line)
     remedy = site.remedy or REMEDIES[kind]
     return CompileEvent(kind, site.function, *place, site.reason, threading.get_ident(), remedy)
-
-
-def _handler() -> Any:
-    # torch._dynamo takes seconds to import: not before someone compiles or watches.
-    import torch._dynamo
-
-    return torch._dynamo.callback.callback_handler
 
 
 def _graphs_and_breaks() -> tuple[int, int]:

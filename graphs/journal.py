@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from graphs.buckets import Bucket
+from graphs.texts import parse_json, quoted
 from graphs.warmup_report import BucketResult
 
 __all__ = ["Journal", "JournalError"]
@@ -19,6 +20,7 @@ _log = logging.getLogger(__name__)
 
 _FORM = "graphs warmup journal"
 _VERSION = 1
+_NO_JOURNAL = "is no warmup journal: give another path, or remove it"
 
 
 class JournalError(ValueError):
@@ -60,8 +62,7 @@ class Journal:
         }
         self._entries: dict[Bucket, _Entry] = {}
         self._is_broken = False
-        lines = self.path.read_text("utf-8").splitlines() if self.path.exists() else []
-        if lines:
+        if lines := self._lines():
             self._read(lines)
         self._rewrite()
 
@@ -99,20 +100,26 @@ class Journal:
         bucket = Bucket(**line["bucket"])
         self._entries[bucket] = _Entry(str(line["status"]), float(line.get("seconds", 0.0)))
 
+    def _lines(self) -> list[str]:
+        try:
+            return self.path.read_text("utf-8").splitlines() if self.path.exists() else []
+        except UnicodeDecodeError as error:
+            raise JournalError(f"{self.path} {_NO_JOURNAL}") from error
+
     def _read(self, lines: list[str]) -> None:
         head = _parsed(lines[0])
         if not isinstance(head, dict) or head.get("form") != _FORM:
-            raise JournalError(f"{self.path} is no warmup journal: give another path, or remove it")
+            raise JournalError(f"{self.path} {_NO_JOURNAL}")
         for key, expected in self._head.items():
             if head.get(key) != expected:
                 raise JournalError(
-                    f"{self.path} has {key} {head.get(key)!r}, expected {expected!r}: "
+                    f"{self.path} has {key} {quoted(head.get(key))}, expected {quoted(expected)}: "
                     "give another path, or remove it"
                 )
         for place, text in enumerate(lines[1:], start=2):
             try:
-                self._learn(json.loads(text))
-            except (ValueError, TypeError, KeyError, AttributeError) as error:
+                self._learn(parse_json(text))
+            except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
                 if place < len(lines):
                     raise JournalError(f"{self.path}:{place} is not readable: remove it") from error
 
@@ -131,6 +138,6 @@ class Journal:
 
 def _parsed(text: str) -> object:
     try:
-        return json.loads(text)
+        return parse_json(text)
     except ValueError:
         return None

@@ -1,4 +1,4 @@
-"""How much memory is in use, so that what a capture takes can be measured rather than guessed."""
+"""How much memory is in use, and how much there is: measured rather than guessed."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["bytes_in_use"]
+__all__ = ["bytes_in_use", "machine_bytes"]
 
 _STATM = Path("/proc/self/statm")
+_CGROUP = Path("/sys/fs/cgroup/memory.max")
 
 
 def bytes_in_use(devices: Iterable[torch.device]) -> int:
@@ -20,6 +21,18 @@ def bytes_in_use(devices: Iterable[torch.device]) -> int:
     """
     accelerators = {device for device in devices if device.type not in ("cpu", "meta")}
     return _resident() + sum(map(_reserved, accelerators))
+
+
+def machine_bytes() -> int | None:
+    """Bytes of memory that this machine has, or its container may use; None where nobody says."""
+    try:
+        there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return None
+    try:
+        return min(there, int(_CGROUP.read_text()))
+    except (OSError, ValueError):  # no container, or one without a limit ("max")
+        return there if there > 0 else None
 
 
 def _resident() -> int:

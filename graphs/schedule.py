@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -128,9 +129,9 @@ class Schedule:
         costs = [self._cost(bucket) for bucket in self._done]
         seconds = [*self._done.values()]
         rate = 0.0
-        if len(set(costs)) > 1:
+        with contextlib.suppress(statistics.StatisticsError):  # all costs are equal, or nearly
             # No faster than if there were no time of its own: nothing takes less than no time.
-            most = statistics.fmean(seconds) / statistics.fmean(costs)
-            rate = min(max(0.0, statistics.linear_regression(costs, seconds).slope), most)
+            slope = statistics.linear_regression(costs, seconds).slope
+            rate = min(max(0.0, slope), statistics.fmean(seconds) / statistics.fmean(costs))
         fixed = statistics.fmean(seconds) - rate * statistics.fmean(costs)
         return sum(fixed + rate * self._cost(bucket) for bucket in buckets)

@@ -15,9 +15,9 @@ __all__ = ["GraphBudgetExceeded", "no_compile"]
 
 _log = logging.getLogger(__name__)
 
-# Dynamo's hooks are one set for the process, and so is what is armed: a late capture looks here.
+# A late capture looks here; what is armed may be armed in any thread.
 _armed: tuple[no_compile, ...] = ()
-_arming = threading.Lock()
+_arming = threading.RLock()
 
 
 class GraphBudgetExceeded(RuntimeError):
@@ -38,6 +38,10 @@ class GraphBudgetExceeded(RuntimeError):
         )
 
 
+class _ArmedAlready(RuntimeError):
+    """By somebody else, who goes on watching."""
+
+
 class no_compile:
     """Context manager under which every compile of torch is an error that names its cause.
 
@@ -45,10 +49,10 @@ class no_compile:
     or inference mode, thread count, default dtype, changed global or attribute), graph breaks (each
     of which compiles), a backward that is compiled late, a CUDA graph that is recorded late, a
     function that runs eagerly because its recompile limit is reached, a kernel for which this
-    process starts a C++ or CUDA compiler, and a late :func:`graphs.capture`. Compiles by other
-    threads count too, since torch's hooks belong to the process: with `all_threads=False` only
-    those of the thread that armed it do. Kernels that are built inside a library (Triton's), or by
-    another process, are not seen.
+    process starts a C++ or CUDA compiler, and a late :func:`graphs.capture`. Watched is the thread
+    that arms it: others may warm up and compile meanwhile. Kernels that are built inside a library
+    (Triton's), or by another process, are not seen, nor is a backward that autograd runs in a
+    thread of its own (as it does on an accelerator), unless `all_threads`.
 
         manager.warmup()
         with no_compile():
@@ -57,7 +61,7 @@ class no_compile:
     Args:
         strict: True raises :class:`GraphBudgetExceeded` before anything is compiled; False lets it
             compile, counts it, and logs each cause once as a warning.
-        all_threads: whether compiles of other threads count.
+        all_threads: whether what other threads compile, build and capture counts too.
 
     Attributes:
         events: everything seen so far, also after the end.
@@ -66,14 +70,14 @@ class no_compile:
             breaks stay uncounted.
 
     May be nested: each counts what it sees until a strict one raises. `torch._dynamo.reset()`
-    blinds an armed one, which then says so at the end.
+    blinds an armed one, which then says so at the end. After an exception or Ctrl-C at any line of
+    arming or disarming, :meth:`disarm` leaves nothing behind.
     """
 
-    def __init__(self, strict: bool = True, *, all_threads: bool = True) -> None:
+    def __init__(self, strict: bool = True, *, all_threads: bool = False) -> None:
         self.strict = strict
         self._watch = CompileWatch(self._judge, all_threads=all_threads)
         self._warned: set[tuple[str, str, int, str]] = set()
-        self._is_armed = False
 
     @property
     def events(self) -> tuple[CompileEvent, ...]:
@@ -106,37 +110,43 @@ class no_compile:
         return self._count("refused recompile")
 
     def arm(self) -> Self:
-        """Begin to watch.
+        """Begin to watch. After an interruption call :meth:`disarm`.
 
         Raises:
             RuntimeError: it is armed already.
         """
         global _armed
         with _arming:
-            if self._is_armed:
-                raise RuntimeError("this no_compile is armed already; nest a second one instead")
-            self._watch.start()
-            self._is_armed = True
+            if self in _armed:
+                raise _ArmedAlready("this no_compile is armed already; nest a second one instead")
             _armed = (*_armed, self)
+            self._watch.start()
         return self
 
     def disarm(self) -> None:
-        """Stop watching and leave nothing behind in torch. Does nothing if it is not armed."""
+        """Stop watching and leave nothing behind in torch, also if it is armed in part or not."""
         global _armed
         with _arming:
-            if not self._is_armed:
-                return
             if self._watch.lost:
                 _log.warning("torch._dynamo.reset() was called: compiles after it were not seen")
             self._watch.stop()
-            self._is_armed = False
             _armed = tuple(sentinel for sentinel in _armed if sentinel is not self)
 
     def __enter__(self) -> Self:
-        return self.arm()
+        try:
+            return self.arm()
+        except _ArmedAlready:
+            raise
+        except BaseException:
+            self.disarm()
+            raise
 
     def __exit__(self, *exc_info: object) -> None:
-        self.disarm()
+        try:
+            self.disarm()
+        except BaseException:
+            self.disarm()
+            raise
 
     def _count(self, *kinds: str) -> int:
         return sum(event.kind in kinds for event in self._watch.events)

@@ -66,6 +66,7 @@ class WarmupManager:
 
     Raises:
         ValueError: an unknown `order` or `overflow`, a negative budget, or less than one worker.
+        CaptureError: the backend is unknown, or does not work here.
         graphs.journal.JournalError: the journal is another file, or another warmup's.
     """
 

@@ -71,7 +71,7 @@ class Workers:
     ) -> None:
         self._jobs = jobs
         self._patience = patience
-        self._count = count
+        self._count = min(count, jobs)  # a process without a job would be forked for nothing
         self._work = work
         self._pids: list[int] = []
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from compiled_attn.batch.sizes import checked_sizes
 from compiled_attn.partial import usage_bias
 from compiled_attn.unified import UnifiedMetadata
 
@@ -48,8 +49,16 @@ class StepBatch(NamedTuple):
 
     @classmethod
     def padding(cls, bucket: Mapping[str, int]) -> StepBatch:
-        """A step of padding alone, to capture a bucket with: it writes to the null block only."""
-        sizes = {"causal": 1, **bucket}
+        """A step of padding alone, to capture a bucket with: it writes to the null block only.
+
+        Args:
+            bucket: sizes ``tokens``, ``shared``, ``unique``, ``logits``, 0 for a part that there is
+                not; ``causal`` is 1 unless it says 0. What else it has is not looked at.
+
+        Raises:
+            ValueError: a size is missing or negative.
+        """
+        sizes = checked_sizes({"causal": 1, **bucket}, ("tokens", "shared", "unique", "logits"))
         tokens, shared, unique = sizes["tokens"], sizes["shared"], sizes["unique"]
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from compiled_attn.batch.plan import StepRows, block_tables, check_holds, logits_rows, padded
+from compiled_attn.batch.sizes import checked_sizes
 from compiled_attn.unified import UnifiedMetadata
 
 __all__ = ["TableBatch", "TablePlan"]
@@ -38,8 +39,17 @@ class TableBatch(NamedTuple):
 
     @classmethod
     def padding(cls, bucket: Mapping[str, int], width: int) -> TableBatch:
-        """A step of padding alone, to capture a bucket with: it writes to the null block only."""
-        tokens, requests = bucket["tokens"], bucket["requests"]
+        """A step of padding alone, to capture a bucket with: it writes to the null block only.
+
+        Args:
+            bucket: sizes ``tokens``, ``requests``. What else it has is not looked at.
+            width: blocks of the longest request.
+
+        Raises:
+            ValueError: a size is missing or negative.
+        """
+        sizes = checked_sizes({**bucket, "width": width}, ("tokens", "requests", "width"))
+        tokens, requests = sizes["tokens"], sizes["requests"]
         ids, positions, slots = (torch.zeros(tokens, dtype=torch.int64) for _ in range(3))
         return cls(
             ids,

@@ -86,11 +86,17 @@ def run(
         ),
     ] = None,
     requests: Annotated[
-        int, typer.Option(min=1, rich_help_panel=_DEMAND, help="Requests to draw or read.")
+        int,
+        typer.Option(
+            min=1, max=10_000_000, rich_help_panel=_DEMAND, help="Requests to draw or read."
+        ),
     ] = 40,
     scale: ScaleOption = None,
     seed: Annotated[
-        int, typer.Option(min=0, rich_help_panel=_DEMAND, help="Seed of everything random.")
+        int,
+        typer.Option(
+            min=0, max=2**63 - 1, rich_help_panel=_DEMAND, help="Seed of everything random."
+        ),
     ] = 0,
     speed: Annotated[
         float | None,

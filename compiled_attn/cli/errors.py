@@ -11,12 +11,14 @@ import typer
 from compiled_attn.blocks import OutOfBlocks
 from compiled_attn.engine import ConfigError
 from graphs import BucketOverflow, CaptureError
+from graphs.texts import clipped
 
 __all__ = ["BAD_INPUT", "FAILED", "INTERRUPTED", "UserError", "bad_input", "exit_code_of", "tell"]
 
 FAILED = 1
 BAD_INPUT = 2
 INTERRUPTED = 130
+_LONGEST = 2000  # characters of a line, which a file of the user's may have a part in
 
 
 class UserError(Exception):
@@ -61,5 +63,5 @@ def tell(problem: object, code: int) -> int:
     """Print a problem as one line on stderr, if there is anything to say; returns ``code``."""
     kind = "" if code == INTERRUPTED else "error: "
     if line := " ".join(str(problem).split()):
-        print(f"compiled-attn: {kind}{line}", file=sys.stderr)
+        print(f"compiled-attn: {kind}{clipped(line, _LONGEST)}", file=sys.stderr)
     return code

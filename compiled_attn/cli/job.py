@@ -38,6 +38,7 @@ from graphs import (
     progress_for,
 )
 from graphs.backends.base import Backend
+from graphs.cli.outputs import refuse_unwritable
 from graphs.report import write_report
 
 __all__ = ["Options", "run_job"]
@@ -107,7 +108,7 @@ def _run(options: Options, model: PreTrainedModel, backend: str | Backend) -> in
         demand: list[str] = []
         on_step = _recording(view, demand) if options.record_demand else view
         results = _offer(options, engine, arrivals, on_step)
-        _open_outputs(options)
+        refuse_unwritable([options.json, options.record_demand], options.report)
     checked, code = CheckReport(), 0
     try:
         engine.warmup(progress_for(sys.stderr))
@@ -187,6 +188,7 @@ def _config(options: Options, backend: str | Backend) -> EngineConfig:
         kernel=options.kernel,  # type: ignore[arg-type]  # the configuration checks it
         backend=backend,
         strict=options.strict,
+        watch_process=True,  # it is the command's own
         warmup_workers=options.warmup_workers,
         warmup_journal=options.warmup_journal,
     )
@@ -252,18 +254,6 @@ def _offer(
 def _verdict(report: EngineReport, strict: bool) -> int:
     late = report.compiles_after_warmup + report.graph_breaks + report.fallbacks
     return FAILED if report.mismatched_tokens or (strict and late) else 0
-
-
-def _open_outputs(options: Options) -> None:
-    """Fail now, not after the work, where a result cannot be written."""
-    for path in (options.json, options.record_demand):
-        if path is not None:
-            existed = path.exists()
-            path.open("a", encoding="utf-8").close()
-            if not existed:  # nothing empty is left behind if the work fails
-                path.unlink()
-    if options.report is not None:
-        options.report.mkdir(parents=True, exist_ok=True)
 
 
 def _write(

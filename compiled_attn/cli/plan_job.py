@@ -19,7 +19,7 @@ from compiled_attn.demand.simulate import SimulatedEngine, simulate
 from compiled_attn.engine import EngineConfig
 from compiled_attn.engine.kernel import chosen_kernel
 from compiled_attn.engine.ladder import AXES, TABLE_AXES
-from compiled_attn.engine.sizing import Sizing, cost_of_steps
+from compiled_attn.engine.sizing import Sizing, cost_of_steps, step_limits
 from compiled_attn.models import default_model, load_model
 from graphs import available_backends, to_file
 from graphs.planner import CostModel, Demand, PlanReport, read_demand
@@ -161,9 +161,8 @@ def _engine(
         note = f": {note}" if is_native else f"; native: {note}"
     print(f"for the {'native' if is_native else 'portable'} kernel{note}")
     sizing = Sizing.of(model, config, is_native)
-    engine = SimulatedEngine(
-        config.max_tokens_per_step, config.max_seqs, config.block_size, sizing.num_blocks - 1
-    )
+    limits = step_limits(config, sizing.context, sizing.num_blocks)
+    engine = SimulatedEngine(limits.tokens, limits.seqs, config.block_size, limits.pool_blocks)
     cost = CostModel(cost_of_steps(model, config.block_size, is_native))
     name = "table" if is_native else "engine"
     return sizing, engine, replace(family(name, engine, sizing.context), cost=cost)

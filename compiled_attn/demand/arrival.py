@@ -6,10 +6,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-__all__ = ["HASH_BLOCK", "Arrival", "fit", "fit_scale", "scaled"]
+__all__ = ["HASH_BLOCK", "LONGEST", "Arrival", "fit", "fit_scale", "scaled"]
 
 HASH_BLOCK = 512
 """Prompt tokens that one prefix id of the published Mooncake traces covers."""
+
+LONGEST = 10**12
+"""Tokens of a prompt or an output at most: far beyond any model, and exact as a float."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +43,18 @@ def scaled(arrivals: Sequence[Arrival], scale: float) -> list[Arrival]:
     leaves behind the end of its prompt is dropped. Times stay.
 
     Raises:
-        ValueError: ``scale`` is not a positive finite number.
+        ValueError: ``scale`` is not a positive finite number, or a prompt or an output becomes
+            longer than :data:`LONGEST`.
     """
     if not 0 < scale < math.inf:
         raise ValueError(f"scale must be a positive number, got {scale!r}")
+
+    longest = max((max(a.prompt_tokens, a.output_tokens) for a in arrivals), default=1)
+    if longest * scale > LONGEST:
+        raise ValueError(
+            f"expected lengths of at most {LONGEST:,} tokens, got {longest:,} scaled by {scale:g}: "
+            "choose a smaller scale"
+        )
 
     def stretch(arrival: Arrival) -> Arrival:
         prompt_tokens = _ceil(arrival.prompt_tokens * scale)

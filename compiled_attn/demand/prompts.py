@@ -24,6 +24,8 @@ def prompts(arrivals: Sequence[Arrival], vocab_size: int, seed: int = 0) -> list
         raise ValueError(f"expected vocab_size >= 1 and seed >= 0, got {vocab_size} and {seed}")
     blocks: dict[tuple[int, int], list[int]] = {}
 
+    longest = max((arrival.prompt_tokens for arrival in arrivals), default=0)
+
     def random_tokens(count: int, *source: int) -> list[int]:
         rng = np.random.default_rng([seed, *source])
         return [int(token) for token in rng.integers(vocab_size, size=count)]
@@ -32,7 +34,8 @@ def prompts(arrivals: Sequence[Arrival], vocab_size: int, seed: int = 0) -> list
         tokens: list[int] = []
         for key in ((prefix_id, arrival.hash_block) for prefix_id in arrival.prefix_ids):
             if key not in blocks:
-                blocks[key] = random_tokens(arrival.hash_block, 0, key[0])
+                # No more than any prompt has room for, whatever the trace says a block is.
+                blocks[key] = random_tokens(min(arrival.hash_block, longest), 0, key[0])
             tokens += blocks[key]
         del tokens[arrival.prompt_tokens :]
         return tokens + random_tokens(arrival.prompt_tokens - len(tokens), 1, index)

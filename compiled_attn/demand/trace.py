@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TextIO
 
-from .arrival import HASH_BLOCK, Arrival
+from graphs.texts import parse_json, quoted
+
+from .arrival import HASH_BLOCK, LONGEST, Arrival
 
 __all__ = ["TraceError", "read_trace"]
 
@@ -98,12 +99,9 @@ def _number_or_text(cell: str) -> int | float | str:
 
 
 def _json_row(line: str) -> Mapping[str, object]:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not valid JSON: {error.msg} at column {error.colno}") from error
+    row = parse_json(line)
     if not isinstance(row, dict):
-        raise ValueError(f"expected a JSON object, got {row!r:.60}")
+        raise ValueError(f"expected a JSON object, got {quoted(row)}")
     _require_columns(row)
     return row
 
@@ -119,7 +117,7 @@ def _arrival(row: Mapping[str, object]) -> Arrival:
     hash_block = _length(row.get("hash_block", HASH_BLOCK), "hash_block")
     ids = row.get("hash_ids", [])
     if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
-        raise ValueError(f"hash_ids must be a list of integers from 0 on, got {ids!r:.60}")
+        raise ValueError(f"hash_ids must be a list of integers from 0 on, got {quoted(ids)}")
     return Arrival(
         arrival_s=_seconds(row["arrival_s"]),
         prompt_tokens=prompt_tokens,
@@ -131,11 +129,13 @@ def _arrival(row: Mapping[str, object]) -> Arrival:
 
 def _seconds(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e12:
-        raise ValueError(f"arrival_s must be seconds from 0 on, got {value!r}")
+        raise ValueError(f"arrival_s must be seconds from 0 on, got {quoted(value)}")
     return float(value)
 
 
 def _length(value: object, name: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be a whole number from 1 on, got {value!r}")
+        raise ValueError(f"{name} must be a whole number from 1 on, got {quoted(value)}")
+    if value > LONGEST:
+        raise ValueError(f"{name} must be at most {LONGEST:,}, got {quoted(value)}")
     return value

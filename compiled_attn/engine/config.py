@@ -43,6 +43,8 @@ class EngineConfig:
             where it supports model, backend and buckets, see `compiled_attn.engine.kernel`.
         strict: a compile after warmup or a fallback is an error instead of a counted warning; so is
             a native kernel that supports the model but cannot be built here.
+        watch_process: whether what other threads compile, build and capture during a step counts as
+            well, as an error if ``strict``. By default other engines may warm up meanwhile.
         warmup_workers: how many processes compile steps, this one included; see
             `graphs.WarmupManager`.
         warmup_journal: a file that a warmup which was killed goes on from; see there.
@@ -65,6 +67,7 @@ class EngineConfig:
     backend: str | Backend = "inductor"
     kernel: KernelChoice = "auto"
     strict: bool = True
+    watch_process: bool = False
     warmup_workers: int = 1
     warmup_journal: str | Path | None = None
 

@@ -83,7 +83,7 @@ class Engine:
         self.memory = BlockMemory(self.runner.module.cache, config)
         self.scheduler = Scheduler(self.pool, config.max_tokens_per_step, config.max_seqs)
         self.tally = Tally([*self.sizing.buckets], self.sizing.buckets.cost)
-        self._sentinel = no_compile(strict=config.strict)
+        self._sentinel = no_compile(strict=config.strict, all_threads=config.watch_process)
         self._warm: WarmupReport | None = None
         self._requests: dict[int, Sequence] = {}
         self._ids = itertools.count()

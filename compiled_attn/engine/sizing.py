@@ -19,9 +19,10 @@ from compiled_attn.engine.ladder import (
 )
 from compiled_attn.engine.sampling import SamplingParams
 from compiled_attn.hf import cache_for
-from graphs import BucketOverflow, BucketSpace
+from graphs import Bucket, BucketOverflow, BucketSpace
+from graphs.memory import machine_bytes
 
-__all__ = ["Sizing", "cost_of_steps"]
+__all__ = ["Sizing", "cost_of_steps", "step_limits"]
 
 _DEFAULT_KV_BYTES = 256 * 2**20
 
@@ -55,9 +56,13 @@ class Sizing:
         """
         context = _context(model, config)
         num_blocks = config.num_blocks or _affordable_blocks(model, config, context)
+        _refuse_cache_beyond_memory(model, config, num_blocks)
+        limits = step_limits(config, context, num_blocks)
         vocab = model.config.get_text_config().vocab_size
-        buckets = _buckets(model, config, context, num_blocks, is_native)
-        return Sizing(context, vocab, config.block_size, num_blocks, buckets, is_native)
+        buckets = _buckets(model, config, limits, is_native)
+        sizing = Sizing(context, vocab, config.block_size, num_blocks, buckets, is_native)
+        sizing._refuse_steps_beyond_memory(model)
+        return sizing
 
     @property
     def table_width(self) -> int:
@@ -86,6 +91,26 @@ class Sizing:
         # The last token is never computed, so it needs no slot.
         self._check_blocks(length, -(-(length - 1) // self.block_size))
 
+    def _refuse_steps_beyond_memory(self, model: PreTrainedModel) -> None:
+        there = _memory_for(model)
+        for bucket in self.buckets:
+            if there is not None and (wanted := self._least_bytes(bucket)) > there:
+                raise ConfigError(
+                    f"not enough memory: expected steps of at most {there:,} bytes, which this "
+                    f"machine has, got {wanted:,} bytes at least for {bucket}: lower "
+                    "max_tokens_per_step (--max-tokens-per-step), or take smaller buckets"
+                )
+
+    def _least_bytes(self, bucket: Bucket) -> int:
+        """Of the inputs of a step, and of what a portable one adds to the scores of its tokens.
+
+        That is 4 bytes for each pair of tokens, beside one that says whether it counts.
+        """
+        tokens = bucket.tokens
+        if self.is_native:
+            return 24 * tokens + 4 * bucket.requests * self.table_width
+        return 24 * tokens + 5 * tokens**2 + 4 * tokens * bucket.shared + 40 * bucket.unique
+
     def _check_blocks(self, length: int, blocks: int) -> None:
         if blocks > self.num_blocks - 1:
             raise ConfigError(
@@ -104,6 +129,14 @@ class Sizing:
             ) from error
 
 
+def step_limits(config: EngineConfig, context: int, num_blocks: int) -> StepLimits:
+    """The largest step: each request that runs writes to a block, and each token to a slot."""
+    pool = num_blocks - 1
+    seqs = min(config.max_seqs, pool)
+    tokens = min(config.max_tokens_per_step, pool * config.block_size, seqs * context)
+    return StepLimits(tokens, seqs, -(-context // config.block_size), pool)
+
+
 def _context(model: PreTrainedModel, config: EngineConfig) -> int:
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     context = config.context or limit
@@ -116,15 +149,35 @@ def _context(model: PreTrainedModel, config: EngineConfig) -> int:
 
 def _affordable_blocks(model: PreTrainedModel, config: EngineConfig, context: int) -> int:
     one_request = -(-context // config.block_size)
-    affordable = _DEFAULT_KV_BYTES // cache_for(model, 2, config.block_size).bytes_per_block
+    affordable = _DEFAULT_KV_BYTES // _bytes_per_block(model, config)
     return 1 + min(config.max_seqs * one_request, max(one_request, affordable))
 
 
+def _bytes_per_block(model: PreTrainedModel, config: EngineConfig) -> int:
+    return cache_for(model, 2, 1).bytes_per_block * config.block_size
+
+
+def _refuse_cache_beyond_memory(
+    model: PreTrainedModel, config: EngineConfig, num_blocks: int
+) -> None:
+    """Before anything is allocated: the system would promise more memory than there is."""
+    there, wanted = _memory_for(model), num_blocks * _bytes_per_block(model, config)
+    if there is not None and wanted > there:
+        raise ConfigError(
+            f"not enough memory: expected a KV cache of at most {there:,} bytes, which this "
+            f"machine has, got {wanted:,} bytes for {num_blocks} blocks of {config.block_size} "
+            "tokens: lower num_blocks (--num-blocks), block_size or the context"
+        )
+
+
+def _memory_for(model: PreTrainedModel) -> int | None:
+    """Bytes of the memory that the model is in, None where nobody says."""
+    return machine_bytes() if next(model.parameters()).device.type == "cpu" else None
+
+
 def _buckets(
-    model: PreTrainedModel, config: EngineConfig, context: int, num_blocks: int, is_native: bool
+    model: PreTrainedModel, config: EngineConfig, limits: StepLimits, is_native: bool
 ) -> BucketSpace:
-    longest = -(-context // config.block_size)
-    limits = StepLimits(config.max_tokens_per_step, config.max_seqs, longest, num_blocks - 1)
     ladder, axes = (table_buckets, TABLE_AXES) if is_native else (default_buckets, AXES)
     space = config.buckets or ladder(limits, config.max_graphs)
     _check_axes(space, axes, is_native)

@@ -10,7 +10,7 @@ from typing import Annotated
 import torch
 import typer
 
-from graphs.cli.errors import FAILED, UserError, failed
+from graphs.cli.errors import FAILED, UserError, users_code
 from graphs.cli.inputs import inputs_of, parse_bucket, parse_input
 from graphs.cli.target import load_target
 from graphs.explain import explain as explain_callable
@@ -59,21 +59,21 @@ def explain(
     found = load_target(target)
     with torch.set_grad_enabled(grad), _quiet_dynamo():
         examples = given or inputs_of(found, inputs, size)
-        try:
+        with users_code(f"running {target}"):
             report = explain_callable(found.callable, *examples)
-        except Exception as error:
-            raise failed(f"running {target}", error) from error
     typer.echo(report.text(graphs=graphs, guards=guards))
     return FAILED if report.breaks else 0
 
 
 @contextlib.contextmanager
 def _quiet_dynamo() -> Iterator[None]:
-    # What Dynamo logs about a break is in the report.
-    log = logging.getLogger("torch._dynamo")
-    level = log.level
-    log.setLevel(logging.ERROR)
+    # What torch logs about a break is in the report, and what it fails at is told in one line.
+    silenced = {"torch._dynamo": logging.ERROR, "torch._subclasses": logging.CRITICAL}
+    before = {name: logging.getLogger(name).level for name in silenced}
     try:
+        for name, level in silenced.items():
+            logging.getLogger(name).setLevel(level)
         yield
     finally:
-        log.setLevel(level)
+        for name, level in before.items():
+            logging.getLogger(name).setLevel(level)

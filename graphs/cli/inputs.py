@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphs.cli.errors import UserError, failed
+from graphs.cli.errors import UserError, users_code
 from graphs.cli.target import Target
 from graphs.inputs import Input
+from graphs.memory import machine_bytes
 from graphs.points import Bucket
 
 __all__ = ["inputs_of", "make_inputs_of", "parse_bucket", "parse_input"]
@@ -40,8 +42,15 @@ def parse_input(text: str) -> Input:
             f"--input is {text!r}: expected SHAPE:DTYPE such as 2x8:float32, or =CONSTANT"
         )
     sizes = [int(size) for size in shape.split("x") if size]
+    wanted, there = math.prod(sizes) * dtype.itemsize, machine_bytes()
+    if there is not None and wanted > there:
+        raise UserError(f"--input {text} takes {wanted:,} bytes, but there are {there:,}")
     fill = torch.ones if dtype.is_floating_point or dtype.is_complex else torch.zeros
-    return fill(sizes, dtype=dtype)
+    try:
+        return fill(sizes, dtype=dtype)
+    except (RuntimeError, TypeError, OverflowError) as error:
+        reason = str(error).split("\n")[0]
+        raise UserError(f"--input {text} cannot be made: {reason}") from error
 
 
 def parse_bucket(text: str) -> Bucket:
@@ -97,10 +106,8 @@ def _function(target: Target, name: str) -> Callable[..., Any]:
 def _made(
     function: Callable[..., Any], name: str, arguments: tuple[Bucket | None, ...]
 ) -> tuple[Input, ...]:
-    try:
+    with users_code(f"{name}({', '.join(map(str, arguments))})"):
         made = function(*arguments)
-    except Exception as error:
-        raise failed(f"{name}({', '.join(map(str, arguments))})", error) from error
     if isinstance(made, Tensor):
         return (made,)
     if not isinstance(made, (list, tuple)):

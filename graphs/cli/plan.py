@@ -48,6 +48,8 @@ def plan(
     from graphs.planner import Budget, CostModel, read_demand
     from graphs.planner import plan as choose
 
+    if out is not None and out.is_dir():
+        raise UserError(f"cannot write {out}: it is a directory, name a file")
     if max_seconds is not None and measured is None:
         raise UserError("--max-seconds needs --measured: the seconds of some captures")
     rows = read_warmup(measured) if measured else []

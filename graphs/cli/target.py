@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from graphs.cli.errors import UserError, failed
+from graphs.cli.errors import UserError, users_code
 
 __all__ = ["Target", "load_target"]
 
@@ -42,11 +42,14 @@ def load_target(text: str) -> Target:
     if not colon or not place or not name:
         raise UserError(f"expected MODULE:NAME, got {text!r}: such as model.py:MyModule")
     module = _import(place)
-    found = _lookup(module, name.removesuffix("()"))
+    with users_code(f"looking up {text}"):
+        found = _lookup(module, name.removesuffix("()"))
     if name.endswith("()"):
-        found = _call(found, text)
+        with users_code(f"calling {text}"):
+            found = found()
     elif isinstance(found, type) and issubclass(found, nn.Module):
-        found = _call(found, f"{text}()").eval()
+        with users_code(f"calling {text}()"):
+            found = found().eval()
     if not callable(found):
         raise UserError(
             f"expected {text} to be callable, got a {type(found).__name__}: name a function, an "
@@ -59,16 +62,16 @@ def _import(place: str) -> ModuleType:
     is_file = place.endswith(".py")
     if is_file and not Path(place).is_file():
         raise UserError(f"no such file: {place}")
-    try:
-        return _import_file(Path(place)) if is_file else _import_name(place)
-    except ModuleNotFoundError as error:
-        if error.name and not is_file and place.split(".")[0] == error.name.split(".")[0]:
-            raise UserError(
-                f"no module named {error.name}: run where it can be imported, or name its .py file"
-            ) from error
-        raise failed(f"importing {place}", error) from error
-    except Exception as error:
-        raise failed(f"importing {place}", error) from error
+    with users_code(f"importing {place}"):
+        try:
+            return _import_file(Path(place)) if is_file else _import_name(place)
+        except ModuleNotFoundError as error:
+            if error.name and not is_file and place.split(".")[0] == error.name.split(".")[0]:
+                raise UserError(
+                    f"no module named {error.name}: run where it can be imported, or name its .py "
+                    "file"
+                ) from error
+            raise
 
 
 def _import_name(name: str) -> ModuleType:
@@ -118,10 +121,3 @@ def _own_callables(module: ModuleType) -> str:
         if callable(value) and getattr(value, "__module__", None) == module.__name__
     ]
     return ", ".join(own) or "no callable"
-
-
-def _call(function: Any, text: str) -> Any:
-    try:
-        return function()
-    except Exception as error:
-        raise failed(f"calling {text}", error) from error

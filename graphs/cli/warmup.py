@@ -11,8 +11,9 @@ import typer
 
 from graphs.bucket_file import from_file
 from graphs.capture import available_backends
-from graphs.cli.errors import FAILED, INTERRUPTED, UserError, tell
+from graphs.cli.errors import BAD_INPUT, FAILED, INTERRUPTED, UserError, failed, tell
 from graphs.cli.inputs import make_inputs_of
+from graphs.cli.outputs import refuse_unwritable
 from graphs.cli.target import load_target
 from graphs.progress import progress_for
 from graphs.report import describe, write_report
@@ -78,7 +79,8 @@ def warmup(
             workers=workers,
             journal=journal,
         )
-    except ValueError as error:
+        refuse_unwritable([json], report)
+    except (ValueError, OSError) as error:
         raise UserError(str(error)) from error
     code = 0
     try:
@@ -86,6 +88,11 @@ def warmup(
             manager.warmup(progress)
     except KeyboardInterrupt:
         code = tell("interrupted; this is the outcome so far", INTERRUPTED)
+    except BaseException as error:
+        if isinstance(error, Exception):
+            raise
+        problem = failed(f"capturing {target}", error)  # such as SystemExit
+        code = tell(f"{problem}; this is the outcome so far", BAD_INPUT)
     if manager.report is None:
         return code
     typer.echo(str(manager.report))

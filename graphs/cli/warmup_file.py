@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import NamedTuple
 
 from graphs.cli.errors import UserError
+from graphs.texts import parse_json, quoted
 
 __all__ = ["Measured", "read_warmup"]
+
+_AGES = 1e9  # seconds
 
 
 class Measured(NamedTuple):
@@ -18,6 +20,13 @@ class Measured(NamedTuple):
     seconds: float
     run_seconds: float
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether a clock can have told this of a bucket."""
+        return all(type(size) is int and 0 <= size < 2**63 for size in self.bucket.values()) and (
+            0 <= self.seconds < _AGES and 0 < self.run_seconds < _AGES
+        )
+
 
 def read_warmup(path: Path) -> list[Measured]:
     """The captured buckets of a warmup whose runs were timed.
@@ -26,7 +35,7 @@ def read_warmup(path: Path) -> list[Measured]:
         UserError: the file cannot be read, is no such file, or has no timed bucket.
     """
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))["buckets"]
+        rows = parse_json(path.read_bytes())["buckets"]
         found = [
             Measured(dict(row["bucket"]), float(row["seconds"]), float(row["run_seconds"]))
             for row in rows
@@ -34,8 +43,12 @@ def read_warmup(path: Path) -> list[Measured]:
         ]
     except OSError as error:
         raise UserError(f"{path}: not readable as a warmup: {error}") from error
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, ArithmeticError) as error:
         raise UserError(f"{path}: expected a file that `warmup --json` wrote") from error
+    if strange := next((row for row in found if not row.is_measured), None):
+        raise UserError(
+            f"{path}: expected whole sizes and seconds of at least 0, got {quoted(strange)}"
+        )
     if not found:
         raise UserError(f"{path}: no captured bucket whose run was timed in it")
     return found

@@ -14,10 +14,12 @@ import numpy as np
 
 from graphs.planner.demand import Demand
 from graphs.points import whole
+from graphs.texts import clipped, parse_json, quoted
 
 __all__ = ["DemandFileError", "DemandRecorder", "read_demand", "write_demand"]
 
 _COUNT = "count"
+_LONGEST = 300  # characters of a reason
 
 Row = tuple[dict[str, int], float]
 
@@ -99,9 +101,10 @@ def read_demand(path: str | os.PathLike[str]) -> Demand:
             for number, (need, count) in _rows(file, path):
                 names = names or tuple(need)
                 if set(need) != set(names):
+                    expected, got = (clipped(", ".join(each), 80) for each in (names, need))
                     raise DemandFileError(
-                        f"{path}:{number}: expected the axes {', '.join(names)} of the first need, "
-                        f"got {', '.join(need)}: one file holds one set of axes"
+                        f"{path}:{number}: expected the axes {expected} of the first need, got "
+                        f"{got}: one file holds one set of axes"
                     )
                 needs.append([need[name] for name in names])
                 counts.append(count)
@@ -112,7 +115,7 @@ def read_demand(path: str | os.PathLike[str]) -> Demand:
     try:
         return Demand(names, np.array(needs, np.int64), counts)
     except (ValueError, OverflowError) as error:
-        raise DemandFileError(f"{path}: {error}") from None
+        raise DemandFileError(f"{path}: {clipped(str(error), _LONGEST)}") from None
 
 
 def write_demand(demand: Demand, path: str | os.PathLike[str]) -> None:
@@ -163,14 +166,12 @@ def _rows(file: TextIO, path: str | os.PathLike[str]) -> Iterator[tuple[int, Row
         except (TypeError, ValueError) as error:
             if isinstance(error, DemandFileError):
                 raise
-            raise DemandFileError(f"{path}:{number}: {error}: {line.strip()!r:.80}") from None
+            problem = clipped(str(error), _LONGEST)
+            raise DemandFileError(f"{path}:{number}: {problem}: {quoted(line.strip())}") from None
 
 
 def _json_row(line: str) -> Row:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not valid JSON: {error.msg} at column {error.colno}") from None
+    row = parse_json(line)
     if not isinstance(row, dict) or not row:
         raise ValueError('expected sizes by axis, such as {"tokens": 37}, or {"need": {...}}')
     need, count = (row["need"], row.get(_COUNT, 1)) if "need" in row else (row, 1)
@@ -198,7 +199,9 @@ def _csv_reader(header: str) -> Callable[[str], Row]:
 def _size(name: str, size: Any) -> int:
     if isinstance(size, bool):
         raise TypeError(f"{name}={size!r} is not a whole number; sizes are ints")
-    return whole(name, size)
+    if (number := whole(name, size)) >= 2**63:
+        raise ValueError(f"{name} is beyond 64 bits; sizes are below {2**63}")
+    return number
 
 
 def _checked_count(count: Any) -> float:

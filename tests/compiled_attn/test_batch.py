@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compiled_attn import BatchBuilder, Request, StepBatch
+from compiled_attn.batch import TableBatch
 from tests.oracle import Scene
 
 
@@ -105,6 +106,26 @@ def test_a_padding_step_has_the_shapes_of_its_bucket():
 def test_axes_of_size_zero_have_no_tensors():
     step = StepBatch.padding({"tokens": 4, "shared": 0, "unique": 0, "logits": 1, "causal": 0})
     assert step.shared_blocks is step.unique_blocks is step.causal_group is None
+
+
+@pytest.mark.parametrize("axis", ["tokens", "shared", "unique", "logits"])
+def test_a_bucket_without_an_axis_is_refused_with_what_is_missing(axis):
+    bucket = {"tokens": 4, "shared": 2, "unique": 2, "logits": 1}
+    del bucket[axis]
+    with pytest.raises(ValueError, match=rf"expected a bucket with .*, got .*: add {axis}"):
+        StepBatch.padding(bucket)
+
+
+@pytest.mark.parametrize("axis", ["tokens", "requests"])
+def test_a_bucket_of_tables_without_an_axis_is_refused_with_what_is_missing(axis):
+    bucket = {"tokens": 4, "requests": 2}
+    del bucket[axis]
+    with pytest.raises(ValueError, match=rf"expected a bucket with .*, got .*: add {axis}"):
+        TableBatch.padding(bucket, 3)
+    with pytest.raises(ValueError, match=r"sizes of at least 0, got {'tokens': -1}"):
+        TableBatch.padding({"tokens": -1, "requests": 2}, 3)
+    with pytest.raises(ValueError, match=r"sizes of at least 0, got {'width': -1}"):
+        TableBatch.padding({"tokens": 4, "requests": 2}, -1)
 
 
 @pytest.mark.parametrize(

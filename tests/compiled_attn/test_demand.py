@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -103,6 +104,9 @@ def test_a_limit_leaves_later_lines_unread(tmp_path: Path) -> None:
         (row(hash_ids=[1, -1]), r"line 1: hash_ids must be a list .* got \[1, -1\]"),
         (row(hash_ids=3), "line 1: hash_ids must be a list .* got 3"),
         (row(hash_block=0), "line 1: hash_block must be .* got 0"),
+        (row() + '\n{"arrival_s": ' + "[" * 100_000, "line 2: JSON that is nested too deeply"),
+        (row(prompt_tokens=10**30), "line 1: prompt_tokens must be at most 1,000,000,000,000"),
+        (HEADER + "0," + "x" * 200_000 + ",4\n", "line 2: prompt_tokens must be .{100,200}$"),
         ("\n\n", "holds no request"),
         (HEADER, "holds no request"),
     ],
@@ -248,6 +252,19 @@ def test_tokens_without_an_id_belong_to_one_request() -> None:
     first, second = prompts(demand, 50000)
     assert first[:32] == second[:32]
     assert first[32:] != second[32:]
+
+
+def test_an_id_of_more_tokens_than_any_prompt_draws_no_more_than_the_longest() -> None:
+    huge = [Arrival(0.0, 40, 1, (7,), 10**12), Arrival(0.0, 30, 1, (7,), 10**12)]
+    fitting = [replace(arrival, hash_block=40) for arrival in huge]
+    assert prompts(huge, 50000) == prompts(fitting, 50000)
+
+
+def test_a_scale_that_makes_lengths_of_no_use_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"at most 1,000,000,000,000 tokens, got 5 scaled by 1e\+300"
+    ):
+        scaled([Arrival(0.0, 5, 1)], 1e300)
 
 
 def test_another_seed_gives_other_prompts_with_the_same_sharing() -> None:

@@ -125,3 +125,22 @@ def test_a_missing_or_binary_file_is_a_bucket_file_error(tmp_path):
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00\x80")
     with pytest.raises(BucketFileError, match="not readable"):
         from_file(tmp_path / "binary")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "axes: n\n" + "(" * 200_000,
+        "axes: n\n" + "9" * 200_000,
+        "axes: n\n" + "x" * 200_000,
+        "version: " + "9" * 200_000,
+        "version: " + "x" * 200_000,
+        "axes: " + "n" * 200_000 + "\n1",
+        "axes: " + " ".join(f"a{i}" for i in range(50_000)) + "\n1, 2",
+    ],
+    ids=["brackets", "digits", "letters", "version", "no version", "name", "names"],
+)
+def test_a_bad_line_of_any_length_is_told_in_a_short_one(written, text):
+    with pytest.raises(BucketFileError) as caught:
+        from_file(written(text))
+    assert len(str(caught.value)) < 500

@@ -102,3 +102,24 @@ def test_a_disk_that_is_full_stops_no_warmup_and_is_told_once(path, monkeypatch,
     assert kept.seconds == {DONE.bucket: 2.5}
     assert caplog.text.count("No space left on device") == 1
     assert journal(path).seconds == {}
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["[" * 100_000, '{"bucket": ' * 50_000, '{"bucket": {"n": 1}, "status": "", "seconds": 1%s}'],
+)
+def test_a_line_that_python_cannot_hold_is_an_error_with_its_number(path, line):
+    journal(path).done(DONE)
+    line = line % ("0" * 400) if "%s" in line else line
+    path.write_text(path.read_text() + line + "\n" + json.dumps({}) + "\n")
+    with pytest.raises(JournalError, match=r"warmup\.jsonl:3 is not readable"):
+        journal(path)
+
+
+@pytest.mark.parametrize("content", [b"[" * 100_000, b"\xff\xfe\x00"])
+def test_what_is_no_journal_is_told_with_its_path(path, content):
+    path.parent.mkdir()
+    path.write_bytes(content)
+    with pytest.raises(JournalError, match=r"warmup\.jsonl is no warmup journal"):
+        journal(path)
+    assert path.read_bytes() == content

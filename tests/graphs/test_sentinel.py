@@ -1,3 +1,5 @@
+import contextlib
+import dataclasses
 import logging
 import subprocess
 import threading
@@ -9,7 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from graphs import GraphBudgetExceeded, ModeMismatch, capture, no_compile
+from graphs import GraphBudgetExceeded, ModeMismatch, builds, capture, hooks, no_compile
+from graphs import sentinel as sentinel_module
+from graphs.alone import alone
+from tests.interrupts import count_lines, interrupted_at
 
 FACTOR = 2
 
@@ -349,6 +354,11 @@ def test_a_captured_graph_catches_another_thread_count_or_grad_mode_itself(graph
     assert sentinel.events == ()
 
 
+def everything():
+    """What is in torch, its log and ours while a sentinel is armed."""
+    return state(), hooks._listeners, hooks._deaf, builds._listeners, sentinel_module._armed
+
+
 def state():
     handler = torch._dynamo.callback.callback_handler
     return (
@@ -423,16 +433,128 @@ def errors_in_another_thread(work):
     return errors
 
 
-def test_compiles_of_other_threads_count_unless_left_out():
-    compiled = warm(lambda x: x + 1, torch.ones(1))
-    with no_compile():
-        (error,) = errors_in_another_thread(lambda: compiled(torch.ones(2)))
-    assert isinstance(error, GraphBudgetExceeded)
-    with no_compile(all_threads=False) as sentinel:
-        assert errors_in_another_thread(lambda: compiled(torch.ones(2))) == []
+def build():
+    subprocess.run(["cc", "nothing.c"], capture_output=True)
+
+
+def late_capture():
+    capture(lambda x: x, [torch.ones(1)], backend="eager")
+
+
+def a_first_compile():
+    warm(alone(lambda x: x - 5, "minus_five"), torch.ones(1))
+
+
+@pytest.mark.parametrize("work", [a_first_compile, build, late_capture])
+def test_what_other_threads_do_is_theirs_unless_the_process_is_watched(work):
+    with no_compile() as sentinel:
+        assert errors_in_another_thread(work) == []
         assert sentinel.events == ()
         with pytest.raises(GraphBudgetExceeded):
-            compiled(torch.ones(3))
+            work()
+    with no_compile(all_threads=True) as sentinel:
+        (error,) = errors_in_another_thread(work)
+    assert isinstance(error, GraphBudgetExceeded)
+    assert [event.thread == threading.get_ident() for event in sentinel.events] == [False]
+
+
+def test_a_late_build_is_seen_while_another_thread_compiles():
+    inside, done = threading.Event(), threading.Event()
+
+    def slow_compiler(graph, inputs):
+        inside.set()
+        done.wait(60)
+        return graph.forward
+
+    def compile_slowly():
+        torch.compile(lambda x: x + 9, backend=slow_compiler)(torch.ones(2))
+
+    thread = threading.Thread(target=compile_slowly)
+    with no_compile() as sentinel:
+        thread.start()
+        try:
+            assert inside.wait(60)
+            with pytest.raises(GraphBudgetExceeded, match=r"build of nothing\.c"):
+                build()
+        finally:
+            done.set()
+            thread.join()
+    assert [event.kind for event in sentinel.events] == ["build"]
+
+
+def test_a_sentinel_that_ends_in_the_middle_of_a_compile_does_not_blind_the_next_one(monkeypatch):
+    compiled = warm(lambda x: x + 1, torch.ones(1))
+    first, second = no_compile(all_threads=True), no_compile(all_threads=True)
+
+    ears = dataclasses.replace(first._watch._ears, started=lambda trigger: first.disarm())
+    monkeypatch.setattr(first._watch, "_ears", ears)
+    first.arm()
+    with second, pytest.raises(GraphBudgetExceeded):
+        compiled(torch.ones(2))
+    assert len(second.events) == 1
+
+
+def lines_of(work):
+    """Runs `work` once to its end, then yields a context for each line that can be interrupted."""
+    for n in range(count_lines(work)):
+        with contextlib.suppress(KeyboardInterrupt), interrupted_at(n) as cut:
+            work()
+        assert cut.was_raised
+        yield cut.where
+
+
+def arm_and_disarm(sentinel):
+    sentinel.arm()
+    sentinel.disarm()
+
+
+def enter_and_leave(sentinel):
+    with sentinel:
+        pass
+
+
+@pytest.mark.parametrize("use", [arm_and_disarm, enter_and_leave])
+@pytest.mark.parametrize("others", [0, 1], ids=["alone", "beside another"])
+def test_after_an_interrupt_at_any_line_disarm_leaves_nothing_and_it_can_be_armed_again(
+    use, others
+):
+    compiled = warm(lambda x: x + 1, torch.ones(1))
+    with contextlib.ExitStack() as stack:
+        for _ in range(others):
+            stack.enter_context(no_compile(strict=False, all_threads=True))
+        before = everything()
+        sentinel = no_compile()
+        places = []
+        for where in lines_of(lambda: use(sentinel)):
+            sentinel.disarm()
+            assert everything() == before, where
+            with sentinel, pytest.raises(GraphBudgetExceeded):
+                compiled(torch.ones(len(places) + 2))
+            assert everything() == before, where
+            places.append(where)
+    assert len({place.split(":")[0] for place in places}) >= 3  # the sentinel, its watch, the hooks
+
+
+def test_an_interrupt_while_entering_leaves_nothing_even_without_a_disarm(caplog):
+    before, sentinel, n = everything(), no_compile(), 0
+    while True:
+        with contextlib.suppress(KeyboardInterrupt), interrupted_at(n) as cut:
+            sentinel.__enter__()
+        if not cut.was_raised:
+            break
+        assert everything() == before, cut.where
+        n += 1
+    sentinel.disarm()
+    assert n > 20 and not caplog.messages
+
+
+def test_a_build_is_heard_of_once_after_an_interrupt_at_any_line_of_listening():
+    sentinel = no_compile()
+    for _ in lines_of(lambda: arm_and_disarm(sentinel)):
+        sentinel.disarm()
+    with no_compile(strict=False) as sentinel:
+        build()
+    assert sentinel.late_builds == 1
 
 
 def test_a_reset_of_dynamo_meanwhile_is_told(caplog):

@@ -457,3 +457,16 @@ def test_a_malformed_need_changes_no_counter():
         with pytest.raises(ValueError):
             served.bucket(**need)
     assert sum(served.hits.values()) == served.overflows == 0
+
+
+@pytest.mark.parametrize(
+    ("backend", "reason"),
+    [("inducter", "unknown backend 'inducter'; expected one of eager, "), ("hpu", "not available")],
+)
+def test_a_backend_that_there_is_not_is_one_error_when_the_manager_is_made(
+    backend, reason, caplog, tmp_path
+):
+    journal = tmp_path / "journal"
+    with pytest.raises(CaptureError, match=reason):
+        WarmupManager(Cache(), SPACE, lambda _: (), backend=backend, journal=journal)
+    assert not caplog.messages and not journal.exists()

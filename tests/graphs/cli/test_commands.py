@@ -117,6 +117,22 @@ def test_explain_traces_under_the_chosen_grad_mode(model, flag, guarded, capsys)
             ["warmup", "{}:full", "--buckets", "rows.txt", "--budget-seconds", "-1"],
             "budget_seconds",
         ),
+        (["explain", "{}:full", "--input", "9999999999x9999999999"], "takes .* bytes, but there"),
+        (["explain", "{}:full", "--input", "99999999999999999999x0"], "cannot be made"),
+        (["explain", "{}:full", "--input", "2:quint8"], "cannot be made"),
+        (
+            ["warmup", "{}:full", "--buckets", "rows.txt", "--backend", "eager", "--journal", "."],
+            "directory",
+        ),
+        (
+            ["warmup", "{}:full", "--buckets", "rows.txt", "--backend", "eager", "--json", "."],
+            "directory",
+        ),
+        (
+            ["warmup", "{}:full", "--buckets", "rows.txt", "--backend", "eager", "--report", "{}"],
+            "exists",
+        ),
+        (["plan", "rows.txt", "--out", "."], "it is a directory, name a file"),
         (["plan", "none.jsonl"], "none.jsonl: not readable as a demand"),
         (["plan", "rows.txt"], "rows.txt:1: expected the names of the axes"),
         (["plan", "rows.txt", "--max-seconds", "3"], "--max-seconds needs --measured"),
@@ -129,6 +145,65 @@ def test_bad_input_is_one_line_and_exit_code_2(model, arguments, message, capsys
     error = capsys.readouterr().err
     assert error.startswith("graphs: error: ") and error.count("\n") == 1
     assert re.search(message, error), error
+
+
+STOPS = """
+import sys
+import torch
+
+class Stop(BaseException):
+    pass
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        raise Stop("not now")
+
+def leaves(x):
+    sys.exit(3)
+
+def example_inputs(bucket):
+    return (torch.ones(bucket.rows),)
+
+def no_inputs(bucket):
+    sys.exit("bye")
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["explain", "{}:leaves", "--input", "2"],
+            r"running .* SystemExit: 3 \(.*user_model.py:13",
+        ),
+        (["explain", "{}:Net", "--input", "2"], r"calling .* Stop: not now \(.*user_model.py:10"),
+        (
+            ["explain", "{}:leaves", "--inputs", "no_inputs", "--bucket", "rows=1"],
+            "SystemExit: bye",
+        ),
+        (["warmup", "{}:leaves", "--buckets", "rows.txt", "--backend", "eager"], "SystemExit: 3"),
+    ],
+)
+def test_a_users_module_cannot_end_the_command_with_its_own_exit(model, arguments, message, capsys):
+    Path(model).write_text(STOPS)
+    assert run_command([argument.format(model) for argument in arguments]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("graphs: error: ") and re.search(message, error), error
+
+
+def test_a_users_module_that_exits_while_it_is_imported_is_told_with_its_line(model, capsys):
+    Path(model).write_text("import sys\n\nsys.exit(0)\n")
+    for command in (["explain"], ["warmup", "--buckets", "rows.txt", "--backend", "eager"]):
+        assert run_command([*command, f"{model}:full"]) == 2
+        error = capsys.readouterr().err
+        assert "SystemExit: 0" in error and f"{model}:3)" in error and error.count("\n") == 1
+
+
+def test_bucket_inputs_that_exit_fail_their_bucket_alone(model, capsys):
+    Path(model).write_text(STOPS)
+    options = ["--buckets", "rows.txt", "--backend", "eager", "--inputs", "no_inputs"]
+    assert run_command(["warmup", f"{model}:leaves", *options]) == 1
+    assert "SystemExit: bye" in capsys.readouterr().out
 
 
 def test_warmup_captures_every_bucket_and_writes_what_came_of_it(model, tmp_path, capsys):
@@ -206,6 +281,27 @@ def test_bad_needs_are_told_with_their_line(model, text, message, tmp_path, caps
     (tmp_path / "needs.jsonl").write_text(text)
     assert run_command(["plan", "needs.jsonl"]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[" * 100_000,
+        '{"buckets": ' + "[" * 100_000,
+        '{"buckets": [{"bucket": {"rows": 1}, "seconds": 1%s, "run_seconds": 1, "status": '
+        '"captured"}]}' % ("0" * 400),
+        '{"buckets": [{"bucket": {"rows": 1.5}, "seconds": 1, "run_seconds": 1, "status": '
+        '"captured"}]}',
+        '{"buckets": [{"bucket": {"rows": 1}, "seconds": 1, "run_seconds": NaN, "status": '
+        '"captured"}]}',
+    ],
+)
+def test_a_measurement_that_no_clock_can_have_made_is_refused(model, content, tmp_path, capsys):
+    (tmp_path / "needs.jsonl").write_text('{"rows": 3}\n')
+    (tmp_path / "measured.json").write_text(content)
+    assert run_command(["plan", "needs.jsonl", "--measured", "measured.json"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("graphs: error: measured.json: expected") and len(error) < 250
 
 
 def test_without_typer_the_extra_is_named(monkeypatch, capsys):

@@ -129,3 +129,21 @@ def test_an_axis_called_count_is_refused_where_it_would_be_taken_for_one(tmp_pat
         write_demand(demand, tmp_path / "demand.csv")
     write_demand(demand, tmp_path / "demand.jsonl")
     assert read_demand(tmp_path / "demand.jsonl") == demand
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ('{"a": ' + "[" * 100_000, "nested too deeply"),
+        ('{"a": ' + "9" * 30 + "}", "a is beyond 64 bits"),
+        ('{"' + "x" * 200_000 + '": 1.5}', "x" * 80),
+        ("{" + ", ".join(f'"a{i}": 1' for i in range(20_000)) + "}", "one set of axes"),
+    ],
+    ids=["deep", "large", "long", "axes"],
+)
+def test_a_line_that_nothing_holds_is_told_with_its_number_in_a_short_one(tmp_path, line, reason):
+    (tmp_path / "demand").write_text(f'{{"a": 1}}\n{line}\n')
+    with pytest.raises(DemandFileError, match="demand:2: ") as caught:
+        read_demand(tmp_path / "demand")
+    assert len(str(caught.value)) < 600
+    assert reason in str(caught.value)

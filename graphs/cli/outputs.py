@@ -1,0 +1,24 @@
+"""Where results go is looked at before the work, not after it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+__all__ = ["refuse_unwritable"]
+
+
+def refuse_unwritable(files: Iterable[Path | None], folder: Path | None) -> None:
+    """Open each file for writing, and make the folder; what is in them stays as it is.
+
+    Raises:
+        OSError: a result cannot be written there.
+    """
+    for path in files:
+        if path is not None:
+            existed = path.exists()
+            path.open("a", encoding="utf-8").close()
+            if not existed:  # nothing empty is left behind if the work fails
+                path.unlink()
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)

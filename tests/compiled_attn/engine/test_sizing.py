@@ -1,0 +1,90 @@
+"""Sizes that no machine has are refused or brought down to what a step can ever be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from compiled_attn.cache import PagedKVCache
+from compiled_attn.engine import ConfigError, Engine, EngineConfig
+from compiled_attn.engine.ladder import AXES, TABLE_AXES
+from compiled_attn.engine.sizing import Sizing, step_limits
+from compiled_attn.hf import cache_for
+from graphs import explicit
+from graphs.memory import machine_bytes
+from tests.compiled_attn.tiny import tiny_model
+
+SMALL = {"block_size": 4, "num_blocks": 17, "max_seqs": 4, "context": 40}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+@pytest.mark.parametrize("tokens", [10**12, 10**20, 2**63 - 1])
+@pytest.mark.parametrize("is_native", [False, True])
+def test_a_step_has_no_more_tokens_than_the_pool_has_slots(model, tokens, is_native):
+    config = EngineConfig(**SMALL, max_tokens_per_step=tokens)
+    buckets = Sizing.of(model, config, is_native).buckets
+    assert max(bucket.tokens for bucket in buckets) == 16 * 4
+
+
+def test_a_step_has_no_more_requests_than_blocks_and_no_more_tokens_than_their_contexts():
+    def limits(**changes):
+        return step_limits(EngineConfig(**{**SMALL, "block_size": 8, **changes}), 40, 17)
+
+    many = limits(max_tokens_per_step=10**20, max_seqs=10**20)
+    assert (many.seqs, many.tokens) == (16, 16 * 8)
+    few = limits(max_tokens_per_step=10**20, max_seqs=2)
+    assert (few.seqs, few.tokens) == (2, 2 * 40)
+    assert limits(max_tokens_per_step=9).tokens == 9
+
+
+def test_an_engine_whose_steps_are_brought_down_serves(model):
+    engine = Engine(model, EngineConfig(**SMALL, max_tokens_per_step=10**12, backend="eager"))
+    engine.warmup()
+    results = list(engine.generate([[1, 2, 3], [4, 5]]))
+    assert all(len(result.tokens) == 16 for result in results)
+
+
+@pytest.mark.parametrize("changes", [{"num_blocks": 10**20}, {"block_size": 10**20}])
+def test_a_cache_beyond_the_memory_of_the_machine_is_refused_before_it_is_made(
+    model, changes, monkeypatch
+):
+    made = []
+    remember = PagedKVCache.__init__
+
+    def init(self, layers, blocks, block_size, *args, **kwargs):
+        made.append(blocks * block_size)
+        remember(self, layers, blocks, block_size, *args, **kwargs)
+
+    monkeypatch.setattr(PagedKVCache, "__init__", init)
+    config = EngineConfig(**{**SMALL, **changes}, max_tokens_per_step=64)
+    slots = config.num_blocks * config.block_size
+    wanted = slots * cache_for(model, 2, 1).bytes_per_block
+    with pytest.raises(ConfigError) as caught:
+        Engine(model, config)
+    text = str(caught.value)
+    assert f"at most {machine_bytes():,} bytes" in text and f"got {wanted:,} bytes" in text
+    assert "--num-blocks" in text and max(made) < 100
+
+
+def test_portable_steps_beyond_the_memory_of_the_machine_are_refused(model, monkeypatch):
+    monkeypatch.setattr("compiled_attn.engine.sizing.machine_bytes", lambda: 10**6)
+    config = EngineConfig(**{**SMALL, "num_blocks": 200, "max_seqs": 64}, max_tokens_per_step=800)
+    with pytest.raises(
+        ConfigError, match=r"at most 1,000,000 .* got [3-9],\d{3},\d{3} bytes at least"
+    ):
+        Sizing.of(model, config)
+    assert Sizing.of(model, config, is_native=True).num_blocks == 200
+    small = explicit(AXES, [(16, 8, 16, 4)])  # steps are cut to it
+    assert Sizing.of(model, replace(config, buckets=small)).buckets.largest.tokens == 16
+
+
+def test_buckets_beyond_the_memory_of_the_machine_are_refused(model):
+    config = EngineConfig(**SMALL, max_tokens_per_step=16)
+    for axes, sizes in ((AXES, (16, 10**12, 16, 4)), (TABLE_AXES, (16, 10**12))):
+        with pytest.raises(ConfigError, match=r"not enough memory: .* or take smaller buckets"):
+            Sizing.of(model, replace(config, buckets=explicit(axes, [sizes])), axes is TABLE_AXES)

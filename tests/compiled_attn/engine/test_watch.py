@@ -1,0 +1,119 @@
+"""While one engine serves under its strict sentinel, others warm up and the user compiles."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from compiled_attn.engine import Engine, EngineConfig, SamplingParams
+from graphs import GraphBudgetExceeded
+from graphs.alone import alone
+from tests.compiled_attn.tiny import plain_generate, tiny_model
+
+PROMPTS = [[1, 2, 3, 4, 5], [6, 7], [1, 2, 3, 4, 9, 8]]
+SAMPLING = SamplingParams(max_new_tokens=5)
+
+
+def _engine(model, backend="aot_eager", **config) -> Engine:
+    sizes = {"max_tokens_per_step": 16, "max_seqs": 4, "block_size": 4, "num_blocks": 64}
+    return Engine(model, EngineConfig(**sizes, max_graphs=2, backend=backend, **config))
+
+
+def _assert_serves(engine: Engine) -> None:
+    results = {result.index: result for result in engine.generate(PROMPTS, SAMPLING)}
+    plain = tiny_model()
+    for index, prompt in enumerate(PROMPTS):
+        assert results[index].tokens == plain_generate(plain, prompt, 5)
+
+
+@contextmanager
+def _in_the_middle_of_a_step(engine: Engine, model: torch.nn.Module) -> Iterator[None]:
+    """Another thread serves with an engine, and stands still inside of its first step."""
+    inside, go_on = threading.Event(), threading.Event()
+    errors: list[BaseException] = []
+
+    def wait(*_: object) -> None:
+        inside.set()
+        go_on.wait(60)
+
+    def serve() -> None:
+        try:
+            _assert_serves(engine)
+        except BaseException as error:
+            errors.append(error)
+
+    hook = model.register_forward_pre_hook(wait)
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        assert inside.wait(60)
+        yield
+    finally:
+        hook.remove()
+        go_on.set()
+        thread.join()
+    assert not errors
+
+
+def _compile_something() -> None:
+    function = torch.compile(alone(lambda x: x + 2, "of_the_user"), backend="eager")
+    assert function(torch.ones(2)).tolist() == [3, 3]
+
+
+def test_an_engine_warms_up_and_serves_while_another_one_is_in_the_middle_of_a_step():
+    model = tiny_model()
+    serving = _engine(model, "eager")
+    serving.warmup()
+    with _in_the_middle_of_a_step(serving, model):
+        other = _engine(tiny_model())
+        other.warmup()
+        _assert_serves(other)
+        _compile_something()
+    for engine in (serving, other):
+        report = engine.report()
+        assert (report.compiles_after_warmup, report.graph_breaks) == (0, 0)
+
+
+def test_a_step_in_another_thread_does_not_excuse_a_late_compile_in_this_one():
+    model = tiny_model()
+    serving = _engine(model, "eager")
+    serving.warmup()
+    late = torch.compile(lambda x: x * 3, backend="eager")
+    serving.runner.graphs.run = lambda bucket, *inputs: late(torch.zeros(3))
+    warming = tiny_model()
+    other = _engine(warming, "eager")
+    other.warmup()
+    with (
+        _in_the_middle_of_a_step(other, warming),
+        pytest.raises(GraphBudgetExceeded, match="compile of <lambda>"),
+    ):
+        list(serving.generate([[1, 2, 3]], SAMPLING))
+
+
+def test_two_engines_and_the_user_take_turns_in_one_thread():
+    first = _engine(tiny_model())
+    first.warmup()
+    tokens = first.stream(PROMPTS, SAMPLING)
+    next(tokens)
+    second = _engine(tiny_model())
+    second.warmup()
+    others = second.stream(PROMPTS, SAMPLING)
+    served: list[list[int]] = [[], []]
+    for event, other in zip(tokens, others, strict=False):
+        _compile_something()
+        served[0].append(event.token)
+        served[1].append(other.token)
+    assert len(served[1]) >= 14 and served[1][1:] == served[0][: len(served[1]) - 1]
+    assert first.report().compiles_after_warmup == second.report().compiles_after_warmup == 0
+
+
+def test_an_engine_that_watches_the_process_refuses_what_other_threads_compile_in_its_steps():
+    model = tiny_model()
+    serving = _engine(model, "eager", watch_process=True)
+    serving.warmup()
+    with _in_the_middle_of_a_step(serving, model), pytest.raises(GraphBudgetExceeded):
+        _compile_something()
