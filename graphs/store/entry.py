@@ -12,6 +12,7 @@ from typing import Any
 from graphs.store.errors import StoreError
 from graphs.store.factors import key_of
 from graphs.store.files import digest_of, files_in, read_json, write_whole
+from graphs.store.label import Label
 from graphs.store.safety import digests_of_own, refuse_others
 
 __all__ = ["Entry", "write_manifest"]
@@ -70,8 +71,13 @@ class Entry:
         """The folder of its files."""
         return self.folder / _FILES
 
+    @property
+    def label(self) -> Label:
+        """What it is to people."""
+        return Label.read(self.folder)
+
     def problem(self) -> str:
-        """What is wrong with its files, or an empty string: looks at every byte, and whose it is."""
+        """What is wrong with its files, or an empty string: looks at every byte, and its owner."""
         try:
             refuse_others(self.folder)
             refuse_others(self.folder / _MANIFEST)

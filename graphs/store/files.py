@@ -1,4 +1,4 @@
-"""Files and folders that are whole or not there: written beside, synced, renamed; deleted so too."""
+"""Files and folders that are whole or not there: written beside and renamed, and deleted so."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import os
 import secrets
 import shutil
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -43,7 +44,8 @@ def digest_of_open(file: IO[bytes]) -> str:
     return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
 
 
-def open_regular(path: Path | str, folder: int | None = None) -> IO[bytes]:
+@contextmanager
+def open_regular(path: Path | str, folder: int | None = None) -> Iterator[IO[bytes]]:
     """A file for reading; waits for nobody, as the other end of a pipe.
 
     Args:
@@ -58,11 +60,10 @@ def open_regular(path: Path | str, folder: int | None = None) -> IO[bytes]:
     def opener(name: str, flags: int) -> int:
         return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
 
-    file = open(path, "rb", opener=opener)
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise ValueError(f"{path} is neither a file nor a folder")
-    return file
+    with open(path, "rb", opener=opener) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ValueError(f"{path} is neither a file nor a folder")
+        yield file
 
 
 def read_json(path: Path) -> Any:

@@ -83,7 +83,9 @@ def live_imports(
             break
     for module, source in files.items():
         for each in source.imports:
-            is_used = not each.is_optional or "*" in each.bound or not mentioned.isdisjoint(each.bound)
+            is_used = (
+                not each.is_optional or "*" in each.bound or not mentioned.isdisjoint(each.bound)
+            )
             if (module, each.scope) in live and is_used:
                 yield each
 
@@ -158,8 +160,8 @@ def _identifier(node: ast.AST) -> str:
     if isinstance(node, ast.Attribute):
         return node.attr
     # As in getattr(module, "name") and in annotations.
-    is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
-    return node.value if is_text and node.value.isidentifier() else ""
+    value = node.value if isinstance(node, ast.Constant) else None
+    return value if isinstance(value, str) and value.isidentifier() else ""
 
 
 def _is_never(test: ast.expr) -> bool:

@@ -97,14 +97,9 @@ class InductorCache:
 
     def __enter__(self) -> Self:
         self.scrub()
-        self._lock = self._shared_lock()
-        try:
+        with suppress(OSError):  # there is none yet, or the disk is read-only
             os.utime(self._seal)
-        except OSError:  # there is none yet, or the disk is read-only
-            pass
-        except BaseException:
-            self.__exit__()
-            raise
+        self._lock = self._shared_lock()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -141,7 +136,9 @@ class InductorCache:
             refuse_others(folder)
         lock = Lock(self.folder / "lock")
         try:
-            sealed, alone = self._read_seal(), lock.take()
+            alone = lock.take()
+            with self._sealing():
+                sealed = self._read_seal()
             looked_at = {name: self._problem(name, sealed, alone) for name in _names_in(self.files)}
             problems = {name: problem for name, problem in looked_at.items() if problem}
             for name, problem in problems.items():

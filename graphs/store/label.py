@@ -45,7 +45,9 @@ class Label:
             return cls()
         made = written.get("made")
         is_time = isinstance(made, float) and math.isfinite(made)
-        return cls(_line(written.get("model")), _line(written.get("name")), made if is_time else None)
+        return cls(
+            _line(written.get("model")), _line(written.get("name")), made if is_time else None
+        )
 
 
 def write_label(folder: Path, about: Mapping[str, str]) -> None:

@@ -6,7 +6,7 @@ import errno
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -55,7 +55,9 @@ def refuse_others(path: Path) -> None:
 
 
 @contextmanager
-def open_own(path: Path | str, folder: int | None = None) -> Iterator[IO[bytes]]:
+def open_own(
+    path: Path | str, folder: int | None = None, *, in_reach: bool = False
+) -> Iterator[IO[bytes]]:
     """A file for reading that is no link and belongs to this user or to root.
 
     What is looked at is what was opened, so that nobody can exchange it in between.
@@ -63,21 +65,23 @@ def open_own(path: Path | str, folder: int | None = None) -> Iterator[IO[bytes]]
     Args:
         path: of the file.
         folder: descriptor of the folder that `path` is relative to.
+        in_reach: whether others can come as far as to the file, and must not be able to write it.
 
     Raises:
-        UnsafeStore: it belongs to someone else, or is a link, a folder, a pipe or the like.
+        UnsafeStore: it belongs to someone else, or is a link, a pipe or the like; or others can
+            write to it.
         OSError: it cannot be opened.
     """
-    try:
-        file = open_regular(path, folder)
-    except ValueError as error:
-        raise UnsafeStore(f"{error}: remove it") from error
-    except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise
-        raise UnsafeStore(f"{path} is a link, and what it leads to is run: remove it") from error
-    with file:
-        _refuse(path, 0, os.fstat(file.fileno()))
+    with ExitStack() as stack:
+        try:
+            file = stack.enter_context(open_regular(path, folder))
+        except ValueError as error:
+            raise UnsafeStore(f"{error}: remove it") from error
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            raise UnsafeStore(f"{path} is a link, and what it leads to is run: remove it") from None
+        _refuse(path, _OTHERS if in_reach else 0, os.fstat(file.fileno()))
         yield file
 
 
@@ -109,8 +113,8 @@ def _refuse(path: Path | str, writable: int, found: os.stat_result) -> None:
     users = {0, os.getuid()}
     if found.st_uid not in users:
         raise UnsafeStore(
-            f"{path} belongs to user {found.st_uid}, expected {os.getuid()}, and what a store holds "
-            "is run: remove it, or keep the store in a folder of your own"
+            f"{path} belongs to user {found.st_uid}, expected {os.getuid()}, and what a store "
+            "holds is run: remove it, or keep the store in a folder of your own"
         )
     if found.st_mode & writable:
         raise UnsafeStore(

@@ -79,7 +79,9 @@ def _reached(function: Callable[..., Any], kinds: list[Any]) -> tuple[list[str],
         entries = {(kind.__module__, kind.__qualname__.partition(".")[0]) for kind in kinds}
         imports = live_imports(files, entries)
     used += [target for each in imports for target in each.targets]
-    packages = {name.partition(".")[0] for name in used} - {name.partition(".")[0] for name in files}
+    packages = {name.partition(".")[0] for name in used} - {
+        name.partition(".")[0] for name in files
+    }
     return sorted(files), packages - {_GRAPHS}
 
 
@@ -104,7 +106,11 @@ def _kinds(function: Callable[..., Any]) -> list[Any]:
 
 
 def _is_of_graphs(name: str) -> bool:
-    return name.partition(".")[0] == _GRAPHS
+    return _package(name) == _GRAPHS
+
+
+def _package(name: str) -> str:
+    return name.partition(".")[0]
 
 
 @functools.lru_cache(maxsize=256)

@@ -17,9 +17,7 @@ _LOCK = ".lock"
 
 
 @contextmanager
-def unfinished(
-    folder: Path, alone: Callable[[], AbstractContextManager[None]]
-) -> Iterator[Path]:
+def unfinished(folder: Path, alone: Callable[[], AbstractContextManager[None]]) -> Iterator[Path]:
     """A path in `folder` to write at; what is still there in the end is removed.
 
     Each has a lock, which the kernel takes back from a process that dies.
