@@ -156,7 +156,7 @@ def _targets(node: ast.Import | ast.ImportFrom, package: str) -> Iterator[str]:
 
 def _identifier(node: ast.AST) -> str:
     if isinstance(node, ast.Name):
-        return node.id
+        return "" if isinstance(node.ctx, ast.Store) else node.id
     if isinstance(node, ast.Attribute):
         return node.attr
     # As in getattr(module, "name") and in annotations.

@@ -64,7 +64,7 @@ def describe(function: Callable[..., Any], name: str) -> dict[str, str]:
 
 def _model(function: Callable[..., Any]) -> str:
     if not isinstance(function, nn.Module):
-        return getattr(function, "__qualname__", type(function).__qualname__)
+        return getattr(function, "__name__", type(function).__qualname__)
     count = _parameters(function)
     around = [child for child in function.children() if count and _parameters(child) == count]
     of = f" of {type(around[0]).__qualname__}" if len(around) == 1 else ""

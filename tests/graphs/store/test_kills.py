@@ -96,7 +96,9 @@ def assert_whole(path, *, except_damaged=False):
     folders = [f for f in (path / "artifacts").iterdir() if not f.name.startswith(".")]
     problems = [problem for folder in folders if (problem := _checked(folder)[1])]
     if except_damaged:  # the test itself took that file away
-        problems = [p for p in problems if p != "its files are not those of its manifest: graph.bin"]
+        problems = [
+            p for p in problems if p != "its files are not those of its manifest: graph.bin"
+        ]
     assert problems == []
     for cache in (path / "inductor").glob("[!.]*"):
         assert (cache / "files").is_dir() or not list(cache.glob("*.json"))
