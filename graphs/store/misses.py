@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,9 +16,7 @@ _log = logging.getLogger(__name__)
 
 # What tells one graph from another counts for more than all that is around it.
 _OWN = {"inputs": 32, "state": 32, "values": 16}
-_MOST = 6
-_short = reprlib.Repr()
-_short.maxstring = _short.maxother = 60
+_MOST, _LONGEST = 6, 60
 
 
 @dataclass(frozen=True)
@@ -29,8 +26,8 @@ class Miss:
     Attributes:
         name: of the graph.
         entry: the key of the entry that comes nearest, or an empty string if there is none.
-        differs: for each factor that differs, what it is there and what it is now; of factors that
-            are mappings each part by itself, as `sources.my_module`.
+        differs: for each factor that differs, what it is there and what it is now, None where it is
+            not; of mappings and lists each part by itself, as `sources.my_module`.
     """
 
     name: str
@@ -40,18 +37,16 @@ class Miss:
     @property
     def is_another_graph(self) -> bool:
         """Whether there is nothing like it: other inputs, another model, or no entry at all."""
-        return not self.entry or not {"inputs", "state"}.isdisjoint(self.differs)
+        return not self.entry or not {"inputs", "state"}.isdisjoint(map(_top, self.differs))
 
     def __str__(self) -> str:
         if not self.entry:
             return "the store has no graph of this kind yet"
-        told = [f"{name}: {_text(old)} -> {_text(new)}" for name, (old, new) in self._shown()]
+        shown = list(self.differs.items())[:_MOST]
+        told = [f"{name}: {' -> '.join(_texts(*values))}" for name, values in shown]
         more = len(self.differs) - len(told)
         rest = [f"and {more} more"] if more else []
         return f"the nearest entry, {self.entry[:12]}, differs in " + ", ".join(told + rest)
-
-    def _shown(self) -> list[tuple[str, tuple[Any, Any]]]:
-        return list(self.differs.items())[:_MOST]
 
 
 class Misses:
@@ -70,7 +65,7 @@ class Misses:
         miss = nearest(store.entries(), factors, name)
         self.found.append(miss)
         reason = frozenset(
-            (factor, *(() if factor in _OWN else map(_text, values)))
+            (factor, *(() if _top(factor) in _OWN else _texts(*values)))
             for factor, values in miss.differs.items()
         )
         if reason in self._told:
@@ -98,8 +93,8 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tup
     found: dict[str, tuple[Any, Any]] = {}
     for name in sorted(old.keys() | new.keys()):
         before, now = old.get(name), new.get(name)
-        if isinstance(before, Mapping) and isinstance(now, Mapping):
-            inner = differences(before, now)
+        if isinstance(before, (Mapping, list)) and isinstance(now, (Mapping, list)):
+            inner = differences(_parts(before), _parts(now))
             found |= {f"{name}.{part}": values for part, values in inner.items()}
         elif before != now:
             found[name] = before, now
@@ -110,5 +105,14 @@ def _top(name: str) -> str:
     return name.partition(".")[0]
 
 
-def _text(value: Any) -> str:
-    return "none" if value is None else _short.repr(value).strip("'")
+def _parts(value: Mapping[str, Any] | list[Any]) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {str(i): each for i, each in enumerate(value)}
+
+
+def _texts(old: Any, new: Any) -> tuple[str, str]:
+    """Both, short enough for a line: of long ones where they begin to differ."""
+    texts = ["none" if value is None else str(value) for value in (old, new)]
+    same = next((i for i, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), 0)
+    start = max(0, same - _LONGEST // 4) if max(map(len, texts)) > _LONGEST else 0
+    cut = [("..." if start else "") + text[start : start + _LONGEST] for text in texts]
+    return cut[0], cut[1]

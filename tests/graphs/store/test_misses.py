@@ -46,7 +46,18 @@ def test_differences_are_told_part_by_part():
         "sources.torch": (None, "2.13"),
         "torch": ("2.12", "2.13"),
     }
+    assert differences({"inputs": ["(4,)", "(2,)"]}, NOW | {"inputs": ["(4,)"]})["inputs.1"] == (
+        "(2,)",
+        None,
+    )
     assert differences(NOW, NOW) == {}
+
+
+def test_of_long_values_the_part_is_shown_where_they_begin_to_differ(store, tmp_path):
+    text = "InputSpec(name='tokens', dtype=torch.int64, device='cpu', shape=({},), rest=1)"
+    old = {**NOW, "inputs": [text.format(16)], "torch": "2.12"}
+    told = str(nearest(stored(store, tmp_path, old), {**NOW, "inputs": [text.format(32)]}, "step"))
+    assert "shape=(16,)" in told and "-> ...='cpu', shape=(32,)" in told and "name=" not in told
 
 
 def test_the_nearest_entry_is_the_same_graph_in_another_environment(store, tmp_path):
@@ -90,7 +101,7 @@ def test_a_store_that_has_nothing_like_it_is_no_warning(store, tmp_path, caplog)
         misses.note(store, {**NOW, "inputs": ["(9,)"]}, "step[rows=9]")
     told = [(record.levelno, record.message) for record in caplog.records]
     assert [level for level, _ in told] == [logging.INFO] * 2
-    assert "no graph of this kind yet" in told[0][1] and "inputs: " in told[1][1]
+    assert "no graph of this kind yet" in told[0][1] and "inputs.0: " in told[1][1]
 
 
 @pytest.fixture

@@ -69,18 +69,22 @@ def test_folders_of_an_entry_are_its_users_alone_whatever_the_umask(tmp_path, st
 
 
 @needs_root
-def test_a_file_is_judged_by_what_was_opened_not_by_what_was_there_before(tmp_path, monkeypatch):
-    """Someone exchanges the file between a look at its path and the open: the open file counts."""
-    path, theirs = tmp_path / "library", tmp_path / "theirs"
-    path.write_bytes(b"mine")
-    theirs.write_bytes(b"theirs")
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_file_is_judged_by_what_was_opened_whatever_its_path_is_then(tmp_path, monkeypatch, when):
+    """Someone puts a file of theirs there before the open, or takes it away again after it."""
+    path, theirs, mine = tmp_path / "library", tmp_path / "theirs", tmp_path / "mine"
+    for each in (path, theirs, mine):
+        each.write_bytes(b"code")
     os.chown(theirs, OTHER, OTHER)
     opened = os.open
 
     def exchanged(*args, **kwargs):
-        os.replace(theirs, path)
         monkeypatch.undo()
-        return opened(*args, **kwargs)
+        os.replace(theirs, path)
+        handle = opened(*args, **kwargs)
+        if when == "after":
+            os.replace(mine, path)
+        return handle
 
     monkeypatch.setattr(os, "open", exchanged)
     with pytest.raises(UnsafeStore, match=f"belongs to user {OTHER}"), open_own(path):
