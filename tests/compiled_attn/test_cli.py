@@ -61,7 +61,7 @@ Command = Callable[..., Outcome]
 
 @pytest.fixture(autouse=True)
 def _no_store_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("compiled_attn.cli.store.DEFAULT_STORE", str(tmp_path / "store"))
+    monkeypatch.setattr("compiled_attn.cli.store.default_store", lambda: tmp_path / "store")
 
 
 @pytest.fixture
