@@ -253,7 +253,8 @@ def _offer(
 
 def _verdict(report: EngineReport, strict: bool) -> int:
     late = report.compiles_after_warmup + report.graph_breaks + report.fallbacks
-    return FAILED if report.mismatched_tokens or (strict and late) else 0
+    wrong = report.mismatched_tokens + report.failed_requests
+    return FAILED if wrong or (strict and late) else 0
 
 
 def _write(

@@ -121,6 +121,7 @@ class Engine:
         serving = BucketSpace(buckets.names, captured, buckets.cost)
         self.sizing = replace(self.sizing, buckets=serving)
         copies = self.memory.warmup(progress)
+        self.runner.module.remember()
         self._warm = WarmupReport(
             (*report.results, *copies.results), report.elapsed_seconds + copies.elapsed_seconds
         )
@@ -199,6 +200,7 @@ class Engine:
 
         Raises:
             RuntimeError: the engine is not warmed up.
+            compiled_attn.hf.ModelChanged: the model is not as it was then.
             graphs.GraphBudgetExceeded: something compiled (strict).
         """
         self._mailbox.arrived()
@@ -218,6 +220,7 @@ class Engine:
             raise RuntimeError(
                 "expected a warmed-up engine: call engine.warmup() before the first step"
             )
+        self.runner.module.check_unchanged()
         self._finish_attempt()
         self._abort_abandoned()
         if self.scheduler.has_work:

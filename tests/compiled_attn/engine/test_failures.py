@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 
 import numpy as np
@@ -9,7 +10,16 @@ import pytest
 import torch
 
 import compiled_attn.engine.sampling as sampling_module
-from compiled_attn.engine import ConfigError, Engine, EngineConfig, SamplingParams
+from compiled_attn.engine import (
+    ConfigError,
+    Engine,
+    EngineConfig,
+    GenerationResult,
+    SamplingParams,
+    Sequence,
+    TokenEvent,
+)
+from compiled_attn.hf import ModelChanged
 from tests.compiled_attn.tiny import plain_generate, tiny_model
 
 POISON = 127
@@ -237,3 +247,35 @@ def test_a_stream_that_could_not_abort_its_requests_leaves_none_behind(monkeypat
     assert len(engine.open_requests) == 2
     assert engine.step() == [] and not engine.has_work
     assert engine.pool.stats().used == 0
+
+
+def test_a_model_that_changed_since_the_warmup_is_an_error_and_nothing_is_lost():
+    model = tiny_model()
+    engine, params = _engine(model), SamplingParams(max_new_tokens=NEW)
+    engine.submit([3, 4, 5], params)
+    told = engine.step()
+    name = model.config._attn_implementation
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(ModelChanged, match="its attention is 'sdpa'"):
+        engine.step()
+    model.set_attn_implementation(name)
+    while engine.has_work:
+        told += engine.step()
+    assert [event.token for event in told] == plain_generate(model, [3, 4, 5], NEW)
+    assert engine.report().restarts == 0
+
+
+def test_nothing_of_a_request_is_kept_when_it_was_served():
+    engine = _engine()
+
+    kinds = Sequence, GenerationResult, TokenEvent
+
+    def alive() -> int:
+        gc.collect()
+        return sum(type(each) in kinds for each in gc.get_objects())
+
+    for _ in range(3):
+        assert sum(1 for _ in engine.generate(_prompts(8), SamplingParams(max_new_tokens=2))) == 8
+        engine.submit([1, 2], SamplingParams(max_new_tokens=1))
+        assert engine.step()[0].result is not None
+        assert engine.step() == [] and alive() == 0

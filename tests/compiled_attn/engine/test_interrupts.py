@@ -13,7 +13,7 @@ import torch
 
 from compiled_attn.engine import Engine, EngineConfig, SamplingParams
 from tests.compiled_attn.tiny import plain_generate, tiny_model
-from tests.interrupts import Interruption, interrupted_at
+from tests.interrupts import Interruption, count_lines, interrupted_at
 
 NEW = 7
 
@@ -173,3 +173,73 @@ def test_a_step_interrupted_at_each_of_its_lines_loses_no_token_and_no_block():
                 break
     run.drain()
     assert len(run.places) > 400
+
+
+def _busy_engine(kernel: str = "auto") -> Engine:
+    sizes = {"max_tokens_per_step": 24, "max_seqs": 3, "block_size": 4, "num_blocks": 40}
+    engine = Engine(
+        tiny_model(), EngineConfig(**sizes, max_graphs=2, backend="eager", kernel=kernel)
+    )
+    engine.warmup()
+    return engine
+
+
+def test_a_submit_that_is_interrupted_leaves_no_request():
+    engine, prompt = _busy_engine(), [1, 2, 3]
+    first = engine.submit(prompt)
+    lines = count_lines(lambda: engine.submit([4, 5, 6]))
+    assert lines > 20
+    before = engine.open_requests
+    for line in range(lines):
+        with pytest.raises(Boom), interrupted_at(line, Boom):
+            engine.submit([7, 8, 9])
+        assert engine.open_requests == before
+        assert {s.request_id for s in engine.scheduler.waiting} == before
+    while engine.has_work:
+        told = [event.request_id for event in engine.step()]
+        assert set(told) <= before and first in before
+
+
+def test_an_abort_that_is_interrupted_was_done_or_not_and_hurts_nobody():
+    engine, prompts = _busy_engine(), _prompts()
+    params = SamplingParams(max_new_tokens=100)
+    kept = engine.submit(prompts[0], SamplingParams(max_new_tokens=NEW))
+    told, line, was_raised = [], 0, True
+    while was_raised:
+        victim = engine.submit(prompts[1], params)
+        told += engine.step() + engine.step()
+        cut = interrupted_at(line, Boom)
+        try:
+            with cut:
+                engine.abort(victim)
+        except Boom:
+            if victim in engine.open_requests:
+                engine.abort(victim)
+        was_raised, line = cut.was_raised, line + 1
+        assert not engine.open_requests - {kept}
+        if kept not in engine.open_requests:
+            kept = engine.submit(prompts[0], SamplingParams(max_new_tokens=NEW))
+    while engine.has_work:
+        told += engine.step()
+    assert line > 30 and engine.pool.stats().used == 0
+    wanted = plain_generate(engine.model, prompts[0], NEW)
+    results = [event.result for event in told if event.result is not None]
+    assert len(results) > 3 and all(result.tokens == wanted for result in results)
+
+
+def test_a_stream_that_is_interrupted_leaves_the_engine_ready_for_the_next():
+    engine, prompts = _busy_engine(), _prompts()
+    params = SamplingParams(max_new_tokens=NEW)
+    by_hand = engine.submit(prompts[0], params)
+    for line in (0, 3, 30, 300, 1000, 2000, 4000, 6000):
+        with pytest.raises(Boom), interrupted_at(line, Boom):
+            list(engine.stream(prompts[1:4], params))
+        assert engine.open_requests <= {by_hand}
+    told = []
+    while engine.has_work:
+        told += engine.step()
+    wanted = [plain_generate(engine.model, prompt, NEW) for prompt in prompts]
+    assert [event.token for event in told] == wanted[0]
+    for result in engine.generate(prompts, params):
+        assert result.tokens == wanted[result.index]
+    assert engine.pool.stats().used == 0
