@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-__all__ = ["carrying", "compile_once_for_all", "decoder_layers", "restore"]
+__all__ = ["call_through", "carrying", "decoder_layers", "restore"]
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
@@ -21,13 +21,18 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return next(([*layers] for layers in lists if len(layers) == count), [])
 
 
-def compile_once_for_all(layer: nn.Module, *, carries: bool) -> None:
-    """Lets a graph that contains the layer compile it once for all layers that are alike.
+def call_through(layer: nn.Module, *, carries: bool, is_region: bool) -> None:
+    """Calls the layer through a function of ours.
 
-    ``carries``: the layer does not hand keywords on to its attention. The keyword ``paged`` then
-    goes in the place of the mask, which it does hand on, and which nothing else uses.
+    Args:
+        layer: a decoder layer.
+        carries: it does not hand keywords on to its attention. The keyword ``paged`` then goes in
+            the place of the mask, which it does hand on, and which nothing else uses.
+        is_region: a graph that contains it compiles it once for all layers that are alike. Torch
+            refuses that of layers that keep tensors for later ones.
     """
-    layer.forward = MethodType(_carrying_region if carries else _region, layer)
+    forward = _carrying_forward if carries else _forward
+    layer.forward = MethodType(_REGIONS[forward] if is_region else forward, layer)
 
 
 @contextlib.contextmanager
@@ -66,5 +71,7 @@ def _carrying_forward(layer: nn.Module, *args: Any, paged: Any = None, **kwargs:
     return type(layer).forward(layer, *args, **kwargs)
 
 
-_region = torch.compiler.nested_compile_region(_forward)
-_carrying_region = torch.compiler.nested_compile_region(_carrying_forward)
+_REGIONS = {
+    forward: torch.compiler.nested_compile_region(forward)
+    for forward in (_forward, _carrying_forward)
+}

@@ -19,7 +19,7 @@ def context_limit(model: PreTrainedModel) -> int | None:
     """
     config = model.config.get_text_config()
     limit = getattr(config, "max_position_embeddings", None)
-    limits = [limit] if limit else []
+    limits = [limit] if limit and limit > 0 else []
     for rope in _ropes(getattr(config, "rope_parameters", None)):
         kind = rope.get("rope_type", "default")
         trained = rope.get("original_max_position_embeddings") or limit
