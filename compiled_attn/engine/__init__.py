@@ -6,7 +6,7 @@ from compiled_attn.engine.metrics import EngineReport, Percentiles, StepInfo, St
 from compiled_attn.engine.sampling import SamplingParams, sample, sample_rows
 from compiled_attn.engine.scheduler import ScheduledTokens, Scheduler
 from compiled_attn.engine.sequence import GenerationResult, Sequence, Status, TokenEvent
-from compiled_attn.engine.workload import Stream
+from compiled_attn.engine.stream import Stream
 
 __all__ = [
     "ConfigError",

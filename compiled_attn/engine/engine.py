@@ -9,16 +9,12 @@ one that does not is forgotten, and the open requests wait for fresh blocks, to 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import logging
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 
-import torch
 from transformers import PreTrainedModel
 
 from compiled_attn.blocks import BlockPool
@@ -27,21 +23,21 @@ from compiled_attn.engine.config import ConfigError, EngineConfig
 from compiled_attn.engine.kernel import chosen_kernel
 from compiled_attn.engine.mailbox import Mailbox
 from compiled_attn.engine.memory import BlockMemory
-from compiled_attn.engine.metrics import EngineReport, StepInfo, block_series, bucket_rows
+from compiled_attn.engine.metrics import EngineReport, StepInfo, block_series
 from compiled_attn.engine.outcome import Outcome, outcome_of
 from compiled_attn.engine.prompts import token_ids
+from compiled_attn.engine.report import report_of
 from compiled_attn.engine.runner import Runner
 from compiled_attn.engine.sampling import NOT_FINITE, SamplingParams, sample_rows
 from compiled_attn.engine.scheduler import Scheduler
 from compiled_attn.engine.sequence import GenerationResult, Sequence, TokenEvent
 from compiled_attn.engine.sizing import Sizing
+from compiled_attn.engine.stream import Stream, Streams, results_of
 from compiled_attn.engine.tally import StepRecord, Tally
-from compiled_attn.engine.workload import Stream, Workload, in_order
+from compiled_attn.engine.workload import Workload
 from graphs import BucketSpace, CaptureError, WarmupReport, no_compile
 
 __all__ = ["Engine"]
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -60,6 +56,12 @@ class Engine:
     Args:
         model: a Hugging Face causal LM in eval mode; its attention is switched to the paged cache.
         config: sizes and policies.
+
+    Attributes:
+        sentinel: what compiled since the warmup.
+        warmup_report: of the last warmup, None before it.
+        restarts: how often an exception interrupted a step.
+        prompt_tokens: tokens of all prompts that were submitted.
 
     Raises:
         ConfigError: the sizes do not fit each other or the model.
@@ -83,15 +85,15 @@ class Engine:
         self.memory = BlockMemory(self.runner.module.cache, config)
         self.scheduler = Scheduler(self.pool, config.max_tokens_per_step, config.max_seqs)
         self.tally = Tally([*self.sizing.buckets], self.sizing.buckets.cost)
-        self._sentinel = no_compile(strict=config.strict, all_threads=config.watch_process)
-        self._warm: WarmupReport | None = None
+        self.sentinel = no_compile(strict=config.strict, all_threads=config.watch_process)
+        self.warmup_report: WarmupReport | None = None
         self._requests: dict[int, Sequence] = {}
         self._ids = itertools.count()
         self._mailbox: Mailbox[TokenEvent] = Mailbox()
-        self._streams: list[tuple[weakref.ref[Stream], Mailbox[TokenEvent]]] = []
+        self._streams = Streams()
         self._attempt: _Attempt | None = None
-        self._restarts = 0
-        self._prompt_tokens = 0
+        self.restarts = 0
+        self.prompt_tokens = 0
         self._eos = _eos_tokens(model)
 
     @property
@@ -122,10 +124,10 @@ class Engine:
         self.sizing = replace(self.sizing, buckets=serving)
         copies = self.memory.warmup(progress)
         self.runner.module.remember()
-        self._warm = WarmupReport(
+        self.warmup_report = WarmupReport(
             (*report.results, *copies.results), report.elapsed_seconds + copies.elapsed_seconds
         )
-        return self._warm
+        return self.warmup_report
 
     def submit(
         self,
@@ -185,7 +187,7 @@ class Engine:
         try:
             self._requests[request_id] = sequence
             self.scheduler.add(sequence)
-            self._prompt_tokens += len(prompt)
+            self.prompt_tokens += len(prompt)
             return request_id
         except BaseException:
             self._requests.pop(request_id, None)
@@ -216,7 +218,7 @@ class Engine:
 
         Raises: as `step`.
         """
-        if self._warm is None:
+        if self.warmup_report is None:
             raise RuntimeError(
                 "expected a warmed-up engine: call engine.warmup() before the first step"
             )
@@ -263,7 +265,7 @@ class Engine:
             in_order: results in the order of the prompts, each as soon as those before it are
                 there.
         """
-        return _results(
+        return results_of(
             self.stream(
                 prompts,
                 sampling,
@@ -272,7 +274,7 @@ class Engine:
                 concurrency=concurrency,
                 on_step=on_step,
             ),
-            in_order,
+            in_order=in_order,
         )
 
     def stream(
@@ -304,7 +306,7 @@ class Engine:
         for each in zip(workload.prompts, workload.sampling, workload.salts, strict=True):
             self._check(*each)
         stream = Stream(self, workload, on_step)
-        self._streams = [*self._streams, (weakref.ref(stream), stream.mailbox)]
+        self._streams.add(stream)
         return stream
 
     def info(self, elapsed_s: float) -> StepInfo:
@@ -333,48 +335,11 @@ class Engine:
 
     def refuse_second_stream(self) -> None:
         """Raises RuntimeError if two streams are open."""
-        streams = [ref() for ref, _ in self._streams]
-        if sum(stream is not None and stream.is_open for stream in streams) > 1:
-            raise RuntimeError(
-                "expected an idle engine, but it serves another stream: finish or close that first"
-            )
+        self._streams.refuse_second()
 
     def report(self) -> EngineReport:
         """What happened since the engine was made."""
-        stats, steps, warm = self.memory.stats(), self.runner.graphs.report, self._warm
-        tally, busy = self.tally, self.tally["seconds"]
-        generated = tally.count("generated_tokens")
-        return EngineReport(
-            graphs=len(steps.captured) if steps else 0,
-            graphs_loaded=len(steps.loaded) if steps else 0,
-            graph_breaks=self._sentinel.graph_breaks,
-            compiles_after_warmup=self._sentinel.compiles + self._sentinel.late_builds,
-            fallbacks=self._fallbacks(),
-            warmup_seconds=round(warm.elapsed_seconds, 3) if warm else 0.0,
-            requests=tally.count("requests"),
-            failed_requests=tally.count("failed_requests"),
-            nonfinite_rows=tally.count("nonfinite_rows"),
-            restarts=self._restarts,
-            generated_tokens=generated,
-            tokens_per_second=round(generated / busy, 2) if busy else 0.0,
-            ttft_ms=tally.ttft_ms,
-            step_ms=tally.step_ms,
-            padding_waste=tally.padding_waste(),
-            preemptions=self.scheduler.preemptions,
-            blocks_high_water=stats.high_water,
-            torch=torch.__version__,
-            backend=self.config.backend_name,
-            kernel="native" if self.kernel.is_native else self.runner.module.kernel().name,
-            kernel_notes=dict(self.kernel.notes),
-            steps=tally.count("steps"),
-            prompt_tokens=self._prompt_tokens,
-            computed_tokens=tally.count("need tokens"),
-            prefix_hit_ratio=round(stats.hit_ratio, 4),
-            memory=self.memory.figures(),
-            cut_steps=tally.count("cut_steps"),
-            seconds=round(busy, 3),
-            buckets=bucket_rows(steps, tally),
-        )
+        return report_of(self)
 
     def block_series(self) -> list[dict[str, object]]:
         """Blocks in use over the busy time, as `graphs.report.write_report` draws it."""
@@ -404,12 +369,12 @@ class Engine:
         attempt = self._attempt
         if attempt is None:
             return
-        self._sentinel.disarm()
+        self.sentinel.disarm()
         if attempt.outcome is not None:
             attempt.outcome.make_true(self._requests, self.tally)
         self.memory.reset()
         self.scheduler.restart(self.pool, self._requests.values())
-        self._restarts += 1
+        self.restarts += 1
         self._attempt = None
 
     def _compute(self, attempt: _Attempt) -> None:
@@ -421,7 +386,7 @@ class Engine:
         """A step, computed; of its requests nothing has changed."""
         started = time.perf_counter()
         scheduled = self.scheduler.schedule()
-        with self._sentinel:
+        with self.sentinel:
             self.memory.settle()
             parts, plan, bucket, wanted = self.runner.fit(scheduled, self.memory.table)
             logits = self.runner.run(plan, bucket)
@@ -444,25 +409,11 @@ class Engine:
 
     def _abort_abandoned(self) -> None:
         """Drops requests of streams that ended before they could abort them."""
-        over = [box for ref, box in self._streams if (s := ref()) is None or s.has_ended]
-        if not over:
-            return
-        for sequence in list(self._requests.values()):
-            if any(sequence.mailbox is box for box in over):
+        ended = self._streams.ended()
+        for sequence in list(self._requests.values()) if ended else ():
+            if any(sequence.mailbox is box for box in ended):
                 self.abort(sequence.request_id)
-        self._streams = [
-            (ref, box) for ref, box in self._streams if not any(box is other for other in over)
-        ]
-
-    def _fallbacks(self) -> int:
-        graphs = self.runner.graphs
-        return graphs.fallbacks + graphs.degraded + self.kernel.is_fallback
-
-
-def _results(stream: Stream, is_ordered: bool) -> Iterator[GenerationResult]:
-    with contextlib.closing(stream):
-        finished = (event.result for event in stream if event.result is not None)
-        yield from in_order(finished) if is_ordered else finished
+        self._streams.forget(ended)
 
 
 def _eos_tokens(model: PreTrainedModel) -> frozenset[int]:

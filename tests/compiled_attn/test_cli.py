@@ -358,7 +358,7 @@ def test_a_compile_while_serving_fails_the_run_with_its_cause_and_report(
     step = Engine.step
 
     def compiling(self: Engine) -> Any:
-        with self._sentinel:
+        with self.sentinel:
             torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
         return step(self)
 
