@@ -190,7 +190,7 @@ class InductorCache:
 
     def _make(self) -> None:
         for folder in (self.folder, self.files):
-            folder.mkdir(mode=0o700, exist_ok=True)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         told = self.folder / "factors.json"
         if self._factors and not told.exists():
             with self._sealing():
