@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Mapping
 from itertools import islice
 from typing import Generic, TypeVar
 
@@ -23,8 +23,8 @@ class Mailbox(Generic[Event]):
         self._events: dict[Hashable, Event] = {}
         self._handed_out = 0
 
-    def put(self, events: Iterable[tuple[Hashable, Event]]) -> None:
-        """Adds events with their keys; those that are here already stay where they are."""
+    def put(self, events: Mapping[Hashable, Event]) -> None:
+        """Adds events under their keys; those that are here already stay where they are."""
         self._events.update(events)
 
     def hand_out(self) -> list[Event]:

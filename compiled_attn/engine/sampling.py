@@ -100,10 +100,10 @@ def sample_rows(
     """
     best, tokens = logits.max(-1)  # NaN is the maximum of a row that has one
     drawn: list[int | str] = list(tokens.tolist())
-    for row in (~torch.isfinite(best)).nonzero().flatten().tolist():
-        drawn[row] = NOT_FINITE
-    for row, (param, step) in enumerate(zip(params, steps, strict=True)):
-        if param is not None and param.temperature > 0 and not isinstance(drawn[row], str):
+    for row, (value, param, step) in enumerate(zip(best.tolist(), params, steps, strict=True)):
+        if not math.isfinite(value):
+            drawn[row] = NOT_FINITE
+        elif param is not None and param.temperature > 0:
             drawn[row] = _drawn(logits[row], param, step)
     return drawn
 

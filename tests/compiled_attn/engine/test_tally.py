@@ -78,13 +78,13 @@ def test_a_long_series_keeps_points_of_its_whole_length():
 
 def test_a_mailbox_keeps_what_did_not_arrive_and_forgets_what_did():
     box: Mailbox[str] = Mailbox()
-    box.put([(1, "a"), (2, "b")])
-    box.put([(2, "b")])
+    box.put({1: "a", 2: "b"})
+    box.put({2: "b"})
     assert len(box) == 2 and box.hand_out() == ["a", "b"] and len(box) == 0
     box.came_back()
-    box.put([(3, "c")])
+    box.put({3: "c"})
     assert box.hand_out() == ["a", "b", "c"]
-    box.put([(4, "d")])
+    box.put({4: "d"})
     box.arrived()
     box.arrived()
     assert box.hand_out() == ["d"]
