@@ -24,7 +24,7 @@ help:
 	@echo "make lint       ruff and mypy only"
 	@echo "make format     rewrite the sources as ruff formats them"
 	@echo "make bench      the benchmarks behind the README's numbers"
-	@echo "make soak       one million random events on the block pool, the swaps and the defragmenter"
+	@echo "make soak       a million random events on blocks, swaps and defragmenter; a million requests"
 	@echo "make clean      remove environments and caches"
 
 run: $(VENV)/.installed-run
@@ -46,10 +46,11 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff format .
 
 bench: $(VENV)/.installed-dev
-	@for script in $(filter-out benchmarks/soak.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+	@for script in $(filter-out benchmarks/soak%.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
 soak: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/soak.py
+	$(BIN)/python benchmarks/soak_engine.py
 
 clean:
 	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -167,9 +167,10 @@ class Soak:
         self.write(name, length)
 
     def copy(self) -> None:
-        pairs = self.pool.pop_copies()
+        pairs = self.pool.pending_copies()
         if pairs:
             self.swap.move(self.defragmenter.resolve_all(np.array(pairs)))
+            self.pool.copied(pairs)
 
     def write(self, name: int, length: int) -> None:
         stream = self.streams[name]

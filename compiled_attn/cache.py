@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
 from compiled_attn import huge_pages
 from compiled_attn.quant import QUANTISED
 
-__all__ = ["PagedKVCache"]
+__all__ = ["KVShape", "PagedKVCache"]
+
+
+class KVShape(NamedTuple):
+    """What one layer keeps of a token.
+
+    Args:
+        num_kv_heads: key/value heads (> 0).
+        head_dim: elements of a key vector (> 0).
+        value_dim: elements of a value vector (> 0); None: the value is part of the key (MLA).
+        same_as: an earlier layer whose keys and values these are, which has them for both.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int | None
+    same_as: int | None = None
 
 
 class PagedKVCache(nn.Module):
@@ -28,12 +47,16 @@ class PagedKVCache(nn.Module):
             a float32 scale per slot and head to each.
         device: where the buffers live.
         has_value: False for caches whose value is part of the key (MLA); then no V is allocated.
+        shapes: what each layer keeps, where layers differ; then ``num_kv_heads``, ``head_dim`` and
+            ``has_value`` are those of most use to the reader, and nothing is allocated by them.
 
     Raises:
-        ValueError: a size is too small.
+        ValueError: a size is too small; ``shapes`` are not ``num_layers``, or one is the same as a
+            layer that is not before it, of another shape, or itself the same as a third.
 
     Shape:
-        - ``key(layer)``, ``value(layer)``: ``[num_blocks * block_size, num_kv_heads, head_dim]``
+        - ``key(layer)``, ``value(layer)``: ``[num_blocks * block_size, num_kv_heads, head_dim]``;
+          with ``shapes`` those of the layer
         - ``key_scale(layer)``, ``value_scale(layer)``: ``[num_blocks * block_size, num_kv_heads]``
           float32, or None where the dtype needs none
         - ``key_blocks(layer)``, ``value_blocks(layer)``: the same storage viewed as
@@ -53,6 +76,7 @@ class PagedKVCache(nn.Module):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
         has_value: bool = True,
+        shapes: Sequence[KVShape] | None = None,
     ) -> None:
         super().__init__()
         _check_sizes(num_layers, num_blocks, block_size, num_kv_heads, head_dim)
@@ -62,33 +86,57 @@ class PagedKVCache(nn.Module):
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.has_value = has_value
-        shape = (num_blocks * block_size, num_kv_heads, head_dim)
         self.is_quantised = dtype in QUANTISED
-        names = ("key", "value") if has_value else ("key",)
-        for layer in range(num_layers):
-            for name in names:
-                buffer = huge_pages.zeros(shape, dtype, device)
-                self.register_buffer(f"{name}_{layer}", buffer, persistent=False)
-                if self.is_quantised:
-                    scale = huge_pages.zeros(shape[:-1], torch.float32, device)
-                    self.register_buffer(f"{name}_scale_{layer}", scale, persistent=False)
+        alike = KVShape(num_kv_heads, head_dim, head_dim if has_value else None)
+        self.shapes = tuple([alike] * num_layers if shapes is None else shapes)
+        _check_shapes(self.shapes, num_layers)
+        for layer, shape in enumerate(self.shapes):
+            if shape.same_as is None:
+                self._allocate(layer, shape, dtype, device)
+
+    def _allocate(
+        self,
+        layer: int,
+        shape: KVShape,
+        dtype: torch.dtype,
+        device: torch.device | str | None,
+    ) -> None:
+        rows = self.num_blocks * self.block_size, shape.num_kv_heads
+        for name, size in (("key", shape.head_dim), ("value", shape.value_dim)):
+            if size is None:
+                continue
+            buffer = huge_pages.zeros((*rows, size), dtype, device)
+            self.register_buffer(f"{name}_{layer}", buffer, persistent=False)
+            if self.is_quantised:
+                scale = huge_pages.zeros(rows, torch.float32, device)
+                self.register_buffer(f"{name}_scale_{layer}", scale, persistent=False)
 
     def key(self, layer: int) -> Tensor:
         """Flat key slots of a layer, ``[num_blocks * block_size, num_kv_heads, head_dim]``."""
-        return self.get_buffer(f"key_{layer}")
+        return self.get_buffer(f"key_{self._home(layer)}")
 
     def value(self, layer: int) -> Tensor:
-        """Flat value slots of a layer; for a cache without V the key slots."""
-        return self.get_buffer(f"value_{layer}" if self.has_value else f"key_{layer}")
+        """Flat value slots of a layer; for a layer without V the key slots."""
+        name = "value" if self.keeps_value(layer) else "key"
+        return self.get_buffer(f"{name}_{self._home(layer)}")
 
     def key_scale(self, layer: int) -> Tensor | None:
         """What the elements of each key slot and head are multiplied by; None: nothing."""
-        return self.get_buffer(f"key_scale_{layer}") if self.is_quantised else None
+        return self.get_buffer(f"key_scale_{self._home(layer)}") if self.is_quantised else None
 
     def value_scale(self, layer: int) -> Tensor | None:
-        """The same for the values; None also where the cache has no V."""
-        has_scale = self.is_quantised and self.has_value
-        return self.get_buffer(f"value_scale_{layer}") if has_scale else None
+        """The same for the values; None also where the layer has no V."""
+        has_scale = self.is_quantised and self.keeps_value(layer)
+        return self.get_buffer(f"value_scale_{self._home(layer)}") if has_scale else None
+
+    def keeps_value(self, layer: int) -> bool:
+        """Whether a layer has values of its own; False: they are part of its keys."""
+        return self.shapes[layer].value_dim is not None
+
+    def _home(self, layer: int) -> int:
+        """The layer whose buffers hold what this one keeps."""
+        same = self.shapes[layer].same_as if 0 <= layer < self.num_layers else None
+        return layer if same is None else same
 
     def key_blocks(self, layer: int) -> Tensor:
         """Keys of a layer as ``[num_blocks, block_size, num_kv_heads, head_dim]`` (a view)."""
@@ -109,11 +157,13 @@ class PagedKVCache(nn.Module):
     @property
     def bytes_per_block(self) -> int:
         """Bytes that one block occupies over all layers, K, V and their scales together."""
-        per_head = self.head_dim * self.dtype.itemsize
-        if self.is_quantised:
-            per_head += torch.float32.itemsize
-        per_buffer = self.block_size * self.num_kv_heads * per_head
-        return per_buffer * self.num_layers * (2 if self.has_value else 1)
+        homes = [shape for shape in self.shapes if shape.same_as is None]
+        return self.block_size * sum(self._bytes_per_slot(shape) for shape in homes)
+
+    def _bytes_per_slot(self, shape: KVShape) -> int:
+        scale = torch.float32.itemsize if self.is_quantised else 0
+        kept = [size for size in (shape.head_dim, shape.value_dim) if size is not None]
+        return shape.num_kv_heads * sum(size * self.dtype.itemsize + scale for size in kept)
 
     def extra_repr(self) -> str:
         """Sizes, for `repr`."""
@@ -136,3 +186,24 @@ def _check_sizes(
     for name, (size, least) in sizes.items():
         if size < least:
             raise ValueError(f"{name} must be at least {least}, got {size}: choose a larger {name}")
+
+
+def _check_shapes(shapes: tuple[KVShape, ...], num_layers: int) -> None:
+    if len(shapes) != num_layers:
+        raise ValueError(
+            f"shapes: expected one for each of {num_layers} layers, got {len(shapes)}: "
+            "give every layer one"
+        )
+    for layer, (heads, key, value, same) in enumerate(shapes):
+        if min(heads, key, 1 if value is None else value) < 1:
+            raise ValueError(
+                f"shapes[{layer}]: expected sizes of at least 1, got {shapes[layer]}: "
+                "choose larger ones"
+            )
+        if same is None:
+            continue
+        if not 0 <= same < layer or shapes[same] != (heads, key, value, None):
+            raise ValueError(
+                f"shapes[{layer}]: expected it the same as an earlier layer of its shape with "
+                f"buffers of its own, got same_as={same}: name such a layer, or None"
+            )

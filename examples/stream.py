@@ -36,7 +36,7 @@ def main() -> None:
     for count, event in enumerate(endless, start=1):
         if count == 5:
             endless.close()  # aborts the request: its blocks are free at once
-            print(f"request {event.index}: given up, {engine.pool.stats().used} blocks in use")
+            print(f"request {event.request_id}: given up, {engine.pool.stats().used} blocks in use")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 :class:`BlockPool` is the one way in. It hands out block ids to requests as :class:`BlockTable`,
 shares equal prompt prefixes through a :class:`PrefixIndex`, knows in :class:`BlockPlaces` where in
 the cache each block lies, and says in :class:`PoolStats` how it goes. Host code only: no tensor is
-touched here; the copies that sharing makes necessary are listed by ``BlockPool.pop_copies``.
+touched here; the copies that sharing makes necessary are listed by ``BlockPool.pending_copies``.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
+from collections.abc import Iterable
 
 from compiled_attn.blocks.copies import PendingCopies
 from compiled_attn.blocks.places import BlockPlaces
@@ -80,7 +81,7 @@ class BlockAllocator:
             self._cached.move_to_end(found)
 
     def copy(self, block: int) -> int:
-        """Return a fresh block that will be a copy of ``block``, pinned until the copy is popped.
+        """Return a fresh block that will be a copy of ``block``, pinned until it is one.
 
         The caller has seen that a block is available beside ``block`` itself.
         """
@@ -108,12 +109,12 @@ class BlockAllocator:
         self.release(block)
         return source
 
-    def pop_copies(self) -> list[tuple[int, int]]:
-        """Return the pending ``(source, destination)`` copies and let go of their sources."""
-        pairs = self.copies.pop()
-        for source, _ in pairs:
-            self.release(source)
-        return pairs
+    def copied(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Let go of the sources of performed copies; ignores what is not pending any more."""
+        for source, destination in pairs:
+            if destination in self.copies and self.copies.source(destination) == source:
+                self.copies.cancel(destination)
+                self.release(source)
 
     def _evict(self, block: int) -> None:
         self._index.remove(block)

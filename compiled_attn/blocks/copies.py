@@ -8,7 +8,7 @@ __all__ = ["PendingCopies"]
 class PendingCopies:
     """``source -> destination`` pairs; no source is ever a destination, so any order is right.
 
-    A source is pinned until its copies are popped or cancelled; the owner keeps a reference for
+    A source is pinned until its copies are performed or cancelled; the owner keeps a reference for
     every pin.
     """
 
@@ -30,18 +30,15 @@ class PendingCopies:
         self._pins[source] = self.pins(source) + 1
 
     def cancel(self, destination: int) -> int | None:
-        """Drop the copy into ``destination``; return the source it pinned, or None."""
+        """Forget the copy into ``destination``; return the source it pinned, or None."""
         source = self._source_of.pop(destination, None)
         if source is not None:
             self._unpin(source)
         return source
 
-    def pop(self) -> list[tuple[int, int]]:
-        """Return all ``(source, destination)`` pairs, oldest first, and forget them."""
-        pairs = [(source, destination) for destination, source in self._source_of.items()]
-        self._source_of.clear()
-        self._pins.clear()
-        return pairs
+    def pairs(self) -> list[tuple[int, int]]:
+        """Return all ``(source, destination)`` pairs, oldest first."""
+        return [(source, destination) for destination, source in self._source_of.items()]
 
     def __contains__(self, destination: int) -> bool:
         return destination in self._source_of

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from compiled_attn.blocks.allocator import BlockAllocator
+from compiled_attn.blocks.commit import check_commit, publish, withdraw
 from compiled_attn.blocks.errors import DuplicateRequest, OutOfBlocks, UnknownRequest, whole
-from compiled_attn.blocks.partial import TOKEN_BYTES
 from compiled_attn.blocks.places import BlockPlaces
-from compiled_attn.blocks.prefix import (
-    PrefixIndex,
-    PrefixMatch,
-    Salt,
-    Tokens,
-    check_tokens,
-    token_bytes,
-)
+from compiled_attn.blocks.prefix import PrefixIndex, PrefixMatch, Salt, Tokens, check_tokens
 from compiled_attn.blocks.stats import PoolStats
 from compiled_attn.blocks.table import BlockTable
 
@@ -36,8 +30,8 @@ class BlockPool:
 
     A request goes through ``add`` -> (``reserve`` -> write K/V on the device -> ``commit``)* ->
     ``free``. Where ``add`` or ``reserve`` decided on a copy (a partial hit, or after ``fork``), the
-    pairs of ``pop_copies`` are copied before K/V is written. Every error leaves the pool as it was.
-    Not thread-safe.
+    pairs of ``pending_copies`` are copied before K/V is written. Every error leaves the pool as it
+    was. Not thread-safe.
 
     Block ids never change. Where the cache is defragmented, ``places`` says in which row of the
     cache a block lies; without, every block lies at the row of its id.
@@ -50,6 +44,8 @@ class BlockPool:
         min_partial_tokens: tokens that a partial hit must save to be worth a copy, between 1 and
             ``block_size - 1``; default a quarter of a block. A block that is being filled can be
             found each time that it gained as many.
+        key: of the hash that finds prefixes, 1 to 64 secret bytes; None draws a random one for this
+            pool. Give one where digests must be equal in several processes.
 
     Example::
 
@@ -68,11 +64,12 @@ class BlockPool:
         *,
         partial_hits: bool = False,
         min_partial_tokens: int | None = None,
+        key: bytes | None = None,
     ) -> None:
         self.num_blocks = whole("num_blocks (one of them is the null block)", num_blocks, 2)
         self.block_size = whole("block_size", block_size, 1)
         worth = _least_partial(self.block_size, min_partial_tokens)
-        self._index = PrefixIndex(self.block_size, worth if partial_hits else None)
+        self._index = PrefixIndex(self.block_size, worth if partial_hits else None, key=key)
         self._blocks = BlockAllocator(self.num_blocks, self._index)
         self._tables: dict[Hashable, BlockTable] = {}
         self._refcounts = np.frombuffer(self._blocks.refs, dtype=np.int32)
@@ -125,8 +122,8 @@ class BlockPool:
 
         At most ``len(tokens) - 1`` tokens are found: the last one is always computed, because its
         logits are needed. Full blocks are shared. With ``partial_hits`` a block that begins with
-        the next tokens is copied into a fresh one (see ``pop_copies``), if there is one: this never
-        runs out of blocks.
+        the next tokens is copied into a fresh one (see ``pending_copies``), if there is one: this
+        never runs out of blocks.
 
         Args:
             request_id: any hashable name that is not in the pool.
@@ -171,9 +168,9 @@ class BlockPool:
         """Make the table hold positions ``< length``; all missing blocks are allocated, or none.
 
         A partly filled last block that another table shares is replaced by a fresh one, and the
-        copy that this takes is added to ``pop_copies``. Full shared blocks are never copied. A last
-        block that waits for a copy of what nobody else holds is replaced by that, uncopied, where
-        the pool is short of this one block. A ``length`` that the table already holds changes
+        copy that this takes is added to ``pending_copies``. Full shared blocks are never copied. A
+        last block that waits for a copy of what nobody else holds is replaced by that, uncopied,
+        where the pool is short of this one block. A ``length`` that the table already holds changes
         nothing; a table never shrinks.
 
         Returns:
@@ -212,15 +209,21 @@ class BlockPool:
 
         Raises:
             ValueError: ``length`` or ``tokens`` don't fit the table.
-            RuntimeError: a block that was written still waits for its copy (see ``pop_copies``).
+            RuntimeError: a block that was written still waits for its copy (``pending_copies``).
         """
         table = self.table(request_id)
         length = whole("length", length, 0)
-        self._check_commit(table, tokens, length)
-        stop = self._findable(table, length)
-        if stop > table._num_keyed * self.block_size:
-            self._index_blocks(table, tokens, stop)
+        check_commit(table, tokens, length, self._blocks.copies)
+        publish(self._index, table, tokens, length)
         table.num_computed = length
+
+    def withdraw(self, request_id: Hashable) -> None:
+        """Let no later prompt find the blocks that a request holds: they hold NaN, say.
+
+        Nor what it, or a fork of it from now on, computes later. Those who hold the blocks already
+        keep them. Where another block has the same content, that one is found instead.
+        """
+        withdraw(self._index, self.table(request_id))
 
     def fork(self, parent_id: Hashable, child_id: Hashable) -> BlockTable:
         """Register ``child_id`` with blocks, positions and salt of ``parent_id``; copies nothing.
@@ -242,13 +245,32 @@ class BlockPool:
         self._tables[child_id] = child
         return child
 
-    def pop_copies(self) -> list[tuple[int, int]]:
-        """Return, once, the ``(source, destination)`` block copies to perform, oldest first.
+    def pending_copies(self) -> list[tuple[int, int]]:
+        """Return the ``(source, destination)`` block copies to perform, oldest first.
 
-        The caller copies K and V of all layers before any K/V of the next step is written. No
-        destination is the source of another pair, so they may run in any order or at once.
+        The caller copies K and V of all layers before any K/V of the next step is written, and then
+        says so with :meth:`copied`. Until then they stay pending: where the copying fails or is
+        interrupted, they are performed again. No destination is the source of another pair, so they
+        may run in any order or at once.
         """
-        return self._blocks.pop_copies()
+        return self._blocks.copies.pairs()
+
+    def copied(self, pairs: Iterable[tuple[int, int]] | NDArray[np.integer[Any]]) -> None:
+        """Note that copies of :meth:`pending_copies` were performed; lets go of their sources.
+
+        Call it before the next call that changes the pool. A pair that is not pending (any more) is
+        ignored.
+
+        Raises:
+            TypeError, ValueError: ``pairs`` are no pairs of block ids.
+        """
+        self._blocks.copied([(whole("source", s, 0), whole("destination", d, 0)) for s, d in pairs])
+
+    def pop_copies(self) -> list[tuple[int, int]]:
+        """:meth:`pending_copies` and :meth:`copied` in one, for who cannot fail to copy at once."""
+        pairs = self.pending_copies()
+        self._blocks.copied(pairs)
+        return pairs
 
     def free(self, request_id: Hashable) -> None:
         """Give up all blocks of a finished request, whose table becomes empty.
@@ -257,11 +279,12 @@ class BlockPool:
         ``UnknownRequest``, also on the second call.
         """
         table = self.table(request_id)
-        del self._tables[request_id]
-        # Last block first, so that within a chain the tail is evicted before what leads to it.
-        for block in reversed(table.blocks):
-            self._blocks.release(block)
+        # Last block first, so that within a chain the tail is evicted before what leads to it; and
+        # block by block, so that a call that was interrupted can be repeated.
+        while table.blocks:
+            self._blocks.release(table.blocks.pop())
         table._clear()
+        del self._tables[request_id]
 
     def preempt(self, request_id: Hashable) -> None:
         """``free`` a request that is to come back, and count it.
@@ -354,49 +377,6 @@ class BlockPool:
         fresh = [self._blocks.allocate() for _ in range(needed)]
         table._extend(fresh)
         return added + fresh
-
-    def _check_commit(self, table: BlockTable, tokens: Tokens, length: int) -> None:
-        if not table.num_computed <= length <= table.length:
-            raise ValueError(
-                f"expected a length between {table.num_computed} (computed) and {table.length} "
-                f"(reserved) for request {table.request_id!r}, got {length}: "
-                "reserve before, and commit only forward"
-            )
-        check_tokens(tokens)
-        if len(tokens) < length:
-            raise ValueError(
-                f"expected at least {length} tokens for request {table.request_id!r}, "
-                f"got {len(tokens)}: pass the prompt too"
-            )
-        if length > table.num_computed and self._blocks.copies:
-            self._check_copied(table, length)
-
-    def _check_copied(self, table: BlockTable, length: int) -> None:
-        written = table.blocks[table.num_computed // self.block_size : self._blocks_of(length)]
-        waiting = [block for block in written if block in self._blocks.copies]
-        if waiting:
-            raise RuntimeError(
-                f"expected the blocks of request {table.request_id!r} to be copied before they are "
-                f"written, got blocks {waiting} waiting: perform pop_copies() before each step"
-            )
-
-    def _findable(self, table: BlockTable, length: int) -> int:
-        """Up to which position blocks are indexed once ``length`` positions are computed."""
-        full = length - length % self.block_size
-        if self._index.min_partial is None:
-            return full
-        step = self._index.min_partial
-        before = max(0, table.num_computed - full)
-        return length if (length - full) // step > before // step else full
-
-    def _index_blocks(self, table: BlockTable, tokens: Tokens, stop: int) -> None:
-        start, size = table._num_keyed, self.block_size * TOKEN_BYTES
-        # All tokens before the first insertion: a bad one must change nothing.
-        data = token_bytes(tokens[start * self.block_size : stop])
-        for number, block in enumerate(table.blocks[start : self._blocks_of(stop)]):
-            part = data[number * size : (number + 1) * size]
-            table._key = self._index.put(table._key, part, block)
-        table._num_keyed = stop // self.block_size
 
 
 def _all_but_last(tokens: Tokens) -> Tokens:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -19,6 +20,7 @@ Tokens: TypeAlias = Sequence[int] | NDArray[np.integer[Any]]
 Salt: TypeAlias = str | bytes | None
 
 _DIGEST_BYTES = 16
+_KEY_BYTES = 32
 
 
 class PrefixMatch(NamedTuple):
@@ -43,14 +45,23 @@ class PrefixIndex:
 
     The chain starts from a root key made of the salt, so that equal tokens under different salts
     (tenants, adapters) never meet. Keys are 128-bit BLAKE2b digests: equal keys are taken for equal
-    prefixes. One key has at most one block and one block at most one key. A block that comes second
-    with a key is its *twin*: not found, until the first is removed. All operations are O(1) per
-    block, those on partial matches O(log n).
+    prefixes. The hash is keyed, so that nobody who does not know ``key`` can compute the digest of
+    a prefix, let alone look for two prefixes with one digest.
+
+    One key has at most one block and one block at most one key. A block that comes second with a
+    key is its *twin*: not found, until the first is removed. All operations are O(1) per block,
+    those on partial matches O(log n).
 
     Args:
         block_size: tokens in a full block, at least 1.
         min_partial: leading tokens that a block must have in common to be found by a part of it,
             between 1 and ``block_size - 1``; None finds full blocks only and keeps no tokens.
+        key: of the hash, 1 to 64 secret bytes; None draws a random one for this index. Indices with
+            equal keys give equal digests, in every process.
+
+    Raises:
+        TypeError: the key is no bytes, or ``block_size`` no integer.
+        ValueError: the key is empty or longer than 64 bytes, or ``block_size`` is below 1.
 
     Example::
 
@@ -60,9 +71,12 @@ class PrefixIndex:
         index.match([5, 6, 7])  # [3]
     """
 
-    def __init__(self, block_size: int, min_partial: int | None = None) -> None:
+    def __init__(
+        self, block_size: int, min_partial: int | None = None, *, key: bytes | None = None
+    ) -> None:
         self.block_size = whole("block_size", block_size, 1)
         self.min_partial = min_partial
+        self._hash_key = _checked_key(key)
         self._block_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
         self._twins: dict[bytes, dict[int, None]] = {}
@@ -80,7 +94,7 @@ class PrefixIndex:
                 data = b"bytes:" + salt
             case _:
                 raise TypeError(f"expected salt as str, bytes or None, got {salt!r}: pass its repr")
-        return blake2b(data, digest_size=_DIGEST_BYTES, person=b"root").digest()
+        return self._digest(data, person=b"root")
 
     def next_key(self, parent: bytes, tokens: Tokens, start: int = 0) -> bytes:
         """Return the key of block ``tokens[start : start + block_size]`` that follows ``parent``.
@@ -94,7 +108,7 @@ class PrefixIndex:
                 f"expected a full block of {self.block_size} tokens from {start} on, "
                 f"got {len(block)}: only full blocks have a key"
             )
-        return _child_key(parent, token_bytes(block))
+        return self._digest(parent + token_bytes(block))
 
     def match(self, tokens: Tokens, salt: Salt = None) -> list[int]:
         """Return the blocks of the longest indexed prefix of ``tokens``, full blocks only.
@@ -150,7 +164,7 @@ class PrefixIndex:
             if block not in self._key_of and block not in self._key_of_twin:
                 self._partial.put(parent, data, block)
             return parent
-        key = _child_key(parent, data)
+        key = self._digest(parent + data)
         self.insert(key, block)
         if block not in self._key_of:
             self._partial.discard(block)
@@ -183,6 +197,12 @@ class PrefixIndex:
             del self._twins[key]
         return self._block_of.get(key, 0)
 
+    def withdraw(self, block: int) -> None:
+        """Forget ``block`` in whatever way it is known; nothing where it is not."""
+        self.remove_twin(block)
+        if block in self:
+            self.remove(block)
+
     def key_of(self, block: int) -> bytes:
         """Return the key of a full ``block``. Raises ``ValueError`` where it has none."""
         if block not in self._key_of:
@@ -194,6 +214,9 @@ class PrefixIndex:
 
     def __len__(self) -> int:
         return len(self._key_of)
+
+    def _digest(self, data: bytes, person: bytes = b"") -> bytes:
+        return blake2b(data, digest_size=_DIGEST_BYTES, key=self._hash_key, person=person).digest()
 
     def _chain(self, tokens: Tokens, salt: Salt) -> tuple[list[int], bytes]:
         blocks: list[int] = []
@@ -234,5 +257,14 @@ def token_bytes(tokens: Tokens) -> bytes:
         raise TypeError(f"expected 64-bit integer tokens, got {list(tokens)}: {error}") from None
 
 
-def _child_key(parent: bytes, data: bytes) -> bytes:
-    return blake2b(parent + data, digest_size=_DIGEST_BYTES).digest()
+def _checked_key(key: bytes | None) -> bytes:
+    if key is None:
+        return secrets.token_bytes(_KEY_BYTES)
+    if not isinstance(key, bytes):
+        raise TypeError(f"expected a key of bytes or None, got {type(key).__name__}: encode it")
+    if not 1 <= len(key) <= blake2b.MAX_KEY_SIZE:
+        raise ValueError(
+            f"expected a key of 1 to {blake2b.MAX_KEY_SIZE} bytes, got {len(key)}: "
+            f"pass secrets.token_bytes({_KEY_BYTES})"
+        )
+    return key

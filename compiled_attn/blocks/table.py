@@ -43,7 +43,7 @@ class BlockTable:
         "request_id",
     )
 
-    def __init__(self, request_id: Hashable, block_size: int, key: bytes) -> None:
+    def __init__(self, request_id: Hashable, block_size: int, key: bytes | None) -> None:
         self.request_id = request_id
         self.block_size = block_size
         self.blocks: list[int] = []
@@ -52,7 +52,7 @@ class BlockTable:
         self.num_cached_tokens = 0
         self._array: NDArray[np.int64] = np.zeros(8, dtype=np.int64)
         # The chain key after the first ``_num_keyed`` blocks, from which the next full block's key
-        # follows.
+        # follows; None where a block in between has none, so that no later one can have any.
         self._key = key
         self._num_keyed = 0
 
@@ -135,6 +135,6 @@ class BlockTable:
         self._array[len(self.blocks) - 1] = block
 
     def _clear(self) -> None:
-        self._array[: len(self.blocks)] = 0
+        self._array.fill(0)
         self.blocks.clear()
         self.length = self.num_computed = self.num_cached_tokens = 0

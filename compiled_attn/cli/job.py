@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -26,8 +25,8 @@ from compiled_attn.engine import (
     EngineReport,
     GenerationResult,
     SamplingParams,
+    StepInfo,
 )
-from compiled_attn.engine.metrics import block_series
 from compiled_attn.models import default_model, load_model
 from graphs import (
     BucketOverflow,
@@ -107,14 +106,16 @@ def _run(options: Options, model: PreTrainedModel, backend: str | Backend) -> in
         for arrival in arrivals:
             engine.sizing.check_lengths(arrival.prompt_tokens, arrival.output_tokens)
         view = serving_view(len(arrivals), screen)
-        results = _offer(options, engine, arrivals, view)
+        demand: list[str] = []
+        on_step = _recording(view, demand) if options.record_demand else view
+        results = _offer(options, engine, arrivals, on_step)
         refuse_unwritable([options.json, options.record_demand], options.report)
     checked, code = CheckReport(), 0
     try:
         engine.warmup(progress_for(sys.stderr))
         with view:
-            deque(results, maxlen=0)
-        checked = _check(options, engine, screen)
+            finished = [*results]
+        checked = _check(options, engine.model, finished, screen)
     except KeyboardInterrupt:
         code = tell("interrupted; this is the report so far", INTERRUPTED)
     except (GraphBudgetExceeded, InputMismatch, ModeMismatch, StaleGraph, BucketOverflow) as error:
@@ -126,15 +127,29 @@ def _run(options: Options, model: PreTrainedModel, backend: str | Backend) -> in
     )
     print_result(report, checked, Console())
     with bad_input():
-        _write(options, facts, report, checked, engine)
+        _write(options, facts, report, checked, engine, demand)
     return code or _verdict(report, options.strict)
 
 
-def _check(options: Options, engine: Engine, screen: Console) -> CheckReport:
+def _recording(view: ServingView, demand: list[str]) -> Callable[[StepInfo], None]:
+    def on_step(info: StepInfo) -> None:
+        view(info)
+        if info.step is not None:
+            demand.append(json.dumps(dict(info.step.wanted)) + "\n")
+
+    return on_step
+
+
+def _check(
+    options: Options,
+    model: PreTrainedModel,
+    finished: Sequence[GenerationResult],
+    screen: Console,
+) -> CheckReport:
     with screen.status("checking") as status:
         return check(
-            engine.model,
-            engine.results,
+            model,
+            finished,
             options.check,
             on_checked=lambda done, count: status.update(f"checking {done}/{count}"),
         )
@@ -218,7 +233,10 @@ def _sampling(options: Options, arrivals: Sequence[Arrival]) -> list[SamplingPar
 
 
 def _offer(
-    options: Options, engine: Engine, arrivals: Sequence[Arrival], view: ServingView
+    options: Options,
+    engine: Engine,
+    arrivals: Sequence[Arrival],
+    on_step: Callable[[StepInfo], None],
 ) -> Iterator[GenerationResult]:
     """The results to come, of requests that can all be served; none is computed yet."""
     vocab_size = engine.model.config.get_text_config().vocab_size
@@ -230,17 +248,23 @@ def _offer(
         sampling,
         arrivals=None if speed is None else [a.arrival_s / speed for a in arrivals],
         concurrency=options.concurrency,
-        on_step=view,
+        on_step=on_step,
     )
 
 
 def _verdict(report: EngineReport, strict: bool) -> int:
     late = report.compiles_after_warmup + report.graph_breaks + report.fallbacks
-    return FAILED if report.mismatched_tokens or (strict and late) else 0
+    wrong = report.mismatched_tokens + report.failed_requests
+    return FAILED if wrong or (strict and late) else 0
 
 
 def _write(
-    options: Options, facts: RunFacts, report: EngineReport, checked: CheckReport, engine: Engine
+    options: Options,
+    facts: RunFacts,
+    report: EngineReport,
+    checked: CheckReport,
+    engine: Engine,
+    demand: Sequence[str],
 ) -> None:
     result = (
         facts.to_dict()
@@ -253,9 +277,8 @@ def _write(
     if options.json is not None:
         options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     if options.record_demand is not None:
-        lines = [json.dumps(record.wanted) + "\n" for record in engine.records]
-        options.record_demand.write_text("".join(lines), encoding="utf-8")
+        options.record_demand.write_text("".join(demand), encoding="utf-8")
     if options.report is not None:
-        charts = {"series": block_series(engine.records, engine.sizing.num_blocks - 1)}
+        charts = {"series": engine.block_series()}
         unchecked = {} if report.checked_requests else {"mismatched_tokens": None}
         write_report(options.report, result | unchecked | charts, title="compiled-attn run")

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from compiled_attn.cli.cache import DEFAULT_STORE
+from compiled_attn.cli.cache import default_store
 from compiled_attn.cli.errors import UserError
 from graphs.backends.base import Backend
 from graphs.store import (
@@ -43,7 +43,7 @@ def stored_backend(backend: str, store: Path | None) -> Iterator[str | Backend]:
         return
     with contextlib.ExitStack() as stack:
         try:
-            chosen: str | Backend = _opened(backend, store or Path(DEFAULT_STORE), stack)
+            chosen: str | Backend = _opened(backend, store or default_store(), stack)
         except (OSError, RuntimeError) as error:  # a StoreError, or there is no home folder
             if store is not None:
                 raise UserError(str(error)) from error
@@ -64,8 +64,8 @@ def _opened(backend: str, folder: Path, stack: contextlib.ExitStack) -> Backend:
 @contextlib.contextmanager
 def _variables(wanted: dict[str, str]) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
     try:
+        os.environ.update(wanted)
         yield
     finally:
         for name, value in before.items():

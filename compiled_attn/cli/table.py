@@ -39,7 +39,8 @@ def _rows(report: EngineReport) -> Iterator[tuple[str, str]]:
     yield "graph breaks", str(report.graph_breaks)
     yield "fallbacks", str(report.fallbacks)
     yield "steps cut for lack of a bucket", str(report.cut_steps)
-    yield "requests", str(report.requests)
+    failed = f", {report.failed_requests} failed" if report.failed_requests else ""
+    yield "requests", f"{report.requests}{failed}"
     yield "generated tokens", f"{report.generated_tokens:,}"
     yield "tokens per second", f"{report.tokens_per_second:,.1f}"
     yield "time to first token", _milliseconds(report.ttft_ms)

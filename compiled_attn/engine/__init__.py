@@ -3,9 +3,10 @@
 from compiled_attn.engine.config import ConfigError, EngineConfig
 from compiled_attn.engine.engine import Engine
 from compiled_attn.engine.metrics import EngineReport, Percentiles, StepInfo, StepRecord
-from compiled_attn.engine.sampling import SamplingParams, sample
+from compiled_attn.engine.sampling import SamplingParams, sample, sample_rows
 from compiled_attn.engine.scheduler import ScheduledTokens, Scheduler
 from compiled_attn.engine.sequence import GenerationResult, Sequence, Status, TokenEvent
+from compiled_attn.engine.stream import Stream
 
 __all__ = [
     "ConfigError",
@@ -21,6 +22,8 @@ __all__ = [
     "Status",
     "StepInfo",
     "StepRecord",
+    "Stream",
     "TokenEvent",
     "sample",
+    "sample_rows",
 ]

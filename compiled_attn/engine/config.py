@@ -35,6 +35,8 @@ class EngineConfig:
             moved between steps, a few at a time; 0 moves whenever one can, None never.
         defrag_min_gap: and not before so many places of the range are unused.
         partial_hits: whether a prompt also shares the beginning of a cached block, by a copy of it.
+        prefix_key: secret under which the contents of blocks are hashed, so that nobody can guess
+            what another's prompt would be found by; None: drawn for each engine.
         backend: a backend of `graphs.capture`, by its name or as an object, such as one with a
             store in its back (`graphs.store.StoredInductor`).
         kernel: "native": attention by the C++ kernel, "portable": by torch alone; "auto": native
@@ -61,6 +63,7 @@ class EngineConfig:
     defrag_waste: float | None = 0.25
     defrag_min_gap: int = 8
     partial_hits: bool = True
+    prefix_key: bytes | None = None
     backend: str | Backend = "inductor"
     kernel: KernelChoice = "auto"
     strict: bool = True

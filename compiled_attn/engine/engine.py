@@ -1,44 +1,67 @@
-"""Continuous batching over captured graphs: capture once, serve, never compile again."""
+"""Continuous batching over captured graphs: capture once, serve, never compile again.
+
+What is true of an engine are its open requests, their tokens, and the events that their readers
+have not got. All else (blocks, queue, prefix cache) follows from these. So a step is computed, then
+its `Outcome` exists, which is the moment that it was done, and then the outcome is made true. An
+exception or Ctrl-C anywhere between leaves an attempt behind: an outcome that exists is made true,
+one that does not is forgotten, and the open requests wait for fresh blocks, to be computed again.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-import torch
 from transformers import PreTrainedModel
 
-from compiled_attn.engine.config import EngineConfig
+from compiled_attn.blocks import BlockPool
+from compiled_attn.blocks.prefix import Salt
+from compiled_attn.engine.config import ConfigError, EngineConfig
 from compiled_attn.engine.kernel import chosen_kernel
+from compiled_attn.engine.mailbox import Mailbox
 from compiled_attn.engine.memory import BlockMemory
-from compiled_attn.engine.metrics import (
-    EngineReport,
-    Percentiles,
-    StepInfo,
-    StepRecord,
-    bucket_rows,
-    padding_waste,
-)
+from compiled_attn.engine.metrics import EngineReport, StepInfo, block_series
+from compiled_attn.engine.outcome import Outcome, outcome_of
+from compiled_attn.engine.prompts import token_ids
+from compiled_attn.engine.report import report_of
 from compiled_attn.engine.runner import Runner
-from compiled_attn.engine.sampling import SamplingParams, sample
+from compiled_attn.engine.sampling import NOT_FINITE, SamplingParams, sample_rows
 from compiled_attn.engine.scheduler import Scheduler
 from compiled_attn.engine.sequence import GenerationResult, Sequence, TokenEvent
 from compiled_attn.engine.sizing import Sizing
-from compiled_attn.engine.workload import Workload, serve
+from compiled_attn.engine.stream import Stream, Streams, results_of
+from compiled_attn.engine.tally import StepRecord, Tally
+from compiled_attn.engine.workload import Workload
 from graphs import BucketSpace, CaptureError, WarmupReport, no_compile
 
 __all__ = ["Engine"]
 
 
+@dataclass(slots=True)
+class _Attempt:
+    """A change that has begun; with an outcome it is a step that was done."""
+
+    outcome: Outcome | None = None
+
+
 class Engine:
     """Serves many requests with one model, step by step, from captured graphs.
+
+    After an exception, Ctrl-C included, every call works: the step that was interrupted was done,
+    or is done again. What was running is then computed again, and the prefix cache is empty.
 
     Args:
         model: a Hugging Face causal LM in eval mode; its attention is switched to the paged cache.
         config: sizes and policies.
+
+    Attributes:
+        sentinel: what compiled since the warmup.
+        warmup_report: of the last warmup, None before it.
+        restarts: how often an exception interrupted a step.
+        prompt_tokens: tokens of all prompts that were submitted.
 
     Raises:
         ConfigError: the sizes do not fit each other or the model.
@@ -60,17 +83,23 @@ class Engine:
         self.sizing = Sizing.of(model, config, self.kernel.is_native)
         self.runner = Runner(model, config, self.sizing)
         self.memory = BlockMemory(self.runner.module.cache, config)
-        self.pool = self.memory.pool
         self.scheduler = Scheduler(self.pool, config.max_tokens_per_step, config.max_seqs)
-        self.records: list[StepRecord] = []
-        self.results: list[GenerationResult] = []
-        self._sentinel = no_compile(strict=config.strict, all_threads=config.watch_process)
-        self._warm: WarmupReport | None = None
-        self._is_serving = False
-        self._next_index = 0
-        self._generated = 0
-        self._prompt_tokens = 0
+        self.tally = Tally([*self.sizing.buckets], self.sizing.buckets.cost)
+        self.sentinel = no_compile(strict=config.strict, all_threads=config.watch_process)
+        self.warmup_report: WarmupReport | None = None
+        self._requests: dict[int, Sequence] = {}
+        self._ids = itertools.count()
+        self._mailbox: Mailbox[TokenEvent] = Mailbox()
+        self._streams = Streams()
+        self._attempt: _Attempt | None = None
+        self.restarts = 0
+        self.prompt_tokens = 0
         self._eos = _eos_tokens(model)
+
+    @property
+    def pool(self) -> BlockPool:
+        """Who holds which block; another one after an exception ended a step."""
+        return self.memory.pool
 
     def warmup(self, progress: Callable[..., None] | None = None) -> WarmupReport:
         """Captures every bucket and the block copies; from here on the sentinel watches each step.
@@ -94,108 +123,158 @@ class Engine:
         serving = BucketSpace(buckets.names, captured, buckets.cost)
         self.sizing = replace(self.sizing, buckets=serving)
         copies = self.memory.warmup(progress)
-        self._warm = WarmupReport(
+        self.runner.module.remember()
+        self.warmup_report = WarmupReport(
             (*report.results, *copies.results), report.elapsed_seconds + copies.elapsed_seconds
         )
-        return self._warm
+        return self.warmup_report
 
     def submit(
         self,
         prompt: SequenceOf[int],
         sampling: SamplingParams | None = None,
         *,
+        salt: Salt = None,
         arrived_s: float | None = None,
     ) -> int:
-        """Queues a request and returns its index.
+        """Queues a request and returns its id; `step` tells its tokens.
 
         Args:
-            prompt: token ids, at least one.
+            prompt: token ids, at least one: integers of Python or numpy, a tensor ``[n]``.
             sampling: how it is continued.
+            salt: only requests of equal salt share cached prefixes, such as those of one tenant.
             arrived_s: when it arrived, on the clock of `time.perf_counter`; None: now.
 
         Raises:
             ConfigError: the request can never be served: too long for the context, the pool or
-                every bucket, empty, or with a token outside the vocabulary.
+                every bucket, empty, not integers, or with a token outside the vocabulary.
         """
-        sampling = sampling or SamplingParams()
-        prompt = [int(token) for token in prompt]
-        self.sizing.check(prompt, sampling)
-        stop = frozenset(sampling.stop_token_ids) | (
-            frozenset() if sampling.ignore_eos else self._eos
+        return self.enter(
+            token_ids(prompt),
+            SamplingParams() if sampling is None else sampling,
+            salt,
+            arrived_s=arrived_s,
+            mailbox=self._mailbox,
+            index=None,
         )
-        arrived = time.perf_counter() if arrived_s is None else arrived_s
+
+    def enter(
+        self,
+        prompt: list[int],
+        sampling: SamplingParams,
+        salt: Salt,
+        *,
+        arrived_s: float | None,
+        mailbox: Mailbox[TokenEvent],
+        index: int | None,
+    ) -> int:
+        """`submit` with the mailbox that its events go to, and its index there (None: its id)."""
+        self._check(prompt, sampling, salt)
+        request_id = next(self._ids)
+        stop = frozenset(sampling.stop_token_ids)
         sequence = Sequence(
-            self._next_index, prompt, len(prompt), sampling, arrived, stop_tokens=stop
+            request_id,
+            prompt,
+            len(prompt),
+            sampling.seeded(),
+            time.perf_counter() if arrived_s is None else arrived_s,
+            stop_tokens=stop if sampling.ignore_eos else stop | self._eos,
+            salt=salt,
+            index=request_id if index is None else index,
+            mailbox=mailbox,
         )
-        self.scheduler.add(sequence)
-        self._next_index += 1
-        self._prompt_tokens += len(prompt)
-        return sequence.index
+        self._finish_attempt()
+        try:
+            self._requests[request_id] = sequence
+            self.scheduler.add(sequence)
+            self.prompt_tokens += len(prompt)
+            return request_id
+        except BaseException:
+            self._requests.pop(request_id, None)
+            self.scheduler.discard(sequence)
+            raise
 
     def step(self) -> list[TokenEvent]:
-        """Computes one step and returns the tokens it generated; empty if there is no work.
+        """Computes one step and returns the tokens of requests that `submit` queued.
+
+        Tokens of a `stream` that is open go to that stream. Events that an interrupted call could
+        not return come with the next one. Empty if there is no work.
 
         Raises:
             RuntimeError: the engine is not warmed up.
+            compiled_attn.hf.ModelChanged: the model is not as it was then.
             graphs.GraphBudgetExceeded: something compiled (strict).
         """
-        if self._warm is None:
+        self._mailbox.arrived()
+        self.advance()
+        try:
+            return self._mailbox.hand_out()
+        except BaseException:
+            self._mailbox.came_back()
+            raise
+
+    def advance(self) -> None:
+        """Computes one step for everybody; events go to the mailboxes of their requests.
+
+        Raises: as `step`.
+        """
+        if self.warmup_report is None:
             raise RuntimeError(
                 "expected a warmed-up engine: call engine.warmup() before the first step"
             )
-        if not self.scheduler.has_work:
-            return []
-        started = time.perf_counter()
-        scheduled = self.scheduler.schedule()
-        with self._sentinel:
-            self.memory.settle()
-            step, plan, bucket, wanted = self.runner.fit(scheduled, self.memory.table)
-            logits = self.runner.run(plan, bucket)
-        sampled = [part.sequence for part in step if part.wants_logits]
-        tokens = sample(logits, [s.sampling for s in sampled], [s.generated for s in sampled])
-        self.scheduler.commit(step)
-        now = time.perf_counter()
-        events = [self._take(s, token, now) for s, token in zip(sampled, tokens, strict=True)]
-        self.records.append(
-            StepRecord(
-                plan.need,
-                dict(bucket),
-                time.perf_counter() - started,
-                self.pool.places.num_used,
-                self.pool.highest_used,
-                wanted,
-            )
-        )
-        return events
+        self.runner.module.check_unchanged()
+        self._finish_attempt()
+        self._abort_abandoned()
+        if self.scheduler.has_work:
+            self._change(self._compute)
 
-    def abort(self, index: int) -> None:
+    def abort(self, request_id: int) -> None:
         """Drops a request that has not finished; its blocks are free at once.
 
         Raises:
             KeyError: no such request is waiting or running.
         """
-        for sequence in (*self.scheduler.running, *self.scheduler.waiting):
-            if sequence.index == index:
-                self.scheduler.finish(sequence)
-                return
-        raise KeyError(
-            f"expected a waiting or running request, got index {index}: it may have finished"
-        )
+        self._finish_attempt()
+        sequence = self._requests.get(request_id)
+        if sequence is None:
+            raise KeyError(
+                f"expected a waiting or running request, got {request_id}: it may have finished"
+            )
+
+        def drop(_: _Attempt) -> None:
+            del self._requests[request_id]
+            self.scheduler.finish(sequence)
+
+        self._change(drop)
 
     def generate(
         self,
         prompts: SequenceOf[SequenceOf[int]],
         sampling: SamplingParams | SequenceOf[SamplingParams] | None = None,
         *,
+        salt: Salt | SequenceOf[Salt] = None,
         arrivals: SequenceOf[float] | None = None,
         concurrency: int | None = None,
+        in_order: bool = False,
         on_step: Callable[[StepInfo], None] | None = None,
     ) -> Iterator[GenerationResult]:
-        """Results as they finish, see `stream`; ``result.index`` counts over the engine's life."""
-        return _results(
+        """Results as they finish, see `stream`; ``result.index`` is the position of the prompt.
+
+        Args:
+            prompts, sampling, salt, arrivals, concurrency, on_step: see `stream`.
+            in_order: results in the order of the prompts, each as soon as those before it are
+                there.
+        """
+        return results_of(
             self.stream(
-                prompts, sampling, arrivals=arrivals, concurrency=concurrency, on_step=on_step
-            )
+                prompts,
+                sampling,
+                salt=salt,
+                arrivals=arrivals,
+                concurrency=concurrency,
+                on_step=on_step,
+            ),
+            in_order=in_order,
         )
 
     def stream(
@@ -203,10 +282,11 @@ class Engine:
         prompts: SequenceOf[SequenceOf[int]],
         sampling: SamplingParams | SequenceOf[SamplingParams] | None = None,
         *,
+        salt: Salt | SequenceOf[Salt] = None,
         arrivals: SequenceOf[float] | None = None,
         concurrency: int | None = None,
         on_step: Callable[[StepInfo], None] | None = None,
-    ) -> Iterator[TokenEvent]:
+    ) -> Stream:
         """Tokens as they are generated. A consumer that stops early aborts what is open.
 
         Requests are checked now, and served while the result is iterated over.
@@ -214,6 +294,7 @@ class Engine:
         Args:
             prompts: token ids of each request.
             sampling: one for all, or one each.
+            salt: one for all, or one each, see `submit`.
             arrivals: seconds from now at which each request arrives (open loop); None: at once.
             concurrency: requests in flight at most (closed loop); None: no limit.
             on_step: called after every step.
@@ -221,10 +302,12 @@ class Engine:
         Raises:
             ConfigError: a request that can never be served; then none is.
         """
-        workload = Workload.of(prompts, sampling, arrivals, concurrency)
-        for prompt, params in zip(workload.prompts, workload.sampling, strict=True):
-            self.sizing.check(prompt, params)
-        return serve(self, workload, on_step)
+        workload = Workload.of(prompts, sampling, salt, arrivals, concurrency)
+        for each in zip(workload.prompts, workload.sampling, workload.salts, strict=True):
+            self._check(*each)
+        stream = Stream(self, workload, on_step)
+        self._streams.add(stream)
+        return stream
 
     def info(self, elapsed_s: float) -> StepInfo:
         """The engine's state now, ``elapsed_s`` seconds after the start of serving."""
@@ -234,85 +317,103 @@ class Engine:
             waiting=len(self.scheduler.waiting),
             blocks_used=total - self.pool.available,
             blocks_total=total,
-            finished=len(self.results),
-            generated_tokens=self._generated,
+            finished=self.tally.count("requests"),
+            generated_tokens=self.tally.count("generated_tokens"),
             elapsed_s=elapsed_s,
+            step=self.tally.last,
         )
 
     @property
     def open_requests(self) -> set[int]:
-        """Indices of the requests that wait or run."""
-        return {s.index for s in (*self.scheduler.running, *self.scheduler.waiting)}
+        """Ids of the requests that wait or run."""
+        return set(self._requests)
 
-    @contextlib.contextmanager
-    def serving(self) -> Iterator[None]:
-        """Marks the engine as serving a workload; one at a time.
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to compute or to return."""
+        return bool(self._requests) or len(self._mailbox) > 0
 
-        Raises:
-            RuntimeError: it is serving one already.
-        """
-        if self._is_serving:
-            raise RuntimeError(
-                "expected an idle engine, but it serves another stream: finish or close that first"
-            )
-        self._is_serving = True
-        try:
-            yield
-        finally:
-            self._is_serving = False
+    def refuse_second_stream(self) -> None:
+        """Raises RuntimeError if two streams are open."""
+        self._streams.refuse_second()
 
     def report(self) -> EngineReport:
         """What happened since the engine was made."""
-        stats, steps, warm = self.pool.stats(), self.runner.graphs.report, self._warm
-        busy = sum(record.seconds for record in self.records)
-        return EngineReport(
-            graphs=len(steps.captured) if steps else 0,
-            graphs_loaded=len(steps.loaded) if steps else 0,
-            graph_breaks=self._sentinel.graph_breaks,
-            compiles_after_warmup=self._sentinel.compiles + self._sentinel.late_builds,
-            fallbacks=self._fallbacks(),
-            warmup_seconds=round(warm.elapsed_seconds, 3) if warm else 0.0,
-            requests=len(self.results),
-            generated_tokens=self._generated,
-            tokens_per_second=round(self._generated / busy, 2) if busy else 0.0,
-            ttft_ms=Percentiles.of([result.ttft_s for result in self.results]),
-            step_ms=Percentiles.of([record.seconds for record in self.records]),
-            padding_waste=padding_waste(self.records),
-            preemptions=self.scheduler.preemptions,
-            blocks_high_water=stats.high_water,
-            torch=torch.__version__,
-            backend=self.config.backend_name,
-            kernel="native" if self.kernel.is_native else self.runner.module.kernel().name,
-            kernel_notes=dict(self.kernel.notes),
-            steps=len(self.records),
-            prompt_tokens=self._prompt_tokens,
-            computed_tokens=sum(record.need["tokens"] for record in self.records),
-            prefix_hit_ratio=round(stats.hit_ratio, 4),
-            memory=self.memory.figures(),
-            cut_steps=self.runner.cut_steps,
-            seconds=round(busy, 3),
-            buckets=bucket_rows(steps, self.records, self.sizing.buckets.cost),
+        return report_of(self)
+
+    def block_series(self) -> list[dict[str, object]]:
+        """Blocks in use over the busy time, as `graphs.report.write_report` draws it."""
+        return block_series(self.tally.blocks, self.sizing.num_blocks - 1)
+
+    def _check(self, prompt: list[int], sampling: SamplingParams, salt: Salt) -> None:
+        if not isinstance(sampling, SamplingParams):
+            raise ConfigError(f"expected SamplingParams, got {type(sampling).__name__}: make one")
+        if not isinstance(salt, (str, bytes, type(None))):
+            raise ConfigError(
+                f"expected a salt as str, bytes or None, got {type(salt).__name__}: pass its repr"
+            )
+        self.sizing.check(prompt, sampling)
+
+    def _change(self, change: Callable[[_Attempt], None]) -> None:
+        """Runs what changes requests or blocks; interrupted, it was done or is undone."""
+        self._attempt = attempt = _Attempt()
+        try:
+            change(attempt)
+            self._attempt = None
+        except BaseException:
+            self._finish_attempt()
+            raise
+
+    def _finish_attempt(self) -> None:
+        """After an interrupted change: what was done stays done, the rest begins again."""
+        attempt = self._attempt
+        if attempt is None:
+            return
+        self.sentinel.disarm()
+        if attempt.outcome is not None:
+            attempt.outcome.make_true(self._requests, self.tally)
+        self.memory.reset()
+        self.scheduler.restart(self.pool, self._requests.values())
+        self.restarts += 1
+        self._attempt = None
+
+    def _compute(self, attempt: _Attempt) -> None:
+        attempt.outcome = outcome = self._outcome()
+        outcome.make_true(self._requests, self.tally)
+        outcome.release(self.scheduler)
+
+    def _outcome(self) -> Outcome:
+        """A step, computed; of its requests nothing has changed."""
+        started = time.perf_counter()
+        scheduled = self.scheduler.schedule()
+        with self.sentinel:
+            self.memory.settle()
+            parts, plan, bucket, wanted = self.runner.fit(scheduled, self.memory.table)
+            logits = self.runner.run(plan, bucket)
+        rows = sample_rows(
+            logits,
+            [part.sequence.sampling if part.wants_logits else None for part in parts],
+            [part.sequence.generated for part in parts],
         )
+        now = time.perf_counter()
+        record = StepRecord(
+            plan.need,
+            bucket,
+            now - started,
+            self.pool.places.num_used,
+            self.pool.highest_used,
+            wanted,
+            nonfinite_rows=sum(row is NOT_FINITE for row in rows),
+        )
+        return outcome_of(self.tally.count("steps"), parts, rows, now, record)
 
-    def _fallbacks(self) -> int:
-        graphs = self.runner.graphs
-        return graphs.fallbacks + graphs.degraded + self.kernel.is_fallback
-
-    def _take(self, sequence: Sequence, token: int, now: float) -> TokenEvent:
-        sequence.append(token, now)
-        self._generated += 1
-        if sequence.finish_reason is None:
-            return TokenEvent(sequence.index, token)
-        self.scheduler.finish(sequence)
-        self.results.append(sequence.result(now))
-        return TokenEvent(sequence.index, token, self.results[-1])
-
-
-def _results(events: Iterator[TokenEvent]) -> Iterator[GenerationResult]:
-    with contextlib.closing(events) as stream:  # type: ignore[type-var]
-        for event in stream:
-            if event.result is not None:
-                yield event.result
+    def _abort_abandoned(self) -> None:
+        """Drops requests of streams that ended before they could abort them."""
+        ended = self._streams.ended()
+        for sequence in list(self._requests.values()) if ended else ():
+            if any(sequence.mailbox is box for box in ended):
+                self.abort(sequence.request_id)
+        self._streams.forget(ended)
 
 
 def _eos_tokens(model: PreTrainedModel) -> frozenset[int]:

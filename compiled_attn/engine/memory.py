@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from compiled_attn.blocks import BlockPool
+from compiled_attn.blocks import BlockPool, PoolStats
 from compiled_attn.cache import PagedKVCache
 from compiled_attn.defrag import BlockSwap, OnlineDefragmenter
 from compiled_attn.engine.config import EngineConfig
@@ -17,6 +17,8 @@ from graphs import BucketEvent, WarmupReport
 __all__ = ["BlockMemory"]
 
 _PAIRS = 16
+_SUMS = "allocations evictions copies preemptions queried_tokens hit_tokens partial_hit_tokens"
+_MAXIMA = "high_water peak_used"
 
 
 class BlockMemory:
@@ -32,24 +34,14 @@ class BlockMemory:
     """
 
     def __init__(self, cache: PagedKVCache, config: EngineConfig) -> None:
-        self.pool = BlockPool(
-            cache.num_blocks,
-            cache.block_size,
-            partial_hits=config.partial_hits and cache.block_size > 1,
-        )
+        self._config = config
+        self._sizes = cache.num_blocks, cache.block_size
         self._swap = BlockSwap(
             cache, pad_sizes=(_PAIRS,), backend=config.backend, strict=config.strict
         )
-        self._range_peak = 0
-        self.defragmenter: OnlineDefragmenter | None = None
-        if config.defrag_waste is not None:
-            self.defragmenter = OnlineDefragmenter(
-                self.pool.places,
-                self._swap,
-                max_waste=config.defrag_waste,
-                min_gap=1 if config.defrag_waste == 0 else config.defrag_min_gap,
-                max_blocks=_PAIRS,
-            )
+        self._past: PoolStats | None = None
+        self.pool = self._new_pool()
+        self.defragmenter = self._new_defragmenter(self.pool)
 
     def warmup(self, progress: Callable[[BucketEvent], None] | None = None) -> WarmupReport:
         """Captures the copies; raises what `BlockSwap.warmup` raises."""
@@ -58,13 +50,25 @@ class BlockMemory:
     def settle(self) -> None:
         """Performs what is due before a step: copies on write, then a bounded defragmentation.
 
-        Tables resolved before are out of date after it.
+        Tables resolved before are out of date after it. What an exception interrupts is still due.
         """
-        copies = self.pool.pop_copies()
+        copies = self.pool.pending_copies()
         if copies:
             self._swap.move(self.pool.places.resolve_all(np.array(copies)))
+            self.pool.copied(copies)
         if self.defragmenter is not None and self.defragmenter.is_due:
             self.defragmenter.defragment()
+
+    def reset(self) -> None:
+        """Forgets all requests and all content, whatever state an exception left them in.
+
+        What was counted stays counted.
+        """
+        past, pool = self._stats_if_whole(), self._new_pool()
+        defragmenter = self._new_defragmenter(pool)
+        if defragmenter is not None and self.defragmenter is not None:
+            defragmenter.totals = self.defragmenter.totals
+        self._past, self.pool, self.defragmenter = past, pool, defragmenter
 
     def table(self, request_id: Hashable) -> NDArray[np.int64]:
         """Where the blocks of a request lie now, ``[blocks]``."""
@@ -73,9 +77,18 @@ class BlockMemory:
             np.int64, copy=False
         )
 
+    def stats(self) -> PoolStats:
+        """The figures of the pool, and of those before it that were given up."""
+        now, past = self.pool.stats(), self._past
+        if past is None:
+            return now
+        sums = {name: getattr(now, name) + getattr(past, name) for name in _SUMS.split()}
+        most = {name: max(getattr(now, name), getattr(past, name)) for name in _MAXIMA.split()}
+        return replace(now, **sums, **most)
+
     def figures(self) -> dict[str, float]:
         """Copies, moves and the spread of the blocks so far, for the report."""
-        stats = self.pool.stats()
+        stats = self.stats()
         moved = self.defragmenter.totals if self.defragmenter is not None else None
         return {
             "copies_on_write": stats.copies,
@@ -85,3 +98,30 @@ class BlockMemory:
             "range_high_water": stats.high_water,
             **{f"defrag_{name}": n for name, n in (asdict(moved) if moved else {}).items()},
         }
+
+    def _stats_if_whole(self) -> PoolStats | None:
+        try:
+            return self.stats()
+        except Exception:  # a pool torn by an interrupt: its counts since the last reset are lost
+            return self._past
+
+    def _new_pool(self) -> BlockPool:
+        num_blocks, block_size = self._sizes
+        return BlockPool(
+            num_blocks,
+            block_size,
+            partial_hits=self._config.partial_hits and block_size > 1,
+            key=self._config.prefix_key,
+        )
+
+    def _new_defragmenter(self, pool: BlockPool) -> OnlineDefragmenter | None:
+        waste = self._config.defrag_waste
+        if waste is None:
+            return None
+        return OnlineDefragmenter(
+            pool.places,
+            self._swap,
+            max_waste=waste,
+            min_gap=1 if waste == 0 else self._config.defrag_min_gap,
+            max_blocks=_PAIRS,
+        )

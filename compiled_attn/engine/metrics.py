@@ -2,36 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 
-import numpy as np
+from compiled_attn.engine.series import Series
+from compiled_attn.engine.tally import Percentiles, StepRecord, Tally
+from graphs import WarmupReport
 
-from graphs import Bucket, WarmupReport
-
-__all__ = ["EngineReport", "Percentiles", "StepInfo", "StepRecord"]
-
-
-@dataclass(frozen=True, slots=True)
-class Percentiles:
-    """Median, 99th percentile and maximum of a list of milliseconds (0 where it is empty)."""
-
-    p50: float
-    p99: float
-    max: float
-
-    @staticmethod
-    def of(seconds: Sequence[float]) -> Percentiles:
-        """The percentiles of a list of seconds, in milliseconds."""
-        if not seconds:
-            return Percentiles(0.0, 0.0, 0.0)
-        p50, p99, most = np.percentile(np.asarray(seconds) * 1e3, [50, 99, 100]).tolist()
-        return Percentiles(round(p50, 3), round(p99, 3), round(most, 3))
+__all__ = ["EngineReport", "Percentiles", "StepInfo", "StepRecord", "block_series", "bucket_rows"]
 
 
 @dataclass(frozen=True, slots=True)
 class StepInfo:
-    """The engine's state after a step, for progress displays."""
+    """The engine's state after a step, for progress displays; ``step`` is that step."""
 
     running: int
     waiting: int
@@ -40,22 +22,7 @@ class StepInfo:
     finished: int
     generated_tokens: int
     elapsed_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class StepRecord:
-    """One step: what it needed, the bucket it ran in, and how long it took on the host's clock.
-
-    ``blocks_used`` counts the blocks in use after it, ``highest_used`` is the highest place of one.
-    ``wanted`` is what the scheduler's whole step needed, which is more where it was cut.
-    """
-
-    need: dict[str, int]
-    bucket: dict[str, int]
-    seconds: float
-    blocks_used: int = 0
-    highest_used: int = 0
-    wanted: dict[str, int] = field(default_factory=dict)
+    step: StepRecord | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +37,10 @@ class EngineReport:
     every degraded bucket pick and a native kernel that failed to build, ``cut_steps`` the steps
     that no bucket held whole. ``kernel`` is "native", or which portable kernel serves the causal
     and shared parts; ``kernel_notes`` says why. ``memory`` has the copies of blocks: on write and
-    to defragment.
+    to defragment. ``requests`` counts those that finished, ``failed_requests`` those of them that
+    ended with an error, ``nonfinite_rows`` the rows of logits that were NaN or infinite, and
+    ``restarts`` how often an exception ended a step, after which all running requests were computed
+    again.
     """
 
     graphs: int
@@ -99,6 +69,9 @@ class EngineReport:
     buckets: list[dict[str, object]] = field(default_factory=list)
     graphs_loaded: int = 0
     cut_steps: int = 0
+    failed_requests: int = 0
+    nonfinite_rows: int = 0
+    restarts: int = 0
     checked_requests: int = 0
     mismatched_tokens: int = 0
 
@@ -107,60 +80,35 @@ class EngineReport:
         return asdict(self)
 
 
-def bucket_rows(
-    warmup: WarmupReport | None, records: Sequence[StepRecord], cost: Callable[[Bucket], float]
-) -> list[dict[str, object]]:
+def bucket_rows(warmup: WarmupReport | None, tally: Tally) -> list[dict[str, object]]:
     """A row per bucket of the warmup: status, warmup seconds, steps, padding, step times.
 
     ``waste`` is the padded share of what its steps cost; None where it had none.
     """
-    ran: dict[tuple[int, ...], list[StepRecord]] = {}
-    for record in records:
-        ran.setdefault(tuple(record.bucket.values()), []).append(record)
-    return [
-        {
-            "bucket": str(result.bucket),
-            "status": result.status,
-            "warmup_seconds": round(result.seconds, 3),
-            "from_store": result.is_loaded,
-            "steps": len(mine := ran.get(result.bucket.sizes, [])),
-            "waste": _wasted(result.bucket, mine, cost),
-            "step_ms": asdict(Percentiles.of([record.seconds for record in mine])),
-            "error": result.error,
-        }
-        for result in (warmup.results if warmup else ())
-    ]
+    rows: list[dict[str, object]] = []
+    for result in warmup.results if warmup else ():
+        steps, waste, times = tally.of_bucket(result.bucket)
+        rows.append(
+            {
+                "bucket": str(result.bucket),
+                "status": result.status,
+                "warmup_seconds": round(result.seconds, 3),
+                "from_store": result.is_loaded,
+                "steps": steps,
+                "waste": waste,
+                "step_ms": asdict(times),
+                "error": result.error,
+            }
+        )
+    return rows
 
 
-def block_series(records: Sequence[StepRecord], total: int) -> list[dict[str, object]]:
+def block_series(blocks: Series, total: int) -> list[dict[str, object]]:
     """Blocks in use and the highest place of one over the busy time, as `write_report` draws it."""
-    elapsed = np.cumsum([record.seconds for record in records]).round(4).tolist()
-    lines = {
-        "in use": [record.blocks_used for record in records],
-        "highest place": [record.highest_used for record in records],
+    elapsed, used, highest = blocks.columns() or ((), (), ())
+    chart: dict[str, object] = {
+        "title": "Blocks of the cache",
+        "x": [round(seconds, 4) for seconds in elapsed],
+        "lines": {"in use": list(used), "highest place": list(highest)},
     }
-    chart: dict[str, object] = {"title": "Blocks of the cache", "x": elapsed, "lines": lines}
     return [chart | {"x_label": "seconds", "y_label": "blocks", "limit": total}]
-
-
-def _wasted(
-    bucket: Bucket, records: Sequence[StepRecord], cost: Callable[[Bucket], float]
-) -> float | None:
-    if not records:
-        return None
-    needed = sum(cost(Bucket(**{n: r.need[n] for n in bucket.names})) for r in records)
-    return round(max(0.0, 1 - needed / (cost(bucket) * len(records))), 4)
-
-
-def padding_waste(records: Sequence[StepRecord]) -> dict[str, float]:
-    """Padded share of all tokens and of all blocks that the steps computed.
-
-    The native kernel reads no padded blocks.
-    """
-
-    def share(*axes: str) -> float:
-        needed = sum(record.need.get(axis, 0) for record in records for axis in axes)
-        computed = sum(record.bucket.get(axis, 0) for record in records for axis in axes)
-        return round(1 - needed / computed, 4) if computed else 0.0
-
-    return {"tokens": share("tokens"), "blocks": share("shared", "unique")}

@@ -55,13 +55,13 @@ class Runner:
         config: backend and strictness.
         sizing: blocks of the cache, shapes to capture.
 
-    ``cut_steps`` counts the steps that no bucket held whole.
+    The first step that no bucket holds whole is logged.
     """
 
     def __init__(self, model: PreTrainedModel, config: EngineConfig, sizing: Sizing) -> None:
         cache = cache_for(model, sizing.num_blocks, sizing.block_size)
         self.sizing = sizing
-        self.cut_steps = 0
+        self._has_told_cut = False
         self.module = PagedCausalLM(model, cache, is_native=sizing.is_native)
         self.builder = BatchBuilder(sizing.num_blocks, sizing.block_size)
         self.graphs = WarmupManager(
@@ -83,14 +83,14 @@ class Runner:
 
         Args:
             step: what the scheduler wants computed.
-            table: where the blocks of a sequence lie, by its index.
+            table: where the blocks of a sequence lie, by its id.
 
         Raises:
             BucketOverflow: not even a single token of the first request has a bucket.
         """
         parts, wanted = step, None
         while True:
-            plan = self._plan([_request(part, table(part.sequence.index)) for part in parts])
+            plan = self._plan([_request(part, table(part.sequence.request_id)) for part in parts])
             wanted = wanted or plan.need
             try:
                 bucket = self.graphs.bucket(**plan.need)
@@ -100,11 +100,11 @@ class Runner:
                     raise
             else:
                 if parts is not step:
-                    self._count_cut(wanted)
+                    self._tell_cut(wanted)
                 return FittedStep(parts, plan, bucket, wanted)
 
     def run(self, plan: StepPlan | TablePlan, bucket: Bucket) -> Tensor:
-        """Logits ``[rows that want them, vocab]`` of a planned step."""
+        """Logits ``[requests, vocab]`` of a planned step: of the last new token of each."""
         inputs: StepBatch | TableBatch
         if isinstance(plan, TablePlan):
             inputs = plan.fill(bucket, self.sizing.table_width)
@@ -114,15 +114,15 @@ class Runner:
             logits: Tensor = self.graphs.run(bucket, *inputs)
         return logits[: int(plan.rows.logits.sum())]
 
-    def _count_cut(self, wanted: dict[str, int]) -> None:
-        if not self.cut_steps:
+    def _tell_cut(self, wanted: dict[str, int]) -> None:
+        if not self._has_told_cut:
+            self._has_told_cut = True
             _log.warning(
                 "no bucket holds a step that needs %s, so it is cut into smaller ones: the largest "
                 "bucket is %s; plan or add larger ones",
                 Bucket(**wanted),
                 self.sizing.buckets.largest,
             )
-        self.cut_steps += 1
 
     def _plan(self, requests: list[Request]) -> StepPlan | TablePlan:
         if self.sizing.is_native:
@@ -141,12 +141,9 @@ def _backend_options(backend: str) -> dict[str, Any]:
 
 def _request(part: ScheduledTokens, blocks: NDArray[np.int64]) -> Request:
     sequence = part.sequence
-    return Request(
-        sequence.tokens[sequence.computed : sequence.computed + part.count],
-        sequence.computed,
-        blocks,
-        num_logits=int(part.wants_logits),
-    )
+    tokens = sequence.tokens[sequence.computed : sequence.computed + part.count]
+    # Logits of every part, sampled or not: they show whether what it computed is finite.
+    return Request(tokens, sequence.computed, blocks, num_logits=1)
 
 
 def _shorter(step: Sequence[ScheduledTokens]) -> list[ScheduledTokens]:

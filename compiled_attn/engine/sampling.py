@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import math
+import operator
+import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["SamplingParams", "sample"]
+__all__ = ["NOT_FINITE", "SamplingParams", "sample", "sample_rows"]
+
+NOT_FINITE = "expected finite logits to sample from, got NaN or inf: check the model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,33 +29,44 @@ class SamplingParams:
         top_p: keep the smallest set of most likely tokens with at least this probability (0 < p <=
             1).
         seed: a request draws the same numbers whatever else is in its batch, and after a
-            preemption.
+            preemption. None: the engine draws a seed for each request, which its result names.
         stop_token_ids: tokens that end the request; they are part of the result.
         ignore_eos: go on after the model's end-of-sequence token.
 
     Raises:
-        ValueError: a value outside its range.
+        ValueError: a value outside its range, or of another type.
     """
 
     max_new_tokens: int = 16
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
-    seed: int = 0
+    seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        limits = (
-            ("max_new_tokens", self.max_new_tokens >= 1, ">= 1"),
-            ("temperature", 0.0 <= self.temperature < float("inf"), ">= 0 and finite"),
-            ("top_k", self.top_k >= 0, ">= 0"),
-            ("top_p", 0.0 < self.top_p <= 1.0, "in (0, 1]"),
-            ("seed", 0 <= self.seed < 2**64, "in 0..2**64 - 1"),
-        )
-        for name, holds, wanted in limits:
-            if not holds:
-                raise ValueError(f"expected {name} {wanted}, got {getattr(self, name)}")
+        self._settle("max_new_tokens", _integer, lambda n: n >= 1, "an integer >= 1")
+        self._settle("temperature", _number, lambda t: 0 <= t < math.inf, "a finite number >= 0")
+        self._settle("top_k", _integer, lambda k: k >= 0, "an integer >= 0")
+        self._settle("top_p", _number, lambda p: 0 < p <= 1, "a number in (0, 1]")
+        if self.seed is not None:
+            self._settle("seed", _integer, lambda s: 0 <= s < 2**64, "None or in 0..2**64 - 1")
+        self._settle("stop_token_ids", _integers, lambda _: True, "a tuple of token ids")
+
+    def seeded(self) -> SamplingParams:
+        """The same with a seed, drawn if there is none."""
+        return self if self.seed is not None else replace(self, seed=secrets.randbits(64))
+
+    def _settle(self, name: str, kind: Any, holds: Any, wanted: str) -> None:
+        given = getattr(self, name)
+        try:
+            value = kind(given)
+        except TypeError:
+            value = None
+        if value is None or not holds(value):
+            raise ValueError(f"expected {name}: {wanted}, got {given!r}")
+        object.__setattr__(self, name, value)
 
 
 def sample(logits: Tensor, params: Sequence[SamplingParams], steps: Sequence[int]) -> list[int]:
@@ -59,25 +76,71 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], steps: Sequence[int
         logits: ``[R, vocab]``, any float dtype.
         params: R of them, one per row.
         steps: how many tokens each row's request has generated so far: the counter of its draws.
+
+    Raises:
+        ValueError: a row that cannot be sampled, such as one without a finite maximum.
     """
-    greedy: list[int] = logits.argmax(-1).tolist()
+    rows = sample_rows(logits, params, steps)
+    for row in rows:
+        if isinstance(row, str):
+            raise ValueError(row)
+    return [int(row) for row in rows]
+
+
+def sample_rows(
+    logits: Tensor, params: Sequence[SamplingParams | None], steps: Sequence[int]
+) -> list[int | str]:
+    """The next token of each row, or why there is none: a row never stops another.
+
+    Args:
+        logits: ``[R, vocab]``, any float dtype. A row whose maximum is NaN or infinite has no
+            token.
+        params: R of them; None: the row is only looked at, and its most likely token given.
+        steps: as in `sample`.
+    """
+    best, tokens = logits.max(-1)  # NaN is the maximum of a row that has one
+    drawn: list[int | str] = list(tokens.tolist())
+    for row in (~torch.isfinite(best)).nonzero().flatten().tolist():
+        drawn[row] = NOT_FINITE
     for row, (param, step) in enumerate(zip(params, steps, strict=True)):
-        if param.temperature > 0:
-            greedy[row] = _draw(logits[row].float(), param, step)
-    return greedy
+        if param is not None and param.temperature > 0 and not isinstance(drawn[row], str):
+            drawn[row] = _drawn(logits[row], param, step)
+    return drawn
+
+
+def _drawn(logits: Tensor, params: SamplingParams, step: int) -> int | str:
+    try:
+        return _draw(logits.double(), params, step)
+    except Exception as error:  # whatever it is, it is this request's alone
+        return f"sampling failed: {type(error).__name__}: {error}"
 
 
 def _draw(logits: Tensor, params: SamplingParams, step: int) -> int:
-    if not torch.isfinite(logits.max()):
-        raise ValueError("expected finite logits to sample from, got NaN or inf: check the model")
     scaled = (logits - logits.max()) / params.temperature  # the largest is 0: nothing overflows
     ordered, tokens = torch.sort(scaled, descending=True, stable=True)
     if params.top_k:
         ordered = ordered[: params.top_k]
-    probabilities = torch.softmax(ordered.double(), -1)
+    probabilities = torch.softmax(ordered, -1)
     before = probabilities.cumsum(-1) - probabilities
     # A token stays if the more likely ones don't reach top_p yet: the first one always stays.
     kept = probabilities[before < params.top_p].cumsum(-1)
-    uniform = np.random.Generator(np.random.Philox(key=params.seed, counter=step)).random()
+    key = 0 if params.seed is None else params.seed
+    uniform = np.random.Generator(np.random.Philox(key=key, counter=step)).random()
     place = int(torch.searchsorted(kept, uniform * float(kept[-1]), right=True))
     return int(tokens[min(place, len(kept) - 1)])
+
+
+def _integer(value: object) -> int:
+    if isinstance(value, bool):
+        raise TypeError(value)
+    return operator.index(value)  # type: ignore[arg-type]
+
+
+def _number(value: object) -> float:
+    if isinstance(value, (bool, str, bytes)):
+        raise TypeError(value)
+    return float(value)  # type: ignore[arg-type]
+
+
+def _integers(values: object) -> tuple[int, ...]:
+    return tuple(_integer(value) for value in values)  # type: ignore[attr-defined]

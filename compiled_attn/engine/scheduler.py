@@ -9,6 +9,7 @@ scheduling).
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from compiled_attn.blocks import BlockPool
@@ -33,6 +34,8 @@ class ScheduledTokens:
 class Scheduler:
     """Decides each step from the waiting and running sequences and the free blocks.
 
+    Sequences are served in the order of their ids: those that run come before those that wait.
+
     Args:
         pool: where sequences get their blocks; the scheduler is its only user.
         max_tokens: tokens in a step at most.
@@ -56,13 +59,24 @@ class Scheduler:
         """Puts a new sequence at the end of the queue."""
         self.waiting.append(sequence)
 
+    def discard(self, sequence: Sequence) -> None:
+        """Takes a sequence out of the queue, if it is there."""
+        self.waiting = deque(other for other in self.waiting if other is not sequence)
+
+    def restart(self, pool: BlockPool, sequences: Iterable[Sequence]) -> None:
+        """Lets these sequences wait, with nothing computed, for the blocks of another pool.
+
+        Whatever state an exception left this in, it is right afterwards, and so is a second call.
+        """
+        ordered = sorted(sequences, key=lambda sequence: sequence.request_id)
+        for sequence in ordered:
+            sequence.status, sequence.computed = Status.WAITING, 0
+        self.pool, self.running, self.waiting = pool, [], deque(ordered)
+
     def schedule(self) -> list[ScheduledTokens]:
         """The next step; blocks for its tokens are reserved. Empty only if there is no work."""
         step: list[ScheduledTokens] = []
         before = self.preemptions
-        for sequence in self.running:
-            if not sequence.remaining:  # interrupted after its step, before its token was sampled
-                sequence.computed -= 1
         # Stable: sequences of one kind stay in order of admission.
         for sequence in sorted(self.running, key=lambda s: s.remaining > 1):
             count = self._budget(step, sequence)
@@ -74,18 +88,24 @@ class Scheduler:
             self._admit(step)
         return step
 
-    def commit(self, step: list[ScheduledTokens]) -> None:
-        """Declares the tokens of a step computed: their full blocks can be shared from now on."""
-        for part in step:
-            sequence = part.sequence
-            sequence.computed += part.count
-            self.pool.commit(sequence.index, sequence.tokens, sequence.computed)
+    def commit(self, part: ScheduledTokens) -> None:
+        """Declares tokens of a step computed: their full blocks can be shared from now on."""
+        sequence = part.sequence
+        sequence.computed += part.count
+        self.pool.commit(sequence.request_id, sequence.tokens, sequence.computed)
 
-    def finish(self, sequence: Sequence) -> None:
-        """Takes a sequence out, running or waiting, and frees its blocks."""
+    def finish(self, sequence: Sequence, *, is_sound: bool = True) -> None:
+        """Takes a sequence out, running or waiting, and frees its blocks.
+
+        Args:
+            is_sound: False: what it computed cannot be trusted, so that none of its blocks is
+                found by later prompts.
+        """
         if sequence.status is Status.RUNNING:
+            if not is_sound:
+                self.pool.withdraw(sequence.request_id)
             self.running.remove(sequence)
-            self.pool.free(sequence.index)
+            self.pool.free(sequence.request_id)
         else:
             self.waiting.remove(sequence)
         sequence.status = Status.FINISHED
@@ -97,17 +117,17 @@ class Scheduler:
         self, sequence: Sequence, count: int, step: list[ScheduledTokens]
     ) -> bool:
         """Whether the sequence got its blocks; False if it had to give up its own."""
-        while not self.pool.can_reserve(sequence.index, sequence.computed + count):
+        while not self.pool.can_reserve(sequence.request_id, sequence.computed + count):
             victim = self.running[-1]
             self._preempt(victim)
             step[:] = [part for part in step if part.sequence is not victim]
             if victim is sequence:
                 return False
-        self.pool.reserve(sequence.index, sequence.computed + count)
+        self.pool.reserve(sequence.request_id, sequence.computed + count)
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
-        self.pool.preempt(sequence.index)
+        self.pool.preempt(sequence.request_id)
         self.running.remove(sequence)
         sequence.status, sequence.computed = Status.WAITING, 0
         self.waiting.appendleft(sequence)
@@ -119,10 +139,10 @@ class Scheduler:
             room = self.max_tokens - sum(part.count for part in step)
             if room < 1 or not self._has_blocks(sequence):
                 return
-            table = self.pool.add(sequence.index, sequence.tokens)
+            table = self.pool.add(sequence.request_id, sequence.tokens, salt=sequence.salt)
             sequence.computed = table.num_cached_tokens
             count = min(sequence.remaining, room)
-            self.pool.reserve(sequence.index, sequence.computed + count)
+            self.pool.reserve(sequence.request_id, sequence.computed + count)
             self.waiting.popleft()
             self.running.append(sequence)
             sequence.status = Status.RUNNING
@@ -131,4 +151,5 @@ class Scheduler:
     def _has_blocks(self, sequence: Sequence) -> bool:
         # One block for each running sequence stays free, or the next step would preempt again.
         spare = len(self.running) * self.pool.block_size
-        return self.pool.can_allocate(len(sequence.tokens) + spare, sequence.tokens)
+        length = len(sequence.tokens) + spare
+        return self.pool.can_allocate(length, sequence.tokens, salt=sequence.salt)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from compiled_attn.blocks.prefix import Salt
+from compiled_attn.engine.mailbox import Mailbox
 from compiled_attn.engine.sampling import SamplingParams
 
 __all__ = ["GenerationResult", "Sequence", "Status", "TokenEvent"]
@@ -22,9 +24,17 @@ class Status(Enum):
 class GenerationResult:
     """A finished request.
 
-    ``finish_reason`` is "stop" (end-of-sequence or stop token) or "length". Times are seconds since
-    the
-    request arrived: ``ttft_s`` to its first token, ``latency_s`` to its last.
+    Args:
+        index: its position among the prompts of its `generate` or `stream`; of a request that was
+            submitted by hand, its ``request_id``.
+        prompt: token ids.
+        tokens: what was generated, a stop token included.
+        finish_reason: "stop" (end-of-sequence or stop token), "length", or "error".
+        ttft_s: seconds from its arrival to its first token.
+        latency_s: seconds from its arrival to its end.
+        sampling: how it was continued, with the seed that it had.
+        request_id: its own, never given twice by one engine.
+        error: for "error" what went wrong; ``tokens`` holds what was generated before.
     """
 
     index: int
@@ -34,15 +44,22 @@ class GenerationResult:
     ttft_s: float
     latency_s: float
     sampling: SamplingParams
+    request_id: int
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """One generated token; ``result`` is set with the last one of its request."""
+    """One generated token; ``result`` is set with the last one of its request.
+
+    ``token`` is None in the last event of a request that ended with an error. ``index`` and
+    ``request_id`` are those of `GenerationResult`.
+    """
 
     index: int
-    token: int
+    token: int | None
     result: GenerationResult | None = None
+    request_id: int = -1
 
 
 @dataclass(slots=True, eq=False)
@@ -51,9 +68,10 @@ class Sequence:
 
     ``tokens`` is the prompt followed by what was generated; ``computed`` of them have keys and
     values in the cache. A preempted sequence goes back to ``computed = 0`` and keeps its tokens.
+    Its events go to ``mailbox``, under ``index``.
     """
 
-    index: int
+    request_id: int
     tokens: list[int]
     prompt_len: int
     sampling: SamplingParams
@@ -61,8 +79,10 @@ class Sequence:
     computed: int = 0
     status: Status = Status.WAITING
     first_token_s: float | None = None
-    finish_reason: str | None = None
     stop_tokens: frozenset[int] = field(default_factory=frozenset)
+    salt: Salt = None
+    index: int = -1
+    mailbox: Mailbox[TokenEvent] = field(default_factory=Mailbox)
 
     @property
     def remaining(self) -> int:
@@ -74,25 +94,43 @@ class Sequence:
         """Tokens generated so far."""
         return len(self.tokens) - self.prompt_len
 
-    def append(self, token: int, now_s: float) -> None:
-        """Takes a generated token, and decides whether it ends the request."""
-        self.tokens.append(token)
+    def event(self, token: int, now_s: float) -> TokenEvent:
+        """What is told once ``token`` is the next one; changes nothing."""
+        reason = self._reason_after(token)
+        if reason is None:
+            return TokenEvent(self.index, token, None, self.request_id)
+        generated = [*self.tokens[self.prompt_len :], token]
+        result = self._result(generated, reason, now_s)
+        return TokenEvent(self.index, token, result, self.request_id)
+
+    def failure(self, error: str, now_s: float) -> TokenEvent:
+        """What is told when the request ends with an error; changes nothing."""
+        result = self._result(self.tokens[self.prompt_len :], "error", now_s, error)
+        return TokenEvent(self.index, None, result, self.request_id)
+
+    def take(self, place: int, token: int, now_s: float) -> None:
+        """Makes ``token`` the one at ``place``, the next; once more changes nothing."""
+        self.tokens[place:] = [token]
         if self.first_token_s is None:
             self.first_token_s = now_s
-        if token in self.stop_tokens:
-            self.finish_reason = "stop"
-        elif self.generated >= self.sampling.max_new_tokens:
-            self.finish_reason = "length"
 
-    def result(self, now_s: float) -> GenerationResult:
-        """The finished request."""
+    def _reason_after(self, token: int) -> str | None:
+        if token in self.stop_tokens:
+            return "stop"
+        return "length" if self.generated + 1 >= self.sampling.max_new_tokens else None
+
+    def _result(
+        self, generated: list[int], reason: str, now_s: float, error: str = ""
+    ) -> GenerationResult:
         first = now_s if self.first_token_s is None else self.first_token_s
         return GenerationResult(
             self.index,
             self.tokens[: self.prompt_len],
-            self.tokens[self.prompt_len :],
-            self.finish_reason or "length",
+            generated,
+            reason,
             first - self.arrived_s,
             now_s - self.arrived_s,
             self.sampling,
+            self.request_id,
+            error,
         )

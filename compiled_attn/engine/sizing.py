@@ -18,7 +18,7 @@ from compiled_attn.engine.ladder import (
     table_cost,
 )
 from compiled_attn.engine.sampling import SamplingParams
-from compiled_attn.hf import cache_for
+from compiled_attn.hf import cache_for, context_limit
 from graphs import Bucket, BucketOverflow, BucketSpace
 from graphs.memory import machine_bytes
 
@@ -138,7 +138,7 @@ def step_limits(config: EngineConfig, context: int, num_blocks: int) -> StepLimi
 
 
 def _context(model: PreTrainedModel, config: EngineConfig) -> int:
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    limit = context_limit(model)
     context = config.context or limit
     if not context:
         raise ConfigError("expected a context, the model's configuration has none: set context")

@@ -13,6 +13,7 @@ from graphs.cli.errors import BAD_INPUT, INTERRUPTED, UserError, tell
 from graphs.cli.explain import explain
 from graphs.cli.plan import plan
 from graphs.cli.warmup import warmup
+from graphs.store.cache_folder import cache_folder
 
 __all__ = ["app", "run_command"]
 
@@ -25,7 +26,7 @@ app = typer.Typer(
 app.command()(explain)
 app.command()(plan)
 app.command()(warmup)
-app.add_typer(cache_app("~/.cache/graphs"), name="cache")
+app.add_typer(cache_app("~/.cache/graphs", find=lambda: cache_folder("graphs")), name="cache")
 
 
 def run_command(argv: Sequence[str] | None = None) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -16,34 +16,55 @@ from graphs.store import ArtifactStore, StoreError
 
 __all__ = ["cache_app", "parse_bytes"]
 
-_Store = Annotated[Path, typer.Option("--store", metavar="DIR", help="The store.")]
+_Store = Annotated[Path | None, typer.Option("--store", metavar="DIR", help="The store.")]
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_HEAD = ("entry", "size", "age", "last used", "model", "backend, graph and bucket")
 
 
-def cache_app(default: str, error: type[Exception] = UserError) -> typer.Typer:
-    """The commands, for a store that is at `default` unless told; bad input raises `error`."""
+def cache_app(
+    default: str,
+    error: type[Exception] = UserError,
+    *,
+    find: Callable[[], Path] | None = None,
+) -> typer.Typer:
+    """The commands.
+
+    Args:
+        default: where the store is unless told.
+        error: what bad input raises.
+        find: finds the default store where variables or the platform may say otherwise.
+    """
     app = typer.Typer(
-        no_args_is_help=True, help="Compiled artifacts on disk: list, check, make smaller."
+        no_args_is_help=True,
+        help="Compiled artifacts on disk: list, check, make smaller. By default those in "
+        f"{default}, or where XDG_CACHE_HOME or the platform say.",
     )
+
+    @contextlib.contextmanager
+    def opened(store: Path | None) -> Iterator[ArtifactStore]:
+        try:
+            yield _existing(store or (find() if find else Path(default)))
+        except (StoreError, OSError, ValueError) as problem:
+            raise error(str(problem)) from problem
 
     @app.command()
     def ls(
-        store: _Store = Path(default),
+        store: _Store = None,
         factors: Annotated[bool, typer.Option(help="Also print what each depends on.")] = False,
     ) -> int:
         """List artifacts and compile caches, the one used last first."""
-        with _opened(store, error) as opened:
-            _list(opened, factors)
+        with opened(store) as there:
+            _list(there, factors)
         return 0
 
     @app.command()
-    def verify(store: _Store = Path(default)) -> int:
+    def verify(store: _Store = None) -> int:
         """Check every byte, and throw away what is damaged. Ends with 1 if anything was."""
-        with _opened(store, error) as opened:
-            problems = opened.verify()
+        with opened(store) as there:
+            problems = there.verify()
             for name, problem in problems.items():
                 typer.echo(f"{name[:40]}: {problem}; thrown away")
-            kept = len(opened.entries()) + len(opened.inductor_caches())
+            kept = len(there.entries()) + len(there.inductor_caches())
         typer.echo(f"{kept} are as they were stored, {len(problems)} damaged files or entries")
         return FAILED if problems else 0
 
@@ -52,19 +73,19 @@ def cache_app(default: str, error: type[Exception] = UserError) -> typer.Typer:
         max_size: Annotated[
             str, typer.Option(metavar="SIZE", help="Bytes that may stay, such as 500M or 2G.")
         ],
-        store: _Store = Path(default),
+        store: _Store = None,
     ) -> int:
         """Remove what was not used for longest until the rest is no larger than SIZE."""
-        with _opened(store, error) as opened:
-            removed = opened.prune(parse_bytes(max_size))
-            typer.echo(f"{_size(removed)} removed, {_size(opened.bytes)} left")
+        with opened(store) as there:
+            removed = there.prune(parse_bytes(max_size))
+            typer.echo(f"{_size(removed)} removed, {_size(there.bytes)} left")
         return 0
 
     @app.command()
-    def clear(store: _Store = Path(default)) -> int:
+    def clear(store: _Store = None) -> int:
         """Remove everything that no process is using."""
-        with _opened(store, error) as opened:
-            typer.echo(f"{_size(opened.clear())} removed, {_size(opened.bytes)} left")
+        with opened(store) as there:
+            typer.echo(f"{_size(there.clear())} removed, {_size(there.bytes)} left")
         return 0
 
     return app
@@ -82,33 +103,45 @@ def parse_bytes(text: str) -> int:
     return int(found[1]) * _UNITS[found[2]]
 
 
-@contextlib.contextmanager
-def _opened(path: Path, error: type[Exception]) -> Iterator[ArtifactStore]:
-    try:
-        path = path.expanduser()
-        if not (path / "store.json").exists():
-            raise StoreError(f"there is no store in {path}: give its folder with --store DIR")
-        yield ArtifactStore(path)
-    except (StoreError, OSError, ValueError) as problem:
-        raise error(str(problem)) from problem
+def _existing(path: Path) -> ArtifactStore:
+    path = path.expanduser()
+    if not (path / "store.json").exists() and not (path / "artifacts").is_dir():
+        raise StoreError(f"there is no store in {path}: give its folder with --store DIR")
+    return ArtifactStore(path)
 
 
 def _list(store: ArtifactStore, factors: bool) -> None:
-    for entry in store.entries():
-        told = entry.factors
-        what = f"{told.get('backend', '?')} {told.get('name', '')}".strip()
-        typer.echo(f"{entry.key[:12]}  {_size(entry.bytes):>10}  {_age(entry.used)}  {what}")
-        if factors:
-            for name, value in sorted(told.items()):
-                typer.echo(f"    {name}: {value}")
+    entries, now = store.entries(), time.time()
+    rows: list[Sequence[str]] = [_HEAD]
+    for entry in entries:
+        label, told = entry.label, entry.factors
+        age = "-" if label.made is None else _ago(now - label.made)
+        graph = f"{told.get('backend', '?')} {label.name or told.get('name', '-')}"
+        times = age, _ago(now - entry.used)
+        rows.append((entry.key[:12], _size(entry.bytes), *times, label.model or "-", graph))
     for cache in store.inductor_caches():
-        typer.echo(f"{cache.key[:12]}  {_size(cache.bytes):>10}  {_age(cache.used)}  kernels")
+        used = _ago(now - cache.used) if cache.used else "-"
+        rows.append((cache.key[:12], _size(cache.bytes), "-", used, "-", "kernels of inductor"))
+    lines = _aligned(rows) if len(rows) > 1 else []
+    for number, line in enumerate(lines):
+        typer.echo(line)
+        if factors and 1 <= number <= len(entries):
+            for name, value in sorted(entries[number - 1].factors.items()):
+                typer.echo(f"    {name}: {value}")
     typer.echo(f"{_size(store.bytes)} of {_size(store.max_bytes)} in {store.path}")
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 def _size(count: int) -> str:
     return f"{count / (1 << 20):.1f} MiB"
 
 
-def _age(used: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(used))
+def _ago(seconds: float) -> str:
+    for size, unit in ((86400.0, "d"), (3600.0, "h"), (60.0, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"

@@ -12,6 +12,8 @@ from graphs.backends.base import CaptureError, Frozen
 from graphs.inputs import Input
 from graphs.store.errors import StoreError
 from graphs.store.known import UNTOLD, KnownCode
+from graphs.store.label import describe
+from graphs.store.misses import Misses
 from graphs.store.store import ArtifactStore
 
 __all__ = ["StoredAoti"]
@@ -28,6 +30,7 @@ class StoredAoti:
     Attributes:
         loaded: how many packages came from the store.
         stored: how many went to it.
+        misses: the graphs that it did not have, each with the reason; a reason is logged once.
     """
 
     name = "aoti"
@@ -35,6 +38,7 @@ class StoredAoti:
     def __init__(self, store: ArtifactStore) -> None:
         self.store = store
         self.loaded = self.stored = 0
+        self.misses = Misses()
         self._code = KnownCode()
         self._aoti = AotiBackend()
 
@@ -69,7 +73,7 @@ class StoredAoti:
                     package_path=folder,
                     options=options,
                 )
-                self._put(factors, folder, name)
+                self._put(factors, folder, describe(function, name))
             return frozen
         try:
             for _ in range(warm_runs):
@@ -83,14 +87,19 @@ class StoredAoti:
         self, factors: Mapping[str, Any], function: Callable[..., Any], name: str
     ) -> Frozen | None:
         try:
+            is_there = self.store.has(factors)
             with self.store.use(factors) as folder:
-                return self._aoti.load(function, folder, name=name) if folder else None
+                if folder:
+                    return self._aoti.load(function, folder, name=name)
+            if not is_there:  # or else it was thrown away, which was told
+                self.misses.note(self.store, factors, name)
+            return None
         except (CaptureError, StoreError, OSError) as error:
             _log.warning("%s: built again, not loaded: %s", name, error)
             return None
 
-    def _put(self, factors: Mapping[str, Any], folder: str, name: str) -> None:
+    def _put(self, factors: Mapping[str, Any], folder: str, about: Mapping[str, str]) -> None:
         try:
-            self.stored += self.store.put(factors, folder)
+            self.stored += self.store.put(factors, folder, about=about)
         except StoreError as error:  # the graph works: only the next process has to build it again
-            _log.warning("%s: not stored: %s", name, error)
+            _log.warning("%s: not stored: %s", about["name"], error)

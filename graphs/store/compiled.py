@@ -30,6 +30,8 @@ from graphs.backends.inductor import InductorBackend, _compile_once, _why_not, _
 from graphs.causes import describe_failure
 from graphs.inputs import Input
 from graphs.store.known import UNTOLD, KnownCode
+from graphs.store.label import describe
+from graphs.store.misses import Misses
 from graphs.store.store import ArtifactStore
 
 __all__ = ["StoredInductor"]
@@ -55,6 +57,7 @@ class StoredInductor:
     Attributes:
         loaded: how many graphs came from the store.
         stored: how many went to it.
+        misses: the graphs that it did not have, each with the reason; a reason is logged once.
     """
 
     name = "inductor"
@@ -62,6 +65,7 @@ class StoredInductor:
     def __init__(self, store: ArtifactStore, seal: Callable[[], object] | None = None) -> None:
         self.store = store
         self.loaded = self.stored = 0
+        self.misses = Misses()
         self._code = KnownCode()
         self._seal = seal or (lambda: None)
         self._inductor = InductorBackend()
@@ -166,10 +170,13 @@ class StoredInductor:
         warm_runs: int,
     ) -> Frozen | None:
         try:
+            is_there = self.store.has(factors)
             with self.store.use(factors) as folder:
-                if folder is None:
-                    return None
-                run = _load(folder, function)
+                run = _load(folder, function) if folder else None
+            if run is None:
+                if not is_there:  # or else it was thrown away, which was told
+                    self.misses.note(self.store, factors, name)
+                return None
         except Exception as error:  # a store that is busy or gone, a torch that cannot read it
             _log.warning("%s: compiled again, not loaded: %s", name, describe_failure(error))
             return None
@@ -194,7 +201,8 @@ class StoredInductor:
                 layout = kept.layout(function, examples)
                 kept.artifact.save(path=str(Path(folder, _GRAPH)), format="binary")
                 Path(folder, _LAYOUT).write_text(json.dumps(layout), "utf-8")
-                self.stored += self.store.put(factors, folder)
+                about = describe(function, name)
+                self.stored += self.store.put(factors, folder, about=about)
         except Exception as error:  # the graph works: only the next process has to compile again
             _log.warning("%s: not stored: %s", name, describe_failure(error))
         finally:

@@ -9,8 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from graphs.store.errors import StoreError
 from graphs.store.factors import key_of
-from graphs.store.files import digest_of, files_in, write_whole
+from graphs.store.files import digest_of, files_in, read_json, write_whole
+from graphs.store.label import Label
+from graphs.store.safety import digests_of_own, refuse_others
 
 __all__ = ["Entry", "write_manifest"]
 
@@ -48,15 +51,18 @@ class Entry:
         """
         try:
             path = folder / _MANIFEST
-            written = json.loads(path.read_bytes())
+            written = read_json(path)
             used = path.stat().st_mtime
             if written["form"] != _FORM:
                 raise ValueError(f"its manifest is a {written['form']!r}")
             factors, digests = dict(written["factors"]), dict(written["digests"])
             size = int(written["bytes"])
-        except (OSError, KeyError, TypeError) as error:
+            key = key_of(factors)
+        except (OSError, LookupError, TypeError, ArithmeticError) as error:
             raise ValueError(f"its manifest is not readable ({error!r})") from error
-        if key_of(factors) != folder.name:
+        except RecursionError:
+            raise ValueError("its manifest is nested too deeply") from None
+        if key != folder.name:
             raise ValueError("its factors are not those of its key")
         return cls(folder.name, factors, size, used, digests, folder)
 
@@ -65,16 +71,23 @@ class Entry:
         """The folder of its files."""
         return self.folder / _FILES
 
+    @property
+    def label(self) -> Label:
+        """What it is to people."""
+        return Label.read(self.folder)
+
     def problem(self) -> str:
-        """What is wrong with its files, or an empty string: looks at every byte."""
+        """What is wrong with its files, or an empty string: looks at every byte, and its owner."""
         try:
-            found = files_in(self.files)
-            if found.keys() != self.digests.keys():
-                odd = sorted(found.keys() ^ self.digests.keys())
-                return f"its files are not those of its manifest: {', '.join(odd[:3])}"
-            wrong = [name for name, path in found.items() if digest_of(path) != self.digests[name]]
-        except (OSError, ValueError) as error:
+            refuse_others(self.folder)
+            refuse_others(self.folder / _MANIFEST)
+            found = digests_of_own(self.files)
+        except (OSError, StoreError) as error:
             return str(error)
+        if found.keys() != self.digests.keys():
+            odd = sorted(found.keys() ^ self.digests.keys())
+            return f"its files are not those of its manifest: {', '.join(odd[:3])}"
+        wrong = sorted(name for name in found if found[name] != self.digests[name])
         return f"{wrong[0]} does not have the SHA-256 of its manifest" if wrong else ""
 
     def touch(self) -> None:

@@ -52,7 +52,8 @@ def graph_factors(
 ) -> dict[str, Any] | None:
     """Everything that the graph of a callable at the shapes of its inputs depends on.
 
-    Sources of the callable and of all it imports (installed packages by their version); values of
+    Sources of the callable and of all it imports (installed packages by their version), and of what
+    makes the artifacts of its backend; values of
     attributes, closures and globals that are no tensors; shapes, dtypes, devices and strides of its
     inputs, parameters and buffers; the mode, inductor's settings, and the environment. `code` is
     what :func:`code_factors` said of the callable, to look at its files only once.
@@ -71,13 +72,13 @@ def graph_factors(
         "inputs": [str(spec) for spec in InputsCheck(function, inputs).specs],
         "state": _state(function),
         "values": digest_of_values(function),
-        **(code_factors(function) if code is None else code),
+        **(code_factors(function, backend) if code is None else code),
     }
 
 
-def code_factors(function: Callable[..., Any]) -> dict[str, Any]:
-    """The sources of a callable and of all it imports, and the plain globals in them."""
-    sources, modules = sources_of(function)
+def code_factors(function: Callable[..., Any], backend: str) -> dict[str, Any]:
+    """The sources of a callable, of all it imports and of its backend, and their plain globals."""
+    sources, modules = sources_of(function, backend)
     return {"sources": sources, "globals": digest_of_globals(modules)}
 
 

@@ -7,14 +7,23 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from graphs.store.errors import StoreBusy
+from graphs.store.errors import StoreBusy, UnsafeStore
 from graphs.store.factors import key_of
-from graphs.store.files import digest_of, remove, write_whole
+from graphs.store.files import (
+    digest_of,
+    digest_of_open,
+    discard,
+    read_json,
+    remove,
+    sweep,
+    write_whole,
+)
 from graphs.store.lock import Lock, locked
+from graphs.store.safety import is_of_user, open_own, refuse_others
 
 if TYPE_CHECKING:
     from typing import Self
@@ -88,9 +97,9 @@ class InductorCache:
 
     def __enter__(self) -> Self:
         self.scrub()
-        self._lock = self._shared_lock()
         with suppress(OSError):  # there is none yet, or the disk is read-only
             os.utime(self._seal)
+        self._lock = self._shared_lock()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -104,7 +113,7 @@ class InductorCache:
         Cheap enough to be called after each capture. A disk that is full leaves them unsealed.
         """
         try:
-            with locked(self.folder / "seal.lock", shared=False, seconds=_PATIENCE):
+            with self._sealing():
                 sealed = self._read_seal()
                 there = [name for name in _names_in(self.files) if not _is_of_the_moment(name)]
                 kept = {name: sealed[name] for name in there if name in sealed}
@@ -117,20 +126,21 @@ class InductorCache:
         return len(fresh)
 
     def scrub(self) -> dict[str, str]:
-        """Remove what is not what was sealed; returns the reason for each file."""
+        """Remove what is not what was sealed, or another user's; returns the reason for each file.
+
+        Raises:
+            UnsafeStore: its folder is another user's, or others can write to it.
+        """
         self._make()
+        for folder in (self.folder, self.files):
+            refuse_others(folder)
         lock = Lock(self.folder / "lock")
         try:
             alone = lock.take()
-            sealed, problems = self._read_seal(), {}
-            for name in _names_in(self.files):
-                path = self.files / name
-                if path.is_symlink() or not path.is_file():
-                    problems[name] = "it is a link or no file"
-                elif name in sealed and digest_of(path) != sealed[name]:
-                    problems[name] = "it does not have the SHA-256 it was sealed with"
-                elif name not in sealed and alone and not _is_of_the_moment(name):
-                    problems[name] = _UNSEALED
+            with self._sealing():
+                sealed = self._read_seal()
+            looked_at = {name: self._problem(name, sealed, alone) for name in _names_in(self.files)}
+            problems = {name: problem for name, problem in looked_at.items() if problem}
             for name, problem in problems.items():
                 remove(self.files / name)
                 if problem != _UNSEALED:
@@ -148,10 +158,22 @@ class InductorCache:
             if not lock.take():
                 return 0
             size = self.bytes
-            remove(self.folder)
+            discard(self.folder)
             return size
         finally:
             lock.close()
+
+    def _problem(self, name: str, sealed: Mapping[str, str], alone: bool) -> str:
+        try:
+            with open_own(self.files / name) as file:
+                if name in sealed and digest_of_open(file) != sealed[name]:
+                    return "it does not have the SHA-256 it was sealed with"
+        except FileNotFoundError:  # a temporary one
+            return ""
+        except (OSError, UnsafeStore) as error:
+            return str(error)
+        unsealed = name not in sealed and alone and not _is_of_the_moment(name)
+        return _UNSEALED if unsealed else ""
 
     def _fresh(self, names: Iterable[str], sealed: Mapping[str, str]) -> dict[str, str]:
         # A file that a worker or a compiler was about to write when it was digested is digested
@@ -167,10 +189,18 @@ class InductorCache:
         return fresh
 
     def _make(self) -> None:
-        self.files.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if self._factors and not (self.folder / "factors.json").exists():
-            text = json.dumps(self._factors, indent=1, sort_keys=True)
-            write_whole(self.folder / "factors.json", text.encode())
+        for folder in (self.folder, self.files):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        told = self.folder / "factors.json"
+        if self._factors and not told.exists():
+            with self._sealing():
+                write_whole(told, json.dumps(self._factors, indent=1, sort_keys=True).encode())
+
+    @contextmanager
+    def _sealing(self) -> Iterator[None]:
+        with locked(self.folder / "seal.lock", shared=False, seconds=_PATIENCE):
+            sweep(self.folder)  # nobody else writes there now
+            yield
 
     def _shared_lock(self) -> Lock:
         end = time.monotonic() + _PATIENCE
@@ -190,7 +220,7 @@ class InductorCache:
 
     def _read_seal(self) -> dict[str, str]:
         try:
-            read = json.loads(self._seal.read_bytes())
+            read = read_json(self._seal)
             return {str(name): str(digest) for name, digest in read.items()}
         except (OSError, ValueError, AttributeError):
             return {}
@@ -201,7 +231,10 @@ def _is_of_the_moment(name: str) -> bool:
 
 
 def _names_in(folder: Path) -> Iterator[str]:
+    """Files, links, and folders of other users, none of what is in those."""
     start = len(str(folder)) + 1
     for root, folders, names in os.walk(folder):
-        links = [name for name in folders if os.path.islink(os.path.join(root, name))]
-        yield from (os.path.join(root, name)[start:] for name in (*links, *names))
+        found = {name: os.path.join(root, name) for name in folders}
+        odd = [name for name, path in found.items() if os.path.islink(path) or not is_of_user(path)]
+        folders[:] = [name for name in folders if name not in odd]
+        yield from (os.path.join(root, name)[start:] for name in (*odd, *names))

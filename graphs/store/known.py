@@ -22,7 +22,7 @@ class KnownCode:
     """
 
     def __init__(self) -> None:
-        self._known: MutableMapping[Any, dict[str, Any]] = WeakKeyDictionary()
+        self._known: MutableMapping[Any, dict[str, Any]] = WeakKeyDictionary()  # of one backend
 
     def factors(
         self,
@@ -36,7 +36,7 @@ class KnownCode:
         try:
             code = self._known.get(function)
             if code is None:
-                code = self._known[function] = code_factors(function)
+                code = self._known[function] = code_factors(function, backend)
         except TypeError:  # it has no hash, or cannot be referred to weakly
-            code = code_factors(function)
+            code = code_factors(function, backend)
         return graph_factors(function, inputs, backend=backend, options=options or {}, code=code)

@@ -6,6 +6,8 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from io import FileIO
 from pathlib import Path
 
 from graphs.store.errors import StoreBusy
@@ -18,6 +20,7 @@ except ImportError:  # not a POSIX system
 __all__ = ["Lock", "locked", "why_no_locks"]
 
 _POLL_SECONDS = 0.01
+_CREATE = partial(os.open, mode=0o600)  # no line of Python between the descriptor and its owner
 
 
 def why_no_locks() -> str:
@@ -26,16 +29,19 @@ def why_no_locks() -> str:
 
 
 class Lock:
-    """An open lock file, held or not. Each has a lock of its own, also within one process."""
+    """An open lock file, held or not. Each has a lock of its own, also within one process.
+
+    One that is forgotten gives its lock back, so that an interrupt between any two lines does.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._file = FileIO(path, "a+", opener=_CREATE)
 
     def take(self, *, shared: bool = False) -> bool:
         """Take it, or exchange shared for exclusive or back; False if others hold it."""
         try:
-            fcntl.flock(self._handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            fcntl.flock(self._file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         return True
@@ -43,15 +49,13 @@ class Lock:
     def is_current(self) -> bool:
         """Whether the file is still the one that others find by its path."""
         try:
-            return os.path.samestat(os.fstat(self._handle), os.stat(self.path))
+            return os.path.samestat(os.fstat(self._file.fileno()), os.stat(self.path))
         except FileNotFoundError:
             return False
 
     def close(self) -> None:
         """Give it back."""
-        if self._handle >= 0:
-            os.close(self._handle)
-            self._handle = -1
+        self._file.close()
 
 
 @contextmanager

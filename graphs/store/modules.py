@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import site
 import sys
 import sysconfig
 from pathlib import Path
@@ -34,7 +35,8 @@ def file_of(name: str) -> Path | None:
 @functools.lru_cache(maxsize=8192)
 def _is_installed(file: Path) -> bool:
     paths = sysconfig.get_paths()
-    folders = {paths[name] for name in ("purelib", "platlib", "stdlib", "platstdlib")}
+    folders = [paths[name] for name in ("purelib", "platlib", "stdlib", "platstdlib")]
+    folders += [site.getusersitepackages()]  # what `pip install --user` is for
     return any(file.is_relative_to(folder) for folder in folders)
 
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import IO
 
 from graphs.store.errors import UnsafeStore
+from graphs.store.files import digest_of_open, open_regular
 
-__all__ = ["refuse_unsafe"]
+__all__ = ["digests_of_own", "is_of_user", "open_own", "refuse_others", "refuse_unsafe"]
+
+_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def refuse_unsafe(folder: Path) -> None:
@@ -18,7 +25,7 @@ def refuse_unsafe(folder: Path) -> None:
         UnsafeStore: the folder is another user's or is writable by its group or by everyone, or a
             folder above it lets someone else rename it.
     """
-    _refuse(folder, stat.S_IWGRP | stat.S_IWOTH, os.stat(folder))
+    _refuse(folder, _OTHERS, os.stat(folder))
     for above in folder.parents:
         found = os.stat(above)
         own_group = 0 if found.st_gid == os.getgid() else stat.S_IWGRP
@@ -26,15 +33,91 @@ def refuse_unsafe(folder: Path) -> None:
         _refuse(above, writable, found)
 
 
-def _refuse(folder: Path, writable: int, found: os.stat_result) -> None:
+def is_of_user(path: Path | str) -> bool:
+    """Whether a file or folder, or the link that is there, belongs to this user or to root."""
+    try:
+        return os.lstat(path).st_uid in {0, os.getuid()}
+    except OSError:
+        return False
+
+
+def refuse_others(path: Path) -> None:
+    """Check that a file or folder is no link, and that only this user and root can change it.
+
+    Raises:
+        UnsafeStore: it is a link, belongs to someone else, or is writable by others.
+        OSError: there is none.
+    """
+    found = os.lstat(path)
+    if stat.S_ISLNK(found.st_mode):
+        raise UnsafeStore(f"{path} is a link, and what a store holds is run: remove it")
+    _refuse(path, _OTHERS if stat.S_ISDIR(found.st_mode) else 0, found)
+
+
+@contextmanager
+def open_own(
+    path: Path | str, folder: int | None = None, *, in_reach: bool = False
+) -> Iterator[IO[bytes]]:
+    """A file for reading that is no link and belongs to this user or to root.
+
+    What is looked at is what was opened, so that nobody can exchange it in between.
+
+    Args:
+        path: of the file.
+        folder: descriptor of the folder that `path` is relative to.
+        in_reach: whether others can come as far as to the file, and must not be able to write it.
+
+    Raises:
+        UnsafeStore: it belongs to someone else, or is a link, a pipe or the like; or others can
+            write to it.
+        OSError: it cannot be opened.
+    """
+    with ExitStack() as stack:
+        try:
+            file = stack.enter_context(open_regular(path, folder))
+        except ValueError as error:
+            raise UnsafeStore(f"{error}: remove it") from error
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            raise UnsafeStore(f"{path} is a link, and what it leads to is run: remove it") from None
+        _refuse(path, _OTHERS if in_reach else 0, os.fstat(file.fileno()))
+        yield file
+
+
+def digests_of_own(folder: Path) -> dict[str, str]:
+    """SHA-256 of each file below a folder, by its name relative to it.
+
+    Raises:
+        UnsafeStore: a file or folder belongs to someone else, is a link, a pipe or the like, or is
+            a folder that others can write to.
+        OSError: something cannot be read.
+    """
+    found: dict[str, str] = {}
+    for root, folders, names, handle in os.fwalk(folder, onerror=_raise):
+        _refuse(root, _OTHERS, os.fstat(handle))
+        for name in folders:
+            if not stat.S_ISDIR(os.stat(name, dir_fd=handle, follow_symlinks=False).st_mode):
+                raise UnsafeStore(f"{os.path.join(root, name)} is a link: remove it")
+        for name in names:
+            with open_own(name, handle) as file:
+                found[os.path.relpath(os.path.join(root, name), folder)] = digest_of_open(file)
+    return found
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _refuse(path: Path | str, writable: int, found: os.stat_result) -> None:
     users = {0, os.getuid()}
     if found.st_uid not in users:
         raise UnsafeStore(
-            f"{folder} belongs to user {found.st_uid}, expected {os.getuid()}: "
-            "keep the store in a folder of your own"
+            f"{path} belongs to user {found.st_uid}, expected {os.getuid()}, and what a store "
+            "holds is run: remove it, or keep the store in a folder of your own"
         )
     if found.st_mode & writable:
         raise UnsafeStore(
-            f"{folder} is writable by others (mode {stat.S_IMODE(found.st_mode):o}), and what a "
-            f"store holds is run: chmod go-w {folder}, or keep the store elsewhere"
+            f"{path} is writable by others (mode {stat.S_IMODE(found.st_mode):o}), and what a "
+            f"store holds is run: chmod go-w {path}, or keep the store elsewhere"
         )

@@ -2,60 +2,94 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 import hashlib
 import importlib.metadata
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import CodeType, MappingProxyType, ModuleType
 from typing import Any
 
+from graphs.store.imports import Import, SourceFile, live_imports, read_source
 from graphs.store.modules import file_of, is_own
-from graphs.store.values import values_in
+from graphs.store.values import is_machinery, values_in
 
-__all__ = ["sources_of"]
+__all__ = ["MAKERS", "sources_of"]
 
-_ALWAYS = ("graphs.backends", "graphs.store.compiled")
+_GRAPHS = __name__.partition(".")[0]
+_EXPORTED = ("graphs.backends.apart", "graphs.backends.export_state", "graphs.inputs")
+MAKERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "inductor": (
+            "graphs.alone",
+            "graphs.backends.inductor",
+            "graphs.store.compiled",
+            *_EXPORTED,
+        ),
+        "aoti": ("graphs.backends.aoti", *_EXPORTED),
+    }
+)
+"""The files of this package that make an artifact of a backend, and read it."""
 
 
-def sources_of(function: Callable[..., Any]) -> tuple[dict[str, str], list[ModuleType]]:
+def sources_of(
+    function: Callable[..., Any], backend: str
+) -> tuple[dict[str, str], list[ModuleType]]:
     """SHA-256 of each file that a callable can reach by imports, and versions of what is installed.
 
     Imports anywhere in a file count, also those inside functions. What has no file, such as in an
-    interactive session, is told by its code. Returns also the modules of the files that are loaded.
+    interactive session, is told by its code. Of this package only what makes the artifacts of the
+    backend counts, wherever it is installed: a graph has nothing else of it. Returns also the
+    modules of the files that are loaded.
     """
-    found: dict[str, str] = {}
-    modules: list[ModuleType] = []
-    for name in _imported(function):
-        package = name.partition(".")[0]
-        if is_own(name) and (file := file_of(name)) is not None:
+    makers = ((name, file_of(name)) for name in MAKERS.get(backend, ()))
+    found = {name: _digest(file) for name, file in makers if file is not None}
+    kinds = _kinds(function)
+    files, packages = _reached(function, kinds)
+    found |= {name: _digest(file) for name in files if (file := file_of(name)) is not None}
+    found |= {name: version for name in packages if (version := _version(name))}
+    for kind in kinds:
+        name = kind.__module__
+        if file_of(name) is None and (code := _code_of(kind)) is not None:
+            found[f"{name}:{kind.__qualname__}"] = code
+        elif _is_of_graphs(name) and not is_machinery(name) and (file := file_of(name)) is not None:
             found[name] = _digest(file)
-            modules += [sys.modules[name]] if name in sys.modules else []
-        elif package not in found and (version := _version(package)):
-            found[package] = version
-    for kind in _kinds(function):
-        if file_of(kind.__module__) is None and (code := _code_of(kind)) is not None:
-            found[f"{kind.__module__}:{kind.__qualname__}"] = code
+    modules = [sys.modules[name] for name in files if name in sys.modules]
     return dict(sorted(found.items())), modules
 
 
-def _imported(function: Callable[..., Any]) -> list[str]:
-    modules = [value.__name__ for value in values_in(function) if isinstance(value, ModuleType)]
-    todo = [kind.__module__ for kind in _kinds(function)] + modules + [*_ALWAYS]
-    seen: dict[str, None] = {}
+def _reached(function: Callable[..., Any], kinds: list[Any]) -> tuple[list[str], set[str]]:
+    """The own modules that a callable can reach by imports, and the packages that it can use."""
+    held = [value.__name__ for value in values_in(function) if isinstance(value, ModuleType)]
+    used = [*(kind.__module__ for kind in kinds), *held]
+    files: dict[str, SourceFile] = {}
+    todo = [*used]
     while todo:
         name = todo.pop()
-        if not name or name in seen:
+        if not name or name in files or _is_of_graphs(name) or not is_own(name):
             continue
-        seen[name] = None
-        if (file := file_of(name)) and is_own(name):
-            found = file.stat()
-            todo += _imports_of(name, str(file), found.st_mtime_ns, found.st_size)
-            todo += [name.rpartition(".")[0]]
-    return sorted(seen)
+        files[name] = _read(name)
+        todo += [target for each in files[name].imports for target in each.targets]
+        todo += [name.rpartition(".")[0]]
+    if held or any(file_of(kind.__module__) is None for kind in kinds if inspect.isfunction(kind)):
+        imports: Iterable[Import] = (each for file in files.values() for each in file.imports)
+    else:
+        entries = {(kind.__module__, kind.__qualname__.partition(".")[0]) for kind in kinds}
+        imports = live_imports(files, entries)
+    used += [target for each in imports for target in each.targets]
+    packages = {name.partition(".")[0] for name in used} - {
+        name.partition(".")[0] for name in files
+    }
+    return sorted(files), packages - {_GRAPHS}
+
+
+def _read(name: str) -> SourceFile:
+    if (file := file_of(name)) is None:  # removed just now
+        return SourceFile()
+    found = file.stat()
+    return read_source(name, str(file), found.st_mtime_ns, found.st_size)
 
 
 def _kinds(function: Callable[..., Any]) -> list[Any]:
@@ -71,36 +105,12 @@ def _kinds(function: Callable[..., Any]) -> list[Any]:
     return [kind for kind in kinds if getattr(kind, "__module__", None)]
 
 
-@functools.lru_cache(maxsize=4096)
-def _imports_of(name: str, file: str, changed: int, size: int) -> tuple[str, ...]:
-    try:
-        tree = ast.parse(Path(file).read_bytes())
-    except (SyntaxError, ValueError):  # for another Python: this one cannot import it
-        return ()
-    package = name if file.endswith("__init__.py") else name.rpartition(".")[0]
-    return tuple(_imports_in(tree, package))
+def _is_of_graphs(name: str) -> bool:
+    return _package(name) == _GRAPHS
 
 
-def _imports_in(tree: ast.AST, package: str) -> Iterator[str]:
-    for node in _statements(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            parts = package.split(".")[: len(package.split(".")) - max(0, node.level - 1)]
-            base = ".".join([*(parts if node.level else []), *filter(None, [node.module])])
-            yield base
-            yield from (f"{base}.{alias.name}" for alias in node.names)
-
-
-def _statements(tree: ast.AST) -> Iterator[ast.AST]:
-    # Without expressions, in which nothing is imported: they are most of a tree.
-    todo = [tree]
-    while todo:
-        node = todo.pop()
-        yield node
-        for field in ("body", "orelse", "finalbody", "handlers", "cases"):
-            inner = getattr(node, field, ())
-            todo += inner if isinstance(inner, list) else ()
+def _package(name: str) -> str:
+    return name.partition(".")[0]
 
 
 @functools.lru_cache(maxsize=256)
@@ -110,7 +120,15 @@ def _version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return str(getattr(sys.modules.get(package), "__version__", ""))
+        names = sorted(set(_distributions().get(package, ())))
+    told = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
+    return told or str(getattr(sys.modules.get(package), "__version__", ""))
+
+
+@functools.lru_cache(maxsize=1)
+def _distributions() -> Mapping[str, list[str]]:
+    # Some packages are distributed by another name, as yaml is by PyYAML.
+    return importlib.metadata.packages_distributions()
 
 
 def _digest(file: Path) -> str:

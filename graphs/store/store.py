@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import secrets
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from graphs.store.entry import Entry, write_manifest
-from graphs.store.errors import StoreError
+from graphs.store.errors import StoreError, UnsafeStore
 from graphs.store.factors import key_of
-from graphs.store.files import copy_whole, remove, sync_folder, write_whole
+from graphs.store.files import copy_whole, discard, sweep, sync_folder, visible
 from graphs.store.inductor_cache import InductorCache
+from graphs.store.label import write_label
 from graphs.store.lock import Lock, locked, why_no_locks
+from graphs.store.mark import FOLDERS, check_mark
 from graphs.store.safety import refuse_unsafe
+from graphs.store.unfinished import sweep_unfinished, unfinished
 
 __all__ = ["ArtifactStore"]
 
 _log = logging.getLogger(__name__)
-
-_MARK = {"form": "graphs store", "version": 1}
 
 
 class ArtifactStore:
@@ -31,8 +30,9 @@ class ArtifactStore:
 
     An artifact is a file or a folder of files, found by its factors: a flat or nested mapping of
     text, numbers and lists that names everything it depends on. One other factor is another
-    artifact. It is written completely or not at all, and each use begins with its SHA-256; what is
-    damaged or does not belong there is thrown away with a warning, and is made again.
+    artifact. It is there completely or not at all, whenever a process is killed, and each use
+    begins with its SHA-256; what is damaged or does not belong there is thrown away with a warning,
+    and is made again.
 
     What it holds is run as code. So it has to be a folder that only its user can write to; that
     keeps other users out, not programs of the same user.
@@ -69,10 +69,11 @@ class ArtifactStore:
         self._seconds = lock_seconds
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         refuse_unsafe(self.path)
-        self._check_mark()
-        for name in ("artifacts", "unfinished", "inductor"):
+        check_mark(self.path, lambda: self._locked(shared=False))
+        for name in FOLDERS:
             (self.path / name).mkdir(mode=0o700, exist_ok=True)
             refuse_unsafe(self.path / name)
+        self._sweep_if_alone()
 
     @contextmanager
     def use(self, factors: Mapping[str, Any]) -> Iterator[Path | None]:
@@ -100,10 +101,17 @@ class ArtifactStore:
         """Whether there is an artifact of these factors; its files are not looked at."""
         return (self._artifacts / key_of(factors)).is_dir()
 
-    def put(self, factors: Mapping[str, Any], source: str | Path) -> bool:
+    def put(
+        self,
+        factors: Mapping[str, Any],
+        source: str | Path,
+        *,
+        about: Mapping[str, str] | None = None,
+    ) -> bool:
         """Store a copy of a file, or of the files of a folder; False if the disk does not take it.
 
-        An artifact of the same factors is replaced.
+        An artifact of the same factors is replaced. `about` is for those who list what is there,
+        and decides nothing.
 
         Raises:
             StoreBusy: another process uses the store for too long.
@@ -114,9 +122,10 @@ class ArtifactStore:
         if not source.exists():
             raise ValueError(f"{source} is neither a file nor a folder")
         try:
-            with self._unfinished() as fresh:
+            with unfinished(self.path / "unfinished", lambda: self._locked(shared=False)) as fresh:
                 fresh.mkdir(mode=0o700)
                 copy_whole(source, fresh / "files")
+                write_label(fresh, about or {})
                 write_manifest(fresh, factors)
                 with self._locked(shared=False):
                     self._commit(fresh, self._artifacts / key)
@@ -129,7 +138,7 @@ class ArtifactStore:
     def entries(self) -> list[Entry]:
         """All readable entries, the one used last first."""
         found = []
-        for folder in self._artifacts.iterdir():
+        for folder in visible(self._artifacts):
             with suppress(ValueError):
                 found.append(Entry.read(folder))
         return sorted(found, key=lambda entry: entry.used, reverse=True)
@@ -142,14 +151,18 @@ class ArtifactStore:
     def verify(self) -> dict[str, str]:
         """Check every byte; throws away what is damaged, and says why, by its name."""
         problems = {}
-        for folder in sorted(self._artifacts.iterdir()):
+        for folder in visible(self._artifacts):
             with self._locked(shared=True):
                 _, problem = _checked(folder)
             if problem:
                 problems[folder.name] = problem
                 self._discard(folder, problem)
         for cache in self.inductor_caches():
-            problems |= {f"{cache.key[:12]}/{name}": why for name, why in cache.scrub().items()}
+            key = cache.key[:12]
+            try:
+                problems |= {f"{key}/{name}": why for name, why in cache.scrub().items()}
+            except UnsafeStore as error:
+                problems[key] = str(error)
         return problems
 
     def prune(self, max_bytes: int | None = None) -> int:
@@ -173,59 +186,32 @@ class ArtifactStore:
 
     def inductor_caches(self) -> list[InductorCache]:
         """The compile caches of all environments."""
-        folders = sorted((self.path / "inductor").iterdir())
+        folders = visible(self.path / "inductor")
         return [InductorCache(folder) for folder in folders if folder.is_dir()]
 
     @property
     def _artifacts(self) -> Path:
         return self.path / "artifacts"
 
-    def _check_mark(self) -> None:
-        mark = self.path / "store.json"
-        if not mark.exists():
-            strangers = [path.name for path in self.path.iterdir() if not path.name.startswith(".")]
-            if strangers and not mark.exists():  # or else another process made it meanwhile
-                raise StoreError(
-                    f"{self.path} is no store, it holds {strangers[0]}: give an empty folder"
-                )
-            write_whole(mark, json.dumps(_MARK).encode())
-        try:
-            found = json.loads(mark.read_bytes())
-        except ValueError:
-            found = None
-        if found != _MARK:
-            raise StoreError(f"{mark} says {found}, expected {_MARK}: give another folder")
-
-    def _locked(self, *, shared: bool) -> Any:
+    def _locked(self, *, shared: bool) -> AbstractContextManager[None]:
         return locked(self.path / ".lock", shared=shared, seconds=self._seconds)
 
-    @contextmanager
-    def _unfinished(self) -> Iterator[Path]:
-        # Each has a lock, which the kernel takes back from a process that dies.
-        folder = self.path / "unfinished"
-        name = f"{os.getpid()}-{secrets.token_hex(4)}"
-        with self._locked(shared=False):
-            for path in folder.glob("*.lock"):
-                left = Lock(path)
-                if left.take():
-                    remove(path.with_suffix(""))
-                    path.unlink(missing_ok=True)
-                left.close()
-            lock = Lock(folder / f"{name}.lock")
-            lock.take()
-        try:
-            yield folder / name
-        finally:
-            remove(folder / name)
-            lock.path.unlink(missing_ok=True)
-            lock.close()
+    def _sweep_if_alone(self) -> None:
+        # What others are busy with is not waited for: a later one sweeps.
+        with suppress(OSError):  # a store on a read-only disk
+            lock = Lock(self.path / ".lock")
+            try:
+                if lock.take():
+                    for name in ("", "artifacts", "inductor"):
+                        sweep(self.path / name)
+                    sweep_unfinished(self.path / "unfinished")
+            finally:
+                lock.close()
 
     def _commit(self, fresh: Path, folder: Path) -> None:
-        if folder.exists():
-            folder.rename(fresh / "replaced")
+        discard(folder)
         fresh.rename(folder)
         sync_folder(self._artifacts)
-        remove(folder / "replaced")
 
     def _evict(self, limit: int) -> None:
         kept: list[Entry | InductorCache] = [*self.entries(), *self.inductor_caches()]
@@ -236,14 +222,19 @@ class ArtifactStore:
             if isinstance(each, InductorCache):
                 total -= each.clear()
             else:
-                remove(each.folder)
+                discard(each.folder)
                 total -= each.bytes
 
     def _discard(self, folder: Path, problem: str) -> None:
+        name, told = folder.name[:12], "thrown away"
         with self._locked(shared=False):
-            if not _checked(folder)[0]:
-                remove(folder)
-                _log.warning("%s: %s is thrown away: %s", self.path, folder.name[:12], problem)
+            if _checked(folder)[0]:  # another process stored it anew meanwhile
+                return
+            try:
+                discard(folder)
+            except OSError as error:
+                told = f"not used, and cannot be thrown away ({error})"
+        _log.warning("%s: %s is %s: %s", self.path, name, told, problem)
 
 
 def _checked(folder: Path) -> tuple[Entry | None, str]:
@@ -253,8 +244,6 @@ def _checked(folder: Path) -> tuple[Entry | None, str]:
     if folder.is_symlink() or not folder.is_dir():
         return None, "it is no entry of a store"
     try:
-        if (owner := folder.stat().st_uid) != os.getuid():
-            return None, f"it belongs to user {owner}"
         entry = Entry.read(folder)
     except ValueError as error:
         return None, str(error)

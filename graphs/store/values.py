@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from graphs.store.modules import file_of, is_own
 
-__all__ = ["digest_of_globals", "digest_of_values", "values_in"]
+__all__ = ["digest_of_globals", "digest_of_values", "is_machinery", "values_in"]
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _DEPTH = 6
@@ -73,9 +73,13 @@ def values_in(function: Callable[..., Any]) -> Iterator[Any]:
             todo += [(part, left) for _, part in _parts(value)]
 
 
+def is_machinery(module: str) -> bool:
+    """Whether a module, by its name, captures and serves graphs, and is in none."""
+    return module.startswith(_MACHINERY)
+
+
 def _is_leaf(value: Any) -> bool:
-    is_machinery = type(value).__module__.startswith(_MACHINERY)
-    return is_machinery or isinstance(value, (ModuleType, type))
+    return is_machinery(type(value).__module__) or isinstance(value, (ModuleType, type))
 
 
 def _is_plain(value: Any, depth: int = _DEPTH) -> bool:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pickle
 import tracemalloc
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from compiled_attn.blocks import (
     UnknownRequest,
 )
 from tests.compiled_attn.state import state_of
+from tests.interrupts import count_lines, interrupted_at
 
 
 def run(pool: BlockPool, name: str, tokens: list[int], salt: str | None = None) -> BlockTable:
@@ -389,6 +391,91 @@ def test_content_that_is_already_found_elsewhere_keeps_its_first_block() -> None
     assert pool.reserve("d", 4) == [1, 3]
 
 
+# Content that nobody else may find
+
+
+def test_what_is_withdrawn_is_never_found_nor_what_follows_it() -> None:
+    pool = BlockPool(num_blocks=20, block_size=2)
+    tokens = list(range(10))
+    table = pool.add("a", tokens)
+    pool.reserve("a", 10)
+    pool.commit("a", tokens, 4)
+    pool.withdraw("a")
+    pool.commit("a", tokens, 10)  # its chain is broken
+    assert table.num_computed == 10
+    assert pool.add("b", tokens).num_cached_tokens == 0
+    pool.free("b")
+    pool.free("a")
+    assert (pool.stats().cached, pool.stats().free) == (0, 19)
+
+
+@pytest.mark.parametrize("end", ["free", "preempt"])
+def test_nothing_withdrawn_stays_cached_when_its_request_leaves(end: str) -> None:
+    pool = BlockPool(num_blocks=20, block_size=2)
+    tokens = list(range(8))
+    run(pool, "a", tokens)
+    pool.withdraw("a")
+    getattr(pool, end)("a")
+    assert (pool.stats().cached, pool.stats().free) == (0, 19)
+    assert run(pool, "a", tokens).num_cached_tokens == 0  # the same name begins anew
+    assert pool.add("b", tokens).num_cached_tokens == 6
+
+
+def test_a_fork_of_a_request_that_was_withdrawn_is_never_found_either() -> None:
+    pool = BlockPool(num_blocks=20, block_size=2)
+    tokens = list(range(8))
+    pool.add("a", tokens)
+    pool.reserve("a", 8)
+    pool.commit("a", tokens, 3)
+    pool.withdraw("a")
+    pool.fork("a", "b")
+    pool.free("a")
+    pool.commit("b", tokens, 8)
+    pool.fork("b", "c")
+    assert pool.add("d", tokens).num_cached_tokens == 0
+    for name in "bcd":
+        pool.free(name)
+    assert pool.stats().cached == 0
+
+
+def test_who_holds_a_withdrawn_block_keeps_it_until_the_end() -> None:
+    pool = BlockPool(num_blocks=20, block_size=2)
+    tokens = list(range(8))
+    run(pool, "a", tokens)
+    shared = pool.add("b", tokens).blocks
+    pool.withdraw("a")
+    pool.free("a")
+    assert pool.table("b").blocks == shared and len(shared) == 3
+    assert pool.add("c", tokens).num_cached_tokens == 0
+    pool.free("b")
+    assert pool.stats().cached == 0
+
+
+def test_an_equal_block_of_another_request_is_found_instead_of_a_withdrawn_one() -> None:
+    pool = BlockPool(num_blocks=20, block_size=2)
+    tokens = list(range(4))
+    for name in ("a", "twin"):
+        pool.add(name, tokens)
+        pool.reserve(name, 4)
+    pool.commit("a", tokens, 4)
+    pool.commit("twin", tokens, 4)
+    pool.withdraw("a")
+    assert pool.add("c", [*tokens, 4]).blocks == pool.table("twin").blocks
+
+
+def test_a_withdrawn_twin_does_not_come_back_when_the_block_that_is_found_goes() -> None:
+    pool = BlockPool(num_blocks=20, block_size=2)
+    tokens = list(range(4))
+    for name in ("a", "twin"):
+        pool.add(name, tokens)
+        pool.reserve(name, 4)
+    pool.commit("a", tokens, 4)
+    pool.commit("twin", tokens, 4)
+    pool.withdraw("twin")
+    pool.withdraw("a")
+    assert pool.add("c", [*tokens, 4]).num_cached_tokens == 0
+
+
 def test_free_blocks_are_taken_before_cached_ones_are_evicted() -> None:
     pool = BlockPool(num_blocks=6, block_size=2)
     run(pool, "a", [1, 2, 3, 4])
@@ -557,6 +644,81 @@ def test_committing_a_block_whose_copy_was_not_taken_is_an_error_that_changes_no
     pool.pop_copies()
     pool.commit("c", [1, 2], 2)
     assert pool.add("x", [1, 2, 3]).blocks == [2]
+
+
+def forked(children: int = 1) -> BlockPool:
+    """Children of one request, each waiting for a copy of its half filled block 2."""
+    pool = BlockPool(num_blocks=20, block_size=2)
+    run(pool, "a", [1, 2, 3])
+    for number in range(children):
+        pool.fork("a", f"child {number}")
+        pool.append(f"child {number}")
+    return pool
+
+
+def test_copies_stay_pending_until_they_are_said_to_be_performed() -> None:
+    pool = forked()
+    before = state_of(pool)
+    assert pool.pending_copies() == pool.pending_copies() == [(2, 3)]
+    assert state_of(pool) == before  # looking at them changed nothing
+    with pytest.raises(RuntimeError, match=r"got blocks \[3\] waiting.*copied\(\)"):
+        pool.commit("child 0", [1, 2, 3, 4], 4)
+    pool.copied(pool.pending_copies())
+    assert pool.pending_copies() == [] and pool.refcounts[2] == 1
+    pool.commit("child 0", [1, 2, 3, 4], 4)
+
+
+def test_of_several_copies_exactly_those_performed_are_pending_no_more() -> None:
+    pool = forked(children=3)
+    pool.free("a")
+    assert pool.pending_copies() == [(2, 3), (2, 4), (2, 5)]
+    pool.copied(np.array([(2, 4)]))
+    assert pool.pending_copies() == [(2, 3), (2, 5)] and pool.refcounts[2] == 2
+    pool.copied([(2, 5), (2, 3)])
+    assert pool.pending_copies() == [] and pool.refcounts[2] == 0
+
+
+def test_a_copy_that_is_not_pending_any_more_is_ignored() -> None:
+    pool = forked(children=2)
+    copies = pool.pending_copies()
+    pool.free("child 0")  # cancels the copy into block 3
+    other = run(pool, "other", [7, 8, 9])
+    assert other.blocks == [3, 5]
+    pool.fork("other", "third")
+    assert pool.append("third") == [6] and pool.append("other", 0) == []
+    pool.copied([*copies, (3, 6), (1, 2)])
+    assert pool.pending_copies() == [(5, 6)]
+    before = state_of(pool)
+    pool.copied(copies)
+    assert state_of(pool) == before
+    assert pool.refcounts[:7].tolist() == [0, 2, 1, 2, 1, 2, 1]
+
+
+@pytest.mark.parametrize("pairs", [[(2, 3), (2, -3)], [(2, 3), 5], [(2, 3), (2, "3")], [(2, 3, 4)]])
+def test_copies_that_are_no_pairs_of_blocks_are_refused_and_nothing_changes(pairs: Any) -> None:
+    pool = forked()
+    before = state_of(pool)
+    with pytest.raises((TypeError, ValueError)):
+        pool.copied(pairs)
+    assert state_of(pool) == before
+
+
+def test_an_interrupted_free_can_be_repeated() -> None:
+    def pool_of_three() -> BlockPool:
+        pool = BlockPool(num_blocks=20, block_size=2)
+        run(pool, "a", list(range(8)))
+        return pool
+
+    lines = count_lines(lambda: pool_of_three().free("a")) - count_lines(pool_of_three)
+    for n in range(lines):
+        pool = pool_of_three()
+        with suppress(KeyboardInterrupt), interrupted_at(n) as cut:
+            pool.free("a")
+        if "a" in pool:
+            pool.free("a")
+        assert "a" not in pool and (pool.refcounts >= 0).all(), cut.where
+        # The one block that was on its way is out of use until the pool is made anew.
+        assert pool.available >= 18, cut.where
 
 
 def test_a_copy_on_write_counts_when_the_pool_runs_out() -> None:

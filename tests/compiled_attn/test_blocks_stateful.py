@@ -37,6 +37,7 @@ class Row:
     length: int = 0
     computed: int = 0
     cached: int = 0
+    withdrawn: bool = False
 
     def payload(self, position: int) -> Payload:
         return (self.salt, tuple(self.tokens[: position + 1]))
@@ -59,6 +60,7 @@ class ModelledPool:
         self.pending: dict[int, int] = {}  # destination -> source
         self.at = list(range(num_blocks))  # the place of each block
         self.cache: list[list[Payload | None]] = [[None] * size for _ in range(num_blocks)]
+        self.withdrawn: set[Payload] = set()  # full blocks that were known before
         self.counts: Counter[str] = Counter()
         self.highest = self.peak = 0
 
@@ -79,9 +81,12 @@ class ModelledPool:
     def known(self) -> set[int]:
         return {*self.index.values(), *self.tails.values()}
 
-    def forget(self, block: int) -> None:
-        """Evict: a twin is found from now on."""
+    def evict(self, block: int) -> None:
         self.counts["evictions"] += 1
+        self.forget(block)
+
+    def forget(self, block: int) -> None:
+        """A twin is found from now on."""
         self.tails = {key: other for key, other in self.tails.items() if other != block}
         for key in [key for key, other in self.index.items() if other == block]:
             del self.index[key]
@@ -96,7 +101,7 @@ class ModelledPool:
         free = self.free_blocks()[:count]
         evicted = [self.idle.pop(0) for _ in range(count - len(free))]
         for block in evicted:
-            self.forget(block)
+            self.evict(block)
         for block in free + evicted:
             self.cache[self.at[block]] = [None] * self.size
         self.counts["allocations"] += count
@@ -165,7 +170,7 @@ class ModelledPool:
         elif needed > self.room():
             replaced = [self.pending.pop(row.blocks[-1])]
             if replaced[0] in self.known():
-                self.forget(replaced[0])
+                self.evict(replaced[0])
             self.counts["taken over"] += 1
         if replaced:
             row.blocks[-1] = replaced[0]
@@ -297,14 +302,20 @@ class ModelledPool:
     def reserving(self, name: str, length: int) -> Callable[[], list[int]]:
         return lambda: self.pool.reserve(name, length)
 
-    def copy(self) -> None:
-        pairs = self.pool.pop_copies()
+    def copy(self, skipped: int = 0) -> None:
+        """All copies but the first so many, which stay pending."""
+        pairs = self.pool.pending_copies()
         assert pairs == [(source, destination) for destination, source in self.pending.items()]
         assert not {source for source, _ in pairs} & {destination for _, destination in pairs}
-        for source, destination in pairs:
+        for source, destination in pairs[skipped:]:
             self.cache[self.at[destination]] = list(self.cache[self.at[source]])
-        self.pending.clear()
-        self.let_go([source for source, _ in pairs])
+            del self.pending[destination]
+        if skipped:
+            self.pool.copied([*pairs[skipped:], *pairs[skipped:]])
+            self.counts["copied in parts"] += len(pairs) > skipped
+        else:
+            assert self.pool.pop_copies() == pairs
+        self.let_go([source for source, _ in pairs[skipped:]])
 
     def step(self, name: str, share: float) -> None:
         """One step of the engine for one request: copy, write K/V, commit."""
@@ -315,13 +326,28 @@ class ModelledPool:
             place = self.at[row.blocks[position // self.size]]
             self.cache[place][position % self.size] = row.payload(position)
         row.computed = end
+        self.pool.commit(name, row.tokens, end)
+        if not row.withdrawn:
+            self.note(row, start, end)
+
+    def withdraw(self, name: str) -> None:
+        row = self.rows[name]
+        self.pool.withdraw(name)
+        row.withdrawn = True
+        for block in row.blocks:
+            self.withdrawn |= {key for key, other in self.index.items() if other == block}
+            self.forget(block)
+            if block in self.twins:
+                self.withdrawn.add(self.twins.pop(block))
+            self.counts["withdrawn"] += 1
+
+    def note(self, row: Row, start: int, end: int) -> None:
         for number in range(start // self.size, end // self.size):
             self.note_full(row.payload((number + 1) * self.size - 1), row.blocks[number])
         if self.least is not None:
             filled, full = end % self.size, end - end % self.size
             if filled // self.least > max(0, start - full) // self.least:
                 self.note_tail(row.payload(end - 1), row.blocks[end // self.size])
-        self.pool.commit(name, row.tokens, end)
 
     def note_full(self, key: Payload, block: int) -> None:
         self.tails = {other: b for other, b in self.tails.items() if b != block}
@@ -344,7 +370,9 @@ class ModelledPool:
     def fork(self, parent: str, child: str) -> None:
         row = self.rows[parent]
         tokens = row.tokens[: row.length]
-        self.rows[child] = Row(row.salt, tokens, list(row.blocks), row.length, row.computed)
+        length, computed, withdrawn = row.length, row.computed, row.withdrawn
+        blocks = list(row.blocks)
+        self.rows[child] = Row(row.salt, tokens, blocks, length, computed, withdrawn=withdrawn)
         self.pool.fork(parent, child)
 
     def free(self, name: str, preempt: bool) -> Row:
@@ -370,6 +398,7 @@ class ModelledPool:
             lambda: self.pool.commit("unknown", [], 0),
             lambda: self.pool.commit(name, row.tokens, row.length + 1),
             lambda: self.pool.commit(name, row.tokens, row.computed - 1),
+            lambda: self.pool.withdraw("unknown"),
             lambda: self.pool.free("unknown"),
             lambda: self.pool.preempt("unknown"),
             lambda: places.swap([(1, self.total), (self.total, 1)]),
@@ -410,10 +439,13 @@ class ModelledPool:
                 assert shown == row.payload(position)
 
     def check_chains(self) -> None:
-        """Whatever is found is found with all that leads to it: tails were evicted first."""
+        """Whatever is found is found with all that leads to it: tails were evicted first.
+
+        Unless a fork withdrew a block that another had made findable.
+        """
         for salt, content in [*self.index, *self.tails]:
             parent = content[: (len(content) - 1) // self.size * self.size]
-            assert not parent or (salt, parent) in self.index
+            assert not parent or {(salt, parent)} & (self.index.keys() | self.withdrawn)
         assert len(self.pool._index) == len(self.index)
         assert set(self.idle) <= self.known()
         assert list(self.pool._blocks._cached) == self.idle
@@ -508,6 +540,11 @@ class BlockPoolMachine(RuleBasedStateMachine):
     def step(self, pick: int, share: float) -> None:
         self.both.step(self.live(pick), share)
 
+    @precondition(lambda self: self.both.rows)
+    @rule(pick=PICK)
+    def withdraw(self, pick: int) -> None:
+        self.both.withdraw(self.live(pick))
+
     @precondition(lambda self: 0 < len(self.both.rows) < len(NAMES))
     @rule(pick=PICK, child=PICK)
     def fork(self, pick: int, child: int) -> None:
@@ -521,9 +558,9 @@ class BlockPoolMachine(RuleBasedStateMachine):
         if again:
             self.both.add(name, row.tokens, row.salt)
 
-    @rule()
-    def copy(self) -> None:
-        self.both.copy()
+    @rule(skipped=st.integers(0, 2))
+    def copy(self, skipped: int) -> None:
+        self.both.copy(skipped)
 
     @rule(limit=st.integers(1, 8), skipped=st.integers(0, 2))
     def swap(self, limit: int, skipped: int) -> None:
@@ -569,6 +606,8 @@ def random_event(both: ModelledPool, rng: random.Random) -> None:
         both.reserve(name, both.rows[name].length + more, rng.randrange(2))
     elif live and event == "step":
         both.step(rng.choice(live), rng.choice((0.5, 1.0)))
+        if rng.random() < 0.1:
+            both.withdraw(rng.choice(live))
     elif live and event == "free":
         both.free(rng.choice(live), preempt=rng.random() < 0.5)
     elif live and event == "misuse":
@@ -578,7 +617,7 @@ def random_event(both: ModelledPool, rng: random.Random) -> None:
     elif event == "shuffle":
         both.shuffle(rng.randrange(256))
     elif event == "copy":
-        both.copy()
+        both.copy(rng.randrange(3))
 
 
 @pytest.mark.parametrize(("size", "least"), [(1, None), (3, None), (2, 1), (3, 1), (4, 2)])
@@ -589,11 +628,15 @@ def test_pool_and_model_agree_over_thousands_of_random_events(size: int, least: 
         random_event(both, rng)
         both.check()
     seen = {name for name, count in both.counts.items() if count > 20}
-    wanted = {"evictions", "hits", "preemptions", "out of blocks", "moves"}
+    wanted = {"evictions", "hits", "preemptions", "out of blocks", "moves", "withdrawn"}
     if size > 1:
         wanted |= {"copies"}
     if least is not None:
         wanted |= {"partial hits", "no room for a copy"}
     assert wanted <= seen
-    rare = {"heirs", "touched"} | ({"taken over"} if least is not None else set())
+    rare = (
+        {"heirs", "touched"}
+        | ({"copied in parts"} if size > 1 else set())
+        | ({"taken over"} if least is not None else set())
+    )
     assert rare <= both.counts.keys()

@@ -62,7 +62,7 @@ Command = Callable[..., Outcome]
 
 @pytest.fixture(autouse=True)
 def _no_store_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("compiled_attn.cli.store.DEFAULT_STORE", str(tmp_path / "store"))
+    monkeypatch.setattr("compiled_attn.cli.store.default_store", lambda: tmp_path / "store")
 
 
 @pytest.fixture
@@ -393,14 +393,14 @@ def test_a_model_that_cannot_compute_a_step_is_refused_with_the_cause(
 def test_a_compile_while_serving_fails_the_run_with_its_cause_and_report(
     command: Command, small: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step = Engine.step
+    advance = Engine.advance
 
-    def compiling(self: Engine) -> Any:
-        with self._sentinel:
+    def compiling(self: Engine) -> None:
+        with self.sentinel:
             torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
-        return step(self)
+        advance(self)
 
-    monkeypatch.setattr(Engine, "step", compiling)
+    monkeypatch.setattr(Engine, "advance", compiling)
     strict, loose = command(*small), command(*small, "--no-strict")
     assert strict.code == 1 and "expected nothing to compile any more" in strict.err
     assert re.search(r"requests\W+0\b", strict.out)

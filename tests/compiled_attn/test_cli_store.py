@@ -38,17 +38,18 @@ def test_a_folder_that_was_asked_for_has_to_work_and_the_default_one_does_not(
     tmp_path.chmod(0o777)
     with pytest.raises(UserError, match="writable by others"), stored_backend("aoti", tmp_path):
         pass
-    monkeypatch.setattr(compiled_attn.cli.store, "DEFAULT_STORE", str(tmp_path))
+    monkeypatch.setattr(compiled_attn.cli.store, "default_store", lambda: tmp_path)
     with stored_backend("aoti", None) as backend:
         assert backend == "aoti"
     assert "nothing is stored for the next start" in caplog.text
 
 
 def test_a_user_without_a_home_runs_without_a_store(monkeypatch, caplog):
-    def homeless(_):
+    def homeless():
         raise RuntimeError("Could not determine home directory.")
 
-    monkeypatch.setattr(Path, "expanduser", homeless)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
     with stored_backend("inductor", None) as backend:
         assert backend == "inductor"
     assert "Could not determine home directory" in caplog.text

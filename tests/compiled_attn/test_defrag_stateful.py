@@ -87,9 +87,10 @@ class PoolMachine(RuleBasedStateMachine):
         return self.pool.places.resolve(self.pool.table(name).blocks[number]), offset
 
     def copy(self) -> None:
-        pairs = self.pool.pop_copies()
+        pairs = self.pool.pending_copies()
         if pairs:
             self.cache.swap.move(self.pool.places.resolve_all(pairs))
+            self.pool.copied(pairs)
 
     @precondition(lambda self: len(self.rows) < len(NAMES))
     @rule(pick=PICK, common=st.integers(0, 9), tail=st.lists(st.integers(0, 2), max_size=3))

@@ -12,9 +12,11 @@ from compiled_attn.blocks import BlockPool, BlockTable, OutOfBlocks
 from tests.compiled_attn.state import state_of
 from tests.compiled_attn.work import lines_run
 
+KEY = b"equal digests in all pools"
+
 
 def pool_of(num_blocks: int = 20, block_size: int = 8, least: int | None = 2) -> BlockPool:
-    return BlockPool(num_blocks, block_size, partial_hits=True, min_partial_tokens=least)
+    return BlockPool(num_blocks, block_size, partial_hits=True, min_partial_tokens=least, key=KEY)
 
 
 def run(pool: BlockPool, name: str, tokens: list[int], salt: str | None = None) -> BlockTable:
@@ -130,6 +132,21 @@ def test_equal_tokens_after_another_prefix_are_not_shared() -> None:
     assert found(pool, [*ABC[:8], *ABC[:8]]) == 8
 
 
+def test_the_part_of_a_withdrawn_block_is_not_found_any_more() -> None:
+    pool = BlockPool(num_blocks=20, block_size=8, partial_hits=True)
+    tokens = list(range(16))
+    pool.add("a", tokens)
+    pool.reserve("a", 16)
+    pool.commit("a", tokens, 12)
+    assert pool.add("b", tokens).num_cached_tokens == 12
+    pool.free("b")
+    pool.withdraw("a")
+    assert pool.add("c", tokens).num_cached_tokens == 0
+    pool.free("c")
+    pool.free("a")
+    assert pool.stats().cached == 0
+
+
 def test_by_default_only_full_blocks_are_found() -> None:
     pool = BlockPool(20, 8)
     run(pool, "a", ABC[:13])
@@ -162,7 +179,7 @@ def test_the_chain_goes_on_after_a_partial_hit() -> None:
     assert other.blocks[:2] == table.blocks[:2] == [1, 4]
     assert other.num_cached_tokens == 23
     # The same from a pool that has nothing in common but the tokens: the keys are equal.
-    plain = BlockPool(20, 8)
+    plain = BlockPool(20, 8, key=KEY)
     run(plain, "b", tokens)
     assert plain._index.match(tokens) == [1, 2]
     keys = [plain._index.key_of(block) for block in (1, 2)]

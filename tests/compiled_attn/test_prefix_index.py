@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import itertools
 import random
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 import pytest
 
-from compiled_attn.blocks import PrefixIndex
+from compiled_attn.blocks import BlockPool, PrefixIndex
 from compiled_attn.blocks.partial import PartialIndex, SortedKeys
 from compiled_attn.blocks.prefix import token_bytes
 from tests.compiled_attn.work import lines_run
@@ -115,6 +116,72 @@ def test_a_block_that_is_not_full_has_no_key() -> None:
     index = PrefixIndex(block_size=4)
     with pytest.raises(ValueError, match="full block of 4 tokens from 4 on, got 2"):
         index.next_key(index.root(), [1, 2, 3, 4, 5, 6], start=4)
+
+
+# Keys
+
+
+def test_digests_are_those_of_keyed_blake2b_and_the_same_in_every_process() -> None:
+    index = PrefixIndex(block_size=2, key=bytes(range(32)))
+    salted = blake2b(b"str:x", digest_size=16, key=bytes(range(32)), person=b"root").digest()
+    assert index.root("x") == salted
+    tokens = (5).to_bytes(8, "little") + (6).to_bytes(8, "little")
+    expected = blake2b(salted + tokens, digest_size=16, key=bytes(range(32))).digest()
+    assert index.next_key(index.root("x"), [5, 6]) == expected
+    assert expected.hex() == "d1832cc260ff95310503c6224aa1b2c0"
+    assert index.put(index.root("x"), token_bytes([5, 6]), 1) == expected
+
+
+def test_nobody_else_can_compute_a_digest_unless_a_key_is_given() -> None:
+    drawn = [PrefixIndex(block_size=1) for _ in range(3)]
+    drawn += [BlockPool(num_blocks=4, block_size=1)._index for _ in range(3)]
+    assert len({index.root() for index in drawn}) == 6
+    parent = bytes(16)
+    assert len({index.next_key(parent, [1]) for index in drawn}) == 6
+    given = [PrefixIndex(1, key=b"k"), BlockPool(4, 1, key=b"k")._index]
+    assert given[0].root("a") == given[1].root("a") != PrefixIndex(1, key=b"l").root("a")
+
+
+@pytest.mark.parametrize(
+    ("key", "error", "message"),
+    [
+        ("text", TypeError, "expected a key of bytes or None, got str"),
+        (bytearray(8), TypeError, "got bytearray"),
+        (b"", ValueError, "expected a key of 1 to 64 bytes, got 0"),
+        (bytes(65), ValueError, "got 65"),
+    ],
+)
+def test_a_key_that_cannot_be_used_is_refused(key: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        PrefixIndex(1, key=key)
+    with pytest.raises(error, match=message):
+        BlockPool(2, 1, key=key)
+
+
+@pytest.mark.parametrize("min_partial", [None, 1])
+def test_of_two_thousand_parents_with_the_same_next_block_no_two_meet(
+    min_partial: int | None,
+) -> None:
+    # A parent's key cut to one byte has 256 values, so that two of these would have to be equal;
+    # cut to two bytes, 2000 parents make 30 pairs that are.
+    index = PrefixIndex(2, min_partial, key=b"fixed")
+    parents = [[first, second] for first in range(50) for second in range(40)]
+    for number, parent in enumerate(parents):
+        key = index.put(index.root(), token_bytes(parent), 1 + 2 * number)
+        assert index.match([*parent, 7, 7]) == [1 + 2 * number]
+        index.put(key, token_bytes([7, 7]), 2 + 2 * number)
+    for number, parent in enumerate(parents):
+        assert index.match([*parent, 7, 7]) == [1 + 2 * number, 2 + 2 * number]
+        if min_partial:
+            assert index.longest([*parent, 7, 8])[2:] == (2 + 2 * number, 1)
+
+
+def test_of_two_thousand_salts_with_the_same_first_block_no_two_meet() -> None:
+    index = PrefixIndex(1, key=b"fixed")
+    for block in range(1, 2001):
+        assert index.match([7], f"tenant {block}") == []
+        index.put(index.root(f"tenant {block}"), token_bytes([7]), block)
+    assert all(index.match([7], f"tenant {block}") == [block] for block in range(1, 2001))
 
 
 # Twins: blocks with the same content

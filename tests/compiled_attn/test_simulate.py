@@ -38,18 +38,19 @@ def _scheduled(arrivals: list[Arrival], engine: SimulatedEngine) -> tuple[list[l
             Request(
                 part.sequence.tokens[part.sequence.computed : part.sequence.computed + part.count],
                 part.sequence.computed,
-                pool.table(part.sequence.index).array,
-                num_logits=int(part.wants_logits),
+                pool.table(part.sequence.request_id).array,
             )
             for part in step
         ]
         needs.append([*builder.need(requests).values(), len(requests)])
         sampled = [part.sequence for part in step if part.wants_logits]
-        scheduler.commit(step)
+        for part in step:
+            scheduler.commit(part)
         for sequence in sampled:
             fresh += 1
-            sequence.append(fresh, 0.0)
-            if sequence.finish_reason:
+            ends = sequence.event(fresh, 0.0).result is not None
+            sequence.take(len(sequence.tokens), fresh, 0.0)
+            if ends:
                 scheduler.finish(sequence)
     return needs, scheduler.preemptions
 
@@ -100,8 +101,9 @@ def _engine(engine: SimulatedEngine, **config: object) -> Engine:
 def _recorded(engine: Engine, arrivals: list[Arrival], concurrency: int | None) -> list[list[int]]:
     texts = prompts(arrivals, engine.sizing.vocab)
     sampling = [SamplingParams(max_new_tokens=a.output_tokens, ignore_eos=True) for a in arrivals]
-    list(engine.generate(texts, sampling, concurrency=concurrency))
-    return [[record.need[axis] for axis in AXES] for record in engine.records]
+    infos = []
+    list(engine.generate(texts, sampling, concurrency=concurrency, on_step=infos.append))
+    return [[info.step.need[axis] for axis in AXES] for info in infos]
 
 
 def _some(hash_block: int, count: int = 7) -> list[Arrival]:

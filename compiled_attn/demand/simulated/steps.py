@@ -45,11 +45,9 @@ class MixedSteps(SimulatedScheduler):
             return 0.0
         shared, unique = self._blocks(parts)
         tokens = self.decoding + sum(parts.values())
-        singles = sum(count == 1 for count in parts.values())
-        complete = sum(r.computed + count == r.known for r, count in parts.items())
-        logits = self.decoding + max(complete, singles)
-        self.needs["engine"].append((tokens, shared, unique, logits))
-        self.needs["table"].append((tokens, self.decoding + len(parts)))
+        requests = self.decoding + len(parts)  # each has a row of logits
+        self.needs["engine"].append((tokens, shared, unique, requests))
+        self.needs["table"].append((tokens, requests))
         for request, count in parts.items():
             request.computed += count
             self.commit(request)

@@ -19,6 +19,7 @@ from compiled_attn.kernels.native.errors import NativeUnavailable
 from compiled_attn.kernels.native.isa import flags_of
 from compiled_attn.kernels.native.schema import SOURCES
 from compiled_attn.kernels.native.shelf import is_whole, put, remove_unused, turn
+from graphs.store.cache_folder import cache_folder
 from graphs.store.errors import StoreError
 from graphs.store.files import digest_of, remove
 from graphs.store.lock import why_no_locks
@@ -49,8 +50,12 @@ class Build:
 
 
 def default_folder() -> Path:
-    """Where libraries are kept unless one says otherwise."""
-    return Path.home() / ".cache" / "compiled-attn-kernels"
+    """Where libraries are kept unless one says otherwise.
+
+    Raises:
+        StoreError: nobody knows where the user's home is.
+    """
+    return cache_folder("compiled-attn-kernels")
 
 
 def find_compiler() -> str:
@@ -114,7 +119,7 @@ def build(
         return _cached(home.resolve(), plan)
     except NativeUnavailable:
         raise
-    except (StoreError, OSError, RuntimeError) as error:  # RuntimeError: nobody's home is known
+    except (StoreError, OSError) as error:
         raise NativeUnavailable(
             f"expected a folder of your own to keep the kernel in, got {home or 'none'}: {error}"
         ) from error

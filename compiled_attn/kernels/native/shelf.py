@@ -11,22 +11,31 @@ from pathlib import Path
 
 from compiled_attn.kernels.native.isa import ISAS
 from graphs.store.errors import StoreBusy
-from graphs.store.files import digest_of, remove, sync_folder, write_whole
+from graphs.store.files import digest_of, digest_of_open, remove, sync_folder, write_whole
 from graphs.store.lock import Lock
+from graphs.store.safety import open_own
 
 __all__ = ["is_whole", "put", "remove_unused", "turn"]
 
 _NAME = re.compile(rf"({'|'.join(ISAS)})-[0-9a-f]{{32}}")
+_REST = re.compile(rf"\.({_NAME.pattern})\.")
 _UNUSED_SECONDS = 30 * 24 * 3600.0
 _POLL_SECONDS = 0.01
 
 
 def is_whole(library: Path) -> bool:
-    """Whether a library is what was built: its seal has its digest. Notes the use on the seal."""
+    """Whether a library is what was built: its seal has its digest. Notes the use on the seal.
+
+    Raises:
+        UnsafeStore: it or its seal is a link or another user's, or others can write to it.
+    """
     seal = _seal(library)
     try:
-        if seal.read_bytes() != digest_of(library).encode():
-            return False
+        with open_own(seal) as file:
+            told = file.read()
+        with open_own(library, in_reach=True) as file:
+            if told != digest_of_open(file).encode():
+                return False
         _touch(seal)
     except FileNotFoundError:
         return False
@@ -67,12 +76,19 @@ def turn(library: Path, seconds: float) -> Iterator[None]:
 
 
 def remove_unused(folder: Path) -> None:
-    """Removes the libraries that no process took for 30 days, with their seals and locks."""
+    """Removes the libraries that no process took for 30 days, with their seals and locks.
+
+    And what builds left behind that were killed.
+    """
+    # The folder may be one that holds other things too.
     for seal in folder.glob("*.sha256"):
-        # The folder may be one that holds other things too.
         if _NAME.fullmatch(seal.stem) and _is_unused(seal):
             with contextlib.suppress(OSError):
                 _remove(seal.with_suffix(".so"))
+    for rest in folder.glob(".*.*"):
+        if found := _REST.match(rest.name):
+            with contextlib.suppress(OSError):
+                _remove_rest(rest, folder / f"{found[1]}.so")
 
 
 def _remove(library: Path) -> None:
@@ -81,6 +97,17 @@ def _remove(library: Path) -> None:
         if lock.take() and _is_unused(_seal(library)):
             for path in (_seal(library), library, _lock(library)):
                 remove(path)
+    finally:
+        lock.close()
+
+
+def _remove_rest(rest: Path, library: Path) -> None:
+    lock = Lock(_lock(library))
+    try:
+        if lock.take():  # or else it is being built
+            remove(rest)
+            if not library.exists():
+                remove(lock.path)
     finally:
         lock.close()
 

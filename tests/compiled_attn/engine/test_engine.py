@@ -126,20 +126,22 @@ def test_a_compile_in_the_middle_of_serving_is_an_error_when_strict():
 
 def test_a_step_that_no_bucket_holds_is_cut():
     model, prompts = tiny_model(), _prompts(6)
-    engine = _engine(model, buckets=explicit(AXES, [(8, 4, 40, 2)]))
-    results = {r.index: r for r in engine.generate(prompts, SamplingParams(max_new_tokens=5))}
-    for index, prompt in enumerate(prompts):
-        assert results[index].tokens == plain_generate(model, prompt, 5)
-    assert max(record.need["tokens"] for record in engine.records) <= 8
+    engine, steps = _engine(model, buckets=explicit(AXES, [(8, 4, 40, 2)])), []
+    params = SamplingParams(max_new_tokens=5)
+    for result in engine.generate(prompts, params, on_step=steps.append):
+        assert result.tokens == plain_generate(model, prompts[result.index], 5)
+    assert max(info.step.need["tokens"] for info in steps) <= 8
 
 
 def test_cut_steps_are_counted_told_once_and_recorded_whole(caplog):
     engine = _engine(kernel="portable", buckets=explicit(AXES, [(8, 4, 40, 2)]))
+    infos, params = [], SamplingParams(max_new_tokens=2)
     with caplog.at_level("WARNING", "compiled_attn.engine.runner"):
-        list(engine.generate([[1] * 20, [2] * 30], SamplingParams(max_new_tokens=2)))
-    cut = [record for record in engine.records if record.wanted != record.need]
+        list(engine.generate([[1] * 20, [2] * 30], params, on_step=infos.append))
+    records = [info.step for info in infos]
+    cut = [record for record in records if record.wanted != record.need]
     assert engine.report().cut_steps == len(cut) > 1
-    assert engine.records[0].wanted["tokens"] == 24 > engine.records[0].need["tokens"]
+    assert records[0].wanted["tokens"] == 24 > records[0].need["tokens"]
     assert len(caplog.records) == 1 and "tokens=24" in caplog.text and "unique=40" in caplog.text
 
 
@@ -147,8 +149,9 @@ def test_the_default_ladder_holds_chunks_of_several_cached_prompts():
     engine = _engine(kernel="portable", context=64, max_graphs=6)
     prompts = [[n] * 48 for n in range(1, 5)]
     list(engine.generate(prompts, SamplingParams(max_new_tokens=1)))
-    list(engine.generate([[*p, 9, 8, 7] for p in prompts], SamplingParams(max_new_tokens=1)))
-    assert max(record.need["shared"] for record in engine.records) > 64 // 4
+    longer, infos = [[*p, 9, 8, 7] for p in prompts], []
+    list(engine.generate(longer, SamplingParams(max_new_tokens=1), on_step=infos.append))
+    assert max(info.step.need["shared"] for info in infos) > 64 // 4
     assert engine.report().cut_steps == 0
 
 
@@ -209,7 +212,7 @@ def test_a_consumer_that_stops_among_requests_that_finish_together_is_served_wel
     stream = engine.stream([[1, 2], [3, 4]], SamplingParams(max_new_tokens=1))
     assert next(stream).result is not None
     stream.close()
-    assert len(engine.results) == 2 and engine.pool.stats().used == 0
+    assert engine.report().requests == 2 and engine.pool.stats().used == 0
 
 
 def test_concurrency_limits_the_requests_in_flight():
@@ -228,7 +231,8 @@ def test_arrivals_are_waited_for():
     engine = _engine()
     results = list(engine.generate(_prompts(2), arrivals=[0.05, 0.0]))
     # The prompt that arrives first is queued first and counted from its arrival.
-    assert results[0].index == 0 and results[0].prompt == _prompts(2)[1]
+    assert [result.request_id for result in results] == [0, 1]
+    assert results[0].index == 1 and results[0].prompt == _prompts(2)[1]
 
 
 def test_the_report_counts_what_happened_and_is_json():
@@ -288,7 +292,7 @@ def test_settings_that_cannot_work_are_refused(bad):
 
 
 def test_aborting_an_unknown_request_is_an_error():
-    with pytest.raises(KeyError, match="index 5"):
+    with pytest.raises(KeyError, match="got 5"):
         _engine().abort(5)
 
 
@@ -303,11 +307,22 @@ def test_an_abort_while_streaming_ends_that_request_only():
     assert engine.pool.stats().used == 0
 
 
-def test_requests_submitted_by_hand_are_not_yielded_to_a_stream():
-    engine = _engine()
-    by_hand = engine.submit([9, 8, 7], SamplingParams(max_new_tokens=2))
-    assert {r.index for r in engine.generate([[1, 2]])} == {by_hand + 1}
-    assert {r.index for r in engine.results} == {by_hand, by_hand + 1}
+def test_events_go_to_whom_they_belong():
+    engine, params = _engine(), SamplingParams(max_new_tokens=4)
+    by_hand = engine.submit([9, 8, 7], params)
+    stream = engine.stream([[1, 2], [3, 4]], params)
+    streamed = [next(stream)]
+    told = engine.step()  # in the middle of the stream
+    also = engine.submit([6, 5], params)
+    streamed += stream
+    while engine.has_work:
+        told += engine.step()
+    assert [event.index for event in streamed].count(0) == 4 == len(streamed) // 2
+    assert {event.request_id for event in told} == {by_hand, also} and len(told) == 8
+    for request, prompt in ((by_hand, [9, 8, 7]), (also, [6, 5])):
+        tokens = [event.token for event in told if event.request_id == request]
+        assert tokens == plain_generate(engine.model, prompt, 4)
+    assert engine.step() == []
 
 
 def test_a_second_stream_is_refused_until_the_first_ends():
@@ -318,25 +333,6 @@ def test_a_second_stream_is_refused_until_the_first_ends():
         list(engine.generate([[3, 4]]))
     first.close()
     assert len(list(engine.generate([[3, 4]]))) == 1
-
-
-def test_an_interrupt_after_a_step_loses_no_token(monkeypatch):
-    model = tiny_model()
-    engine = _engine(model)
-    engine.submit([1, 2, 3], SamplingParams(max_new_tokens=6))
-    taken = engine._take
-
-    def interrupted(*_):
-        monkeypatch.setattr(engine, "_take", taken)
-        raise KeyboardInterrupt
-
-    engine.step()
-    monkeypatch.setattr(engine, "_take", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        engine.step()
-    while engine.scheduler.has_work:
-        engine.step()
-    assert engine.results[0].tokens == plain_generate(model, [1, 2, 3], 6)
 
 
 def test_a_bucket_that_cannot_be_captured_is_an_error_when_strict_and_a_fallback_otherwise():

@@ -6,23 +6,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compiled_attn.blocks import BlockPool
-from compiled_attn.engine import SamplingParams, Scheduler, Sequence
+from compiled_attn.engine import SamplingParams, Scheduler, Sequence, Status
 
 
-def _sequence(index: int, prompt: int, new: int = 4, start: int = 0) -> Sequence:
+def _sequence(request_id: int, prompt: int, new: int = 4, start: int = 0) -> Sequence:
     tokens = list(range(start, start + prompt))
-    return Sequence(index, tokens, prompt, SamplingParams(max_new_tokens=new), 0.0)
+    return Sequence(request_id, tokens, prompt, SamplingParams(max_new_tokens=new), 0.0)
 
 
 def _run_step(scheduler: Scheduler) -> list[tuple[int, int]]:
-    """One step with token 1 sampled everywhere: (index, count) of each part."""
+    """One step with token 1 sampled everywhere: (id, count) of each part."""
     step = scheduler.schedule()
-    shape = [(part.sequence.index, part.count) for part in step]
+    shape = [(part.sequence.request_id, part.count) for part in step]
     sampled = [part.sequence for part in step if part.wants_logits]
-    scheduler.commit(step)
+    for part in step:
+        scheduler.commit(part)
     for sequence in sampled:
-        sequence.append(1, 0.0)
-        if sequence.finish_reason:
+        ends = sequence.event(1, 0.0).result is not None
+        sequence.take(len(sequence.tokens), 1, 0.0)
+        if ends:
             scheduler.finish(sequence)
     return shape
 
@@ -69,6 +71,96 @@ def test_when_blocks_run_out_the_newest_sequence_is_computed_again_later():
         preempted |= bool(scheduler.waiting) and scheduler.waiting[0].computed == 0
     assert scheduler.preemptions > 0 and preempted
     assert scheduler.pool.stats().used == 0
+
+
+def _two_running(blocks: int = 9) -> tuple[Scheduler, Sequence, Sequence]:
+    """Two sequences of four tokens in blocks of two, each with its first token sampled."""
+    scheduler = Scheduler(BlockPool(blocks, 2), max_tokens=16, max_seqs=4)
+    pair = _sequence(0, 4, new=9), _sequence(1, 4, new=9, start=100)
+    for sequence in pair:
+        scheduler.add(sequence)
+    assert _run_step(scheduler) == [(0, 4), (1, 4)]
+    return scheduler, *pair
+
+
+def _hold_all_but(scheduler: Scheduler, free: int) -> None:
+    pool = scheduler.pool
+    pool.add("other")
+    pool.reserve("other", (pool.available - free) * pool.block_size)
+
+
+def test_the_newest_sequence_is_preempted_and_goes_to_the_head_of_the_queue():
+    scheduler, old, new = _two_running()
+    later = _sequence(2, 3, start=200)
+    scheduler.add(later)
+    _hold_all_but(scheduler, 1)  # one of two fresh blocks
+    assert [part.sequence for part in scheduler.schedule()] == [old]
+    assert scheduler.running == [old] and list(scheduler.waiting) == [new, later]
+    assert (new.status, new.computed) == (Status.WAITING, 0)
+    assert new.request_id not in scheduler.pool and scheduler.preemptions == 1
+
+
+def test_a_preempted_sequence_that_was_in_the_step_already_leaves_it():
+    scheduler, old, new = _two_running()
+    old.tokens += [
+        7,
+        8,
+        9,
+    ]  # four to compute, so the newer one's decode comes first
+    _hold_all_but(scheduler, 2)
+    step = scheduler.schedule()
+    assert [(part.sequence, part.count) for part in step] == [(old, 4)]
+    assert list(scheduler.waiting) == [new] and scheduler.running == [old]
+
+
+def test_a_step_with_a_preemption_admits_nobody():
+    scheduler, old, _ = _two_running()
+    scheduler.add(_sequence(2, 1, start=200))
+    _hold_all_but(scheduler, 1)
+    assert [part.sequence for part in scheduler.schedule()] == [old]
+
+
+def test_a_newcomer_leaves_a_block_free_for_each_running_sequence():
+    for free, is_admitted in ((5, False), (6, True)):
+        scheduler, *_ = _two_running(20)
+        scheduler.add(_sequence(2, 4, start=200))
+        _hold_all_but(scheduler, free)
+        # Two blocks go to the decodes of this step, two to the newcomer, two stay spare.
+        step = scheduler.schedule()
+        assert ([part.sequence.request_id for part in step] == [0, 1, 2]) == is_admitted
+        assert len(scheduler.waiting) == (not is_admitted)
+
+
+def test_requests_of_another_salt_share_nothing():
+    scheduler = Scheduler(BlockPool(64, 4), max_tokens=64, max_seqs=4)
+    for request_id, salt in enumerate((None, "tenant", b"tenant", "tenant")):
+        sequence = _sequence(request_id, 10)
+        sequence.salt = salt
+        scheduler.add(sequence)
+        shape = dict(_run_step(scheduler))
+        assert shape[request_id] == (2 if request_id == 3 else 10)
+
+
+def test_after_a_restart_all_sequences_wait_in_order_with_nothing_computed():
+    scheduler, old, new = _two_running()
+    later = _sequence(2, 3, start=200)
+    pool = BlockPool(9, 2)
+    for _ in range(2):
+        scheduler.restart(pool, [later, new, old])
+        assert list(scheduler.waiting) == [old, new, later] and scheduler.running == []
+        assert {s.computed for s in (old, new, later)} == {0} and scheduler.pool is pool
+    assert _run_step(scheduler) == [(0, 5), (1, 5)]
+    assert len(old.tokens) == 6
+
+
+def test_a_sequence_that_failed_leaves_nothing_in_the_prefix_index():
+    scheduler = Scheduler(BlockPool(64, 4), max_tokens=64, max_seqs=4)
+    failed = _sequence(0, 10)
+    scheduler.add(failed)
+    _run_step(scheduler)
+    scheduler.finish(failed, is_sound=False)
+    scheduler.add(_sequence(1, 10))
+    assert _run_step(scheduler) == [(1, 10)]
 
 
 @given(

@@ -226,6 +226,7 @@ def test_without_a_home_the_kernel_is_unavailable(compiler, monkeypatch):
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "home", home)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     with pytest.raises(NativeUnavailable, match=r"got none: Could not determine home directory"):
         build("portable", "test", compiler=str(compiler))
     assert _calls(compiler) == 0
@@ -262,6 +263,62 @@ def test_a_folder_that_others_can_write_to_is_refused(folder, compiler):
     with pytest.raises(NativeUnavailable, match="writable by others"):
         build("portable", "test", folder=folder, compiler=str(compiler))
     assert _calls(compiler) == 0
+
+
+@pytest.mark.parametrize("suffix", [".so", ".sha256"])
+def test_a_library_or_seal_that_is_a_link_is_refused(folder, compiler, tmp_path, suffix):
+    """Also one to the very library that was built: what it leads to can be exchanged later."""
+    made = build("portable", "test", folder=folder, compiler=str(compiler)).library
+    path = made.with_suffix(suffix)
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(NativeUnavailable, match=rf"{path.name} is a link.*remove it"):
+        build("portable", "test", folder=folder, compiler=str(compiler))
+    path.unlink()
+    assert build("portable", "test", folder=folder, compiler=str(compiler)).library == made
+    assert not made.is_symlink()
+
+
+def test_a_library_behind_a_link_to_the_folder_is_named_by_where_it_is(folder, compiler, tmp_path):
+    """The link is followed once; the folder that is used is the one that was checked."""
+    (tmp_path / "link").symlink_to(folder)
+    folder.mkdir(mode=0o700)
+    made = build("portable", "test", folder=tmp_path / "link", compiler=str(compiler))
+    assert made.library.parent == folder.resolve()
+    folder.chmod(0o777)
+    with pytest.raises(NativeUnavailable, match="writable by others"):
+        build("portable", "test", folder=tmp_path / "link", compiler=str(compiler))
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
+@pytest.mark.parametrize("suffix", [".so", ".sha256"])
+def test_a_library_of_another_user_is_refused(folder, compiler, suffix):
+    made = build("portable", "test", folder=folder, compiler=str(compiler)).library
+    os.chown(made.with_suffix(suffix), 12345, 12345)
+    with pytest.raises(NativeUnavailable, match="belongs to user 12345"):
+        build("portable", "test", folder=folder, compiler=str(compiler))
+
+
+def test_a_library_that_others_can_write_to_is_refused(folder, compiler):
+    made = build("portable", "test", folder=folder, compiler=str(compiler)).library
+    made.chmod(0o722)
+    with pytest.raises(NativeUnavailable, match=r"writable by others \(mode 722\)"):
+        build("portable", "test", folder=folder, compiler=str(compiler))
+
+
+def test_what_a_killed_build_of_another_version_left_is_removed_unless_it_goes_on(folder, compiler):
+    folder.mkdir(mode=0o700)
+    dead, alive = (f"portable-{letter * 32}" for letter in "ab")
+    for name in (dead, alive):
+        (folder / f".{name}.work").mkdir()
+        (folder / f".{name}.work" / "library.so").touch()
+    (folder / ".something.else").touch()
+    lock = Lock(folder / f"{alive}.lock")
+    assert lock.take()
+    build("portable", "test", folder=folder, compiler=str(compiler))
+    lock.close()
+    assert not list(folder.glob(f"*{dead}*"))
+    assert (folder / f".{alive}.work").exists() and (folder / ".something.else").exists()
 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path, compiler):

@@ -94,6 +94,28 @@ def test_attributes_globals_and_state_count(load, change):
     assert key(net, X) != before
 
 
+def transposed(tensor):
+    return tensor.detach().t().contiguous().t()
+
+
+@pytest.mark.parametrize("kind", ["parameter", "buffer"])
+def test_strides_of_parameters_and_buffers_count(kind):
+    """Of the same shapes, dtypes and devices: inductor bakes the strides into its loops."""
+
+    def net(layout):
+        net = nn.Module()
+        tensor = layout(torch.arange(16.0).reshape(4, 4))
+        if kind == "parameter":
+            net.register_parameter("weight", nn.Parameter(tensor))
+        else:
+            net.register_buffer("table", tensor)
+        return net
+
+    plain = net(lambda tensor: tensor)
+    assert key(plain, X) == key(net(torch.clone), X)
+    assert key(plain, X) != key(net(transposed), X)
+
+
 def test_weights_do_not_count(load):
     net = load()
     before = key(net, X)

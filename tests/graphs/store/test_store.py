@@ -101,6 +101,34 @@ def link(entry):
     path.symlink_to(entry.parent.parent / "elsewhere")
 
 
+def folder_for_manifest(entry):
+    (entry / "manifest.json").unlink()
+    (entry / "manifest.json").mkdir()
+
+
+def linked_manifest(entry):
+    (entry / "manifest.json").rename(entry / "files" / ".." / "m")
+    (entry / "manifest.json").symlink_to("m")
+
+
+def nested(key):
+    def change(entry):
+        manifest = json.loads((entry / "manifest.json").read_text())
+        manifest[key] = "@"
+        text = json.dumps(manifest).replace('"@"', '{"a":' * 50_000 + "1" + "}" * 50_000)
+        (entry / "manifest.json").write_text(text)
+
+    return change
+
+
+def with_bytes(value):
+    def change(entry):
+        manifest = json.loads((entry / "manifest.json").read_text())
+        (entry / "manifest.json").write_text(json.dumps(manifest | {"bytes": value}))
+
+    return change
+
+
 DAMAGE = {
     "a flipped bit": flip,
     "a truncated file": lambda e: os.truncate(e / "files" / "graph.bin", 100),
@@ -113,6 +141,14 @@ DAMAGE = {
     "no manifest": lambda e: (e / "manifest.json").unlink(),
     "a manifest of another entry": foreign_manifest,
     "a manifest that is a list": lambda e: (e / "manifest.json").write_text("[]"),
+    "a manifest that is nested deeply": lambda e: (e / "manifest.json").write_text("[" * 100_000),
+    "factors that are nested deeply": nested("factors"),
+    "digests that are nested deeply": nested("digests"),
+    "a size that is endless": with_bytes(float("inf")),
+    "a size that is a list": with_bytes([1]),
+    "a binary manifest": lambda e: (e / "manifest.json").write_bytes(bytes(range(256))),
+    "a manifest that is a folder": folder_for_manifest,
+    "a manifest that is a link": linked_manifest,
 }
 
 
@@ -331,14 +367,43 @@ def test_using_an_artifact_notes_when(store, artifact):
     assert store.entries()[0].used > time.time() - 100
 
 
-def test_two_processes_may_make_a_store_at_once(tmp_path, monkeypatch):
-    ArtifactStore(tmp_path / "store")
-    exists, asked = Path.exists, []
+@pytest.mark.parametrize(
+    "name", [".x.1-2.trash", "artifacts/.x.1-2.trash", "inductor/.x.1-2.trash"]
+)
+def test_what_killed_processes_left_is_swept_when_a_store_is_opened(store, artifact, name):
+    store.put(FACTORS, artifact)
+    (store.path / name).mkdir()
+    (store.path / name / "file").touch()
+    (store.path / "unfinished" / "1-2").mkdir()  # its lock is gone already
+    other = ArtifactStore(store.path)
+    assert not (store.path / name).exists() and not list((store.path / "unfinished").iterdir())
+    assert content(other) is not None
 
-    def not_yet(self):
-        asked.append(self.name)
-        return asked != ["store.json"] and exists(self)
 
-    monkeypatch.setattr(Path, "exists", not_yet)
-    assert ArtifactStore(tmp_path / "store").entries() == []
-    assert asked[:2] == ["store.json", "store.json"]
+def test_a_store_that_is_in_use_is_opened_without_waiting_and_swept_later(store, artifact):
+    store.put(FACTORS, artifact)
+    trash = store.path / "artifacts" / ".x.1-2.trash"
+    trash.mkdir()
+    with store.use(FACTORS):
+        ArtifactStore(store.path, lock_seconds=0.0)
+        assert trash.exists()
+    ArtifactStore(store.path)
+    assert not trash.exists()
+
+
+def test_hidden_names_are_no_entries(store, artifact):
+    store.put(FACTORS, artifact)
+    entry_of(store).rename(store.path / "artifacts" / ".x.1-2.trash")
+    assert store.entries() == [] and store.verify() == {} and content(store) is None
+
+
+def test_what_cannot_be_thrown_away_is_not_used(store, artifact, monkeypatch, caplog):
+    store.put(FACTORS, artifact)
+    flip(entry_of(store))
+
+    def refuse(self, target):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    assert content(store) is None and content(store) is None
+    assert "is not used, and cannot be thrown away ([Errno 13] Permission denied)" in caplog.text

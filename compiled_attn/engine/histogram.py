@@ -1,0 +1,40 @@
+"""Quantiles of any number of durations in a fixed amount of memory."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["BINS", "bin_of", "quantile"]
+
+_LEAST_S = 1e-6
+_GROWTH = 1.02
+
+BINS = 1280
+"""Bins of a histogram: each is 2 % wide, from a microsecond to 28 hours.
+
+The middle of a bin is within 1 % of everything in it (DDSketch, Masson et al., VLDB 2019).
+"""
+
+
+def bin_of(seconds: float) -> int:
+    """The bin that a duration falls into; shorter and longer ones fall into the outermost."""
+    if seconds <= _LEAST_S:
+        return 0
+    return min(BINS - 1, int(math.log(seconds / _LEAST_S) / math.log(_GROWTH)))
+
+
+def quantile(counts: NDArray[np.float64], share: float) -> float:
+    """The duration in seconds that ``share`` of all reach at most, within 1 %; 0 without any.
+
+    Args:
+        counts: ``[BINS]``, how many durations fell into each bin.
+        share: of the durations, 0 to 1.
+    """
+    total = counts.sum()
+    if not total:
+        return 0.0
+    rank = max(1.0, math.ceil(share * total))
+    return float(_LEAST_S * _GROWTH ** (int(np.searchsorted(counts.cumsum(), rank)) + 0.5))

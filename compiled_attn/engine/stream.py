@@ -1,0 +1,181 @@
+"""The tokens that serving a workload gives, one after the other."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import Protocol
+
+from compiled_attn.blocks.prefix import Salt
+from compiled_attn.engine.mailbox import Mailbox
+from compiled_attn.engine.metrics import StepInfo
+from compiled_attn.engine.sampling import SamplingParams
+from compiled_attn.engine.sequence import GenerationResult, TokenEvent
+from compiled_attn.engine.workload import Workload
+
+__all__ = ["Server", "Stream", "Streams", "results_of"]
+
+
+class Server(Protocol):
+    """What a stream needs of an engine."""
+
+    def enter(
+        self,
+        prompt: list[int],
+        sampling: SamplingParams,
+        salt: Salt,
+        *,
+        arrived_s: float | None,
+        mailbox: Mailbox[TokenEvent],
+        index: int | None,
+    ) -> int:
+        """Queues a request whose events go to ``mailbox``; returns its id."""
+
+    def advance(self) -> None:
+        """Computes one step for everybody."""
+
+    def abort(self, request_id: int) -> None:
+        """Drops a request."""
+
+    def info(self, elapsed_s: float) -> StepInfo:
+        """The state now."""
+
+    def refuse_second_stream(self) -> None:
+        """Raises RuntimeError if another stream is being read."""
+
+    @property
+    def open_requests(self) -> set[int]:
+        """Ids of the requests that wait or run."""
+
+
+class Stream(Iterator[TokenEvent]):
+    """Serves a workload while it is iterated over; yields the tokens of its own requests.
+
+    A reader that stops early (`close`, or an exception) aborts the requests that are still open.
+    Requests of others are computed along the way, and their events kept for them.
+
+    Args:
+        server: the engine.
+        workload: requests that can all be served.
+        on_step: called after every step.
+
+    Raises:
+        RuntimeError: the engine is serving another stream already.
+    """
+
+    def __init__(
+        self, server: Server, workload: Workload, on_step: Callable[[StepInfo], None] | None
+    ) -> None:
+        self.mailbox: Mailbox[TokenEvent] = Mailbox()
+        self._events = _serve(server, workload, self.mailbox, on_step)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has begun and not ended."""
+        state = inspect.getgeneratorstate(self._events)
+        return state in (inspect.GEN_RUNNING, inspect.GEN_SUSPENDED)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it was read to its end, closed, or ended by an exception."""
+        return inspect.getgeneratorstate(self._events) == inspect.GEN_CLOSED
+
+    def __next__(self) -> TokenEvent:
+        return next(self._events)
+
+    def close(self) -> None:
+        """Aborts what is open; yields nothing more."""
+        self._events.close()
+
+
+def _serve(
+    server: Server,
+    workload: Workload,
+    mailbox: Mailbox[TokenEvent],
+    on_step: Callable[[StepInfo], None] | None,
+) -> Generator[TokenEvent, None, None]:
+    server.refuse_second_stream()
+    arrivals = workload.arrivals
+    times = [0.0] * len(workload.prompts) if arrivals is None else arrivals
+    queue = deque(sorted(range(len(times)), key=times.__getitem__))
+    limit = workload.concurrency or len(times)
+    started = time.perf_counter()
+    in_flight: set[int] = set()
+    try:
+        while queue or in_flight:
+            elapsed = time.perf_counter() - started
+            while queue and times[queue[0]] <= elapsed and len(in_flight) < limit:
+                at = queue.popleft()
+                in_flight.add(
+                    server.enter(
+                        workload.prompts[at],
+                        workload.sampling[at],
+                        workload.salts[at],
+                        arrived_s=None if arrivals is None else started + times[at],
+                        mailbox=mailbox,
+                        index=at,
+                    )
+                )
+            if not in_flight:
+                time.sleep(times[queue[0]] - elapsed)
+                continue
+            if in_flight & server.open_requests:
+                server.advance()
+                if on_step is not None:
+                    on_step(server.info(time.perf_counter() - started))
+            in_flight &= server.open_requests
+            yield from mailbox.hand_out()
+            mailbox.arrived()
+    finally:
+        for request_id in in_flight & server.open_requests:
+            server.abort(request_id)
+
+
+class Streams:
+    """The streams of an engine: at most one is open, and none leaves requests behind."""
+
+    def __init__(self) -> None:
+        self._known: list[tuple[weakref.ref[Stream], Mailbox[TokenEvent]]] = []
+
+    def add(self, stream: Stream) -> None:
+        """Takes a stream that was made."""
+        self._known = [*self._known, (weakref.ref(stream), stream.mailbox)]
+
+    def refuse_second(self) -> None:
+        """Raises RuntimeError if two are open."""
+        streams = [ref() for ref, _ in self._known]
+        if sum(stream is not None and stream.is_open for stream in streams) > 1:
+            raise RuntimeError(
+                "expected an idle engine, but it serves another stream: finish or close that first"
+            )
+
+    def ended(self) -> list[Mailbox[TokenEvent]]:
+        """Mailboxes of those that ended, whose requests nobody waits for any more."""
+        return [box for ref, box in self._known if (s := ref()) is None or s.has_ended]
+
+    def forget(self, ended: list[Mailbox[TokenEvent]]) -> None:
+        """Takes out streams that ended."""
+        self._known = [entry for entry in self._known if all(entry[1] is not b for b in ended)]
+
+
+def results_of(stream: Stream, *, in_order: bool) -> Iterator[GenerationResult]:
+    """The results among the events of a stream, as they come or in the order of the prompts."""
+    with contextlib.closing(stream):
+        finished = (event.result for event in stream if event.result is not None)
+        yield from _in_order(finished) if in_order else finished
+
+
+def _in_order(results: Iterable[GenerationResult]) -> Iterator[GenerationResult]:
+    """Results in the order of their prompts, each as soon as those before it are there."""
+    early: dict[int, GenerationResult] = {}
+    place = 0
+    for result in results:
+        early[result.index] = result
+        while place in early:
+            yield early.pop(place)
+            place += 1
+    yield from (early[index] for index in sorted(early))  # behind one that was aborted

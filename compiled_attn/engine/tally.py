@@ -1,0 +1,180 @@
+"""Everything that an engine counts while it serves, in a fixed amount of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from compiled_attn.engine.histogram import BINS, bin_of, quantile
+from compiled_attn.engine.series import Series
+from graphs import Bucket
+
+__all__ = ["Percentiles", "StepRecord", "Tally"]
+
+_NAMES = (
+    "steps",
+    "seconds",
+    "requests",
+    "failed_requests",
+    "generated_tokens",
+    "nonfinite_rows",
+    "cut_steps",
+)
+_AXES = ("tokens", "shared", "unique")
+
+
+@dataclass(frozen=True, slots=True)
+class Percentiles:
+    """Median, 99th percentile and maximum of durations in milliseconds (0 where there is none).
+
+    The percentiles are within 1 %, the maximum is exact.
+    """
+
+    p50: float
+    p99: float
+    max: float
+
+    @staticmethod
+    def of(counts: NDArray[np.float64], most_s: float) -> Percentiles:
+        """The percentiles of a histogram of durations, whose longest is known."""
+        p50, p99 = (min(quantile(counts, share), most_s) for share in (0.5, 0.99))
+        return Percentiles(*(round(seconds * 1e3, 3) for seconds in (p50, p99, most_s)))
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One step: what it needed, the bucket it ran in, and how long it took on the host's clock.
+
+    ``blocks_used`` counts the blocks in use after its tokens were computed, ``highest_used`` is the
+    highest place of one. ``wanted`` is what the scheduler's whole step needed, which is more where
+    it was cut. ``ttft_s`` has the times to the first token of the requests that got it, the next
+    three say what came of it: finished requests (those that failed among them), and rows whose
+    logits were not finite.
+    """
+
+    need: Mapping[str, int]
+    bucket: Bucket
+    seconds: float
+    blocks_used: int = 0
+    highest_used: int = 0
+    wanted: Mapping[str, int] = field(default_factory=dict)
+    generated_tokens: int = 0
+    ttft_s: tuple[float, ...] = ()
+    requests: int = 0
+    failed_requests: int = 0
+    nonfinite_rows: int = 0
+
+
+class Tally:
+    """Sums, histograms and a thinned-out series of all steps; its size does not grow.
+
+    All numbers are one array, and a step is one addition to it: an interrupt leaves it counted or
+    not, and `add` counts a step that is added again once.
+
+    Args:
+        buckets: those that steps run in.
+        cost: of a bucket, or of what a step needs.
+
+    Attributes:
+        blocks: blocks in use and the highest place of one, over the busy seconds.
+        last: the step that was added last.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], cost: Callable[[Bucket], float]) -> None:
+        self.blocks = Series()
+        self.last: StepRecord | None = None
+        self._cost = cost
+        self._row_of = {bucket: row for row, bucket in enumerate(buckets)}
+        names = [*_NAMES, *(f"{kind} {axis}" for kind in ("need", "bucket") for axis in _AXES)]
+        self._place = {name: place for place, name in enumerate(names)}
+        # Behind the names: the histogram of first tokens, then of each bucket cost and histogram.
+        self._first = len(names)
+        self._per_bucket = self._first + BINS
+        self._sums = np.zeros(self._per_bucket + len(buckets) * (1 + BINS))
+        self._longest = np.zeros(1 + len(buckets))  # to a first token, then a step of each bucket
+
+    def __getitem__(self, name: str) -> float:
+        """A sum by its name: steps, seconds, requests, generated_tokens, need tokens, ..."""
+        return float(self._sums[self._place[name]])
+
+    def count(self, name: str) -> int:
+        """A sum that is a whole number."""
+        return int(self[name])
+
+    def add(self, number: int, step: StepRecord) -> None:
+        """Counts step ``number``, the first being 0; one that is counted already is not again."""
+        if self["steps"] != number:
+            return
+        row = self._row_of[step.bucket]
+        at, amounts = zip(*self._changes(step, row), strict=True)
+        longest = max(step.ttft_s, default=0.0)
+        self.last = step
+        np.maximum.at(self._longest, np.array([0, 1 + row]), (longest, step.seconds))
+        self.blocks.put(number, self["seconds"] + step.seconds, step.blocks_used, step.highest_used)
+        np.add.at(self._sums, np.array(at), amounts)
+
+    def _changes(self, step: StepRecord, row: int) -> list[tuple[int, float]]:
+        is_cut = bool(step.wanted) and dict(step.wanted) != dict(step.need)
+        sums: dict[str, float] = {
+            "steps": 1,
+            "seconds": step.seconds,
+            "requests": step.requests,
+            "failed_requests": step.failed_requests,
+            "generated_tokens": step.generated_tokens,
+            "nonfinite_rows": step.nonfinite_rows,
+            "cut_steps": is_cut,
+        }
+        for axis in _AXES:
+            sums[f"need {axis}"] = step.need.get(axis, 0)
+            sums[f"bucket {axis}"] = dict(step.bucket).get(axis, 0)
+        start = self._start(row)
+        needed = self._cost(Bucket(**{name: step.need[name] for name in step.bucket}))
+        return [
+            *((self._place[name], amount) for name, amount in sums.items()),
+            *((self._first + bin_of(seconds), 1.0) for seconds in step.ttft_s),
+            (start, needed),
+            (start + 1 + bin_of(step.seconds), 1.0),
+        ]
+
+    @property
+    def ttft_ms(self) -> Percentiles:
+        """Times to the first token."""
+        return Percentiles.of(self._sums[self._first : self._per_bucket], float(self._longest[0]))
+
+    @property
+    def step_ms(self) -> Percentiles:
+        """Times of all steps."""
+        steps = self._sums[self._per_bucket :].reshape(-1, 1 + BINS)[:, 1:].sum(0)
+        return Percentiles.of(steps, float(self._longest[1:].max(initial=0.0)))
+
+    def padding_waste(self) -> dict[str, float]:
+        """Padded share of all tokens and of all blocks that the steps computed.
+
+        The native kernel reads no padded blocks.
+        """
+
+        def share(*axes: str) -> float:
+            needed, computed = (
+                sum(self[f"{kind} {axis}"] for axis in axes) for kind in ("need", "bucket")
+            )
+            return round(1 - needed / computed, 4) if computed else 0.0
+
+        return {"tokens": share("tokens"), "blocks": share("shared", "unique")}
+
+    def of_bucket(self, bucket: Bucket) -> tuple[int, float | None, Percentiles]:
+        """Steps that ran in a bucket, the padded share of what they cost, and their times.
+
+        The share is None where there was no step.
+        """
+        row = self._row_of[bucket]
+        start = self._start(row)
+        needed, counts = float(self._sums[start]), self._sums[start + 1 : start + 1 + BINS]
+        steps = int(counts.sum())
+        waste = round(max(0.0, 1 - needed / (self._cost(bucket) * steps)), 4) if steps else None
+        return steps, waste, Percentiles.of(counts, float(self._longest[1 + row]))
+
+    def _start(self, row: int) -> int:
+        return self._per_bucket + row * (1 + BINS)

@@ -1,0 +1,119 @@
+"""Whether a model computes the same logits through the paged cache as by itself.
+
+Whatever in a model's own code does not survive the change of its attention (positions that it
+counts itself, state that it keeps between tokens, a second call with other values) shows here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from compiled_attn.batch import BatchBuilder, Request, StepBatch, TableBatch
+from compiled_attn.cache import PagedKVCache
+from compiled_attn.hf.refused import ModelRefused, plain_attention, refused
+
+if TYPE_CHECKING:
+    from compiled_attn.hf.model import PagedCausalLM
+
+__all__ = ["check_equal", "plain_logits"]
+
+# Most rows of the second step read what the first wrote, beside what is new.
+_STEPS = ((0, 2), (2, 6))
+_TABLES = ([3, 1], [2, 4])
+_BLOCK_SIZE, _NUM_BLOCKS, _LENGTH = 4, 5, 6
+
+_ROUNDING = {torch.float16: 0.1, torch.bfloat16: 0.3}
+_SINGLE = 1e-3
+"""By how much the logits of a row may differ, as a share of their spread: far more than rounding
+makes in many layers (norms and rotations are float32 in float64 models too), or one expert for
+another that was as good; far less than other keys, positions or neighbours do, which is about 1."""
+
+
+def plain_logits(model: PreTrainedModel) -> Tensor:
+    """Logits ``[2, 6, vocab]`` of the two prompts, by the model itself with eager attention.
+
+    Raises:
+        ModelRefused: it fails, or they are not finite.
+    """
+    try:
+        with plain_attention(model, "eager"), torch.no_grad():
+            logits: Tensor = model(input_ids=_prompts(model), use_cache=False).logits
+    except Exception as error:
+        words = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise refused(model, f"that fails by itself on {_LENGTH} tokens ({words})") from error
+    if not logits.isfinite().all():
+        raise refused(model, f"whose logits are not finite on {_LENGTH} random tokens")
+    return logits
+
+
+def check_equal(paged: PagedCausalLM, expected: Tensor) -> None:
+    """Raises ModelRefused unless steps over a paged cache give the logits ``[2, 6, vocab]``."""
+    actual = torch.empty_like(expected)
+    cache = _small_cache(paged.cache, expected)
+    try:
+        for start, end in _STEPS:
+            actual[:, start:end] = _logits(paged, cache, start, end).view_as(actual[:, start:end])
+    except Exception as error:
+        words = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise refused(paged.model, f"that fails on a flattened step ({words})") from error
+    distance, bound = _distance(actual, expected), _ROUNDING.get(expected.dtype, _SINGLE)
+    if not distance <= bound:
+        raise ModelRefused(
+            f"expected a model with the same logits through the paged cache as by itself, got a "
+            f"{type(paged.model).__name__} that computes others: they differ by {distance:.1e} of "
+            f"their spread, more than {bound:.0e}"
+        )
+
+
+def _distance(actual: Tensor, expected: Tensor) -> float:
+    """By how much the worst row differs, as a share of its spread."""
+    rows, wanted = actual.double().flatten(0, 1), expected.double().flatten(0, 1)
+    spread = (wanted - wanted.mean(-1, keepdim=True)).norm(dim=-1)
+    return float(((rows - wanted).norm(dim=-1) / spread.clamp_min(1e-30)).max())
+
+
+def _small_cache(cache: PagedKVCache, like: Tensor) -> PagedKVCache:
+    """A cache of the same layers, which no rounding of a quantised one disturbs."""
+    return PagedKVCache(
+        cache.num_layers,
+        _NUM_BLOCKS,
+        _BLOCK_SIZE,
+        cache.num_kv_heads,
+        cache.head_dim,
+        dtype=like.dtype,
+        device=like.device,
+        shapes=cache.shapes,
+    )
+
+
+def _logits(paged: PagedCausalLM, cache: PagedKVCache, start: int, end: int) -> Tensor:
+    prompts = _prompts(paged.model).tolist()
+    requests = [
+        Request(prompt[start:end], start, table, num_logits=end - start)
+        for prompt, table in zip(prompts, _TABLES, strict=True)
+    ]
+    step = _step(requests, paged.is_native)
+    device = cache.key(0).device
+    moved = type(step)(*(None if field is None else field.to(device) for field in step))
+    with torch.no_grad():
+        return paged.compute(moved, cache)
+
+
+def _step(requests: list[Request], is_native: bool) -> StepBatch | TableBatch:
+    builder = BatchBuilder(_NUM_BLOCKS, _BLOCK_SIZE)
+    if not is_native:
+        return builder.build(requests)
+    plan = builder.plan_tables(requests)
+    return plan.fill(plan.need, len(_TABLES[0]))
+
+
+def _prompts(model: PreTrainedModel) -> Tensor:
+    """Two prompts of random tokens, ``[2, 6]``, the same at every call."""
+    vocab = model.config.get_text_config().vocab_size
+    chance = torch.Generator().manual_seed(0)
+    ids = torch.randint(min(3, vocab - 1), vocab, (len(_TABLES), _LENGTH), generator=chance)
+    return ids.to(model.device)

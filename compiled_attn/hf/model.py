@@ -1,0 +1,133 @@
+"""A Hugging Face causal LM whose forward is one engine step."""
+
+from __future__ import annotations
+
+import contextlib
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from compiled_attn.batch import StepBatch, TableBatch
+from compiled_attn.cache import PagedKVCache
+from compiled_attn.hf.attention import ATTENTION_NAME, PagedStep
+from compiled_attn.hf.changes import ModelChanged, Snapshot
+from compiled_attn.hf.equality import check_equal, plain_logits
+from compiled_attn.hf.latent import keep_latents
+from compiled_attn.hf.layers import call_through, decoder_layers, restore
+from compiled_attn.hf.recorder import takes_logits_to_keep
+from compiled_attn.hf.shapes import calls_by_layer, check_fits
+from compiled_attn.kernels import AttendRequest, Kernel, choose
+
+__all__ = ["PagedCausalLM"]
+
+_CAUSAL_WIDTH = 256
+
+
+class PagedCausalLM(nn.Module):
+    """A Hugging Face causal LM whose forward is one engine step over a `PagedKVCache`.
+
+    Before it serves, a model is tried: it is run on three tokens to see how each layer calls
+    attention, then two prompts of six tokens are computed by the unmodified model with eager
+    attention, and again in two steps over a small paged cache. That is four forwards of few tokens,
+    about what four generated tokens cost.
+
+    Args:
+        model: any causal LM of transformers whose attention goes through `AttentionInterface`;
+            its attention implementation is switched to ours, and each decoder layer is marked as a
+            region that a graph compiles once. A model that is refused is left as it was.
+        cache: the paged cache, see `cache_for`.
+        is_native: whether steps are `TableBatch`es for the native kernel, or `StepBatch`es.
+
+    Raises:
+        ModelRefused: a layer does not attend once a step through `AttentionInterface` (recurrent
+            or convolution layers, attention code of the model's own, several calls), sees other
+            tokens than those before it in a window (chunks, masks of its own); or the logits of
+            the paged steps are others than those of the unmodified model.
+        ValueError: the cache is not one of this model.
+
+    Shape:
+        - forward(``*StepBatch``, or ``*TableBatch`` if native) -> logits ``[L, vocab]`` of the
+          rows ``logits_index``
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, cache: PagedKVCache, *, is_native: bool = False
+    ) -> None:
+        super().__init__()
+        self.is_native = is_native
+        self.model = model
+        self.cache = cache
+        calls = calls_by_layer(model)
+        check_fits(model, calls, cache)
+        self.windows = tuple(sorted({call.window for call in calls if call.window}))
+        self._attentions = [call.module for call in calls]
+        self._carries = any(call.is_carried for call in calls)
+        self._are_regions = all(shape.same_as is None for shape in cache.shapes)
+        self._layers = decoder_layers(model)
+        self._keeps = takes_logits_to_keep(model)
+        expected = plain_logits(model)
+        with contextlib.ExitStack() as undo:
+            self._switch(undo)
+            check_equal(self, expected)
+            undo.pop_all()
+        self.remember()
+
+    def forward(self, *inputs: Tensor | None) -> Tensor:
+        """Computes a step: the fields of its batch in order, to logits ``[L, vocab]``."""
+        kind = TableBatch if self.is_native else StepBatch
+        return self.compute(kind(*inputs), self.cache)  # type: ignore[arg-type]
+
+    def compute(self, step: StepBatch | TableBatch, cache: PagedKVCache) -> Tensor:
+        """Computes a step over another cache of the same layers, to logits ``[L, vocab]``."""
+        kept = {"logits_to_keep": step.logits_index} if self._keeps else {}
+        logits: Tensor = self.model(
+            input_ids=step.input_ids.unsqueeze(0),
+            position_ids=step.positions.unsqueeze(0),
+            use_cache=False,
+            paged=self._paged(step, cache),
+            **kept,
+        ).logits[0]
+        return logits if self._keeps else logits[step.logits_index]
+
+    def remember(self) -> None:
+        """Takes the model as it is now for what it has to stay, see `check_unchanged`."""
+        self._snapshot = Snapshot(self.model, self._layers, self._attentions)
+
+    def check_unchanged(self) -> None:
+        """Raises ModelChanged unless the model is as it was made, or as it was at `remember`.
+
+        For each step: some 20 microseconds for 30 layers. What is watched: see
+        `compiled_attn.hf.changes.Snapshot`. Values of parameters may change at any time, but what
+        is in the cache is of the old ones.
+        """
+        if changed := self._snapshot.difference():
+            raise ModelChanged(
+                f"expected a {type(self.model).__name__} as it was at warmup, but {changed}"
+            )
+
+    def _paged(self, step: StepBatch | TableBatch, cache: PagedKVCache) -> PagedStep:
+        if isinstance(step, TableBatch):
+            return PagedStep.native(cache, step.metadata(cache.block_size))
+        metadata = step.metadata(cache.block_size, _CAUSAL_WIDTH)
+        return PagedStep.of(cache, metadata, self.windows)
+
+    def _switch(self, undo: contextlib.ExitStack) -> None:
+        """Makes the model attend to the paged cache, and says how to undo it."""
+        model = self.model
+        undo.callback(model.set_attn_implementation, model.config._attn_implementation)
+        undo.callback(model.train, model.training)
+        model.eval().set_attn_implementation(ATTENTION_NAME)
+        for layer in self._layers:
+            undo.callback(restore, layer, "forward", layer.__dict__.get("forward"))
+            call_through(layer, carries=self._carries, is_region=self._are_regions)
+        for number, module in enumerate(self._attentions):
+            if not self.cache.keeps_value(number):
+                undo.callback(restore, module, "expand_kv", module.__dict__.get("expand_kv"))
+                keep_latents(module)
+
+    def kernel(self) -> Kernel:
+        """The kernel that the model's attention chooses."""
+        config = self.model.config.get_text_config()
+        capped = bool(getattr(config, "attn_logit_softcapping", None))
+        weight = next(self.model.parameters())
+        return choose(AttendRequest(weight.device.type, weight.dtype, self.cache.head_dim, capped))

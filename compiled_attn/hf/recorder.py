@@ -1,0 +1,156 @@
+"""A forward that computes no attention but notes how each layer asks for it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+
+from compiled_attn.hf.layers import carrying, decoder_layers
+from compiled_attn.hf.names import RECORDER_NAME
+from compiled_attn.hf.refused import plain_attention, refused
+
+__all__ = ["AttentionCall", "Recorder", "record", "takes_logits_to_keep"]
+
+_TOKENS = 3
+_KNOWN = {"scaling", "dropout", "sliding_window", "softcap", "s_aux", "position_ids"}
+
+MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One call of the attention function.
+
+    Args:
+        module: the attention module.
+        query, key, value: ``[1, H, T, D]``, ``[1, Hk, T, D]``, ``[1, Hk, T, Dv]``.
+        window: tokens that a token sees, itself included; None: all before it.
+        has_mask: whether a mask was passed.
+        sees: transformers' function of that mask; None where the mask is another's work.
+        others: tensors among the keywords that our attention does not know.
+        is_carried: whether its layer hands no keywords on, see `compiled_attn.hf.layers`.
+    """
+
+    module: nn.Module
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    window: int | None
+    has_mask: bool
+    sees: MaskFunction | None
+    others: tuple[str, ...]
+    is_carried: bool
+
+    @property
+    def layer(self) -> int | None:
+        """The layer of a cache that it belongs to, if its module says so."""
+        layer = getattr(self.module, "layer_idx", None)
+        return None if layer is None else int(layer)
+
+
+@dataclass
+class Recorder:
+    """What a forward was seen to do: handed to the model as the keyword ``recorder``.
+
+    ``mask`` is that of the layer which runs, where the recorder takes the place of its mask.
+    """
+
+    calls: list[AttentionCall] = field(default_factory=list)
+    mask: Tensor | None = None
+
+
+class _NoKeywords(ValueError):
+    """The keywords that a model is called with do not reach its attention."""
+
+
+def record(model: PreTrainedModel) -> list[AttentionCall]:
+    """How the model calls attention for three tokens of one sequence; it is left as it was.
+
+    Raises:
+        ModelRefused: it fails at that, or its layers hand neither keywords nor a mask on.
+    """
+    recorder = Recorder()
+    try:
+        with plain_attention(model, RECORDER_NAME), torch.no_grad():
+            try:
+                _run(model, recorder)
+            except _NoKeywords:
+                recorder = Recorder()
+                with carrying(decoder_layers(model), _in_place_of_the_mask):
+                    _run(model, recorder)
+    except Exception as error:
+        words = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise refused(model, f"that fails on {_TOKENS} tokens ({words})") from error
+    return recorder.calls
+
+
+def _run(model: PreTrainedModel, recorder: Recorder) -> None:
+    ids = torch.arange(_TOKENS, device=model.device)
+    kept = {"logits_to_keep": ids} if takes_logits_to_keep(model) else {}
+    model(input_ids=ids.unsqueeze(0), use_cache=False, recorder=recorder, **kept)
+
+
+def takes_logits_to_keep(model: PreTrainedModel) -> bool:
+    """Whether the model computes the logits of chosen rows alone, when asked to."""
+    return "logits_to_keep" in inspect.signature(model.forward).parameters
+
+
+def _in_place_of_the_mask(keywords: dict[str, Any]) -> None:
+    recorder: Recorder | None = keywords.pop("recorder", None)
+    if recorder is not None:
+        recorder.mask, keywords["attention_mask"] = keywords.get("attention_mask"), recorder
+
+
+def _noting_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | Recorder | None,
+    *,
+    recorder: Recorder | None = None,
+    sliding_window: int | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Notes the call; ``[B, T, H, Dv]`` zeros, of which only the shape matters."""
+    if is_carried := isinstance(attention_mask, Recorder):
+        recorder, attention_mask = attention_mask, attention_mask.mask
+    if recorder is None:
+        raise _NoKeywords(f"{type(module).__name__} does not get the keywords of the call")
+    sees = getattr(attention_mask, "sees", None)
+    unknown = [name for name, given in others.items() if isinstance(given, Tensor)]
+    unknown = [name for name in unknown if name not in _KNOWN]
+    recorder.calls.append(
+        AttentionCall(
+            module, query, key, value, sliding_window, attention_mask is not None, sees,
+            (*unknown,), is_carried,
+        )
+    )  # fmt: skip
+    batch, heads, tokens, _ = query.shape
+    return query.new_zeros(batch, tokens, heads, value.shape[-1]), None
+
+
+def _noting_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    mask_function: MaskFunction,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+    **_: Any,
+) -> Tensor:
+    """A mask of zeros that carries the function which says who sees whom."""
+    mask = torch.zeros(batch_size, 1, q_length, kv_length, dtype=dtype, device=device)
+    mask.sees = mask_function  # type: ignore[attr-defined]
+    return mask
+
+
+AttentionInterface.register(RECORDER_NAME, _noting_attention)
+AttentionMaskInterface.register(RECORDER_NAME, _noting_mask)

@@ -1,0 +1,36 @@
+"""The error of a model that the paged cache cannot serve, and what loads and restores it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from torch import nn
+from transformers import PreTrainedModel
+
+__all__ = ["ModelRefused", "plain_attention", "refused"]
+
+
+class ModelRefused(ValueError):
+    """A model that would not run on the paged cache, or compute something else there."""
+
+
+def refused(model: nn.Module, got: str) -> ModelRefused:
+    """The error: what such a model has, in place of one call of attention a layer and step."""
+    return ModelRefused(
+        "expected a model whose layers all attend once a step through transformers' "
+        f"AttentionInterface, got a {type(model).__name__} {got}: it cannot run on the paged cache"
+    )
+
+
+@contextlib.contextmanager
+def plain_attention(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """Another attention and eval mode, for what is inside."""
+    attention, training = model.config._attn_implementation, model.training
+    model.eval()
+    try:
+        model.set_attn_implementation(name)
+        yield
+    finally:
+        model.set_attn_implementation(attention)
+        model.train(training)

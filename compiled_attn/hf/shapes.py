@@ -1,0 +1,132 @@
+"""What each layer of a model keeps in a cache: seen in a forward, not read in a configuration."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from compiled_attn.cache import KVShape, PagedKVCache
+from compiled_attn.hf.latent import latent_shape
+from compiled_attn.hf.masks import other_sight
+from compiled_attn.hf.recorder import AttentionCall, record
+from compiled_attn.hf.refused import refused
+
+__all__ = ["cache_for", "calls_by_layer", "check_fits"]
+
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_CHOOSERS = ("indexer", "compressor")
+
+
+def cache_for(
+    model: PreTrainedModel,
+    num_blocks: int,
+    block_size: int,
+    *,
+    dtype: torch.dtype | None = None,
+    latent: bool = True,
+) -> PagedKVCache:
+    """A `PagedKVCache` with what the layers of a Hugging Face model keep.
+
+    Runs the model on three tokens to see it: heads and head sizes may differ from layer to layer
+    and between keys and values, and layers that attend to the keys of another have no buffers.
+
+    Args:
+        model: a causal LM; it is left as it was.
+        num_blocks, block_size: see `PagedKVCache`.
+        dtype: of the cache; None: that of the weights.
+        latent: whether layers of multi-head latent attention keep the latents of a token (MLA's
+            point: one head instead of all) and not its expanded keys and values.
+
+    Raises:
+        ValueError: the sizes are too small.
+        ModelRefused: it cannot run on a paged cache, see `PagedCausalLM`.
+    """
+    weight = next(model.parameters())
+    shapes = _shapes(calls_by_layer(model), latent)
+    return PagedKVCache(
+        len(shapes),
+        num_blocks,
+        block_size,
+        shapes[0].num_kv_heads,
+        max(shape.head_dim for shape in shapes),
+        dtype=dtype or weight.dtype,
+        device=weight.device,
+        has_value=any(shape.value_dim for shape in shapes),
+        shapes=shapes,
+    )
+
+
+def calls_by_layer(model: PreTrainedModel) -> list[AttentionCall]:
+    """The one call of attention of each layer, in the order of the cache's layers.
+
+    Raises:
+        ModelRefused: a layer makes no call or several, or one that a paged cache cannot answer.
+    """
+    config = model.config.get_text_config()
+    kinds = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
+    if kinds:
+        raise refused(model, f"with layers of type {', '.join(kinds)}")
+    calls = record(model)
+    for call in calls:
+        if problem := _problem(call):
+            raise refused(model, f"with {type(call.module).__name__} {problem}")
+    counts = Counter(call.layer for call in calls)
+    several = {layer: times for layer, times in counts.items() if times > 1}
+    if several:
+        raise refused(model, f"with several calls a step of layers {several}")
+    by_layer = {call.layer: call for call in calls}
+    missing = sorted(set(range(max(config.num_hidden_layers, len(by_layer)))) - set(by_layer))
+    if missing:
+        raise refused(model, f"with other layers {missing}")
+    return [by_layer[layer] for layer in range(len(by_layer))]
+
+
+def check_fits(model: PreTrainedModel, calls: Sequence[AttentionCall], cache: PagedKVCache) -> None:
+    """Raises ValueError unless each layer of the cache keeps what its call hands over."""
+    possible = [_shapes(calls, latent) for latent in (True, False)]
+    for layer in range(max(len(calls), cache.num_layers)):
+        kept = cache.shapes[layer][:3] if layer < cache.num_layers else None
+        wanted = [shapes[layer][:3] for shapes in possible if layer < len(shapes)]
+        if kept not in wanted:
+            raise ValueError(
+                f"expected a cache that keeps (heads, key, value) {' or '.join(map(str, wanted))} "
+                f"of layer {layer} of a {type(model).__name__}, got {kept}: make it with cache_for"
+            )
+
+
+def _shapes(calls: Sequence[AttentionCall], latent: bool) -> list[KVShape]:
+    shapes = []
+    for layer, call in enumerate(calls):
+        own = latent_shape(call.module) if latent else None
+        expanded = KVShape(call.key.shape[1], call.key.shape[3], call.value.shape[3])
+        same = next((first for first in range(layer) if _is_same(call, calls[first])), None)
+        shapes.append((own or expanded)._replace(same_as=same))
+    return shapes
+
+
+def _is_same(call: AttentionCall, other: AttentionCall) -> bool:
+    """Whether a call hands over the very keys and values of another, which are still alive."""
+    pairs = (call.key, other.key), (call.value, other.value)
+    return all(
+        a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
+        for a, b in pairs
+    )
+
+
+def _problem(call: AttentionCall) -> str | None:
+    """Why the paged attention cannot answer a call; None: it can."""
+    query, key, value = call.query.shape, call.key.shape, call.value.shape
+    if call.layer is None:
+        return "that has no layer_idx"
+    if len(query) != 4 or key[:1] + key[2:] != query[:1] + query[2:] or value[:3] != key[:3]:
+        return f"that attends with query {[*query]} to keys {[*key]} and values {[*value]}"
+    if query[1] % key[1]:
+        return f"of {query[1]} query heads on {key[1]} key heads"
+    if choosers := [name for name in _CHOOSERS if getattr(call.module, name, None) is not None]:
+        return f"that chooses what it sees by its {choosers[0]}"
+    if call.others:
+        return f"that also passes {', '.join(call.others)}"
+    return other_sight(call)

@@ -1,0 +1,39 @@
+"""The folder that a user's caches are in: the one place that asks the environment for it.
+
+Only what was given no folder asks, when it needs one: the commands, and the native kernel.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from graphs.store.errors import StoreError
+
+__all__ = ["cache_folder"]
+
+
+def cache_folder(name: str) -> Path:
+    """The folder `name` among a user's caches, which may not be there yet.
+
+    In `XDG_CACHE_HOME` if that is an absolute path, as the XDG specification wants it; else where
+    the platform keeps caches, if `platformdirs` is installed (extra `cli`), which on Linux is
+    `~/.cache`; else in `~/.cache`.
+
+    Raises:
+        StoreError: nobody knows where the user's home is.
+    """
+    told = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(told):
+        return Path(told, name)
+    try:
+        home = Path.home()
+    except RuntimeError as error:
+        raise StoreError(f"{error} Give a folder, or set XDG_CACHE_HOME to one") from error
+    try:
+        from platformdirs import user_cache_path
+    except ImportError:
+        return home / ".cache" / name
+    # What it takes of a variable as it is may be relative, and is then nobody's folder.
+    found = user_cache_path(name, appauthor=False)
+    return found if found.is_absolute() else home / ".cache" / name

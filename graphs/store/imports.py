@@ -1,0 +1,178 @@
+"""The imports of a source file, and which of them its live code can use."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+__all__ = ["Import", "SourceFile", "live_imports", "read_source"]
+
+_NEVER = "<not run on import>"
+_OPTIONAL = {"ImportError", "ModuleNotFoundError", "Exception", ""}
+
+
+@dataclass(frozen=True)
+class Import:
+    """An import statement.
+
+    Attributes:
+        targets: the modules that it may import: `from a import b` is `a` and `a.b`.
+        bound: the names that it gives to the file; `*` for all.
+        scope: the function or class at the top of the file that it is in; empty: in none.
+        is_optional: whether the file goes on where it fails.
+    """
+
+    targets: tuple[str, ...]
+    bound: frozenset[str]
+    scope: str
+    is_optional: bool
+
+
+@dataclass
+class SourceFile:
+    """A source file as its imports see it.
+
+    Attributes:
+        imports: all of them, also those inside functions.
+        mentions: the identifiers that the code of each function and class at the top of the file
+            mentions, and under the empty name those of the code outside of them.
+        registered: functions and classes with decorators, which may hand them to anyone.
+    """
+
+    imports: list[Import] = field(default_factory=list)
+    mentions: dict[str, set[str]] = field(default_factory=lambda: {"": set()})
+    registered: set[str] = field(default_factory=set)
+
+
+@functools.lru_cache(maxsize=4096)
+def read_source(name: str, file: str, changed: int, size: int) -> SourceFile:
+    """The source of a module; `changed` and `size` tell its states apart."""
+    source = SourceFile()
+    try:
+        tree = ast.parse(Path(file).read_bytes())
+    except (SyntaxError, ValueError, RecursionError):  # for another Python: this cannot import it
+        return source
+    package = name if file.endswith("__init__.py") else name.rpartition(".")[0]
+    _Reader(source, package).read(tree.body)
+    return source
+
+
+def live_imports(
+    files: Mapping[str, SourceFile], entries: Iterable[tuple[str, str]]
+) -> Iterator[Import]:
+    """The imports that live code can use.
+
+    Live is what runs when a file is imported, `entries` (a module, and the function or class in
+    it), and every function and class that live code of any of the files mentions by its name. An
+    import inside of a function is live if the function is; one that may fail, if its name is
+    mentioned; any other always.
+    """
+    live, mentioned = set(entries), {name for _, name in entries}
+    while True:
+        before = len(live)
+        for module, source in files.items():
+            for scope, names in source.mentions.items():
+                is_live = not scope or scope in source.registered or scope in mentioned
+                if (module, scope) in live or is_live:
+                    live.add((module, scope))
+                    mentioned |= names
+        if len(live) == before:
+            break
+    for module, source in files.items():
+        for each in source.imports:
+            is_used = (
+                not each.is_optional or "*" in each.bound or not mentioned.isdisjoint(each.bound)
+            )
+            if (module, each.scope) in live and is_used:
+                yield each
+
+
+class _Reader:
+    """Reads statements into a :class:`SourceFile`."""
+
+    def __init__(self, source: SourceFile, package: str) -> None:
+        self._source = source
+        self._package = package
+
+    def read(
+        self, statements: Iterable[ast.stmt], scope: str = "", is_optional: bool = False
+    ) -> None:
+        """Statements at the top of the file, or in what encloses them there."""
+        for node in statements:
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                self._add(node, scope, is_optional)
+            elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                self._definition(node)
+            elif isinstance(node, ast.If) and _is_never(node.test):
+                self.read(node.body, _NEVER)
+                self.read(node.orelse, scope, is_optional)
+            elif not _is_list_of_names(node):
+                is_try = isinstance(node, ast.Try) and any(map(_catches_import, node.handlers))
+                self._compound(node, scope, is_optional or is_try)
+
+    def _compound(self, node: ast.AST, scope: str, is_optional: bool) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.stmt):
+                self.read([child], scope, is_optional)
+            elif isinstance(child, (ast.ExceptHandler, ast.match_case)):
+                self._compound(child, scope, is_optional)
+            else:
+                self._mention(scope, child)
+
+    def _definition(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> None:
+        if node.decorator_list:
+            self._source.registered.add(node.name)
+        self._mention(node.name, node)
+        head = node.bases if isinstance(node, ast.ClassDef) else [node.args]
+        for part in (*node.decorator_list, *head):  # runs on import
+            self._mention("", part)
+
+    def _mention(self, scope: str, tree: ast.AST) -> None:
+        names = self._source.mentions.setdefault(scope, set())
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                self._add(node, scope, is_optional=False)
+            elif (name := _identifier(node)) and scope != _NEVER:
+                names.add(name)
+
+    def _add(self, node: ast.Import | ast.ImportFrom, scope: str, is_optional: bool) -> None:
+        bound = (alias.asname or alias.name.partition(".")[0] for alias in node.names)
+        targets = tuple(_targets(node, self._package))
+        self._source.imports.append(Import(targets, frozenset(bound), scope, is_optional))
+
+
+def _targets(node: ast.Import | ast.ImportFrom, package: str) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+        return
+    parts = package.split(".")[: len(package.split(".")) - max(0, node.level - 1)]
+    base = ".".join([*(parts if node.level else []), *filter(None, [node.module])])
+    yield base
+    yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def _identifier(node: ast.AST) -> str:
+    if isinstance(node, ast.Name):
+        return "" if isinstance(node.ctx, ast.Store) else node.id
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    # As in getattr(module, "name") and in annotations.
+    value = node.value if isinstance(node, ast.Constant) else None
+    return value if isinstance(value, str) and value.isidentifier() else ""
+
+
+def _is_never(test: ast.expr) -> bool:
+    return ast.unparse(test) in ("__name__ == '__main__'", "TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def _is_list_of_names(node: ast.stmt) -> bool:
+    targets = node.targets if isinstance(node, ast.Assign) else []
+    return any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets)
+
+
+def _catches_import(handler: ast.ExceptHandler) -> bool:
+    kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    return any((_identifier(kind) if kind else "") in _OPTIONAL for kind in kinds)

@@ -1,0 +1,118 @@
+"""Why a store does not have a graph: the entry that comes nearest, and the factors that differ."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from graphs.store.entry import Entry
+from graphs.store.store import ArtifactStore
+
+__all__ = ["Miss", "Misses", "differences", "nearest"]
+
+_log = logging.getLogger(__name__)
+
+# What tells one graph from another counts for more than all that is around it.
+_OWN = {"inputs": 32, "state": 32, "values": 16}
+_MOST, _LONGEST = 6, 60
+
+
+@dataclass(frozen=True)
+class Miss:
+    """A graph that a store did not have.
+
+    Attributes:
+        name: of the graph.
+        entry: the key of the entry that comes nearest, or an empty string if there is none.
+        differs: for each factor that differs, what it is there and what it is now, None where it is
+            not; of mappings and lists each part by itself, as `sources.my_module`.
+    """
+
+    name: str
+    entry: str
+    differs: Mapping[str, tuple[Any, Any]]
+
+    @property
+    def is_another_graph(self) -> bool:
+        """Whether there is nothing like it: other inputs, another model, or no entry at all."""
+        return not self.entry or not {"inputs", "state"}.isdisjoint(map(_top, self.differs))
+
+    def __str__(self) -> str:
+        if not self.entry:
+            return "the store has no graph of this kind yet"
+        shown = list(self.differs.items())[:_MOST]
+        told = [f"{name}: {' -> '.join(_texts(*values))}" for name, values in shown]
+        more = len(self.differs) - len(told)
+        rest = [f"and {more} more"] if more else []
+        return f"the nearest entry, {self.entry[:12]}, differs in " + ", ".join(told + rest)
+
+
+class Misses:
+    """Logs each reason once, however many graphs miss for it.
+
+    Attributes:
+        found: all misses so far.
+    """
+
+    def __init__(self) -> None:
+        self.found: list[Miss] = []
+        self._told: set[frozenset[Any]] = set()
+
+    def note(self, store: ArtifactStore, factors: Mapping[str, Any], name: str) -> None:
+        """Find out why there is nothing of these factors, and log it unless it was."""
+        miss = nearest(store.entries(), factors, name)
+        self.found.append(miss)
+        reason = frozenset(
+            (factor, *(() if _top(factor) in _OWN else _texts(*values)))
+            for factor, values in miss.differs.items()
+        )
+        if reason in self._told:
+            return
+        self._told.add(reason)
+        level = logging.INFO if miss.is_another_graph else logging.WARNING
+        _log.log(level, "%s: not in the store: %s (told once for all graphs)", name, miss)
+
+
+def nearest(entries: Iterable[Entry], factors: Mapping[str, Any], name: str) -> Miss:
+    """The entry that differs least, of the same backend; the one used last of several."""
+    best: tuple[int, Entry, dict[str, tuple[Any, Any]]] | None = None
+    for entry in entries:
+        if entry.factors.get("backend") != factors.get("backend"):
+            continue
+        differs = differences(entry.factors, factors)
+        far = sum({each: _OWN.get(each, 1) for each in map(_top, differs)}.values())
+        if best is None or far < best[0]:
+            best = far, entry, differs
+    return Miss(name, best[1].key, best[2]) if best else Miss(name, "", {})
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """What differs between factors, by name; None where one does not have it."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for name in sorted(old.keys() | new.keys()):
+        before, now = old.get(name), new.get(name)
+        if isinstance(before, (Mapping, list)) and isinstance(now, (Mapping, list)):
+            inner = differences(_parts(before), _parts(now))
+            found |= {f"{name}.{part}": values for part, values in inner.items()}
+        elif before != now:
+            found[name] = before, now
+    return found
+
+
+def _top(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _parts(value: Mapping[str, Any] | list[Any]) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {str(i): each for i, each in enumerate(value)}
+
+
+def _texts(old: Any, new: Any) -> tuple[str, str]:
+    """Both, short enough for a line: of long ones where they begin to differ."""
+    texts = ["none" if value is None else str(value) for value in (old, new)]
+    same = next((i for i, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), 0)
+    start = max(0, same - _LONGEST // 4) if max(map(len, texts)) > _LONGEST else 0
+    cut = [("..." if start else "") + text[start : start + _LONGEST] for text in texts]
+    return cut[0], cut[1]

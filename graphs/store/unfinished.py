@@ -1,0 +1,57 @@
+"""Where entries are written before they are one: folders that a killed process leaves to others."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+from graphs.store.files import remove, visible
+from graphs.store.lock import Lock
+
+__all__ = ["sweep_unfinished", "unfinished"]
+
+_LOCK = ".lock"
+
+
+@contextmanager
+def unfinished(folder: Path, alone: Callable[[], AbstractContextManager[None]]) -> Iterator[Path]:
+    """A path in `folder` to write at; what is still there in the end is removed.
+
+    Each has a lock, which the kernel takes back from a process that dies.
+
+    Args:
+        folder: of what is unfinished.
+        alone: keeps other processes out meanwhile.
+    """
+    path = folder / f"{os.getpid()}-{secrets.token_hex(4)}"
+    with alone():
+        sweep_unfinished(folder)
+        lock = Lock(_lock_of(path))
+        lock.take()
+    try:
+        yield path
+    finally:
+        remove(path)
+        lock.path.unlink(missing_ok=True)
+        lock.close()
+
+
+def sweep_unfinished(folder: Path) -> None:
+    """Remove what processes left that are no more; for one who keeps all others out."""
+    # The lock comes before what it locks and goes after it: without one nobody is at work.
+    paths = {path.with_suffix("") if path.suffix == _LOCK else path for path in visible(folder)}
+    for path in paths:
+        lock = Lock(_lock_of(path))
+        try:
+            if lock.take():
+                remove(path)
+                lock.path.unlink(missing_ok=True)
+        finally:
+            lock.close()
+
+
+def _lock_of(path: Path) -> Path:
+    return path.with_name(path.name + _LOCK)

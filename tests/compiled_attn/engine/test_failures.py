@@ -1,0 +1,281 @@
+"""A request that fails ends alone: no neighbour's token changes, nothing of it is found later."""
+
+from __future__ import annotations
+
+import gc
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import compiled_attn.engine.sampling as sampling_module
+from compiled_attn.engine import (
+    ConfigError,
+    Engine,
+    EngineConfig,
+    GenerationResult,
+    SamplingParams,
+    Sequence,
+    TokenEvent,
+)
+from compiled_attn.hf import ModelChanged
+from tests.compiled_attn.tiny import plain_generate, tiny_model
+
+POISON = 127
+"""Token whose embedding is NaN."""
+
+NEW = 6
+
+
+def _poisoned_model():
+    model = tiny_model()
+    model.get_input_embeddings().weight.data[POISON] = math.nan
+    return model
+
+
+def _engine(model=None, **config) -> Engine:
+    settings = {
+        "max_tokens_per_step": 24,
+        "max_seqs": 4,
+        "block_size": 4,
+        "num_blocks": 64,
+        "backend": "eager",
+        "max_graphs": 4,
+        **config,
+    }
+    engine = Engine(model or tiny_model(), EngineConfig(**settings))
+    engine.warmup()
+    return engine
+
+
+def _prompts(count: int) -> list[list[int]]:
+    rng = np.random.default_rng(3)
+    return [rng.integers(1, POISON, int(rng.integers(2, 30))).tolist() for _ in range(count)]
+
+
+@pytest.mark.parametrize("kernel", ["auto", "portable"])
+def test_a_request_that_turns_into_nan_ends_with_an_error_and_changes_no_other(kernel):
+    model, prompts = _poisoned_model(), _prompts(6)
+    bad = {1: [*prompts[1][:5], POISON, *prompts[1][5:], *range(1, 40)], 4: [POISON]}
+    engine = _engine(model, kernel=kernel)
+    served = [bad.get(index, prompt) for index, prompt in enumerate(prompts)]
+    results = list(engine.generate(served, SamplingParams(max_new_tokens=NEW), in_order=True))
+    for index, result in enumerate(results):
+        if index in bad:
+            assert (result.finish_reason, result.tokens) == ("error", [])
+            assert "expected finite logits" in result.error
+        else:
+            assert result.tokens == plain_generate(model, prompts[index], NEW)
+            assert result.error == "" and result.finish_reason == "length"
+    report = engine.report()
+    assert (report.requests, report.failed_requests, report.nonfinite_rows) == (6, 2, 2)
+    assert engine.pool.stats().used == 0
+
+
+@pytest.mark.parametrize("kernel", ["auto", "portable"])
+def test_a_prompt_that_begins_like_one_that_failed_finds_nothing_of_it(kernel):
+    model = _poisoned_model()
+    engine = _engine(model, kernel=kernel)
+    prefix = list(range(1, 41))
+    (failed,) = engine.generate([[*prefix, POISON, 5, 6, 7]])
+    assert failed.finish_reason == "error"
+    for _ in range(2):
+        (result,) = engine.generate([[*prefix, 9]], SamplingParams(max_new_tokens=NEW))
+        assert result.tokens == plain_generate(model, [*prefix, 9], NEW)
+    # What the failed one held was withdrawn; what the next one computed was found by the third.
+    assert engine.pool.stats().hit_tokens == 40
+
+
+def test_the_event_of_a_failure_has_no_token():
+    engine = _engine(_poisoned_model())
+    request = engine.submit([1, POISON, 2])
+    (event,) = engine.step()
+    assert event.token is None and event.result.finish_reason == "error"
+    assert event.request_id == event.result.request_id == request
+    assert not engine.has_work
+
+
+@pytest.mark.parametrize("temperature", [1e-50, 5e-324])
+def test_a_tiny_temperature_is_greedy(temperature):
+    engine, prompt = _engine(), [3, 4, 5]
+    params = SamplingParams(max_new_tokens=NEW, temperature=temperature)
+    (result,) = engine.generate([prompt], params)
+    assert result.tokens == plain_generate(engine.model, prompt, NEW)
+
+
+def test_what_fails_while_one_row_is_sampled_ends_that_request_alone(monkeypatch):
+    engine, prompts = _engine(), _prompts(3)
+    draw = sampling_module._draw
+
+    def failing(logits, params, step):
+        if params.seed == 13 and step == 2:
+            raise IndexError("no such place")
+        return draw(logits, params, step)
+
+    monkeypatch.setattr(sampling_module, "_draw", failing)
+    params = [SamplingParams(NEW, temperature=1.0, seed=seed) for seed in (12, 13, 14)]
+    ended = list(engine.generate(prompts, params, in_order=True))
+    assert [result.finish_reason for result in ended] == ["length", "error", "length"]
+    assert ended[1].error == "sampling failed: IndexError: no such place"
+    assert len(ended[1].tokens) == 2 and engine.report().nonfinite_rows == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("hello", "got str 'hello'"),
+        (["123", "45"], "got str '123'"),
+        ([1.7], "got float 1.7"),
+        ([1, True], "got bool True"),
+        ([[1, 2]], "got list"),
+        (np.array([1.0, 2.0]), "got float64"),
+        (torch.tensor([1.0]).bfloat16(), "bfloat16"),
+        (torch.tensor([[1, 2]]), "shape"),
+        (5, "got int 5"),
+        ({1, 2}, "got set"),
+        (b"ab", "got bytes"),
+        (None, "got NoneType"),
+    ],
+)
+def test_prompts_that_are_not_integers_are_refused_in_one_line(prompt, message):
+    engine = _engine()
+    for call in (lambda: engine.submit(prompt), lambda: engine.generate([[1], prompt])):
+        with pytest.raises(ConfigError, match="expected") as refused:
+            call()
+        text = str(refused.value)
+        assert message in text and "\n" not in text and "pass token ids" in text
+    assert not engine.has_work
+
+
+@pytest.mark.parametrize("prompts", ["hello", 7, [1, 2, 3]])
+def test_prompts_that_are_no_list_of_prompts_are_refused(prompts):
+    with pytest.raises(ConfigError, match=r"expected a (list of prompts|prompt as a list)"):
+        _engine().generate(prompts)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        (4, 5, 6),
+        np.array([4, 5, 6], np.uint8),
+        torch.tensor([4, 5, 6], dtype=torch.int16),
+        [np.int64(4), torch.tensor(5), 6],
+        range(4, 7),
+    ],
+)
+def test_integers_of_every_kind_are_prompts(prompt):
+    engine = _engine()
+    (result,) = engine.generate([prompt], SamplingParams(max_new_tokens=2))
+    assert result.prompt == [4, 5, 6] and set(map(type, result.prompt)) == {int}
+
+
+def test_sampling_and_salts_of_the_wrong_kind_are_refused():
+    engine = _engine()
+    with pytest.raises(ConfigError, match="SamplingParams, got dict"):
+        engine.submit([1], {"temperature": 1})
+    with pytest.raises(ConfigError, match="salt as str"):
+        engine.submit([1], salt=7)
+    with pytest.raises(ConfigError, match="2 salts, one per prompt, got 1"):
+        engine.generate([[1], [2]], salt=["a"])
+
+
+def test_prompts_of_another_salt_share_no_block():
+    engine, prompt = _engine(), list(range(1, 20))
+    hits = []
+    for salt in ("a", "b", None, "a"):
+        list(engine.generate([prompt], salt=salt))
+        hits.append(engine.pool.stats().hit_tokens)
+    assert hits[:3] == [0, 0, 0] and hits[3] >= 16
+
+
+def test_an_index_is_the_position_in_its_call_and_an_id_is_given_once():
+    engine, params = _engine(), SamplingParams(max_new_tokens=2)
+    by_hand = engine.submit([1, 2], params)
+    while engine.has_work:
+        engine.step()
+    seen = {by_hand}
+    for _ in range(2):
+        prompts = _prompts(3)
+        for result in engine.generate(prompts, params):
+            assert result.prompt == prompts[result.index]
+            assert result.request_id not in seen
+            seen.add(result.request_id)
+    assert seen == set(range(7))
+
+
+def test_results_come_in_order_if_asked_for():
+    engine, prompts = _engine(), _prompts(6)
+    params = [SamplingParams(max_new_tokens=new) for new in (9, 1, 5, 2, 7, 1)]
+    finished = [result.index for result in engine.generate(prompts, params)]
+    ordered = [result.index for result in engine.generate(prompts, params, in_order=True)]
+    assert finished != ordered == sorted(finished) == [0, 1, 2, 3, 4, 5]
+
+
+def test_an_aborted_request_does_not_hold_back_ordered_results():
+    engine = _engine()
+    results = engine.generate(
+        [[1, 2], [3, 4], [5, 6]],
+        SamplingParams(max_new_tokens=3),
+        in_order=True,
+        on_step=lambda info: engine.abort(0) if 0 in engine.open_requests else None,
+    )
+    assert [result.index for result in results] == [1, 2]
+
+
+def test_without_a_seed_equal_prompts_go_different_ways_and_the_result_tells_the_seed():
+    engine, prompt = _engine(), [3, 4, 5]
+    params = SamplingParams(max_new_tokens=12, temperature=2.0)
+    first, second = engine.generate([prompt, prompt], params)
+    assert first.sampling.seed != second.sampling.seed and first.tokens != second.tokens
+    (again,) = engine.generate([prompt], first.sampling)
+    assert again.tokens == first.tokens and params.seed is None
+
+
+def test_a_stream_that_could_not_abort_its_requests_leaves_none_behind(monkeypatch):
+    engine = _engine()
+    stream = engine.stream([[1, 2], [3, 4]], SamplingParams(max_new_tokens=50))
+    next(stream)
+
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine, "abort", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        stream.close()
+    monkeypatch.undo()
+    assert len(engine.open_requests) == 2
+    assert engine.step() == [] and not engine.has_work
+    assert engine.pool.stats().used == 0
+
+
+def test_a_model_that_changed_since_the_warmup_is_an_error_and_nothing_is_lost():
+    model = tiny_model()
+    engine, params = _engine(model), SamplingParams(max_new_tokens=NEW)
+    engine.submit([3, 4, 5], params)
+    told = engine.step()
+    name = model.config._attn_implementation
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(ModelChanged, match="its attention is 'sdpa'"):
+        engine.step()
+    model.set_attn_implementation(name)
+    while engine.has_work:
+        told += engine.step()
+    assert [event.token for event in told] == plain_generate(model, [3, 4, 5], NEW)
+    assert engine.report().restarts == 0
+
+
+def test_nothing_of_a_request_is_kept_when_it_was_served():
+    engine = _engine()
+
+    kinds = Sequence, GenerationResult, TokenEvent
+
+    def alive() -> int:
+        gc.collect()
+        return sum(type(each) in kinds for each in gc.get_objects())
+
+    for _ in range(3):
+        assert sum(1 for _ in engine.generate(_prompts(8), SamplingParams(max_new_tokens=2))) == 8
+        engine.submit([1, 2], SamplingParams(max_new_tokens=1))
+        assert engine.step()[0].result is not None
+        assert engine.step() == [] and alive() == 0

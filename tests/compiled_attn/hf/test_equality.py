@@ -1,0 +1,97 @@
+"""A model that would compute something else through the paged cache is not served."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from compiled_attn.hf import ModelRefused, PagedCausalLM, cache_for
+from tests.compiled_attn.hf.families import small_model
+from tests.compiled_attn.tiny import tiny_model
+
+
+def _paged(model, is_native):
+    return PagedCausalLM(model, cache_for(model, 8, 4), is_native=is_native)
+
+
+def previous_token(model):
+    """The first layer also adds what it got for the row before, whosever that is."""
+    layer = model.model.layers[0]
+    plain = type(layer).forward
+
+    class Shifted(type(layer)):
+        def forward(self, hidden_states, *args, **kwargs):
+            return plain(self, hidden_states, *args, **kwargs) + hidden_states.roll(1, dims=1)
+
+    layer.__class__ = Shifted
+
+
+def own_positions(model):
+    """Counts positions from the start of what it gets, as models without ``position_ids`` do."""
+    rotary = model.model.rotary_emb
+    plain = type(rotary).forward
+
+    class Counting(type(rotary)):
+        def forward(self, x, position_ids):
+            return plain(self, x, torch.arange(x.shape[1]).unsqueeze(0))
+
+    rotary.__class__ = Counting
+
+
+@pytest.mark.parametrize(
+    ("mistake", "dtype"),
+    [
+        (previous_token, torch.float32),
+        (own_positions, torch.float32),
+        (own_positions, torch.bfloat16),
+    ],
+)
+@pytest.mark.parametrize("is_native", [False, True])
+def test_a_mistake_in_the_code_of_a_model_is_found(mistake, is_native, dtype, request):
+    if is_native:
+        request.getfixturevalue("ops")
+    model = tiny_model().to(dtype)
+    mistake(model)
+    with pytest.raises(ModelRefused, match="same logits through the paged cache"):
+        _paged(model, is_native)
+    assert model.config._attn_implementation == "eager"
+    assert "forward" not in model.model.layers[0].__dict__
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        ("llama", torch.float64),
+        ("gemma2", torch.float64),
+        ("gemma2", torch.float16),
+        ("gpt_oss", torch.float16),
+        ("gpt_oss", torch.bfloat16),
+        ("llama", torch.bfloat16),
+    ],
+)
+def test_rounding_is_no_mistake(family, dtype):
+    _paged(tiny_model(family).to(dtype), is_native=False)
+
+
+def test_a_model_that_derives_positions_from_its_padding_is_refused():
+    with pytest.raises(ModelRefused, match="computes others: they differ by"):
+        _paged(small_model("roberta"), is_native=False)
+
+
+def test_a_model_that_fails_by_itself_is_refused_with_its_error():
+    model = tiny_model()
+    model.lm_head = torch.nn.Linear(3, 3)
+    with pytest.raises(ModelRefused, match=r"fails on 3 tokens \(RuntimeError"):
+        _paged(model, is_native=False)
+
+
+def test_a_model_without_finite_logits_is_refused():
+    model = tiny_model()
+    model.lm_head.weight.fill_(torch.nan)
+    with pytest.raises(ModelRefused, match="not finite"):
+        _paged(model, is_native=False)
+
+
+def test_a_quantised_cache_is_tried_without_its_rounding():
+    model = tiny_model()
+    PagedCausalLM(model, cache_for(model, 8, 4, dtype=torch.int8))

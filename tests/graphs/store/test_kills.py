@@ -1,0 +1,194 @@
+"""Whenever a process is killed or interrupted, what a store shows is whole, and it goes on."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import graphs.store
+from graphs.store import ArtifactStore
+from graphs.store.store import _checked
+
+SIZE = 3000
+_CHANGES = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate", "os.utime"}
+_SOURCES = str(Path(graphs.store.__file__).parent)
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory):
+    """A store of three entries with two files each, one of them damaged, and a compile cache."""
+    folder = tmp_path_factory.mktemp("kills")
+    source = folder / "source"
+    (source / "deep").mkdir(parents=True)
+    (source / "graph.bin").write_bytes(b"g" * 2000)
+    (source / "deep" / "notes").write_bytes(b"n" * 1000)
+    store = ArtifactStore(folder / "store")
+    for number in range(3):
+        store.put({"i": number}, source)
+    with store.inductor_cache({"cpu": "a"}) as cache:
+        (cache.files / "kernel").write_text("code")
+        cache.seal()
+    return store.path, source
+
+
+def replace(path, source):
+    ArtifactStore(path).put({"i": 1}, source)
+
+
+def evict(path, source):
+    ArtifactStore(path, max_bytes=2 * SIZE).put({"i": 7}, source)
+
+
+def clear(path, source):
+    ArtifactStore(path).clear()
+
+
+def throw_away(path, source):
+    store = ArtifactStore(path)
+    entry = store.entries()[0]
+    (entry.files / "graph.bin").unlink()
+    with store.use(entry.factors) as folder:
+        assert folder is None
+
+
+def compile_cache(path, source):
+    with ArtifactStore(path).inductor_cache({"cpu": "b"}) as cache:
+        (cache.files / "kernel").write_text("code")
+        cache.seal()
+
+
+WORK = [replace, evict, clear, throw_away, compile_cache]
+
+
+def killed(work, fatal):
+    """Runs `work` in a process of its own that kills itself where `fatal(event)` says so."""
+    if not (pid := os.fork()):
+        logging.disable()
+
+        def watch(event, args):
+            writes = event == "open" and isinstance(args[2], int) and args[2] & os.O_ACCMODE
+            if (event in _CHANGES or writes) and fatal():
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(watch)
+        try:
+            work()
+        finally:
+            os._exit(0)
+    return os.WIFSIGNALED(os.waitpid(pid, 0)[1])
+
+
+def hidden(path):
+    return [each for each in path.rglob(".*") if each.name != ".lock"]
+
+
+def assert_whole(path, *, except_damaged=False):
+    """What is there by a name that is not hidden is whole: before anyone tidied up."""
+    folders = [f for f in (path / "artifacts").iterdir() if not f.name.startswith(".")]
+    problems = [problem for folder in folders if (problem := _checked(folder)[1])]
+    if except_damaged:  # the test itself took that file away
+        problems = [
+            p for p in problems if p != "its files are not those of its manifest: graph.bin"
+        ]
+    assert problems == []
+    for cache in (path / "inductor").glob("[!.]*"):
+        assert (cache / "files").is_dir() or not list(cache.glob("*.json"))
+
+
+def assert_goes_on(path, source):
+    """The next process finds everything usable, and nothing left behind."""
+    store = ArtifactStore(path, lock_seconds=0.2)
+    assert list((path / "unfinished").iterdir()) == []
+    store.verify()
+    assert hidden(path) == []
+    assert store.put({"i": "next"}, source)
+    with store.use({"i": "next"}) as folder:
+        assert (folder / "graph.bin").read_bytes() == b"g" * 2000
+    store.clear()
+    assert store.entries() == [] and store.inductor_caches() == []
+
+
+@pytest.mark.parametrize("work", WORK)
+def test_a_kill_at_any_change_of_the_disk_leaves_entries_whole_or_not_there(
+    work, template, tmp_path
+):
+    path, source = template
+    for last in itertools.count(1):
+        shutil.rmtree(tmp_path / "store", ignore_errors=True)
+        shutil.copytree(path, tmp_path / "store")
+        events = itertools.count(1)
+        was_killed = killed(
+            lambda: work(tmp_path / "store", source),
+            lambda events=events, last=last: next(events) == last,
+        )
+        assert_whole(tmp_path / "store", except_damaged=work is throw_away)
+        assert_goes_on(tmp_path / "store", source)
+        if not was_killed:
+            break
+    assert last > 5
+
+
+def test_a_kill_at_any_time_leaves_entries_whole_or_not_there(template, tmp_path):
+    path, source = template
+    draw = random.Random(13)
+    shutil.copytree(path, tmp_path / "store")
+    for _ in range(20):
+        if not (pid := os.fork()):
+            try:
+                for work in itertools.cycle((replace, evict, clear)):
+                    work(tmp_path / "store", source)
+            finally:
+                os._exit(0)
+        time.sleep(draw.uniform(0.0, 0.1))
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        assert_whole(tmp_path / "store")
+    assert_goes_on(tmp_path / "store", source)
+
+
+def interrupted(work, line):
+    """Runs `work` with Ctrl-C at so many lines of the store from its start; False: it has less."""
+    lines = itertools.count(1)
+
+    def trace(frame, event, arg):
+        if not frame.f_code.co_filename.startswith(_SOURCES):
+            return None
+        if event == "line" and next(lines) == line:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        work()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
+@pytest.mark.parametrize("step", [13, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("work", WORK)
+def test_an_interrupt_at_any_line_gives_locks_back_and_leaves_nothing(
+    work, step, template, tmp_path
+):
+    path, source = template
+    for line in itertools.count(1, step):
+        shutil.rmtree(tmp_path / "store", ignore_errors=True)
+        shutil.copytree(path, tmp_path / "store")
+        was_interrupted = interrupted(lambda: work(tmp_path / "store", source), line)
+        assert_whole(tmp_path / "store", except_damaged=work is throw_away)
+        assert_goes_on(tmp_path / "store", source)
+        if not was_interrupted:
+            break
+    assert line > 100
