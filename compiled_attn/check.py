@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from compiled_attn.rounding import last_logits, rounding_of
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["TIE_TOLERANCE", "CheckReport", "Difference", "Finished", "check"]
+__all__ = ["TIE_DEVIATIONS", "TIE_TOLERANCE", "CheckReport", "Difference", "Finished", "check"]
+
+TIE_DEVIATIONS = 4.0
+"""Two tokens tie if they are as near as this many standard deviations of their logits' difference.
+
+The deviation is measured for each row: what the model's dtype makes of it, against wider numbers
+(`compiled_attn.rounding`). Of normally distributed rounding, a distance beyond 4 deviations turns
+round once in 30,000 cases, so that hardly a right token is called a mismatch.
+"""
 
 TIE_TOLERANCE = {
     torch.float64: 1e-10,
@@ -20,9 +31,9 @@ TIE_TOLERANCE = {
     torch.float16: 5e-3,
     torch.bfloat16: 4e-2,
 }
-"""Two tokens tie if their logits differ by at most this share of the row's greatest absolute logit.
+"""The same as a share of the row's greatest absolute logit, where the rounding is not measured.
 
-Right implementations that add in another order differ by rounding, which is proportional to it.
+That is float64, and models that cannot be computed with wider numbers.
 """
 
 
@@ -46,7 +57,13 @@ class Finished(Protocol):
 class Difference:
     """A place where the engine and plain ``generate`` chose different tokens after the same text.
 
-    Both logits are those of plain Hugging Face at this place; ``position`` counts generated tokens.
+    Args:
+        request: its index.
+        position: counts generated tokens.
+        engine_token, plain_token: what was chosen.
+        engine_logit, plain_logit: of both tokens in plain Hugging Face at this place.
+        distance: between the two with wider numbers, or between these where there are none.
+        tie_bound: up to which distance rounding explains it.
     """
 
     request: int
@@ -55,13 +72,21 @@ class Difference:
     plain_token: int
     engine_logit: float
     plain_logit: float
+    distance: float = 0.0
+    tie_bound: float = 0.0
 
     def __str__(self) -> str:
+        apart = f"; {self.distance:.3g} apart, rounding explains {self.tie_bound:.3g}"
         return (
             f"request {self.request}, generated token {self.position}: "
             f"engine {self.engine_token} (logit {self.engine_logit:.6g}), "
             f"generate {self.plain_token} (logit {self.plain_logit:.6g})"
-        )
+        ) + (apart if self.tie_bound else "")
+
+    @property
+    def is_tie(self) -> bool:
+        """Whether right implementations may differ here."""
+        return self.distance <= self.tie_bound
 
 
 @dataclass(slots=True)
@@ -72,7 +97,7 @@ class CheckReport:
         checked_requests, checked_tokens: how much was compared.
         mismatched_tokens: tokens that differ, beginning with the first that no tie explains.
         mismatches: that first difference of each request that has one.
-        ties: differences within rounding (:data:`TIE_TOLERANCE`); comparing goes on behind them.
+        ties: differences within rounding (:data:`TIE_DEVIATIONS`); comparing goes on behind them.
     """
 
     checked_requests: int = 0
@@ -134,16 +159,9 @@ def _compare(model: PreTrainedModel, result: Finished, report: CheckReport) -> N
         if not different:
             return
         first = different[0]
-        logits = _next_logits(model, prompt + tokens[:first])
-        difference = Difference(
-            result.index,
-            first,
-            tokens[first],
-            plain[first - done],
-            logits[tokens[first]].item(),
-            logits[plain[first - done]].item(),
-        )
-        if not _is_tie(difference, logits, model.dtype):
+        tokens_here = tokens[first], plain[first - done]
+        difference = _difference(model, prompt + tokens[:first], result.index, first, *tokens_here)
+        if not difference.is_tie:
             report.mismatches.append(difference)
             report.mismatched_tokens += len(different)
             return
@@ -151,9 +169,21 @@ def _compare(model: PreTrainedModel, result: Finished, report: CheckReport) -> N
         done = first + 1
 
 
-def _is_tie(difference: Difference, logits: torch.Tensor, dtype: torch.dtype) -> bool:
-    distance = abs(difference.plain_logit - difference.engine_logit)
-    return distance <= TIE_TOLERANCE.get(dtype, 0.0) * logits.abs().max().item()
+def _difference(
+    model: Any, text: list[int], request: int, position: int, engine: int, plain: int
+) -> Difference:
+    both = [engine, plain]
+    logits = last_logits(model, text)
+    engine_logit, plain_logit = logits[both].tolist()
+    bound = torch.finfo(model.dtype).eps / 2 * (abs(engine_logit) + abs(plain_logit))
+    if (measured := rounding_of(model, text, logits)) is None:
+        bound = TIE_TOLERANCE.get(model.dtype, 0.0) * logits.abs().max().item()
+        ends = logits[both]
+    else:  # the difference of two logits deviates more than one, by the root of 2
+        bound = max(bound, TIE_DEVIATIONS * math.sqrt(2) * measured.deviation)
+        ends = measured.exact[both]
+    distance = (ends[0] - ends[1]).abs().item()
+    return Difference(request, position, engine, plain, engine_logit, plain_logit, distance, bound)
 
 
 def _generate(model: Any, text: list[int], count: int) -> list[int]:
@@ -161,12 +191,6 @@ def _generate(model: Any, text: list[int], count: int) -> list[int]:
     output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count)
     new: list[int] = output[0, len(text) :].tolist()
     return new
-
-
-def _next_logits(model: Any, text: list[int]) -> torch.Tensor:
-    ids = torch.tensor([text], device=model.device)
-    logits: torch.Tensor = model(ids, use_cache=False, logits_to_keep=1).logits[0, -1]
-    return logits.double()
 
 
 @contextlib.contextmanager

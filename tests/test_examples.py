@@ -25,6 +25,7 @@ from compiled_attn import (
     unified_attention,
 )
 from compiled_attn.cli.app import app
+from compiled_attn.cli.facts import RunFacts
 from compiled_attn.engine import EngineConfig, EngineReport, SamplingParams
 from graphs.backends import BACKENDS
 from graphs.backends.eager import EagerBackend
@@ -188,8 +189,8 @@ def test_every_argument_and_field_is_in_the_legend_and_no_other(page, section, n
 def test_every_key_of_the_json_is_documented_and_no_other():
     rows = _rows("engine.md", "### JSON")[1:]
     documented = {name for cells in rows for name in re.findall(r"`(\w+)`", cells[0])}
-    keys = {field.name for field in fields(EngineReport)} | {"ties", "mismatches"}
-    assert documented == keys
+    keys = {field.name for kind in (EngineReport, RunFacts) for field in fields(kind)}
+    assert documented == keys | {"ties", "mismatches"}
 
 
 def test_generate_serves_every_prompt(monkeypatch, capsys):

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from compiled_attn.check import CheckReport, check
 from compiled_attn.cli.choices import DTYPES, refuse_unknown
 from compiled_attn.cli.errors import FAILED, INTERRUPTED, UserError, bad_input, tell
+from compiled_attn.cli.facts import RunFacts
 from compiled_attn.cli.live import ServingView, serving_view
 from compiled_attn.cli.store import stored_backend
 from compiled_attn.cli.table import print_result
@@ -98,7 +99,7 @@ def run_job(options: Options) -> int:
 
 
 def _run(options: Options, model: PreTrainedModel, backend: str | Backend) -> int:
-    screen = Console(stderr=True)
+    screen, facts = Console(stderr=True), RunFacts.of(model, options.model, asdict(options))
     with bad_input():
         engine = Engine(model, _config(options, backend))
         arrivals = _demand(options, engine.sizing.context, screen)
@@ -126,7 +127,7 @@ def _run(options: Options, model: PreTrainedModel, backend: str | Backend) -> in
     )
     print_result(report, checked, Console())
     with bad_input():
-        _write(options, report, checked, engine, demand)
+        _write(options, facts, report, checked, engine, demand)
     return code or _verdict(report, options.strict)
 
 
@@ -259,19 +260,25 @@ def _verdict(report: EngineReport, strict: bool) -> int:
 
 def _write(
     options: Options,
+    facts: RunFacts,
     report: EngineReport,
     checked: CheckReport,
     engine: Engine,
     demand: Sequence[str],
 ) -> None:
-    result = report.to_dict() | {
-        "ties": [asdict(tie) for tie in checked.ties],
-        "mismatches": [asdict(mismatch) for mismatch in checked.mismatches],
-    }
+    result = (
+        facts.to_dict()
+        | report.to_dict()
+        | {
+            "ties": [asdict(tie) for tie in checked.ties],
+            "mismatches": [asdict(mismatch) for mismatch in checked.mismatches],
+        }
+    )
     if options.json is not None:
         options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     if options.record_demand is not None:
         options.record_demand.write_text("".join(demand), encoding="utf-8")
     if options.report is not None:
         charts = {"series": engine.block_series()}
-        write_report(options.report, result | charts, title="compiled-attn run")
+        unchecked = {} if report.checked_requests else {"mismatched_tokens": None}
+        write_report(options.report, result | unchecked | charts, title="compiled-attn run")

@@ -71,7 +71,10 @@ def plan(
     block_size: BlockSizeOption = 32,
     num_blocks: NumBlocksOption = None,
     max_graphs: Annotated[
-        int, typer.Option(min=1, metavar="K", rich_help_panel=_RESULT, help="Buckets at most.")
+        int,
+        typer.Option(
+            min=1, max=1000, metavar="K", rich_help_panel=_RESULT, help="Buckets at most."
+        ),
     ] = 24,
     rho: Annotated[
         float,

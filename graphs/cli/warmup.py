@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_text
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, cast
@@ -17,6 +18,7 @@ from graphs.cli.outputs import refuse_unwritable
 from graphs.cli.target import load_target
 from graphs.progress import progress_for
 from graphs.report import describe, write_report
+from graphs.report.surroundings import surroundings
 from graphs.schedule import Order
 from graphs.warmup import WarmupManager
 
@@ -63,6 +65,7 @@ def warmup(
 
     Ends with 1 if a bucket is not captured, with 2 on bad input, with 130 when interrupted.
     """
+    options = {name: os.fspath(v) if isinstance(v, Path) else v for name, v in locals().items()}
     if reason := available_backends().get(backend, "there is none of that name"):
         raise UserError(f"--backend {backend} cannot work here: {reason}")
     space = from_file(buckets)
@@ -101,7 +104,8 @@ def warmup(
             text = json_text.dumps(manager.report.to_json(), indent=2)
             json.write_text(text + "\n", encoding="utf-8")
         if report is not None:
-            typer.echo(write_report(report, describe(manager), title=f"Warmup of {target}"))
+            facts = surroundings(["compiled-attn"]) | {"options": options} | describe(manager)
+            typer.echo(write_report(report, facts, title=f"Warmup of {target}"))
     except OSError as error:
         raise UserError(f"cannot write the outcome: {error}") from error
     return code or (0 if len(manager.report.captured) == len(space) else FAILED)

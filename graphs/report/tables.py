@@ -73,7 +73,7 @@ def _flat(value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, int | float):
         return number(value)
-    return "" if value is None else str(value)
+    return number(None) if value is None else str(value)
 
 
 def _heading(name: object) -> str:

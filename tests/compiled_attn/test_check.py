@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -115,6 +116,36 @@ def test_a_tie_is_reported_and_the_comparison_goes_on_behind_it(results: list[Re
     wrong = [*tokens[:9], (tokens[9] + 1) % VOCAB]
     report = check(model, [Result(1, prompt, wrong)], 1)
     assert (len(report.ties), report.mismatched_tokens) == (1, 1)
+
+
+def test_without_any_rounding_a_bfloat16_model_is_right_and_some_tokens_are_ties() -> None:
+    model = tiny_llama(vocab_size=1024, initializer_range=0.1).to(torch.bfloat16)
+    exact = copy.deepcopy(model).float()
+    prompts = [[(31 * i + 7 * j) % 1024 for j in range(9)] for i in range(12)]
+    results = [Result(i, prompt, greedy(exact, prompt, 24)) for i, prompt in enumerate(prompts)]
+    report = check(model, results, len(results))
+    assert report.mismatches == [] and len(report.ties) >= 3
+    for tie in report.ties:
+        assert 0 < tie.distance <= tie.tie_bound < 0.04 * 8
+
+
+def test_no_token_of_the_next_best_is_a_tie_where_rounding_does_not_reach() -> None:
+    """Four tokens lie within 4e-2 of the largest logit, but far apart for what bfloat16 rounds."""
+    model = tiny_llama(tie_word_embeddings=False).to(torch.bfloat16)
+    prompt = [3, 14, 15, 92, 65, 35]
+    with torch.no_grad():
+        hidden = model.model(torch.tensor([prompt])).last_hidden_state[0, -1].float()
+        for token, logit in zip((10, 20, 30, 40), (8.0, 7.9, 7.8, 7.7), strict=True):
+            model.lm_head.weight[token] = hidden * (logit / hidden.square().sum())
+    best, *others = next_logits(model, Result(0, prompt, []), 0).topk(4).indices.tolist()
+    assert (best, sorted(others)) == (10, [20, 30, 40])
+    for other in others:
+        report = check(model, [Result(0, prompt, [other])], 1)
+        (difference,) = report.mismatches
+        assert report.mismatched_tokens == 1 and report.ties == []
+        assert difference.tie_bound < difference.distance < 4e-2 * 8
+        assert f"{difference.distance:.3g} apart, rounding explains" in str(difference)
+    assert check(model, [Result(0, prompt, [best])], 1).mismatched_tokens == 0
 
 
 def test_the_end_of_sequence_token_does_not_end_the_comparison(

@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import compiled_attn
 from compiled_attn.check import CheckReport, Difference
 from compiled_attn.cli import main
+from compiled_attn.cli.job import Options
 from compiled_attn.cli.live import ServingView, serving_view, status_line
 from compiled_attn.engine import Engine, StepInfo
 from compiled_attn.kernels.native import NativeOps
@@ -166,6 +167,43 @@ def test_a_run_writes_its_report_and_the_demand_that_a_plan_is_made_from(
     assert figures["memory"]["defrag_moves"] > 0
     page = (tmp_path / "report" / "report.html").read_text()
     assert "<svg" in page and "http://" not in page.replace("http://www.w3.org", "")
+
+
+def test_json_and_report_say_what_was_served_how_and_on_what(
+    command: Command, small: list[object], model_dir: Path, tmp_path: Path
+) -> None:
+    outputs = ["--json", tmp_path / "result.json", "--report", tmp_path / "page"]
+    assert command(*small, "--top-p", 0.5, *outputs).code == 0
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["model"] == {
+        "class": "LlamaForCausalLM",
+        "source": str(model_dir),
+        "parameters": sum(
+            p.numel() for p in LlamaForCausalLM.from_pretrained(model_dir).parameters()
+        ),
+    }
+    assert (result["dtype"], result["threads"]) == ("float32", torch.get_num_threads())
+    options = result["options"]
+    assert (options["top_p"], options["max_seqs"], options["backend"]) == (0.5, 4, "eager")
+    assert options["model"] == str(model_dir) and options["num_blocks"] is None
+    assert set(options) == {field.name for field in fields(Options)}
+    assert result["machine"]["cpu"] and result["versions"]["compiled-attn"]
+    assert result["date"].endswith("+00:00")
+    page = (tmp_path / "page" / "report.html").read_text()
+    for told in (result["date"], "LlamaForCausalLM", result["machine"]["cpu"], str(model_dir)):
+        assert told in page
+
+
+@pytest.mark.parametrize(("checks", "shown"), [(0, "–"), (2, "0")])
+def test_mismatches_are_a_dash_where_nothing_was_checked(
+    command: Command, small: list[object], tmp_path: Path, checks: int, shown: str
+) -> None:
+    outcome = command(*small, "--check", checks, "--report", tmp_path / "page")
+    assert outcome.code == 0
+    terminal = "-" if shown == "–" else shown
+    assert re.search(rf"mismatched tokens\W+{terminal}\s*│?\n", outcome.out)
+    page = (tmp_path / "page" / "report.html").read_text()
+    assert re.search(rf"mismatched tokens</dt>\s*<dd[^>]*>{shown}<", page)
 
 
 def test_a_small_pool_forces_preemptions_and_changes_no_token(

@@ -218,6 +218,17 @@ def test_warmup_captures_every_bucket_and_writes_what_came_of_it(model, tmp_path
     assert f"Warmup of {model}:full" in page and "rows=4" in page
 
 
+def test_the_report_of_a_warmup_says_what_was_given_and_on_what_it_ran(model, tmp_path):
+    options = ["--buckets", "rows.txt", "--backend", "eager", "--report", "page"]
+    assert run_command(["warmup", f"{model}:full", *options]) == 0
+    report = json.loads((tmp_path / "page" / "report.json").read_text())
+    assert report["options"]["backend"] == "eager" and report["options"]["buckets"] == "rows.txt"
+    assert report["options"]["target"].endswith(":full") and report["options"]["journal"] is None
+    assert report["machine"]["cpu"] and report["threads"] and report["versions"]["python"]
+    page = (tmp_path / "page" / "report.html").read_text()
+    assert report["machine"]["cpu"] in page and report["date"] in page
+
+
 def test_a_bucket_that_cannot_be_captured_ends_the_warmup_command_with_1(model, capsys):
     options = ["--buckets", "rows.txt", "--backend", "eager"]
     assert run_command(["warmup", f"{model}:picky", *options]) == 1

@@ -1,0 +1,92 @@
+"""What a result was made on, with and when: the facts without which its numbers say little."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from graphs.memory import machine_bytes
+
+__all__ = ["machine", "surroundings"]
+
+_CPUINFO = Path("/proc/cpuinfo")
+
+
+def surroundings(packages: Iterable[str] = ()) -> dict[str, Any]:
+    """Date (UTC), torch's threads, :func:`machine` and versions, for a report.
+
+    Args:
+        packages: distributions whose versions count beside those of Python and torch; None stands
+            for one that is not installed.
+    """
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "threads": torch.get_num_threads(),
+        "machine": machine(),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            **{name: _version(name) for name in packages},
+        },
+    }
+
+
+def machine() -> dict[str, Any]:
+    """The processor's model as `lscpu` shows it, cores, bytes of memory, and its vector units.
+
+    `avx512` and `amx` are None where the system does not list the processor's features.
+    """
+    has = set(_cpuinfo("flags").split())
+    return {
+        "cpu": _cpuinfo("model name") or _lscpu() or platform.processor() or platform.machine(),
+        "architecture": platform.machine(),
+        "cores": os.cpu_count(),
+        "usable_cores": _usable_cores(),
+        "memory_bytes": machine_bytes(),
+        "avx512": "avx512f" in has if has else None,
+        "amx": "amx_tile" in has if has else None,
+        "system": f"{platform.system()} {platform.release()}",
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _usable_cores() -> int | None:
+    # A container may have fewer than the machine.
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def _cpuinfo(name: str) -> str:
+    try:
+        lines = _CPUINFO.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    found = re.search(rf"^{re.escape(name)}[ \t]*:[ \t]*(.*)$", lines, re.MULTILINE)
+    return found[1].strip() if found else ""
+
+
+def _lscpu() -> str:
+    # On ARM the kernel gives numbers, which lscpu has the names of.
+    program = shutil.which("lscpu")
+    if program is None:
+        return ""
+    done = subprocess.run(
+        [program], capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"}, check=False
+    )
+    found = re.search(r"^Model name:[ \t]*(.+)$", done.stdout, re.MULTILINE)
+    return found[1].strip() if found else ""
