@@ -6,7 +6,7 @@ counts itself, state that it keeps between tokens, a second call with other valu
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -96,7 +96,7 @@ def _logits(paged: PagedCausalLM, cache: PagedKVCache, start: int, end: int) -> 
         Request(prompt[start:end], start, table, num_logits=end - start)
         for prompt, table in zip(prompts, _TABLES, strict=True)
     ]
-    step = _step(requests, paged.is_native)
+    step: Any = _step(requests, paged.is_native)
     device = cache.key(0).device
     moved = type(step)(*(None if field is None else field.to(device) for field in step))
     with torch.no_grad():

@@ -20,16 +20,18 @@ from compiled_attn.hf.names import ATTENTION_NAME
 __all__ = ["absorb", "keep_latents", "latent_shape"]
 
 
-def latent_shape(module: nn.Module) -> KVShape | None:
+def latent_shape(module: Any) -> KVShape | None:
     """What the cache keeps of a token, ``R`` latents and the rotated key; None: no such module."""
     up = getattr(module, "kv_b_proj", None)
-    if not hasattr(type(module), "expand_kv") or type(up) is not nn.Linear or up.bias is not None:
+    if not hasattr(type(module), "expand_kv") or type(up) is not nn.Linear:
         return None
-    rank, rotated = up.in_features, int(module.qk_rope_head_dim)  # type: ignore[arg-type]
+    if getattr(up, "bias", None) is not None:
+        return None
+    rank, rotated = up.in_features, int(module.qk_rope_head_dim)
     return KVShape(1, rank + rotated, None)
 
 
-def keep_latents(module: nn.Module) -> None:
+def keep_latents(module: Any) -> None:
     """Lets a module hand its latents to our attention; for any other it still expands them."""
     module.expand_kv = MethodType(_latents, module)
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+from transformers import DynamicCache, PreTrainedModel
 
 from compiled_attn.hf.recorder import AttentionCall
 
-__all__ = ["other_sight"]
+__all__ = ["forgetting", "other_sight"]
 
 _LAST = 2**17
+_TWO_THIRDS = _LAST * 2 // 3
 
 
 def other_sight(call: AttentionCall) -> str | None:
@@ -36,4 +40,18 @@ def other_sight(call: AttentionCall) -> str | None:
     return None
 
 
-_TWO_THIRDS = _LAST * 2 // 3
+def forgetting(model: PreTrainedModel, calls: Sequence[AttentionCall]) -> str | None:
+    """Which layer sees more than transformers' own cache keeps of it; None: none does.
+
+    There `generate`, which uses that cache, gives other tokens than the model without it.
+    """
+    try:
+        kept = DynamicCache(config=model.config).layers
+    except Exception:  # not every configuration knows its cache; then nothing is forgotten
+        return None
+    for number, (call, layer) in enumerate(zip(calls, kept, strict=False)):
+        window = getattr(layer, "sliding_window", None)
+        if window is not None and (call.window or _LAST) > window:
+            sees = f"a window of {call.window}" if call.window else "all before it"
+            return f"whose layer {number} sees {sees}, while its own cache keeps {window} tokens"
+    return None

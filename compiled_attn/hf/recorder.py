@@ -19,7 +19,7 @@ from compiled_attn.hf.refused import plain_attention, refused
 __all__ = ["AttentionCall", "Recorder", "record", "takes_logits_to_keep"]
 
 _TOKENS = 3
-_KNOWN = {"scaling", "dropout", "sliding_window", "softcap", "s_aux", "position_ids"}
+_KNOWN = {"s_aux", "position_ids", "logits_to_keep"}
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -34,7 +34,7 @@ class AttentionCall:
         window: tokens that a token sees, itself included; None: all before it.
         has_mask: whether a mask was passed.
         sees: transformers' function of that mask; None where the mask is another's work.
-        others: tensors among the keywords that our attention does not know.
+        others: tensors among the keywords that our attention would leave out.
         is_carried: whether its layer hands no keywords on, see `compiled_attn.hf.layers`.
     """
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from compiled_attn.cache import KVShape, PagedKVCache
 from compiled_attn.hf.latent import latent_shape
-from compiled_attn.hf.masks import other_sight
+from compiled_attn.hf.masks import forgetting, other_sight
 from compiled_attn.hf.recorder import AttentionCall, record
 from compiled_attn.hf.refused import refused
 
@@ -81,7 +81,10 @@ def calls_by_layer(model: PreTrainedModel) -> list[AttentionCall]:
     missing = sorted(set(range(max(config.num_hidden_layers, len(by_layer)))) - set(by_layer))
     if missing:
         raise refused(model, f"with other layers {missing}")
-    return [by_layer[layer] for layer in range(len(by_layer))]
+    ordered = [by_layer[layer] for layer in range(len(by_layer))]
+    if forgets := forgetting(model, ordered):
+        raise refused(model, forgets)
+    return ordered
 
 
 def check_fits(model: PreTrainedModel, calls: Sequence[AttentionCall], cache: PagedKVCache) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from compiled_attn import PagedKVCache
+from compiled_attn.cache import KVShape
 from compiled_attn.quant import QUANTISED
 
 
@@ -103,3 +104,34 @@ def test_its_repr_says_what_it_holds():
 def test_sizes_that_cannot_work_are_refused(sizes, name, least):
     with pytest.raises(ValueError, match=f"{name} must be at least {least}, got .*: choose"):
         PagedKVCache(*sizes)
+
+
+_SHAPES = [KVShape(2, 8, 4), KVShape(1, 6, None), KVShape(2, 8, 4, same_as=0)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_layers_of_several_shapes_have_buffers_of_theirs_or_of_an_earlier_layer(dtype):
+    cache = PagedKVCache(3, 5, 4, 2, 8, dtype=dtype, shapes=_SHAPES)
+    assert cache.key(0).shape == (20, 2, 8) and cache.value(0).shape == (20, 2, 4)
+    assert cache.value(1) is cache.key(1) and cache.key(1).shape == (20, 1, 6)
+    assert cache.key(2) is cache.key(0) and cache.value(2) is cache.value(0)
+    assert [cache.keeps_value(layer) for layer in range(3)] == [True, False, True]
+    assert cache.bytes_per_block == sum(buffer[:4].nbytes for buffer in cache.buffers())
+    assert cache.value_blocks(2).shape == (5, 4, 2, 4)
+    assert (cache.value_scale(1) is None) and ((cache.key_scale(1) is None) != cache.is_quantised)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        (_SHAPES[:2], "one for each of 3 layers, got 2"),
+        ([*_SHAPES[:2], KVShape(2, 0, 4)], "sizes of at least 1"),
+        ([*_SHAPES[:2], KVShape(2, 8, 0)], "sizes of at least 1"),
+        ([*_SHAPES[:2], KVShape(2, 8, 4, same_as=2)], "an earlier layer"),
+        ([*_SHAPES[:2], KVShape(2, 8, 4, same_as=1)], "an earlier layer of its shape"),
+        ([KVShape(2, 8, 4), *[KVShape(2, 8, 4, same_as=n) for n in (0, 1)]], "buffers of its own"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(shapes, message):
+    with pytest.raises(ValueError, match=message):
+        PagedKVCache(3, 5, 4, 2, 8, shapes=shapes)

@@ -34,6 +34,7 @@ _HEADINGS = {
     "not built": "Not built here: too large however set, or refused by transformers",
     "wrong": "Wrong",
 }
+_RESULTS = {heading: result for result, heading in _HEADINGS.items()}
 _MARKER = "<!-- written by python -m tests.compiled_attn.hf.survey -->"
 
 
@@ -113,6 +114,23 @@ def write(outcomes: Sequence[Outcome]) -> None:
     PAGE.write_text(f"{prose}{marker}\n\n{tables(outcomes)}")
 
 
+def listed(family: str) -> Outcome:
+    """What the page says of a family.
+
+    Raises:
+        ValueError: it says nothing of it, or more than once.
+    """
+    rows: list[Outcome] = []
+    result = ""
+    for line in PAGE.read_text().partition(_MARKER)[2].splitlines():
+        result = _RESULTS.get(line.removeprefix("### "), result)
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if cells[0] == family:
+            rows.append(Outcome(family, result, cells[2]))
+    (row,) = rows
+    return row
+
+
 def quiet() -> None:
     """Keeps what models and engines say of tiny configurations off the terminal."""
     warnings.filterwarnings("ignore")
@@ -143,14 +161,14 @@ def _reason(error: ModelRefused) -> str:
 
 
 def _words(error: object) -> str:
-    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    line = " ".join(str(error).split())
     if isinstance(error, Exception):
         line = f"{type(error).__name__}: {line}"
     return line.replace("|", "/")[:160]
 
 
 def main() -> int:
-    """Writes the page; 1 if any family is wrong."""
+    """Writes the tables; 1 if any family is wrong."""
     quiet()
     torch.set_num_threads(1)
     outcomes = []

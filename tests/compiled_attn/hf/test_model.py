@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from compiled_attn import BatchBuilder, Request
-from compiled_attn.hf import ATTENTION_NAME, PagedCausalLM, cache_for
+from compiled_attn.hf import ATTENTION_NAME, ModelRefused, PagedCausalLM, cache_for
+from tests.compiled_attn.hf.families import small_model
 from tests.compiled_attn.tiny import FAMILIES, tiny_model
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
 
 
 def _reference(model, prompt: list[int]) -> torch.Tensor:
@@ -62,11 +66,6 @@ def test_a_batch_that_is_not_flattened_is_refused():
         )
 
 
-def test_the_cache_has_the_sizes_of_the_model():
-    cache = cache_for(tiny_model(), num_blocks=8, block_size=4)
-    assert (cache.num_layers, cache.num_kv_heads, cache.head_dim) == (2, 2, 16)
-
-
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
 def test_a_step_is_one_graph_without_breaks_and_writes_the_cache_in_place(family):
     model = tiny_model(family)
@@ -82,16 +81,35 @@ def test_a_step_is_one_graph_without_breaks_and_writes_the_cache_in_place(family
     assert model.config._attn_implementation == ATTENTION_NAME
 
 
-@pytest.mark.parametrize(
-    ("family", "sizes"),
-    [
-        ("gptj", {"n_embd": 32, "n_layer": 2, "n_head": 2, "rotary_dim": 8}),
-        ("falcon", {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}),
-        ("llama4_text", {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}),
-    ],
-)
-def test_a_model_with_attention_of_its_own_is_refused(family, sizes):
-    config = CONFIG_MAPPING[family](vocab_size=64, **sizes)
-    model = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(ValueError, match="AttentionInterface"):
+@pytest.mark.parametrize("family", ["deepseek_v3", "gemma4_text", "nemotron"])
+@pytest.mark.parametrize("is_native", [False, True])
+def test_latents_shared_keys_and_carried_steps_are_one_graph_too(family, is_native, request):
+    if is_native:
+        request.getfixturevalue("ops")
+    model = small_model(family)
+    module = PagedCausalLM(model, cache_for(model, 16, 4), is_native=is_native)
+    builder = BatchBuilder(16, 4)
+    requests = [Request([1, 2, 3], 0, [3]), Request([9], 2, [5])]
+    plan = builder.plan_tables(requests) if is_native else builder.plan(requests)
+    step = plan.fill(plan.need, 2) if is_native else plan.fill(plan.need)
+    with torch.no_grad():
+        expected = module(*step)
+        compiled = torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=False)
+        torch.testing.assert_close(compiled(*step), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_refused_model_is_as_it_was():
+    model = small_model("roberta").train()
+    with pytest.raises(ModelRefused):
         PagedCausalLM(model, cache_for(model, 8, 4))
+    assert model.training and model.config._attn_implementation == "eager"
+    assert not any("forward" in part.__dict__ for part in model.modules())
+
+
+def test_a_model_may_be_served_a_second_time():
+    model = tiny_model()
+    first = PagedCausalLM(model, cache_for(model, 8, 4))
+    second = PagedCausalLM(model, cache_for(model, 16, 4))
+    step = BatchBuilder(8, 4).build([Request([1, 2, 3], 0, [3])])
+    with torch.no_grad():
+        assert torch.equal(first(*step), second(*step))

@@ -85,6 +85,11 @@ def test_a_window_that_only_the_mask_knows_is_seen_in_a_short_prompt():
     cache_for(small_model("phimoe", sliding_window=None), 4, 4)
 
 
+def test_a_model_whose_own_cache_forgets_what_its_layers_see_is_refused():
+    with pytest.raises(ModelRefused, match=r"layer 0 sees all before it, .* cache keeps 9 tokens"):
+        cache_for(small_model("moshi"), 4, 4)
+
+
 def test_a_layer_with_an_indexer_is_refused_before_its_prompts_are_long_enough_to_differ():
     model = tiny_model()
     model.model.layers[0].self_attn.indexer = torch.nn.Identity()
