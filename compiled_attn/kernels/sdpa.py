@@ -15,8 +15,12 @@ from torch import Tensor
 
 from compiled_attn.kernels.base import AttendRequest
 from compiled_attn.partial import FMIN, PartialAttention
+from compiled_attn.partial.spoilt import finite, seen_spoilt, spoilt
 
 __all__ = ["SdpaKernel"]
+
+_LARGEST_KEY = 2.0**64
+"""What a row becomes NaN for: an element of a key that is as large in float32, ... """
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -56,9 +60,14 @@ class SdpaKernel:
         # A half precision query takes a float32 mask, which keeps finite biases exact.
         mask = bias.to(torch.promote_types(query.dtype, torch.float32))
         key, value = key.to(query.dtype), value.to(query.dtype)
+        seen = bias > -math.inf
+        # The mask is added: what it hides must not be NaN, nor so large that a score is infinite.
+        wide = key.to(mask.dtype) * _LARGEST_KEY
+        hurt = seen_spoilt(seen, spoilt(wide.flatten(1)) + spoilt(value.flatten(1)))
+        key, value = torch.where(wide * 0 == 0, key, 0), finite(value)
         dim, value_dim = query.shape[-1], value.shape[-1]
         query, key, value = (_widened(x, max(dim, value_dim)) for x in (query, key, value))
-        sees = (bias > -math.inf).any(-1).unsqueeze(-1)  # [T, 1] or [H, T, 1]
+        sees = seen.any(-1).unsqueeze(-1)  # [T, 1] or [H, T, 1]
         sees = sees if bias.dim() == 2 else sees.squeeze(-1).T
         # NaN in a padded row is NaN despite the mask, and the op ignores a query's last stride.
         query = torch.where(sees.unsqueeze(-1), query, 0).contiguous()
@@ -70,7 +79,7 @@ class SdpaKernel:
             scale=scale,
         )
         # The op gives a row without visible keys zeros, but the log-sum-exp 0: it is the empty sum.
-        row_max = torch.where(sees, lse[0].T.clamp_min(fmin), fmin)
+        row_max = torch.where(sees, (lse[0] + hurt).T.clamp_min(fmin), fmin)
         total = sees.to(row_max.dtype).expand_as(row_max)
         out = out[0].transpose(0, 1)[..., :value_dim]
         return PartialAttention(out.to(row_max.dtype), row_max, total)
