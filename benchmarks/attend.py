@@ -146,9 +146,7 @@ def print_parts(options: argparse.Namespace) -> None:
                 continue
             assert line is None or line() == name, "the other checkout has other parts"
             run = make()
-            pairs = [
-                (seconds(run), float(line()) if line else 1.0) for _ in range(options.rounds)
-            ]
+            pairs = [(seconds(run), float(line()) if line else 1.0) for _ in range(options.rounds)]
             here = statistics.median(pair[0] for pair in pairs)
             ratio = statistics.median(mine / theirs for mine, theirs in pairs)
             told = f"{ratio:10.2f}" if line else ""

@@ -15,12 +15,9 @@ from torch import Tensor
 
 from compiled_attn.kernels.base import AttendRequest
 from compiled_attn.partial import FMIN, PartialAttention
-from compiled_attn.partial.spoilt import finite, seen_spoilt, spoilt
+from compiled_attn.partial.spoilt import for_added_mask
 
 __all__ = ["SdpaKernel"]
-
-_LARGEST_KEY = 2.0**64
-"""What a row becomes NaN for: an element of a key that is as large in float32, ... """
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -53,7 +50,10 @@ class SdpaKernel:
         softcap: float | None = None,
         fmin: float = FMIN,
     ) -> PartialAttention:
-        """See `compiled_attn.partial.attend`; ``softcap`` must be None."""
+        """See `compiled_attn.partial.attend`; ``softcap`` must be None.
+
+        A query that sees a key of 2**64 or more becomes NaN, like one that sees an infinite key.
+        """
         if softcap is not None:
             raise ValueError("the sdpa kernel has no softcap: choose the kernel with supports()")
         group = query.shape[1] // key.shape[1]
@@ -61,10 +61,7 @@ class SdpaKernel:
         mask = bias.to(torch.promote_types(query.dtype, torch.float32))
         key, value = key.to(query.dtype), value.to(query.dtype)
         seen = bias > -math.inf
-        # The mask is added: what it hides must not be NaN, nor so large that a score is infinite.
-        wide = key.to(mask.dtype) * _LARGEST_KEY
-        hurt = seen_spoilt(seen, spoilt(wide.flatten(1)) + spoilt(value.flatten(1)))
-        key, value = torch.where(wide * 0 == 0, key, 0), finite(value)
+        key, value, hurt = for_added_mask(key, value, seen)
         dim, value_dim = query.shape[-1], value.shape[-1]
         query, key, value = (_widened(x, max(dim, value_dim)) for x in (query, key, value))
         sees = seen.any(-1).unsqueeze(-1)  # [T, 1] or [H, T, 1]
