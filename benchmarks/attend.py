@@ -1,57 +1,175 @@
-"""Dense partial attention under inductor: the reference against torch's fused CPU kernel.
+"""Partial attention under inductor: torch's fused CPU kernel against the reference; each part.
 
-    python benchmarks/attend.py [--threads 1]
+    python benchmarks/attend.py [--threads 1] [--against DIRECTORY]
 
-T queries against N keys under a mask, 8 query and 4 key heads of 32, float32 and bfloat16. One
-process, interleaved, medians; keys hot in cache.
+Dense: T queries against N keys under a mask, 8 query and 4 key heads of 32. Parts, 32 query heads
+on 8 KV heads of 128, blocks of 16: causal (a chunk of new tokens), shared (queries on a common
+prefix), unique (decodes on blocks of their own). float32 and bfloat16, one process, interleaved,
+medians; keys hot in cache.
+
+With ``--against`` the parts alone are timed, in turns with a second process that imports the
+checkout in that directory: time here over time there.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
 import statistics
+import subprocess
+import sys
 import time
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from compiled_attn.kernels import SdpaKernel
-from compiled_attn.partial import attend, merge
+from compiled_attn.partial import (
+    attend,
+    merge,
+    partial_attn_causal,
+    partial_attn_shared,
+    partial_attn_unique,
+    usage_bias,
+)
+
+BLOCK, HEADS, KV_HEADS, DIM = 16, 32, 8, 128
+DTYPES = torch.float32, torch.bfloat16
+KERNELS = {"reference": attend, "sdpa": SdpaKernel.attend}
+Run = Callable[[], object]
 
 
-def compiled(kernel):
-    """A compiled partial attention, normalised."""
+def compiled(form: Callable[..., object], *arguments: Tensor | None, **options: object) -> Run:
+    """A call of a compiled partial attention, normalised; compiled now."""
+    torch._dynamo.reset()
+    graph = torch.compile(
+        lambda *tensors: merge(form(*tensors, **options)), fullgraph=True, dynamic=False
+    )
+    graph(*arguments)
+    return lambda: graph(*arguments)
 
-    def run(query, key, value, bias):
-        return merge(kernel(query, key, value, bias, scale=0.2))
 
-    return torch.compile(run, fullgraph=True, dynamic=False)
+def seconds(run: Run) -> float:
+    """Of the processor where there is one thread, which others on the machine disturb less."""
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    started = clock()
+    run()
+    return clock() - started
 
 
-def main() -> None:
-    """Prints the time of the reference over that of the sdpa kernel."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    print(f"# inductor, {options.threads} threads, torch {torch.__version__}, hot keys")
-    print(f"{'dtype':>9} {'T':>4} {'N':>6}  sdpa over reference")
-    for dtype in (torch.float32, torch.bfloat16):
+def print_dense(rounds: int) -> None:
+    print(f"{'dtype':>9} {'T':>4} {'N':>6}  reference over sdpa")
+    for dtype in DTYPES:
         for queries, keys in ((32, 512), (256, 256), (256, 1024), (256, 4096)):
             query = torch.randn(queries, 8, 32, dtype=dtype)
             key, value = (torch.randn(keys, 4, 32, dtype=dtype) for _ in range(2))
             bias = torch.where(torch.rand(queries, keys) < 0.5, 0.0, -math.inf)
-            torch._dynamo.reset()
-            forms = {"reference": compiled(attend), "sdpa": compiled(SdpaKernel.attend)}
-            times: dict[str, list[float]] = {name: [] for name in forms}
-            with torch.no_grad():
-                for _ in range(20):
-                    for name, form in forms.items():
-                        started = time.perf_counter()
-                        form(query, key, value, bias)
-                        times[name].append(time.perf_counter() - started)
-            ratio = statistics.median(times["reference"]) / statistics.median(times["sdpa"])
-            print(f"{str(dtype)[6:]:>9} {queries:4} {keys:6}  {ratio:.2f}")
+            runs = [compiled(k, query, key, value, bias, scale=0.2) for k in KERNELS.values()]
+            times = [[seconds(run) for run in runs] for _ in range(rounds)]
+            reference, sdpa = (statistics.median(spent) for spent in zip(*times, strict=True))
+            print(f"{str(dtype)[6:]:>9} {queries:4} {keys:6}  {reference / sdpa:.2f}", flush=True)
+
+
+def parts(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Run]]]:
+    """Each part by its name, not yet compiled."""
+    torch.manual_seed(0)
+    caches = [torch.randn(2048 * BLOCK, KV_HEADS, DIM).to(dtype) for _ in range(2)]
+    blocks = torch.randperm(2048)
+    shape = {"block_size": BLOCK, "scale": DIM**-0.5}
+    for name, kernel in KERNELS.items():
+        query, key, value = (
+            torch.randn(512, heads, DIM).to(dtype) for heads in (HEADS, KV_HEADS, KV_HEADS)
+        )
+        bias = torch.full((512, 512), -math.inf).triu(1)
+        options = {"scale": DIM**-0.5, "attend": kernel}
+        arguments = (query, key, value, bias)
+        yield f"causal 512, {name}", partial(compiled, partial_attn_causal, *arguments, **options)
+    for name, kernel in KERNELS.items():
+        for queries in (16, 128):
+            query = torch.randn(queries, HEADS, DIM).to(dtype)
+            usage = torch.full((queries, 128), BLOCK, dtype=torch.int32)
+            arguments = (query, *caches, blocks[:128], usage)
+            options = {**shape, "attend": kernel, "lengths": torch.full((128,), BLOCK)}
+            run = partial(compiled, partial_attn_shared, *arguments, **options)
+            yield f"shared {queries} on 2048, {name}", run
+    for queries, each in ((1, 128), (16, 128), (128, 16)):
+        query = torch.randn(queries, HEADS, DIM).to(dtype)
+        mapping = torch.arange(queries).repeat_interleave(each)
+        bias = usage_bias(torch.full((queries * each,), BLOCK), BLOCK)
+        arguments = (query, *caches, blocks[: queries * each], mapping, bias)
+        options = {**shape, "queries_used": torch.arange(queries)}
+        run = partial(compiled, partial_attn_unique, *arguments, **options)
+        yield f"unique {queries} on {each * BLOCK}", run
+
+
+def answer(options: argparse.Namespace) -> None:
+    """The other process: a part's name, then its time in each round, each when asked for."""
+    for dtype in DTYPES:
+        for name, make in parts(dtype):
+            if options.only not in name:
+                continue
+            input()
+            run = make()
+            print(name, flush=True)
+            for _ in range(options.rounds):
+                input()
+                print(seconds(run), flush=True)
+
+
+def other_process(options: argparse.Namespace) -> Callable[[], str]:
+    """Starts `answer` on another checkout; the function asks it for a line."""
+    command = [sys.executable, __file__, "--answers", "--only", options.only]
+    process = subprocess.Popen(
+        [*command, "--rounds", str(options.rounds), "--threads", str(options.threads)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": options.against},
+    )  # fmt: skip
+    assert process.stdin is not None and process.stdout is not None
+    ask, told = process.stdin, process.stdout
+
+    def line() -> str:
+        print(file=ask, flush=True)
+        return told.readline().strip()
+
+    return line
+
+
+def print_parts(options: argparse.Namespace) -> None:
+    line = other_process(options) if options.against else None
+    print(f"{'dtype':>9} {'part':30} ms here" + ("  here over there" if line else ""))
+    for dtype in DTYPES:
+        for name, make in parts(dtype):
+            if options.only not in name:
+                continue
+            assert line is None or line() == name, "the other checkout has other parts"
+            run = make()
+            pairs = [(seconds(run), float(line()) if line else 1.0) for _ in range(options.rounds)]
+            here = statistics.median(pair[0] for pair in pairs)
+            ratio = statistics.median(mine / theirs for mine, theirs in pairs)
+            told = f"{ratio:10.2f}" if line else ""
+            print(f"{str(dtype)[6:]:>9} {name:30} {here * 1e3:7.2f}{told}", flush=True)
+
+
+def main() -> None:
+    """Prints the tables, or answers a process that does."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--against", metavar="DIRECTORY", help="a checkout to compare with")
+    parser.add_argument("--only", default="", help="parts with this in their names")
+    parser.add_argument("--answers", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    with torch.no_grad():
+        if options.answers:
+            return answer(options)
+        print(f"# inductor, {options.threads} threads, torch {torch.__version__}, hot keys")
+        if not options.against:
+            print_dense(options.rounds)
+        print_parts(options)
 
 
 if __name__ == "__main__":

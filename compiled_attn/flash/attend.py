@@ -16,8 +16,11 @@ import torch
 from torch import Tensor
 
 from compiled_attn.partial import FMIN, PartialAttention
+from compiled_attn.partial.spoilt import finite, for_added_mask, seen_spoilt, spoilt
 
 __all__ = ["KeySlice", "attend_fused", "attend_plain", "attend_sdpa", "choose"]
+
+Product = Callable[[Tensor, Tensor], Tensor]
 
 _FEW_ROWS = 16
 """Query rows of a KV head up to which a decode form pays."""
@@ -28,7 +31,9 @@ class KeySlice(NamedTuple):
 
     Shape:
         - query: ``[B, Sq, H, D]``
-        - key, value: ``[B, N, Hk, D]``, finite; query head h reads key head ``h // (H // Hk)``
+        - key, value: ``[B, N, Hk, D]``; query head h reads key head ``h // (H // Hk)``. What is NaN
+          or infinite reaches the queries that see it; where there is one query, none is that it
+          does not see
         - seen: ``[B, Sq, N]`` bool
         - bias: ``[B, H, Sq, N]`` or None, added after the cap
         - scale: factor of the scores
@@ -58,6 +63,11 @@ class KeySlice(NamedTuple):
         query, key, value = (each.to(self.dtype) for each in (self.query, self.key, self.value))
         return self._replace(query=query, key=key, value=value)
 
+    @property
+    def hides(self) -> bool:
+        """Whether a query may not see what another of its row does."""
+        return self.seen.shape[1] > 1
+
     def rows(self) -> Tensor:
         """The queries by key head, ``[B, Hk, G * Sq, D]``."""
         by_head: Tensor = self.query.unflatten(2, (self.key.shape[2], self.group))
@@ -82,7 +92,10 @@ def choose(query: Tensor, kv_heads: int, softcap: float) -> Callable[[KeySlice],
 
 def attend_plain(s: KeySlice) -> PartialAttention:
     """Two matmuls and the whole score matrix between them."""
-    return _attend(s, torch.matmul)
+    if not s.hides:
+        return _attend(s, torch.matmul, torch.matmul)
+    part = _attend(s._replace(value=finite(s.value)), torch.matmul, torch.matmul)
+    return _raised(part, seen_spoilt(s.seen, spoilt(s.value.flatten(2))))
 
 
 def attend_fused(s: KeySlice) -> PartialAttention:
@@ -91,11 +104,31 @@ def attend_fused(s: KeySlice) -> PartialAttention:
     No buffer of the size of the gathered cache exists, where a matmul is a library call on a copy
     of it.
     """
-    return _attend(s, lambda rows, columns: (rows.unsqueeze(-1) * columns.unsqueeze(2)).sum(-2))
+
+    def product(rows: Tensor, columns: Tensor) -> Tensor:
+        return (rows.unsqueeze(-1) * columns.unsqueeze(2)).sum(-2)
+
+    def product_of_seen(weights: Tensor, values: Tensor) -> Tensor:
+        seen = s.seen.repeat(1, s.group, 1)[:, None, :, :, None]  # [B, 1, G * Sq, N, 1]
+        return torch.where(seen, weights.unsqueeze(-1) * values.unsqueeze(2), 0).sum(-2)
+
+    return _attend(s, product, product_of_seen if s.hides else product)
 
 
 def attend_sdpa(s: KeySlice) -> PartialAttention:
     """Torch's flash attention for the CPU, which has no softcap: no score matrix, only a mask."""
+    if not s.hides:
+        return _attend_sdpa(s)
+    key, value, hurt = for_added_mask(s.key, s.value, s.seen)
+    return _raised(_attend_sdpa(s._replace(key=key, value=value)), hurt)
+
+
+def _raised(part: PartialAttention, hurt: Tensor) -> PartialAttention:
+    """A part whose rows ``[B, Sq]`` are NaN where ``hurt`` is, and else as they were: it is 0."""
+    return part._replace(max=part.max + hurt.unsqueeze(1))
+
+
+def _attend_sdpa(s: KeySlice) -> PartialAttention:
     seen = s.seen.unsqueeze(1)
     mask = torch.where(seen, 0.0 if s.bias is None else s.bias, -math.inf).to(s.dtype)
     query = s.query.transpose(1, 2)
@@ -116,7 +149,8 @@ def attend_sdpa(s: KeySlice) -> PartialAttention:
     return PartialAttention(out, row_max, sees.to(s.dtype))
 
 
-def _attend(s: KeySlice, product: Callable[[Tensor, Tensor], Tensor]) -> PartialAttention:
+def _attend(s: KeySlice, product: Product, weigh: Product) -> PartialAttention:
+    """``product`` of queries and keys, and of weights and values ``weigh``."""
     rows = s.rows().to(s.dtype) * s.scale
     scores = s.by_query_head(product(rows, s.key.permute(0, 2, 3, 1).to(s.dtype)))
     if s.softcap > 0:
@@ -127,5 +161,5 @@ def _attend(s: KeySlice, product: Callable[[Tensor, Tensor], Tensor]) -> Partial
     row_max = scores.amax(-1).clamp_min(FMIN)
     weights = torch.exp(scores - row_max.unsqueeze(-1))
     by_rows = weights.reshape(*rows.shape[:3], weights.shape[-1])
-    out = product(by_rows, s.value.transpose(1, 2).to(s.dtype))
+    out = weigh(by_rows, s.value.transpose(1, 2).to(s.dtype))
     return PartialAttention(s.by_query_head(out), row_max, weights.sum(-1))

@@ -11,6 +11,7 @@ from torch import Tensor
 from compiled_attn.flash.call import FlashCall
 from compiled_attn.flash.checks import check_call
 from compiled_attn.flash.numbers import check_numbers
+from compiled_attn.partial.spoilt import finite, seen_spoilt, spoilt
 from compiled_attn.rotary import apply_rotary
 
 __all__ = ["flash_attn_with_kvcache_reference"]
@@ -83,6 +84,8 @@ def _attend_row(
             scores = scores - slopes[head] * (i - j).abs()
         scores = scores.masked_fill(~visible, -math.inf)
         weights = torch.softmax(scores, -1).masked_fill(~visible, 0)  # NaN where no key is seen
-        outs.append(weights @ value[:, head // group])
+        own = value[:, head // group]
+        hurt = seen_spoilt(visible, spoilt(own)).unsqueeze(-1)
+        outs.append(weights @ finite(own) + hurt)
         lses.append(torch.logsumexp(scores, -1))
     return torch.stack(outs, 1), torch.stack(lses)

@@ -76,11 +76,14 @@ def _attend(call: FlashCall, query: Tensor, layout: Layout, longest: int) -> Par
     def part(start: int, end: int) -> PartialAttention:
         slots = torch.arange(start, end, device=query.device)
         used = slots_in_use(slots, layout.totals, layout.leftpad)
+        seen = visible(slots, used, at, call.window)
+        if seen.shape[1] == 1:  # what one query does not see need not be read as it is
+            used = seen.squeeze(1)
         keys = KeySlice(
             query,
             layout.read(call.k_cache, start, end, used),
             layout.read(call.v_cache, start, end, used),
-            visible(slots, used, at, call.window),
+            seen,
             None if call.alibi_slopes is None else alibi(call.alibi_slopes, slots, at),
             call.scale,
             call.softcap,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from compiled_attn.kernels.base import AttendRequest
 from compiled_attn.partial import FMIN, PartialAttention
+from compiled_attn.partial.spoilt import for_added_mask
 
 __all__ = ["SdpaKernel"]
 
@@ -49,16 +50,21 @@ class SdpaKernel:
         softcap: float | None = None,
         fmin: float = FMIN,
     ) -> PartialAttention:
-        """See `compiled_attn.partial.attend`; ``softcap`` must be None."""
+        """See `compiled_attn.partial.attend`; ``softcap`` must be None.
+
+        A query that sees a key of 2**64 or more becomes NaN, like one that sees an infinite key.
+        """
         if softcap is not None:
             raise ValueError("the sdpa kernel has no softcap: choose the kernel with supports()")
         group = query.shape[1] // key.shape[1]
         # A half precision query takes a float32 mask, which keeps finite biases exact.
         mask = bias.to(torch.promote_types(query.dtype, torch.float32))
         key, value = key.to(query.dtype), value.to(query.dtype)
+        seen = bias > -math.inf
+        key, value, hurt = for_added_mask(key, value, seen)
         dim, value_dim = query.shape[-1], value.shape[-1]
         query, key, value = (_widened(x, max(dim, value_dim)) for x in (query, key, value))
-        sees = (bias > -math.inf).any(-1).unsqueeze(-1)  # [T, 1] or [H, T, 1]
+        sees = seen.any(-1).unsqueeze(-1)  # [T, 1] or [H, T, 1]
         sees = sees if bias.dim() == 2 else sees.squeeze(-1).T
         # NaN in a padded row is NaN despite the mask, and the op ignores a query's last stride.
         query = torch.where(sees.unsqueeze(-1), query, 0).contiguous()
@@ -70,7 +76,7 @@ class SdpaKernel:
             scale=scale,
         )
         # The op gives a row without visible keys zeros, but the log-sum-exp 0: it is the empty sum.
-        row_max = torch.where(sees, lse[0].T.clamp_min(fmin), fmin)
+        row_max = torch.where(sees, (lse[0] + hurt).T.clamp_min(fmin), fmin)
         total = sees.to(row_max.dtype).expand_as(row_max)
         out = out[0].transpose(0, 1)[..., :value_dim]
         return PartialAttention(out.to(row_max.dtype), row_max, total)

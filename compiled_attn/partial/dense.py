@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from compiled_attn.partial.spoilt import finite, seen_spoilt, spoilt
 from compiled_attn.partial.state import FMIN, PartialAttention
 
 __all__ = ["attend", "capped", "exp_scores"]
@@ -26,8 +27,8 @@ def attend(
 
     Args:
         query: ``[T, H, D]``.
-        key: ``[N, Hk, D]``; query head h reads key head ``h // (H // Hk)``. Rows of ``key`` and
-            ``value`` that no query sees must be finite: 0 * NaN is NaN.
+        key: ``[N, Hk, D]``; query head h reads key head ``h // (H // Hk)``. What is NaN or infinite
+            in ``key`` and ``value`` reaches the queries that see it, and no other.
         value: ``[N, Hk, Dv]``.
         bias: ``[T, N]`` or ``[H, T, N]``, added to the scores; -inf hides a key.
         scale: factor of the scores.
@@ -45,7 +46,8 @@ def attend(
         heads, queries, -1
     )  # from [Hk, G*T, N]
     weights, row_max = exp_scores(capped(scores * scale, softcap), bias, fmin)
-    out = torch.bmm(weights.reshape(kv_heads, -1, key.shape[0]), values.to(dtype))
+    out = torch.bmm(weights.reshape(kv_heads, -1, key.shape[0]), finite(values.to(dtype)))
+    row_max = row_max + seen_spoilt(bias > -math.inf, spoilt(value.flatten(1)))
     return PartialAttention(
         out.view(heads, queries, -1).transpose(0, 1),
         row_max.transpose(0, 1),

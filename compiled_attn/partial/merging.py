@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from compiled_attn.partial.spoilt import finite, spoilt
 from compiled_attn.partial.state import FEPS, PartialAttention
 
 __all__ = ["lse", "merge", "merge_online", "reduce_to_rows"]
@@ -55,15 +56,15 @@ def reduce_to_rows(parts: PartialAttention, owner: Tensor, rows: Tensor) -> Part
     # value of `owner` is ever an index.
     uses = rows.unsqueeze(1) == owner  # [R, n]
     floor = torch.finfo(parts.max.dtype).min
-    row_max = torch.where(uses.unsqueeze(-1), parts.max, floor).amax(1)
+    part_max = parts.max + spoilt(parts.out)
+    row_max = torch.where(uses.unsqueeze(-1), part_max, floor).amax(1)
     onehot = uses.to(parts.out.dtype)
     own_max = torch.where(uses.unsqueeze(-1), row_max.unsqueeze(1), floor).amax(0)  # no rounding
     # The clamp is for parts without a row: they weigh 0 below, and 0 * exp(large) would be NaN.
-    factor = torch.exp((parts.max - own_max).clamp_max(0))
-    out = onehot @ (parts.out * factor.unsqueeze(-1)).flatten(1)
-    return PartialAttention(
-        out.unflatten(1, parts.out.shape[1:]), row_max, onehot @ (parts.sum * factor)
-    )
+    factor = torch.exp((part_max - own_max).clamp_max(0))
+    out = onehot @ finite(parts.out * factor.unsqueeze(-1)).flatten(1)
+    total = onehot @ finite(parts.sum * factor)
+    return PartialAttention(out.unflatten(1, parts.out.shape[1:]), row_max, total)
 
 
 def _present(parts: tuple[PartialAttention | None, ...]) -> list[PartialAttention]:

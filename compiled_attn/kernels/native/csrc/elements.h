@@ -1,6 +1,7 @@
 // Element types of queries and caches, as floats.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 
 #include "abi.h"
@@ -113,6 +114,17 @@ inline void to_floats(const Element* from, int64_t n, float* to) {
     std::memcpy(rest, from + i, (n - i) * sizeof(Element));
     store(to + i, load(rest));
   }
+}
+
+template <class Element>
+inline bool is_finite(const Element* from, int64_t n) {
+  float some[kLanes];
+  bool finite = true;
+  for (int64_t i = 0; i < n; i += kLanes) {
+    to_floats(from + i, std::min<int64_t>(n - i, kLanes), some);
+    for (float x : some) finite &= bool(std::isfinite(x));
+  }
+  return finite;
 }
 
 inline uint32_t float_bits(float x) { return bits_as<uint32_t>(x); }

@@ -9,6 +9,7 @@
 #include "few_rows_digits.h"
 #include "few_rows_loops.h"
 #include "output.h"
+#include "spoilt.h"
 
 namespace compiled_attn {
 
@@ -45,6 +46,7 @@ class FewRows {
       scratch_.take(value_scales_, args.kv_heads * kChunk);
     }
     scratch_.take(copies_, std::max(Math::kKeys, Math::kValues) * std::max(dim_, value_dim_));
+    spoilt_.take(scratch_, args.kv_heads, value_dim_);
   }
 
   // Adds what the part's rows see among the part's keys.
@@ -53,8 +55,11 @@ class FewRows {
     Keys first;
     first.fill(request, part.keys.begin, part.keys.end);
     ask_for_start(first);
-    prepare(part, request);
-    by_rows([&](auto rows) { run_rows<rows>(part, request, first); });
+    spoilt_.wanted = false;
+    do {
+      prepare(part, request);
+      by_rows([&](auto rows) { run_rows<rows>(part, request, first); });
+    } while (is_to_repeat(part, request));
     finish(part, results);
   }
 
@@ -85,6 +90,13 @@ class FewRows {
     std::fill_n(sums_, args_.kv_heads * count_ * value_dim_, 0.0f);
   }
 
+  bool is_to_repeat(const Part& part, const Request& request) {
+    if (spoilt_.wanted || !part.hides(request, group_)) return false;
+    for (int64_t h = 0; h < args_.kv_heads; ++h)  // rows that are filled up see nothing
+      spoilt_.wanted |= !all_finite(sums_ + h * count_ * value_dim_, used_ * value_dim_);
+    return spoilt_.wanted;
+  }
+
   template <int rows>
   void run_rows(const Part& part, const Request& request, const Keys& first) {
     Keys chunks[2] = {first, first};
@@ -96,6 +108,7 @@ class FewRows {
       const Stretch values = stretch(args_.value_cache, chunk.value, chunk.count);
       const Stretch more = stretch(args_.key_cache, next.key, next.count);
       ask_for_scales(next);
+      spoilt_.find(args_, 0, args_.kv_heads, chunk);
       all_products<rows>(chunk, keys, Prefetch(keys, values, ahead()));
       softmax<rows>(chunk);
       all_sums<rows>(chunk, values, Prefetch(values, more, ahead()));
@@ -162,6 +175,8 @@ class FewRows {
     in_order<Math::kValues>(values, [&](int64_t h, int64_t t) {
       const Element* tokens[Math::kValues];
       head(args_.value_cache, h, chunk.value + t, args_.value_dim, value_dim_, tokens);
+      if (spoilt_.wanted)
+        for (int i = 0; i < Math::kValues; ++i) tokens[i] = spoilt_.value(tokens[i], h, t + i);
       const char* ahead[Math::kValues / Math::kRun];
       for (const char*& run : ahead) run = next.rows(Math::kRun);
       for (int64_t at = h * count_; at < (h + 1) * count_; at += rows)
@@ -175,6 +190,7 @@ class FewRows {
     if (key_scales_) {
       gather(args_.key_scale, 0, args_.kv_heads, chunk.key_scale, key_scales_);
       gather(args_.value_scale, 0, args_.kv_heads, chunk.value_scale, value_scales_);
+      for (int64_t h = 0; h < args_.kv_heads; ++h) spoilt_.put(value_scales_ + h * kChunk, h, 0);
     }
     for (int64_t h = 0; h < args_.kv_heads; ++h) softmax<rows>(h, chunk);
   }
@@ -188,6 +204,7 @@ class FewRows {
     for (int64_t at = h * count_; at < (h + 1) * count_; at += rows) {
       float* scores = scores_ + at * kChunk;
       Floats most[rows];
+      for (int r = 0; r < rows; ++r) spoilt_.put(scores + r * kChunk, h, NAN);
       for (int r = 0; r < rows; ++r)
         most[r] = finish_scores(args_, rows_[at + r], chunk.begin, chunk.count, key_scales,
                                 scores + r * kChunk);
@@ -253,6 +270,7 @@ class FewRows {
   ScoreRow* rows_;
   float *key_scales_ = nullptr, *value_scales_ = nullptr;  // of a chunk, [kv_heads, kChunk]
   Element* copies_;
+  Spoilt<Element, kChunk> spoilt_;
 };
 
 }  // namespace compiled_attn

@@ -19,6 +19,12 @@ struct Part {
   // Whether these are all keys that its rows see.
   bool is_alone() const { return results == kAlone; }
   int64_t rows() const { return (kv_end - kv_begin) * (row_end - row_begin); }
+
+  // Whether some of its rows do not see some of its keys; group: rows of a token.
+  bool hides(const Request& step, int64_t group) const {
+    return step.seen(row_begin / group).end < keys.end ||
+           step.seen((row_end - 1) / group).begin > keys.begin;
+  }
 };
 
 }  // namespace compiled_attn

@@ -9,6 +9,7 @@
 #include "elements.h"
 #include "output.h"
 #include "scratch.h"
+#include "spoilt.h"
 
 namespace compiled_attn {
 
@@ -103,6 +104,7 @@ class Tiles {
     scratch_.take(keys_, kTileKeys * units_);
     scratch_.take(values_, kTileKeys * value_dim_ / kUnit);
     scratch_.take(copies_, std::max(units_ * kUnit, value_dim_) * kLanes * 2);
+    spoilt_.take(scratch_, 1, value_dim_);
     if (args.key_scale.data) {
       scratch_.take(key_scales_, kTileKeys);
       scratch_.take(value_scales_, kTileKeys);
@@ -111,22 +113,33 @@ class Tiles {
 
   void run(const Part& part, const Results& results) {
     const Request request(args_, part.request);
-    prepare(part, request);
-    for (int64_t at = part.keys.begin; at < part.keys.end; at += kTileKeys) {
-      chunk_.fill(request, at, part.keys.end);
-      pack_keys(part.kv_begin);
-      pack_values(part.kv_begin);
-      if (key_scales_) {
-        gather(args_.key_scale, part.kv_begin, part.kv_end, chunk_.key_scale, key_scales_);
-        gather(args_.value_scale, part.kv_begin, part.kv_end, chunk_.value_scale, value_scales_);
-      }
-      for (int64_t j = 0; j < count_; j += kTileRows)
-        take(j, std::min<int64_t>(j + kTileRows, count_));
+    spoilt_.wanted = false;
+    add_up(part, request);
+    if (part.hides(request, group_) && !all_finite(sums_, count_ * value_dim_)) {
+      spoilt_.wanted = true;
+      add_up(part, request);
     }
     for (int64_t j = 0; j < count_; ++j) results.put(part, j, sums_ + j * value_dim_, running_[j]);
   }
 
  private:
+  void add_up(const Part& part, const Request& request) {
+    prepare(part, request);
+    for (int64_t at = part.keys.begin; at < part.keys.end; at += kTileKeys) {
+      chunk_.fill(request, at, part.keys.end);
+      spoilt_.find(args_, part.kv_begin, part.kv_end, chunk_);
+      pack_keys(part.kv_begin);
+      pack_values(part.kv_begin);
+      if (key_scales_) {
+        gather(args_.key_scale, part.kv_begin, part.kv_end, chunk_.key_scale, key_scales_);
+        gather(args_.value_scale, part.kv_begin, part.kv_end, chunk_.value_scale, value_scales_);
+        spoilt_.put(value_scales_, 0, 0);
+      }
+      for (int64_t j = 0; j < count_; j += kTileRows)
+        take(j, std::min<int64_t>(j + kTileRows, count_));
+    }
+  }
+
   void prepare(const Part& part, const Request& request) {
     count_ = part.row_end - part.row_begin;
     for (int64_t j = 0; j < padded<kRowsOfBlock>(count_); ++j) {
@@ -176,6 +189,7 @@ class Tiles {
     const int64_t n = seen_by_block(j / kRowsOfBlock * kRowsOfBlock);
     const int64_t lanes = padded<kScoreStep>(n);
     Floats most[kRowsOfSoftmax];
+    for (int r = 0; r < kRowsOfSoftmax; ++r) spoilt_.put(scores + r * kTileKeys, 0, NAN);
     for (int r = 0; r < kRowsOfSoftmax; ++r)
       most[r] =
           finish_scores(args_, rows_[j + r], chunk_.begin, n, key_scales_, scores + r * kTileKeys);
@@ -211,13 +225,14 @@ class Tiles {
     const Element* from =
         static_cast<const Element*>(args_.value_cache.data) + h * args_.value_cache.head;
     for (int64_t t = 0; t < chunk_.count; t += kUnit) {
+      const Element* rows[kUnit];
+      for (int i = 0; i < kUnit; ++i)
+        rows[i] = spoilt_.value(from + chunk_.value[t + i], 0, t + i);
       for (int64_t d = 0; d < value_dim_; d += kLanes) {
         const Element* tokens[kUnit];
         const int64_t left = args_.value_dim - d;
-        for (int i = 0; i < kUnit; ++i) {
-          tokens[i] = from + chunk_.value[t + i] + d;
-          if (left < kLanes) tokens[i] = rest(tokens[i], left, i);
-        }
+        for (int i = 0; i < kUnit; ++i)
+          tokens[i] = left < kLanes ? rest(rows[i] + d, left, i) : rows[i] + d;
         float* panel = values_ + d / kPanel * kPanel * (kTileKeys / kUnit) + d % kPanel;
         store(panel + t / kUnit * kPanel, Units::zipped(tokens));
       }
@@ -242,6 +257,7 @@ class Tiles {
   Running running_[kBandRows];
   ScoreRow rows_[kBandRows];
   Chunk<kTileKeys> chunk_;
+  Spoilt<Element, kTileKeys> spoilt_;
 };
 
 }  // namespace compiled_attn
