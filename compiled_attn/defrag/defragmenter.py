@@ -96,7 +96,11 @@ class OnlineDefragmenter:
         return self._open().resolve_all(blocks)
 
     def update(
-        self, new_blocks: Mapping[Hashable, Sequence[int]], finished: Iterable[Hashable] = ()
+        self,
+        new_blocks: Mapping[Hashable, Sequence[int]],
+        finished: Iterable[Hashable] = (),
+        *,
+        missing_ok: bool = False,
     ) -> None:
         """Follows a scheduler that allocates by itself; all of it, or an error and nothing.
 
@@ -105,9 +109,12 @@ class OnlineDefragmenter:
                 several requests hold is in use until the last of them finished.
             finished: requests that ended, were aborted or preempted: all their blocks are let go,
                 before anything is added, so that an id may be in both.
+            missing_ok: whether a finished request that holds nothing here is ignored; engines also
+                abort requests that never got a block.
 
         Raises:
-            UnknownRequest: a finished request is unknown, or finished before.
+            UnknownRequest: a finished request is unknown, or finished before, and ``missing_ok`` is
+                False.
             ValueError: a request finished twice in one call, or got a block that it holds already
                 or that does not exist.
             TypeError: a block is no integer.
@@ -119,7 +126,7 @@ class OnlineDefragmenter:
                 "expected places of its own, got those of a pool, which keeps them up to date: "
                 "don't call update()"
             )
-        self._holders.update(new_blocks, finished)
+        self._holders.update(new_blocks, finished, missing_ok=missing_ok)
 
     @property
     def waste(self) -> float:

@@ -23,16 +23,22 @@ class Holders:
         self._counts: dict[int, int] = {}
 
     def update(
-        self, new_blocks: Mapping[Hashable, Sequence[int]], finished: Iterable[Hashable]
+        self,
+        new_blocks: Mapping[Hashable, Sequence[int]],
+        finished: Iterable[Hashable],
+        *,
+        missing_ok: bool = False,
     ) -> None:
         """Lets go of all blocks of ``finished``, then adds ``new_blocks``; or raises, unchanged.
 
         Raises:
-            UnknownRequest: a finished request holds nothing here.
+            UnknownRequest: a finished request holds nothing here, and ``missing_ok`` is False.
             ValueError: a request finished twice, or got a block it holds or that does not exist.
             TypeError: a block is no integer.
         """
         done = list(finished)
+        if missing_ok:
+            done = [request for request in done if request in self._held]
         self._check_finished(done)
         added = {
             request: self._checked(request, new_blocks[request], done) for request in new_blocks

@@ -81,7 +81,8 @@ def flash_attn_with_kvcache(
 
     Raises:
         FlashArgumentError: (a ``RuntimeError`` and a ``ValueError``) the arguments do not fit
-            together; a row has no room for its new tokens; a page that a row uses does not exist,
+            together; new tokens or an integer tensor lie in the memory of a cache that is written;
+            a row has no room for its new tokens; a page that a row uses does not exist,
             or gets two new tokens in one slot. Nothing has been written then. Inside a compiled
             or captured graph, numbers in tensors are not read but asserted (``RuntimeError``).
         KernelArgumentError, NativeUnavailable: ``kernel`` is "native", but it cannot serve the call

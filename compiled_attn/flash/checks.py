@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from compiled_attn.flash.call import FlashCall
+from compiled_attn.overlap import expect_apart
 
 __all__ = ["FlashArgumentError", "check_call", "expect", "expect_room"]
 
@@ -82,6 +83,7 @@ def check_call(call: FlashCall) -> None:
     _check_rotary(call)
     _check_indices(call)
     _check_options(call)
+    _check_memory(call)
 
 
 def _check_query(call: FlashCall) -> None:
@@ -169,6 +171,16 @@ def _check_indices(call: FlashCall) -> None:
     )
     enough = rows >= batch if table is None else rows == batch
     expect(enough, f"a row of {name} for each of q", (rows, batch), "pass cache_batch_idx")
+
+
+def _check_memory(call: FlashCall) -> None:
+    """What is written must be nothing that is read after it, least of all as an index."""
+    if call.k is None:
+        return
+    indices = "cache_seqlens", "cache_batch_idx", "cache_leftpad", "block_table"
+    read = {name: getattr(call, name) for name in ("k", "v", *indices)}
+    written = {"k_cache": call.k_cache, "v_cache": call.v_cache}
+    expect_apart(written, read, FlashArgumentError)
 
 
 def _check_options(call: FlashCall) -> None:

@@ -11,7 +11,12 @@ from torch import Tensor
 
 from compiled_attn.kernels.native import KernelChoice, chooses_native
 from compiled_attn.paged.call import PagedCall
-from compiled_attn.paged.checks import check_call, expect_tensor, refuse_blocksparse
+from compiled_attn.paged.checks import (
+    check_apart,
+    check_call,
+    expect_tensor,
+    refuse_blocksparse,
+)
 from compiled_attn.paged.contract import scores, weighted
 from compiled_attn.paged.layouts import Layout
 from compiled_attn.paged.native import attend_native, request_of
@@ -98,10 +103,11 @@ def paged_attention_v1(
 
     Raises:
         PagedArgumentError: (a ``RuntimeError`` and a ``ValueError``) the arguments do not fit
-            together, a sequence is longer than its table row or ``max_seq_len``, or one of its
-            tokens lies in no block of the cache. ``out`` is as it was. What depends on numbers in
-            tensors cannot be an error inside a compiled or captured graph: there such a row is NaN,
-            and no other row is touched; the native kernel raises there too (``RuntimeError``).
+            together, ``out`` lies in the memory of an index, a sequence is longer than its table
+            row or ``max_seq_len``, or one of its tokens lies in no block of the cache. ``out`` is
+            as it was. What depends on numbers in tensors cannot be an error inside a compiled or
+            captured graph: there such a row is NaN, and no other row is touched; the native kernel
+            raises there too (``RuntimeError``).
         KernelArgumentError, NativeUnavailable: ``kernel`` is "native", but it cannot serve the call
             or be built here.
         TypeError: an argument that must be a tensor or an int is none.
@@ -118,6 +124,7 @@ def paged_attention_v1(
     )  # fmt: skip
     lengths = check_call(call)
     expect_tensor("out", out, "like query", query.shape, (query.dtype,), device=query.device)
+    check_apart(call, out=out)
     with torch.no_grad():
         if chooses_native(kernel, request_of(call)):
             return out.copy_(attend_native(call))
@@ -182,6 +189,7 @@ def paged_attention_v2(
     lengths = check_call(call)
     expect_tensor("out", out, "like query", query.shape, (query.dtype,), device=query.device)
     _check_partials(call, exp_sum, max_logits, tmp_out)
+    check_apart(call, out=out, exp_sum=exp_sum, max_logits=max_logits, tmp_out=tmp_out)
     if kernel != "auto":  # which is never native here
         chooses_native(kernel, request_of(call, "gives no partitions: take paged_attention_v1"))
     with torch.no_grad():

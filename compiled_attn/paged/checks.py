@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from compiled_attn.overlap import expect_apart
 from compiled_attn.paged.call import PagedCall
 from compiled_attn.paged.errors import PagedArgumentError, expect
 from compiled_attn.paged.layouts import Layout, axes, key_shape, value_shape
@@ -14,7 +15,15 @@ from compiled_attn.paged.pages import lost_rows, unknown_blocks
 from compiled_attn.paged.quant import Scale, check_scale, element_type
 from compiled_attn.tracing import can_read
 
-__all__ = ["FLOATS", "INTS", "check_caches", "check_call", "expect_tensor", "refuse_blocksparse"]
+__all__ = [
+    "FLOATS",
+    "INTS",
+    "check_apart",
+    "check_caches",
+    "check_call",
+    "expect_tensor",
+    "refuse_blocksparse",
+]
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTS = (torch.int32, torch.int64)
@@ -62,6 +71,12 @@ def check_call(call: PagedCall) -> list[int] | None:
     if call.alibi_slopes is not None:
         expect_tensor("alibi_slopes", call.alibi_slopes, "(H,)", (heads,), FLOATS, device=device)
     return _check_numbers(call) if can_read(query) else None
+
+
+def check_apart(call: PagedCall, **written: Tensor) -> None:
+    """Raises unless what is written is memory of its own, apart from the indices of the call."""
+    indices = {"block_tables": call.block_tables, "seq_lens": call.seq_lens}
+    expect_apart(written, indices, PagedArgumentError)
 
 
 def check_caches(

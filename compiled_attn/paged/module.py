@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from compiled_attn.kernels.native import KernelChoice, chooses_native
 from compiled_attn.paged.attention import attend_pages, reduce_partitions
 from compiled_attn.paged.call import PagedCall
-from compiled_attn.paged.checks import check_call, expect_tensor
+from compiled_attn.paged.checks import check_apart, check_call, expect_tensor
 from compiled_attn.paged.errors import expect
 from compiled_attn.paged.layouts import Layout
 from compiled_attn.paged.native import attend_native, request_of
@@ -110,6 +110,7 @@ class PagedAttention(nn.Module):
         lengths = check_call(call)
         is_native = chooses_native(self.kernel, request_of(call))
         if key is not None and value is not None and slot_mapping is not None:
+            check_apart(call, key_cache=self.key_cache, value_cache=self.value_cache)
             self._write(query, key, value, slot_mapping)
         else:
             given = [name is not None for name in (key, value, slot_mapping)]

@@ -8,6 +8,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from compiled_attn.overlap import expect_apart
 from compiled_attn.paged.checks import FLOATS, INTS, check_caches, expect_tensor
 from compiled_attn.paged.errors import PagedArgumentError, expect
 from compiled_attn.paged.layouts import Layout, axes, packing
@@ -51,10 +52,10 @@ def reshape_and_cache(
         layout: of both caches, see `Layout`.
 
     Raises:
-        PagedArgumentError: the arguments do not fit together, a slot is beyond the cache, or two
-            tokens have one slot (but 0); both caches are as they were. What depends on the slots is
-            not checked inside a compiled or captured graph; there a token with a slot beyond the
-            cache is not written.
+        PagedArgumentError: the arguments do not fit together, ``slot_mapping`` lies in the memory
+            of a cache, a slot is beyond the cache, or two tokens have one slot (but 0); both caches
+            are as they were. What depends on the slots is not checked inside a compiled or captured
+            graph; there a token with a slot beyond the cache is not written.
         TypeError: an argument that must be a tensor is none.
 
     Source: ``reshape_and_cache`` and (NHD) ``reshape_and_cache_flash`` of vLLM.
@@ -136,6 +137,8 @@ def _check(
     for cache in (key_cache, value_cache):
         own = all(step or size == 1 for step, size in zip(cache.stride(), cache.shape, strict=True))
         expect(own, "caches without expanded axes", cache.stride(), "clone the cache to write")
+    caches = {"key_cache": key_cache, "value_cache": value_cache}
+    expect_apart(caches, {"slot_mapping": slot_mapping}, PagedArgumentError)
     return num_blocks, block_size
 
 

@@ -78,7 +78,8 @@ def unified_attention(
         ``[T, H, Dv]`` in the query's dtype; a row that sees nothing is zero and has lse -inf.
 
     Raises:
-        ValueError: shapes, devices or sizes that do not fit together, or a step without any part;
+        ValueError: shapes, devices or sizes that do not fit together, or a step without any part; a
+            tensor of ``metadata``, a query, key or value in the memory of a cache or its scale;
             outside of a compiled or captured graph also a slot, block or row out of range and two
             tokens with one slot. Nothing is written.
         TypeError: dtypes that do not fit together. Nothing is written.

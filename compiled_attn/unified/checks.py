@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from compiled_attn.overlap import expect_apart
 from compiled_attn.quant import QUANTISED
 from compiled_attn.tracing import can_read
 from compiled_attn.unified.metadata import UnifiedMetadata
@@ -83,6 +84,11 @@ def check(
     _check_positions(m, tokens, sliding_window, alibi_slopes)
     _check_requests(m, query)
     if can_read(query):
+        # First, since numbers that are written over after they were checked can be anything.
+        caches = {"key_cache": key_cache, "value_cache": value_cache}
+        scales = {"key_scale": key_scale, "value_scale": value_scale}
+        read = {"query": query, "key": key, "value": value, **vars(m)}
+        expect_apart({**caches, **scales}, read, ValueError)
         check_numbers(m, tokens, key_cache.shape[0])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from compiled_attn.overlap import expect_apart
 from compiled_attn.partial.blocks import strict_index
 from compiled_attn.quant import QUANTISED, dequantise, quantise
 from compiled_attn.unified.call import UnifiedCall
@@ -24,7 +25,25 @@ def write_cache(
 
     Returns:
         The rows as a later step will read them: of the cache's dtype, or dequantised to float32.
+
+    Raises:
+        ValueError: new rows or slots lie in the memory of the cache or its scale.
     """
+    read = {"new": new, "slot_mapping": slot_mapping}
+    expect_apart({"cache": cache, "scale": scale}, read, ValueError)
+    return _write(cache, new, slot_mapping, scale)
+
+
+def write_step(call: UnifiedCall) -> tuple[Tensor, Tensor]:
+    """Writes the keys and values of a call; returns them as the cache keeps them."""
+    slots = call.metadata.slot_mapping
+    key = _write(call.key_cache, call.key, slots, call.key_scale)
+    if call.value is None or call.value_cache is None:  # a part of the keys, written with them
+        return key, key[..., : call.latent]
+    return key, _write(call.value_cache, call.value, slots, call.value_scale)
+
+
+def _write(cache: Tensor, new: Tensor, slot_mapping: Tensor, scale: Tensor | None) -> Tensor:
     # index_copy_: inside a captured graph it writes T rows and does not copy the cache.
     slots = strict_index(slot_mapping.long(), cache.shape[0])
     if cache.dtype not in QUANTISED or scale is None:
@@ -36,12 +55,3 @@ def write_cache(
     cache.view(torch.uint8).index_copy_(0, slots, codes.view(torch.uint8))
     scale.index_copy_(0, slots, row_scales)
     return dequantise(codes, row_scales)
-
-
-def write_step(call: UnifiedCall) -> tuple[Tensor, Tensor]:
-    """Writes the keys and values of a call; returns them as the cache keeps them."""
-    slots = call.metadata.slot_mapping
-    key = write_cache(call.key_cache, call.key, slots, call.key_scale)
-    if call.value is None or call.value_cache is None:  # a part of the keys, written with them
-        return key, key[..., : call.latent]
-    return key, write_cache(call.value_cache, call.value, slots, call.value_scale)

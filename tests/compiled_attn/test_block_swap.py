@@ -248,6 +248,30 @@ def test_pairs_may_be_an_array_or_an_iterator():
     assert equal(contents([*cache.buffers()]), exchanged(before, [(3, 4)]))
 
 
+@pytest.mark.parametrize("how", ["swap", "move"])
+def test_pairs_that_lie_in_the_cache_itself_are_read_before_it_is_written(how: str) -> None:
+    cache = torch.zeros(BLOCKS, 4, dtype=torch.int64)
+    noise([cache])
+    cache[2] = torch.tensor([2, 7, 3, 9])
+    swap = BlockSwap([cache], pad_sizes=[8])
+    swap.warmup()
+    before, pairs = contents([cache]), [(2, 7), (3, 9)]
+    getattr(swap, how)(cache.numpy()[2].reshape(2, 2))
+    expected = exchanged(before, pairs) if how == "swap" else moved(before, pairs)
+    assert np.array_equal(contents([cache]), expected)
+
+
+def test_the_forward_refuses_places_in_the_cache_it_writes() -> None:
+    cache = torch.zeros(BLOCKS, 4, dtype=torch.int64)
+    cache[2] = torch.tensor([2, 7, 3, 9])
+    before = cache.clone()
+    swap = BlockSwap([cache])
+    places = swap.get_buffer("rows_0")[2]
+    with pytest.raises(RuntimeError):
+        swap(places[:2], places[2:])
+    assert torch.equal(cache, before)
+
+
 def test_a_move_may_copy_one_source_to_several_places():
     cache = small_cache()
     swap, before = ready(cache), contents([*cache.buffers()])

@@ -274,6 +274,32 @@ def test_finishing_a_second_time_is_an_error():
         defragmenter.update({}, finished=["a"])
 
 
+def test_finished_requests_that_never_got_a_block_are_ignored_on_request():
+    defragmenter = own()
+    defragmenter.update({"a": [5, 6], "b": [7]})
+    finished = ["aborted", "a", "aborted"]
+    before = accounts(defragmenter)
+    with pytest.raises(UnknownRequest, match="'aborted'"):
+        defragmenter.update({"c": [8]}, finished)
+    assert accounts(defragmenter) == before
+    defragmenter.update({"c": [8]}, finished, missing_ok=True)
+    used = [block for block in range(1, BLOCKS) if defragmenter.places.is_worth_keeping(block)]
+    assert used == [7, 8]
+    defragmenter.update({}, ["a"], missing_ok=True)  # again
+    assert defragmenter.places.num_used == 2
+
+
+def test_what_is_wrong_otherwise_is_an_error_whether_or_not_requests_may_be_missing():
+    defragmenter = own()
+    defragmenter.update({"a": [5]})
+    before = accounts(defragmenter)
+    with pytest.raises(ValueError, match="'a' twice"):
+        defragmenter.update({}, ["a", "x", "a"], missing_ok=True)
+    with pytest.raises(ValueError, match="block 5"):
+        defragmenter.update({"a": [5]}, ["x"], missing_ok=True)
+    assert accounts(defragmenter) == before
+
+
 def test_the_places_of_a_pool_are_not_updated_by_hand():
     defragmenter = a_defragmenter(used=[3])
     before = accounts(defragmenter)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from compiled_attn.kernels.native.errors import KernelArgumentError
+from compiled_attn.overlap import expect_apart
 from compiled_attn.quant import QUANTISED
 
-__all__ = ["check_attention", "check_numbers", "check_write"]
+__all__ = ["check_apart", "check_attention", "check_numbers", "check_write"]
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -105,6 +108,11 @@ def check_write(
             _dtype(name, table, torch.float32)
         fits = 2 * cos.shape[1] <= query.shape[2]
         _expect(fits, f"at most {query.shape[2] // 2} angles", cos.shape[1], "cut the tables")
+
+
+def check_apart(read: Mapping[str, Tensor], written: Mapping[str, Tensor | None]) -> None:
+    """Raises KernelArgumentError where what is written shares memory with what is read."""
+    expect_apart(written, read, KernelArgumentError, "paged_attention: ")
 
 
 def check_numbers(

@@ -10,7 +10,12 @@ import math
 import torch
 from torch import Tensor
 
-from compiled_attn.kernels.native.checks import check_attention, check_numbers, check_write
+from compiled_attn.kernels.native.checks import (
+    check_apart,
+    check_attention,
+    check_numbers,
+    check_write,
+)
 from compiled_attn.partial import FMIN
 from compiled_attn.partial.spoilt import finite, seen_spoilt, spoilt
 from compiled_attn.quant import QUANTISED, dequantise, quantise
@@ -135,13 +140,25 @@ def paged_attention_(
         interleaved: which elements make a pair, see there.
 
     The others are those of `paged_attention`, and so are results and errors; after an error nothing
-    is written.
+    is written. What is written may not share memory with query, key, value or one of the integer
+    tensors.
     """
     check_attention(
         query, key_cache, value_cache, block_table, seq_lens, query_start_loc,
         causal, window, softcap, alibi_slopes, sinks, key_scale, value_scale,
     )  # fmt: skip
     check_write(query, key, value, key_cache, value_cache, slot_mapping, cos, sin)
+    ints = {
+        "slot_mapping": slot_mapping,
+        "block_table": block_table,
+        "seq_lens": seq_lens,
+        "query_start_loc": query_start_loc,
+    }
+    caches = {"key_cache": key_cache, "value_cache": value_cache}
+    check_apart(
+        {"query": query, "key": key, "value": value, **ints},
+        {**caches, "key_scale": key_scale, "value_scale": value_scale},
+    )
     check_numbers(query, key_cache, block_table, seq_lens, query_start_loc, slot_mapping)
     if cos is not None and sin is not None:
         query = apply_rotary(query, cos, sin, interleaved=interleaved)

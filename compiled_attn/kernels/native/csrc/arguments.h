@@ -72,22 +72,36 @@ inline void check_rows(const char* name, const Tensor& tensor) {
 
 // The addresses from a tensor's first element to its last.
 inline std::pair<const char*, const char*> extent(const Tensor& tensor) {
+  auto sizes = tensor.sizes(), strides = tensor.strides();
   int64_t last = 0;
-  for (int64_t axis = 0; axis < tensor.dim(); ++axis) {
-    if (tensor.size(axis) == 0) return {nullptr, nullptr};
-    last += (tensor.size(axis) - 1) * tensor.stride(axis);
+  for (size_t axis = 0; axis < sizes.size(); ++axis) {
+    if (sizes[axis] == 0) return {nullptr, nullptr};
+    last += (sizes[axis] - 1) * strides[axis];
   }
   const char* data = static_cast<const char*>(tensor.const_data_ptr());
   return {data, data + (last + 1) * int64_t(tensor.element_size())};
 }
 
-// What is read while a cache is written must not be part of it.
-inline void check_apart(const char* name, const Tensor& read, const char* cache,
-                        const Tensor& written) {
-  auto [begin, end] = extent(read);
-  auto [first, last] = extent(written);
-  if (begin < last && first < end) {
-    fail(text(name, " apart from ", cache), "shared memory", "call .clone()");
+// The memory of an argument; none where it is not given.
+struct Memory {
+  Memory(const char* name, const Tensor& tensor) : name(name), addresses(extent(tensor)) {}
+  Memory(const char* name, const std::optional<Tensor>& tensor)
+      : name(name), addresses(tensor ? extent(*tensor) : decltype(addresses){}) {}
+
+  const char* name;
+  std::pair<const char*, const char*> addresses;
+};
+
+// What is read while something is written must not be part of it: an index that changes after it
+// was checked would be followed anywhere.
+inline void check_apart(std::initializer_list<Memory> reads, std::initializer_list<Memory> writes) {
+  for (const Memory& write : writes) {
+    for (const Memory& read : reads) {
+      if (read.addresses.first < write.addresses.second &&
+          write.addresses.first < read.addresses.second) {
+        fail(text(read.name, " apart from ", write.name), "shared memory", "call .clone()");
+      }
+    }
   }
 }
 

@@ -208,16 +208,21 @@ Result paged_attention_(Tensor query, Tensor key, Tensor value, Tensor key_cache
     check_rows(name, *rows);
   }
   check_dense("slot_mapping", slot_mapping, {args.tokens}, ScalarType::Long);
-  const std::pair<const char*, const Tensor*> caches[] = {{"key_cache", &key_cache},
-                                                          {"value_cache", &value_cache}};
-  for (auto [name, cache] : caches) {
-    check_written(name, *cache);
-    for (auto [read_name, read] :
-         {std::pair{"query", &query}, std::pair{"key", &key}, std::pair{"value", &value}})
-      check_apart(read_name, *read, name, *cache);
-  }
+  check_written("key_cache", key_cache);
+  check_written("value_cache", value_cache);
   if (key_scale) check_written("key_scale", *key_scale);
   if (value_scale) check_written("value_scale", *value_scale);
+  check_apart({{"query", query},
+               {"key", key},
+               {"value", value},
+               {"slot_mapping", slot_mapping},
+               {"block_table", block_table},
+               {"seq_lens", seq_lens},
+               {"query_start_loc", query_start_loc}},
+              {{"key_cache", key_cache},
+               {"value_cache", value_cache},
+               {"key_scale", key_scale},
+               {"value_scale", value_scale}});
   if (cos.has_value() != sin.has_value()) {
     fail("cos and sin both or neither", "one of them", "pass the other too");
   }
