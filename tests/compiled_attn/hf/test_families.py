@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
+
 import pytest
 import transformers
+from transformers.utils import logging as hf_logging
 
 from tests.compiled_attn.hf.families import FAMILIES
 from tests.compiled_attn.hf.survey import KERNELS, PAGE, Outcome, listed, outcome, quiet, tables
@@ -18,13 +22,13 @@ _OTHERS = [family for family in FAMILIES if family not in QUICK]
 
 
 @pytest.fixture(autouse=True)
-def no_warnings(recwarn, monkeypatch):
-    from transformers.utils import logging
-
-    before = logging.get_verbosity()
-    quiet()
-    yield
-    logging.set_verbosity(before)
+def few_words():
+    before = hf_logging.get_verbosity(), logging.getLogger("compiled_attn").level
+    with warnings.catch_warnings():
+        quiet()
+        yield
+    hf_logging.set_verbosity(before[0])
+    logging.getLogger("compiled_attn").setLevel(before[1])
 
 
 def _check(family: str) -> None:
@@ -49,6 +53,12 @@ def test_the_page_lists_every_family_once_and_none_as_wrong():
     assert {family: listed(family).result != "wrong" for family in FAMILIES} == dict.fromkeys(
         FAMILIES, True
     )
+
+
+def test_the_readme_counts_as_the_page_does():
+    equal = sum(listed(family).result == "equal" for family in FAMILIES)
+    readme = (PAGE.parents[1] / "README.md").read_text()
+    assert f"tested: {equal} families equal to `generate`" in readme
 
 
 def test_the_tables_count_what_they_list():
