@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 __all__ = ["PlaceSet"]
 
@@ -52,6 +52,22 @@ class PlaceSet:
             words[member] ^= 1 << bit
             if words[member]:
                 return
+
+    def writes(self, changes: Mapping[int, bool]) -> list[tuple[list[int], int, int]]:
+        """The assignments ``words[at] = word`` after which each member is there, or not.
+
+        As many members are put in as are taken out, so that the count stays.
+        """
+        writes: list[tuple[list[int], int, int]] = []
+        for words in self._levels:
+            changed: dict[int, int] = {}
+            for member, present in changes.items():
+                at, bit = member >> _SHIFT, 1 << (member & (_BITS - 1))
+                word = changed.get(at, words[at])
+                changed[at] = word | bit if present else word & ~bit
+            writes += [(words, at, word) for at, word in changed.items()]
+            changes = {at: bool(word) for at, word in changed.items()}
+        return writes
 
     def lowest(self) -> int:
         """Return the lowest member; the set is not empty."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable
 from heapq import merge
-from itertools import islice
+from itertools import islice, starmap
+from operator import call, setitem
 from typing import Any
 
 import numpy as np
@@ -37,6 +39,10 @@ class BlockPlaces:
     Attributes:
         num_blocks: as given.
         high_water: the highest place that was ever in use, 0 where none was.
+        restore: what must happen before the next place is read, or None. A defragmenter that keeps
+            the content of blocks outside of the cache for a moment sets it, so that an interrupt
+            there loses nothing: called with the place of every block, ``[num_blocks]`` int32, it
+            writes them back.
 
     Example::
 
@@ -52,6 +58,7 @@ class BlockPlaces:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = whole("num_blocks (one of them is the null block)", num_blocks, 2)
         self.high_water = 0
+        self.restore: Callable[[NDArray[np.int32]], None] | None = None
         self._place_of = array("i", np.arange(self.num_blocks, dtype=np.int32).tobytes())
         self._block_at = self._place_of[:]
         self._place_view: NDArray[np.int32] = np.frombuffer(self._place_of, dtype=np.int32)
@@ -85,10 +92,12 @@ class BlockPlaces:
 
         A negative id, -1 included, never means the last entry.
         """
+        self.settle()
         return self._place_of[self._valid("block", block)]
 
     def unresolve(self, place: int) -> int:
         """Return the block at ``place``. Raises ``ValueError`` outside of ``range(num_blocks)``."""
+        self.settle()
         return self._block_at[self._valid("place", place)]
 
     def resolve_all(self, blocks: ArrayLike) -> NDArray[np.signedinteger[Any]]:
@@ -104,6 +113,7 @@ class BlockPlaces:
             TypeError: the ids are not integers.
             ValueError: an id is negative or too large.
         """
+        self.settle()
         ids = np.asarray(blocks)
         if not ids.size:
             ids = ids.astype(np.int64 if ids.dtype.kind == "f" else ids.dtype)
@@ -153,6 +163,7 @@ class BlockPlaces:
         place is in two pairs. Changes nothing; the cost grows with ``limit`` and not with the
         number of blocks.
         """
+        self.settle()
         unused = merge(self._sets[_FREE].ascending(), self._sets[_IDLE].ascending())
         pairs = zip(self._sets[_USED].descending(), unused, strict=False)
         return [
@@ -182,21 +193,33 @@ class BlockPlaces:
                     "split the pairs into several swaps"
                 )
             seen.add(place)
-        for a, b in checked:
-            self._exchange(a, b)
+        # One call of C code makes all assignments: no interrupt can come between two of them.
+        deque(starmap(call, self._assignments(checked)), maxlen=0)
 
-    def _exchange(self, a: int, b: int) -> None:
-        x, y = self._block_at[a], self._block_at[b]
-        self._block_at[a], self._block_at[b] = y, x
-        self._place_of[x], self._place_of[y] = b, a
-        if self._state[x] == self._state[y]:
-            return
-        for block, old, new in ((x, a, b), (y, b, a)):
-            members = self._sets[self._state[block]]
-            members.remove(old)
-            members.add(new)
-            if self._state[block] == _USED:
-                self.high_water = max(self.high_water, new)
+    def settle(self) -> None:
+        """Call :attr:`restore`, where there is one, and forget it."""
+        if self.restore is not None:
+            self.restore(self._place_view)
+            self.restore = None
+
+    def _assignments(self, pairs: list[tuple[int, int]]) -> list[tuple[Any, ...]]:
+        """Calls, function and arguments, that exchange the blocks of each two places."""
+        calls: list[tuple[Any, ...]] = []
+        changes: list[dict[int, bool]] = [{}, {}, {}]  # of the sets of free, used and idle places
+        high_water = self.high_water
+        for a, b in pairs:
+            x, y = self._block_at[a], self._block_at[b]
+            calls += [(setitem, self._block_at, a, y), (setitem, self._block_at, b, x)]
+            calls += [(setitem, self._place_of, x, b), (setitem, self._place_of, y, a)]
+            if self._state[x] != self._state[y]:
+                changes[self._state[x]] |= {a: False, b: True}
+                changes[self._state[y]] |= {b: False, a: True}
+            for block, place in ((x, b), (y, a)):
+                if self._state[block] == _USED:
+                    high_water = max(high_water, place)
+        for members, changed in zip(self._sets, changes, strict=True):
+            calls += [(setitem, *write) for write in members.writes(changed)]
+        return [*calls, (setattr, self, "high_water", high_water)]
 
     def _change(self, block: int, state: int) -> None:
         place = self._place_of[block]

@@ -24,7 +24,8 @@ class OnlineDefragmenter:
     Ids that a scheduler holds stay as they are; :meth:`resolve_all` turns its tables into places.
     :meth:`defragment` takes the highest used blocks to the lowest places that are not in use: by a
     move where the place is free, by an exchange where it holds a block worth keeping (a cached
-    prefix). The accounts change only after the copies are issued.
+    prefix), which is kept outside of the cache meanwhile. The places change only after the copies
+    are issued.
 
     Args:
         places: of a `BlockPool`, which keeps them up to date; or the number of blocks, for a
@@ -163,21 +164,19 @@ class OnlineDefragmenter:
 
         Raises:
             RuntimeError: it or the swap is closed, or the swap is not warmed up.
-            Exception: a copy failed. Places and counts are as they were, and so is the content of
-                every block worth keeping.
+            Exception: a copy failed, or the call was interrupted, at whatever line. It happened, or
+                it did not: every block worth keeping has its content where it lies.
         """
         moves, before = self.plan(), self.places.highest_used
         if not moves:
             return DefragReport(0, 0, 0, before, before)
-        exchanged = [move[:2] for move in moves if move.is_swap]
-        # Moves first: until the places change, nobody reads what they write.
-        self._swap.move([move[:2] for move in moves if not move.is_swap])
-        self._swap.swap(exchanged)
+        pairs = [move[:2] for move in moves]
+        self._set_aside([move.destination for move in moves if move.is_swap])
         try:
-            self.places.swap(move[:2] for move in moves)
-        except BaseException:
-            self._swap.swap(exchanged)
-            raise
+            self._swap.move(pairs)
+            self.places.swap(pairs)
+        finally:
+            self.places.settle()
         after = self.places.highest_used
         report = report_of(moves, self._swap.bytes_per_block, before, after)
         self.totals = self.totals.plus(report)
@@ -192,6 +191,18 @@ class OnlineDefragmenter:
             f"OnlineDefragmenter(num_used={self.places.num_used}, "
             f"highest_used={self.places.highest_used}, {self.totals})"
         )
+
+    def _set_aside(self, kept: list[int]) -> None:
+        """Copies what is worth keeping at places that will be overwritten out of the cache.
+
+        From then on this copy is the content of these blocks: whoever reads a place next has it
+        written to where they lie, which is where they did, or, once the places have changed, where
+        they belong. So nothing depends on how far the copies in the cache got.
+        """
+        if kept:
+            blocks = [self.places.unresolve(place) for place in kept]
+            contents = self._swap.take(kept)
+            self.places.restore = lambda places: self._swap.put(places[blocks], contents)
 
     @property
     def _gap(self) -> int:

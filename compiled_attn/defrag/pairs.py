@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Pairs", "move_pairs", "swap_pairs"]
+__all__ = ["Pairs", "move_pairs", "single_places", "swap_pairs"]
 
 Pairs: TypeAlias = "Iterable[tuple[int, int]] | NDArray[np.integer]"
 
@@ -41,6 +41,31 @@ def move_pairs(pairs: Pairs, num_blocks: int) -> NDArray[np.int64]:
             f"expected destinations that are no sources, got place {both[0]} as both: "
             "swap them, or move in two calls"
         )
+    return checked
+
+
+def single_places(
+    places: Sequence[int] | NDArray[np.integer], num_blocks: int
+) -> NDArray[np.int64]:
+    """Places of blocks, ``[N]``.
+
+    Raises:
+        TypeError: they are no integers.
+        ValueError: a place is out of range, the null block's, or there twice.
+    """
+    given = np.asarray(places)
+    if given.dtype.kind not in "iu" or given.ndim != 1:
+        raise TypeError(
+            f"expected integer places [N], got {given.dtype} of shape {list(given.shape)}: "
+            "pass a list of ints"
+        )
+    wrong = given[(given < 1) | (given >= num_blocks)]
+    if wrong.size:
+        raise ValueError(
+            f"expected places in 1..{num_blocks - 1}, got {wrong[0]}: it is no block of this cache"
+        )
+    checked = given.astype(np.int64)
+    _need_once(checked, "place", "list")
     return checked
 
 

@@ -7,13 +7,14 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from compiled_attn.cache import PagedKVCache
 from compiled_attn.defrag.lists import PaddedLists
 from compiled_attn.defrag.memory import CacheMemory
-from compiled_attn.defrag.pairs import Pairs, move_pairs, swap_pairs
+from compiled_attn.defrag.pairs import Pairs, move_pairs, single_places, swap_pairs
 from compiled_attn.defrag.rows import twin
 from graphs import BucketEvent, WarmupReport
 from graphs.backends.base import Backend
@@ -149,16 +150,19 @@ class BlockSwap(nn.Module):
                 block changed.
             RuntimeError: not warmed up, closed, or the cache is no longer where it was. Where a
                 graph call fails, the error is its own, and the exchanges of earlier calls are
-                undone.
+                undone. (An interrupt has no such promise here: whether the exchange that it hit
+                took place cannot be known. `OnlineDefragmenter` exchanges by :meth:`take`,
+                :meth:`move` and :meth:`put`, each of which may be repeated.)
         """
         self._check_ready()
-        parts = self._swaps.split(swap_pairs(pairs, self.num_blocks))
-        for done, part in enumerate(parts):
-            try:
+        done: list[NDArray[np.int64]] = []
+        try:
+            for part in self._swaps.split(swap_pairs(pairs, self.num_blocks)):
                 self._swaps.run(part)
-            except BaseException:
-                self._undo(parts[:done])
-                raise
+                done.append(part)
+        except BaseException:
+            self._undo(done)
+            raise
 
     def move(self, pairs: Pairs) -> None:
         """Copies blocks one way: what was at the destinations is lost, the sources stay.
@@ -173,6 +177,28 @@ class BlockSwap(nn.Module):
         self._check_ready()
         for part in self._moves.split(move_pairs(pairs, self.num_blocks)):
             self._moves.run(part)
+
+    def take(self, places: Sequence[int] | NDArray[np.integer]) -> list[Tensor]:
+        """Returns a copy of the blocks at ``places``, ``[N, words]`` for each tensor of the cache.
+
+        Raises:
+            ValueError, TypeError: a place is out of range, the null block's or there twice.
+            RuntimeError: as :meth:`swap`.
+        """
+        self._check_ready()
+        at = self._index(places)
+        return [read.index_select(0, at) for _, read in self._memory()]
+
+    def put(self, places: Sequence[int] | NDArray[np.integer], contents: Sequence[Tensor]) -> None:
+        """Writes ``contents``, of :meth:`take`, to as many places; may be repeated.
+
+        Raises:
+            ValueError, TypeError, RuntimeError: as :meth:`take`.
+        """
+        self._check_ready()
+        at = self._index(places)
+        for (rows, _), kept in zip(self._memory(), contents, strict=True):
+            rows.index_copy_(0, at, kept)
 
     def close(self) -> None:
         """Frees the graphs; using it from now on is an error. May be called twice."""
@@ -190,6 +216,10 @@ class BlockSwap(nn.Module):
     def _memory(self) -> Iterator[tuple[Tensor, Tensor]]:
         for number in range(len(self._cache.addresses)):
             yield self.get_buffer(f"rows_{number}"), self.get_buffer(f"read_{number}")
+
+    def _index(self, places: Sequence[int] | NDArray[np.integer]) -> Tensor:
+        checked = single_places(places, self.num_blocks)
+        return torch.from_numpy(checked).to(self._cache.device)
 
     def _undo(self, parts: list[NDArray[np.int64]]) -> None:
         # An exchange is its own inverse.
