@@ -36,6 +36,7 @@ from compiled_attn.engine.stream import Stream, Streams, results_of
 from compiled_attn.engine.tally import StepRecord, Tally
 from compiled_attn.engine.workload import Workload
 from graphs import BucketSpace, CaptureError, WarmupReport, no_compile
+from graphs.capture import resolve
 
 __all__ = ["Engine"]
 
@@ -65,6 +66,7 @@ class Engine:
 
     Raises:
         ConfigError: the sizes do not fit each other or the model.
+        graphs.CaptureError: there is no such backend here.
         ValueError: the model cannot run on the paged cache, see `compiled_attn.hf.PagedCausalLM`.
 
     Example::
@@ -78,6 +80,7 @@ class Engine:
 
     def __init__(self, model: PreTrainedModel, config: EngineConfig | None = None) -> None:
         self.config = config = config or EngineConfig()
+        resolve(config.backend, "step")  # before the model is touched
         self.model = model
         self.kernel = chosen_kernel(model, config)
         self.sizing = Sizing.of(model, config, self.kernel.is_native)

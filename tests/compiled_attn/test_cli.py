@@ -385,7 +385,7 @@ def test_a_model_that_cannot_compute_a_step_is_refused_with_the_cause(
     def broken(*_: object, **__: object) -> None:
         raise NotImplementedError("no kernel for this model")
 
-    monkeypatch.setattr("compiled_attn.hf.unified_attention", broken)
+    monkeypatch.setattr("compiled_attn.hf.attention.unified_attention", broken)
     outcome = command(*small)
     assert_refused(outcome, "fails on one token", "no kernel for this model")
 

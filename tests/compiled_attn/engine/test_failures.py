@@ -20,6 +20,7 @@ from compiled_attn.engine import (
     TokenEvent,
 )
 from compiled_attn.hf import ModelChanged
+from graphs import CaptureError
 from tests.compiled_attn.tiny import plain_generate, tiny_model
 
 POISON = 127
@@ -279,3 +280,10 @@ def test_nothing_of_a_request_is_kept_when_it_was_served():
         engine.submit([1, 2], SamplingParams(max_new_tokens=1))
         assert engine.step()[0].result is not None
         assert engine.step() == [] and alive() == 0
+
+
+def test_an_unknown_backend_is_refused_before_the_model_is_touched():
+    model = tiny_model()
+    with pytest.raises(CaptureError, match="unknown backend 'nope'"):
+        Engine(model, EngineConfig(backend="nope"))
+    assert model.config._attn_implementation == "eager"
