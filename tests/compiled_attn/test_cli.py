@@ -387,7 +387,7 @@ def test_a_model_that_cannot_compute_a_step_is_refused_with_the_cause(
 
     monkeypatch.setattr("compiled_attn.hf.attention.unified_attention", broken)
     outcome = command(*small)
-    assert_refused(outcome, "fails on one token", "no kernel for this model")
+    assert_refused(outcome, "fails on a flattened step", "no kernel for this model")
 
 
 def test_a_compile_while_serving_fails_the_run_with_its_cause_and_report(
