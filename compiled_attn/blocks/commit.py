@@ -45,13 +45,13 @@ def publish(index: PrefixIndex, table: BlockTable, tokens: Tokens, length: int) 
     table._key, table._num_keyed = key, stop // table.block_size
 
 
-def withdraw(index: PrefixIndex, table: BlockTable) -> None:
-    """Let none of the table's blocks be found.
+def withdraw(index: PrefixIndex, table: BlockTable, first: int) -> None:
+    """Let none of the table's blocks from the ``first`` on be found.
 
     Without a key no later block of the table, and of none forked from it, has one.
     """
     table._key = None
-    for block in table.blocks:
+    for block in table.blocks[first:]:
         index.withdraw(block)
 
 

@@ -217,13 +217,17 @@ class BlockPool:
         publish(self._index, table, tokens, length)
         table.num_computed = length
 
-    def withdraw(self, request_id: Hashable) -> None:
+    def withdraw(self, request_id: Hashable, first: int = 0) -> None:
         """Let no later prompt find the blocks that a request holds: they hold NaN, say.
 
         Nor what it, or a fork of it from now on, computes later. Those who hold the blocks already
         keep them. Where another block has the same content, that one is found instead.
+
+        Args:
+            request_id: the request.
+            first: its first block that is withdrawn; those before it can be found as before.
         """
-        withdraw(self._index, self.table(request_id))
+        withdraw(self._index, self.table(request_id), whole("first", first, 0))
 
     def fork(self, parent_id: Hashable, child_id: Hashable) -> BlockTable:
         """Register ``child_id`` with blocks, positions and salt of ``parent_id``; copies nothing.

@@ -13,25 +13,27 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 
 from transformers import PreTrainedModel
 
 from compiled_attn.blocks import BlockPool
 from compiled_attn.blocks.prefix import Salt
+from compiled_attn.engine.changes import Attempt, Changes
 from compiled_attn.engine.config import ConfigError, EngineConfig
 from compiled_attn.engine.kernel import chosen_kernel
 from compiled_attn.engine.mailbox import Mailbox
 from compiled_attn.engine.memory import BlockMemory
 from compiled_attn.engine.metrics import EngineReport, StepInfo, block_series
 from compiled_attn.engine.outcome import Outcome, outcome_of
-from compiled_attn.engine.prompts import token_ids
-from compiled_attn.engine.report import report_of
+from compiled_attn.engine.prompts import check_settings, token_ids
+from compiled_attn.engine.report import info_of, report_of
 from compiled_attn.engine.runner import Runner
 from compiled_attn.engine.sampling import NOT_FINITE, SamplingParams, sample_rows
 from compiled_attn.engine.scheduler import Scheduler
 from compiled_attn.engine.sequence import GenerationResult, Sequence, TokenEvent
-from compiled_attn.engine.sizing import Sizing
+from compiled_attn.engine.sizing import Sizing, eos_tokens
 from compiled_attn.engine.stream import Stream, Streams, results_of
 from compiled_attn.engine.tally import StepRecord, Tally
 from compiled_attn.engine.workload import Workload
@@ -39,13 +41,6 @@ from graphs import BucketSpace, CaptureError, WarmupReport, no_compile
 from graphs.capture import resolve
 
 __all__ = ["Engine"]
-
-
-@dataclass(slots=True)
-class _Attempt:
-    """A change that has begun; with an outcome it is a step that was done."""
-
-    outcome: Outcome | None = None
 
 
 class Engine:
@@ -61,7 +56,7 @@ class Engine:
     Attributes:
         sentinel: what compiled since the warmup.
         warmup_report: of the last warmup, None before it.
-        restarts: how often an exception interrupted a step.
+        restarts: how often an exception interrupted a step or an abort.
         prompt_tokens: tokens of all prompts that were submitted.
 
     Raises:
@@ -91,13 +86,14 @@ class Engine:
         self.sentinel = no_compile(strict=config.strict, all_threads=config.watch_process)
         self.warmup_report: WarmupReport | None = None
         self._requests: dict[int, Sequence] = {}
+        self._unwanted: set[int] = set()
         self._ids = itertools.count()
         self._mailbox: Mailbox[TokenEvent] = Mailbox()
         self._streams = Streams()
-        self._attempt: _Attempt | None = None
+        self._changes = Changes(self._recover)
         self.restarts = 0
         self.prompt_tokens = 0
-        self._eos = _eos_tokens(model)
+        self._eos = eos_tokens(model)
 
     @property
     def pool(self) -> BlockPool:
@@ -127,6 +123,7 @@ class Engine:
         self.sizing = replace(self.sizing, buckets=serving)
         copies = self.memory.warmup(progress)
         self.runner.module.remember()
+        self._refuse_unservable()
         self.warmup_report = WarmupReport(
             (*report.results, *copies.results), report.elapsed_seconds + copies.elapsed_seconds
         )
@@ -172,7 +169,7 @@ class Engine:
         index: int | None,
     ) -> int:
         """`submit` with the mailbox that its events go to, and its index there (None: its id)."""
-        self._check(prompt, sampling, salt)
+        self.check(prompt, sampling, salt, arrived_s)
         request_id = next(self._ids)
         stop = frozenset(sampling.stop_token_ids)
         sequence = Sequence(
@@ -180,13 +177,12 @@ class Engine:
             prompt,
             len(prompt),
             sampling.seeded(),
-            time.perf_counter() if arrived_s is None else arrived_s,
+            time.perf_counter() if arrived_s is None else float(arrived_s),
             stop_tokens=stop if sampling.ignore_eos else stop | self._eos,
             salt=salt,
             index=request_id if index is None else index,
             mailbox=mailbox,
         )
-        self._finish_attempt()
         try:
             self._requests[request_id] = sequence
             self.scheduler.add(sequence)
@@ -225,30 +221,30 @@ class Engine:
             raise RuntimeError(
                 "expected a warmed-up engine: call engine.warmup() before the first step"
             )
+        self._changes.refuse_second()
         self.runner.module.check_unchanged()
         self._finish_attempt()
-        self._abort_abandoned()
+        self._abort_unwanted()
         if self.scheduler.has_work:
-            self._change(self._compute)
+            self._changes.run(self._compute)
 
     def abort(self, request_id: int) -> None:
         """Drops a request that has not finished; its blocks are free at once.
 
+        Called while a step runs (by a signal handler, say), it takes effect before the next one.
+        Events that the request has by then are still told.
+
         Raises:
             KeyError: no such request is waiting or running.
         """
-        self._finish_attempt()
-        sequence = self._requests.get(request_id)
-        if sequence is None:
+        if request_id not in self._requests:
             raise KeyError(
                 f"expected a waiting or running request, got {request_id}: it may have finished"
             )
-
-        def drop(_: _Attempt) -> None:
-            del self._requests[request_id]
-            self.scheduler.finish(sequence)
-
-        self._change(drop)
+        self._unwanted.add(request_id)
+        if not self._changes.is_running:
+            self._finish_attempt()
+            self._abort_unwanted()
 
     def generate(
         self,
@@ -298,7 +294,8 @@ class Engine:
             prompts: token ids of each request.
             sampling: one for all, or one each.
             salt: one for all, or one each, see `submit`.
-            arrivals: seconds from now at which each request arrives (open loop); None: at once.
+            arrivals: seconds from the first `next` on at which each request arrives (open loop);
+                None: at once.
             concurrency: requests in flight at most (closed loop); None: no limit.
             on_step: called after every step.
 
@@ -307,24 +304,14 @@ class Engine:
         """
         workload = Workload.of(prompts, sampling, salt, arrivals, concurrency)
         for each in zip(workload.prompts, workload.sampling, workload.salts, strict=True):
-            self._check(*each)
+            self.check(*each, None)
         stream = Stream(self, workload, on_step)
         self._streams.add(stream)
         return stream
 
     def info(self, elapsed_s: float) -> StepInfo:
         """The engine's state now, ``elapsed_s`` seconds after the start of serving."""
-        total = self.sizing.num_blocks - 1
-        return StepInfo(
-            running=len(self.scheduler.running),
-            waiting=len(self.scheduler.waiting),
-            blocks_used=total - self.pool.available,
-            blocks_total=total,
-            finished=self.tally.count("requests"),
-            generated_tokens=self.tally.count("generated_tokens"),
-            elapsed_s=elapsed_s,
-            step=self.tally.last,
-        )
+        return info_of(self, elapsed_s)
 
     @property
     def open_requests(self) -> set[int]:
@@ -337,7 +324,7 @@ class Engine:
         return bool(self._requests) or len(self._mailbox) > 0
 
     def refuse_second_stream(self) -> None:
-        """Raises RuntimeError if two streams are open."""
+        """Raises RuntimeError if a stream is open."""
         self._streams.refuse_second()
 
     def report(self) -> EngineReport:
@@ -348,42 +335,29 @@ class Engine:
         """Blocks in use over the busy time, as `graphs.report.write_report` draws it."""
         return block_series(self.tally.blocks, self.sizing.num_blocks - 1)
 
-    def _check(self, prompt: list[int], sampling: SamplingParams, salt: Salt) -> None:
-        if not isinstance(sampling, SamplingParams):
-            raise ConfigError(f"expected SamplingParams, got {type(sampling).__name__}: make one")
-        if not isinstance(salt, (str, bytes, type(None))):
-            raise ConfigError(
-                f"expected a salt as str, bytes or None, got {type(salt).__name__}: pass its repr"
-            )
+    def check(
+        self, prompt: list[int], sampling: SamplingParams, salt: Salt, arrived_s: float | None
+    ) -> None:
+        """Raises ConfigError if a request can never be served; see `submit`."""
+        check_settings(sampling, salt, arrived_s)
         self.sizing.check(prompt, sampling)
-
-    def _change(self, change: Callable[[_Attempt], None]) -> None:
-        """Runs what changes requests or blocks; interrupted, it was done or is undone."""
-        self._attempt = attempt = _Attempt()
-        try:
-            change(attempt)
-            self._attempt = None
-        except BaseException:
-            self._finish_attempt()
-            raise
 
     def _finish_attempt(self) -> None:
         """After an interrupted change: what was done stays done, the rest begins again."""
-        attempt = self._attempt
-        if attempt is None:
-            return
+        self._changes.finish(is_whole=self.scheduler.knows(len(self._requests)))
+
+    def _recover(self, outcome: Outcome | None) -> None:
         self.sentinel.disarm()
-        if attempt.outcome is not None:
-            attempt.outcome.make_true(self._requests, self.tally)
+        if outcome is not None:
+            outcome.make_true(self._requests, self.tally)
         self.memory.reset()
         self.scheduler.restart(self.pool, self._requests.values())
         self.restarts += 1
-        self._attempt = None
 
-    def _compute(self, attempt: _Attempt) -> None:
+    def _compute(self, attempt: Attempt) -> None:
         attempt.outcome = outcome = self._outcome()
         outcome.make_true(self._requests, self.tally)
-        outcome.release(self.scheduler)
+        outcome.release(self.scheduler, self.memory)
 
     def _outcome(self) -> Outcome:
         """A step, computed; of its requests nothing has changed."""
@@ -410,19 +384,26 @@ class Engine:
         )
         return outcome_of(self.tally.count("steps"), parts, rows, now, record)
 
-    def _abort_abandoned(self) -> None:
-        """Drops requests of streams that ended before they could abort them."""
-        ended = self._streams.ended()
-        for sequence in list(self._requests.values()) if ended else ():
-            if any(sequence.mailbox is box for box in ended):
-                self.abort(sequence.request_id)
+    def _abort_unwanted(self) -> None:
+        """Drops what `abort` named, and the requests of streams that have ended."""
+        unwanted, ended = set(self._unwanted), self._streams.ended()
+        for request_id, sequence in list(self._requests.items()) if unwanted or ended else ():
+            if request_id in unwanted or any(sequence.mailbox is box for box in ended):
+                self._changes.run(partial(self._drop, sequence))
+        self._unwanted -= unwanted
         self._streams.forget(ended)
 
+    def _drop(self, sequence: Sequence, _: Attempt) -> None:
+        del self._requests[sequence.request_id]
+        self.scheduler.finish(sequence)
 
-def _eos_tokens(model: PreTrainedModel) -> frozenset[int]:
-    eos = getattr(model.generation_config, "eos_token_id", None)
-    if eos is None:
-        eos = getattr(model.config, "eos_token_id", None)
-    if eos is None:
-        return frozenset()
-    return frozenset([eos] if isinstance(eos, int) else eos)
+    def _refuse_unservable(self) -> None:
+        """Ends requests that were queued before a warmup which lost the buckets for them."""
+        for sequence in list(self._requests.values()):
+            try:
+                self.sizing.check_lengths(sequence.prompt_len, sequence.sampling.max_new_tokens)
+            except ConfigError as error:
+                event = sequence.failure(str(error), time.perf_counter())
+                sequence.mailbox.put({("warmup", sequence.request_id): event})
+                self._changes.run(partial(self._drop, sequence))
+                self.tally.count_failure()

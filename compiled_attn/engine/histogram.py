@@ -21,9 +21,9 @@ The middle of a bin is within 1 % of everything in it (DDSketch, Masson et al., 
 
 def bin_of(seconds: float) -> int:
     """The bin that a duration falls into; shorter and longer ones fall into the outermost."""
-    if seconds <= _LEAST_S:
+    if not seconds > _LEAST_S:
         return 0
-    return min(BINS - 1, int(math.log(seconds / _LEAST_S) / math.log(_GROWTH)))
+    return int(min(BINS - 1, math.log(seconds / _LEAST_S) / math.log(_GROWTH)))
 
 
 def quantile(counts: NDArray[np.float64], share: float) -> float:

@@ -32,6 +32,11 @@ class Mailbox(Generic[Event]):
         self._handed_out = len(self._events)
         return list(self._events.values())
 
+    def hand_out_first(self) -> Event:
+        """The oldest event, of which there is one; it stays until `arrived`."""
+        self._handed_out = 1
+        return next(iter(self._events.values()))
+
     def arrived(self) -> None:
         """What was handed out last is with the reader."""
         rest = islice(self._events.items(), self._handed_out, None)

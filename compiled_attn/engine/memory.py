@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import asdict, replace
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from compiled_attn.blocks import BlockPool, PoolStats
@@ -34,8 +35,8 @@ class BlockMemory:
     """
 
     def __init__(self, cache: PagedKVCache, config: EngineConfig) -> None:
+        self._cache = cache
         self._config = config
-        self._sizes = cache.num_blocks, cache.block_size
         self._swap = BlockSwap(
             cache, pad_sizes=(_PAIRS,), backend=config.backend, strict=config.strict
         )
@@ -77,6 +78,19 @@ class BlockMemory:
             np.int64, copy=False
         )
 
+    def sound_hits(self, request_id: Hashable) -> int:
+        """How many blocks that a request found in the prefix cache are finite, up to the first
+        that is not: a common prefix stays, whoever fails behind it.
+        """
+        hits = self.pool.table(request_id).num_cached_tokens // self._cache.block_size
+        places = torch.from_numpy(self.table(request_id)[:hits])
+        sound = torch.ones(hits, dtype=torch.bool)
+        for buffer in self._cache.buffers():
+            if buffer.is_floating_point():
+                blocks = buffer.unflatten(0, (self._cache.num_blocks, -1))[places.to(buffer.device)]
+                sound &= torch.isfinite(blocks.float()).flatten(1).all(1).cpu()
+        return int(sound.cumprod(0).sum())
+
     def stats(self) -> PoolStats:
         """The figures of the pool, and of those before it that were given up."""
         now, past = self.pool.stats(), self._past
@@ -106,11 +120,11 @@ class BlockMemory:
             return self._past
 
     def _new_pool(self) -> BlockPool:
-        num_blocks, block_size = self._sizes
+        size = self._cache.block_size
         return BlockPool(
-            num_blocks,
-            block_size,
-            partial_hits=self._config.partial_hits and block_size > 1,
+            self._cache.num_blocks,
+            size,
+            partial_hits=self._config.partial_hits and size > 1,
             key=self._config.prefix_key,
         )
 

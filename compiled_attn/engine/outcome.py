@@ -7,6 +7,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 
 from compiled_attn.engine.mailbox import Mailbox
+from compiled_attn.engine.memory import BlockMemory
 from compiled_attn.engine.scheduler import ScheduledTokens, Scheduler
 from compiled_attn.engine.sequence import Sequence, TokenEvent
 from compiled_attn.engine.tally import StepRecord, Tally
@@ -25,7 +26,7 @@ class Outcome:
         computed: tokens that later prompts may share.
         tokens: sequences with the place and the id of their next token.
         mail: the events of each mailbox under their keys.
-        ended: sequences that end here, and whether what they computed is sound.
+        ended: sequences that end here, and whether with an error.
     """
 
     number: int
@@ -46,19 +47,23 @@ class Outcome:
             requests.pop(sequence.request_id, None)
         tally.add(self.number, self.record)
 
-    def release(self, scheduler: Scheduler) -> None:
-        """Lets later prompts share what was computed, and frees the blocks of what has ended."""
+    def release(self, scheduler: Scheduler, memory: BlockMemory) -> None:
+        """Lets later prompts share what was computed, and frees the blocks of what has ended.
+
+        Of a sequence that failed only what it found, and is finite, stays.
+        """
         for part in self.computed:
             scheduler.commit(part)
-        for sequence, is_sound in self.ended:
-            scheduler.finish(sequence, is_sound=is_sound)
+        for sequence, has_failed in self.ended:
+            sound = memory.sound_hits(sequence.request_id) if has_failed else None
+            scheduler.finish(sequence, sound_blocks=sound)
 
     def tell(self, sequence: Sequence, event: TokenEvent) -> None:
         """Adds what is told of a sequence."""
         mail = self.mail.setdefault(sequence.mailbox, {})
         mail[self.number, sequence.request_id] = event
         if event.result is not None:
-            self.ended.append((sequence, event.token is not None))
+            self.ended.append((sequence, event.token is None))
 
 
 def outcome_of(

@@ -1,9 +1,10 @@
-"""Prompts as lists of token ids: checked, never cast."""
+"""Requests as their users give them: checked, never cast."""
 
 from __future__ import annotations
 
-import operator
+import math
 from collections.abc import Iterable, Mapping, Set
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor
 
 from compiled_attn.engine.config import ConfigError
+from compiled_attn.engine.sampling import SamplingParams
 
-__all__ = ["token_ids"]
+__all__ = ["check_settings", "token_ids"]
 
 _REMEDY = "pass token ids, as the model's tokenizer gives them"
 
@@ -42,28 +44,49 @@ def token_ids(prompt: Any) -> list[int]:
     return [_of_item(token) for token in tokens]
 
 
+def check_settings(sampling: Any, salt: Any, arrived_s: Any) -> None:
+    """Raises ConfigError where what comes with a prompt is of another kind."""
+    if not isinstance(sampling, SamplingParams):
+        raise ConfigError(f"expected SamplingParams, got {type(sampling).__name__}: make one")
+    if not isinstance(salt, (str, bytes, type(None))):
+        raise ConfigError(
+            f"expected a salt as str, bytes or None, got {type(salt).__name__}: pass its repr"
+        )
+    try:
+        salt.encode() if isinstance(salt, str) else None
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"expected a salt of text, got {salt!r}: pass bytes") from error
+    is_time = isinstance(arrived_s, Real) and math.isfinite(arrived_s)
+    if arrived_s is not None and not is_time:
+        raise ConfigError(f"expected arrived_s in finite seconds, got {arrived_s!r}")
+
+
 def _of_array(prompt: Tensor | np.ndarray[Any, Any]) -> list[int]:
     if prompt.ndim != 1 or not _is_integer(prompt):
         raise ConfigError(
             f"expected a prompt of integers of shape [n], got {prompt.dtype} of shape "
             f"{list(prompt.shape)}: {_REMEDY}"
         )
-    tokens: list[int] = prompt.tolist()
+    try:
+        tokens: list[int] = prompt.tolist()
+    except Exception as error:  # a tensor without values of its own: meta, sparse
+        raise ConfigError(
+            f"expected a prompt with values, got {type(prompt).__name__}: {error}: {_REMEDY}"
+        ) from error
     return tokens
 
 
 def _is_integer(prompt: Tensor | np.ndarray[Any, Any]) -> bool:
     if isinstance(prompt, Tensor):
         return not (prompt.is_floating_point() or prompt.is_complex() or prompt.dtype is torch.bool)
-    return prompt.dtype.kind in "iu"
+    return prompt.dtype.kind in "iu" and not isinstance(prompt, np.ma.MaskedArray)
 
 
 def _of_item(token: Any) -> int:
-    if not isinstance(token, (bool, np.bool_)):
-        try:
-            return operator.index(token)
-        except TypeError:
-            pass
+    if not isinstance(token, bool) and isinstance(token, Integral):
+        return int(token)
+    if isinstance(token, Tensor) and not token.ndim and _is_integer(token):
+        return int(token)
     raise ConfigError(
         f"expected a prompt of integers, got {type(token).__name__} {_short(token)} in it: "
         f"{_REMEDY}"

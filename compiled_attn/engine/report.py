@@ -1,4 +1,4 @@
-"""The report of an engine, gathered from its parts."""
+"""What an engine says of itself, gathered from its parts."""
 
 from __future__ import annotations
 
@@ -6,12 +6,27 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from compiled_attn.engine.metrics import EngineReport, bucket_rows
+from compiled_attn.engine.metrics import EngineReport, StepInfo, bucket_rows
 
 if TYPE_CHECKING:
     from compiled_attn.engine.engine import Engine
 
-__all__ = ["report_of"]
+__all__ = ["info_of", "report_of"]
+
+
+def info_of(engine: Engine, elapsed_s: float) -> StepInfo:
+    """The engine's state now, ``elapsed_s`` seconds after the start of serving."""
+    total = engine.sizing.num_blocks - 1
+    return StepInfo(
+        running=len(engine.scheduler.running),
+        waiting=len(engine.scheduler.waiting),
+        blocks_used=total - engine.pool.available,
+        blocks_total=total,
+        finished=engine.tally.count("requests"),
+        generated_tokens=engine.tally.count("generated_tokens"),
+        elapsed_s=elapsed_s,
+        step=engine.tally.last,
+    )
 
 
 def report_of(engine: Engine) -> EngineReport:

@@ -88,19 +88,20 @@ class Runner:
         Raises:
             BucketOverflow: not even a single token of the first request has a bucket.
         """
-        parts, wanted = step, None
+        parts, wanted, largest = step, None, None
         while True:
             plan = self._plan([_request(part, table(part.sequence.request_id)) for part in parts])
             wanted = wanted or plan.need
             try:
                 bucket = self.graphs.bucket(**plan.need)
-            except BucketOverflow:
+            except BucketOverflow as overflow:
+                largest = overflow.largest
                 parts = _shorter(parts)
                 if not parts:
                     raise
             else:
                 if parts is not step:
-                    self._tell_cut(wanted)
+                    self._tell_cut(wanted, largest)
                 return FittedStep(parts, plan, bucket, wanted)
 
     def run(self, plan: StepPlan | TablePlan, bucket: Bucket) -> Tensor:
@@ -114,14 +115,14 @@ class Runner:
             logits: Tensor = self.graphs.run(bucket, *inputs)
         return logits[: int(plan.rows.logits.sum())]
 
-    def _tell_cut(self, wanted: dict[str, int]) -> None:
+    def _tell_cut(self, wanted: dict[str, int], largest: Bucket | None) -> None:
         if not self._has_told_cut:
             self._has_told_cut = True
             _log.warning(
                 "no bucket holds a step that needs %s, so it is cut into smaller ones: the largest "
                 "bucket is %s; plan or add larger ones",
                 Bucket(**wanted),
-                self.sizing.buckets.largest,
+                largest,
             )
 
     def _plan(self, requests: list[Request]) -> StepPlan | TablePlan:

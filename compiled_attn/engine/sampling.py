@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import operator
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -53,19 +53,21 @@ class SamplingParams:
         if self.seed is not None:
             self._settle("seed", _integer, lambda s: 0 <= s < 2**64, "None or in 0..2**64 - 1")
         self._settle("stop_token_ids", _integers, lambda _: True, "a tuple of token ids")
+        self._settle("ignore_eos", _flag, lambda _: True, "True or False")
 
     def seeded(self) -> SamplingParams:
         """The same with a seed, drawn if there is none."""
         return self if self.seed is not None else replace(self, seed=secrets.randbits(64))
 
-    def _settle(self, name: str, kind: Any, holds: Any, wanted: str) -> None:
+    def _settle(
+        self, name: str, kind: Callable[[Any], Any], holds: Callable[[Any], bool], wanted: str
+    ) -> None:
         given = getattr(self, name)
-        try:
-            value = kind(given)
-        except TypeError:
-            value = None
+        value = kind(given)
         if value is None or not holds(value):
-            raise ValueError(f"expected {name}: {wanted}, got {given!r}")
+            text = repr(given)
+            text = text if len(text) <= 80 else f"{text[:80]}..."
+            raise ValueError(f"expected {name}: {wanted}, got {text}")
         object.__setattr__(self, name, value)
 
 
@@ -130,17 +132,27 @@ def _draw(logits: Tensor, params: SamplingParams, step: int) -> int:
     return int(tokens[min(place, len(kept) - 1)])
 
 
-def _integer(value: object) -> int:
-    if isinstance(value, bool):
-        raise TypeError(value)
-    return operator.index(value)  # type: ignore[arg-type]
+def _integer(value: object) -> int | None:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        return None
+    return int(value)
 
 
-def _number(value: object) -> float:
-    if isinstance(value, (bool, str, bytes)):
-        raise TypeError(value)
-    return float(value)  # type: ignore[arg-type]
+def _number(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return None
 
 
-def _integers(values: object) -> tuple[int, ...]:
-    return tuple(_integer(value) for value in values)  # type: ignore[attr-defined]
+def _integers(values: object) -> tuple[int, ...] | None:
+    if isinstance(values, (str, bytes, bytearray)) or not isinstance(values, Iterable):
+        return None
+    numbers = [_integer(value) for value in values]
+    return None if None in numbers else tuple(number for number in numbers if number is not None)
+
+
+def _flag(value: object) -> bool | None:
+    return bool(value) if isinstance(value, (bool, np.bool_)) else None

@@ -59,6 +59,10 @@ class Scheduler:
         """Puts a new sequence at the end of the queue."""
         self.waiting.append(sequence)
 
+    def knows(self, count: int) -> bool:
+        """Whether it has so many sequences."""
+        return len(self.waiting) + len(self.running) == count
+
     def discard(self, sequence: Sequence) -> None:
         """Takes a sequence out of the queue, if it is there."""
         self.waiting = deque(other for other in self.waiting if other is not sequence)
@@ -94,16 +98,16 @@ class Scheduler:
         sequence.computed += part.count
         self.pool.commit(sequence.request_id, sequence.tokens, sequence.computed)
 
-    def finish(self, sequence: Sequence, *, is_sound: bool = True) -> None:
+    def finish(self, sequence: Sequence, *, sound_blocks: int | None = None) -> None:
         """Takes a sequence out, running or waiting, and frees its blocks.
 
         Args:
-            is_sound: False: what it computed cannot be trusted, so that none of its blocks is
-                found by later prompts.
+            sequence: the sequence.
+            sound_blocks: how many of its first blocks hold what later prompts may find; None: all.
         """
         if sequence.status is Status.RUNNING:
-            if not is_sound:
-                self.pool.withdraw(sequence.request_id)
+            if sound_blocks is not None:
+                self.pool.withdraw(sequence.request_id, sound_blocks)
             self.running.remove(sequence)
             self.pool.free(sequence.request_id)
         else:

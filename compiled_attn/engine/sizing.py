@@ -22,7 +22,7 @@ from compiled_attn.hf import cache_for, context_limit
 from graphs import Bucket, BucketOverflow, BucketSpace
 from graphs.memory import machine_bytes
 
-__all__ = ["Sizing", "cost_of_steps", "step_limits"]
+__all__ = ["Sizing", "cost_of_steps", "eos_tokens", "step_limits"]
 
 _DEFAULT_KV_BYTES = 256 * 2**20
 
@@ -228,3 +228,13 @@ def cost_of_steps(
     if is_native:
         return table_cost(2 * weights, 2 * head)
     return step_cost(2 * weights, 4 * text.num_hidden_layers * text.hidden_size, block_size)
+
+
+def eos_tokens(model: PreTrainedModel) -> frozenset[int]:
+    """Tokens that end a text of the model."""
+    eos = getattr(model.generation_config, "eos_token_id", None)
+    if eos is None:
+        eos = getattr(model.config, "eos_token_id", None)
+    if eos is None:
+        return frozenset()
+    return frozenset([eos] if isinstance(eos, int) else eos)

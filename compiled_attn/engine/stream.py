@@ -45,7 +45,7 @@ class Server(Protocol):
         """The state now."""
 
     def refuse_second_stream(self) -> None:
-        """Raises RuntimeError if another stream is being read."""
+        """Raises RuntimeError if a stream is open."""
 
     @property
     def open_requests(self) -> set[int]:
@@ -55,8 +55,9 @@ class Server(Protocol):
 class Stream(Iterator[TokenEvent]):
     """Serves a workload while it is iterated over; yields the tokens of its own requests.
 
-    A reader that stops early (`close`, or an exception) aborts the requests that are still open.
-    Requests of others are computed along the way, and their events kept for them.
+    A reader that stops early (`close`, or dropping it) aborts the requests that are still open, and
+    so does an exception while it serves; events that it has by then can still be read. Requests of
+    others are computed along the way, and their events kept for them.
 
     Args:
         server: the engine.
@@ -64,32 +65,47 @@ class Stream(Iterator[TokenEvent]):
         on_step: called after every step.
 
     Raises:
-        RuntimeError: the engine is serving another stream already.
+        RuntimeError: at its first token, if the engine is serving another stream then; it can be
+            read when that has ended.
     """
 
     def __init__(
         self, server: Server, workload: Workload, on_step: Callable[[StepInfo], None] | None
     ) -> None:
         self.mailbox: Mailbox[TokenEvent] = Mailbox()
-        self._events = _serve(server, workload, self.mailbox, on_step)
+        self._server = server
+        self._wishes: set[str] = set()
+        self._steps = _serve(server, workload, self.mailbox, on_step, self._wishes)
 
     @property
     def is_open(self) -> bool:
         """Whether it has begun and not ended."""
-        state = inspect.getgeneratorstate(self._events)
+        state = inspect.getgeneratorstate(self._steps)
         return state in (inspect.GEN_RUNNING, inspect.GEN_SUSPENDED)
 
     @property
     def has_ended(self) -> bool:
-        """Whether it was read to its end, closed, or ended by an exception."""
-        return inspect.getgeneratorstate(self._events) == inspect.GEN_CLOSED
+        """Whether it was served to its end, closed, or ended by an exception."""
+        return inspect.getgeneratorstate(self._steps) == inspect.GEN_CLOSED
 
     def __next__(self) -> TokenEvent:
-        return next(self._events)
+        self.mailbox.arrived()
+        while not len(self.mailbox):
+            if not (self.is_open or self.has_ended):
+                self._server.refuse_second_stream()
+            next(self._steps)
+        try:
+            return self.mailbox.hand_out_first()
+        except BaseException:
+            self.mailbox.came_back()
+            raise
 
     def close(self) -> None:
-        """Aborts what is open; yields nothing more."""
-        self._events.close()
+        """Aborts what is open; after a step, if it is called during one."""
+        if inspect.getgeneratorstate(self._steps) == inspect.GEN_RUNNING:
+            self._wishes.add("close")
+        else:
+            self._steps.close()
 
 
 def _serve(
@@ -97,8 +113,8 @@ def _serve(
     workload: Workload,
     mailbox: Mailbox[TokenEvent],
     on_step: Callable[[StepInfo], None] | None,
-) -> Generator[TokenEvent, None, None]:
-    server.refuse_second_stream()
+    wishes: set[str],
+) -> Generator[None, None, None]:
     arrivals = workload.arrivals
     times = [0.0] * len(workload.prompts) if arrivals is None else arrivals
     queue = deque(sorted(range(len(times)), key=times.__getitem__))
@@ -106,7 +122,7 @@ def _serve(
     started = time.perf_counter()
     in_flight: set[int] = set()
     try:
-        while queue or in_flight:
+        while (queue or in_flight) and "close" not in wishes:
             elapsed = time.perf_counter() - started
             while queue and times[queue[0]] <= elapsed and len(in_flight) < limit:
                 at = queue.popleft()
@@ -128,8 +144,7 @@ def _serve(
                 if on_step is not None:
                     on_step(server.info(time.perf_counter() - started))
             in_flight &= server.open_requests
-            yield from mailbox.hand_out()
-            mailbox.arrived()
+            yield
     finally:
         for request_id in in_flight & server.open_requests:
             server.abort(request_id)
@@ -146,9 +161,9 @@ class Streams:
         self._known = [*self._known, (weakref.ref(stream), stream.mailbox)]
 
     def refuse_second(self) -> None:
-        """Raises RuntimeError if two are open."""
+        """Raises RuntimeError if one is open."""
         streams = [ref() for ref, _ in self._known]
-        if sum(stream is not None and stream.is_open for stream in streams) > 1:
+        if any(stream is not None and stream.is_open for stream in streams):
             raise RuntimeError(
                 "expected an idle engine, but it serves another stream: finish or close that first"
             )
@@ -160,6 +175,10 @@ class Streams:
     def forget(self, ended: list[Mailbox[TokenEvent]]) -> None:
         """Takes out streams that ended."""
         self._known = [entry for entry in self._known if all(entry[1] is not b for b in ended)]
+
+    def __len__(self) -> int:
+        """How many streams are known."""
+        return len(self._known)
 
 
 def results_of(stream: Stream, *, in_order: bool) -> Iterator[GenerationResult]:

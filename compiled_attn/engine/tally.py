@@ -116,6 +116,11 @@ class Tally:
         self.blocks.put(number, self["seconds"] + step.seconds, step.blocks_used, step.highest_used)
         np.add.at(self._sums, np.array(at), amounts)
 
+    def count_failure(self) -> None:
+        """Counts a request that ended with an error before its first step."""
+        at = [self._place["requests"], self._place["failed_requests"]]
+        np.add.at(self._sums, np.array(at), 1)
+
     def _changes(self, step: StepRecord, row: int) -> list[tuple[int, float]]:
         is_cut = bool(step.wanted) and dict(step.wanted) != dict(step.need)
         sums: dict[str, float] = {

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 from compiled_attn.blocks.prefix import Salt
@@ -41,7 +42,7 @@ class Workload:
         sampling: SamplingParams | Sequence[SamplingParams] | None,
         salt: Salt | Sequence[Salt],
         arrivals: Sequence[float] | None,
-        concurrency: int | None,
+        concurrency: Any,
     ) -> Workload:
         """The workload, with one sampling and one salt spread over all requests.
 
@@ -50,23 +51,18 @@ class Workload:
                 arrivals differ, or concurrency < 1.
         """
         tokens = _all_token_ids(prompts)
-        if sampling is None or isinstance(sampling, SamplingParams):
-            sampling = [sampling or SamplingParams()] * len(tokens)
-        salts = [salt] * len(tokens) if isinstance(salt, (str, bytes, type(None))) else salt
-        for name, values in (
-            ("SamplingParams", sampling),
-            ("salts", salts),
-            ("arrivals", arrivals),
+        if concurrency is not None and not (
+            isinstance(concurrency, Integral) and int(concurrency) >= 1
         ):
-            if values is not None and len(values) != len(tokens):
-                raise ConfigError(
-                    f"expected {len(tokens)} {name}, one per prompt, got {len(values)}"
-                )
-        if concurrency is not None and concurrency < 1:
-            raise ConfigError(f"expected concurrency >= 1, got {concurrency}")
-        if arrivals is not None and not all(0 <= at < _FOREVER for at in arrivals):
-            raise ConfigError("expected arrivals of at least 0 seconds and below 31 years")
-        return Workload(tokens, sampling, salts, arrivals, concurrency)
+            raise ConfigError(f"expected concurrency: None or an integer >= 1, got {concurrency!r}")
+        sampling = SamplingParams() if sampling is None else sampling
+        return Workload(
+            tokens,
+            _one_each(sampling, SamplingParams, len(tokens), "SamplingParams"),
+            _one_each(salt, (str, bytes, type(None)), len(tokens), "salts"),
+            None if arrivals is None else _seconds(arrivals, len(tokens)),
+            None if concurrency is None else int(concurrency),
+        )
 
 
 def _all_token_ids(prompts: Any) -> list[list[int]]:
@@ -76,3 +72,26 @@ def _all_token_ids(prompts: Any) -> list[list[int]]:
             "tokenize first, and put a single prompt into a list"
         )
     return [token_ids(prompt) for prompt in prompts]
+
+
+def _one_each(given: Any, one: type | tuple[type, ...], count: int, name: str) -> list[Any]:
+    """A list of ``count``: what is given, or that many of the one that is given."""
+    if isinstance(given, one):
+        return [given] * count
+    if isinstance(given, Mapping) or not isinstance(given, Iterable):
+        raise ConfigError(f"expected {name}, one or one per prompt, got {type(given).__name__}")
+    values = list(given)
+    if len(values) != count:
+        raise ConfigError(f"expected {count} {name}, one per prompt, got {len(values)}")
+    return values
+
+
+def _seconds(arrivals: Any, count: int) -> list[float]:
+    values = _one_each(arrivals, (), count, "arrivals")
+    try:
+        seconds = [float(value) for value in values]
+    except (TypeError, ValueError, OverflowError):
+        seconds = [-1.0]
+    if not all(0 <= at < _FOREVER for at in seconds):
+        raise ConfigError("expected arrivals in seconds, of at least 0 and below 31 years")
+    return seconds

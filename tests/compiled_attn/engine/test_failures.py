@@ -78,14 +78,29 @@ def test_a_request_that_turns_into_nan_ends_with_an_error_and_changes_no_other(k
 def test_a_prompt_that_begins_like_one_that_failed_finds_nothing_of_it(kernel):
     model = _poisoned_model()
     engine = _engine(model, kernel=kernel)
-    prefix = list(range(1, 41))
-    (failed,) = engine.generate([[*prefix, POISON, 5, 6, 7]])
+    prefix, hits = list(range(1, 41)), []
+    for tail in ([POISON, 5, 6, 7], [9], [9], [POISON, 8], [9]):
+        (result,) = engine.generate([[*prefix, *tail]], SamplingParams(max_new_tokens=NEW))
+        if POISON in tail:
+            assert result.finish_reason == "error"
+        else:
+            assert result.tokens == plain_generate(model, [*prefix, 9], NEW)
+        hits.append(engine.pool.stats().hit_tokens)
+    # The second finds nothing of the first; a failure behind a prefix that it found leaves that.
+    assert np.diff([0, *hits]).tolist() == [0, 0, 40, 40, 40]
+
+
+def test_a_found_block_that_is_not_finite_is_withdrawn_with_all_behind_it():
+    engine, prefix = _engine(), list(range(1, 21))
+    list(engine.generate([prefix], SamplingParams(max_new_tokens=1)))
+    third = int(engine.pool.places.resolve(3))
+    engine.runner.module.cache.value(1)[4 * third] = math.nan
+    (failed,) = engine.generate([[*prefix, 30]], SamplingParams(max_new_tokens=2))
     assert failed.finish_reason == "error"
-    for _ in range(2):
-        (result,) = engine.generate([[*prefix, 9]], SamplingParams(max_new_tokens=NEW))
-        assert result.tokens == plain_generate(model, [*prefix, 9], NEW)
-    # What the failed one held was withdrawn; what the next one computed was found by the third.
-    assert engine.pool.stats().hit_tokens == 40
+    before = engine.pool.stats().hit_tokens
+    (result,) = engine.generate([[*prefix, 31]], SamplingParams(max_new_tokens=NEW))
+    assert result.tokens == plain_generate(engine.model, [*prefix, 31], NEW)
+    assert engine.pool.stats().hit_tokens - before == 8
 
 
 def test_the_event_of_a_failure_has_no_token():
