@@ -28,7 +28,8 @@ class PagedCausalLM(nn.Module):
 
     Before it serves, a model is tried: it is run on three tokens to see how each layer calls
     attention, then two prompts of six tokens are computed by the unmodified model with eager
-    attention, and again in two steps over a small paged cache. That is four forwards of 3 to 12 tokens.
+    attention, and again in two steps over a small paged cache. That is four forwards of 3
+    to 12 tokens.
 
     Args:
         model: any causal LM of transformers whose attention goes through `AttentionInterface`;
