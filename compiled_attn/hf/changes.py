@@ -22,12 +22,11 @@ class Snapshot:
     """What of a model must stay, taken when it was right; comparing it costs microseconds.
 
     Watched: the attention of every configuration in it and the configuration that each attention
-    module holds; training mode, forwards of the decoder layers and of the attention modules; the
+    module holds; training mode and forwards of the decoder layers and of the attention modules; the
     object of each parameter; the address of one parameter a decoder layer, which a cast or a move
-    changes. Values of
-    parameters are not watched: no backend keeps a copy of them. Other storage of a single
-    parameter is left to the graphs: `graphs.StaleGraph` where they hold addresses, a changed guard
-    where they are compiled; else they read what is there now.
+    changes. Values of parameters are not: no backend keeps a copy of them. Other storage of a
+    single parameter is left to the graphs: `graphs.StaleGraph` where they hold addresses, a changed
+    guard where they are compiled; else they read what is there now.
 
     Args:
         model: the model.

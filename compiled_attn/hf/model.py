@@ -28,8 +28,8 @@ class PagedCausalLM(nn.Module):
 
     Before it serves, a model is tried: it is run on three tokens to see how each layer calls
     attention, then two prompts of six tokens are computed by the unmodified model with eager
-    attention, and again in two steps over a small paged cache. That is four forwards of few tokens,
-    about what four generated tokens cost.
+    attention, and again in two steps over a small paged cache. That is four forwards of 3
+    to 12 tokens.
 
     Args:
         model: any causal LM of transformers whose attention goes through `AttentionInterface`;
@@ -96,7 +96,7 @@ class PagedCausalLM(nn.Module):
     def check_unchanged(self) -> None:
         """Raises ModelChanged unless the model is as it was made, or as it was at `remember`.
 
-        For each step: some 20 microseconds for 30 layers. What is watched: see
+        For each step: tens of microseconds for 30 layers. What is watched: see
         `compiled_attn.hf.changes.Snapshot`. Values of parameters may change at any time, but what
         is in the cache is of the old ones.
         """
