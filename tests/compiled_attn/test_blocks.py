@@ -421,6 +421,17 @@ def test_nothing_withdrawn_stays_cached_when_its_request_leaves(end: str) -> Non
     assert pool.add("b", tokens).num_cached_tokens == 6
 
 
+def test_blocks_before_the_first_that_is_withdrawn_are_found_as_before() -> None:
+    pool = BlockPool(num_blocks=20, block_size=2)
+    tokens = list(range(8))
+    run(pool, "a", tokens)
+    pool.withdraw("a", first=2)
+    pool.free("a")
+    assert pool.add("b", tokens).num_cached_tokens == 4
+    with pytest.raises(ValueError, match="first >= 0"):
+        pool.withdraw("b", first=-1)
+
+
 def test_a_fork_of_a_request_that_was_withdrawn_is_never_found_either() -> None:
     pool = BlockPool(num_blocks=20, block_size=2)
     tokens = list(range(8))

@@ -68,6 +68,19 @@ def test_a_row_of_bfloat16_logits_is_sampled():
         {"top_p": 0.0},
         {"top_p": 1.1},
         {"seed": -1},
+        {"top_k": 1.5},
+        {"top_k": True},
+        {"top_k": torch.tensor(True)},
+        {"max_new_tokens": "3"},
+        {"temperature": "1"},
+        {"temperature": float("nan")},
+        {"temperature": 10**400},
+        {"temperature": np.True_},
+        {"temperature": torch.tensor([1.0, 2.0])},
+        {"stop_token_ids": b"ab"},
+        {"stop_token_ids": (1.5,)},
+        {"ignore_eos": "no"},
+        {"ignore_eos": np.array([1, 2])},
     ],
 )
 def test_values_out_of_range_are_refused(bad):
@@ -80,3 +93,16 @@ def test_a_tiny_temperature_is_greedy_and_logits_that_are_nan_are_an_error():
     assert sample(logits, [SamplingParams(temperature=1e-40)], [0]) == [1]
     with pytest.raises(ValueError, match="finite"):
         sample(logits * float("nan"), [SamplingParams(temperature=1.0)], [0])
+
+
+def test_numbers_of_numpy_are_taken_as_pythons():
+    params = SamplingParams(np.int64(3), np.float32(0.5), stop_token_ids=[np.int32(7), 8])
+    assert (params.max_new_tokens, params.temperature) == (3, 0.5)
+    assert params.stop_token_ids == (7, 8) and type(params.max_new_tokens) is int
+
+
+def test_a_top_k_above_the_vocabulary_keeps_all():
+    params = [SamplingParams(temperature=1.0, top_k=10**9, seed=3)]
+    everything = [SamplingParams(temperature=1.0, seed=3)]
+    logits = torch.randn(1, 20)
+    assert sample(logits, params, [0]) == sample(logits, everything, [0])

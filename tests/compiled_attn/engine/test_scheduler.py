@@ -141,6 +141,17 @@ def test_requests_of_another_salt_share_nothing():
         assert shape[request_id] == (2 if request_id == 3 else 10)
 
 
+def test_blocks_of_another_salt_do_not_count_when_a_request_is_admitted():
+    scheduler = Scheduler(BlockPool(7, 4), max_tokens=64, max_seqs=4)
+    first, second = _sequence(0, 13, new=9), _sequence(1, 13)
+    first.salt = "a"
+    for sequence in (first, second):
+        scheduler.add(sequence)
+    assert _run_step(scheduler) == [(0, 13)]
+    assert _run_step(scheduler) == [(0, 1)]  # two blocks are free, and the second needs five
+    assert list(scheduler.waiting) == [second]
+
+
 def test_after_a_restart_all_sequences_wait_in_order_with_nothing_computed():
     scheduler, old, new = _two_running()
     later = _sequence(2, 3, start=200)

@@ -1,0 +1,281 @@
+"""Calls in odd orders: from within a step, from its callbacks, to streams that end early."""
+
+from __future__ import annotations
+
+import gc
+import math
+import signal
+
+import numpy as np
+import pytest
+import torch
+
+from compiled_attn.defrag import DefragTotals
+from compiled_attn.engine import ConfigError, Engine, EngineConfig, SamplingParams
+from graphs import explicit
+from tests.compiled_attn.tiny import plain_generate, tiny_model
+from tests.interrupts import interrupted_at
+
+PROMPTS = [[3, 4, 5], [6, 7], [8, 9, 10, 11]]
+PARAMS = SamplingParams(max_new_tokens=5)
+
+
+def _engine(**config) -> Engine:
+    sizes = {"max_tokens_per_step": 24, "max_seqs": 4, "block_size": 4, "num_blocks": 64}
+    made = Engine(tiny_model(), EngineConfig(**{**sizes, "backend": "eager", **config}))
+    made.warmup()
+    return made
+
+
+def _during_a_step(engine: Engine, call) -> None:
+    """Calls once in the middle of the next step, as a signal handler or a finaliser would."""
+    run = engine.runner.run
+
+    def with_call(*args):
+        engine.runner.run = run
+        call()
+        return run(*args)
+
+    engine.runner.run = with_call
+
+
+def _rest(engine: Engine) -> dict[int, list[int]]:
+    told: dict[int, list[int]] = {}
+    while engine.has_work:
+        for event in engine.step():
+            told.setdefault(event.request_id, []).append(event.token)
+    return told
+
+
+def test_a_submit_in_the_middle_of_a_step_is_served_and_hurts_nobody():
+    engine, late = _engine(), []
+    first = engine.submit(PROMPTS[0], PARAMS)
+    _during_a_step(engine, lambda: late.append(engine.submit(PROMPTS[1], PARAMS)))
+    told = _rest(engine)
+    assert told[first] == plain_generate(engine.model, PROMPTS[0], 5)
+    assert told[late[0]] == plain_generate(engine.model, PROMPTS[1], 5)
+    assert engine.report().restarts == 0
+
+
+def test_an_abort_in_the_middle_of_a_step_takes_effect_after_it():
+    engine = _engine()
+    kept, dropped = (engine.submit(prompt, PARAMS) for prompt in PROMPTS[:2])
+    engine.step()
+    _during_a_step(engine, lambda: engine.abort(dropped))
+    assert {event.request_id for event in engine.step()} == {kept, dropped}
+    told = _rest(engine)
+    assert set(told) == {kept} and engine.report().restarts == 0
+    assert engine.pool.stats().used == 0
+
+
+def test_a_step_in_the_middle_of_a_step_is_refused():
+    engine = _engine()
+    request = engine.submit(PROMPTS[0], PARAMS)
+    _during_a_step(engine, engine.step)
+    with pytest.raises(RuntimeError, match="not at work"):
+        engine.step()
+    assert _rest(engine)[request] == plain_generate(engine.model, PROMPTS[0], 5)
+
+
+def test_a_stream_that_is_dropped_in_the_middle_of_a_step_leaves_nothing_behind():
+    engine = _engine()
+    streams = [engine.stream(PROMPTS[1:], SamplingParams(max_new_tokens=50))]
+    next(streams[0])
+    kept = engine.submit(PROMPTS[0], PARAMS)
+    _during_a_step(engine, lambda: (streams.clear(), gc.collect()))
+    told = _rest(engine)
+    assert told == {kept: plain_generate(engine.model, PROMPTS[0], 5)}
+    assert engine.report().restarts == 0 and engine.pool.stats().used == 0
+    assert len(engine._streams) == 0
+
+
+def test_a_stream_closed_in_its_callback_ends_after_the_step():
+    engine = _engine()
+    stream = engine.stream(PROMPTS, PARAMS, on_step=lambda info: stream.close())
+    assert len(list(stream)) == 3 and not engine.open_requests
+    assert engine.pool.stats().used == 0
+
+
+def test_events_of_a_step_whose_callback_raises_can_still_be_read():
+    engine = _engine()
+
+    def failing(info):
+        raise OSError("the disk is full")
+
+    stream = engine.stream(PROMPTS, SamplingParams(max_new_tokens=1), on_step=failing)
+    with pytest.raises(OSError, match="disk"):
+        next(stream)
+    assert [event.result.finish_reason for event in stream] == ["length"] * 3
+    assert engine.report().requests == 3
+
+
+def test_a_stream_that_was_refused_can_be_read_later():
+    engine = _engine()
+    first, second = (engine.stream(PROMPTS, PARAMS) for _ in range(2))
+    next(first)
+    with pytest.raises(RuntimeError, match="another stream"):
+        next(second)
+    first.close()
+    assert len(list(second)) == 15
+
+
+def test_an_interrupt_between_two_tokens_of_a_stream_loses_none():
+    engine, prompt = _engine(), PROMPTS[0]
+    wanted = plain_generate(engine.model, prompt, 5)
+    for line in range(12):
+        stream, told, number = engine.stream([prompt], PARAMS), [], 0
+        while not stream.has_ended or len(stream.mailbox):
+            try:
+                with interrupted_at(line if number == 2 else 10**6):
+                    number += 1
+                    event = next(stream)
+                    told.append(event.token)
+            except KeyboardInterrupt:
+                continue
+            except StopIteration:
+                break
+        assert told == wanted[: len(told)] and len(told) >= 2
+        assert not engine.open_requests
+
+
+def test_real_signals_at_any_moment_lose_no_token():
+    engine = _engine(num_blocks=20)
+
+    class Alarm(BaseException):
+        pass
+
+    def ring(*_):
+        raise Alarm
+
+    before = signal.signal(signal.SIGALRM, ring)
+    rng, told, of, rang = np.random.default_rng(2), {}, {}, 0
+    try:
+        for _ in range(150):
+            while len(engine.open_requests) < 4:
+                which = len(of) % 3
+                of[engine.submit(PROMPTS[which], PARAMS)] = which
+            events = []
+            try:
+                signal.setitimer(signal.ITIMER_REAL, float(rng.uniform(1e-4, 8e-3)))
+                events = engine.step()
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except Alarm:
+                rang += 1
+            for event in events:
+                told.setdefault(event.request_id, []).append(event.token)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    for request, tokens in _rest(engine).items():
+        told.setdefault(request, []).extend(tokens)
+    wanted = [plain_generate(engine.model, prompt, 5) for prompt in PROMPTS]
+    assert rang > 5 and set(told) == set(of)
+    # A signal after the last line of step() may take its events from the caller, never others.
+    assert sum(told[request] != wanted[which] for request, which in of.items()) <= rang // 10
+    assert engine.pool.stats().used == 0
+
+
+def test_after_an_interrupted_step_nothing_listens_for_compiles(monkeypatch):
+    engine = _engine()
+    engine.submit(PROMPTS[0], PARAMS)
+    monkeypatch.setattr(type(engine.sentinel), "__exit__", lambda *_: None)
+    _during_a_step(engine, lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    handler = torch._dynamo.callback.callback_handler
+    assert not handler.start_callbacks and not handler.end_callbacks
+
+
+def test_what_was_counted_before_an_exception_stays_counted():
+    engine = _engine(num_blocks=24, defrag_waste=0.0)
+    prompts = [[*range(1, 14), number] for number in range(20, 26)]
+    list(engine.generate(prompts, PARAMS))
+    before, moved = engine.memory.stats(), engine.memory.defragmenter.totals
+    assert before.hit_tokens and before.copies and moved != DefragTotals()
+    engine.submit(PROMPTS[0], PARAMS)
+    _during_a_step(engine, lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    after = engine.memory.stats()
+    for name in ("hit_tokens", "queried_tokens", "copies", "allocations", "peak_used"):
+        assert getattr(after, name) >= getattr(before, name) > 0
+    assert engine.memory.defragmenter.totals.calls >= moved.calls > 0 and after.used == 0
+    assert engine.report().restarts == 1
+
+
+def test_copies_that_fail_are_still_due(monkeypatch):
+    engine = _engine(block_size=8)
+    list(engine.generate([list(range(1, 9))], PARAMS))
+    memory = engine.memory
+    memory.pool.add("x", [*range(1, 7), 50, 51])
+    due = memory.pool.pending_copies()
+    assert due
+
+    def failing(_):
+        raise OSError("no")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="no"):
+        patch.setattr(memory._swap, "move", failing)
+        memory.settle()
+    assert memory.pool.pending_copies() == due
+    memory.settle()
+    assert memory.pool.pending_copies() == []
+
+
+def test_a_request_that_a_warmup_lost_the_bucket_for_fails_alone():
+    axes = ("tokens", "shared", "unique", "logits")
+    buckets = explicit(axes, [(24, 32, 60, 4), (8, 8, 10, 4)])
+    sizes = {"max_tokens_per_step": 24, "max_seqs": 4, "block_size": 4, "num_blocks": 61}
+    config = EngineConfig(
+        **sizes, buckets=buckets, backend="eager", kernel="portable", strict=False
+    )
+    engine = Engine(tiny_model(), config)
+    long, short = engine.submit([1] * 120, PARAMS), engine.submit(PROMPTS[1], PARAMS)
+    make = engine.runner.graphs._capturing._make_inputs
+
+    def broken(bucket):
+        if bucket["tokens"] == 24:
+            raise ValueError("no inputs for this one")
+        return make(bucket)
+
+    engine.runner.graphs._capturing._make_inputs = broken
+    engine.warmup()
+    results = {}
+    while engine.has_work:
+        results |= {e.request_id: e.result for e in engine.step() if e.result is not None}
+    assert results[long].finish_reason == "error" and "bucket" in results[long].error
+    assert results[short].tokens == plain_generate(engine.model, PROMPTS[1], 5)
+    assert engine.report().failed_requests == 1 and engine.report().requests == 2
+
+
+@pytest.mark.parametrize("arrived", [math.nan, -math.inf, math.inf, "x"])
+def test_an_arrival_that_is_no_time_is_refused(arrived):
+    engine = _engine()
+    with pytest.raises(ConfigError, match="finite seconds"):
+        engine.submit([1], arrived_s=arrived)
+    engine.submit([1], PARAMS, arrived_s=-1e6)
+    assert len(_rest(engine)[0]) == 5
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"salt": 7}, "salts, one or one per prompt"),
+        ({"salt": "\udc80"}, "salt of text"),
+        ({"sampling": 5}, "SamplingParams, one or one per prompt"),
+        ({"concurrency": math.nan}, "concurrency"),
+        ({"concurrency": "2"}, "concurrency"),
+        ({"arrivals": ["a", "b"]}, "arrivals in seconds"),
+        ({"arrivals": 3}, "arrivals, one or one per prompt"),
+    ],
+)
+def test_settings_of_a_workload_of_the_wrong_kind_are_refused(more, message):
+    with pytest.raises(ConfigError, match=message):
+        _engine().generate([[1], [2]], **more)
+
+
+def test_arrivals_may_be_a_tensor_and_sampling_any_iterable():
+    engine = _engine()
+    params = (SamplingParams(max_new_tokens=2) for _ in range(2))
+    arrivals = torch.tensor([0.0, 0.01])
+    assert len(list(engine.generate([[1], [2]], params, arrivals=arrivals))) == 2
