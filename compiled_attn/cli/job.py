@@ -27,6 +27,7 @@ from compiled_attn.engine import (
     SamplingParams,
     StepInfo,
 )
+from compiled_attn.engine.metrics import block_series
 from compiled_attn.models import default_model, load_model
 from graphs import (
     BucketOverflow,
@@ -279,6 +280,6 @@ def _write(
     if options.record_demand is not None:
         options.record_demand.write_text("".join(demand), encoding="utf-8")
     if options.report is not None:
-        charts = {"series": engine.block_series()}
+        charts = {"series": block_series(engine.tally.blocks, engine.sizing.num_blocks - 1)}
         unchecked = {} if report.checked_requests else {"mismatched_tokens": None}
         write_report(options.report, result | unchecked | charts, title="compiled-attn run")

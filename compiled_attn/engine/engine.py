@@ -25,7 +25,7 @@ from compiled_attn.engine.config import ConfigError, EngineConfig
 from compiled_attn.engine.kernel import chosen_kernel
 from compiled_attn.engine.mailbox import Mailbox
 from compiled_attn.engine.memory import BlockMemory
-from compiled_attn.engine.metrics import EngineReport, StepInfo, block_series
+from compiled_attn.engine.metrics import EngineReport, StepInfo
 from compiled_attn.engine.outcome import Outcome, outcome_of
 from compiled_attn.engine.prompts import check_settings, token_ids
 from compiled_attn.engine.report import info_of, report_of
@@ -70,7 +70,6 @@ class Engine:
         engine.warmup()
         for result in engine.generate(prompts, SamplingParams(max_new_tokens=32)):
             print(result.index, result.tokens)
-        print(engine.report().to_dict())
     """
 
     def __init__(self, model: PreTrainedModel, config: EngineConfig | None = None) -> None:
@@ -330,10 +329,6 @@ class Engine:
     def report(self) -> EngineReport:
         """What happened since the engine was made."""
         return report_of(self)
-
-    def block_series(self) -> list[dict[str, object]]:
-        """Blocks in use over the busy time, as `graphs.report.write_report` draws it."""
-        return block_series(self.tally.blocks, self.sizing.num_blocks - 1)
 
     def check(
         self, prompt: list[int], sampling: SamplingParams, salt: Salt, arrived_s: float | None
