@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import threading
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FrameType
 
 from compiled_attn.engine.outcome import Outcome
 
@@ -29,12 +30,14 @@ class Changes:
     def __init__(self, recover: Callable[[Outcome | None], None]) -> None:
         self._recover = recover
         self._attempt: Attempt | None = None
-        self._running = threading.Lock()
+        self._frame: FrameType | None = None
 
     @property
     def is_running(self) -> bool:
         """Whether a change is being made: by another thread, or by a caller of this call."""
-        return self._running.locked()
+        # The call itself, looked for on the stacks: a flag or a lock can be left set.
+        frame = self._frame
+        return frame is not None and _is_executing(frame)
 
     def refuse_second(self) -> None:
         """Raises RuntimeError while a change is being made."""
@@ -46,14 +49,15 @@ class Changes:
 
     def run(self, change: Callable[[Attempt], None]) -> None:
         """Makes a change; interrupted, it was done or is undone."""
-        with self._running:
-            self._attempt = attempt = Attempt()
-            try:
-                change(attempt)
-                self._attempt = None
-            except BaseException:
-                self.finish()
-                raise
+        self._attempt = attempt = Attempt()
+        self._frame = sys._getframe()
+        try:
+            change(attempt)
+            self._attempt = None
+        except BaseException:
+            self.finish()
+            raise
+        self._frame = None
 
     def finish(self, *, is_whole: bool = True) -> None:
         """Recovers from what an exception left behind; ``is_whole`` False: in any case."""
@@ -61,3 +65,13 @@ class Changes:
         if attempt is not None or not is_whole:
             self._recover(attempt.outcome if attempt else None)
             self._attempt = None
+
+
+def _is_executing(frame: FrameType) -> bool:
+    for top in sys._current_frames().values():
+        caller: FrameType | None = top
+        while caller is not None and caller is not frame:
+            caller = caller.f_back
+        if caller is frame:
+            return True
+    return False
