@@ -23,7 +23,12 @@ STEPS: dict[str, Callable[[Scene], Scene]] = {
     "prompts": lambda s: s.add(0, 7).add(5, 4).add(0, 3),
     "shared": lambda s: s.share_prefix(2).add(1, 1, shared=True).add(3, 1, shared=True).add(6, 1),
     "mixed": lambda s: (
-        s.share_prefix(2).add(1, 1, shared=True).add(0, 4, shared=True).add(9, 1).add(5, 3).add(4, 1)
+        s.share_prefix(2)
+        .add(1, 1, shared=True)
+        .add(0, 4, shared=True)
+        .add(9, 1)
+        .add(5, 3)
+        .add(4, 1)
     ),
 }
 SHAPES = {
@@ -131,10 +136,11 @@ def test_bits_of_rows_that_do_not_see_it_stay(request, step, kernel, features, s
 @pytest.mark.parametrize(
     ("step", "kernel", "features", "shape", "pieces"),
     [
-        ("mixed", "reference", "plain", "float32", "whole"),
+        ("shared", "reference", "plain", "float32", "whole"),
         *(
             pytest.param(*case, marks=SLOW)
             for case in (
+                ("mixed", "reference", "plain", "float32", "whole"),
                 ("decodes", "reference", "plain", "bfloat16", "whole"),
                 ("mixed", "sdpa", "window", "float32", "sliced"),
                 ("mixed", "sdpa", "sinks", "bfloat16", "in chunks"),
@@ -152,9 +158,7 @@ def test_in_a_graph_of_inductor_too(request, step, kernel, features, shape, piec
     metadata = both_metadata(scene, **OF_METADATA[pieces])
     options = FEATURES[features] | KERNELS[kernel]
     torch._dynamo.reset()
-    run = torch.compile(
-        _runner(SHAPES[shape], metadata, **options), fullgraph=True, dynamic=False
-    )
+    run = torch.compile(_runner(SHAPES[shape], metadata, **options), fullgraph=True, dynamic=False)
     with torch.no_grad():
         _assert_isolated(scene, run, metadata, options.get("sliding_window"))
     torch._dynamo.reset()
