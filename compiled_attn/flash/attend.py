@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from compiled_attn.partial import FMIN, PartialAttention
-from compiled_attn.partial.spoilt import finite, for_added_mask, seen_spoilt, spoilt
+from compiled_attn.partial.spoilt import are_sound, for_added_mask, hurt, only
 
 __all__ = ["KeySlice", "attend_fused", "attend_plain", "attend_sdpa", "choose"]
 
@@ -94,8 +94,9 @@ def attend_plain(s: KeySlice) -> PartialAttention:
     """Two matmuls and the whole score matrix between them."""
     if not s.hides:
         return _attend(s, torch.matmul, torch.matmul)
-    part = _attend(s._replace(value=finite(s.value)), torch.matmul, torch.matmul)
-    return _raised(part, seen_spoilt(s.seen, spoilt(s.value.flatten(2))))
+    sound = are_sound(s.value)
+    part = _attend(s._replace(value=only(sound, s.value)), torch.matmul, torch.matmul)
+    return _raised(part, hurt(s.seen, sound))
 
 
 def attend_fused(s: KeySlice) -> PartialAttention:
@@ -119,13 +120,13 @@ def attend_sdpa(s: KeySlice) -> PartialAttention:
     """Torch's flash attention for the CPU, which has no softcap: no score matrix, only a mask."""
     if not s.hides:
         return _attend_sdpa(s)
-    key, value, hurt = for_added_mask(s.key, s.value, s.seen)
-    return _raised(_attend_sdpa(s._replace(key=key, value=value)), hurt)
+    key, value, harm = for_added_mask(s.key, s.value, s.seen)
+    return _raised(_attend_sdpa(s._replace(key=key, value=value)), harm)
 
 
-def _raised(part: PartialAttention, hurt: Tensor) -> PartialAttention:
-    """A part whose rows ``[B, Sq]`` are NaN where ``hurt`` is, and else as they were: it is 0."""
-    return part._replace(max=part.max + hurt.unsqueeze(1))
+def _raised(part: PartialAttention, harm: Tensor) -> PartialAttention:
+    """A part whose rows gain `hurt` ``[B, Sq]``."""
+    return part._replace(max=part.max + harm.unsqueeze(1))
 
 
 def _attend_sdpa(s: KeySlice) -> PartialAttention:

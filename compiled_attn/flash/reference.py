@@ -11,7 +11,7 @@ from torch import Tensor
 from compiled_attn.flash.call import FlashCall
 from compiled_attn.flash.checks import check_call
 from compiled_attn.flash.numbers import check_numbers
-from compiled_attn.partial.spoilt import finite, seen_spoilt, spoilt
+from compiled_attn.partial.spoilt import are_sound, hurt, only
 from compiled_attn.rotary import apply_rotary
 
 __all__ = ["flash_attn_with_kvcache_reference"]
@@ -74,6 +74,8 @@ def _attend_row(
     visible = torch.ones_like(i - j, dtype=torch.bool)
     visible &= j >= i - left if left >= 0 else visible
     visible &= j <= i + right if right >= 0 else visible
+    sound = are_sound(value)
+    value, harm = only(sound, value), hurt(visible, sound).unsqueeze(-1)
     outs, lses = [], []
     for head in range(query.shape[1]):
         scores = query[:, head] @ key[:, head // group].T * call.scale
@@ -84,8 +86,6 @@ def _attend_row(
             scores = scores - slopes[head] * (i - j).abs()
         scores = scores.masked_fill(~visible, -math.inf)
         weights = torch.softmax(scores, -1).masked_fill(~visible, 0)  # NaN where no key is seen
-        own = value[:, head // group]
-        hurt = seen_spoilt(visible, spoilt(own)).unsqueeze(-1)
-        outs.append(weights @ finite(own) + hurt)
+        outs.append(weights @ value[:, head // group] + harm)
         lses.append(torch.logsumexp(scores, -1))
     return torch.stack(outs, 1), torch.stack(lses)

@@ -61,7 +61,7 @@ class SdpaKernel:
         mask = bias.to(torch.promote_types(query.dtype, torch.float32))
         key, value = key.to(query.dtype), value.to(query.dtype)
         seen = bias > -math.inf
-        key, value, hurt = for_added_mask(key, value, seen)
+        key, value, harm = for_added_mask(key, value, seen)
         dim, value_dim = query.shape[-1], value.shape[-1]
         query, key, value = (_widened(x, max(dim, value_dim)) for x in (query, key, value))
         sees = seen.any(-1).unsqueeze(-1)  # [T, 1] or [H, T, 1]
@@ -76,7 +76,7 @@ class SdpaKernel:
             scale=scale,
         )
         # The op gives a row without visible keys zeros, but the log-sum-exp 0: it is the empty sum.
-        row_max = torch.where(sees, (lse[0] + hurt).T.clamp_min(fmin), fmin)
+        row_max = torch.where(sees, (lse[0].clamp_min(fmin) + harm).T, fmin)
         total = sees.to(row_max.dtype).expand_as(row_max)
         out = out[0].transpose(0, 1)[..., :value_dim]
         return PartialAttention(out.to(row_max.dtype), row_max, total)

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from compiled_attn.partial.spoilt import finite, seen_spoilt, spoilt
+from compiled_attn.partial.spoilt import are_sound, hurt, only
 from compiled_attn.partial.state import FMIN, PartialAttention
 
 __all__ = ["attend", "capped", "exp_scores"]
@@ -40,14 +40,15 @@ def attend(
     dtype = torch.promote_types(query.dtype, torch.float32)
     grouped = query.unflatten(1, (kv_heads, heads // kv_heads)).permute(1, 2, 0, 3).flatten(1, 2)
     keys = key.permute(1, 2, 0)
-    values = value.permute(1, 0, 2)
+    sound = are_sound(value)
+    values = only(sound, value).permute(1, 0, 2)
 
     scores = torch.bmm(grouped.to(dtype), keys.to(dtype)).view(
         heads, queries, -1
     )  # from [Hk, G*T, N]
     weights, row_max = exp_scores(capped(scores * scale, softcap), bias, fmin)
-    out = torch.bmm(weights.reshape(kv_heads, -1, key.shape[0]), finite(values.to(dtype)))
-    row_max = row_max + seen_spoilt(bias > -math.inf, spoilt(value.flatten(1)))
+    out = torch.bmm(weights.reshape(kv_heads, -1, key.shape[0]), values.to(dtype))
+    row_max = row_max + hurt(bias > -math.inf, sound)
     return PartialAttention(
         out.view(heads, queries, -1).transpose(0, 1),
         row_max.transpose(0, 1),

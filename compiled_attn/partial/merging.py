@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compiled_attn.partial.spoilt import finite, spoilt
+from compiled_attn.partial.spoilt import sum_of_parts
 from compiled_attn.partial.state import FEPS, PartialAttention
 
 __all__ = ["lse", "merge", "merge_online", "reduce_to_rows"]
@@ -56,15 +56,12 @@ def reduce_to_rows(parts: PartialAttention, owner: Tensor, rows: Tensor) -> Part
     # value of `owner` is ever an index.
     uses = rows.unsqueeze(1) == owner  # [R, n]
     floor = torch.finfo(parts.max.dtype).min
-    part_max = parts.max + spoilt(parts.out)
-    row_max = torch.where(uses.unsqueeze(-1), part_max, floor).amax(1)
-    onehot = uses.to(parts.out.dtype)
+    row_max = torch.where(uses.unsqueeze(-1), parts.max, floor).amax(1)
     own_max = torch.where(uses.unsqueeze(-1), row_max.unsqueeze(1), floor).amax(0)  # no rounding
     # The clamp is for parts without a row: they weigh 0 below, and 0 * exp(large) would be NaN.
-    factor = torch.exp((part_max - own_max).clamp_max(0))
-    out = onehot @ finite(parts.out * factor.unsqueeze(-1)).flatten(1)
-    total = onehot @ finite(parts.sum * factor)
-    return PartialAttention(out.unflatten(1, parts.out.shape[1:]), row_max, total)
+    factor = torch.exp((parts.max - own_max).clamp_max(0))
+    out = sum_of_parts(uses, parts.out * factor.unsqueeze(-1))
+    return PartialAttention(out, row_max, sum_of_parts(uses, parts.sum * factor))
 
 
 def _present(parts: tuple[PartialAttention | None, ...]) -> list[PartialAttention]:

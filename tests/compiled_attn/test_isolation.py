@@ -136,10 +136,11 @@ def test_bits_of_rows_that_do_not_see_it_stay(request, step, kernel, features, s
 @pytest.mark.parametrize(
     ("step", "kernel", "features", "shape", "pieces"),
     [
-        ("mixed", "reference", "plain", "float32", "whole"),
+        ("shared", "reference", "plain", "float32", "whole"),
         *(
             pytest.param(*case, marks=SLOW)
             for case in (
+                ("mixed", "reference", "plain", "float32", "whole"),
                 ("decodes", "reference", "plain", "bfloat16", "whole"),
                 ("mixed", "sdpa", "window", "float32", "sliced"),
                 ("mixed", "sdpa", "sinks", "bfloat16", "in chunks"),

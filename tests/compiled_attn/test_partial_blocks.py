@@ -6,9 +6,14 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from compiled_attn.kernels import SdpaKernel
 from compiled_attn.partial import (
     FMIN,
+    PartialAttention,
+    attend,
     gather_blocks,
     lse,
     merge,
@@ -16,6 +21,7 @@ from compiled_attn.partial import (
     partial_attn_unique,
     usage_bias,
 )
+from compiled_attn.partial.spoilt import sum_of_parts
 from compiled_attn.quant import QUANTISED, dequantise, quantise
 from tests.compiled_attn.partial_cases import dense_under, random_qkv
 
@@ -104,16 +110,41 @@ def test_a_usage_beyond_a_block_is_all_of_it_and_a_negative_one_nothing(usage):
     assert bias.tolist() == [[0, 0, 0], [-math.inf] * 3, [0, 0, -math.inf]]
 
 
-def test_lengths_say_what_is_read_as_numbers():
+@pytest.mark.parametrize("kernel", [attend, SdpaKernel.attend])
+def test_lengths_say_what_is_read_as_numbers(kernel):
+    """A slot that no query sees changes nothing; one that is seen is a zero from the length on."""
     q, k, v = random_qkv(2, 8)
+    blocks, bias = torch.tensor([0]), torch.zeros(2, 1, 4)
+    bias[0, 0, 3] = -math.inf
+
+    def part(length: int | None) -> PartialAttention:
+        lengths = None if length is None else torch.tensor([length])
+        return partial_attn_shared(q, k, v, blocks, bias, 4, lengths=lengths, attend=kernel)
+
+    clean = merge(part(4))
     k[3], v[3] = math.nan, math.nan
-    bias = torch.zeros(2, 1, 4)
-    bias[..., 3] = -math.inf
-    blocks = torch.tensor([0])
-    clean = partial_attn_shared(q, k, v, blocks, bias, 4, lengths=torch.tensor([3]))
-    assert merge(clean).isfinite().all()
-    read = partial_attn_shared(q, k, v, blocks, bias, 4, lengths=torch.tensor([4]))
-    assert merge(read).isnan().all()  # the value of a hidden slot: 0 * NaN
+    for read in (merge(part(4)), merge(part(None))):
+        assert torch.equal(read[0], clean[0])  # does not see it: whatever its weight of 0 meets
+        assert read[1].isnan().all()
+    left_out = merge(part(3))
+    assert torch.equal(left_out[0], clean[0]) and left_out.isfinite().all()
+
+
+@given(st.integers(0, 2**32))
+@settings(deadline=None, max_examples=40)
+def test_sums_of_parts_are_those_of_each_row_alone(seed):
+    torch.manual_seed(seed)
+    parts, owner = torch.randn(9, 2, 3), torch.randint(0, 4, (9,))
+    poison = torch.tensor([math.nan, math.inf, -math.inf, 3e38, 0.0])[torch.randint(0, 5, (9,))]
+    parts = torch.where(torch.rand(9, 2, 3) < 0.2, poison.view(-1, 1, 1), parts)
+    uses = torch.arange(4).unsqueeze(1) == owner
+    sums = sum_of_parts(uses, parts)
+    for row in range(4):
+        own = parts[owner == row]
+        bad = (~own.isfinite() | (own == 3e38)).any(0)
+        want = torch.where(bad, 0, own).sum(0)
+        assert torch.equal(sums[row].isnan(), bad)
+        torch.testing.assert_close(sums[row].nan_to_num(0.0), torch.where(bad, 0, want))
 
 
 def test_gathered_blocks_have_zeros_where_nothing_is_stored():

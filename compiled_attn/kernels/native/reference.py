@@ -17,7 +17,7 @@ from compiled_attn.kernels.native.checks import (
     check_write,
 )
 from compiled_attn.partial import FMIN
-from compiled_attn.partial.spoilt import finite, seen_spoilt, spoilt
+from compiled_attn.partial.spoilt import are_sound, hurt, only
 from compiled_attn.quant import QUANTISED, dequantise, quantise
 from compiled_attn.rotary import apply_rotary
 
@@ -213,6 +213,8 @@ def _attend(
     """
     dtype = torch.promote_types(query.dtype, torch.float32)
     group = query.shape[1] // key.shape[1]
+    sound = are_sound(value)
+    value = only(sound, value)
     key, value = (x.to(dtype).repeat_interleave(group, 1).transpose(0, 1) for x in (key, value))
     scores = query.to(dtype).transpose(0, 1) @ key.mT * scale  # [H, n, m]
     if softcap is not None:
@@ -220,7 +222,6 @@ def _attend(
     if bias is not None:
         scores = scores + bias
     scores = scores.masked_fill(~seen, -math.inf)
-    hurt, value = seen_spoilt(seen, spoilt(value)), finite(value)  # [H, n]
     if sinks is not None:
         sink = sinks.to(dtype).view(-1, 1, 1).expand(-1, scores.shape[1], 1)
         scores = torch.cat((scores, sink), -1)
@@ -228,5 +229,6 @@ def _attend(
     row_max = scores.amax(-1, keepdim=True).clamp_min(FMIN)
     weights = torch.exp(scores - row_max)
     total = weights.sum(-1, keepdim=True)
-    out = weights @ value / torch.where(total > 0, total, 1) + hurt.unsqueeze(-1)
+    out = weights @ value / torch.where(total > 0, total, 1)
+    out = out + hurt(seen, sound).unsqueeze(-1)
     return out.transpose(0, 1), (total.log() + row_max).squeeze(-1).T
