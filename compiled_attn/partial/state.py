@@ -22,7 +22,8 @@ class PartialAttention(NamedTuple):
 
     Shape:
         - out: ``[T, H, D]``, ``sum_j exp(s_j - max) * v_j``
-        - max: ``[T, H]``, row maximum of the scores, at least ``fmin``
+        - max: ``[T, H]``, row maximum of the scores, at least ``fmin``; NaN in a row that saw a key
+          or value that is not finite makes what the row is merged to NaN
         - sum: ``[T, H]``, ``sum_j exp(s_j - max)``; 0 where a row sees no key
     """
 
@@ -32,4 +33,5 @@ class PartialAttention(NamedTuple):
 
 
 Attend = Callable[..., PartialAttention]
-"""The signature of `attend`, which faster kernels share."""
+"""The signature of `attend`, which faster kernels share. They keep keys and values that are NaN or
+infinite from the queries that do not see them, whose bits do not change."""
