@@ -342,13 +342,13 @@ lt and_ lt ge or_ and_ any invert _assert_async long add zeros_like eq all where
 arange mul add unsqueeze arange mul add unsqueeze to unsqueeze to to unflatten unbind mul
 mul sub mul mul add stack flatten to cat unsqueeze to unsqueeze to to unflatten unbind mul
 mul sub mul mul add stack flatten to cat long div gather mul sub index_put_ index_put_
-unsqueeze sub arange add arange unsqueeze lt unsqueeze ge and_ arange mul unsqueeze lt add
-unsqueeze gt and_ where flatten where arange mul unsqueeze lt add unsqueeze gt and_ where
-flatten where unsqueeze expand unsqueeze add le and_ unflatten permute flatten to mul
-permute to unsqueeze unsqueeze mul sum reshape unsqueeze where amax clamp_min unsqueeze
-sub exp reshape transpose to unsqueeze unsqueeze mul sum reshape sum zeros_like zeros_like
-sub exp unsqueeze mul add mul add clamp_min unsqueeze truediv transpose to zeros_like sub
-exp mul add log add""",
+unsqueeze sub arange add arange unsqueeze lt unsqueeze ge and_ unsqueeze expand unsqueeze
+add le and_ squeeze arange mul unsqueeze lt add unsqueeze gt and_ where flatten where
+arange mul unsqueeze lt add unsqueeze gt and_ where flatten where unflatten permute
+flatten to mul permute to unsqueeze unsqueeze mul sum reshape unsqueeze where amax
+clamp_min unsqueeze sub exp reshape transpose to unsqueeze unsqueeze mul sum reshape sum
+zeros_like zeros_like sub exp unsqueeze mul add mul add clamp_min unsqueeze truediv
+transpose to zeros_like sub exp mul add log add""",
         )
 
     def test_a_prompt_is_captured_as_recorded(self) -> None:
@@ -360,10 +360,12 @@ lt and_ lt ge or_ and_ any invert _assert_async long add zeros_like eq all where
 arange mul add unsqueeze arange mul add unsqueeze to unsqueeze to to unflatten unbind mul
 mul sub mul mul add stack flatten to cat unsqueeze to unsqueeze to to unflatten unbind mul
 mul sub mul mul add stack flatten to cat long div gather mul sub index_put_ index_put_
-unsqueeze sub arange add arange unsqueeze lt unsqueeze ge and_ arange mul unsqueeze lt add
-unsqueeze gt and_ where flatten where arange mul unsqueeze lt add unsqueeze gt and_ where
-flatten where unsqueeze expand unsqueeze add le and_ unsqueeze where to transpose
-transpose transpose _scaled_dot_product_flash_attention_for_cpu any expand unsqueeze
-reshape to where reshape where to zeros_like zeros_like sub exp unsqueeze mul add mul add
-clamp_min unsqueeze truediv transpose to zeros_like sub exp mul add log add""",
+unsqueeze sub arange add arange unsqueeze lt unsqueeze ge and_ unsqueeze expand unsqueeze
+add le and_ arange mul unsqueeze lt add unsqueeze gt and_ where flatten where arange mul
+unsqueeze lt add unsqueeze gt and_ where flatten where flatten abs lt where sum eq flatten
+abs lt where sum eq and_ where where unsqueeze invert and_ where sum unsqueeze where to
+transpose transpose transpose _scaled_dot_product_flash_attention_for_cpu any expand
+unsqueeze reshape to where reshape where to unsqueeze add zeros_like zeros_like sub exp
+unsqueeze mul add mul add clamp_min unsqueeze truediv transpose to zeros_like sub exp mul
+add log add""",
         )

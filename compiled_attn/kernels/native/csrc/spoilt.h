@@ -18,41 +18,43 @@ template <class Element, int Capacity>
 class Spoilt {
  public:
   void take(Scratch& scratch, int64_t heads, int64_t dim) {
-    scratch.take(is_, heads * Capacity);
+    scratch.take(is_spoilt_, heads * Capacity);
     scratch.take(zeros_, dim);
     std::fill_n(zeros_, dim, Element{});
   }
 
-  // Whether they are looked for.
+  // Whether they are looked for; else there are none.
   bool wanted = false;
 
+  // Those of the heads [begin, end).
   void find(const PagedAttentionArgs& args, int64_t begin, int64_t end,
             const Chunk<Capacity>& chunk) {
     if (!wanted) return;
+    const auto* values = static_cast<const Element*>(args.value_cache.data);
+    const auto* scales = static_cast<const float*>(args.value_scale.data);
     for (int64_t h = begin; h < end; ++h)
       for (int t = 0; t < Capacity; ++t) {
-        const auto* value = static_cast<const Element*>(args.value_cache.data);
-        const auto* scale = static_cast<const float*>(args.value_scale.data);
-        is_[(h - begin) * Capacity + t] =
-            !is_finite(value + chunk.value[t] + h * args.value_cache.head, args.value_dim) ||
-            (scale && !std::isfinite(scale[chunk.value_scale[t] + h * args.value_scale.head]));
+        const Element* row = values + chunk.value[t] + h * args.value_cache.head;
+        is_spoilt_[(h - begin) * Capacity + t] =
+            !is_finite(row, args.value_dim) ||
+            (scales && !std::isfinite(scales[chunk.value_scale[t] + h * args.value_scale.head]));
       }
   }
 
   // A value, or zeros for one that is spoilt.
-  CA_INLINE const Element* value(const Element* value, int64_t h, int64_t t) const {
-    return wanted && is_[h * Capacity + t] ? zeros_ : value;
+  CA_INLINE const Element* value(const Element* row, int64_t h, int64_t t) const {
+    return wanted && is_spoilt_[h * Capacity + t] ? zeros_ : row;
   }
 
   // Overwrites what belongs to spoilt tokens: scores, or scales.
   void put(float* of_tokens, int64_t h, float x) const {
     if (!wanted) return;
     for (int t = 0; t < Capacity; ++t)
-      if (is_[h * Capacity + t]) of_tokens[t] = x;
+      if (is_spoilt_[h * Capacity + t]) of_tokens[t] = x;
   }
 
  private:
-  bool* is_;
+  bool* is_spoilt_;
   Element* zeros_;
 };
 
