@@ -57,8 +57,6 @@ def partial_attn_causal(
         return None
     tokens = query.shape[0]
     width = tokens if width is None else width
-    real = _seen(bias).view(-1, 1, 1)
-    key, value = torch.where(real, key, 0), torch.where(real, value, 0)
     slices = []
     for start in range(0, tokens, width):
         end = min(start + width, tokens)
@@ -104,8 +102,8 @@ def partial_attn_shared(
         bias: ``[T, S, block_size]`` (or ``[H, T, S, block_size]``), added to the scores; or usages
             ``[T, S]`` (an integer tensor): how many leading slots of a block each token sees.
         key_scale, value_scale: ``[num_blocks * block_size, Hk]`` of quantised caches.
-        lengths: ``[S]`` ints, leading slots of each block that hold anything; None: derived from
-            the bias. Slots from there on are never read as numbers.
+        lengths: ``[S]`` ints, leading slots of each block that hold anything: those from there on
+            are zeros whatever lies in them. None: all of each block is read.
 
     Returns:
         The partial attention, or None if ``blocks`` or ``bias`` is None. Long rows of blocks can be
@@ -114,16 +112,17 @@ def partial_attn_shared(
     if blocks is None or bias is None or not blocks.shape[0]:
         return None
     if not bias.is_floating_point():
-        lengths = bias.amax(0) if lengths is None else lengths
         bias = usage_bias(bias, block_size)
-    if lengths is not None:
-        used = slots_of(block_size, blocks) < lengths.unsqueeze(-1)
+    caches = (key_cache, key_scale), (value_cache, value_scale)
+    if lengths is None:
+        key, value = (read_blocks(cache, blocks, block_size, scale) for cache, scale in caches)
     else:
-        used = _seen(bias.flatten(-2)).view(-1, block_size)
+        used = slots_of(block_size, blocks) < lengths.unsqueeze(-1)
+        key, value = (gather_blocks(cache, blocks, used, scale) for cache, scale in caches)
     return attend(
         query,
-        gather_blocks(key_cache, blocks, used, key_scale).flatten(0, 1),
-        gather_blocks(value_cache, blocks, used, value_scale).flatten(0, 1),
+        key.flatten(0, 1),
+        value.flatten(0, 1),
         bias.flatten(-2),
         scale=scale,
         softcap=softcap,
@@ -206,8 +205,3 @@ def partial_attn_sinks(sinks: Tensor | None, like: PartialAttention) -> PartialA
         return None
     row_max = sinks.to(like.max.dtype).expand_as(like.max)
     return PartialAttention(torch.zeros_like(like.out), row_max, torch.ones_like(like.sum))
-
-
-def _seen(bias: Tensor) -> Tensor:
-    """Keys that at least one query (of any head) sees: ``[..., T, N] -> [N]``."""
-    return (bias > -math.inf).flatten(0, -2).any(0)
