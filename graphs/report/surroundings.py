@@ -85,8 +85,7 @@ def _lscpu() -> str:
     program = shutil.which("lscpu")
     if program is None:
         return ""
-    done = subprocess.run(
-        [program], capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"}, check=False
-    )
+    in_english = {"LC_ALL": "C"}
+    done = subprocess.run([program], capture_output=True, text=True, env=in_english, check=False)
     found = re.search(r"^Model name:[ \t]*(.+)$", done.stdout, re.MULTILINE)
     return found[1].strip() if found else ""
