@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+import threading
 
 import pytest
 
 from compiled_attn.blocks import BlockPool
+from graphs import no_compile
 from tests.interrupts import count_lines, interrupted_at
 
 
@@ -26,8 +28,8 @@ def test_every_place_is_reached_once_and_none_after_the_last() -> None:
         assert cut.was_raised and cut.lines == n
         places.append(cut.where)
     assert len(places) > 100
-    assert places[0].startswith("compiled_attn/blocks/pool.py:")
-    assert any(place.startswith("compiled_attn/blocks/place_set.py:") for place in places)
+    assert places[0].startswith("compiled_attn.blocks/pool.py:")
+    assert any(place.startswith("compiled_attn.blocks/place_set.py:") for place in places)
     with interrupted_at(len(places)) as cut:
         _work()
     assert not cut.was_raised and cut.where == "" and cut.lines == len(places)
@@ -56,3 +58,20 @@ def test_what_traced_before_traces_again() -> None:
         assert sys.gettrace() is tracer
     finally:
         sys.settrace(before)
+
+
+def test_a_sentinel_interrupted_at_any_line_keeps_no_lock_that_another_thread_needs():
+    place, was_raised = 0, True
+    while was_raised:
+        sentinel = no_compile()
+        try:
+            with interrupted_at(place) as cut, sentinel:
+                pass
+        except KeyboardInterrupt:
+            sentinel.disarm()
+        other = threading.Thread(target=lambda: no_compile().__enter__().disarm(), daemon=True)
+        other.start()
+        other.join(60)
+        assert not other.is_alive(), cut.where
+        place, was_raised = place + 1, cut.was_raised
+    assert place > 50
