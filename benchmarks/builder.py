@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from compiled_attn.batch import BatchBuilder, Request, RequestTable
+from compiled_attn.step import BatchBuilder, Request, RequestTable
 
 
 def requests_of(batch: int, context: int, block_size: int, chunk: int) -> tuple[list[Request], int]:

@@ -15,12 +15,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from compiled_attn.demand import Arrival, read_trace
-from compiled_attn.demand.default_plan import default_plan, full_speed
-from compiled_attn.demand.families import Family, family, within
-from compiled_attn.demand.ladders import ladders
-from compiled_attn.demand.simulate import SimulatedEngine, simulate
-from compiled_attn.demand.synthetic import KINDS
+from compiled_attn.workloads import Arrival, read_trace
+from compiled_attn.workloads.default_plan import default_plan, full_speed
+from compiled_attn.workloads.families import Family, family, within
+from compiled_attn.workloads.ladders import ladders
+from compiled_attn.workloads.simulate import SimulatedEngine, simulate
+from compiled_attn.workloads.synthetic import KINDS
 from graphs.planner import Demand, Judgement, PlanReport, judge, plan
 
 MOST_GRAPHS = 256

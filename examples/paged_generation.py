@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from compiled_attn import PagedKVCache, flash_attn_with_kvcache
-from compiled_attn.blocks import BlockPool
-from compiled_attn.blocks.sequences import SequenceBlocks
+from compiled_attn.cache.blocks import BlockPool
+from compiled_attn.cache.blocks.sequences import SequenceBlocks
 from compiled_attn.models import default_model
 
 LENGTHS = 5, 48, 17, 32  # of the prompts; two are whole blocks of 16

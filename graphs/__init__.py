@@ -12,8 +12,16 @@ In short:
 
 from __future__ import annotations
 
-from graphs.buckets import Axis, Bucket, BucketOverflow, BucketSpace
-from graphs.capture import (
+from graphs.buckets.ladders import (
+    BucketFileError,
+    explicit,
+    exponential,
+    from_file,
+    linear,
+    to_file,
+)
+from graphs.buckets.space import Axis, Bucket, BucketOverflow, BucketSpace
+from graphs.capture.capture import (
     CapturedGraph,
     CaptureError,
     InputMismatch,
@@ -22,21 +30,13 @@ from graphs.capture import (
     available_backends,
     capture,
 )
-from graphs.compiles import CompileEvent, CompileWatch
-from graphs.explain import BreakReport, explain
-from graphs.journal import JournalError
-from graphs.progress import progress_for
-from graphs.sentinel import GraphBudgetExceeded, no_compile
-from graphs.strategies import (
-    BucketFileError,
-    explicit,
-    exponential,
-    from_file,
-    linear,
-    to_file,
-)
-from graphs.warmup import BucketEvent, BucketResult, WarmupManager, WarmupReport
-from graphs.warmup_group import WarmupGroup
+from graphs.warmup.group import WarmupGroup
+from graphs.warmup.journal import JournalError
+from graphs.warmup.manager import BucketEvent, BucketResult, WarmupManager, WarmupReport
+from graphs.warmup.progress import progress_for
+from graphs.watch.compiles import CompileEvent, CompileWatch
+from graphs.watch.explain import BreakReport, explain
+from graphs.watch.sentinel import GraphBudgetExceeded, no_compile
 
 __all__ = [
     "Axis",

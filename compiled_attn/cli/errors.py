@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import typer
 
-from compiled_attn.blocks import OutOfBlocks
+from compiled_attn.cache.blocks import OutOfBlocks
 from compiled_attn.engine import ConfigError
 from graphs import BucketOverflow, CaptureError
 from graphs.texts import clipped

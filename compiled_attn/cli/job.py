@@ -11,14 +11,12 @@ from pathlib import Path
 from rich.console import Console
 from transformers import PreTrainedModel
 
-from compiled_attn.check import CheckReport, check
 from compiled_attn.cli.choices import DTYPES, refuse_unknown
 from compiled_attn.cli.errors import FAILED, INTERRUPTED, UserError, bad_input, tell
 from compiled_attn.cli.facts import RunFacts
 from compiled_attn.cli.live import ServingView, serving_view
 from compiled_attn.cli.store import stored_backend
 from compiled_attn.cli.table import print_result
-from compiled_attn.demand import Arrival, fit_scale, prompts, read_trace, scaled, synthetic
 from compiled_attn.engine import (
     Engine,
     EngineConfig,
@@ -28,7 +26,9 @@ from compiled_attn.engine import (
     StepInfo,
 )
 from compiled_attn.engine.metrics import block_series
+from compiled_attn.hf.proof import CheckReport, check
 from compiled_attn.models import default_model, load_model
+from compiled_attn.workloads import Arrival, fit_scale, prompts, read_trace, scaled, synthetic
 from graphs import (
     BucketOverflow,
     GraphBudgetExceeded,
@@ -39,7 +39,7 @@ from graphs import (
     from_file,
     progress_for,
 )
-from graphs.backends.base import Backend
+from graphs.capture.contract import Backend
 from graphs.cli.outputs import refuse_unwritable
 from graphs.report import write_report
 

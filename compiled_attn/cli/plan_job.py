@@ -11,16 +11,16 @@ from rich.table import Table
 
 from compiled_attn.cli.choices import DTYPES, refuse_unknown
 from compiled_attn.cli.errors import UserError, bad_input
-from compiled_attn.demand import fit_scale, read_trace, scaled
-from compiled_attn.demand.comparison import Comparison, compare
-from compiled_attn.demand.default_plan import default_demand
-from compiled_attn.demand.families import Family, family, within
-from compiled_attn.demand.simulate import SimulatedEngine, simulate
 from compiled_attn.engine import EngineConfig
 from compiled_attn.engine.kernel import chosen_kernel
 from compiled_attn.engine.ladder import AXES, TABLE_AXES
 from compiled_attn.engine.sizing import Sizing, cost_of_steps, step_limits
 from compiled_attn.models import default_model, load_model
+from compiled_attn.workloads import fit_scale, read_trace, scaled
+from compiled_attn.workloads.comparison import Comparison, compare
+from compiled_attn.workloads.default_plan import default_demand
+from compiled_attn.workloads.families import Family, family, within
+from compiled_attn.workloads.simulate import SimulatedEngine, simulate
 from graphs import available_backends, to_file
 from graphs.planner import CostModel, Demand, PlanReport, read_demand
 from graphs.planner import plan as choose

@@ -10,13 +10,8 @@ from pathlib import Path
 
 from compiled_attn.cli.cache import default_store
 from compiled_attn.cli.errors import UserError
-from graphs.backends.base import Backend
-from graphs.store import (
-    ArtifactStore,
-    StoredAoti,
-    StoredInductor,
-    environment_factors,
-)
+from graphs.capture.contract import Backend
+from graphs.store import ArtifactStore, StoredAoti, StoredInductor, environment_factors
 
 __all__ = ["stored_backend"]
 

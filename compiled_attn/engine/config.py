@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from compiled_attn.kernels.native import CHOICES, KernelChoice
+from compiled_attn.ops import CHOICES, KernelChoice
 from graphs import BucketSpace
-from graphs.backends.base import Backend
+from graphs.capture.contract import Backend
 
 __all__ = ["ConfigError", "EngineConfig"]
 

@@ -18,13 +18,13 @@ from functools import partial
 
 from transformers import PreTrainedModel
 
-from compiled_attn.blocks import BlockPool
-from compiled_attn.blocks.prefix import Salt
+from compiled_attn.cache.blocks import BlockPool
+from compiled_attn.cache.blocks.prefix import Salt
+from compiled_attn.engine.block_memory import BlockMemory
 from compiled_attn.engine.changes import Attempt, Changes
 from compiled_attn.engine.config import ConfigError, EngineConfig
 from compiled_attn.engine.kernel import chosen_kernel
 from compiled_attn.engine.mailbox import Mailbox
-from compiled_attn.engine.memory import BlockMemory
 from compiled_attn.engine.metrics import EngineReport, StepInfo
 from compiled_attn.engine.outcome import Outcome, outcome_of
 from compiled_attn.engine.prompts import check_settings, token_ids
@@ -38,7 +38,7 @@ from compiled_attn.engine.stream import Stream, Streams, results_of
 from compiled_attn.engine.tally import StepRecord, Tally
 from compiled_attn.engine.workload import Workload
 from graphs import BucketSpace, CaptureError, WarmupReport, no_compile
-from graphs.capture import resolve
+from graphs.capture.capture import resolve
 
 __all__ = ["Engine"]
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from compiled_attn.engine.config import ConfigError, EngineConfig
 from compiled_attn.engine.ladder import AXES, TABLE_AXES
-from compiled_attn.kernels.native import NativeKernel, PagedRequest, load
+from compiled_attn.ops import NativeKernel, PagedRequest, load
 
 __all__ = ["ChosenKernel", "chosen_kernel"]
 

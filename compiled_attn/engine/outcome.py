@@ -6,8 +6,8 @@ from collections.abc import Hashable, MutableMapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 
+from compiled_attn.engine.block_memory import BlockMemory
 from compiled_attn.engine.mailbox import Mailbox
-from compiled_attn.engine.memory import BlockMemory
 from compiled_attn.engine.scheduler import ScheduledTokens, Scheduler
 from compiled_attn.engine.sequence import Sequence, TokenEvent
 from compiled_attn.engine.tally import StepRecord, Tally

@@ -12,19 +12,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from compiled_attn.batch import (
-    BatchBuilder,
-    Request,
-    StepBatch,
-    StepPlan,
-    TableBatch,
-    TablePlan,
-)
 from compiled_attn.engine.config import EngineConfig
 from compiled_attn.engine.scheduler import ScheduledTokens
 from compiled_attn.engine.sizing import Sizing
 from compiled_attn.hf import PagedCausalLM, cache_for
-from graphs import Bucket, BucketOverflow, WarmupManager, passes
+from compiled_attn.step import BatchBuilder, Request, StepBatch, StepPlan, TableBatch, TablePlan
+from graphs import Bucket, BucketOverflow, WarmupManager
+from graphs.backends.onednn_linear import for_cpu
 
 __all__ = ["FittedStep", "Runner"]
 
@@ -137,7 +131,7 @@ class Runner:
 
 
 def _backend_options(backend: str) -> dict[str, Any]:
-    return {"options": passes.for_cpu()} if backend == "inductor" else {}
+    return {"options": for_cpu()} if backend == "inductor" else {}
 
 
 def _request(part: ScheduledTokens, blocks: NDArray[np.int64]) -> Request:

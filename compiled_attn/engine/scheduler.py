@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from compiled_attn.blocks import BlockPool
+from compiled_attn.cache.blocks import BlockPool
 from compiled_attn.engine.sequence import Sequence, Status
 
 __all__ = ["ScheduledTokens", "Scheduler"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from compiled_attn.blocks.prefix import Salt
+from compiled_attn.cache.blocks.prefix import Salt
 from compiled_attn.engine.mailbox import Mailbox
 from compiled_attn.engine.sampling import SamplingParams
 

@@ -20,7 +20,7 @@ from compiled_attn.engine.ladder import (
 from compiled_attn.engine.sampling import SamplingParams
 from compiled_attn.hf import cache_for, context_limit
 from graphs import Bucket, BucketOverflow, BucketSpace
-from graphs.memory import machine_bytes
+from graphs.capture.memory import machine_bytes
 
 __all__ = ["Sizing", "cost_of_steps", "eos_tokens", "step_limits"]
 

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Protocol
 
-from compiled_attn.blocks.prefix import Salt
+from compiled_attn.cache.blocks.prefix import Salt
 from compiled_attn.engine.mailbox import Mailbox
 from compiled_attn.engine.metrics import StepInfo
 from compiled_attn.engine.sampling import SamplingParams

@@ -8,12 +8,14 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from compiled_attn.cache import PagedKVCache
+from compiled_attn.attention.kernel import AttendRequest
+from compiled_attn.attention.kernels import choose
+from compiled_attn.attention.metadata import UnifiedMetadata
+from compiled_attn.attention.unified import unified_attention
+from compiled_attn.cache.kv_cache import PagedKVCache
 from compiled_attn.hf.latent import absorb
 from compiled_attn.hf.names import ATTENTION_NAME
-from compiled_attn.kernels import AttendRequest, choose
-from compiled_attn.kernels.native import KernelChoice
-from compiled_attn.unified import UnifiedMetadata, unified_attention
+from compiled_attn.ops import KernelChoice
 
 __all__ = ["ATTENTION_NAME", "PagedStep", "paged_attention_forward"]
 

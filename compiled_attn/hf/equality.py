@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from compiled_attn.batch import BatchBuilder, Request, StepBatch, TableBatch
-from compiled_attn.cache import PagedKVCache
+from compiled_attn.cache.kv_cache import PagedKVCache
 from compiled_attn.hf.refused import ModelRefused, plain_attention, refused
+from compiled_attn.step import BatchBuilder, Request, StepBatch, TableBatch
 
 if TYPE_CHECKING:
     from compiled_attn.hf.model import PagedCausalLM

@@ -7,8 +7,9 @@ import contextlib
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from compiled_attn.batch import StepBatch, TableBatch
-from compiled_attn.cache import PagedKVCache
+from compiled_attn.attention.kernel import AttendRequest, Kernel
+from compiled_attn.attention.kernels import choose
+from compiled_attn.cache.kv_cache import PagedKVCache
 from compiled_attn.hf.attention import ATTENTION_NAME, PagedStep
 from compiled_attn.hf.changes import ModelChanged, Snapshot
 from compiled_attn.hf.equality import check_equal, plain_logits
@@ -16,7 +17,7 @@ from compiled_attn.hf.latent import keep_latents
 from compiled_attn.hf.layers import call_through, decoder_layers, restore
 from compiled_attn.hf.recorder import takes_logits_to_keep
 from compiled_attn.hf.shapes import calls_by_layer, check_fits
-from compiled_attn.kernels import AttendRequest, Kernel, choose
+from compiled_attn.step import StepBatch, TableBatch
 
 __all__ = ["PagedCausalLM"]
 

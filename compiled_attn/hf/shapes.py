@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
-from compiled_attn.cache import KVShape, PagedKVCache
+from compiled_attn.cache.kv_cache import KVShape, PagedKVCache
 from compiled_attn.hf.latent import latent_shape
 from compiled_attn.hf.masks import forgetting, other_sight
 from compiled_attn.hf.recorder import AttentionCall, record

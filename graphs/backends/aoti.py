@@ -19,8 +19,6 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from graphs.backends.apart import Apart
-from graphs.backends.base import CaptureError, Frozen
 from graphs.backends.export_state import (
     State,
     StateChanged,
@@ -29,8 +27,10 @@ from graphs.backends.export_state import (
     needs_gradients,
 )
 from graphs.backends.inductor import InductorBackend
-from graphs.causes import describe_failure
-from graphs.inputs import Input
+from graphs.capture.contract import CaptureError, Frozen
+from graphs.capture.inputs import Input
+from graphs.capture.shared_memory import Apart
+from graphs.watch.causes import describe_failure
 
 __all__ = ["AotiBackend", "build", "load"]
 

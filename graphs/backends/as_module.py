@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from graphs.inputs import Input
+from graphs.capture.inputs import Input
 
 __all__ = ["as_module"]
 

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from graphs.backends.base import CaptureError, Frozen
 from graphs.backends.export_state import State, StateChanged, needs_gradients
 from graphs.backends.inductor import InductorBackend
 from graphs.backends.static_inputs import StaticInputs
-from graphs.causes import describe_failure
-from graphs.inputs import Input
+from graphs.capture.contract import CaptureError, Frozen
+from graphs.capture.inputs import Input
+from graphs.watch.causes import describe_failure
 
 __all__ = ["CudaGraphBackend", "Recorder", "Recording"]
 

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphs.backends.base import Direct
-from graphs.inputs import Input
+from graphs.capture.contract import Direct
+from graphs.capture.inputs import Input
 
 __all__ = ["direct_path", "without_records"]
 
 
 def direct_path(function: Any, examples: Sequence[Input]) -> Direct | None:
-    """The way around the wrapper of a function of :func:`graphs.alone.alone` that is compiled.
+    """The way around the wrapper of a compiled function of :func:`~graphs.capture.own_code.alone`.
 
     Returns None, for the caller to go through `torch.compile`, if this torch keeps its guards in
     another way, or if they do not tell the examples from what is certainly wrong.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from graphs.inputs import Input, InputsCheck, InputSpec
+from graphs.capture.inputs import Input, InputsCheck, InputSpec
 
 __all__ = [
     "Returned",

@@ -15,10 +15,10 @@ from typing import Any, Literal, TypeAlias
 from torch import Tensor, nn
 
 from graphs.backends.as_module import as_module
-from graphs.backends.base import CaptureError, Frozen
 from graphs.backends.inductor import InductorBackend
-from graphs.causes import describe_failure
-from graphs.inputs import Input
+from graphs.capture.contract import CaptureError, Frozen
+from graphs.capture.inputs import Input
+from graphs.watch.causes import describe_failure
 
 __all__ = ["HpuBackend"]
 

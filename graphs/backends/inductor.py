@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from graphs.alone import alone
-from graphs.backends.base import CaptureError, Frozen
 from graphs.backends.direct import direct_path, without_records
-from graphs.causes import describe_failure, site_of_error, site_of_stack
-from graphs.inputs import Input
+from graphs.capture.contract import CaptureError, Frozen
+from graphs.capture.inputs import Input
+from graphs.capture.own_code import alone
+from graphs.watch.causes import describe_failure, site_of_error, site_of_stack
 
 __all__ = ["InductorBackend"]
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from graphs.inputs import Input
+from graphs.capture.inputs import Input
 
 __all__ = ["StaticInputs"]
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import typer
 
-from graphs.backends.base import CaptureError
-from graphs.bucket_file import BucketFileError
+from graphs.buckets.file import BucketFileError
+from graphs.capture.contract import CaptureError
 from graphs.cli.cache import cache_app
 from graphs.cli.errors import BAD_INPUT, INTERRUPTED, UserError, tell
 from graphs.cli.explain import explain

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import graphs
-from graphs.causes import users_line
 from graphs.texts import clipped
+from graphs.watch.causes import users_line
 
 __all__ = ["BAD_INPUT", "FAILED", "INTERRUPTED", "UserError", "failed", "tell", "users_code"]
 

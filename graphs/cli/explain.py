@@ -13,7 +13,7 @@ import typer
 from graphs.cli.errors import FAILED, UserError, users_code
 from graphs.cli.inputs import inputs_of, parse_bucket, parse_input
 from graphs.cli.target import load_target
-from graphs.explain import explain as explain_callable
+from graphs.watch.explain import explain as explain_callable
 
 __all__ = ["explain"]
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from graphs.bucket_file import to_file
+from graphs.buckets.file import to_file
 from graphs.cli.errors import UserError
 from graphs.cli.warmup_file import read_warmup
 

@@ -10,17 +10,17 @@ from typing import Annotated, cast
 
 import typer
 
-from graphs.bucket_file import from_file
-from graphs.capture import available_backends
+from graphs.buckets.file import from_file
+from graphs.capture.capture import available_backends
 from graphs.cli.errors import BAD_INPUT, FAILED, INTERRUPTED, UserError, failed, tell
 from graphs.cli.inputs import make_inputs_of
 from graphs.cli.outputs import refuse_unwritable
 from graphs.cli.target import load_target
-from graphs.progress import progress_for
 from graphs.report import describe, write_report
 from graphs.report.surroundings import surroundings
-from graphs.schedule import Order
-from graphs.warmup import WarmupManager
+from graphs.warmup.manager import WarmupManager
+from graphs.warmup.progress import progress_for
+from graphs.warmup.schedule import Order
 
 __all__ = ["warmup"]
 

@@ -5,12 +5,7 @@ from __future__ import annotations
 from graphs.planner.budget import Budget
 from graphs.planner.cost import CostModel
 from graphs.planner.demand import Demand
-from graphs.planner.demand_file import (
-    DemandFileError,
-    DemandRecorder,
-    read_demand,
-    write_demand,
-)
+from graphs.planner.demand_file import DemandFileError, DemandRecorder, read_demand, write_demand
 from graphs.planner.drift import DriftWatch
 from graphs.planner.judge import BucketUse, Judgement, judge
 from graphs.planner.part import Part

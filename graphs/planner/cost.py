@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from graphs.points import Bucket
+from graphs.buckets.axes import Bucket
 
 __all__ = ["CostModel", "Floats"]
 

@@ -9,7 +9,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from graphs.points import Axis, whole
+from graphs.buckets.axes import Axis, whole
 
 __all__ = ["Demand", "Points", "Weights"]
 

@@ -12,8 +12,8 @@ from typing import Any, TextIO
 
 import numpy as np
 
+from graphs.buckets.axes import whole
 from graphs.planner.demand import Demand
-from graphs.points import whole
 from graphs.texts import clipped, parse_json, quoted
 
 __all__ = ["DemandFileError", "DemandRecorder", "read_demand", "write_demand"]

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from graphs.buckets import BucketSpace
+from graphs.buckets.axes import Bucket
+from graphs.buckets.space import BucketSpace
 from graphs.planner.cost import CostModel
 from graphs.planner.demand import Demand
 from graphs.planner.serving import cheapest
-from graphs.points import Bucket
 
 __all__ = ["BucketUse", "Judgement", "judge"]
 

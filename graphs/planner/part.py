@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from graphs.buckets.axes import Axis
 from graphs.planner.budget import Budget, Expense, Expenses
 from graphs.planner.cells import CostOf, compress, jittered
 from graphs.planner.choose import Problem
 from graphs.planner.cost import CostModel, Floats
 from graphs.planner.demand import Demand, Points
 from graphs.planner.region import Region
-from graphs.points import Axis
 
 __all__ = ["Part", "problem_of"]
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from graphs.buckets import BucketSpace
+from graphs.buckets.axes import Axis, Bucket
+from graphs.buckets.space import BucketSpace
 from graphs.planner.bound import lower_bound
 from graphs.planner.budget import Budget, Expense
 from graphs.planner.choose import Problem, grow, start
@@ -20,7 +21,6 @@ from graphs.planner.judge import judge
 from graphs.planner.one_axis import best_sizes
 from graphs.planner.part import Part, problem_of
 from graphs.planner.report import PlanReport
-from graphs.points import Axis, Bucket
 
 __all__ = ["plan", "plan_together"]
 

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from graphs.buckets.axes import Axis, Bucket
 from graphs.planner.cells import CostOf
 from graphs.planner.cost import Floats
 from graphs.planner.demand import Points
-from graphs.points import Axis, Bucket
 
 __all__ = ["Grid", "Region"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from graphs.buckets import BucketSpace
+from graphs.buckets.space import BucketSpace
 from graphs.planner.cost import CostModel
 from graphs.planner.demand import Demand
 from graphs.planner.judge import BucketUse, Judgement, judge

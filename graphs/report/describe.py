@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from graphs.warmup import WarmupManager
+from graphs.warmup.manager import WarmupManager
 
 __all__ = ["describe"]
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from graphs.memory import machine_bytes
+from graphs.capture.memory import machine_bytes
 
 __all__ = ["machine", "surroundings"]
 

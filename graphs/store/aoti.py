@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from graphs.backends.aoti import AotiBackend
-from graphs.backends.base import CaptureError, Frozen
-from graphs.inputs import Input
+from graphs.capture.contract import CaptureError, Frozen
+from graphs.capture.inputs import Input
 from graphs.store.errors import StoreError
 from graphs.store.known import UNTOLD, KnownCode
 from graphs.store.label import describe

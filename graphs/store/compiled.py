@@ -21,18 +21,18 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from graphs.alone import alone
-from graphs.backends.apart import Apart, memory_shared_by
-from graphs.backends.base import CaptureError, Frozen
 from graphs.backends.direct import direct_path, without_records
 from graphs.backends.export_state import State, StateChanged
 from graphs.backends.inductor import InductorBackend, _compile_once, _why_not, _why_stale
-from graphs.causes import describe_failure
-from graphs.inputs import Input
+from graphs.capture.contract import CaptureError, Frozen
+from graphs.capture.inputs import Input
+from graphs.capture.own_code import alone
+from graphs.capture.shared_memory import Apart, memory_shared_by
 from graphs.store.known import UNTOLD, KnownCode
 from graphs.store.label import describe
 from graphs.store.misses import Misses
 from graphs.store.store import ArtifactStore
+from graphs.watch.causes import describe_failure
 
 __all__ = ["StoredInductor"]
 

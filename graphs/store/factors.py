@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphs.inputs import Input, InputsCheck
-from graphs.mode import Mode
+from graphs.capture.inputs import Input, InputsCheck
+from graphs.capture.settings import Mode
 from graphs.store.sources import sources_of
 from graphs.store.values import digest_of_globals, digest_of_values
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from graphs.inputs import Input
+from graphs.capture.inputs import Input
 from graphs.store.factors import code_factors, graph_factors
 
 __all__ = ["UNTOLD", "KnownCode"]

@@ -19,11 +19,15 @@ from graphs.store.values import is_machinery, values_in
 __all__ = ["MAKERS", "sources_of"]
 
 _GRAPHS = __name__.partition(".")[0]
-_EXPORTED = ("graphs.backends.apart", "graphs.backends.export_state", "graphs.inputs")
+_EXPORTED = (
+    "graphs.capture.shared_memory",
+    "graphs.backends.export_state",
+    "graphs.capture.inputs",
+)
 MAKERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "inductor": (
-            "graphs.alone",
+            "graphs.capture.own_code",
             "graphs.backends.inductor",
             "graphs.store.compiled",
             *_EXPORTED,

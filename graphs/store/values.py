@@ -26,10 +26,10 @@ _OF_A_PROCESS = ("_hash", "address", "addresses", "data_ptr", "data_ptrs", "pid"
 # What captures and serves a module may hang from it, with counters and seconds.
 _MACHINERY = (
     "graphs.capture",
-    "graphs.capturing",
-    "graphs.compiles",
-    "graphs.journal",
-    "graphs.sentinel",
+    "graphs.warmup.capturing",
+    "graphs.watch.compiles",
+    "graphs.warmup.journal",
+    "graphs.watch.sentinel",
     "graphs.store",
     "graphs.warmup",
 )

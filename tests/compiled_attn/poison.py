@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from compiled_attn import BatchBuilder, UnifiedMetadata
-from tests.compiled_attn.unified_run import metadata_of
+from tests.compiled_attn.attention.unified_run import metadata_of
 from tests.oracle import LARGEST, Scene
 
 POISONS = (math.nan, math.inf, -math.inf)

@@ -14,15 +14,15 @@ from torch._dynamo.testing import CompileCounter, EagerAndRecordGraphs
 from torch._inductor.utils import run_and_get_code
 from torch.fx import GraphModule
 
-from compiled_attn.flash import (
+from compiled_attn.compat.flash import (
     FlashInputs,
     FlashKVCacheAttention,
     flash_attn_with_kvcache,
     flash_attn_with_kvcache_reference,
 )
-from compiled_attn.flash import append as append_module
-from compiled_attn.kernels.native import KernelChoice
-from tests.compiled_attn.flash_cases import Case, assert_close
+from compiled_attn.compat.flash import append as append_module
+from compiled_attn.ops import KernelChoice
+from tests.compiled_attn.compat.flash.cases import Case, assert_close
 
 PAGES, PAGE, KV_HEADS, DIM = 300, 4, 2, 16
 CACHE = PAGES * PAGE * KV_HEADS * DIM

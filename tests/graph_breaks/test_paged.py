@@ -16,7 +16,7 @@ from torch._dynamo.testing import CompileCounter, EagerAndRecordGraphs
 from torch._inductor.utils import run_and_get_code
 from torch.fx import GraphModule
 
-from compiled_attn.paged import (
+from compiled_attn.compat.paged import (
     LAYOUTS,
     PARTITION,
     PagedAttention,
@@ -26,7 +26,7 @@ from compiled_attn.paged import (
     reshape_and_cache,
 )
 from graphs import capture
-from tests.compiled_attn.paged_scene import CODES, Step, caches, put
+from tests.compiled_attn.compat.paged.scene import CODES, Step, caches, put
 
 BLOCKS, SIZE, KV_HEADS, HEADS, DIM = 300, 16, 2, 4, 64
 CACHE = BLOCKS * SIZE * KV_HEADS * DIM

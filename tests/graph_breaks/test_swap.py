@@ -18,7 +18,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.fx import GraphModule
 
 from compiled_attn import PagedKVCache
-from compiled_attn.defrag import BlockSwap
+from compiled_attn.cache.defrag import BlockSwap
 
 BLOCKS, SIZE, HEADS, DIM = 331, 4, 2, 16  # a prime, found in no other size
 WORDS = SIZE * HEADS * DIM * 4 // 8  # 64-bit words of a block of a float32 layer's keys

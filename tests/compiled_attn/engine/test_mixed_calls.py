@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from compiled_attn.defrag import DefragTotals
+from compiled_attn.cache.defrag import DefragTotals
 from compiled_attn.engine import ConfigError, Engine, EngineConfig, SamplingParams
 from graphs import explicit
 from tests.compiled_attn.tiny import plain_generate, tiny_model

@@ -9,7 +9,7 @@ import torch
 import compiled_attn.engine.kernel as kernel_module
 from compiled_attn.engine import ConfigError, Engine, EngineConfig, SamplingParams
 from compiled_attn.engine.ladder import StepLimits, table_buckets
-from compiled_attn.kernels.native import NativeOps
+from compiled_attn.ops import NativeOps
 from graphs import explicit
 from tests.compiled_attn.tiny import FAMILIES, plain_generate, tiny_model
 

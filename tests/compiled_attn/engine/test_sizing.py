@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from compiled_attn.cache import PagedKVCache
+from compiled_attn.cache.kv_cache import PagedKVCache
 from compiled_attn.engine import ConfigError, Engine, EngineConfig
 from compiled_attn.engine.ladder import AXES, TABLE_AXES
 from compiled_attn.engine.sizing import Sizing, step_limits
 from compiled_attn.hf import cache_for
 from graphs import explicit
-from graphs.memory import machine_bytes
+from graphs.capture.memory import machine_bytes
 from tests.compiled_attn.tiny import tiny_model
 
 SMALL = {"block_size": 4, "num_blocks": 17, "max_seqs": 4, "context": 40}

@@ -11,7 +11,7 @@ import torch
 
 from compiled_attn.engine import Engine, EngineConfig, SamplingParams
 from graphs import GraphBudgetExceeded
-from graphs.alone import alone
+from graphs.capture.own_code import alone
 from tests.compiled_attn.tiny import plain_generate, tiny_model
 
 PROMPTS = [[1, 2, 3, 4, 5], [6, 7], [1, 2, 3, 4, 9, 8]]

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from compiled_attn.check import check
 from compiled_attn.engine import Engine, EngineConfig, SamplingParams
 from compiled_attn.hf import ModelChanged, PagedCausalLM, cache_for
+from compiled_attn.hf.proof import check
 from tests.compiled_attn.tiny import tiny_model
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compiled_attn.cache import KVShape
+from compiled_attn.cache.kv_cache import KVShape
 from compiled_attn.hf import PagedCausalLM, cache_for
 from compiled_attn.hf.latent import absorb, latent_shape
 from tests.compiled_attn.hf.families import small_model

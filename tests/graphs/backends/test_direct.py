@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from graphs import InputMismatch, ModeMismatch, StaleGraph, capture
-from graphs.alone import alone
 from graphs.backends import direct
 from graphs.backends.direct import direct_path
+from graphs.capture.own_code import alone
 
 SCALE = 3
 
@@ -219,7 +219,7 @@ def test_guards_that_do_not_see_the_grad_mode_are_not_relied_on(monkeypatch):
     ids=repr,
 )
 def test_what_is_tried_in_place_of_an_example_differs_from_it(value):
-    from graphs.inputs import InputSpec
+    from graphs.capture.inputs import InputSpec
 
     spec = InputSpec.of("x", value)
     wrong = direct._wrong_tensors if isinstance(value, torch.Tensor) else direct._wrong_constants

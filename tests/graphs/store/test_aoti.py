@@ -8,10 +8,10 @@ from torch import nn
 
 from graphs import capture
 from graphs.backends.aoti import AotiBackend
-from graphs.builds import listen, unlisten
-from graphs.compiles import CompileWatch
 from graphs.store import ArtifactStore, StoredAoti
 from graphs.store.lock import Lock
+from graphs.watch.builds import listen, unlisten
+from graphs.watch.compiles import CompileWatch
 
 
 @pytest.mark.slow
@@ -60,7 +60,7 @@ def test_a_store_that_is_busy_costs_a_build_and_no_graph(tmp_path, monkeypatch, 
 def _pretend(self, function, example_inputs, *, name, warm_runs, package_path, options):
     from pathlib import Path
 
-    from graphs.backends.base import Frozen
+    from graphs.capture.contract import Frozen
 
     Path(package_path, "graph.pt2").write_bytes(b"no package")
     return Frozen(function)

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from graphs import InputMismatch, ModeMismatch, StaleGraph, capture, no_compile
-from graphs.backends.base import Frozen
 from graphs.backends.inductor import InductorBackend
-from graphs.compiles import CompileWatch
+from graphs.capture.contract import Frozen
 from graphs.store import ArtifactStore, StoredInductor
 from graphs.store.lock import Lock
+from graphs.watch.compiles import CompileWatch
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -220,8 +220,8 @@ SCRIPT = """
 import sys, os, torch
 from torch import nn
 from graphs import capture
-from graphs.builds import listen
-from graphs.compiles import CompileWatch
+from graphs.watch.builds import listen
+from graphs.watch.compiles import CompileWatch
 from graphs.store import ArtifactStore, StoredInductor, environment_factors
 
 torch.set_grad_enabled(False)

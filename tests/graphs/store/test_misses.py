@@ -9,7 +9,7 @@ import torch
 
 import graphs.store.factors
 from graphs import WarmupManager, capture, explicit
-from graphs.backends.base import Frozen
+from graphs.capture.contract import Frozen
 from graphs.store import ArtifactStore, StoredInductor
 from graphs.store.misses import Misses, differences, nearest
 

@@ -22,7 +22,7 @@ NET = """
 import torch
 from torch import nn
 from graphs import WarmupManager, capture, explicit, progress_for
-from graphs.progress import LiveProgress
+from graphs.warmup.progress import LiveProgress
 import my_used
 
 def export(net):
@@ -154,9 +154,9 @@ def test_a_change_of_what_makes_an_artifact_is_another_key(backend, monkeypatch)
 
 # What the makers import, and no artifact depends on: bookkeeping, messages, what runs graphs.
 _ASIDE = {
-    "graphs.backends.base",
+    "graphs.capture.contract",
     "graphs.backends.direct",
-    "graphs.causes",
+    "graphs.watch.causes",
     "graphs.store.known",
     "graphs.store.label",
     "graphs.store.misses",

@@ -1,0 +1,27 @@
+"""Blocks of a paged KV cache: who holds which, what they contain, which comes next.
+
+:class:`BlockPool` is the one way in. It hands out block ids to requests as :class:`BlockTable`,
+shares equal prompt prefixes through a :class:`PrefixIndex`, knows in :class:`BlockPlaces` where in
+the cache each block lies, and says in :class:`PoolStats` how it goes. Host code only: no tensor is
+touched here; the copies that sharing makes necessary are listed by ``BlockPool.pending_copies``.
+"""
+
+from __future__ import annotations
+
+from compiled_attn.cache.blocks.errors import DuplicateRequest, OutOfBlocks, UnknownRequest
+from compiled_attn.cache.blocks.places import BlockPlaces
+from compiled_attn.cache.blocks.pool import BlockPool
+from compiled_attn.cache.blocks.prefix import PrefixIndex
+from compiled_attn.cache.blocks.stats import PoolStats
+from compiled_attn.cache.blocks.table import BlockTable
+
+__all__ = [
+    "BlockPlaces",
+    "BlockPool",
+    "BlockTable",
+    "DuplicateRequest",
+    "OutOfBlocks",
+    "PoolStats",
+    "PrefixIndex",
+    "UnknownRequest",
+]

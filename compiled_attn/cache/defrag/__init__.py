@@ -1,0 +1,20 @@
+"""Keeps the used blocks of a cache together at its beginning.
+
+:class:`BlockSwap` exchanges and moves blocks in captured graphs; :class:`OnlineDefragmenter` says
+which, and keeps account of where they are.
+"""
+
+from __future__ import annotations
+
+from compiled_attn.cache.defrag.defragmenter import OnlineDefragmenter
+from compiled_attn.cache.defrag.report import DefragReport, DefragTotals, Move
+from compiled_attn.cache.defrag.swap import PAD_SIZES, BlockSwap
+
+__all__ = [
+    "PAD_SIZES",
+    "BlockSwap",
+    "DefragReport",
+    "DefragTotals",
+    "Move",
+    "OnlineDefragmenter",
+]

@@ -1,0 +1,48 @@
+"""The arguments of one attention over a paged cache, named, and the sizes that follow from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from compiled_attn.compat.paged.layouts import Layout
+from compiled_attn.compat.paged.quant import Scale
+
+__all__ = ["PagedCall"]
+
+
+@dataclass(frozen=True)
+class PagedCall:
+    """What `paged_attention_v1` and `_v2` and `PagedAttention` have in common; see the first."""
+
+    query: Tensor
+    key_cache: Tensor
+    value_cache: Tensor
+    num_kv_heads: int
+    scale: float
+    block_tables: Tensor
+    seq_lens: Tensor
+    block_size: int
+    max_seq_len: int
+    alibi_slopes: Tensor | None
+    kv_cache_dtype: str
+    k_scale: Scale
+    v_scale: Scale
+    layout: Layout
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the cache."""
+        return self.key_cache.shape[0] // (self.block_size if self.layout == "flat" else 1)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that a row can have: what its table row and ``max_seq_len`` leave room for."""
+        return min(self.block_tables.shape[1] * self.block_size, self.max_seq_len)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of scores, weights and sums."""
+        return torch.promote_types(self.query.dtype, torch.float32)

@@ -1,0 +1,162 @@
+"""Writing new tokens to a paged cache in place; a compiled graph does not copy the cache for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from compiled_attn.compat.paged.checks import FLOATS, INTS, check_caches, expect_tensor
+from compiled_attn.compat.paged.errors import PagedArgumentError, expect
+from compiled_attn.compat.paged.layouts import Layout, axes, packing
+from compiled_attn.compat.paged.quant import Scale, encode
+from compiled_attn.ops.overlap import expect_apart
+from compiled_attn.ops.tracing import can_read, stands_alone
+
+__all__ = ["reshape_and_cache"]
+
+_SLOT_AXIS: Mapping[Layout, int] = MappingProxyType({"flat": 0, "NHD": 1, "HND": 2, "packed": 3})
+"""The axis of slots; the axis of blocks is the first, and flat has none."""
+
+_LIBRARY = torch.library.Library("compiled_attn", "FRAGMENT")
+_LIBRARY.define(
+    "put_rows(Tensor(a!) cache, Tensor block, Tensor slot, Tensor rows, int slot_axis) -> ()"
+)
+
+
+def reshape_and_cache(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    kv_cache_dtype: str,
+    k_scale: Scale,
+    v_scale: Scale,
+    *,
+    layout: Layout = "packed",
+) -> None:
+    """Writes new tokens to their slots of both caches, in place; nothing else in them changes.
+
+    Args:
+        key, value: ``(T', Hk, D)`` with ``T' >= T``, rows past T are padding. float16, bfloat16,
+            float32 or float64.
+        key_cache, value_cache: as in `paged_attention_v1`.
+        slot_mapping: ints ``(T,)``, slot ``block * BS + offset`` of each token; a token with a
+            negative slot is padding and is not written anywhere. Any number of tokens may have slot
+            0, which is that of padding in a padded step; which of them is written is unspecified.
+        kv_cache_dtype, k_scale, v_scale: as in `paged_attention_v1`; tokens are divided by the
+            scale, rounded, and saturated at the largest element.
+        layout: of both caches, see `Layout`.
+
+    Raises:
+        PagedArgumentError: the arguments do not fit together, ``slot_mapping`` lies in the memory
+            of a cache, a slot is beyond the cache, or two tokens have one slot (but 0); both caches
+            are as they were. What depends on the slots is not checked inside a compiled or captured
+            graph; there a token with a slot beyond the cache is not written.
+        TypeError: an argument that must be a tensor is none.
+
+    Source: ``reshape_and_cache`` and (NHD) ``reshape_and_cache_flash`` of vLLM.
+    """
+    num_blocks, block_size = _check(
+        key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale, layout
+    )
+    num_slots = num_blocks * block_size
+    if can_read(key):
+        _check_slots(slot_mapping, num_slots)
+    tokens = slot_mapping.shape[0]
+    if tokens == 0 or num_slots == 0:
+        return
+    valid = (slot_mapping >= 0) & (slot_mapping < num_slots)
+    # A padded token repeats a real one, the same row to the same slot: every index is in range and
+    # no slot is touched that was not asked for. Without a real token, slot 0 is given what it has.
+    source = torch.where(valid, torch.arange(tokens, device=valid.device), valid.int().argmax())
+    slots = torch.where(valid, slot_mapping, slot_mapping[source]).clamp(min=0, max=num_slots - 1)
+    at = slots // block_size, slots % block_size, _SLOT_AXIS[layout]
+    for cache, new, scale in ((key_cache, key, k_scale), (value_cache, value, v_scale)):
+        rows = encode(new.detach()[:tokens], kv_cache_dtype, scale, cache)[source]
+        rows = rows.unflatten(-1, (-1, packing(cache.dtype))) if cache.dim() == 5 else rows
+        _put(cache, *at, torch.where(valid.any(), rows, cache[_cells(*at)]))
+
+
+def put_rows(cache: Tensor, block: Tensor, slot: Tensor, rows: Tensor, slot_axis: int) -> None:
+    """Writes ``rows [T, ...]`` at block and slot ``[T]``, in place; axis 0: at slot ``block``."""
+    cache[_cells(block, slot, slot_axis)] = rows
+
+
+def _fake_put_rows(
+    cache: Tensor, block: Tensor, slot: Tensor, rows: Tensor, slot_axis: int
+) -> None:
+    return None
+
+
+_LIBRARY.impl("put_rows", put_rows, "CompositeExplicitAutograd")
+torch.library.register_fake("compiled_attn::put_rows", _fake_put_rows, lib=_LIBRARY)
+
+
+def _put(cache: Tensor, block: Tensor, slot: Tensor, slot_axis: int, rows: Tensor) -> None:
+    """`put_rows`; of a view, inside a compiled graph, as an op: else the base would be copied."""
+    if torch.compiler.is_compiling() and not stands_alone(cache):
+        torch.ops.compiled_attn.put_rows(cache, block, slot, rows, slot_axis)
+    else:
+        put_rows(cache, block, slot, rows, slot_axis)
+
+
+def _cells(block: Tensor, slot: Tensor, slot_axis: int) -> tuple[Tensor | slice, ...]:
+    return (block, *[slice(None)] * (slot_axis - 1), slot) if slot_axis else (block,)
+
+
+def _check(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    kv_cache_dtype: str,
+    k_scale: Scale,
+    v_scale: Scale,
+    layout: Layout,
+) -> tuple[int, int]:
+    """Raises unless the arguments fit together; returns the number of blocks and their size."""
+    expect_tensor("key", key, "(T, Hk, D)", (None, None, None), FLOATS)
+    expect_tensor("value", value, "like key", key.shape, (key.dtype,), device=key.device)
+    expect_tensor("slot_mapping", slot_mapping, "(T,)", (None,), INTS, device=key.device)
+    tokens, heads, dim = key.shape
+    slots = slot_mapping.shape[0]
+    expect(slots <= tokens, "a slot_mapping no longer than key", (slots, tokens), "cut it")
+    rank = axes(layout, is_key=False)
+    expect_tensor("value_cache", value_cache, f"in layout {layout}", (None,) * rank, None)
+    num_blocks, block_size = (
+        value_cache.shape[0],
+        1 if layout == "flat" else value_cache.shape[_SLOT_AXIS[layout]],
+    )
+    sizes = (num_blocks, block_size, heads, dim)
+    check_caches(key_cache, value_cache, sizes, layout, kv_cache_dtype, k_scale, v_scale, key)
+    for cache in (key_cache, value_cache):
+        own = all(step or size == 1 for step, size in zip(cache.stride(), cache.shape, strict=True))
+        expect(own, "caches without expanded axes", cache.stride(), "clone the cache to write")
+    caches = {"key_cache": key_cache, "value_cache": value_cache}
+    expect_apart(caches, {"slot_mapping": slot_mapping}, PagedArgumentError)
+    return num_blocks, block_size
+
+
+def _check_slots(slot_mapping: Tensor, num_slots: int) -> None:
+    used = slot_mapping[slot_mapping >= 0]
+    if used.numel() == 0:
+        return
+    largest = int(used.max())
+    expect(
+        largest < num_slots,
+        f"slots below {num_slots}, the size of the cache",
+        largest,
+        "check the block tables",
+    )
+    ordered = used[used > 0].sort().values
+    twice = ordered[1:][ordered[1:] == ordered[:-1]]
+    if twice.numel():
+        raise PagedArgumentError(
+            f"expected every token in a slot of its own, got slot {int(twice[0])} twice: "
+            "give each token its own slot, and padding a negative one"
+        )

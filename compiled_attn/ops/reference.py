@@ -1,0 +1,229 @@
+"""What the ops `paged_attention` and `paged_attention_` compute: request by request, plain PyTorch.
+
+The oracle of the C++ kernels, and the implementation of the ops where none can be built.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from compiled_attn.attention.nonfinite import are_sound, hurt, only
+from compiled_attn.attention.rotary import apply_rotary
+from compiled_attn.attention.state import FMIN
+from compiled_attn.cache.quantisation import QUANTISED, dequantise, quantise
+from compiled_attn.ops.checks import check_apart, check_attention, check_numbers, check_write
+
+__all__ = ["paged_attention", "paged_attention_"]
+
+
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    scale: float,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attends the tokens of any mix of requests to their keys and values in a paged cache.
+
+    Row i of a request's n query rows stands at position ``seq_lens - n + i`` and sees the keys up
+    to its own position; one that stands before position 0 sees nothing. A score is ``scale * q .
+    k``, capped, and raised by ALiBi, in this order; its softmax is taken in float32 at least.
+
+    Args:
+        query: ``[T, H, D]``, float32, bfloat16, float16 (the reference: also float64); last stride
+            1.
+        key_cache: ``[num_blocks, block_size, Hk, D]``, last stride 1, others any (a view of HND
+            works); the query's dtype, or int8, float8_e4m3fn, float8_e5m2 with scales. Query head h
+            reads KV head ``h // (H // Hk)``.
+        value_cache: ``[num_blocks, block_size, Hk, Dv]``; may be a view of ``key_cache``.
+        block_table: ``[R, W]`` int32. Only the first ``ceil(seq_len / block_size)`` entries of a
+            row are looked at.
+        seq_lens: ``[R]`` int32, keys of each request, those of this step included; 0 for padding.
+        query_start_loc: ``[R + 1]`` int32; request r has the query rows ``query_start_loc[r] ..
+            query_start_loc[r + 1]``.
+        scale: factor of the scores, usually ``D ** -0.5``.
+        causal: False: every row sees all keys of its request.
+        window: keys that a row sees, its own included; only if causal. None: all before it.
+        softcap: cap c of ``c * tanh(score / c)``.
+        alibi_slopes: ``[H]`` float32; a score gains ``slope * (key position - query position)``.
+        sinks: ``[H]`` float32, score of an extra key without a value.
+        key_scale, value_scale: ``[num_blocks, block_size, Hk]`` float32, what an element of an int8
+            or fp8 cache is multiplied by.
+
+    Returns:
+        ``[T, H, Dv]`` in the query's dtype and the log-sum-exp ``[T, H]`` in float32. A row that
+        sees nothing, or belongs to no request, is zero, its lse -inf or the sink's score.
+
+    Raises:
+        KernelArgumentError: shapes, dtypes or numbers that do not fit (C++: ``RuntimeError``).
+    """
+    check_attention(
+        query, key_cache, value_cache, block_table, seq_lens, query_start_loc,
+        causal, window, softcap, alibi_slopes, sinks, key_scale, value_scale,
+    )  # fmt: skip
+    check_numbers(query, key_cache, block_table, seq_lens, query_start_loc)
+    tokens, heads, _ = query.shape
+    out = query.new_zeros(tokens, heads, value_cache.shape[-1])
+    lse = query.new_full((tokens, heads), -math.inf, dtype=torch.float32)
+    if sinks is not None:
+        lse = sinks.float().expand(tokens, heads).clone()
+    bounds = query_start_loc.tolist()
+    for request, length in enumerate(seq_lens.tolist()):
+        rows = slice(bounds[request], bounds[request + 1])
+        count = rows.stop - rows.start
+        first = max(0, length - count - window + 1) if window else 0  # what no row sees is not read
+        if not count or first >= length:
+            continue
+        key = _read(key_cache, block_table[request], first, length, key_scale)
+        value = _read(value_cache, block_table[request], first, length, value_scale)
+        position = torch.arange(length - count, length, device=query.device).unsqueeze(1)
+        distance = position - torch.arange(first, length, device=query.device)  # [n, m]
+        seen = torch.ones_like(distance, dtype=torch.bool) if not causal else distance >= 0
+        seen &= distance < window if window else seen
+        bias = None if alibi_slopes is None else -alibi_slopes.view(-1, 1, 1) * distance
+        part, part_lse = _attend(query[rows], key, value, seen, bias, scale, softcap, sinks)
+        out[rows], lse[rows] = part.to(out.dtype), part_lse.to(lse.dtype)
+    return out, lse
+
+
+def paged_attention_(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    scale: float,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    interleaved: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Writes this step's keys and values to the caches in place, then attends.
+
+    Args:
+        key: ``[T, Hk, D]`` in the query's dtype.
+        value: ``[T, Hk, Dv]`` in the query's dtype.
+        slot_mapping: ``[T]`` int64, slot ``block * block_size + offset`` of each token; padding
+            points into null block 0.
+        key_scale, value_scale: written too.
+        cos, sin: ``[T, rot / 2]`` float32, angles by which the first ``rot`` elements of query and
+            key are rotated before anything else; see `compiled_attn.attention.rotary.apply_rotary`.
+        interleaved: which elements make a pair, see there.
+
+    The others are those of `paged_attention`, and so are results and errors; after an error nothing
+    is written. What is written may not share memory with query, key, value or one of the integer
+    tensors.
+    """
+    check_attention(
+        query, key_cache, value_cache, block_table, seq_lens, query_start_loc,
+        causal, window, softcap, alibi_slopes, sinks, key_scale, value_scale,
+    )  # fmt: skip
+    check_write(query, key, value, key_cache, value_cache, slot_mapping, cos, sin)
+    ints = {
+        "slot_mapping": slot_mapping,
+        "block_table": block_table,
+        "seq_lens": seq_lens,
+        "query_start_loc": query_start_loc,
+    }
+    caches = {"key_cache": key_cache, "value_cache": value_cache}
+    check_apart(
+        {"query": query, "key": key, "value": value, **ints},
+        {**caches, "key_scale": key_scale, "value_scale": value_scale},
+    )
+    check_numbers(query, key_cache, block_table, seq_lens, query_start_loc, slot_mapping)
+    if cos is not None and sin is not None:
+        query = apply_rotary(query, cos, sin, interleaved=interleaved)
+        key = apply_rotary(key, cos, sin, interleaved=interleaved)
+    _write(key_cache, key, slot_mapping, key_scale)
+    _write(value_cache, value, slot_mapping, value_scale)
+    return paged_attention(
+        query, key_cache, value_cache, block_table, seq_lens, query_start_loc, scale,
+        causal=causal, window=window, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
+        key_scale=key_scale, value_scale=value_scale,
+    )  # fmt: skip
+
+
+def _read(cache: Tensor, table: Tensor, first: int, length: int, scale: Tensor | None) -> Tensor:
+    """Rows ``first .. length - 1`` of a request, ``[m, Hk, D]``."""
+    size = cache.shape[1]
+    start = first // size
+    blocks = table[start : -(-length // size)].long()
+    rows = slice(first - start * size, length - start * size)
+    read = _bytes(cache)[blocks].view(cache.dtype).flatten(0, 1)[rows]
+    return read if scale is None else dequantise(read, scale[blocks].flatten(0, 1)[rows])
+
+
+def _write(cache: Tensor, new: Tensor, slots: Tensor, scale: Tensor | None) -> None:
+    size = cache.shape[1]
+    at = slots // size, slots % size
+    if cache.dtype in QUANTISED and scale is not None:
+        codes, row_scales = quantise(new, cache.dtype)
+        _bytes(cache)[at] = _bytes(codes)
+        scale[at] = row_scales
+    else:
+        cache[at] = new.to(cache.dtype)
+
+
+def _bytes(codes: Tensor) -> Tensor:
+    """float8 as bytes, which can be indexed everywhere; others as they are."""
+    return codes.view(torch.uint8) if codes.dtype in QUANTISED else codes
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    seen: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """One request: query ``[n, H, D]``, key, value ``[m, Hk, ..]``, seen ``[n, m]``, bias ``[H, n,
+    m]`` -> out ``[n, H, Dv]``, lse ``[n, H]``.
+    """
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    group = query.shape[1] // key.shape[1]
+    sound = are_sound(value)
+    value = only(sound, value)
+    key, value = (x.to(dtype).repeat_interleave(group, 1).transpose(0, 1) for x in (key, value))
+    scores = query.to(dtype).transpose(0, 1) @ key.mT * scale  # [H, n, m]
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias
+    scores = scores.masked_fill(~seen, -math.inf)
+    if sinks is not None:
+        sink = sinks.to(dtype).view(-1, 1, 1).expand(-1, scores.shape[1], 1)
+        scores = torch.cat((scores, sink), -1)
+        value = torch.cat((value, torch.zeros_like(value[:, :1])), 1)
+    row_max = scores.amax(-1, keepdim=True).clamp_min(FMIN)
+    weights = torch.exp(scores - row_max)
+    total = weights.sum(-1, keepdim=True)
+    out = weights @ value / torch.where(total > 0, total, 1)
+    out = out + hurt(seen, sound).unsqueeze(-1)
+    return out.transpose(0, 1), (total.log() + row_max).squeeze(-1).T

@@ -1,0 +1,130 @@
+"""The one place where torch, its log and Python's audit tell of compiles, for all who listen.
+
+There is one set of hooks, while anybody listens: who listens is a tuple of ours that is replaced
+whole, so that threads may come and go while another one compiles. Every function here may be
+interrupted at any line: :func:`unlisten`, called again, leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from graphs.watch import builds
+
+__all__ = ["Listener", "is_deaf", "listen", "unlisten"]
+
+_LIMIT_LOG = "torch._dynamo.convert_frame"
+
+
+@dataclass(frozen=True, eq=False)
+class Listener:
+    """What to call, in the thread where it happens; what it raises stops a compile or a build.
+
+    Attributes:
+        started: torch begins to compile; given the name of its `CallbackTrigger`.
+        ended: no thread compiles any more.
+        refused: a function has used up its recompiles.
+        built: this process starts a C++ or CUDA compiler; given what for.
+    """
+
+    started: Callable[[str], None]
+    ended: Callable[[], None]
+    refused: Callable[[], None]
+    built: Callable[[str], None]
+
+
+_listeners: tuple[Listener, ...] = ()
+_deaf: tuple[Listener, ...] = ()
+# Reentrant, for a signal handler that stops listening while this thread begins to.
+_changing = threading.RLock()
+
+
+def listen(listener: Listener) -> None:
+    """Tell `listener` from now on."""
+    global _listeners, _deaf
+    with _changing:
+        if not _is_heard():  # torch._dynamo.reset() took the hooks away from those before
+            _deaf = _listeners
+        _hook()
+        _listeners = (*_listeners, listener)
+
+
+def unlisten(listener: Listener) -> None:
+    """Stop telling `listener`, and leave nothing behind in torch if it was the last."""
+    global _listeners, _deaf
+    with _changing:
+        _listeners = tuple(other for other in _listeners if other is not listener)
+        _deaf = tuple(other for other in _deaf if other is not listener)
+        if not _listeners:
+            _unhook()
+
+
+def is_deaf(listener: Listener) -> bool:
+    """Whether `torch._dynamo.reset()` has removed the hooks since `listener` listens."""
+    return listener in _deaf or (listener in _listeners and not _is_heard())
+
+
+def _is_heard() -> bool:
+    return _started in _handler().start_callbacks
+
+
+def _hook() -> None:
+    for callbacks, ours in _callbacks():
+        if ours not in callbacks:
+            callbacks.append(ours)
+    builds.listen(_built)
+    logging.getLogger(_LIMIT_LOG).addHandler(_refusals)
+
+
+def _unhook() -> None:
+    if "torch._dynamo.callback" not in sys.modules:  # nobody has ever listened
+        return
+    builds.unlisten(_built)
+    logging.getLogger(_LIMIT_LOG).removeHandler(_refusals)
+    for callbacks, ours in _callbacks():
+        if ours in callbacks:
+            callbacks.remove(ours)
+
+
+def _callbacks() -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    handler = _handler()
+    return (handler.start_callbacks, _started), (handler.end_callbacks, _ended)
+
+
+def _handler() -> Any:
+    # torch._dynamo takes seconds to import: not before someone compiles or watches.
+    import torch._dynamo
+
+    return torch._dynamo.callback.callback_handler
+
+
+def _started(args: Any) -> None:
+    for listener in _listeners:
+        listener.started(args.callback_trigger.name)
+
+
+def _ended(_: Any) -> None:
+    for listener in _listeners:
+        listener.ended()
+
+
+def _built(what: str) -> None:
+    for listener in _listeners:
+        listener.built(what)
+
+
+class _Refusals(logging.Handler):
+    # A function that has used up its recompiles runs eagerly from then on; torch says so in its log
+    # and nowhere else.
+    def emit(self, record: logging.LogRecord) -> None:
+        if str(record.msg).startswith("torch._dynamo hit config."):
+            for listener in _listeners:
+                listener.refused()
+
+
+_refusals = _Refusals(logging.WARNING)
