@@ -1,4 +1,4 @@
-"""What an engine says of itself, gathered from its parts."""
+"""The report of an engine, gathered from its parts."""
 
 from __future__ import annotations
 

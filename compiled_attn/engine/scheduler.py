@@ -1,4 +1,4 @@
-"""Which tokens of which sequences the next step computes.
+"""The scheduler: it decides which tokens of which sequences the next step computes.
 
 Continuous batching with chunked prefill: decodes first, then the rest of started prompts, then new
 ones, until the step's token budget is full. When blocks run out, the newest running sequence gives
