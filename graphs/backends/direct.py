@@ -23,7 +23,8 @@ __all__ = ["direct_path", "without_records"]
 
 
 def direct_path(function: Any, examples: Sequence[Input]) -> Direct | None:
-    """The way around the wrapper of a compiled function of :func:`~graphs.capture.own_code.alone`.
+    """The way around the wrapper of `torch.compile`, for a compiled function that
+    :func:`~graphs.capture.wrappers.with_own_code` made.
 
     Returns None, for the caller to go through `torch.compile`, if this torch keeps its guards in
     another way, or if they do not tell the examples from what is certainly wrong.

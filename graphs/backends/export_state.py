@@ -19,11 +19,17 @@ __all__ = [
     "Stateless",
     "constants_of_others",
     "needs_gradients",
+    "why_stale",
 ]
 
 
 class StateChanged(RuntimeError):
     """A parameter or buffer is no longer what a package was built for; nothing ran."""
+
+
+def why_stale(error: Exception) -> str | None:
+    """The reason if an error of a run means that the graph no longer holds."""
+    return str(error) if isinstance(error, StateChanged) else None
 
 
 class State:

@@ -18,9 +18,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from graphs.buckets.space import BucketSpace
-from graphs.texts import clipped, quoted
+from graphs.errors import BucketFileError, clipped, quoted
 
-__all__ = ["BucketFileError", "from_file", "to_file"]
+__all__ = ["from_file", "to_file"]
 
 _VERSION = 1
 _MAX_BUCKETS = 100_000
@@ -28,10 +28,6 @@ _LONGEST = 300  # characters of a reason
 _LONGEST_NAME = 80
 _HEADER = re.compile(r"\s*(#?)\s*(axes|version)\s*:\s*(.*?)\s*$")
 _TOKEN = re.compile(r"\s*(-?\d+\.\d*|-?\d+|\w+|\S)")
-
-
-class BucketFileError(ValueError):
-    """A bucket file that cannot be read; the message begins with `path:line:`."""
 
 
 def from_file(path: str | os.PathLike[str]) -> BucketSpace:

@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import index
 from typing import Any, NoReturn, TypeAlias
 
-from graphs.buckets.axes import Axis, Bucket, BucketOverflow, whole
+from graphs.buckets.axes import Axis, Bucket, whole
 from graphs.buckets.domination import CheapestDominating
+from graphs.errors import BucketOverflow
 
-__all__ = ["Axis", "Bucket", "BucketOverflow", "BucketSpace"]
+__all__ = ["BucketSpace"]
 
 Cost: TypeAlias = "Callable[[Bucket], float]"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from graphs.cli.errors import UserError
-from graphs.texts import parse_json, quoted
+from graphs.errors import parse_json, quoted
 
 __all__ = ["Measured", "read_warmup"]
 

@@ -13,19 +13,15 @@ from typing import Any, TextIO
 import numpy as np
 
 from graphs.buckets.axes import whole
+from graphs.errors import DemandFileError, clipped, parse_json, quoted
 from graphs.planner.demand import Demand
-from graphs.texts import clipped, parse_json, quoted
 
-__all__ = ["DemandFileError", "DemandRecorder", "read_demand", "write_demand"]
+__all__ = ["DemandRecorder", "read_demand", "write_demand"]
 
 _COUNT = "count"
 _LONGEST = 300  # characters of a reason
 
 Row = tuple[dict[str, int], float]
-
-
-class DemandFileError(ValueError):
-    """A demand file that cannot be read; the message begins with `path:line:`."""
 
 
 class DemandRecorder:

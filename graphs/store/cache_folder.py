@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from graphs.store.errors import StoreError
+from graphs.errors import StoreError
 
 __all__ = ["cache_folder"]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from graphs.store.errors import StoreError
+from graphs.errors import StoreError
 from graphs.store.factors import key_of
 from graphs.store.files import digest_of, files_in, read_json, write_whole
 from graphs.store.label import Label

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from graphs.store.errors import StoreBusy, UnsafeStore
+from graphs.errors import StoreBusy, UnsafeStore
 from graphs.store.factors import key_of
 from graphs.store.files import (
     digest_of,

@@ -10,7 +10,7 @@ from functools import partial
 from io import FileIO
 from pathlib import Path
 
-from graphs.store.errors import StoreBusy
+from graphs.errors import StoreBusy
 
 try:
     import fcntl

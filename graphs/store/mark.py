@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from graphs.store.errors import StoreError
+from graphs.errors import StoreError
 from graphs.store.files import discard, read_json, visible, write_whole
 
 __all__ = ["FOLDERS", "MARK", "check_mark"]

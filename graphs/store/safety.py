@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
 
-from graphs.store.errors import UnsafeStore
+from graphs.errors import UnsafeStore
 from graphs.store.files import digest_of_open, open_regular
 
 __all__ = ["digests_of_own", "is_of_user", "open_own", "refuse_others", "refuse_unsafe"]

@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from graphs.errors import StoreError, UnsafeStore
 from graphs.store.entry import Entry, write_manifest
-from graphs.store.errors import StoreError, UnsafeStore
 from graphs.store.factors import key_of
 from graphs.store.files import copy_whole, discard, sweep, sync_folder, visible
 from graphs.store.inductor_cache import InductorCache

@@ -10,21 +10,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from graphs.buckets.space import Bucket
-from graphs.texts import parse_json, quoted
+from graphs.buckets.axes import Bucket
+from graphs.errors import JournalError, parse_json, quoted
 from graphs.warmup.report import BucketResult
 
-__all__ = ["Journal", "JournalError"]
+__all__ = ["Journal"]
 
 _log = logging.getLogger(__name__)
 
 _FORM = "graphs warmup journal"
 _VERSION = 1
 _NO_JOURNAL = "is no warmup journal: give another path, or remove it"
-
-
-class JournalError(ValueError):
-    """A journal that cannot be used: another file, another warmup's, or of a newer version."""
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,17 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 
-from graphs.buckets.space import Bucket, BucketOverflow, BucketSpace
+from graphs.buckets.axes import Bucket
+from graphs.buckets.space import BucketSpace
 from graphs.capture.capture import CapturedGraph
-from graphs.capture.contract import Backend, CaptureError, InputMismatch, ModeMismatch, StaleGraph
+from graphs.capture.contract import Backend
 from graphs.capture.inputs import Input
+from graphs.errors import BucketOverflow, CaptureError, InputMismatch, ModeMismatch, StaleGraph
 from graphs.warmup.capturing import Capturing
 from graphs.warmup.report import BucketEvent, BucketResult, WarmupReport
 from graphs.warmup.schedule import Order, Schedule, Usage, in_order
 
-__all__ = ["BucketEvent", "BucketResult", "WarmupManager", "WarmupReport"]
+__all__ = ["WarmupManager"]
 
 _log = logging.getLogger(__name__)
 

@@ -8,7 +8,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
-from graphs.buckets.space import Bucket, BucketOverflow, BucketSpace
+from graphs.buckets.axes import Bucket
+from graphs.buckets.space import BucketSpace
+from graphs.errors import BucketOverflow
 from graphs.warmup.report import BucketEvent, BucketResult, EventStatus
 
 __all__ = ["Order", "Schedule", "Usage", "in_order"]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from graphs.capture.own_code import alone
+from graphs.capture.wrappers import with_own_code
 from graphs.watch import hooks
 from graphs.watch.causes import CompileSite, site_of_stack
 
@@ -177,7 +177,7 @@ class CompileWatch:
 def _event(kind: Kind, site: CompileSite | None) -> CompileEvent:
     site = site or CompileSite("a function", "", 0, "")
     # A captured graph runs behind a wrapper of ours, whose name says more than its place.
-    place = ("", 0) if site.file == alone.__code__.co_filename else (site.file, site.line)
+    place = ("", 0) if site.file == with_own_code.__code__.co_filename else (site.file, site.line)
     remedy = site.remedy or REMEDIES[kind]
     return CompileEvent(kind, site.function, *place, site.reason, threading.get_ident(), remedy)
 

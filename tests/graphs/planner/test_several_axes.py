@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphs import Axis, BucketOverflow, exponential
-from graphs.planner import Budget, CostModel, Demand, Part, judge, plan
+from graphs.planner import Budget, CostModel, Demand, judge, plan
+from graphs.planner.budget import Expenses
 from graphs.planner.cells import compress, jittered
-from graphs.planner.part import problem_of
+from graphs.planner.problem import problem_of, region_of
 from tests.graphs.planner.brute import least_waste
 
 NAMES = ("a", "b")
@@ -191,13 +192,14 @@ def test_a_disturbed_copy_that_is_not_legal_stays_where_it_was():
 def test_a_plan_chooses_among_legal_needs_only():
     needs = Demand(NAMES, [(i, i) for i in range(1, 60)])
     axes = [Axis("a", 1, 90), Axis("b", 1, 90)]
-    part = Part(needs, cost, axes, legal=lambda need: need["b"] <= need["a"])
-    corners = problem_of(part, Budget(graphs=8), seed=0).cells.corners
+    region = region_of(needs, axes, lambda need: need["b"] <= need["a"])
+    expenses = Expenses(NAMES, Budget(graphs=8))
+    corners = problem_of(needs, region, CostModel(cost), expenses, seed=0).cells.corners
     assert len(corners) > 60 and (corners[:, 1] <= corners[:, 0]).all()
 
 
 def test_a_budget_too_small_for_the_maximum_says_so():
-    with pytest.raises(ValueError, match=r"maximum of each space, got Budget.*raise it"):
+    with pytest.raises(ValueError, match=r"room for the maximum, got Budget.*raise it"):
         plan(a_demand(), cost, Budget(seconds=1.0), seconds=lambda bucket: 2.0)
 
 

@@ -157,10 +157,9 @@ _ASIDE = {
     "graphs.capture.contract",
     "graphs.backends.direct",
     "graphs.watch.causes",
-    "graphs.store.known",
-    "graphs.store.label",
-    "graphs.store.misses",
+    "graphs.errors",
     "graphs.store.store",
+    "graphs.store.stored",
 }
 
 

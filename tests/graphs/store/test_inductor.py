@@ -212,7 +212,7 @@ def test_a_worker_compiles_nothing_that_is_stored(warm, monkeypatch):
     backend.precompile(Net(), INPUTS, name="net")
     assert not backend.has(Net(), (torch.ones(5, 4), torch.arange(3), 2))
     with pytest.raises(ZeroDivisionError), monkeypatch.context() as patch:
-        patch.setattr("graphs.store.compiled._compile_once", lambda *_: 1 / 0)
+        patch.setattr("graphs.store.inductor.compile_only", lambda *_, **__: 1 / 0)
         backend.precompile(Net(), (torch.ones(5, 4), torch.arange(3), 2), name="net")
 
 
@@ -220,7 +220,7 @@ SCRIPT = """
 import sys, os, torch
 from torch import nn
 from graphs import capture
-from graphs.watch.builds import listen
+from graphs.watch.hooks import Listener, listen
 from graphs.watch.compiles import CompileWatch
 from graphs.store import ArtifactStore, StoredInductor, environment_factors
 
@@ -228,7 +228,7 @@ torch.set_grad_enabled(False)
 torch.manual_seed(0)
 store = ArtifactStore(sys.argv[1])
 built = []
-listen(built.append)
+listen(Listener(built=built.append))
 with store.inductor_cache(environment_factors()) as cache, CompileWatch() as watch:
     os.environ.update(cache.environment)
     backend = StoredInductor(store, cache.seal)
