@@ -1,4 +1,4 @@
-"""Calls what Dynamo compiled without the wrapper of `torch.compile`, behind Dynamo's own guards.
+"""The direct call of what Dynamo compiled, behind its own guards and without its wrapper.
 
 `torch.compile` takes longer to reach a graph than to check its guards. Both the guards and the code
 that they guard are kept with the function; here they are called one after the other. The guards are

@@ -13,7 +13,6 @@ from torch.utils import _pytree as pytree
 from graphs.capture.inputs import Input, InputsCheck, InputSpec
 
 __all__ = [
-    "Returned",
     "State",
     "StateChanged",
     "Stateless",

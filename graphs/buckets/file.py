@@ -19,6 +19,7 @@ from pathlib import Path
 
 from graphs.buckets.space import BucketSpace
 from graphs.errors import BucketFileError, clipped, quoted
+from graphs.files import write_whole
 
 __all__ = ["from_file", "to_file"]
 
@@ -73,13 +74,7 @@ def to_file(space: BucketSpace, path: str | os.PathLike[str]) -> None:
     """
     head = [f"version: {_VERSION}", f"axes: {' '.join(space.names)}"]
     rows = [f"({', '.join(map(str, bucket.sizes))})" for bucket in space]
-    target = Path(path)
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        partial.write_text("\n".join([*head, *rows, ""]), encoding="utf-8")
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_whole(Path(path), "\n".join([*head, *rows, ""]).encode())
 
 
 def _read_line(line: str, names: list[str], rows: dict[tuple[int, ...], None]) -> list[str]:

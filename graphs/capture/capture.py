@@ -16,6 +16,7 @@ from graphs.capture.contract import Backend, Frozen
 from graphs.capture.inputs import Input, InputsCheck, InputSpec
 from graphs.capture.memory import bytes_in_use
 from graphs.capture.settings import Settings
+from graphs.capture.wrappers import name_of
 from graphs.errors import CaptureError, InputMismatch, ModeMismatch, StaleGraph
 from graphs.watch.sentinel import note_capture
 
@@ -175,7 +176,7 @@ def capture(
             an option.
         ValueError: `warm_runs` is below 1.
     """
-    name = name or _name_of(callable)
+    name = name or name_of(callable)
     if warm_runs < 1:
         raise ValueError(f"warm_runs is {warm_runs}; expected at least 1, since a capture is a run")
     chosen = resolve(backend, name)
@@ -222,10 +223,6 @@ def resolve(backend: str | Backend, name: str) -> Backend:
     if reason := backend.available():
         raise CaptureError(name, f"backend {backend.name!r} is not available: {reason}")
     return backend
-
-
-def _name_of(function: Callable[..., Any]) -> str:
-    return getattr(function, "__name__", None) or type(function).__name__
 
 
 def _wait_for(devices: set[torch.device]) -> None:

@@ -8,7 +8,12 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["as_module", "with_own_code"]
+__all__ = ["as_module", "name_of", "with_own_code"]
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """The name of a function, or of the class of a module or another callable."""
+    return getattr(function, "__name__", None) or type(function).__name__
 
 
 def with_own_code(function: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ from graphs.cli.plan import plan
 from graphs.cli.warmup import warmup
 from graphs.errors import BucketFileError, CaptureError
 
-__all__ = ["app", "run_command"]
+__all__ = ["run_command"]
 
 
 def _default_store() -> Path:

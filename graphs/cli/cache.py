@@ -17,7 +17,7 @@ from graphs.errors import StoreError
 if TYPE_CHECKING:
     from graphs.store.store import ArtifactStore
 
-__all__ = ["cache_app", "parse_bytes"]
+__all__ = ["cache_app"]
 
 _Store = Annotated[Path | None, typer.Option("--store", metavar="DIR", help="The store.")]
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}

@@ -1,4 +1,4 @@
-"""The one place that turns what a user can get wrong into a line and an exit code."""
+"""User errors: each becomes one line and an exit code."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from graphs.buckets.axes import whole
 from graphs.errors import DemandFileError, clipped, parse_json, quoted
+from graphs.files import write_whole
 from graphs.planner.demand import Demand
 
 __all__ = ["DemandRecorder", "read_demand", "write_demand"]
@@ -132,12 +133,7 @@ def write_demand(demand: Demand, path: str | os.PathLike[str]) -> None:
         lines += [",".join([*map(str, row), f"{_number(count)}"]) + "\n" for row, count in rows]
     else:
         lines = [_line(dict(zip(demand.names, row, strict=True)), count) for row, count in rows]
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        partial.write_text("".join(lines), encoding="utf-8")
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_whole(target, "".join(lines).encode())
 
 
 def _line(need: Mapping[str, int], count: float) -> str:

@@ -16,7 +16,7 @@ from graphs.store.imports import Import, SourceFile, live_imports, read_source
 from graphs.store.modules import file_of, is_own
 from graphs.store.values import is_machinery, values_in
 
-__all__ = ["MAKERS", "sources_of"]
+__all__ = ["sources_of"]
 
 _GRAPHS = __name__.partition(".")[0]
 _EXPORTED = ("graphs.backends.export_state", "graphs.capture.inputs")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from graphs.store.modules import file_of, is_own
 
-__all__ = ["MACHINERY", "digest_of_globals", "digest_of_values", "is_machinery", "values_in"]
+__all__ = ["digest_of_globals", "digest_of_values", "is_machinery", "values_in"]
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _DEPTH = 6

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from graphs.warmup.report import BucketEvent, WarmupReport
 
-__all__ = ["Warmable", "WarmupGroup"]
+__all__ = ["WarmupGroup"]
 
 
 class Warmable(Protocol):

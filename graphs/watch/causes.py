@@ -1,8 +1,8 @@
-"""Why torch compiled, would not compile, or no longer accepts what it compiled, in one line.
+"""Causes in one line: why torch compiled, could not compile, or rejects what it compiled.
 
-Dynamo hands its reasons to its log; what it knows at that moment is in the locals of one of its
-frames. Reading them there is the one thing here that depends on torch's inside: where it fails, the
-reason is empty and all else works.
+Dynamo writes its reasons to its log only, but they are in the locals of one of its frames. Reading
+them there is the one thing here that depends on the inside of torch: where it fails, the reason is
+empty and all else works.
 """
 
 from __future__ import annotations

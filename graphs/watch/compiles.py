@@ -1,4 +1,4 @@
-"""Sees what one thread or all of them compile, record and build, and says what and why."""
+"""A watch over what one thread, or all of them, compile, record and build."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class CompileWatch:
         on_event: called with each event before torch compiles; what it raises reaches the caller of
             the function.
         all_threads: whether all of the process is watched, or only the thread that starts the
-            watch. What a compile shares out to threads and processes of torch is part of it.
+            watch. Work that a compile hands to threads and processes of torch is part of it.
 
     Attributes:
         events: the events so far.

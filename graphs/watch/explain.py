@@ -1,4 +1,4 @@
-"""What torch.compile makes of a callable: graphs, breaks with reason and line, and guards.
+"""An explanation of what torch.compile makes of a callable: graphs, breaks, and guards.
 
 Unlike `torch._dynamo.explain`, this does not reset Dynamo: graphs captured before stay compiled.
 """
@@ -17,11 +17,11 @@ import torch
 from torch.fx import GraphModule
 
 from graphs.capture.inputs import Input, parameter_names
-from graphs.capture.wrappers import with_own_code
+from graphs.capture.wrappers import name_of, with_own_code
 from graphs.watch.causes import reason_of, user_line, users_line
 from graphs.watch.guards import readable
 
-__all__ = ["Break", "BreakReport", "explain"]
+__all__ = ["BreakReport", "explain"]
 
 # Marks that torch itself puts on tensors, and the identity of imported modules and builtins.
 _NOISE = ("_dynamo_", "type=<class 'module'>", "type=<module ", "__builtins_dict__")
@@ -85,7 +85,7 @@ def explain(callable: Callable[..., Any], *inputs: Input) -> BreakReport:
     Raises:
         Exception: whatever the callable raises on these inputs.
     """
-    name = getattr(callable, "__name__", None) or type(callable).__name__
+    name = name_of(callable)
     names = dict(enumerate(parameter_names(callable, len(inputs))))
     graphs: list[str] = []
     guards: set[str] = set()

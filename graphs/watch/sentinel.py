@@ -1,4 +1,4 @@
-"""After warmup nothing may compile: what does is an error with its cause, or a counted warning."""
+"""The sentinel: what compiles after warmup is an error with its cause, or a counted warning."""
 
 from __future__ import annotations
 

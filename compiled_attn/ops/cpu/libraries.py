@@ -11,7 +11,7 @@ from pathlib import Path
 
 from compiled_attn.ops.cpu.isa import ISAS
 from graphs.errors import StoreBusy
-from graphs.store.files import digest_of, digest_of_open, remove, sync_folder, write_whole
+from graphs.files import digest_of, digest_of_open, remove, sync_folder, write_whole
 from graphs.store.lock import Lock
 from graphs.store.safety import open_own
 

@@ -1,4 +1,4 @@
-"""Runs an ONNX model on torch tensors where they lie."""
+"""A session of ONNX Runtime on torch tensors where they lie."""
 
 from __future__ import annotations
 
