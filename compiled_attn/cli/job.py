@@ -116,7 +116,7 @@ def _run(options: Options, model: PreTrainedModel, backend: str | Backend) -> in
         engine.warmup(progress_for(sys.stderr))
         with view:
             finished = [*results]
-        checked = _check(options, engine.model, finished, screen)
+        checked = _check(options, model, finished, screen)
     except KeyboardInterrupt:
         code = tell("interrupted; this is the report so far", INTERRUPTED)
     except (GraphBudgetExceeded, InputMismatch, ModeMismatch, StaleGraph, BucketOverflow) as error:
@@ -240,7 +240,7 @@ def _offer(
     on_step: Callable[[StepInfo], None],
 ) -> Iterator[GenerationResult]:
     """The results to come, of requests that can all be served; none is computed yet."""
-    vocab_size = engine.model.config.get_text_config().vocab_size
+    vocab_size = engine.sizing.vocab
     texts = prompts(arrivals, vocab_size, options.seed)
     sampling = _sampling(options, arrivals)
     speed = options.speed

@@ -1,4 +1,4 @@
-"""Continuous batching over captured graphs: scheduler, runner, sampler and their engine."""
+"""Continuous batching over captured graphs: scheduler, executor, sampler and their engine."""
 
 from compiled_attn.engine.config import ConfigError, EngineConfig
 from compiled_attn.engine.engine import Engine
