@@ -11,7 +11,7 @@ import typer
 from compiled_attn.cache.blocks import OutOfBlocks
 from compiled_attn.engine import ConfigError
 from graphs import BucketOverflow, CaptureError
-from graphs.texts import clipped
+from graphs.errors import clipped
 
 __all__ = ["BAD_INPUT", "FAILED", "INTERRUPTED", "UserError", "bad_input", "exit_code_of", "tell"]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TextIO
 
-from graphs.texts import parse_json, quoted
+from graphs.errors import parse_json, quoted
 
 from .arrival import HASH_BLOCK, LONGEST, Arrival
 
