@@ -1,10 +1,10 @@
-"""What a run was of: model, dtype, options, and what it ran on."""
+"""The facts of a run: model, dtype, options, and the machine."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,10 +59,6 @@ class RunFacts:
             options={name: _plain(value) for name, value in options.items()},
             **surroundings(_PACKAGES),
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        """The facts as JSON-able values."""
-        return asdict(self)
 
 
 def _plain(value: Any) -> Any:

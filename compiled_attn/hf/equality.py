@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from compiled_attn.cache.kv_cache import PagedKVCache
-from compiled_attn.hf.refused import ModelRefused, plain_attention, refused
+from compiled_attn.errors import ModelRefused
+from compiled_attn.hf.refused import plain_attention, refused
 from compiled_attn.step import BatchBuilder, Request, StepBatch, TableBatch
 
 if TYPE_CHECKING:

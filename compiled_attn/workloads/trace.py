@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TextIO
 
+from compiled_attn.errors import TraceError
 from graphs.texts import parse_json, quoted
 
 from .arrival import HASH_BLOCK, LONGEST, Arrival
@@ -14,10 +15,6 @@ from .arrival import HASH_BLOCK, LONGEST, Arrival
 __all__ = ["TraceError", "read_trace"]
 
 _COLUMNS = ("arrival_s", "prompt_tokens", "output_tokens")
-
-
-class TraceError(ValueError):
-    """A trace that cannot be read; the message names file, line and reason."""
 
 
 def read_trace(path: str | Path, limit: int | None = None) -> list[Arrival]:

@@ -10,11 +10,12 @@ from numpy.typing import NDArray
 
 from compiled_attn.cache.blocks.allocator import BlockAllocator
 from compiled_attn.cache.blocks.commit import check_commit, publish, withdraw
-from compiled_attn.cache.blocks.errors import DuplicateRequest, OutOfBlocks, UnknownRequest, whole
 from compiled_attn.cache.blocks.places import BlockPlaces
 from compiled_attn.cache.blocks.prefix import PrefixIndex, PrefixMatch, Salt, Tokens, check_tokens
 from compiled_attn.cache.blocks.stats import PoolStats
 from compiled_attn.cache.blocks.table import BlockTable
+from compiled_attn.cache.whole import whole
+from compiled_attn.errors import DuplicateRequest, OutOfBlocks, UnknownRequest
 
 __all__ = ["BlockPool"]
 

@@ -10,8 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from compiled_attn.cache.blocks.errors import OutOfBlocks, whole
 from compiled_attn.cache.blocks.pool import BlockPool
+from compiled_attn.cache.whole import whole
+from compiled_attn.errors import OutOfBlocks
 
 __all__ = ["SequenceBlocks"]
 

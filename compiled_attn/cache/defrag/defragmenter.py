@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from compiled_attn.cache.blocks.errors import whole
 from compiled_attn.cache.blocks.places import BlockPlaces
 from compiled_attn.cache.defrag.holders import Holders
 from compiled_attn.cache.defrag.report import DefragReport, DefragTotals, Move, report_of
 from compiled_attn.cache.defrag.swap import BlockSwap
+from compiled_attn.cache.whole import whole
 
 __all__ = ["OnlineDefragmenter"]
 

@@ -21,8 +21,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import compiled_attn
 from compiled_attn.cli import main
-from compiled_attn.cli.job import Options
 from compiled_attn.cli.live import ServingView, serving_view, status_line
+from compiled_attn.cli.options import RunOptions
 from compiled_attn.engine import Engine, StepInfo
 from compiled_attn.hf.proof import CheckReport, Difference
 from compiled_attn.ops import NativeOps
@@ -186,7 +186,7 @@ def test_json_and_report_say_what_was_served_how_and_on_what(
     options = result["options"]
     assert (options["top_p"], options["max_seqs"], options["backend"]) == (0.5, 4, "eager")
     assert options["model"] == str(model_dir) and options["num_blocks"] is None
-    assert set(options) == {field.name for field in fields(Options)}
+    assert set(options) == {field.name for field in fields(RunOptions)}
     assert result["machine"]["cpu"] and result["versions"]["compiled-attn"]
     assert result["date"].endswith("+00:00")
     page = (tmp_path / "page" / "report.html").read_text()
@@ -296,7 +296,7 @@ def test_a_run_tells_how_many_graphs_came_from_the_store(
         assert store == tmp_path / "mine"
         yield Loading()
 
-    monkeypatch.setattr("compiled_attn.cli.job.stored_backend", stored)
+    monkeypatch.setattr("compiled_attn.cli.run.stored_backend", stored)
     path = tmp_path / "result.json"
     outcome = command(*small, "--store", tmp_path / "mine", "--json", path)
     result = json.loads(path.read_text())
@@ -341,7 +341,7 @@ def test_a_mismatch_is_shown_with_both_logits_and_fails_the_run(
 ) -> None:
     difference = Difference(3, 7, 11, 12, 0.5, 0.25)
     report = CheckReport(1, 9, 2, mismatches=[difference], ties=[difference])
-    monkeypatch.setattr("compiled_attn.cli.job.check", lambda *_, **__: report)
+    monkeypatch.setattr("compiled_attn.cli.run.check", lambda *_, **__: report)
     outcome = command(*small, "--check", 1)
     assert outcome.code == 1
     assert f"mismatch: {difference}" in outcome.out and f"tie: {difference}" in outcome.out
@@ -460,7 +460,7 @@ def test_a_missing_compiler_is_refused_with_the_remedy(
 ) -> None:
     reason = "no working C++ compiler found; install one or use eager"
     monkeypatch.setattr(
-        "compiled_attn.cli.job.available_backends", lambda: {"inductor": reason, "eager": None}
+        "compiled_attn.cli.inputs.available_backends", lambda: {"inductor": reason, "eager": None}
     )
     assert_refused(command("run"), "--backend inductor", reason)
 
