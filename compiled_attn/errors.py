@@ -53,7 +53,7 @@ class OutOfBlocks(RuntimeError):
         length: the positions it wanted to hold.
         needed: the blocks that were missing.
         free: free blocks without content.
-        cached: blocks that nobody holds, whose content is kept until they are evicted.
+        cached: blocks that no request holds, whose content is kept until they are evicted.
         total: blocks of the pool, without the null block.
     """
 

@@ -1,1 +1,1 @@
-"""What serving engines of the field capture: steps, families and ladders to compare with."""
+"""The steps, families and ladders of the field's engines, to compare with."""

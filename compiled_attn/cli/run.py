@@ -7,12 +7,13 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
+from typing import Any
 
 from rich.console import Console
 from transformers import PreTrainedModel
 
 from compiled_attn.cli.errors import FAILED, INTERRUPTED, UserError, bad_input, tell
-from compiled_attn.cli.facts import RunFacts
+from compiled_attn.cli.facts import facts_of
 from compiled_attn.cli.inputs import fitted_arrivals, known_backend, model_of
 from compiled_attn.cli.live import ServingView, serving_view
 from compiled_attn.cli.options import RunOptions, settings_of
@@ -64,7 +65,7 @@ def run_job(options: RunOptions) -> int:
 
 
 def _run(options: RunOptions, model: PreTrainedModel, backend: str | Backend) -> int:
-    screen, facts = Console(stderr=True), RunFacts.of(model, options.model, asdict(options))
+    screen, facts = Console(stderr=True), facts_of(model, asdict(options))
     with bad_input():
         engine = Engine(model, _config(options, backend))
         arrivals = fitted_arrivals(options, _drawn_or_read(options), engine.sizing)
@@ -186,14 +187,14 @@ def _verdict(report: EngineReport, strict: bool) -> int:
 
 def _write(
     options: RunOptions,
-    facts: RunFacts,
+    facts: dict[str, Any],
     report: EngineReport,
     checked: CheckReport,
     engine: Engine,
     demand: Sequence[str],
 ) -> None:
     differences = {name: [*map(asdict, getattr(checked, name))] for name in ("ties", "mismatches")}
-    result = asdict(facts) | report.to_dict() | differences
+    result = facts | report.to_dict() | differences
     if options.json is not None:
         options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     if options.record_demand is not None:

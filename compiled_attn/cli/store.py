@@ -22,7 +22,7 @@ def default_store() -> Path:
     """The folder of the default store.
 
     Raises:
-        StoreError: nobody knows where the user's home is.
+        StoreError: the user's home is unknown.
     """
     return cache_folder("compiled-attn")
 

@@ -1,4 +1,4 @@
-"""Whether a served model is still what was warmed up."""
+"""A snapshot of a served model, to tell whether it is still what was warmed up."""
 
 from __future__ import annotations
 

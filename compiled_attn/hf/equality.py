@@ -1,4 +1,4 @@
-"""Whether a model computes the same logits through the paged cache as by itself.
+"""A trial of a model: its logits through the paged cache must equal those by itself.
 
 Whatever in a model's own code does not survive the change of its attention (positions that it
 counts itself, state that it keeps between tokens, a second call with other values) shows here.

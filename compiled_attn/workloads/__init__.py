@@ -1,4 +1,4 @@
-"""What the engine is asked to do: arrivals from a trace or a seeded generator, and their prompts.
+"""Demands on an engine: arrivals from a trace or a seeded generator, and their prompts.
 
 A demand is a list of :class:`Arrival`: times, lengths, prefixes. :func:`prompts` makes its tokens.
 """

@@ -3,7 +3,7 @@
 Drawn are chat, code and retrieval (`compiled_attn.workloads.synthetic`): as they are and as
 conversations whose prompts begin alike, in their own lengths and stretched to the context, at half
 load, at full load and offered at once. Beside them stands a broad demand over all legal needs,
-because nobody's traffic is like that of others. The same limits give the same buckets.
+because one user's traffic is unlike another's. The same limits give the same buckets.
 """
 
 from __future__ import annotations

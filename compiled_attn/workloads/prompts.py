@@ -1,4 +1,4 @@
-"""Turns a demand into token ids."""
+"""The token ids of a demand."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def simulate(
 
     Args:
         arrivals: requests in order of arrival.
-        engine: who serves them.
+        engine: that serves them.
         speed: how many times faster than given they arrive; None: all at once.
         concurrency: requests in flight at most; None: no limit.
         steps: what a step computes.

@@ -1,4 +1,4 @@
-"""Seeded demands with the percentiles of public traces, for who has no trace."""
+"""Seeded demands with the percentiles of public traces, to serve without a trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads request traces, in the Azure (CSV) and the Mooncake (JSON lines) form."""
+"""Request traces, read in the Azure (CSV) and the Mooncake (JSON lines) form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks of a paged KV cache: who holds which, what they contain, which comes next.
+"""The blocks of a paged KV cache: their holders, their content, and the next one to hand out.
 
 :class:`BlockPool` is the one way in. It hands out block ids to requests as :class:`BlockTable`,
 shares equal prompt prefixes through a :class:`PrefixIndex`, knows in :class:`BlockPlaces` where in

@@ -1,4 +1,4 @@
-"""Moves used blocks to the beginning of the cache while it serves, a few at a time."""
+"""The defragmenter, which moves used blocks to the beginning of a cache that serves."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ class OnlineDefragmenter:
     def _set_aside(self, kept: list[int]) -> None:
         """Copies what is worth keeping at places that will be overwritten out of the cache.
 
-        From then on this copy is the content of these blocks: whoever reads a place next has it
+        From then on this copy is the content of these blocks: the next reader of a place has it
         written to where they lie, which is where they did, or, once the places have changed, where
         they belong. So nothing depends on how far the copies in the cache got.
         """

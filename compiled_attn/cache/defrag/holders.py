@@ -1,4 +1,4 @@
-"""Which requests hold which blocks, where a scheduler with an allocator of its own reports it."""
+"""The holders of each block, as a scheduler with an allocator of its own reports them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Holders:
     """Counts the holders of every block and tells ``places`` which blocks are in use.
 
     Args:
-        places: nobody else may change which blocks are in use there.
+        places: nothing else may change which blocks are in use there.
     """
 
     def __init__(self, places: BlockPlaces) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,10 +12,9 @@ import pytest
 pytest.importorskip("typer", reason="needs the extra cli")
 pytest.importorskip("transformers", reason="needs the extra hf")
 
-from compiled_attn.cli import app, main
+from compiled_attn.cli import app
 from compiled_attn.workloads import synthetic
 from graphs import from_file
-from tests.compiled_attn.tiny import tiny_model
 
 TRACES = Path(__file__).resolve().parents[4] / "shared" / "traces"
 SMALL = [
@@ -39,13 +37,6 @@ STRATEGIES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    tiny_model().save_pretrained(path)
-    return path
-
-
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
     path = tmp_path / "trace.jsonl"
@@ -59,20 +50,6 @@ def trace(tmp_path: Path) -> Path:
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
-
-
-@pytest.fixture
-def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Runs the command as the console script does."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main([str(argument) for argument in arguments])
-        assert isinstance(ended.value.code, int)
-        return ended.value.code, *capsys.readouterr()
-
-    return run
 
 
 def _table(out: str) -> dict[str, tuple[int, float]]:
