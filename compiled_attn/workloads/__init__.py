@@ -5,10 +5,10 @@ A demand is a list of :class:`Arrival`: times, lengths, prefixes. :func:`prompts
 
 from __future__ import annotations
 
-from .arrival import Arrival, fit, fit_scale, scaled
-from .prompts import prompts
-from .synthetic import KINDS, synthetic
-from .trace import TraceError, read_trace
+from compiled_attn.workloads.arrival import Arrival, fit, fit_scale, scaled
+from compiled_attn.workloads.prompts import prompts
+from compiled_attn.workloads.synthetic import KINDS, synthetic
+from compiled_attn.workloads.trace import TraceError, read_trace
 
 __all__ = [
     "KINDS",

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .arrival import HASH_BLOCK, Arrival
+from compiled_attn.workloads.arrival import HASH_BLOCK, Arrival
 
 __all__ = ["KINDS", "synthetic"]
 

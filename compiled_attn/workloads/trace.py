@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TextIO
 
 from compiled_attn.errors import TraceError
+from compiled_attn.workloads.arrival import HASH_BLOCK, LONGEST, Arrival
 from graphs.texts import parse_json, quoted
-
-from .arrival import HASH_BLOCK, LONGEST, Arrival
 
 __all__ = ["TraceError", "read_trace"]
 

@@ -11,13 +11,13 @@ from compiled_attn.cli import main
 from tests.compiled_attn.cli.commands import Command, Outcome
 
 
-@pytest.fixture(autouse=True)
-def _no_store_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def no_store_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("compiled_attn.cli.store.default_store", lambda: tmp_path / "store")
 
 
 @pytest.fixture
-def command(capsys: pytest.CaptureFixture[str]) -> Command:
+def command(no_store_at_home: None, capsys: pytest.CaptureFixture[str]) -> Command:
     """Runs the command as the console script does."""
 
     def run(*arguments: object) -> Outcome:
