@@ -14,8 +14,7 @@ from compiled_attn.cli.inputs import fitted_arrivals, known_backend, model_of
 from compiled_attn.cli.options import PlanOptions, settings_of
 from compiled_attn.engine import EngineConfig
 from compiled_attn.engine.kernel import chosen_kernel
-from compiled_attn.engine.ladder import AXES, TABLE_AXES
-from compiled_attn.engine.sizing import Sizing, cost_of_steps, step_limits
+from compiled_attn.engine.sizing import FORMS, Sizing, step_limits, work_of
 from compiled_attn.workloads import read_trace
 from compiled_attn.workloads.comparison import Comparison, compare
 from compiled_attn.workloads.default_demand import default_demand
@@ -119,35 +118,40 @@ def _engine(
     config = EngineConfig(**settings_of(options), strict=False)
     model = model_of(options)
     if recorded is not None:
-        is_native, note = set(recorded.names) == set(TABLE_AXES), ": it recorded the demand"
+        kernel, note = _recorder(recorded) or "", ": it recorded the demand"
     else:
         chosen = chosen_kernel(model, config)
-        is_native, note = chosen.is_native, chosen.notes["native"]
-        note = f": {note}" if is_native else f"; native: {note}"
-    print(f"for the {'native' if is_native else 'portable'} kernel{note}")
-    sizing = Sizing.of(model, config, is_native)
+        kernel, note = chosen.name, chosen.notes["native"]
+        note = f": {note}" if kernel == "native" else f"; native: {note}"
+    print(f"for the {kernel} kernel{note}")
+    sizing = Sizing.of(model, config, FORMS[kernel])
     limits = step_limits(config, sizing.context, sizing.num_blocks)
     engine = SimulatedEngine(limits.tokens, limits.seqs, config.block_size, limits.pool_blocks)
-    cost = CostModel(cost_of_steps(model, config.block_size, is_native))
-    name = "table" if is_native else "engine"
+    cost = CostModel(sizing.form.cost(work_of(model)))
+    name = "table" if kernel == "native" else "engine"
     return sizing, engine, replace(family(name, engine, sizing.context), cost=cost)
 
 
 def _recorded(path: Path, kernel: str) -> Demand:
     needs = read_demand(path)
-    if set(needs.names) not in (set(AXES), set(TABLE_AXES)):
+    recorder = _recorder(needs)
+    if recorder is None:
         raise UserError(
-            f"{path}: expected needs over {', '.join(AXES)} (portable kernel) or "
-            f"{', '.join(TABLE_AXES)} (native), as `run --record-demand` "
+            f"{path}: expected needs over {', '.join(FORMS['portable'].axes)} (portable kernel) or "
+            f"{', '.join(FORMS['native'].axes)} (native), as `run --record-demand` "
             f"writes them, got {', '.join(needs.names)}: use python -m graphs plan for others"
         )
-    recorder = "native" if set(needs.names) == set(TABLE_AXES) else "portable"
     if kernel not in ("auto", recorder):
         raise UserError(
             f"{path}: expected a demand of the {kernel} kernel, got one of the {recorder} kernel, "
             f"over {', '.join(needs.names)}: record one with it, or leave --kernel out"
         )
     return needs
+
+
+def _recorder(needs: Demand) -> str | None:
+    """The kernel whose steps have these axes."""
+    return next((name for name, form in FORMS.items() if {*form.axes} == {*needs.names}), None)
 
 
 def _simulated(

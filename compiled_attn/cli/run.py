@@ -79,7 +79,7 @@ def _run(options: RunOptions, model: PreTrainedModel, backend: str | Backend) ->
         engine.warmup(progress_for(sys.stderr))
         with view:
             finished = [*results]
-        checked = _check(options, engine.model, finished, screen)
+        checked = _check(options, model, finished, screen)
     except KeyboardInterrupt:
         code = tell("interrupted; this is the report so far", INTERRUPTED)
     except _FAILURES as error:

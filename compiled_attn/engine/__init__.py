@@ -1,4 +1,4 @@
-"""Continuous batching over captured graphs: scheduler, runner, sampler and their engine.
+"""Continuous batching over captured graphs: scheduler, executor, sampler and their engine.
 
 A name is imported when it is first asked for, as in `compiled_attn`.
 """

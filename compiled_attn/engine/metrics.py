@@ -1,4 +1,4 @@
-"""What an engine measured, as one flat report."""
+"""The measurements of an engine, as one flat report."""
 
 from __future__ import annotations
 

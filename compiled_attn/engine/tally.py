@@ -1,4 +1,4 @@
-"""Everything that an engine counts while it serves, in a fixed amount of memory."""
+"""The counters of an engine while it serves, in a fixed amount of memory."""
 
 from __future__ import annotations
 

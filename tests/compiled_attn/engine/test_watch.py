@@ -83,7 +83,7 @@ def test_a_step_in_another_thread_does_not_excuse_a_late_compile_in_this_one():
     serving = _engine(model, "eager")
     serving.warmup()
     late = torch.compile(lambda x: x * 3, backend="eager")
-    serving.runner.graphs.run = lambda bucket, *inputs: late(torch.zeros(3))
+    serving.executor.graphs.run = lambda bucket, *inputs: late(torch.zeros(3))
     warming = tiny_model()
     other = _engine(warming, "eager")
     other.warmup()

@@ -1,4 +1,4 @@
-"""A step before padding: what it needs, and how it fills a bucket."""
+"""A step in parts, before padding: what it needs, and how it fills a bucket."""
 
 from __future__ import annotations
 
@@ -10,44 +10,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from compiled_attn.step.form import check_holds, padded
 from compiled_attn.step.metadata import AttentionMetadata
 from compiled_attn.step.parts import StepBatch
-from compiled_attn.step.requests import Ints
+from compiled_attn.step.rows import Ints, StepRows, block_tables, logits_rows
 
-__all__ = [
-    "BlockEntries",
-    "StepPlan",
-    "StepRows",
-    "block_tables",
-    "check_holds",
-    "logits_rows",
-    "padded",
-]
+__all__ = ["BlockEntries", "StepPlan"]
 
 
 _NONE: Ints = np.zeros(0, np.int64)
-
-
-class StepRows(NamedTuple):
-    """The requests of a step as arrays, and their new tokens flattened.
-
-    Request i's block table is ``blocks[base[i] : base[i] + held[i]]``.
-
-    Shape (R requests, T tokens): base, held, context, query, logits, is_prefill, first_row ``[R]``;
-    tokens, positions, slots ``[T]``.
-    """
-
-    blocks: Ints
-    base: Ints
-    held: Ints
-    context: Ints
-    query: Ints
-    logits: Ints
-    is_prefill: NDArray[np.bool_]
-    first_row: Ints
-    tokens: Ints
-    positions: Ints
-    slots: Ints
 
 
 class BlockEntries(NamedTuple):
@@ -204,43 +175,3 @@ class StepPlan:
             "unique_starts": padded(self._unique.starts, size),
             "unique_queries": padded(first_row[self._unique_owners], queries, fill=-1),
         }
-
-
-def block_tables(rows: StepRows, used: Ints, requests: int, width: int) -> Ints:
-    """The first ``used [R]`` blocks of each request, padded with null block 0 to ``[requests,
-    width]``.
-    """
-    tables = np.zeros((requests, width), np.int64)
-    owner = np.repeat(np.arange(len(used)), used)
-    column = _ramps(np.zeros_like(used), used)
-    tables[owner, column] = rows.blocks[rows.base[owner] + column]
-    return tables
-
-
-def logits_rows(rows: StepRows) -> Ints:
-    """Rows of T whose logits are wanted, requests in order."""
-    return _ramps(rows.first_row + rows.query - rows.logits, rows.logits)
-
-
-def check_holds(sizes: Mapping[str, int], need: Mapping[str, int]) -> None:
-    """Raises ValueError unless a bucket holds a need."""
-    short = {axis: n for axis, n in need.items() if sizes.get(axis, 0) < n}
-    if short:
-        raise ValueError(
-            f"expected a bucket that holds {short}, got {dict(sizes)}: pick it with plan(...).need"
-        )
-
-
-def padded(values: Ints, size: int, fill: int = 0) -> Tensor:
-    """Values as an int64 tensor of a size, filled up behind."""
-    # A fresh array each time: tensors handed to one step are never written by the next.
-    whole = np.empty(size, np.int64)
-    whole[: len(values)] = values
-    whole[len(values) :] = fill
-    return torch.from_numpy(whole)
-
-
-def _ramps(first: Ints, counts: Ints) -> Ints:
-    """``first[i], first[i] + 1, ...`` for ``counts[i]`` numbers, for each i in turn."""
-    ends = np.cumsum(counts)
-    return np.repeat(first - (ends - counts), counts) + np.arange(ends[-1])
