@@ -10,12 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from compiled_attn.attention.metadata import UnifiedMetadata
-from compiled_attn.step.rows import Ints, StepRows
+from compiled_attn.step.rows import StepRows
 from graphs import BucketSpace
 
 __all__ = [
@@ -23,9 +21,6 @@ __all__ = [
     "Plan",
     "StepForm",
     "StepLimits",
-    "check_holds",
-    "checked_sizes",
-    "padded",
 ]
 
 
@@ -115,39 +110,3 @@ class StepForm(Protocol):
 
     def over(self, num_blocks: int, block_size: int, width: int) -> StepForm:
         """The same form over another cache."""
-
-
-def checked_sizes(sizes: Mapping[str, int], needed: Sequence[str]) -> dict[str, int]:
-    """The sizes of a bucket as a dict.
-
-    Raises:
-        ValueError: a needed one is missing, or negative.
-    """
-    missing = [name for name in needed if name not in sizes]
-    if missing:
-        raise ValueError(
-            f"expected a bucket with {', '.join(needed)}, got {dict(sizes)}: add "
-            f"{', '.join(missing)}, 0 where there is none"
-        )
-    negative = {name: sizes[name] for name in needed if sizes[name] < 0}
-    if negative:
-        raise ValueError(f"expected sizes of at least 0, got {negative}: a part has 0 or more")
-    return dict(sizes)
-
-
-def check_holds(sizes: Mapping[str, int], need: Mapping[str, int]) -> None:
-    """Raises ValueError unless a bucket holds a need."""
-    short = {axis: n for axis, n in need.items() if sizes.get(axis, 0) < n}
-    if short:
-        raise ValueError(
-            f"expected a bucket that holds {short}, got {dict(sizes)}: pick it with plan(...).need"
-        )
-
-
-def padded(values: Ints, size: int, fill: int = 0) -> Tensor:
-    """Values as an int64 tensor of a size, filled up behind."""
-    # A fresh array each time: tensors handed to one step are never written by the next.
-    whole = np.empty(size, np.int64)
-    whole[: len(values)] = values
-    whole[len(values) :] = fill
-    return torch.from_numpy(whole)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compiled_attn.attention.cached_blocks import usage_bias
 from compiled_attn.attention.metadata import UnifiedMetadata
-from compiled_attn.step.form import checked_sizes
+from compiled_attn.step.rows import checked_sizes
 
 __all__ = ["StepBatch"]
 

@@ -10,10 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from compiled_attn.step.form import check_holds, padded
 from compiled_attn.step.metadata import AttentionMetadata
 from compiled_attn.step.parts import StepBatch
-from compiled_attn.step.rows import Ints, StepRows, block_tables, logits_rows
+from compiled_attn.step.rows import Ints, StepRows, block_tables, check_holds, logits_rows, padded
 
 __all__ = ["BlockEntries", "StepPlan"]
 

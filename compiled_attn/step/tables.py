@@ -11,8 +11,17 @@ import torch
 from torch import Tensor
 
 from compiled_attn.attention.metadata import UnifiedMetadata
-from compiled_attn.step.form import ModelWork, StepLimits, check_holds, checked_sizes, padded
-from compiled_attn.step.rows import Ints, StepRows, block_tables, check_ids, logits_rows
+from compiled_attn.step.form import ModelWork, StepLimits
+from compiled_attn.step.rows import (
+    Ints,
+    StepRows,
+    block_tables,
+    check_holds,
+    check_ids,
+    checked_sizes,
+    logits_rows,
+    padded,
+)
 from graphs import BucketSpace, explicit
 
 __all__ = ["TableBatch", "TablePlan", "Tables"]

@@ -9,7 +9,7 @@ from typing import TextIO
 
 from compiled_attn.errors import TraceError
 from compiled_attn.workloads.arrival import HASH_BLOCK, LONGEST, Arrival
-from graphs.texts import parse_json, quoted
+from graphs.errors import parse_json, quoted
 
 __all__ = ["TraceError", "read_trace"]
 

@@ -11,7 +11,7 @@ import torch
 
 from compiled_attn.engine import Engine, EngineConfig, SamplingParams
 from graphs import GraphBudgetExceeded
-from graphs.capture.own_code import alone
+from graphs.capture.wrappers import with_own_code
 from tests.compiled_attn.tiny import plain_generate, tiny_model
 
 PROMPTS = [[1, 2, 3, 4, 5], [6, 7], [1, 2, 3, 4, 9, 8]]
@@ -60,7 +60,7 @@ def _in_the_middle_of_a_step(engine: Engine, model: torch.nn.Module) -> Iterator
 
 
 def _compile_something() -> None:
-    function = torch.compile(alone(lambda x: x + 2, "of_the_user"), backend="eager")
+    function = torch.compile(with_own_code(lambda x: x + 2, "of_the_user"), backend="eager")
     assert function(torch.ones(2)).tolist() == [3, 3]
 
 

@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from graphs.watch.builds import build_of, listen, unlisten
+from graphs.watch.hooks import Listener, _build_of, listen, unlisten
 
 
 @pytest.mark.parametrize(
@@ -24,18 +24,19 @@ from graphs.watch.builds import build_of, listen, unlisten
     ],
 )
 def test_a_build_is_a_compiler_with_a_source_and_no_question_for_its_version(command, built):
-    assert build_of(command) == built
+    assert _build_of(command) == built
 
 
 def test_a_listener_hears_of_builds_until_it_stops_listening():
     heard = []
-    listen(heard.append)
+    listener = Listener(built=heard.append)
+    listen(listener)
     try:
         subprocess.run(["cc", "--version"], capture_output=True)
         subprocess.run([sys.executable, "-c", ""])
         subprocess.run(["cc", "nothing.c"], capture_output=True)
     finally:
-        unlisten(heard.append)
+        unlisten(listener)
     subprocess.run(["cc", "nothing.c"], capture_output=True)
     assert heard == ["nothing.c"]
 
@@ -44,9 +45,10 @@ def test_what_a_listener_raises_stops_the_build():
     def refuse(built):
         raise RuntimeError(f"no {built}")
 
-    listen(refuse)
+    listener = Listener(built=refuse)
+    listen(listener)
     try:
         with pytest.raises(RuntimeError, match=r"no nothing\.c"):
             subprocess.Popen(["cc", "nothing.c"])
     finally:
-        unlisten(refuse)
+        unlisten(listener)

@@ -1,4 +1,4 @@
-"""Files and folders that are whole or not there: written beside and renamed, and deleted so."""
+"""Files and folders that are whole or absent: written beside and renamed, deleted the same way."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def digest_of_open(file: IO[bytes]) -> str:
 
 @contextmanager
 def open_regular(path: Path | str, folder: int | None = None) -> Iterator[IO[bytes]]:
-    """A file for reading; waits for nobody, as the other end of a pipe.
+    """A file for reading; never waits, as for the other end of a pipe.
 
     Args:
         path: of the file.
@@ -67,11 +67,11 @@ def open_regular(path: Path | str, folder: int | None = None) -> Iterator[IO[byt
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file says that anything may have happened to.
+    """The content of a JSON file that may be damaged in any way.
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is no file, is no JSON, is nested too deeply or is larger than 64 MiB.
+        ValueError: it is not a file or not JSON, is nested too deeply, or is larger than 64 MiB.
     """
     with open_regular(path) as file:
         data = file.read(_MOST_JSON + 1)
@@ -84,10 +84,10 @@ def read_json(path: Path) -> Any:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file that is there with all of its bytes, or not at all, after a crash too.
+    """Write a file completely or not at all, even across a crash.
 
     Raises:
-        OSError: it cannot be written; what was at `path` before still is.
+        OSError: it cannot be written; what was at `path` before is still there.
     """
     fresh = _beside(path, ".new")
     try:
@@ -103,7 +103,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def copy_whole(source: Path, target: Path) -> None:
-    """Copy a file or the files of a folder to where nothing is yet, down to the disk.
+    """Copy a file, or the files of a folder, to where nothing is yet, and sync it to the disk.
 
     Raises:
         OSError: it cannot be read or written.
@@ -139,7 +139,7 @@ def files_in(folder: Path) -> dict[str, Path]:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder, if it is there; a kill leaves a part of a folder."""
+    """Remove a file or a folder, if it is there; a kill may leave part of a folder."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -147,7 +147,7 @@ def remove(path: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Remove a file or a folder, if it is there; by its name it is whole or not there, always.
+    """Remove a file or a folder, if it is there; under its name it is never seen in part.
 
     Raises:
         OSError: it cannot be moved away; it is still whole.
@@ -164,7 +164,7 @@ def discard(path: Path) -> None:
 def sweep(folder: Path) -> None:
     """Remove what killed processes left in a folder half written or half deleted.
 
-    For one who knows that no other process writes in it just now.
+    To be called while no other process writes to the folder.
     """
     for path in folder.glob(".*"):
         if path.name.endswith(_LEFTOVER):
@@ -173,7 +173,7 @@ def sweep(folder: Path) -> None:
 
 
 def visible(folder: Path) -> list[Path]:
-    """What is in a folder by a name that is not hidden, by name."""
+    """What a folder holds under names that are not hidden, sorted."""
     return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
 
 

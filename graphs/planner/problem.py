@@ -1,4 +1,4 @@
-"""One space to plan: its demand, cost and limits, and the problem that these come to."""
+"""A planning problem: needs in cells, their cost, the budget, and the buckets to choose among."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 
 from graphs.buckets.axes import Axis
-from graphs.planner.budget import Budget, Expense, Expenses
-from graphs.planner.cells import CostOf, compress, jittered
-from graphs.planner.choose import Problem
+from graphs.planner.budget import Expenses
+from graphs.planner.cells import Cells, CostOf, compress, jittered
 from graphs.planner.cost import CostModel, Floats
 from graphs.planner.demand import Demand, Points
 from graphs.planner.region import Region
 
-__all__ = ["Part", "problem_of"]
+__all__ = ["Problem", "problem_of", "region_of"]
 
 _CELLS = 2500
 _SIZES_OF_ONE_AXIS = 20_000
@@ -26,53 +25,49 @@ _JITTER_SPREAD = 0.1
 
 
 @dataclass(frozen=True)
-class Part:
-    """One of several spaces that share a budget.
+class Problem:
+    """Needs to be served, and what they can be served from.
 
     Args:
-        demand: what is needed; its weights count against those of the other parts.
-        cost: of a bucket, in the unit of the other parts. None: the product of its sizes.
-        axes: the sizes of legal needs; an axis that is left out ends at the largest need.
-        legal: which needs within the axes are legal, see `plan`.
-        seconds: warmup seconds of a bucket, for a budget in seconds.
-        bytes: of a bucket's graph, for a budget in bytes.
+        cells: the needs.
+        cost: of points.
+        top: ``[axes]`` the maximum, always a bucket.
+        expenses: what buckets take of the budget.
+        candidates: ``[m, axes]``.
     """
 
-    demand: Demand
-    cost: CostModel | Callable[[Mapping[str, Any]], Any] | None = None
-    axes: Sequence[Axis] = ()
-    legal: Callable[[Mapping[str, Any]], Any] | None = None
-    seconds: Expense | None = None
-    bytes: Expense | None = None
-
-    def model(self) -> CostModel:
-        """The cost as a model."""
-        if self.cost is None:
-            return CostModel.product()
-        return self.cost if isinstance(self.cost, CostModel) else CostModel(self.cost)
-
-    def region(self) -> Region:
-        """The legal needs; ValueError for an axis that the demand does not have."""
-        names = self.demand.names
-        given = {axis.name: axis for axis in self.axes}
-        if unknown := [name for name in given if name not in names]:
-            raise ValueError(
-                f"expected axes of the demand ({', '.join(names)}), got "
-                f"{', '.join(unknown)}: leave them out"
-            )
-        low, high = self.demand.points.min(axis=0), self.demand.points.max(axis=0)
-        ends = zip(names, low.tolist(), high.tolist(), strict=True)
-        return Region([given.get(name, Axis(name, *end)) for name, *end in ends], self.legal)
+    cells: Cells
+    cost: CostOf
+    top: Points
+    expenses: Expenses
+    candidates: Points
 
 
-def problem_of(part: Part, budget: Budget, seed: int) -> Problem:
-    """The needs of a part in cells, and the buckets that may be chosen for them.
+def region_of(
+    demand: Demand, axes: Sequence[Axis], legal: Callable[[Mapping[str, Any]], Any] | None
+) -> Region:
+    """The legal needs of a demand; ValueError for an axis that it does not have."""
+    names = demand.names
+    given = {axis.name: axis for axis in axes}
+    if unknown := [name for name in given if name not in names]:
+        raise ValueError(
+            f"expected axes of the demand ({', '.join(names)}), got {', '.join(unknown)}: "
+            "leave them out"
+        )
+    low, high = demand.points.min(axis=0), demand.points.max(axis=0)
+    ends = zip(names, low.tolist(), high.tolist(), strict=True)
+    return Region([given.get(name, Axis(name, *end)) for name, *end in ends], legal)
+
+
+def problem_of(
+    demand: Demand, region: Region, model: CostModel, expenses: Expenses, seed: int
+) -> Problem:
+    """The needs of a demand in cells, and the buckets that may be chosen for them.
 
     Raises:
         ValueError: a need outside the axes, a cost that is negative, zero for all, or falling.
     """
-    region, model = part.region(), part.model()
-    needs = part.demand.histogram()
+    needs = demand.histogram()
     _check_inside(needs, region)
 
     def cost(points: Points) -> Floats:
@@ -93,7 +88,6 @@ def problem_of(part: Part, budget: Budget, seed: int) -> Problem:
     _check_cost(needs.points[:: 1 + len(needs) // _CHECKED], cost, region.top)
     cells = compress(points, weights, cost, count)
     candidates = np.unique(np.concatenate([cells.corners, cells.joins]), axis=0)
-    expenses = Expenses(region.names, budget, part.seconds, part.bytes)
     return Problem(cells, cost, region.top, expenses, candidates)
 
 

@@ -4,7 +4,6 @@ import torch
 from graphs import Bucket, GraphBudgetExceeded, WarmupManager, explicit, no_compile
 from graphs.backends.eager import EagerBackend
 from graphs.backends.inductor import InductorBackend
-from graphs.warmup.parallel import NoWorkers, precompiler, shared, stored
 from graphs.warmup.workers import why_no_workers
 
 SPACE = explicit(["n"], [4, 2, 1])
@@ -18,16 +17,19 @@ def double(x):
     return x * 2
 
 
-def refusal(backend, **options):
-    with pytest.raises(NoWorkers) as caught:
-        precompiler(double, rows_of, backend, str, options)
-    return str(caught.value)
+def capturing(backend, workers=2):
+    return WarmupManager(double, SPACE, rows_of, backend=backend, workers=workers)._capturing
 
 
-def test_a_backend_that_keeps_nothing_needs_no_workers():
+def refusal(backend):
+    return capturing(backend)._prepare_workers()
+
+
+def test_a_backend_that_keeps_nothing_needs_no_workers(caplog):
     assert refusal("eager") == "backend 'eager' keeps nothing on disk"
     assert refusal("aot_eager") == "backend 'aot_eager' keeps nothing on disk"
-    assert "unknown backend 'no'" in refusal("no")
+    assert [*capturing("eager").shared_out([*SPACE])] == [*SPACE]
+    assert "workers=2 compile nothing: backend 'eager' keeps nothing on disk" in caplog.text
 
 
 def test_without_inductors_cache_workers_are_of_no_use(monkeypatch):
@@ -73,9 +75,8 @@ class Stored(EagerBackend):
 
 
 def test_what_a_store_has_comes_first_and_needs_no_workers(caplog):
-    parts = (double, rows_of, Stored(), {})
-    assert stored([*SPACE], *parts) == [Bucket(n=2)]
-    assert stored([*SPACE], double, rows_of, "inductor", {}) == []
+    assert capturing(Stored())._stored([*SPACE]) == [Bucket(n=2)]
+    assert capturing("eager")._stored([*SPACE]) == []
     order = []
     manager = WarmupManager(double, SPACE, rows_of, backend=Stored(), workers=2)
     manager.warmup(lambda event: order.append(event.bucket.n) if event.seconds else None)
@@ -87,9 +88,14 @@ def test_what_a_store_has_comes_first_and_needs_no_workers(caplog):
 
 
 @pytest.mark.skipif(bool(why_no_workers()), reason="no fork")
-def test_all_buckets_come_once_whatever_the_workers_do():
-    def fail(bucket):
-        raise RuntimeError
+@pytest.mark.parametrize("workers", [2, 3])
+def test_all_buckets_come_once_whatever_the_workers_do(workers):
+    class Failing(EagerBackend):
+        def why_no_precompile(self):
+            return ""
 
-    assert sorted(b.n for b in shared([*SPACE], 2, fail)) == [1, 2, 4]
-    assert [*shared([*SPACE], 0, fail)] == [Bucket(n=4), Bucket(n=2), Bucket(n=1)]
+        def precompile(self, *_, **__):
+            raise RuntimeError
+
+    found = [*capturing(Failing(), workers).shared_out([*SPACE])]
+    assert sorted(bucket.n for bucket in found) == [1, 2, 4]

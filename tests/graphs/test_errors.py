@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from graphs.texts import clipped, parse_json, quoted
+from graphs.errors import clipped, parse_json, quoted
 
 
 @pytest.mark.parametrize("text", ["null", "[1, 2.5]", b'{"a": "\xc3\xa9"}'])
