@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from compiled_attn import PagedKVCache
 from compiled_attn.cache.defrag import PAD_SIZES, BlockSwap
 from compiled_attn.compat.paged.layouts import LAYOUTS, convert_key, convert_value, empty_caches
-from graphs import CapturedGraph, no_compile
+from graphs import no_compile
 from tests.compiled_attn.cache.defrag.swapping import (
     BLOCKS,
     assert_copies,
@@ -37,20 +37,6 @@ DTYPES = [
     torch.float8_e4m3fn,
     torch.float8_e5m2,
 ]
-
-
-@pytest.fixture
-def runs(monkeypatch) -> list[str]:
-    """The names of the captured graphs that ran."""
-    names: list[str] = []
-    run = CapturedGraph.run
-
-    def counted(graph: CapturedGraph, *inputs: Any) -> Any:
-        names.append(graph.name)
-        return run(graph, *inputs)
-
-    monkeypatch.setattr(CapturedGraph, "run", counted)
-    return names
 
 
 @pytest.mark.parametrize("has_value", [True, False])
