@@ -1,4 +1,4 @@
-"""Points over named axes: the axis, the bucket, and the error of a need that no bucket holds."""
+"""Points over named axes: the axis with its legal range, and the bucket."""
 
 from __future__ import annotations
 

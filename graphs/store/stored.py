@@ -1,4 +1,4 @@
-"""The part that all backends with a store have in common: load what is there, store what is not."""
+"""The base of backends with a store: load what is there, store what is not."""
 
 from __future__ import annotations
 
