@@ -22,7 +22,7 @@ class Axis:
         high: the largest legal value, at least `low`.
 
     Raises:
-        ValueError: the name is no usable identifier, or the range is empty or negative.
+        ValueError: the name is not a usable identifier, or the range is empty or negative.
     """
 
     name: str

@@ -33,7 +33,7 @@ def cache_app(
     """The commands.
 
     Args:
-        default: where the store is unless told.
+        default: where the store is unless `--store` says otherwise.
         error: what bad input raises.
         find: finds the default store where variables or the platform may say otherwise.
     """
@@ -78,7 +78,7 @@ def cache_app(
         ],
         store: _Store = None,
     ) -> int:
-        """Remove what was not used for longest until the rest is no larger than SIZE."""
+        """Remove the least recently used until the rest is no larger than SIZE."""
         with opened(store) as there:
             removed = there.prune(parse_bytes(max_size))
             typer.echo(f"{_size(removed)} removed, {_size(there.bytes)} left")

@@ -22,7 +22,7 @@ from graphs.watch.causes import describe_failure
 __all__ = ["StoredBackend"]
 
 _log = logging.getLogger(__name__)
-_UNTOLD = "an option is an object without a uuid(), so nobody can tell what it does: give it one"
+_UNTOLD = "an option is an object without a uuid(), so what it does cannot be recorded: give it one"
 
 
 class StoredBackend(Backend):

@@ -233,7 +233,7 @@ def test_what_belongs_to_another_user_is_refused(store, artifact):
 
 def test_some_other_folder_is_refused_and_left_alone(tmp_path):
     (tmp_path / "photo.jpg").write_bytes(b"x")
-    with pytest.raises(StoreError, match=r"is no store, it holds photo.jpg"):
+    with pytest.raises(StoreError, match=r"is not a store, it holds photo.jpg"):
         ArtifactStore(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["photo.jpg"]
 
