@@ -24,11 +24,6 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture
-def store(tmp_path):
-    return ArtifactStore(tmp_path / "store")
-
-
-@pytest.fixture
 def artifact(tmp_path):
     folder = tmp_path / "built"
     (folder / "deep").mkdir(parents=True)
