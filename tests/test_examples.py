@@ -48,7 +48,7 @@ class _Uncompiled(EagerBackend):
 @pytest.fixture
 def uncompiled(monkeypatch):
     """Pages show the default backend; compiling it is the work of other tests."""
-    capture = importlib.import_module("graphs.capture")  # the name in graphs is the function
+    capture = importlib.import_module("graphs.capture.capture")  # the name in graphs is the function
     monkeypatch.setattr(capture, "BACKENDS", {**BACKENDS, "inductor": _Uncompiled()})
 
 
