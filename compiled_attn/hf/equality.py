@@ -1,4 +1,4 @@
-"""Whether a model computes the same logits through the paged cache as by itself.
+"""A trial of a model: its logits through the paged cache must equal those by itself.
 
 Whatever in a model's own code does not survive the change of its attention (positions that it
 counts itself, state that it keeps between tokens, a second call with other values) shows here.
@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from compiled_attn.cache.kv_cache import PagedKVCache
-from compiled_attn.hf.refused import ModelRefused, plain_attention, refused
+from compiled_attn.errors import ModelRefused
+from compiled_attn.hf.refused import plain_attention, refused
 from compiled_attn.step import BatchBuilder, Request
 
 if TYPE_CHECKING:

@@ -1,12 +1,12 @@
+"""``compiled-attn run``: what it serves, proves and writes."""
+
 from __future__ import annotations
 
-import builtins
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
-from io import StringIO
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +16,15 @@ import torch
 pytest.importorskip("typer", reason="needs the extra cli")
 pytest.importorskip("transformers", reason="needs the extra hf")
 
-from rich.console import Console
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
-import compiled_attn
-from compiled_attn.cli import main
-from compiled_attn.cli.job import Options
-from compiled_attn.cli.live import ServingView, serving_view, status_line
-from compiled_attn.engine import Engine, StepInfo
+from compiled_attn.cli.options import RunOptions
+from compiled_attn.engine import Engine
 from compiled_attn.hf.proof import CheckReport, Difference
 from compiled_attn.ops import NativeOps
 from graphs.backends.eager import EagerBackend
 from graphs.capture.contract import Frozen
+from tests.compiled_attn.cli.commands import Command, assert_refused
 
 KEYS = {
     "graphs",
@@ -48,82 +45,6 @@ KEYS = {
     "torch",
     "backend",
 }
-
-
-@dataclass
-class Outcome:
-    code: int
-    out: str
-    err: str
-
-
-Command = Callable[..., Outcome]
-
-
-@pytest.fixture(autouse=True)
-def _no_store_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("compiled_attn.cli.store.default_store", lambda: tmp_path / "store")
-
-
-@pytest.fixture
-def command(capsys: pytest.CaptureFixture[str]) -> Command:
-    """Runs the command as the console script does."""
-
-    def run(*arguments: object) -> Outcome:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main([str(argument) for argument in arguments])
-        assert isinstance(ended.value.code, int)
-        return Outcome(ended.value.code, *capsys.readouterr())
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=256,
-        initializer_range=0.2,
-        eos_token_id=None,
-    )
-    path = tmp_path_factory.mktemp("model")
-    LlamaForCausalLM(config).save_pretrained(path)
-    return path
-
-
-@pytest.fixture
-def trace(tmp_path: Path) -> Path:
-    path = tmp_path / "trace.csv"
-    rows = [f"{0.001 * i:.3f},{20 + 3 * i},{18 + i}" for i in range(6)]
-    path.write_text("\n".join(["arrival_s,prompt_tokens,output_tokens", *rows]) + "\n")
-    return path
-
-
-@pytest.fixture
-def small(model_dir: Path, trace: Path) -> list[object]:
-    """Options of a job that takes a second."""
-    return [
-        *("run", "--model", model_dir, "--trace", trace, "--backend", "eager"),
-        *("--max-tokens-per-step", 32, "--max-seqs", 4, "--block-size", 8, "--max-graphs", 6),
-    ]
-
-
-def assert_refused(outcome: Outcome, *parts: str) -> None:
-    """Exit code 2, and nothing but one line on stderr that holds all the parts."""
-    lines = [line for line in outcome.err.splitlines() if line.startswith("compiled-attn: error:")]
-    assert outcome.code == 2, outcome.err
-    assert len(lines) == 1 and lines[0] == outcome.err.splitlines()[-1]
-    for part in parts:
-        assert part in lines[0]
-    assert "Traceback" not in outcome.err
-    assert outcome.out == ""
 
 
 def test_a_run_serves_checks_and_writes_every_promised_key(
@@ -186,7 +107,7 @@ def test_json_and_report_say_what_was_served_how_and_on_what(
     options = result["options"]
     assert (options["top_p"], options["max_seqs"], options["backend"]) == (0.5, 4, "eager")
     assert options["model"] == str(model_dir) and options["num_blocks"] is None
-    assert set(options) == {field.name for field in fields(Options)}
+    assert set(options) == {field.name for field in fields(RunOptions)}
     assert result["machine"]["cpu"] and result["versions"]["compiled-attn"]
     assert result["date"].endswith("+00:00")
     page = (tmp_path / "page" / "report.html").read_text()
@@ -296,7 +217,7 @@ def test_a_run_tells_how_many_graphs_came_from_the_store(
         assert store == tmp_path / "mine"
         yield Loading()
 
-    monkeypatch.setattr("compiled_attn.cli.job.stored_backend", stored)
+    monkeypatch.setattr("compiled_attn.cli.run.stored_backend", stored)
     path = tmp_path / "result.json"
     outcome = command(*small, "--store", tmp_path / "mine", "--json", path)
     result = json.loads(path.read_text())
@@ -341,7 +262,7 @@ def test_a_mismatch_is_shown_with_both_logits_and_fails_the_run(
 ) -> None:
     difference = Difference(3, 7, 11, 12, 0.5, 0.25)
     report = CheckReport(1, 9, 2, mismatches=[difference], ties=[difference])
-    monkeypatch.setattr("compiled_attn.cli.job.check", lambda *_, **__: report)
+    monkeypatch.setattr("compiled_attn.cli.run.check", lambda *_, **__: report)
     outcome = command(*small, "--check", 1)
     assert outcome.code == 1
     assert f"mismatch: {difference}" in outcome.out and f"tie: {difference}" in outcome.out
@@ -405,182 +326,3 @@ def test_a_compile_while_serving_fails_the_run_with_its_cause_and_report(
     assert strict.code == 1 and "expected nothing to compile any more" in strict.err
     assert re.search(r"requests\W+0\b", strict.out)
     assert loose.code == 0 and re.search(r"compiles after warmup\W+[1-9]", loose.out)
-
-
-def test_an_unknown_or_unreadable_model_is_refused(command: Command, tmp_path: Path) -> None:
-    outcome = command("run", "--model", tmp_path / "none")
-    assert_refused(outcome, str(tmp_path / "none"), "no such directory")
-    (tmp_path / "config.json").write_text("{oops")
-    assert_refused(command("run", "--model", tmp_path), "not a valid JSON file")
-
-
-def test_a_bad_trace_line_is_refused_with_its_number(
-    command: Command, small: list[object], trace: Path
-) -> None:
-    trace.write_text(trace.read_text() + "9.0,-3,1\n")
-    assert_refused(command(*small), f"{trace}, line 8: prompt_tokens", "got -3")
-    small[4] = trace.parent / "none.csv"
-    assert_refused(command(*small), "none.csv: cannot be read: No such file")
-
-
-def test_a_request_beyond_the_context_is_refused(command: Command, small: list[object]) -> None:
-    assert_refused(command(*small, "--scale", 9), "context 256", "scale")
-
-
-def test_a_pool_too_small_for_one_request_is_refused(command: Command, small: list[object]) -> None:
-    assert_refused(command(*small, "--num-blocks", 4), "3 blocks", "num_blocks", "at least")
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("axes: tokens shared unique logits\n(32, 0, -8, 4)\n", ":2:"),
-        ("axes: tokens blocks\n(32, 8)\n", "axes"),
-        ("axes: tokens shared unique logits\n(32, 0, 1, 4)\n", "unique"),
-    ],
-)
-def test_a_bad_bucket_file_is_refused(
-    command: Command, small: list[object], tmp_path: Path, content: str, message: str
-) -> None:
-    path = tmp_path / "buckets"
-    path.write_text(content)
-    assert_refused(command(*small, "--buckets", path), message)
-
-
-def test_more_buckets_than_graphs_are_refused(
-    command: Command, small: list[object], tmp_path: Path
-) -> None:
-    path = tmp_path / "buckets"
-    path.write_text("axes: tokens shared unique logits\n[2, 4, 8, 32], 32, 128, 4\n")
-    assert_refused(command(*small, "--max-graphs", 3, "--buckets", path), "max_graphs", "4")
-
-
-def test_a_missing_compiler_is_refused_with_the_remedy(
-    command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reason = "no working C++ compiler found; install one or use eager"
-    monkeypatch.setattr(
-        "compiled_attn.cli.job.available_backends", lambda: {"inductor": reason, "eager": None}
-    )
-    assert_refused(command("run"), "--backend inductor", reason)
-
-
-@pytest.mark.parametrize(
-    ("options", "parts"),
-    [
-        (["--backend", "magic"], ["unknown --backend magic", "eager", "inductor"]),
-        (["--dtype", "int4"], ["unknown --dtype int4", "float32, bfloat16"]),
-        (["--demand", "poem"], ["unknown demand 'poem'", "chat, code, rag"]),
-        (["--speed", "0"], ["--speed above 0"]),
-        (["--requests", "0"], ["--requests"]),
-        (["--requests", "few"], ["--requests"]),
-        (["--scale", "-1"], ["scale must be a positive number, got -1.0"]),
-        (["--max-seqs", "0"], ["max_seqs"]),
-        (["--max-seqs", "300"], ["max_seqs", "max_tokens_per_step", "300"]),
-        (["--num-blocks", "1"], ["num_blocks"]),
-        (["--max-graphs", "0"], ["max_graphs"]),
-        (["--temperature", "-1"], ["temperature", "-1.0"]),
-        (["--top-p", "0"], ["top_p"]),
-        (["--check", "2", "--temperature", "1"], ["--check compares greedy decoding"]),
-        (["--json", "/nowhere/result.json"], ["/nowhere/result.json", "No such file or directory"]),
-        (["--num-blocks", "99999999999"], ["not enough memory", "--num-blocks"]),
-        (["--num-blocks", "9" * 20], ["not enough memory", "--num-blocks", " bytes, which this"]),
-        (["--block-size", "9" * 20], ["not enough memory", "block_size", " bytes, which this"]),
-        (
-            ["--max-tokens-per-step", "9" * 20, "--kernel", "portable", "--num-blocks", "99999"],
-            ["not enough memory", "--max-tokens-per-step"],
-        ),
-        (["--requests", "9" * 20], ["--requests"]),
-        (["--seed", "9" * 30], ["--seed"]),
-        (["--scale", "1e300"], ["choose a smaller scale"]),
-        (["--trace", "x.csv", "--demand", "chat"], ["--trace and --demand"]),
-        (["--store", "x", "--no-store"], ["--store and --no-store"]),
-        (["--store", "/dev/null"], ["/dev/null"]),
-        (["--warmup-workers", "0"], ["warmup_workers >= 1, got 0"]),
-        (["--warmup-journal", "/dev/null/journal"], ["/dev/null"]),
-        (["--colour"], ["--colour"]),
-        (["surplus"], ["surplus"]),
-    ],
-)
-def test_bad_options_are_refused_in_one_line(
-    command: Command, options: list[str], parts: list[str]
-) -> None:
-    assert_refused(command("run", *options), *parts)
-
-
-def test_an_unknown_command_is_refused(command: Command) -> None:
-    assert_refused(command("serve"), "serve")
-
-
-def test_without_a_command_the_help_is_shown(command: Command) -> None:
-    outcome = command()
-    assert "Usage: compiled-attn" in outcome.out and outcome.err == ""
-
-
-def test_version_and_help(command: Command) -> None:
-    outcome = command("--version")
-    assert (outcome.code, outcome.out) == (0, f"compiled-attn {compiled_attn.__version__}\n")
-    for arguments in (["--help"], ["run", "--help"]):
-        assert command(*arguments).code == 0
-
-
-def test_the_help_names_every_option_of_the_command(command: Command) -> None:
-    names = (
-        "model trace demand requests scale seed speed concurrency temperature top-k top-p dtype "
-        "backend max-tokens-per-step max-seqs block-size num-blocks buckets max-graphs check "
-        "strict no-strict report json store no-store warmup-workers warmup-journal"
-    )
-    text = command("run", "--help").out
-    assert [name for name in names.split() if f"--{name}" not in text] == []
-
-
-def test_without_its_extra_the_command_says_what_to_install(
-    command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = builtins.__import__
-
-    def without_typer(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name == "typer":
-            raise ModuleNotFoundError("No module named 'typer'", name="typer")
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without_typer)
-    assert_refused(command("--version"), "typer", "pip install 'compiled-attn[cli,hf]'")
-
-
-def step(elapsed_s: float, finished: int = 1) -> StepInfo:
-    return StepInfo(
-        running=3,
-        waiting=4,
-        blocks_used=50,
-        blocks_total=80,
-        finished=finished,
-        generated_tokens=1200,
-        elapsed_s=elapsed_s,
-    )
-
-
-def test_the_status_line_tells_speed_queue_and_blocks() -> None:
-    assert status_line(step(2.0)) == "600 tokens/s, 3 running, 4 waiting, 50/80 blocks"
-    assert status_line(step(0.0)).startswith("0 tokens/s")
-
-
-def test_plain_output_is_a_line_now_and_then() -> None:
-    stream = StringIO()
-    with serving_view(9, Console(file=stream, width=40)) as view:
-        assert type(view) is ServingView
-        for seconds in (0.1, 4.9, 5.0, 6.0, 9.9, 10.2):
-            view(step(seconds))
-    assert stream.getvalue().splitlines() == [
-        "5 s: 1/9 requests, 240 tokens/s, 3 running, 4 waiting, 50/80 blocks",
-        "10 s: 1/9 requests, 118 tokens/s, 3 running, 4 waiting, 50/80 blocks",
-    ]
-
-
-def test_a_terminal_shows_one_live_line() -> None:
-    stream = StringIO()
-    console = Console(file=stream, force_terminal=True, width=120)
-    with serving_view(9, console) as view:
-        view(step(2.0, finished=9))
-    assert "9/9" in stream.getvalue()
-    assert "600 tokens/s, 3 running, 4 waiting, 50/80 blocks" in stream.getvalue()

@@ -1,3 +1,5 @@
+"""examples/sequence_blocks.py: the blocks of one batch, position by position."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -8,9 +10,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from sequence_blocks import SequenceBlocks
 
 from compiled_attn.cache.blocks import BlockPool, OutOfBlocks
-from compiled_attn.cache.blocks.sequences import SequenceBlocks
 
 
 def snapshot(blocks: SequenceBlocks) -> tuple[Any, ...]:

@@ -1,11 +1,48 @@
-"""What can go wrong with blocks. Every error names the request and leaves the pool as it was."""
+"""The errors that a user of this package can meet; each says expected, got, remedy."""
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Hashable
 
-__all__ = ["DuplicateRequest", "OutOfBlocks", "UnknownRequest"]
+__all__ = [
+    "ConfigError",
+    "DuplicateRequest",
+    "ModelChanged",
+    "ModelError",
+    "ModelRefused",
+    "OutOfBlocks",
+    "TraceError",
+    "UnknownRequest",
+]
+
+
+class ConfigError(ValueError):
+    """A setting or a request that cannot work: the message says expected, got, remedy."""
+
+
+class DuplicateRequest(ValueError):
+    """A request of this id is already in the pool."""
+
+    def __init__(self, request_id: Hashable) -> None:
+        super().__init__(request_id)
+        self.request_id = request_id
+
+    def __str__(self) -> str:
+        return (
+            f"expected a new request id, got {self.request_id!r}, which holds blocks: free it first"
+        )
+
+
+class ModelChanged(RuntimeError):
+    """A served model is not as it was at warmup: the message says what changed, and the remedy."""
+
+
+class ModelError(ValueError):
+    """A model that cannot be loaded; the message names the directory, the reason and the remedy."""
+
+
+class ModelRefused(ValueError):
+    """A model that would not run on the paged cache, or compute something else there."""
 
 
 class OutOfBlocks(RuntimeError):
@@ -16,7 +53,7 @@ class OutOfBlocks(RuntimeError):
         length: the positions it wanted to hold.
         needed: the blocks that were missing.
         free: free blocks without content.
-        cached: blocks that nobody holds, whose content is kept until they are evicted.
+        cached: blocks that no request holds, whose content is kept until they are evicted.
         total: blocks of the pool, without the null block.
     """
 
@@ -39,6 +76,10 @@ class OutOfBlocks(RuntimeError):
         )
 
 
+class TraceError(ValueError):
+    """A trace that cannot be read; the message names file, line and reason."""
+
+
 class UnknownRequest(KeyError):
     """No request of this id holds blocks: it was never added, or was freed or preempted before."""
 
@@ -51,27 +92,3 @@ class UnknownRequest(KeyError):
             f"expected a request of this pool, got {self.request_id!r}, which was never added "
             "or is already freed or preempted: add it first"
         )
-
-
-class DuplicateRequest(ValueError):
-    """A request of this id is already in the pool."""
-
-    def __init__(self, request_id: Hashable) -> None:
-        super().__init__(request_id)
-        self.request_id = request_id
-
-    def __str__(self) -> str:
-        return (
-            f"expected a new request id, got {self.request_id!r}, which holds blocks: free it first"
-        )
-
-
-def whole(name: str, value: int, minimum: int) -> int:
-    """Return ``value`` as an int of at least ``minimum``, or raise an error that names it."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"expected an integer {name}, got {value!r}: pass an int") from None
-    if number < minimum:
-        raise ValueError(f"expected {name} >= {minimum}, got {number}: pass a larger one")
-    return number

@@ -1,26 +1,27 @@
-"""Buckets for who has no trace: planned for a mixture of drawn workloads, and guarded.
+"""The demand that default buckets are planned for, without a trace: a mixture of drawn workloads.
 
 Drawn are chat, code and retrieval (`compiled_attn.workloads.synthetic`): as they are and as
 conversations whose prompts begin alike, in their own lengths and stretched to the context, at half
 load, at full load and offered at once. Beside them stands a broad demand over all legal needs,
-because nobody's traffic is like that of others. The same limits give the same buckets.
+because one user's traffic is unlike another's. The same limits give the same buckets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from compiled_attn.workloads.arrival import Arrival, fit, scaled
-from compiled_attn.workloads.families import Family, family, within
+from compiled_attn.workloads.families import Family, within
 from compiled_attn.workloads.simulate import SimulatedEngine, simulate
+from compiled_attn.workloads.simulated.scheduler import SimulatedScheduler
+from compiled_attn.workloads.simulated.steps import MixedSteps
 from compiled_attn.workloads.synthetic import KINDS, synthetic
-from graphs.planner import CostModel, Demand, PlanReport, plan
+from graphs.planner import Demand
 from graphs.planner.region import Region
 
-__all__ = ["broad_demand", "default_demand", "default_plan", "full_speed"]
+__all__ = ["broad_demand", "default_demand", "full_speed"]
 
 _REQUESTS = 400
 _LOADS = (0.5, 1.0, None)
@@ -28,35 +29,6 @@ _FOLLOW_UPS = 0.8
 _STEPS = 5000  # of each workload, evenly drawn
 _WORTH_STRETCHING = 1.5
 _BROAD_SHARE, _BROAD_NEEDS, _FULL = 0.3, 4000, 0.1
-
-
-def default_plan(
-    name: str,
-    engine: SimulatedEngine,
-    context: int,
-    max_graphs: int,
-    *,
-    cost: CostModel | Callable[[Mapping[str, Any]], Any] | None = None,
-    kinds: Sequence[str] = KINDS,
-    seed: int = 0,
-) -> PlanReport:
-    """The default buckets of a family of steps within an engine's limits. Takes seconds.
-
-    Args:
-        name: one of `compiled_attn.workloads.families.FAMILIES`.
-        engine: the limits.
-        context: longest prompt plus generation, in tokens.
-        max_graphs: buckets at most.
-        cost: of a bucket; None: that of the simulated device.
-        kinds: drawn workloads to mix.
-        seed: of the workloads.
-
-    Raises:
-        ValueError: what `simulate`, `family` and `graphs.planner.plan` raise.
-    """
-    wanted = family(name, engine, context)
-    demand = default_demand(wanted, engine, context, kinds=kinds, seed=seed)
-    return plan(demand, cost or wanted.cost, max_graphs, axes=wanted.axes, legal=wanted.legal)
 
 
 def default_demand(
@@ -75,13 +47,12 @@ def default_demand(
     longest = min(context, engine.blocks * engine.block_size)
     parts: list[Demand] = []
     for arrivals in _workloads(kinds, longest, seed):
-        fastest = full_speed(arrivals, engine)
+        fastest = full_speed(arrivals, engine, wanted.steps)
         for load in _LOADS:
             speed = None if load is None else load * fastest
-            needs = simulate(arrivals, engine, speed=speed).needs
-            source = wanted.name if wanted.name in needs else "engine"
-            if source in needs:
-                found = within(needs[source], wanted.axes)[0]
+            needs = simulate(arrivals, engine, speed=speed, steps=wanted.steps).needs
+            if wanted.name in needs:
+                found = within(needs[wanted.name], wanted.axes)[0]
                 parts.append(found[:: 1 + len(found) // _STEPS])
     if not parts:
         raise ValueError(f"expected kinds of {', '.join(KINDS)}, got {list(kinds)}: name one")
@@ -109,10 +80,14 @@ def broad_demand(wanted: Family, seed: int = 0) -> Demand:
     return Demand(wanted.names, points, 1 / np.maximum(own, own[own > 0].min()))
 
 
-def full_speed(arrivals: Sequence[Arrival], engine: SimulatedEngine) -> float:
-    """At how many times the given speed requests arrive just as fast as they can be served."""
+def full_speed(
+    arrivals: Sequence[Arrival],
+    engine: SimulatedEngine,
+    steps: type[SimulatedScheduler] = MixedSteps,
+) -> float:
+    """The multiple of the given speed at which requests arrive just as fast as they are served."""
     duration = arrivals[-1].arrival_s - arrivals[0].arrival_s
-    return duration / simulate(arrivals, engine, speed=None).seconds or 1.0
+    return duration / simulate(arrivals, engine, speed=None, steps=steps).seconds or 1.0
 
 
 def _workloads(kinds: Sequence[str], longest: int, seed: int) -> Iterator[list[Arrival]]:
