@@ -20,8 +20,7 @@ from compiled_attn.compat.flash import (
     flash_attn_with_kvcache,
     flash_attn_with_kvcache_reference,
 )
-from compiled_attn.compat.flash import append as append_module
-from compiled_attn.ops import KernelChoice
+from compiled_attn.ops import KernelChoice, rows
 from tests.compiled_attn.compat.flash.cases import Case, assert_close
 
 PAGES, PAGE, KV_HEADS, DIM = 300, 4, 2, 16
@@ -298,7 +297,7 @@ def test_inductor_allocates_nothing_of_the_size_of_the_cache(kind: str) -> None:
 def test_why_there_is_an_op_index_put_copies_the_cache_of_views(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(append_module, "stands_alone", lambda _: True)
+    monkeypatch.setattr(rows, "stands_alone", lambda _: True)
     for inside in (False, True):
         torch._dynamo.reset()
         function, base = over_views("fused", inside)

@@ -11,7 +11,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from compiled_attn.compat.paged.errors import expect
+from compiled_attn.arguments.expect import Expect
+from compiled_attn.errors import PagedArgumentError
 
 __all__ = [
     "LAYOUTS",
@@ -20,6 +21,7 @@ __all__ = [
     "convert_key",
     "convert_value",
     "empty_caches",
+    "expect",
     "key_shape",
     "packing",
     "take_blocks",
@@ -38,6 +40,8 @@ NHD    (NB, BS, Hk, D)      (NB, BS, Hk, D)
 HND    (NB, Hk, BS, D)      (NB, Hk, BS, D)
 ====== ==================== ==================
 """
+
+expect = Expect(PagedArgumentError, PagedArgumentError)
 
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 
