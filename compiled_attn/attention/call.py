@@ -45,8 +45,8 @@ class UnifiedCall(NamedTuple):
         query, keys = self.query, self.key_cache
         values = keys if self.value_cache is None else self.value_cache
         slopes = self.scoring.alibi_slopes
-        learned = query, self.key, self.value, keys, values, self.key_scale, self.value_scale
-        learned += slopes, self.scoring.sinks
+        scales = self.key_scale, self.value_scale
+        learned = query, self.key, self.value, keys, values, *scales, slopes, self.scoring.sinks
         return AttentionTraits(
             query.device.type,
             query.dtype,

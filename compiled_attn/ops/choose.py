@@ -94,7 +94,8 @@ class NativeKernel:
 
     def unavailable(self) -> str | None:
         """See `Implementation`; builds the kernel on the first call."""
-        return unavailable()
+        why: str | None = unavailable()
+        return why
 
 
 class PortableKernel:

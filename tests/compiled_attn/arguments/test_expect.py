@@ -52,7 +52,7 @@ def test_a_tensor_that_fits_passes():
     [
         (lambda: EXPECT.unit_stride(x=ROWS.T), r"x of stride\(-1\) == 1, got \(1, 4\)"),
         (lambda: EXPECT.contiguous(x=ROWS.T), r"contiguous x, got \(1, 4\)"),
-        (lambda: EXPECT.not_expanded(ROWS[:1].expand(3, 4)), "without expanded axes"),
+        (lambda: EXPECT.not_expanded(ROWS[:1].expand(3, 4)), "caches without expanded axes"),
         (lambda: EXPECT.heads(4, 3), r"H divisible by Hk, got \(4, 3\)"),
         (lambda: EXPECT.heads(4, 0), r"H divisible by Hk, got \(4, 0\)"),
         (lambda: EXPECT(False, "a row", ROWS.shape, "add one"), r"a row, got \[3, 4\]: add one"),
