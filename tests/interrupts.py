@@ -14,12 +14,17 @@ or, where a run goes on for long, until nothing is raised any more: ``while cut.
 A *place* is the 'line' event of ``sys.settrace``, in any frame of the calling thread whose code is
 in a file of ``compiled_attn/`` or ``graphs/``: before each line that is executed, as often as it
 is. Code that those call (torch, numpy, the standard library) and code that calls them (the test)
-is not interrupted; graphs that a compiler made have no lines. What traced the thread before
-(coverage, a debugger, an outer ``interrupted_at``) does not see the run and is put back after it.
+is not interrupted; graphs that a compiler made have no lines. The way out of a ``with`` block is
+part of the next place: Python looks for signals after calls, at the start of a function and at
+jumps back, so that none comes between the end of a block and the release of its lock. What traced
+the thread before (coverage, a debugger, an outer ``interrupted_at``) does not see the run and is
+put back after it.
 """
 
 from __future__ import annotations
 
+import dis
+import linecache
 import os
 import sys
 from collections.abc import Callable
@@ -80,7 +85,7 @@ class Interruption:
     def _traced(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
         if event != "line" or self.was_raised:
             return self._traced
-        if self.lines == self._at:
+        if self.lines >= self._at >= 0 and not _leaves_with(frame):
             self.was_raised = True
             self.where = f"{Path(frame.f_code.co_filename).relative_to(_TOP)}:{frame.f_lineno}"
             raise self._made()
@@ -91,6 +96,15 @@ class Interruption:
         if isinstance(self._exception, type):
             return self._exception(f"injected at {self.where}")
         return self._exception
+
+
+def _leaves_with(frame: FrameType) -> bool:
+    """Whether the next instructions call the exit of a context manager, with three times None."""
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
+    if not line.startswith(("with ", "async with ")):
+        return False
+    at = next(each for each in dis.get_instructions(frame.f_code) if each.offset == frame.f_lasti)
+    return at.opname == "LOAD_CONST" and at.argval is None
 
 
 def interrupted_at(

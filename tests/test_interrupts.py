@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+import threading
 
 import pytest
 
 from compiled_attn.cache.blocks import BlockPool
+from graphs import no_compile
 from tests.interrupts import count_lines, interrupted_at
 
 
@@ -56,3 +58,20 @@ def test_what_traced_before_traces_again() -> None:
         assert sys.gettrace() is tracer
     finally:
         sys.settrace(before)
+
+
+def test_a_sentinel_interrupted_at_any_line_keeps_no_lock_that_another_thread_needs():
+    place, was_raised = 0, True
+    while was_raised:
+        sentinel = no_compile()
+        try:
+            with interrupted_at(place) as cut, sentinel:
+                pass
+        except KeyboardInterrupt:
+            sentinel.disarm()
+        other = threading.Thread(target=lambda: no_compile().__enter__().disarm(), daemon=True)
+        other.start()
+        other.join(60)
+        assert not other.is_alive(), cut.where
+        place, was_raised = place + 1, cut.was_raised
+    assert place > 50

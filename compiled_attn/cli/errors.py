@@ -8,11 +8,6 @@ from collections.abc import Callable, Iterator
 
 import typer
 
-from compiled_attn.cache.blocks import OutOfBlocks
-from compiled_attn.engine import ConfigError
-from graphs import BucketOverflow, CaptureError
-from graphs.texts import clipped
-
 __all__ = ["BAD_INPUT", "FAILED", "INTERRUPTED", "UserError", "bad_input", "exit_code_of", "tell"]
 
 FAILED = 1
@@ -49,19 +44,30 @@ def exit_code_of(command: Callable[[], int]) -> int:
         return command()
     except (KeyboardInterrupt, typer.Abort):
         return tell("interrupted", INTERRUPTED)
-    except (UserError, ConfigError, CaptureError, BucketOverflow, OutOfBlocks) as error:
+    except UserError as error:
         return tell(error, BAD_INPUT)
     except Exception as error:
         # By its version, typer brings a click of its own or not: usage errors have this in common.
-        message = getattr(error, "format_message", None)
-        if message is None:
-            raise
-        return tell(message(), BAD_INPUT)
+        if (message := getattr(error, "format_message", None)) is not None:
+            return tell(message(), BAD_INPUT)
+        if isinstance(error, _known_errors()):
+            return tell(error, BAD_INPUT)
+        raise
 
 
 def tell(problem: object, code: int) -> int:
     """Print a problem as one line on stderr, if there is anything to say; returns ``code``."""
+    from graphs.errors import clipped
+
     kind = "" if code == INTERRUPTED else "error: "
     if line := " ".join(str(problem).split()):
         print(f"compiled-attn: {kind}{clipped(line, _LONGEST)}", file=sys.stderr)
     return code
+
+
+def _known_errors() -> tuple[type[Exception], ...]:
+    import graphs.cli.errors
+    from compiled_attn.errors import ConfigError, OutOfBlocks
+    from graphs import BucketOverflow, CaptureError
+
+    return ConfigError, OutOfBlocks, BucketOverflow, CaptureError, graphs.cli.errors.UserError

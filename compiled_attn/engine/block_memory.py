@@ -1,32 +1,31 @@
-"""The block side of an engine: who holds which block, where it lies, and what is copied."""
+"""The blocks of an engine: who holds which, where it lies, and what is copied."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import asdict, replace
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from compiled_attn.cache.blocks import BlockPool, PoolStats
-from compiled_attn.cache.defrag import BlockSwap, OnlineDefragmenter
-from compiled_attn.cache.kv_cache import PagedKVCache
+from compiled_attn.cache.defrag import OnlineDefragmenter
 from compiled_attn.engine.config import EngineConfig
-from graphs import BucketEvent, WarmupReport
+from compiled_attn.engine.executor import COPIES, Executor
+from compiled_attn.engine.tables import StepTables
+from compiled_attn.step import RequestTable
 
 __all__ = ["BlockMemory"]
 
-_PAIRS = 16
 _SUMS = "allocations evictions copies preemptions queried_tokens hit_tokens partial_hit_tokens"
 _MAXIMA = "high_water peak_used"
 
 
 class BlockMemory:
-    """A pool, the cache it hands out, and the captured copies that keep both in step.
+    """A pool, and the copies that keep the cache of an executor in step with it.
 
     Args:
-        cache: of the model.
+        executor: whose cache it is.
         config: of the engine.
 
     Attributes:
@@ -34,19 +33,11 @@ class BlockMemory:
         defragmenter: None where the configuration turns it off.
     """
 
-    def __init__(self, cache: PagedKVCache, config: EngineConfig) -> None:
-        self._cache = cache
+    def __init__(self, executor: Executor, config: EngineConfig) -> None:
+        self._executor = executor
         self._config = config
-        self._swap = BlockSwap(
-            cache, pad_sizes=(_PAIRS,), backend=config.backend, strict=config.strict
-        )
         self._past: PoolStats | None = None
-        self.pool = self._new_pool()
-        self.defragmenter = self._new_defragmenter(self.pool)
-
-    def warmup(self, progress: Callable[[BucketEvent], None] | None = None) -> WarmupReport:
-        """Captures the copies; raises what `BlockSwap.warmup` raises."""
-        return self._swap.warmup(progress)
+        self._renew(self._new_pool())
 
     def settle(self) -> None:
         """Performs what is due before a step: copies on write, then a bounded defragmentation.
@@ -55,41 +46,35 @@ class BlockMemory:
         """
         copies = self.pool.pending_copies()
         if copies:
-            self._swap.move(self.pool.places.resolve_all(np.array(copies)))
+            self._executor.copies.move(self.pool.places.resolve_all(np.array(copies)))
             self.pool.copied(copies)
         if self.defragmenter is not None and self.defragmenter.is_due:
             self.defragmenter.defragment()
+            self._tables.forget_places()
 
     def reset(self) -> None:
         """Forgets all requests and all content, whatever state an exception left them in.
 
         What was counted stays counted.
         """
-        past, pool = self._stats_if_whole(), self._new_pool()
-        defragmenter = self._new_defragmenter(pool)
-        if defragmenter is not None and self.defragmenter is not None:
-            defragmenter.totals = self.defragmenter.totals
-        self._past, self.pool, self.defragmenter = past, pool, defragmenter
+        past, before = self._stats_if_whole(), self.defragmenter
+        self._renew(self._new_pool())
+        self._past = past
+        if self.defragmenter is not None and before is not None:
+            self.defragmenter.totals = before.totals
 
-    def table(self, request_id: Hashable) -> NDArray[np.int64]:
-        """Where the blocks of a request lie now, ``[blocks]``."""
-        table = self.pool.table(request_id)
-        return self.pool.places.resolve_all(table.array[: len(table.blocks)]).astype(
-            np.int64, copy=False
-        )
+    def tables(self, request_ids: Iterable[Hashable]) -> RequestTable:
+        """Where the blocks of these requests lie now: one table for all steps, kept up to date."""
+        return self._tables.of(request_ids)
 
     def sound_hits(self, request_id: Hashable) -> int:
         """How many blocks that a request found in the prefix cache are finite, up to the first
         that is not: a common prefix stays, whoever fails behind it.
         """
-        hits = self.pool.table(request_id).num_cached_tokens // self._cache.block_size
-        places = torch.from_numpy(self.table(request_id)[:hits])
-        sound = torch.ones(hits, dtype=torch.bool)
-        for buffer in self._cache.buffers():
-            if buffer.is_floating_point():
-                blocks = buffer.unflatten(0, (self._cache.num_blocks, -1))[places.to(buffer.device)]
-                sound &= torch.isfinite(blocks.float()).flatten(1).all(1).cpu()
-        return int(sound.cumprod(0).sum())
+        table = self.pool.table(request_id)
+        hits = table.num_cached_tokens // table.block_size
+        places: NDArray[np.int64] = self.pool.places.resolve_all(table.array[:hits])
+        return self._executor.finite_blocks(places)
 
     def stats(self) -> PoolStats:
         """The figures of the pool, and of those before it that were given up."""
@@ -119,12 +104,17 @@ class BlockMemory:
         except Exception:  # a pool torn by an interrupt: its counts since the last reset are lost
             return self._past
 
+    def _renew(self, pool: BlockPool) -> None:
+        tables = StepTables(pool, 2 * self._config.max_seqs, self._executor.sizing.table_width)
+        defragmenter = self._new_defragmenter(pool)
+        self.pool, self._tables, self.defragmenter = pool, tables, defragmenter
+
     def _new_pool(self) -> BlockPool:
-        size = self._cache.block_size
+        sizing = self._executor.sizing
         return BlockPool(
-            self._cache.num_blocks,
-            size,
-            partial_hits=self._config.partial_hits and size > 1,
+            sizing.num_blocks,
+            sizing.block_size,
+            partial_hits=self._config.partial_hits and sizing.block_size > 1,
             key=self._config.prefix_key,
         )
 
@@ -134,8 +124,8 @@ class BlockMemory:
             return None
         return OnlineDefragmenter(
             pool.places,
-            self._swap,
+            self._executor.copies,
             max_waste=waste,
             min_gap=1 if waste == 0 else self._config.defrag_min_gap,
-            max_blocks=_PAIRS,
+            max_blocks=COPIES,
         )

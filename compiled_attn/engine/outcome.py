@@ -1,4 +1,4 @@
-"""What came of a step, decided before anything changes and then made true, once."""
+"""The outcome of a step, decided before anything changes and then made true, once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything that an engine counts while it serves, in a fixed amount of memory."""
+"""The counters of an engine while it serves, in a fixed amount of memory."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from compiled_attn.engine.histogram import BINS, bin_of, quantile
-from compiled_attn.engine.series import Series
+from compiled_attn.engine.figures import BINS, Series, bin_of, quantile
 from graphs import Bucket
 
 __all__ = ["Percentiles", "StepRecord", "Tally"]

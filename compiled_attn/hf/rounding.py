@@ -1,4 +1,4 @@
-"""How much a model rounds: its logits once more, with wider numbers."""
+"""The rounding of a model, measured: its logits once more, with wider numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each layer of a model keeps in a cache: seen in a forward, not read in a configuration."""
+"""The shapes of what each layer keeps in a cache, seen in a forward instead of a configuration."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compiled_attn.step.requests import Ints
+from compiled_attn.step.rows import Ints
 
 __all__ = ["AttentionMetadata"]
 

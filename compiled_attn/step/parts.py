@@ -1,4 +1,4 @@
-"""The tensors of one step, and what attention makes of them."""
+"""The tensors of one step in parts, and what attention makes of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compiled_attn.attention.cached_blocks import usage_bias
 from compiled_attn.attention.metadata import UnifiedMetadata
-from compiled_attn.step.sizes import checked_sizes
+from compiled_attn.step.rows import checked_sizes
 
 __all__ = ["StepBatch"]
 

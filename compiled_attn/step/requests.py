@@ -6,11 +6,10 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-__all__ = ["Ints", "Request", "RequestTable"]
+from compiled_attn.step.rows import Ints
 
-Ints = NDArray[np.int64]
+__all__ = ["Request", "RequestTable"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +61,7 @@ class RequestTable:
         self._rows: dict[Hashable, int] = {}
         self._free = list(range(max_requests - 1, -1, -1))
 
-    def add(self, request_id: Hashable, blocks: Sequence[int] = ()) -> int:
+    def add(self, request_id: Hashable, blocks: Sequence[int] | Ints = ()) -> int:
         """Gives a request a row and returns it.
 
         Raises:
@@ -80,13 +79,31 @@ class RequestTable:
         self.extend(request_id, blocks)
         return row
 
-    def extend(self, request_id: Hashable, blocks: Sequence[int]) -> None:
+    @property
+    def num_free(self) -> int:
+        """Rows that no request has."""
+        return len(self._free)
+
+    def extend(self, request_id: Hashable, blocks: Sequence[int] | Ints) -> None:
         """Appends blocks to a request's row."""
+        self.write(request_id, int(self.lengths[self.row(request_id)]), blocks)
+
+    def write(self, request_id: Hashable, start: int, blocks: Sequence[int] | Ints) -> None:
+        """Puts blocks at the end of a request's row, in place of those from ``start`` on.
+
+        Raises:
+            KeyError: the request has no row.
+            ValueError: the row has no room for so many, or fewer than ``start`` blocks.
+        """
         row = self.row(request_id)
-        start = int(self.lengths[row])
+        if not 0 <= start <= self.lengths[row]:
+            raise ValueError(
+                f"expected a start in 0..{self.lengths[row]}, the blocks of request "
+                f"{request_id!r}, got {start}: rows have no gaps"
+            )
         self._check_room(request_id, start, len(blocks))
         self.blocks[row, start : start + len(blocks)] = blocks
-        self.lengths[row] += len(blocks)
+        self.lengths[row] = start + len(blocks)
 
     def remove(self, request_id: Hashable) -> None:
         """Gives a request's row back."""

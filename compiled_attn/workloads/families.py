@@ -9,15 +9,16 @@ from typing import Any
 import numpy as np
 
 from compiled_attn.workloads.simulate import SimulatedEngine
+from compiled_attn.workloads.simulated.scheduler import SimulatedScheduler
+from compiled_attn.workloads.simulated.steps import MixedSteps
 from graphs.buckets.axes import Axis
 from graphs.planner import CostModel, Demand
 
 __all__ = ["FAMILIES", "Family", "family", "within"]
 
-FAMILIES = ("decode", "prefill", "mixed", "engine", "table")
-"""Decode over (sequences, blocks) and prefill over (tokens, context) are for an engine that keeps
-prompts and decodes apart; mixed over (tokens, shared, unique) and engine, which adds logits, for
-steps that hold both; table over (tokens, requests) for a kernel that reads block tables."""
+FAMILIES = ("engine", "table")
+"""Steps of the portable kernel, over (tokens, shared, unique, logits), and of the native one, which
+reads block tables, over (tokens, requests)."""
 
 _USUAL_SHARE = 0.005
 
@@ -27,12 +28,13 @@ class Family:
     """Steps of one kind.
 
     Args:
-        name: one of `FAMILIES`.
+        name: of the simulated needs.
         axes: with the engine's limits.
         legal: which needs within the limits can occur, numbers or arrays by axis.
         cost: of a bucket, in seconds of the simulated device without its constant part.
         usual: sizes up to which the field lays its ladders out where the limit is hardly ever met:
             the shared blocks of one context, while a step may read those of several.
+        steps: what a simulated step computes.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Family:
     legal: Callable[[Mapping[str, Any]], Any]
     cost: CostModel
     usual: Mapping[str, int] = field(default_factory=dict)
+    steps: type[SimulatedScheduler] = MixedSteps
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -77,13 +80,7 @@ def family(name: str, engine: SimulatedEngine, context: int) -> Family:
     if context < 2:
         raise ValueError(f"expected a context of at least 2 tokens, got {context}: raise it")
     longest = min(-(-context // engine.block_size), engine.blocks)
-    if name == "decode":
-        return _decode(engine, longest)
-    if name == "prefill":
-        return _prefill(engine, context, longest)
-    if name == "table":
-        return _table(engine)
-    return _mixed(engine, longest, with_logits=name == "engine")
+    return _table(engine) if name == "table" else _engine(engine, longest)
 
 
 def within(demand: Demand, axes: Sequence[Axis]) -> tuple[Demand, float]:
@@ -103,32 +100,6 @@ def within(demand: Demand, axes: Sequence[Axis]) -> tuple[Demand, float]:
     return kept, 1 - kept.total / demand.total
 
 
-def _decode(engine: SimulatedEngine, longest: int) -> Family:
-    time = engine.time
-    read = time.block_slot * engine.block_size
-    return Family(
-        "decode",
-        (
-            Axis("sequences", 1, engine.max_seqs),
-            Axis("blocks", 1, min(engine.blocks, engine.max_seqs * longest)),
-        ),
-        lambda n: (n["sequences"] <= n["blocks"]) & (n["blocks"] <= n["sequences"] * longest),
-        CostModel(lambda n: time.token * n["sequences"] + read * n["blocks"]),
-    )
-
-
-def _prefill(engine: SimulatedEngine, context: int, longest: int) -> Family:
-    time, size = engine.time, engine.block_size
-    return Family(
-        "prefill",
-        (Axis("tokens", 1, engine.max_tokens), Axis("context", 0, longest)),
-        lambda n: n["tokens"] + (n["context"] - 1) * size < context,
-        CostModel(
-            lambda n: n["tokens"] * (time.token + time.pair * (n["tokens"] + size * n["context"]))
-        ),
-    )
-
-
 def _table(engine: SimulatedEngine) -> Family:
     return Family(
         "table",
@@ -138,25 +109,23 @@ def _table(engine: SimulatedEngine) -> Family:
     )
 
 
-def _mixed(engine: SimulatedEngine, longest: int, *, with_logits: bool) -> Family:
+def _engine(engine: SimulatedEngine, longest: int) -> Family:
     time, size = engine.time, engine.block_size
     contexts = max(1, min(engine.max_seqs, engine.max_tokens // 2))
-    axes = [
+    axes = (
         Axis("tokens", 1, engine.max_tokens),
         Axis("shared", 0, min(engine.blocks, contexts * longest)),
         Axis("unique", 0, min(engine.blocks, engine.max_seqs * longest)),
-    ]
-    if with_logits:
-        axes.append(Axis("logits", 0, engine.max_seqs))
+        Axis("logits", 0, engine.max_seqs),
+    )
 
     def legal(n: Mapping[str, Any]) -> Any:
         fits = (n["unique"] <= n["tokens"] * longest) & (n["shared"] + n["unique"] <= engine.blocks)
         fits = fits & (n["shared"] <= n["tokens"] // 2 * longest)  # two tokens read each context
-        return fits & (n["logits"] <= n["tokens"]) if with_logits else fits
+        return fits & (n["logits"] <= n["tokens"])
 
     def cost(n: Mapping[str, Any]) -> Any:
         prompt = n["tokens"] * (time.token + time.pair * (n["tokens"] + size * n["shared"]))
         return prompt + time.block_slot * size * n["unique"]
 
-    name, usual = "engine" if with_logits else "mixed", {"shared": longest}
-    return Family(name, tuple(axes), legal, CostModel(cost), usual)
+    return Family("engine", axes, legal, CostModel(cost), {"shared": longest})

@@ -1,4 +1,4 @@
-"""The ladders that serving engines capture today, for the families of steps planned here.
+"""The ladders that serving engines capture today, of as many graphs as are wanted.
 
 Rules and default parameters are those of vLLM's plugin for Gaudi
 (``vllm_gaudi.extension.bucketing``: exponential, padding-aware of pull request 762, unified).
@@ -12,46 +12,15 @@ from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
 from compiled_attn.workloads.families import Family
-from compiled_attn.workloads.simulate import SimulatedEngine
 from graphs.buckets.ladders import explicit, exponential, linear, padding_aware
 from graphs.buckets.space import BucketSpace
 
-__all__ = ["PERCENTS", "ladders", "ladders_within"]
+__all__ = ["highest", "ladders_within", "reachable", "unified"]
 
 Points: TypeAlias = Mapping[str, int]
 
-PERCENTS = (10, 25, 50)
-"""Relative padding limits of the padding-aware ladders."""
-
-_LONG_CONTEXT = 8192
 _FINE = 64  # steps of a padding-aware axis
 _MORE = 8  # times as many buckets may a ladder have before the unreachable ones are left out
-
-
-def ladders(family: Family, engine: SimulatedEngine) -> dict[str, BucketSpace]:
-    """The ladders of the field at their default parameters, by name."""
-    high = _highs(family)
-    found: dict[str, BucketSpace]
-    if family.name == "decode":
-        blocks = high["blocks"]
-        found = {"exponential": _decode_exponential(high["sequences"], blocks)}
-        for percent in PERCENTS:
-            found[f"padding-aware {percent} %"] = padding_aware(
-                sequences=(1, 2, high["sequences"], -(-high["sequences"] // 4), percent),
-                blocks=_stepped(engine.block_size, blocks, -(-blocks // 4), percent),
-            )
-    elif family.name == "prefill":
-        size, tokens = engine.block_size, high["tokens"]
-        found = {"exponential": _prefill_exponential(size, tokens, high["context"])}
-        for percent in PERCENTS:
-            found[f"padding-aware {percent} %"] = padding_aware(
-                tokens=_stepped(size, tokens, -(-tokens // 4), percent),
-                context=(0, 2, high["context"], -(-tokens // size), percent),
-            )
-    else:
-        points = {a.name: 10 + (a.low == 0) for a in family.axes if a.name != "logits"}
-        found = {"unified": _unified(family, points)}
-    return {name: _reachable(space, family) for name, space in found.items()}
 
 
 def ladders_within(family: Family, max_graphs: int) -> dict[str, BucketSpace]:
@@ -61,7 +30,7 @@ def ladders_within(family: Family, max_graphs: int) -> dict[str, BucketSpace]:
     Padding-aware ladders keep the field's fine steps, and the number decides how much they pad.
     The unified ladder is for steps that hold prompts and decodes both.
     """
-    high = {name: size for name, size in _highs(family).items() if name != "logits"}
+    high = {name: size for name, size in highest(family).items() if name != "logits"}
 
     def sizes(points: Points) -> dict[str, tuple[int, int, int]]:
         steps = {name: max(1, math.ceil(high[name] / count)) for name, count in points.items()}
@@ -75,7 +44,7 @@ def ladders_within(family: Family, max_graphs: int) -> dict[str, BucketSpace]:
         "exponential": of_exponential,
     }
     if "shared" in high:
-        makers["unified ladder"] = lambda points: _unified(family, points, few=8)
+        makers["unified ladder"] = lambda points: unified(family, points, few=8)
     found = {name: _fitting(make, family, max_graphs) for name, make in makers.items()}
     aware = _padding_aware(family, high, max_graphs)
     first = {name: found.pop(name) for name in ("linear", "exponential")}
@@ -98,7 +67,7 @@ def _padding_aware(family: Family, high: Points, most: int) -> BucketSpace:
 
     for percent in range(10, 51, 5):
         space = made(percent)
-        if space is not None and len(found := _reachable(space, family)) <= most:
+        if space is not None and len(found := reachable(space, family)) <= most:
             return found
 
     def of_half(points: Points) -> BucketSpace:
@@ -112,7 +81,7 @@ def _padding_aware(family: Family, high: Points, most: int) -> BucketSpace:
 
 def _fitting(make: Callable[[Points], BucketSpace], family: Family, most: int) -> BucketSpace:
     points = {axis.name: 1 for axis in family.axes if axis.name != "logits"}
-    best, growing = _reachable(make(points), family), set(points)
+    best, growing = reachable(make(points), family), set(points)
     if len(best) > most:
         best = explicit(family.axes, [_maximum(family)])
     while growing:
@@ -123,7 +92,7 @@ def _fitting(make: Callable[[Points], BucketSpace], family: Family, most: int) -
                 space = make(more)
                 if len(space) > _MORE * most:
                     break
-                found = _reachable(space, family)
+                found = reachable(space, family)
                 if len(found) > len(best):
                     break
             if found is None or not len(best) < len(found) <= most:
@@ -133,7 +102,7 @@ def _fitting(make: Callable[[Points], BucketSpace], family: Family, most: int) -
     return best
 
 
-def _reachable(space: BucketSpace, family: Family) -> BucketSpace:
+def reachable(space: BucketSpace, family: Family) -> BucketSpace:
     """Over the family's axes, with its largest step, less what no legal need reaches."""
     if missing := [axis for axis in family.axes if axis.name not in space.names]:
         space = space * explicit(missing, [[axis.high for axis in missing]])
@@ -146,53 +115,15 @@ def _maximum(family: Family) -> list[int]:
     return [axis.high for axis in family.axes]
 
 
-def _highs(family: Family) -> dict[str, int]:
+def highest(family: Family) -> dict[str, int]:
     """How far the ladders of the field go, by axis."""
     return {axis.name: axis.high for axis in family.axes} | dict(family.usual)
 
 
-def _decode_exponential(sequences: int, blocks: int) -> BucketSpace:
-    rows = _one_and(2, sequences, _points(sequences), 2)
-    columns = _one_and(min(sequences, blocks), blocks, _points(blocks), sequences)
-    return explicit(["sequences"], rows) * explicit(["blocks"], columns)
-
-
-def _one_and(low: int, high: int, points: int, multiple: int) -> list[int]:
-    space = exponential(n=(min(low, high), high, points, multiple))
-    return sorted({1, *(bucket.n for bucket in space)})
-
-
-def _prefill_exponential(size: int, tokens: int, context: int) -> BucketSpace:
-    is_long = context * size >= _LONG_CONTEXT
-    rows = _half_linear(min(size, tokens), tokens, size, is_long)
-    columns = {0} | _half_linear(1, context, 1, is_long) if context else {0}
-    return explicit(["tokens"], sorted(rows)) * explicit(["context"], sorted(columns))
-
-
-def _half_linear(low: int, high: int, step: int, is_long: bool) -> set[int]:
-    """Exponential; for long contexts the lower half of the sizes is, and the rest is linear."""
-    points = _points(high)
-    if not is_long or points < 4:
-        return {bucket.n for bucket in exponential(n=(low, high, points, step))}
-    half, rest = points // 2, points - points // 2
-    turn = high / points
-    sizes = [low * (turn / low) ** (at / (half - 1)) for at in range(half)]
-    sizes += [turn + at * (high - turn) / rest for at in range(1, rest + 1)]
-    return {min(high, math.ceil(size / step - 1e-9) * step) for size in sizes}
-
-
-def _points(high: int) -> int:
-    return math.ceil(math.log2(max(high, 2))) + 1
-
-
-def _stepped(step: int, high: int, absolute: int, percent: int) -> tuple[int, int, int, int, int]:
-    return min(step, high), step, high, absolute, percent
-
-
-def _unified(family: Family, points: Points, few: int = 1) -> BucketSpace:
+def unified(family: Family, points: Points, few: int = 1) -> BucketSpace:
     """Exponential, rounded up to multiples of 128, or less where that leaves ``few`` sizes."""
     multiple = 128
-    low, high = {axis.name: axis.low for axis in family.axes}, _highs(family)
+    low, high = {axis.name: axis.low for axis in family.axes}, highest(family)
     return exponential(
         **{
             name: (low[name], high[name], n, max(1, min(multiple, high[name] // few)))

@@ -1,4 +1,4 @@
-"""Turns a demand into token ids."""
+"""The token ids of a demand."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .arrival import Arrival
+from compiled_attn.workloads.arrival import Arrival
 
 __all__ = ["prompts"]
 

@@ -1,4 +1,4 @@
-"""What each step of an engine would need for a demand, without a model: 100,000 steps in seconds.
+"""The needs of an engine's steps for a demand, without a model: 100,000 steps in seconds.
 
 The simulated engine schedules as `compiled_attn.engine.Scheduler` does: decodes first, then prompts
 in chunks, first come first served, prefixes found block by block, the newest request preempted when
@@ -17,7 +17,8 @@ import numpy as np
 from compiled_attn.workloads.arrival import Arrival
 from compiled_attn.workloads.simulated.engine import SimulatedEngine, StepTime
 from compiled_attn.workloads.simulated.requests import Chains, SimulatedRequest
-from compiled_attn.workloads.simulated.steps import MixedSteps, SeparateSteps
+from compiled_attn.workloads.simulated.scheduler import SimulatedScheduler
+from compiled_attn.workloads.simulated.steps import MixedSteps
 from graphs.planner import Demand
 
 __all__ = ["SimulatedEngine", "Simulation", "StepTime", "simulate"]
@@ -28,12 +29,9 @@ class Simulation:
     """What a simulated engine went through.
 
     Args:
-        needs: the needs of all steps in order, by family. With mixed steps ``"engine"``, over the
-            axes tokens, shared, unique, logits of the portable kernel, and ``"table"``, over
-            tokens, requests of the native one. Otherwise
-            ``"decode"`` over sequences, blocks (the distinct ones that they read) and ``"prefill"``
-            over tokens, context (blocks that the chunk's prompt has in the cache). A family without
-            steps is left out.
+        needs: the needs of all steps in order, by family: ``"engine"``, over the axes tokens,
+            shared, unique, logits of the portable kernel, and ``"table"``, over tokens, requests of
+            the native one. A family without steps is left out.
         seconds: of all steps, idle time left out.
         preemptions: how often a request lost its blocks.
     """
@@ -49,14 +47,16 @@ def simulate(
     *,
     speed: float | None = 1.0,
     concurrency: int | None = None,
+    steps: type[SimulatedScheduler] = MixedSteps,
 ) -> Simulation:
     """Serve ``arrivals`` without computing anything.
 
     Args:
         arrivals: requests in order of arrival.
-        engine: who serves them.
+        engine: that serves them.
         speed: how many times faster than given they arrive; None: all at once.
         concurrency: requests in flight at most; None: no limit.
+        steps: what a step computes.
 
     Raises:
         ValueError: no arrivals, a request that the pool can never hold, a bad speed or concurrency.
@@ -69,8 +69,7 @@ def simulate(
         raise ValueError(f"expected concurrency >= 1 or None, got {concurrency}: raise it")
     for arrival in arrivals:
         _check_fits(arrival, engine)
-    run = (MixedSteps if engine.mixed else SeparateSteps)(engine)
-    chains = Chains(engine.block_size if engine.prefixes else 0)
+    run, chains = steps(engine), Chains(engine.block_size)
     requests = [SimulatedRequest(index, a, chains.keys(a)) for index, a in enumerate(arrivals)]
     times = [0.0 if speed is None else a.arrival_s / speed for a in arrivals]
     run.serve(deque(zip(times, requests, strict=True)), concurrency or len(requests))

@@ -1,4 +1,4 @@
-"""Seeded demands with the percentiles of public traces, for who has no trace."""
+"""Seeded demands with the percentiles of public traces, to serve without a trace."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .arrival import HASH_BLOCK, Arrival
+from compiled_attn.workloads.arrival import HASH_BLOCK, Arrival
 
 __all__ = ["KINDS", "synthetic"]
 

@@ -1,4 +1,4 @@
-"""Reads request traces, in the Azure (CSV) and the Mooncake (JSON lines) form."""
+"""Request traces, read in the Azure (CSV) and the Mooncake (JSON lines) form."""
 
 from __future__ import annotations
 
@@ -7,17 +7,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TextIO
 
-from graphs.texts import parse_json, quoted
-
-from .arrival import HASH_BLOCK, LONGEST, Arrival
+from compiled_attn.errors import TraceError
+from compiled_attn.workloads.arrival import HASH_BLOCK, LONGEST, Arrival
+from graphs.errors import parse_json, quoted
 
 __all__ = ["TraceError", "read_trace"]
 
 _COLUMNS = ("arrival_s", "prompt_tokens", "output_tokens")
-
-
-class TraceError(ValueError):
-    """A trace that cannot be read; the message names file, line and reason."""
 
 
 def read_trace(path: str | Path, limit: int | None = None) -> list[Arrival]:

@@ -1,4 +1,4 @@
-"""One file per way to freeze a callable; `base.py` is the contract."""
+"""One file per way to freeze a callable; `graphs.capture.contract` says what it has to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls what Dynamo compiled without the wrapper of `torch.compile`, behind Dynamo's own guards.
+"""The direct call of what Dynamo compiled, behind its own guards and without its wrapper.
 
 `torch.compile` takes longer to reach a graph than to check its guards. Both the guards and the code
 that they guard are kept with the function; here they are called one after the other. The guards are
@@ -23,7 +23,8 @@ __all__ = ["direct_path", "without_records"]
 
 
 def direct_path(function: Any, examples: Sequence[Input]) -> Direct | None:
-    """The way around the wrapper of a compiled function of :func:`~graphs.capture.own_code.alone`.
+    """The way around the wrapper of `torch.compile`, for a compiled function that
+    :func:`~graphs.capture.wrappers.with_own_code` made.
 
     Returns None, for the caller to go through `torch.compile`, if this torch keeps its guards in
     another way, or if they do not tell the examples from what is certainly wrong.

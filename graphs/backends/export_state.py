@@ -13,17 +13,22 @@ from torch.utils import _pytree as pytree
 from graphs.capture.inputs import Input, InputsCheck, InputSpec
 
 __all__ = [
-    "Returned",
     "State",
     "StateChanged",
     "Stateless",
     "constants_of_others",
     "needs_gradients",
+    "why_stale",
 ]
 
 
 class StateChanged(RuntimeError):
     """A parameter or buffer is no longer what a package was built for; nothing ran."""
+
+
+def why_stale(error: Exception) -> str | None:
+    """The reason if an error of a run means that the graph no longer holds."""
+    return str(error) if isinstance(error, StateChanged) else None
 
 
 class State:

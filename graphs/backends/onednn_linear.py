@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, Node
 
-__all__ = ["OneDnnLinear", "for_cpu"]
+__all__ = ["for_cpu"]
 
 _aten = torch.ops.aten
 _MIN_ROWS = 16  # below, oneDNN's call costs more than it saves

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from operator import index
 from typing import Any, NoReturn
 
-__all__ = ["Axis", "Bucket", "BucketOverflow", "whole"]
+__all__ = ["Axis", "Bucket", "whole"]
 
 _RESERVED = frozenset({"get", "holds", "items", "keys", "names", "of", "sizes", "values"})
 
@@ -116,17 +116,6 @@ class Bucket(Mapping[str, int]):
 
     def __repr__(self) -> str:
         return f"Bucket({', '.join(str(self).split())})"
-
-
-class BucketOverflow(ValueError):
-    """No bucket holds a need; `need` and the `largest` bucket are attributes."""
-
-    def __init__(self, need: Mapping[str, int], largest: Bucket, remedy: str = "") -> None:
-        self.need = dict(need)
-        self.largest = largest
-        wanted = " ".join(f"{name}={size}" for name, size in need.items())
-        remedy = remedy or "cut the step into smaller ones, or add a larger bucket"
-        super().__init__(f"need {wanted} fits no bucket, the largest is {largest}; {remedy}")
 
 
 def whole(name: str, size: int) -> int:

@@ -18,9 +18,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from graphs.buckets.space import BucketSpace
-from graphs.texts import clipped, quoted
+from graphs.errors import BucketFileError, clipped, quoted
+from graphs.files import write_whole
 
-__all__ = ["BucketFileError", "from_file", "to_file"]
+__all__ = ["from_file", "to_file"]
 
 _VERSION = 1
 _MAX_BUCKETS = 100_000
@@ -28,10 +29,6 @@ _LONGEST = 300  # characters of a reason
 _LONGEST_NAME = 80
 _HEADER = re.compile(r"\s*(#?)\s*(axes|version)\s*:\s*(.*?)\s*$")
 _TOKEN = re.compile(r"\s*(-?\d+\.\d*|-?\d+|\w+|\S)")
-
-
-class BucketFileError(ValueError):
-    """A bucket file that cannot be read; the message begins with `path:line:`."""
 
 
 def from_file(path: str | os.PathLike[str]) -> BucketSpace:
@@ -77,13 +74,7 @@ def to_file(space: BucketSpace, path: str | os.PathLike[str]) -> None:
     """
     head = [f"version: {_VERSION}", f"axes: {' '.join(space.names)}"]
     rows = [f"({', '.join(map(str, bucket.sizes))})" for bucket in space]
-    target = Path(path)
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        partial.write_text("\n".join([*head, *rows, ""]), encoding="utf-8")
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_whole(Path(path), "\n".join([*head, *rows, ""]).encode())
 
 
 def _read_line(line: str, names: list[str], rows: dict[tuple[int, ...], None]) -> list[str]:

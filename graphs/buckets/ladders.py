@@ -13,17 +13,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import index
 from typing import SupportsIndex
 
-from graphs.buckets.file import BucketFileError, from_file, to_file
-from graphs.buckets.space import Axis, Bucket, BucketSpace
+from graphs.buckets.axes import Axis, Bucket
+from graphs.buckets.space import BucketSpace
 
 __all__ = [
-    "BucketFileError",
     "explicit",
     "exponential",
-    "from_file",
     "linear",
     "padding_aware",
-    "to_file",
 ]
 
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import index
 from typing import Any, NoReturn, TypeAlias
 
-from graphs.buckets.axes import Axis, Bucket, BucketOverflow, whole
-from graphs.buckets.domination import CheapestDominating
+from graphs.buckets.axes import Axis, Bucket, whole
+from graphs.errors import BucketOverflow
 
-__all__ = ["Axis", "Bucket", "BucketOverflow", "BucketSpace"]
+__all__ = ["BucketSpace"]
 
 Cost: TypeAlias = "Callable[[Bucket], float]"
 
@@ -57,7 +58,7 @@ class BucketSpace:
         self._cost = cost
         self._costs = {bucket: _finite_cost(cost or _product, bucket) for bucket in self._buckets}
         self._by_cost = tuple(sorted(self._buckets, key=lambda b: (self._costs[b], b.sizes)))
-        self._index = CheapestDominating([bucket.sizes for bucket in self._by_cost])
+        self._index = _CheapestDominating([bucket.sizes for bucket in self._by_cost])
 
     def pick(self, **need: int) -> Bucket:
         """Return the cheapest bucket that holds `need`: `space.pick(tokens=37, blocks=412)`.
@@ -251,3 +252,44 @@ def _intervals(axis: Axis, sizes: set[int]) -> list[tuple[int, int]]:
 
 def _spread(cell: tuple[tuple[int, int], ...]) -> Iterator[tuple[int, ...]]:
     return itertools.product(*({high, low, (low + high) // 2} for low, high in cell))
+
+
+class _CheapestDominating:
+    """The first point, in the given order, that is at least a query on every axis.
+
+    For each axis, the distinct sizes are kept sorted, and for each of them the set of points that
+    are at least so large, as the bits of one int: bit r for the point of rank r. A query ANDs one
+    set per axis; its lowest bit is the answer. On a single axis the lowest bits are worked out
+    beforehand, so that a query is the binary search alone.
+    """
+
+    def __init__(self, points: Sequence[tuple[int, ...]]) -> None:
+        axes = range(len(points[0]))
+        self._columns = [_column([point[axis] for point in points]) for axis in axes]
+        self._only: list[int] | None = None
+        if len(self._columns) == 1:
+            self._only = [_lowest_bit(bits) for bits in self._columns[0][1]]
+
+    def rank(self, query: Sequence[int]) -> int:
+        """The rank of the first point that dominates `query`, or -1 if none does."""
+        if self._only is not None:
+            return self._only[bisect_left(self._columns[0][0], query[0])]
+        bits = -1
+        for (sizes, sets), value in zip(self._columns, query, strict=True):
+            bits &= sets[bisect_left(sizes, value)]
+        return _lowest_bit(bits)
+
+
+def _column(values: list[int]) -> tuple[list[int], list[int]]:
+    sizes = sorted(set(values))
+    by_size: dict[int, int] = dict.fromkeys(sizes, 0)
+    for rank, value in enumerate(values):
+        by_size[value] |= 1 << rank
+    sets = [0]  # nothing is larger than the largest
+    for size in reversed(sizes):
+        sets.append(sets[-1] | by_size[size])
+    return sizes, sets[::-1]
+
+
+def _lowest_bit(bits: int) -> int:
+    return (bits & -bits).bit_length() - 1

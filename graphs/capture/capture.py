@@ -1,4 +1,4 @@
-"""One way in to every way of freezing a callable at fixed shapes."""
+"""`capture`: the one way in to every way of freezing a callable at fixed shapes."""
 
 from __future__ import annotations
 
@@ -12,32 +12,18 @@ import torch
 from torch import Tensor
 
 from graphs.backends import BACKENDS
-from graphs.capture.contract import (
-    Backend,
-    CaptureError,
-    Frozen,
-    InputMismatch,
-    ModeMismatch,
-    StaleGraph,
-)
+from graphs.capture.contract import Backend, Frozen
 from graphs.capture.inputs import Input, InputsCheck, InputSpec
 from graphs.capture.memory import bytes_in_use
-from graphs.capture.settings import Mode
+from graphs.capture.settings import Settings
+from graphs.capture.wrappers import name_of
+from graphs.errors import CaptureError, InputMismatch, ModeMismatch, StaleGraph
 from graphs.watch.sentinel import note_capture
 
-__all__ = [
-    "CaptureError",
-    "CapturedGraph",
-    "InputMismatch",
-    "ModeMismatch",
-    "StaleGraph",
-    "available_backends",
-    "capture",
-]
-
+__all__ = ["CapturedGraph", "available_backends", "capture", "median_seconds", "resolve"]
 
 _LONG_ENOUGH = 0.1
-# Dynamo sees the inputs through the wrapper of own_code.py, which names them by position.
+# Dynamo sees the inputs through the wrapper of wrappers.py, which names them by position.
 _WRAPPED_INPUT = re.compile(r"(?:L\['inputs'\]|inputs)\[(\d+)\]")
 
 
@@ -53,7 +39,7 @@ class CapturedGraph:
         static_inputs: tensors at fixed addresses to fill in place; empty where the backend has
             none.
         input_specs: name, shape, dtype, device and stride of each input, or its constant.
-        mode: the settings of torch that it was captured under and has to run under.
+        settings: those of torch that it was captured under and has to run under.
         is_loaded: whether it came from a store (:mod:`graphs.store`) instead of a compiler.
     """
 
@@ -63,7 +49,7 @@ class CapturedGraph:
         backend: str,
         frozen: Frozen,
         inputs: InputsCheck,
-        mode: Mode,
+        settings: Settings,
         seconds: float,
         bytes: int,
     ) -> None:
@@ -71,13 +57,13 @@ class CapturedGraph:
         self.backend = backend
         self.seconds = seconds
         self.bytes = bytes
-        self.mode = mode
+        self.settings = settings
         self.is_loaded = frozen.is_loaded
         self.input_specs: tuple[InputSpec, ...] = inputs.specs
         self.static_inputs: tuple[Tensor, ...] = frozen.static_inputs
         self._frozen: Frozen | None = frozen
         self._mismatch = inputs.mismatch
-        self._holds = _holds_of(frozen, inputs, mode)
+        self._holds = _holds_of(frozen, inputs, settings)
         self._call = frozen.direct.run if frozen.direct else frozen.run
 
     def run(self, *inputs: Input) -> Any:
@@ -101,11 +87,10 @@ class CapturedGraph:
 
     def _run_otherwise(self, inputs: tuple[Input, ...]) -> Any:
         """Say what differs; where nothing does, go the long way, which knows or finds it right."""
-        mode = Mode.current()
-        if mode != self.mode:
-            raise ModeMismatch(
-                self.name, f"{mode.differences(self.mode)}; restore it, or capture again under it"
-            )
+        now = Settings.current()
+        if now != self.settings:
+            changed = now.differences(self.settings)
+            raise ModeMismatch(self.name, f"{changed}; restore it, or capture again under it")
         if mismatch := self._mismatch(inputs):
             raise InputMismatch(self.name, mismatch)
         if self._frozen is None:
@@ -140,13 +125,13 @@ class CapturedGraph:
 
 
 def _holds_of(
-    frozen: Frozen, inputs: InputsCheck, mode: Mode
+    frozen: Frozen, inputs: InputsCheck, settings: Settings
 ) -> Callable[[tuple[Input, ...]], bool]:
     # One evaluation of everything: what the backend's own guards look at is not looked at again.
     direct, mismatch = frozen.direct, inputs.mismatch
     if direct is None:
-        is_mode = mode.watch()
-        return lambda values: is_mode() and mismatch(values) is None
+        are_settings = settings.watch()
+        return lambda values: are_settings() and mismatch(values) is None
     if not direct.unchecked:
         return direct.holds
     holds, rest = direct.holds, [(place, inputs.specs[place]) for place in direct.unchecked]
@@ -172,7 +157,8 @@ def capture(
 
     The callable really runs on the examples, `warm_runs` times: what it writes in place is written.
     It is up to the caller to give examples that do no harm (a cache slot that nobody uses). The
-    grad mode and the other settings of this moment (`settings.Mode`) become part of the graph.
+    grad mode and the other :class:`~graphs.capture.settings.Settings` of this moment become part of
+    the graph.
 
     Args:
         callable: takes its inputs by position.
@@ -190,19 +176,19 @@ def capture(
             an option.
         ValueError: `warm_runs` is below 1.
     """
-    name = name or _name_of(callable)
+    name = name or name_of(callable)
     if warm_runs < 1:
         raise ValueError(f"warm_runs is {warm_runs}; expected at least 1, since a capture is a run")
     chosen = resolve(backend, name)
     inputs = InputsCheck(callable, example_inputs)
     note_capture(name)
-    mode = Mode.current()
+    settings = Settings.current()
     devices = {value.device for value in example_inputs if isinstance(value, Tensor)}
     before, start = bytes_in_use(devices), time.perf_counter()
     frozen = chosen.capture(callable, example_inputs, name=name, warm_runs=warm_runs, **options)
     _wait_for(devices)
     seconds, grown = time.perf_counter() - start, bytes_in_use(devices) - before
-    return CapturedGraph(name, chosen.name, frozen, inputs, mode, seconds, max(0, grown))
+    return CapturedGraph(name, chosen.name, frozen, inputs, settings, seconds, max(0, grown))
 
 
 def median_seconds(graph: CapturedGraph, inputs: Sequence[Input], runs: int) -> float:
@@ -237,10 +223,6 @@ def resolve(backend: str | Backend, name: str) -> Backend:
     if reason := backend.available():
         raise CaptureError(name, f"backend {backend.name!r} is not available: {reason}")
     return backend
-
-
-def _name_of(function: Callable[..., Any]) -> str:
-    return getattr(function, "__name__", None) or type(function).__name__
 
 
 def _wait_for(devices: set[torch.device]) -> None:

@@ -1,63 +1,29 @@
-"""The contract of a capture backend, and the errors that a captured graph raises.
+"""The contract of a capture backend: what it is asked, and what a capture gives back.
 
-A backend is one object in one file with a `name` and two methods:
-
-`available()` returns None, or in one line why this backend cannot work here and what would make it
-work.
-
-`capture(function, example_inputs, *, name, warm_runs, **options)` freezes `function` at the shapes
-of `example_inputs` and returns a :class:`Frozen`. It runs `function` for real `warm_runs` times, at
-least once. It raises :class:`CaptureError` with one line that names the cause, and what the user
-can do about it; nothing half captured is left in use. Options are keyword arguments, so that a
-wrong one is a TypeError.
+A backend is one object in one file, of a class derived from :class:`Backend`. It has to have a
+name and `capture`; everything else has a default.
 
 What a backend may rely on: inputs are tensors and plain constants; :func:`graphs.capture` compares
-the inputs of each later call with the examples before the graph runs, and takes care of the mode,
-of names, seconds and bytes.
+the inputs of each later call with the examples before the graph runs, and takes care of settings,
+names, seconds and bytes.
 
-What it must keep: the graph computes what `function` computes, buffers and inputs changed in place
-included; with other guards than those on its inputs (a global, an attribute), a broken one never
-runs a stale graph in silence.
+What it must keep: the graph computes what the callable computes, buffers and inputs changed in
+place included; with other guards than those on its inputs (a global, an attribute), a broken one
+never runs a stale graph in silence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
-__all__ = [
-    "Backend",
-    "CaptureError",
-    "Direct",
-    "Frozen",
-    "InputMismatch",
-    "ModeMismatch",
-    "StaleGraph",
-]
+from graphs.capture.inputs import Input
 
-
-class CaptureError(RuntimeError):
-    """A callable could not be captured, or a graph cannot run: `name` says which, `detail` why."""
-
-    def __init__(self, name: str, detail: str) -> None:
-        self.name = name
-        self.detail = detail
-        super().__init__(f"{name}: {detail}")
-
-
-class InputMismatch(CaptureError):
-    """An input differs from the captured one: shape, dtype, device, stride, constant, or number."""
-
-
-class ModeMismatch(CaptureError):
-    """A global setting of torch (grad mode, threads, ...) differs from what was captured."""
-
-
-class StaleGraph(CaptureError):
-    """Something outside the inputs that the graph depends on has changed; the graph did not run."""
+__all__ = ["Backend", "Direct", "Frozen"]
 
 
 def _nothing_to_close() -> None:
@@ -87,7 +53,7 @@ class Direct:
 
 @dataclass(frozen=True)
 class Frozen:
-    """What a backend makes of a callable.
+    """A callable as a backend froze it.
 
     Attributes:
         run: takes inputs like the examples, returns what the callable returns.
@@ -109,16 +75,70 @@ class Frozen:
     is_loaded: bool = False
 
 
-class Backend(Protocol):
-    """One way to freeze a callable; see the module's text for the contract."""
+class Backend(ABC):
+    """One way to freeze a callable.
 
-    @property
-    def name(self) -> str:
-        """The name it is chosen by."""
+    Attributes:
+        name: what it is chosen by.
+    """
+
+    name: str
 
     def available(self) -> str | None:
-        """Return None, or why it cannot work here."""
+        """None, or in one line why it cannot work here and what would make it work."""
+        return None
 
-    @property
-    def capture(self) -> Callable[..., Frozen]:
-        """`capture(function, example_inputs, *, name, warm_runs, **options)`, as said above."""
+    @abstractmethod
+    def capture(
+        self,
+        function: Callable[..., Any],
+        example_inputs: Sequence[Input],
+        *_: Any,
+        **settings: Any,
+    ) -> Frozen:
+        """Freeze `function` at the shapes of `example_inputs`.
+
+        Args:
+            function: really runs on the examples, `warm_runs` times.
+            example_inputs: in the order of its parameters.
+            settings: `name: str`, for errors; `warm_runs: int`, at least 1; and the backend's own
+                options, which it declares as keyword arguments, so that a wrong one is a TypeError.
+
+        Raises:
+            CaptureError: in one line the cause, and what the user can do about it; nothing half
+                captured is left in use.
+        """
+
+    def has(
+        self,
+        function: Callable[..., Any],
+        example_inputs: Sequence[Input],
+        *_: Any,
+        **options: Any,
+    ) -> bool:
+        """Whether a capture would find its graph in a store; `options` are those of `capture`."""
+        return False
+
+    def why_no_precompile(self) -> str:
+        """Why :meth:`precompile` does not work here, or an empty string."""
+        return f"backend {self.name!r} keeps nothing on disk"
+
+    def precompile(
+        self,
+        function: Callable[..., Any],
+        example_inputs: Sequence[Input],
+        *_: Any,
+        **settings: Any,
+    ) -> None:
+        """Compile into a cache on disk, from which a later capture is quick, and run nothing.
+
+        Called in forked processes; `settings` are `name` and the options of `capture`.
+
+        Raises:
+            NotImplementedError: see :meth:`why_no_precompile`.
+        """
+        raise NotImplementedError(self.why_no_precompile())
+
+    def prepare(self) -> None:
+        """Load once what every :meth:`precompile` needs, for forked processes to inherit."""
+        return

@@ -1,4 +1,4 @@
-"""How much memory is in use, and how much there is: measured rather than guessed."""
+"""Memory in use, and memory that there is: measured rather than guessed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def bytes_in_use(devices: Iterable[torch.device]) -> int:
 
 
 def machine_bytes() -> int | None:
-    """Bytes of memory that this machine has, or its container may use; None where nobody says."""
+    """Bytes that this machine has, or its container may use; None where the system tells none."""
     try:
         there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, OSError, ValueError):

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Mode"]
+__all__ = ["Settings"]
 
 
-class Mode(NamedTuple):
+class Settings(NamedTuple):
     """Settings outside the inputs that change what a callable computes or how it was compiled.
 
     Attributes:
@@ -32,7 +32,7 @@ class Mode(NamedTuple):
     matmul_precision: str
 
     @classmethod
-    def current(cls) -> Mode:
+    def current(cls) -> Settings:
         """Read the settings of the calling thread."""
         return cls(
             torch.is_grad_enabled(),
@@ -45,14 +45,14 @@ class Mode(NamedTuple):
         )
 
     def watch(self) -> Callable[[], bool]:
-        """What tells, in a fraction of a microsecond, whether the settings are these.
+        """A check, of a fraction of a microsecond, that the settings are still these.
 
-        To be made while they are. It may also say no where another setting than these changed
-        that torch's own guard knows of.
+        Made while they are. It may also say no where another setting changed that torch's own
+        guard knows of.
         """
         guard = _native_guard()
         if guard is None:
-            return lambda: Mode.current() == self
+            return lambda: Settings.current() == self
         check, is_inference, inference = (
             guard.check,
             torch.is_inference_mode_enabled,
@@ -60,8 +60,8 @@ class Mode(NamedTuple):
         )
         return lambda: check() and is_inference() is inference
 
-    def differences(self, captured: Mode) -> str:
-        """Say where this mode is not the captured one: `grad_enabled is True, captured False`."""
+    def differences(self, captured: Settings) -> str:
+        """Say where these are not the captured settings: `grad_enabled is True, captured False`."""
         return ", ".join(
             f"{name} is {now}, captured {then}"
             for name, now, then in zip(self._fields, self, captured, strict=True)

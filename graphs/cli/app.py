@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import typer
 
-from graphs.buckets.file import BucketFileError
-from graphs.capture.contract import CaptureError
 from graphs.cli.cache import cache_app
 from graphs.cli.errors import BAD_INPUT, INTERRUPTED, UserError, tell
 from graphs.cli.explain import explain
 from graphs.cli.plan import plan
 from graphs.cli.warmup import warmup
-from graphs.store.cache_folder import cache_folder
+from graphs.errors import BucketFileError, CaptureError
 
-__all__ = ["app", "run_command"]
+__all__ = ["run_command"]
+
+
+def _default_store() -> Path:
+    from graphs.store.cache_folder import cache_folder
+
+    return cache_folder("graphs")
+
 
 app = typer.Typer(
     add_completion=False,
@@ -26,7 +32,7 @@ app = typer.Typer(
 app.command()(explain)
 app.command()(plan)
 app.command()(warmup)
-app.add_typer(cache_app("~/.cache/graphs", find=lambda: cache_folder("graphs")), name="cache")
+app.add_typer(cache_app("~/.cache/graphs", find=_default_store), name="cache")
 
 
 def run_command(argv: Sequence[str] | None = None) -> int:

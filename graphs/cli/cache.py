@@ -7,14 +7,17 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from graphs.cli.errors import FAILED, UserError
-from graphs.store import ArtifactStore, StoreError
+from graphs.errors import StoreError
 
-__all__ = ["cache_app", "parse_bytes"]
+if TYPE_CHECKING:
+    from graphs.store.store import ArtifactStore
+
+__all__ = ["cache_app"]
 
 _Store = Annotated[Path | None, typer.Option("--store", metavar="DIR", help="The store.")]
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -104,6 +107,8 @@ def parse_bytes(text: str) -> int:
 
 
 def _existing(path: Path) -> ArtifactStore:
+    from graphs.store.store import ArtifactStore
+
     path = path.expanduser()
     if not (path / "store.json").exists() and not (path / "artifacts").is_dir():
         raise StoreError(f"there is no store in {path}: give its folder with --store DIR")

@@ -1,4 +1,4 @@
-"""The one place that turns what a user can get wrong into a line and an exit code."""
+"""User errors: each becomes one line and an exit code."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-import graphs
-from graphs.texts import clipped
-from graphs.watch.causes import users_line
+from graphs.errors import clipped
 
 __all__ = ["BAD_INPUT", "FAILED", "INTERRUPTED", "UserError", "failed", "tell", "users_code"]
 
-_OURS = str(Path(graphs.__file__).parent)
+_OURS = str(Path(__file__).parents[1])
 _LONGEST = 2000  # characters of a line, which a file of the user's may have a part in
 
 FAILED = 1
@@ -28,6 +26,8 @@ class UserError(Exception):
 
 def failed(what: str, error: BaseException) -> UserError:
     """The user's own code raised: what was being done, the error, and the line it came from."""
+    from graphs.watch.causes import users_line
+
     frames = traceback.extract_tb(error.__traceback__)
     others = [frame for frame in frames if not frame.filename.startswith((_OURS, "<frozen "))]
     file, line = users_line(others or frames)

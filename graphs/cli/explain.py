@@ -7,13 +7,9 @@ import logging
 from collections.abc import Iterator
 from typing import Annotated
 
-import torch
 import typer
 
 from graphs.cli.errors import FAILED, UserError, users_code
-from graphs.cli.inputs import inputs_of, parse_bucket, parse_input
-from graphs.cli.target import load_target
-from graphs.watch.explain import explain as explain_callable
 
 __all__ = ["explain"]
 
@@ -52,6 +48,12 @@ def explain(
 
     It really runs on the inputs. Ends with 1 if there is a break, with 2 on bad input.
     """
+    import torch
+
+    from graphs.cli.inputs import inputs_of, parse_bucket, parse_input
+    from graphs.cli.target import load_target
+    from graphs.watch.explain import explain as explain_callable
+
     if input and bucket:
         raise UserError("--input and --bucket were both given: choose where the inputs come from")
     size = parse_bucket(bucket) if bucket else None

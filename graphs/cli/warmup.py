@@ -6,21 +6,15 @@ import json as json_text
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from graphs.buckets.file import from_file
-from graphs.capture.capture import available_backends
 from graphs.cli.errors import BAD_INPUT, FAILED, INTERRUPTED, UserError, failed, tell
-from graphs.cli.inputs import make_inputs_of
 from graphs.cli.outputs import refuse_unwritable
-from graphs.cli.target import load_target
-from graphs.report import describe, write_report
-from graphs.report.surroundings import surroundings
-from graphs.warmup.manager import WarmupManager
-from graphs.warmup.progress import progress_for
-from graphs.warmup.schedule import Order
+
+if TYPE_CHECKING:
+    from graphs.warmup.schedule import Order
 
 __all__ = ["warmup"]
 
@@ -66,6 +60,15 @@ def warmup(
     Ends with 1 if a bucket is not captured, with 2 on bad input, with 130 when interrupted.
     """
     options = {name: os.fspath(v) if isinstance(v, Path) else v for name, v in locals().items()}
+    from graphs.buckets.file import from_file
+    from graphs.capture.capture import available_backends
+    from graphs.cli.inputs import make_inputs_of
+    from graphs.cli.target import load_target
+    from graphs.report import describe, write_report
+    from graphs.report.surroundings import surroundings
+    from graphs.warmup.manager import WarmupManager
+    from graphs.warmup.progress import progress_for
+
     if reason := available_backends().get(backend, "there is none of that name"):
         raise UserError(f"--backend {backend} cannot work here: {reason}")
     space = from_file(buckets)
@@ -77,7 +80,7 @@ def warmup(
             space,
             make_inputs,
             backend=backend,
-            order=cast(Order, order),
+            order=cast("Order", order),
             budget_seconds=budget_seconds,
             workers=workers,
             journal=journal,

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from graphs.errors import DemandFileError
 from graphs.planner.budget import Budget
 from graphs.planner.cost import CostModel
 from graphs.planner.demand import Demand
-from graphs.planner.demand_file import DemandFileError, DemandRecorder, read_demand, write_demand
+from graphs.planner.demand_file import DemandRecorder, read_demand, write_demand
 from graphs.planner.drift import DriftWatch
-from graphs.planner.judge import BucketUse, Judgement, judge
-from graphs.planner.part import Part
-from graphs.planner.planning import plan, plan_together
-from graphs.planner.report import PlanReport
+from graphs.planner.planning import plan
+from graphs.planner.report import BucketUse, Judgement, PlanReport, judge
 
 __all__ = [
     "BucketUse",
@@ -21,11 +20,9 @@ __all__ = [
     "DemandRecorder",
     "DriftWatch",
     "Judgement",
-    "Part",
     "PlanReport",
     "judge",
     "plan",
-    "plan_together",
     "read_demand",
     "write_demand",
 ]

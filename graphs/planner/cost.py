@@ -1,4 +1,4 @@
-"""What running a bucket costs: a formula, or a fit to what was measured."""
+"""Cost models: what running a bucket costs, by a formula or fitted to measurements."""
 
 from __future__ import annotations
 

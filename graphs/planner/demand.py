@@ -1,4 +1,4 @@
-"""What steps need, as points over named axes with weights."""
+"""Demands: what steps need, as weighted points over named axes."""
 
 from __future__ import annotations
 

@@ -13,19 +13,16 @@ from typing import Any, TextIO
 import numpy as np
 
 from graphs.buckets.axes import whole
+from graphs.errors import DemandFileError, clipped, parse_json, quoted
+from graphs.files import write_whole
 from graphs.planner.demand import Demand
-from graphs.texts import clipped, parse_json, quoted
 
-__all__ = ["DemandFileError", "DemandRecorder", "read_demand", "write_demand"]
+__all__ = ["DemandRecorder", "read_demand", "write_demand"]
 
 _COUNT = "count"
 _LONGEST = 300  # characters of a reason
 
 Row = tuple[dict[str, int], float]
-
-
-class DemandFileError(ValueError):
-    """A demand file that cannot be read; the message begins with `path:line:`."""
 
 
 class DemandRecorder:
@@ -136,12 +133,7 @@ def write_demand(demand: Demand, path: str | os.PathLike[str]) -> None:
         lines += [",".join([*map(str, row), f"{_number(count)}"]) + "\n" for row, count in rows]
     else:
         lines = [_line(dict(zip(demand.names, row, strict=True)), count) for row, count in rows]
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        partial.write_text("".join(lines), encoding="utf-8")
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_whole(target, "".join(lines).encode())
 
 
 def _line(need: Mapping[str, int], count: float) -> str:

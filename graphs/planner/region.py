@@ -1,4 +1,4 @@
-"""The needs that may ever occur, and the worst that a set of buckets does to one of them."""
+"""Regions of legal needs, and the worst that a set of buckets does to one of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a warmup manager can tell, in the form that the report shows."""
+"""The state of a warmup manager, in the form that the report shows."""
 
 from __future__ import annotations
 

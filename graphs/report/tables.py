@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from graphs.report.scale import number
 
-__all__ = ["Cell", "Table", "facts", "tables"]
+__all__ = ["Table", "facts", "tables"]
 
 _DRAWN = ("series",)
 

@@ -1,4 +1,4 @@
-"""Why a store does not have a graph: the entry that comes nearest, and the factors that differ."""
+"""Misses of a store: for each, the nearest entry and the factors in which it differs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from graphs.store.entry import Entry
 from graphs.store.store import ArtifactStore
 
-__all__ = ["Miss", "Misses", "differences", "nearest"]
+__all__ = ["Misses"]
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class Miss:
 
 
 class Misses:
-    """Logs each reason once, however many graphs miss for it.
+    """A log of misses in which each reason is told once, however many graphs miss for it.
 
     Attributes:
         found: all misses so far.
@@ -61,7 +61,7 @@ class Misses:
         self._told: set[frozenset[Any]] = set()
 
     def note(self, store: ArtifactStore, factors: Mapping[str, Any], name: str) -> None:
-        """Find out why there is nothing of these factors, and log it unless it was."""
+        """Find out why these factors have no entry, and log it unless that was logged before."""
         miss = nearest(store.entries(), factors, name)
         self.found.append(miss)
         reason = frozenset(

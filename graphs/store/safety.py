@@ -1,4 +1,4 @@
-"""Compiled artifacts are code: nobody else may be able to put them, or their folder, in place."""
+"""Checks of ownership: artifacts are code, so nobody else may be able to write or replace them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
 
-from graphs.store.errors import UnsafeStore
-from graphs.store.files import digest_of_open, open_regular
+from graphs.errors import UnsafeStore
+from graphs.files import digest_of_open, open_regular
 
 __all__ = ["digests_of_own", "is_of_user", "open_own", "refuse_others", "refuse_unsafe"]
 
@@ -19,7 +19,7 @@ _OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def refuse_unsafe(folder: Path) -> None:
-    """Check that only this user and root can change `folder`, or exchange it for another.
+    """Check that only this user and root can change `folder`, or replace it by another.
 
     Raises:
         UnsafeStore: the folder is another user's or is writable by its group or by everyone, or a
@@ -60,12 +60,12 @@ def open_own(
 ) -> Iterator[IO[bytes]]:
     """A file for reading that is no link and belongs to this user or to root.
 
-    What is looked at is what was opened, so that nobody can exchange it in between.
+    The open file is examined and not its path, so that nobody can exchange it in between.
 
     Args:
         path: of the file.
         folder: descriptor of the folder that `path` is relative to.
-        in_reach: whether others can come as far as to the file, and must not be able to write it.
+        in_reach: whether others can reach the file, and so must not be able to write to it.
 
     Raises:
         UnsafeStore: it belongs to someone else, or is a link, a pipe or the like; or others can

@@ -16,20 +16,16 @@ from graphs.store.imports import Import, SourceFile, live_imports, read_source
 from graphs.store.modules import file_of, is_own
 from graphs.store.values import is_machinery, values_in
 
-__all__ = ["MAKERS", "sources_of"]
+__all__ = ["sources_of"]
 
 _GRAPHS = __name__.partition(".")[0]
-_EXPORTED = (
-    "graphs.capture.shared_memory",
-    "graphs.backends.export_state",
-    "graphs.capture.inputs",
-)
+_EXPORTED = ("graphs.backends.export_state", "graphs.capture.inputs")
 MAKERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "inductor": (
-            "graphs.capture.own_code",
+            "graphs.capture.wrappers",
             "graphs.backends.inductor",
-            "graphs.store.compiled",
+            "graphs.store.inductor",
             *_EXPORTED,
         ),
         "aoti": ("graphs.backends.aoti", *_EXPORTED),

@@ -24,15 +24,7 @@ _MOST = 1000  # values in a global container, above which it is data and no sett
 # By these names go numbers that are others in each process.
 _OF_A_PROCESS = ("_hash", "address", "addresses", "data_ptr", "data_ptrs", "pid")
 # What captures and serves a module may hang from it, with counters and seconds.
-_MACHINERY = (
-    "graphs.capture",
-    "graphs.warmup.capturing",
-    "graphs.watch.compiles",
-    "graphs.warmup.journal",
-    "graphs.watch.sentinel",
-    "graphs.store",
-    "graphs.warmup",
-)
+MACHINERY = ("graphs.capture", "graphs.store", "graphs.warmup", "graphs.watch")
 
 
 def digest_of_values(function: Callable[..., Any]) -> str:
@@ -75,7 +67,7 @@ def values_in(function: Callable[..., Any]) -> Iterator[Any]:
 
 def is_machinery(module: str) -> bool:
     """Whether a module, by its name, captures and serves graphs, and is in none."""
-    return module.startswith(_MACHINERY)
+    return module.startswith(MACHINERY)
 
 
 def _is_leaf(value: Any) -> bool:

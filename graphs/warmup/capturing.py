@@ -1,7 +1,8 @@
-"""From a bucket to its graph: within budgets, noted in a journal, timed, compiled by workers."""
+"""Captures of one bucket after the other: within budgets, noted in a journal, timed, shared out."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -10,15 +11,15 @@ from typing import Any
 
 import torch
 
-from graphs.buckets.space import Bucket
+from graphs.buckets.axes import Bucket
 from graphs.capture.capture import CapturedGraph, capture, median_seconds, resolve
-from graphs.capture.contract import Backend, CaptureError
+from graphs.capture.contract import Backend
 from graphs.capture.inputs import Input
+from graphs.errors import CaptureError, GraphBudgetExceeded
 from graphs.warmup.journal import Journal
-from graphs.warmup.parallel import NoWorkers, precompiler, shared, stored
 from graphs.warmup.report import BucketResult
+from graphs.warmup.workers import Workers, one_thread, why_no_workers
 from graphs.watch.compiles import CompileWatch
-from graphs.watch.sentinel import GraphBudgetExceeded
 
 __all__ = ["Capturing"]
 
@@ -62,20 +63,18 @@ class Capturing:
         ):
             if value is not None and value < least:
                 raise ValueError(f"{what} is {value}; expected at least {least}")
-        resolve(backend, name)
         self.name = name
         self._module = module
         self._make_inputs = make_inputs
-        self._backend = backend
+        self._backend = resolve(backend, name)
         self._options = options
         self._budget_seconds = budget_seconds
         self._budget_bytes = budget_bytes
         self._workers = workers
         self._timed_runs = timed_runs
-        self._journal: Journal | None = None
-        if journal is not None:
-            kind = backend if isinstance(backend, str) else backend.name
-            self._journal = Journal(journal, name, kind, axes)
+        self._journal = (
+            None if journal is None else Journal(journal, name, self._backend.name, axes)
+        )
 
     @property
     def measured(self) -> Mapping[Bucket, float]:
@@ -92,19 +91,20 @@ class Capturing:
         return sorted(buckets, key=suspects.__contains__)
 
     def shared_out(self, todo: Sequence[Bucket]) -> Generator[Bucket]:
-        """Give all of `todo` once, while workers compile some of it beforehand."""
+        """Give all of `todo` once, while workers compile some of it beforehand.
+
+        In order, but what a store has comes first, and then what a worker has done meanwhile.
+        """
         if self._workers == 1:
             return (yield from todo)
-        parts = self._module, self._make_inputs, self._backend
-        yield from (ready := stored(todo, *parts, self._options))
+        yield from (ready := self._stored(todo))
         rest = [bucket for bucket in todo if bucket not in ready]
         if len(rest) > 1:
-            try:
-                precompile = precompiler(*parts, self.graph_name, self._options)
-            except NoWorkers as error:
-                _log.warning("%s: workers=%d compile nothing: %s", self.name, self._workers, error)
-            else:
-                return (yield from shared(rest, self._workers - 1, precompile))
+            if not (reason := self._prepare_workers()):
+                others = self._workers - 1
+                with Workers(len(rest), others, lambda job: self._precompile(rest[job])) as jobs:
+                    return (yield from (rest[job] for job in jobs))
+            _log.warning("%s: workers=%d compile nothing: %s", self.name, self._workers, reason)
         yield from rest
 
     def attempt(
@@ -132,6 +132,36 @@ class Capturing:
     def capture(self, bucket: Bucket) -> CapturedGraph:
         """Capture a bucket, whatever the budgets."""
         return self._capture(bucket, self._make_inputs(bucket))
+
+    def _stored(self, todo: Sequence[Bucket]) -> list[Bucket]:
+        """The buckets whose graphs the backend finds in a store: none is left to compile."""
+        found = []
+        for bucket in todo:
+            with contextlib.suppress(Exception), torch.no_grad():  # its capture will tell
+                if self._backend.has(self._module, self._make_inputs(bucket), **self._options):
+                    found.append(bucket)
+        return found
+
+    def _prepare_workers(self) -> str:
+        """Load here what workers need; the reason, where they would be of no use."""
+        try:
+            backend = resolve(self._backend, self.name)
+            if not (reason := backend.why_no_precompile() or why_no_workers()):
+                backend.prepare()
+            return reason
+        except GraphBudgetExceeded:
+            raise
+        except CaptureError as error:
+            return error.detail
+        except Exception as error:
+            return _named(error).split("\n")[0]
+
+    def _precompile(self, bucket: Bucket) -> None:
+        with torch.no_grad():
+            with one_thread():
+                inputs = self._make_inputs(bucket)
+            name = self.graph_name(bucket)
+            self._backend.precompile(self._module, inputs, name=name, **self._options)
 
     def _attempt(self, bucket: Bucket) -> tuple[CapturedGraph | None, BucketResult]:
         with CompileWatch(all_threads=False) as watch:

@@ -1,30 +1,26 @@
-"""A small file of what a warmup has come to, for the next process to plan with."""
+"""The journal of a warmup: a small file of outcomes, for the next process to plan with."""
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from graphs.buckets.space import Bucket
-from graphs.texts import parse_json, quoted
+from graphs.buckets.axes import Bucket
+from graphs.errors import JournalError, parse_json, quoted
+from graphs.files import write_whole
 from graphs.warmup.report import BucketResult
 
-__all__ = ["Journal", "JournalError"]
+__all__ = ["Journal"]
 
 _log = logging.getLogger(__name__)
 
 _FORM = "graphs warmup journal"
 _VERSION = 1
 _NO_JOURNAL = "is no warmup journal: give another path, or remove it"
-
-
-class JournalError(ValueError):
-    """A journal that cannot be used: another file, another warmup's, or of a newer version."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +30,10 @@ class _Entry:
 
 
 class Journal:
-    """Remembers the outcome of each bucket, in a file that a kill at any moment leaves readable.
+    """Outcomes of buckets, in a file that stays readable whenever the process is killed.
 
-    One JSON object a line: what the warmup is of, then a line when a capture starts and one when it
-    is done. A last line that is cut off is ignored. It holds measurements only: what was compiled
-    is the business of the compile cache.
+    One JSON object a line: what is warmed up, then a line when a capture starts and one when it is
+    done. A last line that is cut off is ignored. It holds measurements only, no compiled code.
 
     Args:
         path: the file; it is made, or continued if it is of the same warmup.
@@ -82,7 +77,7 @@ class Journal:
         self._append({"bucket": dict(bucket), "status": "started"})
 
     def done(self, result: BucketResult) -> None:
-        """Note how it ended; of a bucket that was skipped, what is known stays."""
+        """Note how it ended; for a skipped bucket, what was known stays."""
         if result.status != "skipped":
             self._append({**asdict(result), "bucket": dict(result.bucket)})
 
@@ -131,9 +126,7 @@ class Journal:
             lines.append({"bucket": dict(bucket), **asdict(entry)})
         text = "".join(json.dumps(line) + "\n" for line in lines)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = self.path.with_name(f"{self.path.name}.{os.getpid()}.new")
-        fresh.write_text(text, "utf-8")
-        fresh.replace(self.path)
+        write_whole(self.path, text.encode())
 
 
 def _parsed(text: str) -> object:

@@ -1,4 +1,4 @@
-"""Captures every bucket before the first request, then serves by bucket."""
+"""The warmup manager: captures every bucket before the first request, then serves by bucket."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 
-from graphs.buckets.space import Bucket, BucketOverflow, BucketSpace
+from graphs.buckets.axes import Bucket
+from graphs.buckets.space import BucketSpace
 from graphs.capture.capture import CapturedGraph
-from graphs.capture.contract import Backend, CaptureError, InputMismatch, ModeMismatch, StaleGraph
+from graphs.capture.contract import Backend
 from graphs.capture.inputs import Input
+from graphs.capture.wrappers import name_of
+from graphs.errors import BucketOverflow, CaptureError, InputMismatch, ModeMismatch, StaleGraph
 from graphs.warmup.capturing import Capturing
 from graphs.warmup.report import BucketEvent, BucketResult, WarmupReport
 from graphs.warmup.schedule import Order, Schedule, Usage, in_order
 
-__all__ = ["BucketEvent", "BucketResult", "WarmupManager", "WarmupReport"]
+__all__ = ["WarmupManager"]
 
 _log = logging.getLogger(__name__)
 
@@ -92,7 +95,7 @@ class WarmupManager:
         if overflow not in get_args(Overflow):
             raise ValueError(f"overflow is {overflow!r}; expected one of {get_args(Overflow)}")
         self.buckets = buckets
-        self.name = name or getattr(module, "__name__", None) or type(module).__name__
+        self.name = name or name_of(module)
         self.overflows = self.degraded = self.fallbacks = 0
         self._module = module
         self._order = in_order(buckets, order, usage)

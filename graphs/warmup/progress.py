@@ -1,4 +1,4 @@
-"""Shows a warmup: a live bar on a terminal, a plain line per bucket elsewhere."""
+"""Displays of a warmup: a live bar on a terminal, a plain line per bucket elsewhere."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from graphs.warmup.report import BucketEvent
 if TYPE_CHECKING:
     from typing import Self
 
-__all__ = ["LiveProgress", "PlainProgress", "ProgressDisplay", "progress_for"]
+__all__ = ["progress_for"]
 
 
 class ProgressDisplay(Protocol):

@@ -1,4 +1,4 @@
-"""What a warmup did, bucket by bucket: the event while it goes on, and the report at the end."""
+"""Outcomes of a warmup, bucket by bucket: events while it runs, and the report at the end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EventStatus: TypeAlias = Literal["started", "captured", "failed", "skipped", "in
 
 @dataclass(frozen=True)
 class BucketResult:
-    """What became of one bucket.
+    """The outcome of one bucket.
 
     Attributes:
         status: `captured`; `failed`, with the cause in `error`; `skipped`, since the budget was
@@ -40,7 +40,7 @@ class BucketResult:
     is_loaded: bool = False
 
     def outcome(self) -> dict[str, Any]:
-        """What an event tells beside bucket and status."""
+        """The fields of an event beside bucket and status."""
         names = ("seconds", "bytes", "compiles", "error", "name")
         return {name: getattr(self, name) for name in names}
 

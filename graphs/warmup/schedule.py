@@ -1,4 +1,4 @@
-"""In what order buckets are captured, and how long the rest is likely to take."""
+"""The order of captures, and an estimate of the time that the rest takes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
-from graphs.buckets.space import Bucket, BucketOverflow, BucketSpace
+from graphs.buckets.axes import Bucket
+from graphs.buckets.space import BucketSpace
+from graphs.errors import BucketOverflow
 from graphs.warmup.report import BucketEvent, BucketResult, EventStatus
 
 __all__ = ["Order", "Schedule", "Usage", "in_order"]
@@ -65,9 +67,8 @@ class Schedule:
     """The buckets of one warmup, the time it has taken, and an estimate of the rest.
 
     A capture takes a time of its own (tracing, compiling) and one that grows with the bucket's cost
-    (running it): both are fitted to the buckets that are done. Of a bucket that an earlier warmup
-    has measured, its seconds then are taken instead, times how much faster or slower this warmup is
-    at those that are done.
+    (running it): both are fitted to the buckets that are done. For a bucket that an earlier warmup
+    measured, those seconds are taken instead, times how much slower this warmup has been so far.
 
     Args:
         buckets: in the order of this warmup.

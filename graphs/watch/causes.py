@@ -1,8 +1,8 @@
-"""Why torch compiled, would not compile, or no longer accepts what it compiled, in one line.
+"""Causes in one line: why torch compiled, could not compile, or rejects what it compiled.
 
-Dynamo hands its reasons to its log; what it knows at that moment is in the locals of one of its
-frames. Reading them there is the one thing here that depends on torch's inside: where it fails, the
-reason is empty and all else works.
+Dynamo writes its reasons to its log only, but they are in the locals of one of its frames. Reading
+them there is the one thing here that depends on the inside of torch: where it fails, the reason is
+empty and all else works.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from types import CodeType, FrameType, TracebackType
 
 import torch
 
-from graphs.capture.own_code import alone
+from graphs.capture.wrappers import with_own_code
 from graphs.watch.guards import meaning_of
 
 __all__ = [
@@ -89,7 +89,7 @@ def users_line(stack: Sequence[FrameSummary]) -> tuple[str, int]:
 
     Where torch's own code was all there is, its innermost frame; empty and 0 for no frame.
     """
-    frames = [frame for frame in stack if frame.filename != alone.__code__.co_filename]
+    frames = [frame for frame in stack if frame.filename != with_own_code.__code__.co_filename]
     own = [frame for frame in frames if not frame.filename.startswith(_TORCH)]
     innermost = (own or frames)[-1:]
     return (innermost[0].filename, innermost[0].lineno or 0) if innermost else ("", 0)

@@ -1,4 +1,4 @@
-"""Sees what one thread or all of them compile, record and build, and says what and why."""
+"""A watch over what one thread, or all of them, compile, record and build."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from graphs.capture.own_code import alone
+from graphs.capture.wrappers import with_own_code
 from graphs.watch import hooks
 from graphs.watch.causes import CompileSite, site_of_stack
 
@@ -74,7 +74,7 @@ class CompileWatch:
         on_event: called with each event before torch compiles; what it raises reaches the caller of
             the function.
         all_threads: whether all of the process is watched, or only the thread that starts the
-            watch. What a compile shares out to threads and processes of torch is part of it.
+            watch. Work that a compile hands to threads and processes of torch is part of it.
 
     Attributes:
         events: the events so far.
@@ -177,7 +177,7 @@ class CompileWatch:
 def _event(kind: Kind, site: CompileSite | None) -> CompileEvent:
     site = site or CompileSite("a function", "", 0, "")
     # A captured graph runs behind a wrapper of ours, whose name says more than its place.
-    place = ("", 0) if site.file == alone.__code__.co_filename else (site.file, site.line)
+    place = ("", 0) if site.file == with_own_code.__code__.co_filename else (site.file, site.line)
     remedy = site.remedy or REMEDIES[kind]
     return CompileEvent(kind, site.function, *place, site.reason, threading.get_ident(), remedy)
 

@@ -1,4 +1,4 @@
-"""What torch.compile makes of a callable: graphs, breaks with reason and line, and guards.
+"""An explanation of what torch.compile makes of a callable: graphs, breaks, and guards.
 
 Unlike `torch._dynamo.explain`, this does not reset Dynamo: graphs captured before stay compiled.
 """
@@ -17,11 +17,11 @@ import torch
 from torch.fx import GraphModule
 
 from graphs.capture.inputs import Input, parameter_names
-from graphs.capture.own_code import alone
+from graphs.capture.wrappers import name_of, with_own_code
 from graphs.watch.causes import reason_of, user_line, users_line
 from graphs.watch.guards import readable
 
-__all__ = ["Break", "BreakReport", "explain"]
+__all__ = ["BreakReport", "explain"]
 
 # Marks that torch itself puts on tensors, and the identity of imported modules and builtins.
 _NOISE = ("_dynamo_", "type=<class 'module'>", "type=<module ", "__builtins_dict__")
@@ -85,7 +85,7 @@ def explain(callable: Callable[..., Any], *inputs: Input) -> BreakReport:
     Raises:
         Exception: whatever the callable raises on these inputs.
     """
-    name = getattr(callable, "__name__", None) or type(callable).__name__
+    name = name_of(callable)
     names = dict(enumerate(parameter_names(callable, len(inputs))))
     graphs: list[str] = []
     guards: set[str] = set()
@@ -101,7 +101,7 @@ def explain(callable: Callable[..., Any], *inputs: Input) -> BreakReport:
 
     before = len(_break_reasons())
     with _unlimited_recompiles():
-        _traced(alone(callable, name), record, record_guards)(*inputs)
+        _traced(with_own_code(callable, name), record, record_guards)(*inputs)
     breaks = [_as_break(reason) for reason in _break_reasons()[before:]]
     if not graphs and not breaks:
         breaks = _why_no_graph(callable, name, inputs)
@@ -135,7 +135,7 @@ def _guard_texts(guard: Any) -> Iterator[str]:
 
 
 def _in_terms_of_user(guard: str, name: str, names: Mapping[int, str]) -> str:
-    # Dynamo sees the callable and its inputs through the wrapper of graphs.capture.own_code.
+    # Dynamo sees the callable and its inputs through the wrapper of graphs.capture.wrappers.
     guard = guard.replace("L['function']", name)
     return _WRAPPED_INPUT.sub(lambda match: names[int(match[1])], guard)
 
@@ -157,7 +157,7 @@ def _why_no_graph(
     # Where Dynamo gives up a whole function, only a full graph makes it say why.
     try:
         with _unlimited_recompiles():
-            torch.compile(alone(function, name), backend="eager", fullgraph=True)(*inputs)
+            torch.compile(with_own_code(function, name), backend="eager", fullgraph=True)(*inputs)
     except torch._dynamo.exc.TorchDynamoException as error:
         return [Break(reason_of(error), *user_line(error))]
     return []

@@ -1,4 +1,4 @@
-"""What a failed guard of Dynamo means to the user, and what to do about it, each in one line.
+"""Meanings of Dynamo's guards: what a failed one tells the user, and the remedy, in one line.
 
 Dynamo tells which condition no longer holds, in its own terms: `GLOBAL_STATE changed: num_threads`,
 `G['FACTOR'] == 2`, a pair of dispatch key sets. This is the table from those terms to words. A text
@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-__all__ = ["Meaning", "meaning_of", "readable"]
+__all__ = ["meaning_of", "readable"]
 
 
 class Meaning(NamedTuple):

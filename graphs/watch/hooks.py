@@ -1,29 +1,42 @@
-"""The one place where torch, its log and Python's audit tell of compiles, for all who listen.
+"""Hooks into torch, its log and Python's audit that tell of compiles, for all who listen.
 
 There is one set of hooks, while anybody listens: who listens is a tuple of ours that is replaced
 whole, so that threads may come and go while another one compiles. Every function here may be
 interrupted at any line: :func:`unlisten`, called again, leaves nothing behind.
+
+`torch.utils.cpp_extension`, inductor and others also build outside of Dynamo's view, but they start
+a compiler, and Python audits that (event `subprocess.Popen`). A kernel that is only loaded from a
+cache, or is built by another process, is no build here.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
-
-from graphs.watch import builds
 
 __all__ = ["Listener", "is_deaf", "listen", "unlisten"]
 
 _LIMIT_LOG = "torch._dynamo.convert_frame"
+_COMPILER = re.compile(
+    r"(?:^|-)(?:g\+\+|gcc|c\+\+|cc|clang|clang\+\+|icpx?|nvcc|hipcc|ptxas|cl)(?:-[\d.]+)?(?:\.exe)?$"
+)
+_NINJA = re.compile(r"^ninja(?:-build)?(?:\.exe)?$")
+_ASK = "graphs.watch.hooks.is_audited"
+
+
+def _ignore(*_: object) -> None:
+    pass
 
 
 @dataclass(frozen=True, eq=False)
 class Listener:
-    """What to call, in the thread where it happens; what it raises stops a compile or a build.
+    """Callbacks, in the thread where it happens; what they raise stops a compile or a build.
 
     Attributes:
         started: torch begins to compile; given the name of its `CallbackTrigger`.
@@ -32,10 +45,10 @@ class Listener:
         built: this process starts a C++ or CUDA compiler; given what for.
     """
 
-    started: Callable[[str], None]
-    ended: Callable[[], None]
-    refused: Callable[[], None]
-    built: Callable[[str], None]
+    started: Callable[[str], None] = _ignore
+    ended: Callable[[], None] = _ignore
+    refused: Callable[[], None] = _ignore
+    built: Callable[[str], None] = _ignore
 
 
 _listeners: tuple[Listener, ...] = ()
@@ -77,14 +90,14 @@ def _hook() -> None:
     for callbacks, ours in _callbacks():
         if ours not in callbacks:
             callbacks.append(ours)
-    builds.listen(_built)
+    if not _is_audited():
+        sys.addaudithook(_audit)
     logging.getLogger(_LIMIT_LOG).addHandler(_refusals)
 
 
 def _unhook() -> None:
     if "torch._dynamo.callback" not in sys.modules:  # nobody has ever listened
         return
-    builds.unlisten(_built)
     logging.getLogger(_LIMIT_LOG).removeHandler(_refusals)
     for callbacks, ours in _callbacks():
         if ours in callbacks:
@@ -113,9 +126,37 @@ def _ended(_: Any) -> None:
         listener.ended()
 
 
-def _built(what: str) -> None:
-    for listener in _listeners:
-        listener.built(what)
+def _is_audited() -> bool:
+    # Asked, not remembered: an interrupt between hooking and remembering would hook twice.
+    answers: list[bool] = []
+    sys.audit(_ASK, answers)
+    return bool(answers)
+
+
+def _audit(event: str, args: tuple[Any, ...]) -> None:
+    # It can never be taken out again, so it does nothing while nobody listens.
+    if event == _ASK:
+        args[0].append(True)
+    if event != "subprocess.Popen" or not _listeners:
+        return
+    command = args[1]
+    if isinstance(command, (list, tuple)) and (built := _build_of(command)):
+        for listener in _listeners:
+            listener.built(built)
+
+
+def _build_of(command: Sequence[object]) -> str:
+    """The source file that a command builds, or `ninja`; empty if it is no build.
+
+    Asking a compiler for its version is none.
+    """
+    words = [str(word) for word in command]
+    program = re.split(r"[/\\]", words[0])[-1] if words else ""
+    if _NINJA.search(program):
+        return "" if "--version" in words else "a C++ extension (ninja)"
+    if not _COMPILER.search(program):
+        return ""
+    return Path(next((word for word in words[1:] if not word.startswith("-")), "")).name
 
 
 class _Refusals(logging.Handler):

@@ -1,4 +1,4 @@
-"""After warmup nothing may compile: what does is an error with its cause, or a counted warning."""
+"""The sentinel: what compiles after warmup is an error with its cause, or a counted warning."""
 
 from __future__ import annotations
 
@@ -6,36 +6,19 @@ import logging
 import threading
 from typing import TYPE_CHECKING
 
+from graphs.errors import GraphBudgetExceeded
 from graphs.watch.compiles import REMEDIES, CompileEvent, CompileWatch
 
 if TYPE_CHECKING:
     from typing import Self
 
-__all__ = ["GraphBudgetExceeded", "no_compile"]
+__all__ = ["no_compile"]
 
 _log = logging.getLogger(__name__)
 
 # A late capture looks here; what is armed may be armed in any thread.
 _armed: tuple[no_compile, ...] = ()
 _arming = threading.RLock()
-
-
-class GraphBudgetExceeded(RuntimeError):
-    """Something would compile or be captured while a strict :class:`no_compile` was armed.
-
-    Attributes:
-        event: what it was, with the function, its line and the guard or tensor that caused it.
-    """
-
-    def __init__(self, event: CompileEvent) -> None:
-        self.event = event
-        super().__init__(str(self))
-
-    def __str__(self) -> str:
-        return (
-            f"{self.event}; expected nothing to compile any more: {self.event.remedy}; or only "
-            "count it: no_compile(strict=False)"
-        )
 
 
 class _ArmedAlready(RuntimeError):

@@ -1,4 +1,4 @@
-"""What is not finite, put into one place of a scene; and which rows may be hurt by it."""
+"""A value that is not finite, in one place of a scene; and the rows that it may hurt."""
 
 from __future__ import annotations
 

@@ -28,6 +28,7 @@ class BlockAllocator:
         self.copies = PendingCopies()
         self.places = BlockPlaces(num_blocks)
         self.num_allocations = 0
+        self.num_copies = 0
         self.num_evictions = 0
         self.peak_used = 0
         self._index = index
@@ -89,10 +90,11 @@ class BlockAllocator:
         self.acquire(source)  # first, or the fresh block could be the source, evicted
         fresh = self.allocate()
         self.copies.record(source, fresh)
+        self.num_copies += 1
         return fresh
 
     def can_take_over(self, block: int) -> bool:
-        """Whether ``block`` waits for a copy of what nobody holds but this copy."""
+        """Whether ``block`` waits for a copy that alone holds its source."""
         source = self.copies.source(block)
         return source != block and self.refs[block] == self.refs[source] == 1
 

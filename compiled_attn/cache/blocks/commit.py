@@ -1,4 +1,4 @@
-"""What it takes to commit computed positions of a table, and which blocks can be found then."""
+"""The commit of computed positions, after which full blocks are found by their content."""
 
 from __future__ import annotations
 

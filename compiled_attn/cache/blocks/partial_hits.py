@@ -1,4 +1,4 @@
-"""Finds the block that begins with the most of given tokens, among those after one prefix."""
+"""An index of the tokens in blocks, to find the one that begins with the most of given tokens."""
 
 from __future__ import annotations
 

@@ -86,11 +86,11 @@ class PlaceSet:
 
     def ascending(self) -> Iterator[int]:
         """Members from the lowest on; each costs the same, however large the set is."""
-        return self._up(len(self._levels) - 1, 0)
+        return self._members(len(self._levels) - 1, 0, False)
 
     def descending(self) -> Iterator[int]:
         """Members from the highest on; each costs the same, however large the set is."""
-        return self._down(len(self._levels) - 1, 0)
+        return self._members(len(self._levels) - 1, 0, True)
 
     def __contains__(self, member: int) -> bool:
         return bool(self._levels[0][member >> _SHIFT] >> (member & (_BITS - 1)) & 1)
@@ -98,24 +98,13 @@ class PlaceSet:
     def __len__(self) -> int:
         return self._count
 
-    def _up(self, level: int, at: int) -> Iterator[int]:
+    def _members(self, level: int, at: int, from_top: bool) -> Iterator[int]:
         word = self._levels[level][at]
         while word:
-            bit = (word & -word).bit_length() - 1
+            bit = (word if from_top else word & -word).bit_length() - 1
             word ^= 1 << bit
             child = at << _SHIFT | bit
             if level:
-                yield from self._up(level - 1, child)
-            else:
-                yield child
-
-    def _down(self, level: int, at: int) -> Iterator[int]:
-        word = self._levels[level][at]
-        while word:
-            bit = word.bit_length() - 1
-            word ^= 1 << bit
-            child = at << _SHIFT | bit
-            if level:
-                yield from self._down(level - 1, child)
+                yield from self._members(level - 1, child, from_top)
             else:
                 yield child

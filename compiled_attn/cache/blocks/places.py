@@ -1,4 +1,4 @@
-"""Where each block lies in the cache: ids stay as they are handed out, only places change."""
+"""The place of each block in the cache: block ids stay as they are handed out, places change."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from compiled_attn.cache.blocks.errors import whole
 from compiled_attn.cache.blocks.place_set import PlaceSet
+from compiled_attn.cache.whole import whole
 
 __all__ = ["BlockPlaces"]
 
@@ -27,9 +27,9 @@ class BlockPlaces:
 
     A *block* is the id that tables hold, a *place* the row of the cache where its K/V lies. At
     first block ``b`` lies at place ``b``; :meth:`swap` exchanges places, after the content of the
-    cache was exchanged. The null block 0 is at place 0 for ever and is neither used nor free.
+    cache was exchanged. The null block 0 always is at place 0 and is neither used nor free.
 
-    Every other block is *free* (nothing worth keeping), *used*, or *idle*: held by nobody, with
+    Every other block is *free* (nothing worth keeping), *used*, or *idle*: not in use, with
     content worth keeping. All operations are O(log n) or better, making it is O(1) Python work.
     Every error is raised before anything changes. Not thread-safe.
 
@@ -78,7 +78,7 @@ class BlockPlaces:
 
     @property
     def num_idle(self) -> int:
-        """Places that nobody uses, with content worth keeping."""
+        """Places not in use, with content worth keeping."""
         return len(self._sets[_IDLE])
 
     @property
@@ -148,7 +148,7 @@ class BlockPlaces:
         self._change(self._checked(block, _FREE, _IDLE), _USED)
 
     def idle(self, block: int) -> None:
-        """Note that nobody uses ``block``, whose content is worth keeping; it must be in use."""
+        """Note that ``block`` is used no more and worth keeping; it must be in use."""
         self._change(self._checked(block, _USED), _IDLE)
 
     def release(self, block: int) -> None:

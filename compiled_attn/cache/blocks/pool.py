@@ -1,4 +1,4 @@
-"""Which request holds which blocks of a paged KV cache."""
+"""The blocks of a paged KV cache, and the requests that hold them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from numpy.typing import NDArray
 
 from compiled_attn.cache.blocks.allocator import BlockAllocator
 from compiled_attn.cache.blocks.commit import check_commit, publish, withdraw
-from compiled_attn.cache.blocks.errors import DuplicateRequest, OutOfBlocks, UnknownRequest, whole
+from compiled_attn.cache.blocks.growth import blocks_needed, fits, grow
 from compiled_attn.cache.blocks.places import BlockPlaces
 from compiled_attn.cache.blocks.prefix import PrefixIndex, PrefixMatch, Salt, Tokens, check_tokens
 from compiled_attn.cache.blocks.stats import PoolStats
 from compiled_attn.cache.blocks.table import BlockTable
+from compiled_attn.cache.whole import whole
+from compiled_attn.errors import DuplicateRequest, OutOfBlocks, UnknownRequest
 
 __all__ = ["BlockPool"]
 
@@ -22,7 +24,7 @@ __all__ = ["BlockPool"]
 class BlockPool:
     """Hands out the blocks of a paged KV cache to requests and shares equal prefixes between them.
 
-    Every block is free, used with a reference count, or cached: held by nobody, but still found by
+    Every block is free, used with a reference count, or cached: held by no request, but found by
     its content until the pool evicts it. Block 0 is the null block, the target of all padding, and
     is never handed out. Free blocks are taken lowest place first; cached ones are evicted only when
     no free one is left, the least recently used chain first and its last block first. A call costs
@@ -77,7 +79,6 @@ class BlockPool:
         self._queried_tokens = 0
         self._hit_tokens = 0
         self._partial_hit_tokens = 0
-        self._num_copies = 0
         self._num_preemptions = 0
 
     @property
@@ -151,27 +152,26 @@ class BlockPool:
 
         Exact. A partial hit makes no difference: it takes a block that is needed anyway.
         """
-        needed = self._blocks_of(whole("length", length, 0))
+        needed = -(-whole("length", length, 0) // self.block_size)
         hits = [] if tokens is None else self._index.match(_all_but_last(tokens), salt)
         idle = sum(not self._blocks.refs[block] for block in hits)
         return needed - len(hits) <= self.available - idle
 
-    def blocks_needed(self, request_id: Hashable, length: int) -> int:
-        """Return how many blocks ``reserve`` would allocate, a copy on write included."""
-        return self._needed(self.table(request_id), whole("length", length, 0))
-
     def can_reserve(self, request_id: Hashable, length: int) -> bool:
         """Whether ``reserve(request_id, length)`` would succeed now; no side effects."""
-        return self._fits(self.table(request_id), self.blocks_needed(request_id, length))
+        table = self.table(request_id)
+        return fits(
+            table, blocks_needed(table, whole("length", length, 0), self._blocks), self._blocks
+        )
 
     def reserve(self, request_id: Hashable, length: int) -> list[int]:
         """Make the table hold positions ``< length``; all missing blocks are allocated, or none.
 
         A partly filled last block that another table shares is replaced by a fresh one, and the
-        copy that this takes is added to ``pending_copies``. Full shared blocks are never copied. A
-        last block that waits for a copy of what nobody else holds is replaced by that, uncopied,
-        where the pool is short of this one block. A ``length`` that the table already holds changes
-        nothing; a table never shrinks.
+        copy that this takes is added to ``pending_copies``. Full shared blocks are never copied.
+        Where the pool is one block short, a last block that waits for a copy is replaced by the
+        source of that copy, uncopied, if no other request holds it. A ``length`` that the table
+        already holds changes nothing; a table never shrinks.
 
         Returns:
             The ids that are new in the table, the replacement of the last block first.
@@ -181,13 +181,13 @@ class BlockPool:
         """
         table = self.table(request_id)
         length = whole("length", length, 0)
-        needed = self._needed(table, length)
-        if not self._fits(table, needed):
+        needed = blocks_needed(table, length, self._blocks)
+        if not fits(table, needed, self._blocks):
             places = self.places
             raise OutOfBlocks(
                 request_id, length, needed, places.num_free, places.num_idle, self.num_blocks - 1
             )
-        added = self._grow(table, needed) if needed else []
+        added = grow(table, needed, self._blocks) if needed else []
         table.length = max(table.length, length)
         return added
 
@@ -220,8 +220,8 @@ class BlockPool:
     def withdraw(self, request_id: Hashable, first: int = 0) -> None:
         """Let no later prompt find the blocks that a request holds: they hold NaN, say.
 
-        Nor what it, or a fork of it from now on, computes later. Those who hold the blocks already
-        keep them. Where another block has the same content, that one is found instead.
+        Nor what it, or a fork of it from now on, computes later. Requests that hold the blocks
+        already keep them. Where another block has the same content, that one is found instead.
 
         Args:
             request_id: the request.
@@ -270,12 +270,6 @@ class BlockPool:
         """
         self._blocks.copied([(whole("source", s, 0), whole("destination", d, 0)) for s, d in pairs])
 
-    def pop_copies(self) -> list[tuple[int, int]]:
-        """:meth:`pending_copies` and :meth:`copied` in one, for who cannot fail to copy at once."""
-        pairs = self.pending_copies()
-        self._blocks.copied(pairs)
-        return pairs
-
     def free(self, request_id: Hashable) -> None:
         """Give up all blocks of a finished request, whose table becomes empty.
 
@@ -315,7 +309,7 @@ class BlockPool:
             peak_used=blocks.peak_used,
             allocations=blocks.num_allocations,
             evictions=blocks.num_evictions,
-            copies=self._num_copies,
+            copies=blocks.num_copies,
             preemptions=self._num_preemptions,
             queried_tokens=self._queried_tokens,
             hit_tokens=self._hit_tokens,
@@ -330,20 +324,6 @@ class BlockPool:
             f"used={p.num_used}, free={p.num_free}, cached={p.num_idle})"
         )
 
-    def _blocks_of(self, length: int) -> int:
-        return -(-length // self.block_size)
-
-    def _needed(self, table: BlockTable, length: int) -> int:
-        if length <= table.length:
-            return 0
-        return self._blocks_of(length) - len(table.blocks) + self._writes_into_shared(table)
-
-    def _fits(self, table: BlockTable, needed: int) -> bool:
-        if needed <= self.available:
-            return True
-        can_take_over = bool(table.blocks) and self._blocks.can_take_over(table.blocks[-1])
-        return can_take_over and needed == self.available + 1
-
     def _hold(self, table: BlockTable, blocks: list[int]) -> None:
         for block in blocks:
             self._blocks.acquire(block)
@@ -354,33 +334,10 @@ class BlockPool:
         table._key, table._num_keyed = match.key, len(match.blocks)
         found = len(match.blocks) * self.block_size
         if match.source and self.available > (not self._blocks.refs[match.source]):
-            table._extend([self._copy(match.source)])
+            table._extend([self._blocks.copy(match.source)])
             self._partial_hit_tokens += match.num_partial
             found += match.num_partial
         table.num_cached_tokens = table.num_computed = table.length = found
-
-    def _copy(self, block: int) -> int:
-        self._num_copies += 1
-        return self._blocks.copy(block)
-
-    def _writes_into_shared(self, table: BlockTable) -> bool:
-        return table.length % self.block_size != 0 and self._blocks.is_shared(table.blocks[-1])
-
-    def _grow(self, table: BlockTable, needed: int) -> list[int]:
-        if self._writes_into_shared(table):
-            last = table.blocks[-1]
-            added = [self._copy(last)]
-            self._blocks.release(last)
-            table._replace_last(added[0])
-            needed -= 1
-        elif needed > self.available:
-            added = [self._blocks.take_over(table.blocks[-1])]
-            table._replace_last(added[0])
-        else:
-            added = []
-        fresh = [self._blocks.allocate() for _ in range(needed)]
-        table._extend(fresh)
-        return added + fresh
 
 
 def _all_but_last(tokens: Tokens) -> Tokens:

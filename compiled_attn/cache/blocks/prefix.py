@@ -1,4 +1,4 @@
-"""Finds blocks by content: a full block by the hash of all tokens up to its end, others in part."""
+"""An index of blocks by content: full ones by the hash of all tokens to their end, or parts."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from compiled_attn.cache.blocks.errors import whole
 from compiled_attn.cache.blocks.partial_hits import TOKEN_BYTES, PartialIndex
+from compiled_attn.cache.whole import whole
 
 __all__ = ["PrefixIndex", "PrefixMatch", "Salt", "Tokens"]
 
@@ -45,8 +45,8 @@ class PrefixIndex:
 
     The chain starts from a root key made of the salt, so that equal tokens under different salts
     (tenants, adapters) never meet. Keys are 128-bit BLAKE2b digests: equal keys are taken for equal
-    prefixes. The hash is keyed, so that nobody who does not know ``key`` can compute the digest of
-    a prefix, let alone look for two prefixes with one digest.
+    prefixes. The hash is keyed: without ``key`` one can neither compute the digest of a prefix nor
+    look for two prefixes with one digest.
 
     One key has at most one block and one block at most one key. A block that comes second with a
     key is its *twin*: not found, until the first is removed. All operations are O(1) per block,
@@ -202,12 +202,6 @@ class PrefixIndex:
         self.remove_twin(block)
         if block in self:
             self.remove(block)
-
-    def key_of(self, block: int) -> bytes:
-        """Return the key of a full ``block``. Raises ``ValueError`` where it has none."""
-        if block not in self._key_of:
-            raise ValueError(f"expected an indexed block, got {block}: insert it first")
-        return self._key_of[block]
 
     def __contains__(self, block: int) -> bool:
         return block in self._key_of or block in self._partial

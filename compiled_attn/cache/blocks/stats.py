@@ -15,7 +15,7 @@ class PoolStats:
         total: blocks that can be handed out.
         used: blocks that a request (or a copy that is still to be performed) holds.
         free: blocks without content.
-        cached: blocks that nobody holds, kept for their content until they are evicted.
+        cached: blocks that no request holds, kept for their content until they are evicted.
         requests: requests that hold a table.
         highest_used: the highest place in use now, 0 where none is; over ``used`` it says how
             spread out they are. Without defragmentation a block's place is its id.

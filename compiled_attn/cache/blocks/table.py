@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from compiled_attn.cache.blocks.errors import whole
+from compiled_attn.cache.whole import whole
 
 __all__ = ["BlockTable"]
 

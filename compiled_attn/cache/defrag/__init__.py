@@ -1,4 +1,4 @@
-"""Keeps the used blocks of a cache together at its beginning.
+"""Online defragmentation: the used blocks of a cache are kept together at its beginning.
 
 :class:`BlockSwap` exchanges and moves blocks in captured graphs; :class:`OnlineDefragmenter` says
 which, and keeps account of where they are.

@@ -1,4 +1,4 @@
-"""Moves used blocks to the beginning of the cache while it serves, a few at a time."""
+"""The defragmenter, which moves used blocks to the beginning of a cache that serves."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from compiled_attn.cache.blocks.errors import whole
 from compiled_attn.cache.blocks.places import BlockPlaces
 from compiled_attn.cache.defrag.holders import Holders
 from compiled_attn.cache.defrag.report import DefragReport, DefragTotals, Move, report_of
 from compiled_attn.cache.defrag.swap import BlockSwap
+from compiled_attn.cache.whole import whole
 
 __all__ = ["OnlineDefragmenter"]
 
@@ -195,7 +195,7 @@ class OnlineDefragmenter:
     def _set_aside(self, kept: list[int]) -> None:
         """Copies what is worth keeping at places that will be overwritten out of the cache.
 
-        From then on this copy is the content of these blocks: whoever reads a place next has it
+        From then on this copy is the content of these blocks: the next reader of a place has it
         written to where they lie, which is where they did, or, once the places have changed, where
         they belong. So nothing depends on how far the copies in the cache got.
         """

@@ -1,11 +1,12 @@
-"""Which requests hold which blocks, where a scheduler with an allocator of its own reports it."""
+"""The holders of each block, as a scheduler with an allocator of its own reports them."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
-from compiled_attn.cache.blocks.errors import UnknownRequest, whole
 from compiled_attn.cache.blocks.places import BlockPlaces
+from compiled_attn.cache.whole import whole
+from compiled_attn.errors import UnknownRequest
 
 __all__ = ["Holders"]
 
@@ -14,7 +15,7 @@ class Holders:
     """Counts the holders of every block and tells ``places`` which blocks are in use.
 
     Args:
-        places: nobody else may change which blocks are in use there.
+        places: nothing else may change which blocks are in use there.
     """
 
     def __init__(self, places: BlockPlaces) -> None:

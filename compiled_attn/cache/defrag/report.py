@@ -1,4 +1,4 @@
-"""What a defragmenter plans, what a call of it did, and what all calls did."""
+"""The plan of a defragmentation, the report of one call, and the totals of all."""
 
 from __future__ import annotations
 

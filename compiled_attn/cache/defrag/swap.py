@@ -1,4 +1,4 @@
-"""Exchanges and copies blocks of a cache in captured graphs of a few fixed sizes."""
+"""Exchanges and one-way copies of blocks, in captured graphs of a few fixed sizes."""
 
 from __future__ import annotations
 

@@ -19,9 +19,9 @@ from compiled_attn.errors import NativeUnavailable
 from compiled_attn.ops.cpu.isa import flags_of
 from compiled_attn.ops.cpu.libraries import is_whole, put, remove_unused, turn
 from compiled_attn.ops.schema import SOURCES
+from graphs.errors import StoreError
+from graphs.files import digest_of, remove
 from graphs.store.cache_folder import cache_folder
-from graphs.store.errors import StoreError
-from graphs.store.files import digest_of, remove
 from graphs.store.lock import why_no_locks
 from graphs.store.safety import refuse_unsafe
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from compiled_attn.ops.cpu.isa import ISAS
-from graphs.store.errors import StoreBusy
-from graphs.store.files import digest_of, digest_of_open, remove, sync_folder, write_whole
+from graphs.errors import StoreBusy
+from graphs.files import digest_of, digest_of_open, remove, sync_folder, write_whole
 from graphs.store.lock import Lock
 from graphs.store.safety import open_own
 

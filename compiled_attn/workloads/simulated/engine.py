@@ -36,9 +36,6 @@ class SimulatedEngine:
         max_seqs: requests that run at the same time at most (<= max_tokens).
         block_size: slots in a block.
         blocks: blocks of the pool, without the null block.
-        mixed: prompts and decodes share steps. False: a step is one prompt's chunk, or all decodes;
-            prompts go first.
-        prefixes: whether equal prefixes are computed once.
         time: how long steps take.
 
     Raises:
@@ -49,8 +46,6 @@ class SimulatedEngine:
     max_seqs: int = 32
     block_size: int = 32
     blocks: int = 2048
-    mixed: bool = True
-    prefixes: bool = True
     time: StepTime = field(default_factory=StepTime)
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""A block pool without ids: how many blocks a simulated step reads, and who shares them.
+"""A block pool without ids: how many blocks a simulated step reads, and how many are shared.
 
 It follows `BlockPool` in what can be counted: which prefix is found, which
 cached block is evicted first, when blocks run out.
@@ -45,7 +45,7 @@ class SimulatedPool:
         return found
 
     def idle(self, blocks: Sequence[int]) -> int:
-        """How many of the blocks nobody holds."""
+        """How many of the blocks no request holds."""
         return sum(not self._refs[block] for block in blocks)
 
     def hold(self, blocks: Sequence[int]) -> None:

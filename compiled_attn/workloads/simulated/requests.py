@@ -19,7 +19,7 @@ class Chains:
     def keys(self, arrival: Arrival) -> list[BlockKey]:
         """One name for each full block that ids cover; prompts that begin alike share them."""
         size, hashed = self._block_size, arrival.hash_block
-        if not size or not arrival.prefix_ids:
+        if not arrival.prefix_ids:
             return []
         node, chain = 0, []
         for prefix_id in arrival.prefix_ids:

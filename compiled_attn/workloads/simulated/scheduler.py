@@ -1,4 +1,4 @@
-"""The simulated scheduler: who waits, runs and decodes, and which blocks they hold.
+"""The simulated scheduler: the requests that wait, run and decode, and the blocks they hold.
 
 Decodes advance all at once: a request that decodes has computed one token more for each decode step
 since it began, and its state is touched again only where it begins a block or ends.

@@ -1,4 +1,4 @@
-"""What one simulated step computes: prompts and decodes together, or one of them."""
+"""One simulated step, of prompts and decodes together."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import ClassVar
 from compiled_attn.workloads.simulated.requests import SimulatedRequest
 from compiled_attn.workloads.simulated.scheduler import SimulatedScheduler
 
-__all__ = ["MixedSteps", "SeparateSteps"]
+__all__ = ["MixedSteps"]
 
 
 class MixedSteps(SimulatedScheduler):
@@ -72,41 +72,3 @@ class MixedSteps(SimulatedScheduler):
         for request in single:
             self.pool.unread(request.blocks)
         return found
-
-
-class SeparateSteps(SimulatedScheduler):
-    """One prompt's chunk, or else all decodes."""
-
-    axes: ClassVar = {"decode": ("sequences", "blocks"), "prefill": ("tokens", "context")}
-
-    def step(self) -> float:
-        """Schedule and compute one step; returns its seconds."""
-        if not self.prefilling:
-            self.admit(self.engine.max_tokens)
-        if self.prefilling:
-            return self._prefill(next(iter(self.prefilling)))
-        return self._decode()
-
-    def _prefill(self, request: SimulatedRequest) -> float:
-        context = request.computed
-        count = min(request.known - context, self.engine.max_tokens)
-        missing = -(-(context + count) // self.size) - len(request.blocks)
-        if not self.make_room(request, missing):
-            return 0.0
-        self.grow(request, context + count)
-        self.needs["prefill"].append((count, -(-context // self.size)))
-        request.computed += count
-        self.commit(request)
-        self.after_chunk(request)
-        time = self.engine.time
-        return time.base + time.token * count + time.pair * count * (count + context)
-
-    def _decode(self) -> float:
-        self.begin_blocks()
-        if not self.decoding:
-            return 0.0
-        tokens, held = self.decoding, self.pool.shared + self.pool.unique
-        self.needs["decode"].append((tokens, held))
-        self.advance()
-        time = self.engine.time
-        return time.base + time.token * tokens + time.block_slot * self.size * held

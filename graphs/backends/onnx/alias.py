@@ -1,4 +1,4 @@
-"""Whether an ONNX model may write a result over the input that it is the new value of.
+"""A check whether an ONNX model may write a result over the input whose new value it is.
 
 ONNX has no updates in place. A cache that a graph updates goes in as an input and comes out as a
 result, and binding both to one address saves a copy of the whole cache: `ScatterND` then writes the

@@ -14,15 +14,13 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-__all__ = ["NoOnnx", "OnnxGraph", "to_onnx"]
+from graphs.errors import NoOnnx
+
+__all__ = ["OnnxGraph", "to_onnx"]
 
 _ASSERTS = (torch.ops.aten._assert_async.msg, torch.ops.aten._assert_async.default)
 _INDEXED = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default)
 _NARROW = (torch.int32, torch.int16, torch.int8)
-
-
-class NoOnnx(RuntimeError):
-    """A graph that cannot become an ONNX model, or that ONNX Runtime cannot run; says why."""
 
 
 @dataclass(frozen=True)

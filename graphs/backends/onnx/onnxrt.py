@@ -15,17 +15,18 @@ import torch
 from torch import Tensor
 
 from graphs.backends.inductor import InductorBackend
-from graphs.backends.onnx.export import NoOnnx, to_onnx
+from graphs.backends.onnx.export import to_onnx
 from graphs.backends.onnx.session import OnnxSession
-from graphs.capture.contract import Frozen
+from graphs.capture.contract import Backend, Frozen
 from graphs.capture.inputs import Input
+from graphs.errors import NoOnnx
 
 __all__ = ["OnnxrtBackend", "compiled_attn_ort"]
 
 _NEEDED = ("onnxruntime", "onnx", "onnxscript")
 
 
-class OnnxrtBackend:
+class OnnxrtBackend(Backend):
     """Captures through Dynamo and runs with ONNX Runtime on the CPU; no gradients, no bfloat16."""
 
     name = "onnxrt"

@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphs.backends.as_module import as_module
-from graphs.capture.contract import CaptureError, Frozen
+from graphs.capture.contract import Backend, Frozen
 from graphs.capture.inputs import Input
+from graphs.capture.wrappers import as_module
+from graphs.errors import CaptureError
 
 __all__ = ["OrtModuleBackend"]
 
 
-class OrtModuleBackend:
+class OrtModuleBackend(Backend):
     """Runs a module through ``torch_ort.ORTModule``, which traces it at its first run."""
 
     name = "ortmodule"

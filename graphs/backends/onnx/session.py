@@ -1,4 +1,4 @@
-"""Runs an ONNX model on torch tensors where they lie."""
+"""A session of ONNX Runtime on torch tensors where they lie."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from graphs.backends.onnx.alias import may_alias
-from graphs.backends.onnx.export import NoOnnx, OnnxGraph
+from graphs.backends.onnx.export import OnnxGraph
+from graphs.errors import NoOnnx
 
 __all__ = ["OnnxSession"]
 

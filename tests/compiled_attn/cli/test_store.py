@@ -1,4 +1,4 @@
-"""Which backend a run gets, and what inductor is told meanwhile."""
+"""The backend that a run gets, and the variables of inductor meanwhile."""
 
 from __future__ import annotations
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from compiled_attn.engine.histogram import BINS, bin_of, quantile
+from compiled_attn.engine.figures import BINS, Series, bin_of, quantile
 from compiled_attn.engine.mailbox import Mailbox
-from compiled_attn.engine.series import Series
 from compiled_attn.engine.tally import StepRecord, Tally
 from graphs import Bucket
 

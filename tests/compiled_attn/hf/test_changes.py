@@ -137,4 +137,4 @@ def test_checking_texts_against_generate_leaves_the_model_unchanged():
     engine.warmup()
     results = list(engine.generate([[1, 2, 3], [4, 5]], SamplingParams(max_new_tokens=4)))
     assert not check(model, results, 2).mismatches
-    engine.runner.module.check_unchanged()
+    engine.executor.module.check_unchanged()

@@ -139,29 +139,24 @@ def test_prefixes_of_whole_blocks_are_found_alike_with_partial_hits():
     assert simulate(arrivals, sizes, speed=None).needs["engine"].points.tolist() == recorded
 
 
-def _separate(**more: object) -> SimulatedEngine:
-    return SimulatedEngine(64, 8, 16, 200, mixed=False, **more)
-
-
-def test_separate_steps_compute_every_token_once():
+def test_every_token_is_computed_once():
     arrivals = scaled(synthetic("chat", 60), 1 / 16)
-    found = simulate(arrivals, _separate(), speed=None)
-    decode, prefill = found.needs["decode"], found.needs["prefill"]
-    assert decode.names == ("sequences", "blocks") and prefill.names == ("tokens", "context")
+    found = simulate(arrivals, SimulatedEngine(64, 8, 16, 200), speed=None)
+    tokens, shared, unique, logits = found.needs["engine"].points.T
     assert found.preemptions == 0
-    computed = sum(a.prompt_tokens + a.output_tokens - 1 for a in arrivals)
-    assert prefill.points[:, 0].sum() + decode.points[:, 0].sum() == computed
-    assert decode.points[:, 0].max() <= 8 and prefill.points[:, 0].max() <= 64
-    assert (decode.points[:, 1] <= 200).all() and (prefill.points[:, 1] * 16 < 2000).all()
+    assert tokens.sum() == sum(a.prompt_tokens + a.output_tokens - 1 for a in arrivals)
+    assert tokens.max() <= 64 and logits.max() <= 8 and (shared + unique <= 200).all()
 
 
 def test_equal_prefixes_are_computed_once():
-    arrivals = [Arrival(float(at), 64, 4, (1, 2), 32) for at in range(10)]
+    alike = [Arrival(float(at), 64, 4, (1, 2), 32) for at in range(10)]
+    unlike = [replace(arrival, prefix_ids=()) for arrival in alike]
     once, each = (
-        simulate(arrivals, _separate(prefixes=prefixes), speed=1e-3) for prefixes in (True, False)
+        simulate(arrivals, SimulatedEngine(64, 8, 16, 200), speed=1e-3)
+        for arrivals in (alike, unlike)
     )
-    assert each.needs["prefill"].points.tolist() == [[64, 0]] * 10
-    assert once.needs["prefill"].points.tolist() == [[64, 0]] + [[16, 3]] * 9
+    assert each.needs["table"].points[:, 0].tolist() == [64, 1, 1, 1] * 10
+    assert once.needs["table"].points[:, 0].tolist() == [64, 1, 1, 1] + [16, 1, 1, 1] * 9
 
 
 def test_idle_time_passes_and_is_not_counted():

@@ -8,7 +8,7 @@ from torch import nn
 from graphs import InputMismatch, ModeMismatch, StaleGraph, capture
 from graphs.backends import direct
 from graphs.backends.direct import direct_path
-from graphs.capture.own_code import alone
+from graphs.capture.wrappers import with_own_code
 
 SCALE = 3
 
@@ -198,11 +198,11 @@ def test_where_dynamo_keeps_its_guards_otherwise_runs_go_through_the_wrapper(
 
 
 def test_a_function_that_is_not_compiled_has_no_direct_path():
-    assert direct_path(alone(Step(), "step"), examples()) is None
+    assert direct_path(with_own_code(Step(), "step"), examples()) is None
 
 
 def test_guards_that_do_not_see_the_grad_mode_are_not_relied_on(monkeypatch):
-    function = alone(Step(), "step")
+    function = with_own_code(Step(), "step")
     torch.compile(function, backend="aot_eager", fullgraph=True)(*examples())
     assert direct_path(function, examples()) is not None
     monkeypatch.setattr(torch, "set_grad_enabled", lambda _: torch.no_grad())

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphs import Axis, Bucket, BucketOverflow, BucketSpace, explicit, linear
+from graphs.buckets.space import _CheapestDominating
 
 PAIRS = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=20)
 
@@ -192,3 +193,19 @@ def test_where_with_nothing_legal_is_an_error():
 def test_where_keeps_the_cost():
     space = explicit(["a", "b"], [(4, 9), (9, 4)]).with_cost(lambda bucket: bucket.a)
     assert space.where(lambda need: True).pick(a=1, b=1) == Bucket(a=4, b=9)
+
+
+def points_and_queries(axes):
+    point = st.tuples(*[st.integers(0, 9)] * axes)
+    return st.tuples(st.lists(point, min_size=1, max_size=40), st.lists(point, max_size=20))
+
+
+@given(st.integers(1, 4).flatmap(points_and_queries))
+def test_the_rank_is_that_of_the_first_point_no_smaller_anywhere(case):
+    points, queries = case
+    lookup = _CheapestDominating(points)
+    for query in queries:
+        fits = [
+            i for i, p in enumerate(points) if all(a >= b for a, b in zip(p, query, strict=True))
+        ]
+        assert lookup.rank(query) == (fits[0] if fits else -1)

@@ -69,7 +69,7 @@ def test_the_graph_knows_its_name_cost_inputs_and_mode(backend):
     assert graph.seconds > 0 and graph.bytes >= 0
     assert graph.static_inputs == ()
     assert [spec.name for spec in graph.input_specs] == ["x", "slot_mapping", "bias", "width"]
-    assert graph.mode.grad_enabled is False
+    assert graph.settings.grad_enabled is False
     assert "decode" in repr(graph)
 
 

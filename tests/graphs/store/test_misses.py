@@ -108,19 +108,12 @@ def test_a_store_that_has_nothing_like_it_is_no_warning(store, tmp_path, caplog)
 def plain(monkeypatch):
     """Inductor that compiles nothing, and artifacts that are one file."""
 
-    class Kept:
-        def forget(self):
-            pass
-
-    def _capture(function, *_):
-        return Frozen(function), Kept()
-
-    def _put(self, factors, kept, function, examples, name):
+    def keep(self, factors, function, write, *, name):
         self.stored += self.store.put(factors, __file__)
 
-    monkeypatch.setattr("graphs.store.compiled._capture", _capture)
-    monkeypatch.setattr(StoredInductor, "_put", _put)
-    monkeypatch.setattr("graphs.store.compiled._load", lambda folder, function: function)
+    monkeypatch.setattr("graphs.store.inductor.freeze", lambda f, *_, **__: (Frozen(f), None))
+    monkeypatch.setattr(StoredInductor, "keep", keep)
+    monkeypatch.setattr(StoredInductor, "read", lambda self, folder, function: function)
 
 
 def test_a_warmup_in_another_environment_says_so_in_one_line(store, plain, monkeypatch, caplog):

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from graphs.files import digest_of
 from graphs.store import ArtifactStore, StoreError, UnsafeStore, key_of
-from graphs.store.files import digest_of
 
 FACTORS = {"torch": "2.13", "bucket": {"rows": 4}, "cpu": "AVX2"}
 ROOT = Path(__file__).resolve().parents[3]

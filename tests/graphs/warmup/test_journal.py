@@ -4,7 +4,8 @@ from pathlib import Path
 import pytest
 
 from graphs import Bucket, BucketResult
-from graphs.warmup.journal import Journal, JournalError
+from graphs.errors import JournalError
+from graphs.warmup.journal import Journal
 
 DONE = BucketResult(Bucket(n=4), "captured", seconds=2.5)
 

@@ -204,7 +204,8 @@ def test_a_budget_that_runs_out_keeps_the_largest_for_all_needs(monkeypatch):
 
 def test_a_spent_budget_of_bytes_lists_what_is_left(monkeypatch):
     grown = iter(range(0, 1000, 100))
-    monkeypatch.setattr(sys.modules["graphs.capture"], "bytes_in_use", lambda devices: next(grown))
+    module = sys.modules["graphs.capture.capture"]
+    monkeypatch.setattr(module, "bytes_in_use", lambda devices: next(grown))
     report = manager(budget_bytes=150).warmup()
     assert [(r.bucket.tokens, r.status) for r in report.results] == [
         (8, "captured"),

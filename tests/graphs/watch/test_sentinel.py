@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from graphs import GraphBudgetExceeded, ModeMismatch, capture, no_compile
-from graphs.capture.own_code import alone
-from graphs.watch import builds, hooks
+from graphs.capture.wrappers import with_own_code
+from graphs.watch import hooks
 from graphs.watch import sentinel as sentinel_module
 from tests.interrupts import count_lines, interrupted_at
 
@@ -357,7 +357,7 @@ def test_a_captured_graph_catches_another_thread_count_or_grad_mode_itself(graph
 
 def everything():
     """What is in torch, its log and ours while a sentinel is armed."""
-    return state(), hooks._listeners, hooks._deaf, builds._listeners, sentinel_module._armed
+    return state(), hooks._listeners, hooks._deaf, sentinel_module._armed
 
 
 def state():
@@ -443,7 +443,7 @@ def late_capture():
 
 
 def a_first_compile():
-    warm(alone(lambda x: x - 5, "minus_five"), torch.ones(1))
+    warm(with_own_code(lambda x: x - 5, "minus_five"), torch.ones(1))
 
 
 @pytest.mark.parametrize("work", [a_first_compile, build, late_capture])

@@ -5,27 +5,17 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import numpy as np
 import pytest
 
-from compiled_attn.cache.blocks import BlockPool, BlockTable, OutOfBlocks
+from compiled_attn.cache.blocks import BlockPool, OutOfBlocks
+from tests.compiled_attn.cache.blocks.pools import perform_copies, run
 from tests.compiled_attn.state import state_of
-from tests.compiled_attn.work import lines_run
 
 KEY = b"equal digests in all pools"
 
 
 def pool_of(num_blocks: int = 20, block_size: int = 8, least: int | None = 2) -> BlockPool:
     return BlockPool(num_blocks, block_size, partial_hits=True, min_partial_tokens=least, key=KEY)
-
-
-def run(pool: BlockPool, name: str, tokens: list[int], salt: str | None = None) -> BlockTable:
-    """Add a request and compute all of its prompt."""
-    table = pool.add(name, tokens, salt=salt)
-    pool.reserve(name, len(tokens))
-    pool.pop_copies()
-    pool.commit(name, tokens, len(tokens))
-    return table
 
 
 def found(pool: BlockPool, tokens: list[int], salt: str | None = None) -> int:
@@ -38,9 +28,6 @@ def found(pool: BlockPool, tokens: list[int], salt: str | None = None) -> int:
 ABC = list(range(100, 116))  # two blocks of 8
 
 
-# What is found
-
-
 def test_a_prompt_that_leaves_a_full_block_midway_gets_a_copy_of_it() -> None:
     pool = pool_of()
     first = run(pool, "a", [*ABC, 1])
@@ -49,7 +36,7 @@ def test_a_prompt_that_leaves_a_full_block_midway_gets_a_copy_of_it() -> None:
     assert (table.length, table.num_computed, table.num_cached_tokens) == (13, 13, 13)
     assert table.array[:2].tolist() == [1, 4]
     assert pool.refcounts[:5].tolist() == [0, 2, 2, 1, 1]  # block 2: its table and the copy
-    assert pool.pop_copies() == [(2, 4)]
+    assert perform_copies(pool) == [(2, 4)]
     assert pool.refcounts[:5].tolist() == [0, 2, 1, 1, 1]
     stats = pool.stats()
     assert (stats.hit_tokens, stats.partial_hit_tokens, stats.copies) == (13, 5, 1)
@@ -74,7 +61,7 @@ def test_the_last_block_of_a_finished_request_is_found_again(end: str) -> None:
     assert (pool.stats().cached, pool.stats().free) == (2, 17)
     table = pool.add("a", ABC)
     assert (table.num_cached_tokens, table.blocks) == (13, [1, 3])
-    assert pool.pop_copies() == [(2, 3)]
+    assert perform_copies(pool) == [(2, 3)]
 
 
 def test_a_block_that_is_being_filled_is_found_in_steps_of_the_least_match() -> None:
@@ -115,7 +102,7 @@ def test_of_all_blocks_the_one_with_most_in_common_is_copied() -> None:
     for number in range(2, 6):
         table = pool.add(("x", number), [*ABC[:number], *[number] * 2, -1, -1])
         assert table.num_cached_tokens == number + 2
-        assert pool.pop_copies() == [(pool.table(f"r{number}").blocks[0], table.blocks[0])]
+        assert perform_copies(pool) == [(pool.table(f"r{number}").blocks[0], table.blocks[0])]
 
 
 def test_salts_keep_parts_of_blocks_apart() -> None:
@@ -167,9 +154,6 @@ def test_blocks_of_one_token_have_no_parts() -> None:
     assert found(pool, ABC) == 15 and pool.stats().copies == 0
 
 
-# What comes after it
-
-
 def test_the_chain_goes_on_after_a_partial_hit() -> None:
     pool = pool_of()
     run(pool, "a", [*ABC, 1])
@@ -182,8 +166,8 @@ def test_the_chain_goes_on_after_a_partial_hit() -> None:
     plain = BlockPool(20, 8, key=KEY)
     run(plain, "b", tokens)
     assert plain._index.match(tokens) == [1, 2]
-    keys = [plain._index.key_of(block) for block in (1, 2)]
-    assert [pool._index.key_of(block) for block in (1, 4)] == keys
+    keys = [plain._index._key_of[block] for block in (1, 2)]
+    assert [pool._index._key_of[block] for block in (1, 4)] == keys
 
 
 def test_writing_before_the_copy_is_an_error_that_changes_nothing() -> None:
@@ -195,7 +179,7 @@ def test_writing_before_the_copy_is_an_error_that_changes_nothing() -> None:
     with pytest.raises(RuntimeError, match=r"request 'b' .*got blocks \[3\] waiting"):
         pool.commit("b", ABC, 16)
     assert state_of(pool) == before
-    pool.pop_copies()
+    perform_copies(pool)
     pool.commit("b", ABC, 16)
 
 
@@ -206,7 +190,7 @@ def test_the_owner_writes_on_into_a_block_that_others_copy() -> None:
     assert pool.append("a", 3) == []
     assert table.blocks == [1, 2]
     pool.commit("a", [*ABC[:13], 9, 9, 9], 16)
-    assert pool.pop_copies() == [(2, 3)]
+    assert perform_copies(pool) == [(2, 3)]
 
 
 def test_a_fork_of_a_request_that_waits_for_its_copy_reads_the_same_source() -> None:
@@ -215,7 +199,7 @@ def test_a_fork_of_a_request_that_waits_for_its_copy_reads_the_same_source() -> 
     pool.add("b", ABC)
     pool.fork("b", "c")
     assert pool.append("b") == [4]
-    assert pool.pop_copies() == [(2, 3), (2, 4)]
+    assert perform_copies(pool) == [(2, 3), (2, 4)]
 
 
 def test_a_fork_that_is_behind_does_not_make_a_twin_findable() -> None:
@@ -238,11 +222,8 @@ def test_many_requests_copy_one_block() -> None:
     for name in "bcd":
         pool.add(name, ABC)
     assert pool.refcounts[2] == 4
-    assert pool.pop_copies() == [(2, 3), (2, 4), (2, 5)]
+    assert perform_copies(pool) == [(2, 3), (2, 4), (2, 5)]
     assert pool.refcounts[2] == 1
-
-
-# Undoing it, and the source
 
 
 def test_freeing_a_request_undoes_its_partial_hit() -> None:
@@ -258,7 +239,7 @@ def test_freeing_a_request_undoes_its_partial_hit() -> None:
         "peak_used",
         "high_water",
     }
-    assert pool.pop_copies() == []
+    assert perform_copies(pool) == []
 
 
 def changed(before: Any, after: Any) -> set[str]:
@@ -283,7 +264,7 @@ def test_a_cached_source_is_cached_again_once_its_copy_is_popped_or_given_up() -
         assert pool.stats().cached == 0
         if give_up:
             pool.free("b")
-        assert pool.pop_copies() == ([] if give_up else [(2, 3)])
+        assert perform_copies(pool) == ([] if give_up else [(2, 3)])
         assert pool.refcounts[2] == 0 and pool.stats().cached == (2 if give_up else 1)
         assert found(pool, ABC) == 15
 
@@ -297,7 +278,7 @@ def test_a_pinned_source_is_not_evicted_before_its_copy_is_popped() -> None:
     assert pool.reserve("x", 16) == [4, 5]
     with pytest.raises(OutOfBlocks):
         pool.append("x")
-    assert pool.pop_copies() == [(2, 3)]
+    assert perform_copies(pool) == [(2, 3)]
     assert pool.append("x") == [2]
 
 
@@ -311,14 +292,11 @@ def test_an_evicted_source_is_not_found_any_more() -> None:
     assert found(pool, ABC) == 8
 
 
-# Short of blocks
-
-
 def test_without_a_free_block_there_is_no_partial_hit() -> None:
     pool = pool_of(num_blocks=3)
     run(pool, "a", ABC)
     table = pool.add("b", ABC)
-    assert (table.num_cached_tokens, table.blocks, pool.pop_copies()) == (8, [1], [])
+    assert (table.num_cached_tokens, table.blocks, perform_copies(pool)) == (8, [1], [])
     assert pool.stats().partial_hit_tokens == 0
 
 
@@ -346,7 +324,7 @@ def test_where_one_block_is_missing_the_request_takes_over_what_it_would_copy() 
     assert state_of(pool) == before
     assert pool.reserve("b", 32) == [2, 3, 4]  # its content lies in block 2, uncopied
     assert table.blocks == table.array[:4].tolist() == [1, 2, 3, 4]
-    assert pool.pop_copies() == [] and pool.stats().evictions == 1
+    assert perform_copies(pool) == [] and pool.stats().evictions == 1
     pool.commit("b", prompt, 32)
     assert pool._index.match(prompt) == [1, 2, 3, 4]
     pool.free("b")
@@ -381,68 +359,8 @@ def test_whether_a_request_fits_is_answered_as_without_partial_hits(seed: int) -
         assert pool.can_reserve(number, length) == fits
         if fits:
             pool.reserve(number, length)
-            pool.pop_copies()
+            perform_copies(pool)
             pool.commit(number, prompt, len(prompt))
         for name in pool.requests[: rng.randrange(3)]:
             pool.free(name)
     assert partial > 20 and pool.stats().evictions > 100
-
-
-# Cost
-
-
-def test_every_call_costs_the_same_at_a_million_blocks() -> None:
-    """Pools that are full of cached, used and free blocks: lines executed a call, no time."""
-    work = [costs(full_pool(num_blocks)) for num_blocks in (10**3, 10**6)]
-    for small, large in zip(*work, strict=True):
-        assert large <= 1.5 * small + 20
-
-
-def full_pool(num_blocks: int) -> BlockPool:
-    pool = BlockPool(num_blocks, 4, partial_hits=True)
-    share = (num_blocks - 300) // 40
-    for number in range(20):
-        tokens = np.arange(4 * share) + 10**7 * number
-        if num_blocks == 10**6:  # enough of them to be many, few enough to be quick
-            tokens = tokens[: len(tokens) // 5]
-        pool.add(number)
-        pool.reserve(number, 4 * share)
-        pool.commit(number, tokens, len(tokens))
-        pool.add(("plain", number))
-        pool.reserve(("plain", number), 4 * share)
-    for number in range(0, 20, 2):
-        pool.free(number)
-        pool.free(("plain", number))
-    return pool
-
-
-def costs(pool: BlockPool) -> list[int]:
-    with_free_blocks = costs_of_a_life(pool)
-    pool.add("all that is free")
-    pool.reserve("all that is free", pool.stats().free * pool.block_size)
-    assert pool.stats().free == 0
-    evictions = pool.stats().evictions
-    with_evictions = costs_of_a_life(pool)
-    assert pool.stats().evictions > evictions + 3
-    return with_free_blocks + with_evictions
-
-
-def costs_of_a_life(pool: BlockPool) -> list[int]:
-    prompt = [*range(10**7, 10**7 + 30), *[-1] * 20]  # request 1 has computed what it begins with
-    longer = [*prompt, *range(10)]
-    calls = [
-        lambda: pool.can_allocate(60, prompt),
-        lambda: pool.add("a", prompt),
-        lambda: pool.reserve("a", 50),
-        lambda: pool.pop_copies(),
-        lambda: pool.commit("a", prompt, 50),
-        lambda: pool.fork("a", "b"),
-        lambda: pool.append("b", 10),
-        lambda: pool.pop_copies(),
-        lambda: pool.commit("b", longer, 60),
-        lambda: pool.preempt("b"),
-        lambda: pool.places.swap(pool.places.compaction(8)),
-        lambda: pool.free("a"),
-        lambda: pool.stats(),
-    ]
-    return [lines_run(call) for call in calls]

@@ -86,7 +86,7 @@ def test_a_taken_key_or_block_is_left_as_it_is() -> None:
     assert index.insert(one, 4)
     assert not index.insert(one, 5)
     assert not index.insert(two, 4)
-    assert (len(index), 4 in index, 5 in index, index.key_of(4)) == (1, True, False, one)
+    assert (len(index), 4 in index, 5 in index, index._key_of[4]) == (1, True, False, one)
 
 
 def test_a_removed_block_is_not_found_but_what_follows_it_is_once_it_returns() -> None:
@@ -94,15 +94,14 @@ def test_a_removed_block_is_not_found_but_what_follows_it_is_once_it_returns() -
     fill(index, [1, 2, 3], first_block=1)
     index.remove(2)
     assert index.match([1, 2, 3]) == [1]
-    index.insert(index.next_key(index.key_of(1), [2]), 9)
+    index.insert(index.next_key(index._key_of[1], [2]), 9)
     assert index.match([1, 2, 3]) == [1, 9, 3]
 
 
 def test_a_block_that_is_not_indexed_is_named() -> None:
     index = PrefixIndex(block_size=1)
-    for call in (index.remove, index.key_of):
-        with pytest.raises(ValueError, match="expected an indexed block, got 7"):
-            call(7)
+    with pytest.raises(ValueError, match="expected an indexed block, got 7"):
+        index.remove(7)
 
 
 @pytest.mark.parametrize("tokens", [[1, 2.0], ["a", "b"], [2**63, 0], np.zeros(2), [None, 1]])
@@ -247,7 +246,7 @@ def test_a_part_is_replaced_when_its_block_gains_tokens_and_never_by_less() -> N
     assert index.longest([1, 2, 3, 4])[2:] == (5, 3)
     key = index.put(index.root(), token_bytes([1, 2, 3, 4]), 5)
     index.put(index.root(), token_bytes([1, 2]), 5)
-    assert (index.match([1, 2, 3, 4]), index.key_of(5)) == ([5], key)
+    assert (index.match([1, 2, 3, 4]), index._key_of[5]) == ([5], key)
     assert index.longest([1, 2, 3, 9])[2:] == (5, 3)
 
 

@@ -18,6 +18,7 @@ import pytest
 from numpy.typing import NDArray
 
 from compiled_attn.cache.blocks import BlockPool
+from tests.compiled_attn.cache.blocks.pools import perform_copies
 
 TRACE = Path(__file__).parents[5] / "shared/traces/mooncake_conversation_head.jsonl"
 BLOCK = 512
@@ -52,7 +53,7 @@ def serve(pool: BlockPool, rows: list[Row]) -> Iterator[int]:
         prompt = row.tokens(pool.block_size)
         yield pool.add(number, prompt).num_cached_tokens
         pool.reserve(number, len(prompt))
-        pool.pop_copies()
+        perform_copies(pool)
         pool.commit(number, prompt, len(prompt))
         pool.free(number)
 

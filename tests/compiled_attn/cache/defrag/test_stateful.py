@@ -1,4 +1,4 @@
-"""Whatever happens in whatever order: no content is lost, no two blocks alias, all counts agree.
+"""Random events in any order: no content is lost, no two blocks alias, all counts agree.
 
 The caches are real; every block or position is tagged with a payload of its own.
 """

@@ -17,7 +17,7 @@ from compiled_attn.ops.cpu import build
 from compiled_attn.ops.cpu.build import _run_all, find_compiler
 from compiled_attn.ops.cpu.libraries import turn
 from compiled_attn.ops.schema import SOURCES, schemas
-from graphs.store.errors import StoreBusy
+from graphs.errors import StoreBusy
 from graphs.store.lock import Lock
 
 COMPILER = """#!/bin/sh
