@@ -327,9 +327,9 @@ ge le and_ all _assert_async zeros_like minimum unsqueeze arange mul add gt unsq
 lt and_ lt ge or_ and_ any invert _assert_async long add zeros_like eq all where unsqueeze
 arange mul add unsqueeze arange mul add unsqueeze to unsqueeze to to unflatten unbind mul
 mul sub mul mul add stack flatten to cat unsqueeze to unsqueeze to to unflatten unbind mul
-mul sub mul mul add stack flatten to cat long div gather mul sub index_put_ index_put_ ge
-where arange mul flatten ge le and_ where int contiguous contiguous paged_attention
-unflatten unflatten transpose""",
+mul sub mul mul add stack flatten to cat long div gather mul sub setitem setitem ge where
+arange mul flatten ge le and_ where int contiguous contiguous paged_attention unflatten
+unflatten transpose""",
         )
 
     def test_a_decode_step_is_captured_as_recorded(self) -> None:
@@ -340,14 +340,14 @@ ge le and_ all _assert_async zeros_like minimum unsqueeze arange mul add gt unsq
 lt and_ lt ge or_ and_ any invert _assert_async long add zeros_like eq all where unsqueeze
 arange mul add unsqueeze arange mul add unsqueeze to unsqueeze to to unflatten unbind mul
 mul sub mul mul add stack flatten to cat unsqueeze to unsqueeze to to unflatten unbind mul
-mul sub mul mul add stack flatten to cat long div gather mul sub index_put_ index_put_
-unsqueeze sub arange add arange unsqueeze lt unsqueeze ge and_ unsqueeze expand unsqueeze
-add le and_ squeeze arange mul unsqueeze lt add unsqueeze gt and_ where flatten where
-arange mul unsqueeze lt add unsqueeze gt and_ where flatten where unflatten permute
-flatten to mul permute to unsqueeze unsqueeze mul sum reshape unsqueeze where amax
-clamp_min unsqueeze sub exp reshape transpose to unsqueeze unsqueeze mul sum reshape sum
-zeros_like zeros_like sub exp unsqueeze mul add mul add clamp_min unsqueeze truediv
-transpose to zeros_like sub exp mul add log add""",
+mul sub mul mul add stack flatten to cat long div gather mul sub setitem setitem unsqueeze
+sub arange add arange unsqueeze lt unsqueeze ge and_ unsqueeze expand unsqueeze add le
+and_ squeeze arange mul unsqueeze lt add unsqueeze gt and_ where flatten where arange mul
+unsqueeze lt add unsqueeze gt and_ where flatten where unflatten permute flatten to mul
+permute to unsqueeze unsqueeze mul sum reshape unsqueeze where amax clamp_min unsqueeze
+sub exp reshape transpose to unsqueeze unsqueeze mul sum reshape sum zeros_like zeros_like
+sub exp unsqueeze mul add mul add clamp_min unsqueeze truediv transpose to zeros_like sub
+exp mul add log add""",
         )
 
     def test_a_prompt_is_captured_as_recorded(self) -> None:
@@ -358,9 +358,9 @@ ge le and_ all _assert_async zeros_like minimum unsqueeze arange mul add gt unsq
 lt and_ lt ge or_ and_ any invert _assert_async long add zeros_like eq all where unsqueeze
 arange mul add unsqueeze arange mul add unsqueeze to unsqueeze to to unflatten unbind mul
 mul sub mul mul add stack flatten to cat unsqueeze to unsqueeze to to unflatten unbind mul
-mul sub mul mul add stack flatten to cat long div gather mul sub index_put_ index_put_
-unsqueeze sub arange add arange unsqueeze lt unsqueeze ge and_ unsqueeze expand unsqueeze
-add le and_ arange mul unsqueeze lt add unsqueeze gt and_ where flatten where arange mul
+mul sub mul mul add stack flatten to cat long div gather mul sub setitem setitem unsqueeze
+sub arange add arange unsqueeze lt unsqueeze ge and_ unsqueeze expand unsqueeze add le
+and_ arange mul unsqueeze lt add unsqueeze gt and_ where flatten where arange mul
 unsqueeze lt add unsqueeze gt and_ where flatten where flatten abs lt where sum eq flatten
 abs lt where sum eq and_ where where unsqueeze invert and_ where sum unsqueeze where to
 transpose transpose transpose _scaled_dot_product_flash_attention_for_cpu any expand

@@ -1,4 +1,4 @@
-"""Which blocks and slots each row reads, partition by partition, with every index in range."""
+"""The blocks and slots that each row reads, partition by partition, with every index in range."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How keys and values of a paged cache lie in memory, and exact conversions between the layouts.
+"""Layouts of a paged cache in memory, and exact conversions between them.
 
 Every conversion goes through NHD and moves no element unless it has to: it returns a view where
 strides can say the same, and copies once where not (`convert_key` says when).

@@ -1,4 +1,4 @@
-"""What paged attention is, one row at a time: the oracle of every faster form."""
+"""The definition of paged attention, one row at a time: the oracle of every faster form."""
 
 from __future__ import annotations
 
