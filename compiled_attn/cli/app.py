@@ -28,7 +28,7 @@ app = typer.Typer(
 def run_command(argv: Sequence[str] | None = None) -> int:
     """Parse and run; returns the exit code."""
     arguments = None if argv is None else list(argv)
-    return exit_code_of(lambda: app(args=arguments, prog_name=_NAME, standalone_mode=False) or 0)
+    return exit_code_of(lambda: app(args=arguments, prog_name=_NAME, standalone_mode=False))
 
 
 def _version(wanted: bool) -> None:

@@ -14,13 +14,13 @@ from compiled_attn.cli.inputs import fitted_arrivals, known_backend, model_of
 from compiled_attn.cli.options import PlanOptions, settings_of
 from compiled_attn.engine import EngineConfig
 from compiled_attn.engine.kernel import chosen_kernel
-from compiled_attn.engine.sizing import FORMS, Sizing, step_limits
+from compiled_attn.engine.sizing import FORMS, Sizing, step_limits, work_of
 from compiled_attn.workloads import read_trace
 from compiled_attn.workloads.comparison import Comparison, compare
 from compiled_attn.workloads.default_demand import default_demand
 from compiled_attn.workloads.families import Family, family, within
 from compiled_attn.workloads.simulate import SimulatedEngine, simulate
-from graphs import Bucket, to_file
+from graphs import to_file
 from graphs.planner import CostModel, Demand, PlanReport, read_demand
 from graphs.planner import plan as choose
 
@@ -127,7 +127,7 @@ def _engine(
     sizing = Sizing.of(model, config, FORMS[kernel])
     limits = step_limits(config, sizing.context, sizing.num_blocks)
     engine = SimulatedEngine(limits.tokens, limits.seqs, config.block_size, limits.pool_blocks)
-    cost = CostModel(lambda sizes: sizing.buckets.cost(Bucket(**sizes)))
+    cost = CostModel(sizing.form.cost(work_of(model)))
     name = "table" if kernel == "native" else "engine"
     return sizing, engine, replace(family(name, engine, sizing.context), cost=cost)
 

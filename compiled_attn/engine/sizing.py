@@ -14,7 +14,7 @@ from compiled_attn.step import ModelWork, Parts, StepForm, StepLimits, Tables
 from graphs import BucketOverflow, BucketSpace
 from graphs.capture.memory import machine_bytes
 
-__all__ = ["FORMS", "Form", "Sizing", "eos_tokens", "step_limits"]
+__all__ = ["FORMS", "Form", "Sizing", "eos_tokens", "step_limits", "work_of"]
 
 _DEFAULT_KV_BYTES = 256 * 2**20
 
@@ -56,7 +56,7 @@ class Sizing:
         _refuse_cache_beyond_memory(model, config, num_blocks)
         limits = step_limits(config, context, num_blocks)
         steps = form(num_blocks, config.block_size, limits.context_blocks)
-        buckets = _buckets(config, steps, limits).with_cost(steps.cost(_work(model)))
+        buckets = _buckets(config, steps, limits).with_cost(steps.cost(work_of(model)))
         vocab = model.config.get_text_config().vocab_size
         sizing = Sizing(context, vocab, config.block_size, num_blocks, steps, buckets)
         sizing._refuse_steps_beyond_memory(model)
@@ -204,7 +204,8 @@ def _refuse_small(space: BucketSpace, largest: dict[str, int]) -> None:
         ) from error
 
 
-def _work(model: PreTrainedModel) -> ModelWork:
+def work_of(model: PreTrainedModel) -> ModelWork:
+    """The work of a token in the model, by which its form of steps prices buckets."""
     text = model.config.get_text_config()
     head = text.vocab_size * text.hidden_size
     weights = sum(p.numel() for p in model.parameters()) - head

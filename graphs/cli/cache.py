@@ -24,17 +24,11 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _HEAD = ("entry", "size", "age", "last used", "model", "backend, graph and bucket")
 
 
-def cache_app(
-    default: str,
-    error: type[Exception] = UserError,
-    *,
-    find: Callable[[], Path] | None = None,
-) -> typer.Typer:
+def cache_app(default: str, *, find: Callable[[], Path] | None = None) -> typer.Typer:
     """The commands.
 
     Args:
         default: where the store is unless `--store` says otherwise.
-        error: what bad input raises.
         find: finds the default store where variables or the platform may say otherwise.
     """
     app = typer.Typer(
@@ -48,7 +42,7 @@ def cache_app(
         try:
             yield _existing(store or (find() if find else Path(default)))
         except (StoreError, OSError, ValueError) as problem:
-            raise error(str(problem)) from problem
+            raise UserError(str(problem)) from problem
 
     @app.command()
     def ls(

@@ -5,12 +5,21 @@ from __future__ import annotations
 import contextlib
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from graphs.errors import clipped
 
-__all__ = ["BAD_INPUT", "FAILED", "INTERRUPTED", "UserError", "failed", "tell", "users_code"]
+__all__ = [
+    "BAD_INPUT",
+    "FAILED",
+    "INTERRUPTED",
+    "UserError",
+    "exit_code_of",
+    "failed",
+    "tell",
+    "users_code",
+]
 
 _OURS = str(Path(__file__).parents[1])
 _LONGEST = 2000  # characters of a line, which a file of the user's may have a part in
@@ -52,9 +61,36 @@ def users_code(what: str) -> Iterator[None]:
         raise failed(what, error) from error
 
 
-def tell(problem: object, code: int) -> int:
+def exit_code_of(
+    command: Callable[[], int | None], known: tuple[type[Exception], ...], program: str = "graphs"
+) -> int:
+    """Run a command; a known error is one line on stderr, and an unknown one is let through.
+
+    Args:
+        command: parses and runs; what it returns is the exit code, None is 0.
+        known: errors that follow from the input.
+        program: its name in that line.
+    """
+    import typer
+
+    told: tuple[type[Exception], ...] = (UserError, *known)
+    try:
+        return command() or 0
+    except (KeyboardInterrupt, typer.Abort):
+        return tell("interrupted", INTERRUPTED, program)
+    except told as error:
+        return tell(error, BAD_INPUT, program)
+    except Exception as error:
+        # By its version, typer brings a click of its own or not: usage errors have this in common.
+        message = getattr(error, "format_message", None)
+        if message is None:
+            raise
+        return tell(message(), BAD_INPUT, program)
+
+
+def tell(problem: object, code: int, program: str = "graphs") -> int:
     """Print a problem as one line on stderr, if there is anything to say; returns `code`."""
     kind = "" if code == INTERRUPTED else "error: "
     if line := " ".join(str(problem).split()):
-        print(f"graphs: {kind}{clipped(line, _LONGEST)}", file=sys.stderr)
+        print(f"{program}: {kind}{clipped(line, _LONGEST)}", file=sys.stderr)
     return code

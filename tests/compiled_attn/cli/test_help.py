@@ -11,7 +11,7 @@ pytest.importorskip("typer", reason="needs the extra cli")
 
 from compiled_attn.cli import main
 
-_HEAVY = "torch", "transformers", "numpy", "graphs", "compiled_attn.engine.engine"
+_HEAVY = "torch", "transformers", "numpy", "compiled_attn.engine.engine"
 
 
 def ended(*arguments: object) -> int:

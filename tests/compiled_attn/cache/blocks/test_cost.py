@@ -15,9 +15,9 @@ def pool_of(num_blocks: int = 20, block_size: int = 8, least: int | None = 2) ->
     return BlockPool(num_blocks, block_size, partial_hits=True, min_partial_tokens=least, key=KEY)
 
 
-def test_every_call_costs_the_same_at_a_million_blocks() -> None:
+def test_every_call_costs_the_same_however_large_the_pool_is() -> None:
     """Pools that are full of cached, used and free blocks: lines executed a call, no time."""
-    work = [costs(full_pool(num_blocks)) for num_blocks in (10**3, 10**6)]
+    work = [costs(full_pool(num_blocks)) for num_blocks in (10**3, 10**5)]
     for small, large in zip(*work, strict=True):
         assert large <= 1.5 * small + 20
 
@@ -27,7 +27,7 @@ def full_pool(num_blocks: int) -> BlockPool:
     share = (num_blocks - 300) // 40
     for number in range(20):
         tokens = np.arange(4 * share) + 10**7 * number
-        if num_blocks == 10**6:  # enough of them to be many, few enough to be quick
+        if num_blocks == 10**5:  # enough of them to be many, few enough to be quick
             tokens = tokens[: len(tokens) // 5]
         pool.add(number)
         pool.reserve(number, 4 * share)

@@ -232,7 +232,7 @@ def test_freeing_a_request_undoes_its_partial_hit() -> None:
     before = state_of(pool)
     pool.add("b", [*ABC[:13], 1, 1])
     pool.free("b")
-    counters = {"_queried_tokens", "_hit_tokens", "_partial_hit_tokens", "_num_copies"}
+    counters = {"_queried_tokens", "_hit_tokens", "_partial_hit_tokens", "num_copies"}
     assert changed(before, state_of(pool)) == {
         *counters,
         "num_allocations",

@@ -87,7 +87,7 @@ def test_the_block_hit_ratio_is_what_the_ids_of_all_rows_imply() -> None:
 def test_prompts_of_their_real_length_hit_all_full_blocks_before_their_last_token() -> None:
     """Of the known blocks two kinds cannot be hits: one that no prompt before filled, and the one
     with the last token of the prompt, which is always computed."""
-    rows = trace(10**6)
+    rows = trace(3000)
     pool = unlimited(rows, BLOCK, partial=False)
     filled: set[int] = set()
     last, unfilled = 0, 0
@@ -107,7 +107,7 @@ def test_prompts_of_their_real_length_hit_all_full_blocks_before_their_last_toke
 def test_with_partial_hits_nothing_that_is_known_is_lost_but_the_last_token() -> None:
     """A prompt now also shares the part of a block that a prompt before ended in."""
     block, least = 32, 8
-    rows = [Row(row.ids, -(-row.length // 16)) for row in trace(10**6)]
+    rows = [Row(row.ids, -(-row.length // 16)) for row in trace(3000)]
     pool = unlimited(rows, block, partial=True)
     filled: dict[int, int] = {}  # tokens of each id's block that were computed so far
     partial = 0

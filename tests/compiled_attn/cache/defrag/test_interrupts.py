@@ -115,7 +115,7 @@ def test_a_defragmentation_that_is_interrupted_at_any_line_loses_nothing(
         scene.check(defragmenter, cut.where)
         go_on(scene, defragmenter, cut.where)
     assert not cut.was_raised  # every line was hit
-    files = {f"compiled_attn/defrag/{name}.py" for name in ("defragmenter", "swap", "lists")}
+    files = {f"compiled_attn/cache/defrag/{name}.py" for name in ("defragmenter", "swap", "lists")}
     assert {*files, "compiled_attn/cache/blocks/places.py", "graphs/capture/capture.py"} <= reached
 
 

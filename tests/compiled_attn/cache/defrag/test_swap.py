@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from compiled_attn import PagedKVCache
 from compiled_attn.cache.defrag import PAD_SIZES, BlockSwap
 from compiled_attn.compat.paged.layouts import LAYOUTS, convert_key, convert_value, empty_caches
-from graphs import CapturedGraph, no_compile
+from graphs import no_compile
 from tests.compiled_attn.cache.defrag.swapping import (
     BLOCKS,
     assert_copies,
@@ -37,20 +37,6 @@ DTYPES = [
     torch.float8_e4m3fn,
     torch.float8_e5m2,
 ]
-
-
-@pytest.fixture
-def runs(monkeypatch) -> list[str]:
-    """The names of the captured graphs that ran."""
-    names: list[str] = []
-    run = CapturedGraph.run
-
-    def counted(graph: CapturedGraph, *inputs: Any) -> Any:
-        names.append(graph.name)
-        return run(graph, *inputs)
-
-    monkeypatch.setattr(CapturedGraph, "run", counted)
-    return names
 
 
 @pytest.mark.parametrize("has_value", [True, False])
@@ -246,3 +232,14 @@ def test_exchanging_twice_is_nothing_and_moves_equal_numpy(data):
     assert equal(contents([cache], blocks), before)
     swap.move(pairs)
     assert equal(contents([cache], blocks), moved(before, pairs))
+
+
+def test_without_exchanges_one_graph_less_is_captured_and_only_moves_run():
+    cache = small_cache(torch.float32)
+    swap = BlockSwap(cache, pad_sizes=(4,), exchanges=False)
+    assert swap.pending == 1 and len(swap.warmup().captured) == 1 and swap.pending == 0
+    before = contents(list(cache.buffers()))
+    swap.move([(2, 3)])
+    with pytest.raises(RuntimeError, match="make it with exchanges=True"):
+        swap.swap([(2, 4)])
+    assert equal(contents(list(cache.buffers())), moved(before, [(2, 3)]))
