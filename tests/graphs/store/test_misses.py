@@ -84,7 +84,7 @@ def test_a_reason_is_logged_once_for_all_graphs(store, tmp_path, caplog):
     assert len(caplog.records) == 1 and len(misses.found) == 13
     assert caplog.records[0].levelno == logging.WARNING
     assert "step[rows=0]: not in the store" in caplog.text
-    assert "differs in torch: 2.12 -> 2.13 (told once" in caplog.text
+    assert "differs in torch: 2.12 -> 2.13 (logged once" in caplog.text
 
 
 def test_a_store_that_has_nothing_like_it_is_no_warning(store, tmp_path, caplog):

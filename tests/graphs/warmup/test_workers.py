@@ -51,7 +51,9 @@ def test_a_job_that_fails_in_a_worker_does_not_end_it(tmp_path):
         raise RuntimeError("no")
 
     with Workers(3, 1, work) as workers:
-        time.sleep(0.5)
+        end = time.monotonic() + 30
+        while len([*tmp_path.iterdir()]) < 3 and time.monotonic() < end:
+            time.sleep(0.02)
         assert [*workers] == [0, 1, 2]
     assert len([*tmp_path.iterdir()]) == 3
 
