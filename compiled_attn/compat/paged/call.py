@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from compiled_attn.compat.paged.layouts import Layout
 from compiled_attn.compat.paged.scales import Scale, element_type
 from compiled_attn.ops import AttentionTraits, unit_strides
 
-__all__ = ["DecodeCall"]
+__all__ = ["CacheWrite", "DecodeCall"]
 
 
 @dataclass(frozen=True)
@@ -62,3 +63,17 @@ class DecodeCall:
             layout=self.layout,
             partitions=partitions,
         )
+
+
+class CacheWrite(NamedTuple):
+    """One call of `reshape_and_cache`, under the names of its arguments."""
+
+    key: Tensor
+    value: Tensor
+    key_cache: Tensor
+    value_cache: Tensor
+    slot_mapping: Tensor
+    kv_cache_dtype: str
+    k_scale: Scale
+    v_scale: Scale
+    layout: Layout

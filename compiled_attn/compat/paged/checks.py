@@ -8,9 +8,9 @@ from torch import Tensor
 from compiled_attn.arguments.expect import FLOATS, INTS, is_number
 from compiled_attn.arguments.overlap import can_read
 from compiled_attn.compat.paged.block_tables import lost_rows, unknown_blocks
-from compiled_attn.compat.paged.call import DecodeCall
-from compiled_attn.compat.paged.layouts import Layout, axes, expect, key_shape, value_shape
-from compiled_attn.compat.paged.scales import Scale, check_scale, element_type
+from compiled_attn.compat.paged.call import CacheWrite, DecodeCall
+from compiled_attn.compat.paged.layouts import axes, expect, key_shape, value_shape
+from compiled_attn.compat.paged.scales import check_scale, element_type
 
 __all__ = ["check", "check_caches"]
 
@@ -42,16 +42,7 @@ def check(call: DecodeCall, **written: Tensor) -> list[int] | None:
     rank = axes(call.layout, is_key=True)
     expect.tensor("key_cache", call.key_cache, f"in layout {call.layout}", (None,) * rank)
     sizes = (call.num_blocks, call.block_size, kv_heads, dim)
-    check_caches(
-        call.key_cache,
-        call.value_cache,
-        sizes,
-        call.layout,
-        call.kv_cache_dtype,
-        call.k_scale,
-        call.v_scale,
-        query,
-    )
+    check_caches(call, sizes, query)
     tables = call.block_tables
     expect.tensor("block_tables", tables, "(num_seqs, W)", (seqs, None), INTS, query)
     expect.tensor("seq_lens", call.seq_lens, "(num_seqs,)", (seqs,), INTS, query)
@@ -63,25 +54,18 @@ def check(call: DecodeCall, **written: Tensor) -> list[int] | None:
 
 
 def check_caches(
-    key_cache: Tensor,
-    value_cache: Tensor,
-    sizes: tuple[int, int, int, int],
-    layout: Layout,
-    kv_cache_dtype: str,
-    k_scale: Scale,
-    v_scale: Scale,
-    like: Tensor,
+    call: DecodeCall | CacheWrite, sizes: tuple[int, int, int, int], like: Tensor
 ) -> None:
-    """Raises unless both caches have this layout, sizes (NB, BS, Hk, D), dtype and scales."""
-    dtype = element_type(kv_cache_dtype, like.dtype)
-    dtypes = (dtype, torch.uint8) if kv_cache_dtype.startswith("fp8") else (dtype,)
+    """Raises unless both caches have the layout, sizes (NB, BS, Hk, D), dtype and scales."""
+    dtype, layout = element_type(call.kv_cache_dtype, like.dtype), call.layout
+    dtypes = (dtype, torch.uint8) if call.kv_cache_dtype.startswith("fp8") else (dtype,)
     legend = f"in layout {layout}"
     key, value = key_shape(layout, *sizes, dtype), value_shape(layout, *sizes)
-    expect.tensor("key_cache", key_cache, legend, key, dtypes, like)
-    expect.tensor("value_cache", value_cache, legend, value, dtypes, like)
-    if kv_cache_dtype != "auto":
-        check_scale("k_scale", k_scale, sizes[2], like.device)
-        check_scale("v_scale", v_scale, sizes[2], like.device)
+    expect.tensor("key_cache", call.key_cache, legend, key, dtypes, like)
+    expect.tensor("value_cache", call.value_cache, legend, value, dtypes, like)
+    if call.kv_cache_dtype != "auto":
+        check_scale("k_scale", call.k_scale, sizes[2], like.device)
+        check_scale("v_scale", call.v_scale, sizes[2], like.device)
 
 
 def _expect_int(name: str, value: object, least: int) -> None:
@@ -101,14 +85,9 @@ def _check_numbers(call: DecodeCall) -> list[int]:
 
 def _explain_lost(call: DecodeCall, row: int) -> None:
     length, fits = int(call.seq_lens[row]), call.capacity
-    expect(
-        0 <= length <= fits,
-        f"seq_lens[{row}] in 0 .. {fits} (block_tables has {call.block_tables.shape[1]} columns "
-        f"of {call.block_size}, "
-        f"max_seq_len is {call.max_seq_len})",
-        length,
-        "widen the table or raise max_seq_len",
-    )
+    table = f"block_tables has {call.block_tables.shape[1]} columns of {call.block_size}"
+    wanted = f"seq_lens[{row}] in 0 .. {fits} ({table}, max_seq_len is {call.max_seq_len})"
+    expect(0 <= length <= fits, wanted, length, "widen the table or raise max_seq_len")
     column = int(unknown_blocks(call)[row].nonzero()[0])
     wanted = f"block_tables[{row}, {column}] in 0 .. {call.num_blocks - 1}"
     remedy = f"the row's {length} tokens need it, so give it a block of the cache"

@@ -78,12 +78,8 @@ def key_shape(
     if layout != "packed":
         return value_shape(layout, num_blocks, block_size, num_kv_heads, head_dim)
     x = packing(dtype)
-    expect(
-        head_dim % x == 0,
-        f"a head dim divisible by x = {x} for {dtype}",
-        head_dim,
-        "use layout NHD or HND",
-    )
+    wanted = f"a head dim divisible by x = {x} for {dtype}"
+    expect(head_dim % x == 0, wanted, head_dim, "use layout NHD or HND")
     return (num_blocks, num_kv_heads, head_dim // x, block_size, x)
 
 
@@ -95,14 +91,14 @@ def value_shape(
     Raises:
         PagedArgumentError: no such layout.
     """
-    if layout == "packed":
-        return (num_blocks, num_kv_heads, head_dim, block_size)
-    if layout == "flat":
-        return (num_blocks * block_size, num_kv_heads, head_dim)
-    if layout == "NHD":
-        return (num_blocks, block_size, num_kv_heads, head_dim)
     axes(layout, is_key=False)
-    return (num_blocks, num_kv_heads, block_size, head_dim)
+    shapes: dict[Layout, tuple[int, ...]] = {
+        "packed": (num_blocks, num_kv_heads, head_dim, block_size),
+        "flat": (num_blocks * block_size, num_kv_heads, head_dim),
+        "NHD": (num_blocks, block_size, num_kv_heads, head_dim),
+        "HND": (num_blocks, num_kv_heads, block_size, head_dim),
+    }
+    return shapes[layout]
 
 
 def empty_caches(
@@ -121,12 +117,8 @@ def empty_caches(
         PagedArgumentError: a size is below 1, or `key_shape` says no.
     """
     sizes = (num_blocks, block_size, num_kv_heads, head_dim)
-    expect(
-        min(sizes) >= 1,
-        "num_blocks, block_size, num_kv_heads, head_dim of at least 1",
-        sizes,
-        "choose larger",
-    )
+    wanted = "num_blocks, block_size, num_kv_heads, head_dim of at least 1"
+    expect(min(sizes) >= 1, wanted, sizes, "choose larger")
     key = torch.empty(key_shape(layout, *sizes, dtype), dtype=dtype, device=device)
     return key, torch.empty(value_shape(layout, *sizes), dtype=dtype, device=device)
 
@@ -209,30 +201,14 @@ def _from_nhd(cache: Tensor, layout: Layout, *, is_key: bool) -> Tensor:
 
 def _check_source(cache: Tensor, layout: Layout, block_size: int | None, *, is_key: bool) -> None:
     rank = axes(layout, is_key=is_key)
-    expect(
-        cache.dim() == rank,
-        f"a {layout} cache with {rank} axes",
-        cache.shape,
-        "name the layout it has",
-    )
+    wanted = f"a {layout} cache with {rank} axes"
+    expect(cache.dim() == rank, wanted, cache.shape, "name the layout it has")
     if rank == 5:
         x = packing(cache.dtype)
-        expect(
-            cache.shape[-1] == x,
-            f"a last axis of x = {x} for {cache.dtype}",
-            cache.shape,
-            "check dtype and layout",
-        )
+        wanted = f"a last axis of x = {x} for {cache.dtype}"
+        expect(cache.shape[-1] == x, wanted, cache.shape, "check dtype and layout")
     if layout == "flat":
-        expect(
-            block_size is not None and block_size >= 1,
-            "block_size of a flat cache",
-            block_size,
-            "pass block_size",
-        )
-        expect(
-            block_size is not None and cache.shape[0] % block_size == 0,
-            f"slots to be a multiple of block_size {block_size}",
-            cache.shape[0],
-            "pass the block size the cache was made with",
-        )
+        size = block_size or 0
+        expect(size >= 1, "block_size of a flat cache", block_size, "pass block_size")
+        wanted, slots = f"slots to be a multiple of block_size {size}", cache.shape[0]
+        expect(slots % size == 0, wanted, slots, "pass the block size the cache was made with")

@@ -71,12 +71,8 @@ class PagedAttention(nn.Module):
         kernel: KernelChoice = "auto",
     ) -> None:
         super().__init__()
-        expect(
-            partition is None or partition >= 1,
-            "a partition of at least 1 token, or None",
-            partition,
-            "try 512",
-        )
+        legal = partition is None or partition >= 1
+        expect(legal, "a partition of at least 1 token, or None", partition, "try 512")
         self.register_buffer("key_cache", key_cache, persistent=False)
         self.register_buffer("value_cache", value_cache, persistent=False)
         self.register_buffer("alibi_slopes", alibi_slopes, persistent=False)
@@ -104,20 +100,15 @@ class PagedAttention(nn.Module):
     ) -> Tensor:
         """Writes the step's tokens if given, then attends; shapes in the class docstring."""
         call = self._call(query, block_tables, seq_lens)
-        writes = key is not None and value is not None and slot_mapping is not None
         written = {"key_cache": self.key_cache, "value_cache": self.value_cache}
-        lengths = check(call, **(written if writes else {}))
+        lengths = check(call, **(written if key is not None else {}))
         native = chooses_native(self.kernel, call.traits())
         if key is not None and value is not None and slot_mapping is not None:
             self._write(query, key, value, slot_mapping)
         else:
-            given = [name is not None for name in (key, value, slot_mapping)]
-            expect(
-                not any(given),
-                "key, value and slot_mapping together, or none of them",
-                given,
-                "pass all three",
-            )
+            given = [each is not None for each in (key, value, slot_mapping)]
+            wanted = "key, value and slot_mapping together, or none of them"
+            expect(not any(given), wanted, given, "pass all three")
         with torch.no_grad():
             if native:
                 return attend_natively(call)

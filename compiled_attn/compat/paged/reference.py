@@ -36,26 +36,24 @@ def paged_attention_reference(
     keys, values = stored(key_cache, kv_cache_dtype), stored(value_cache, kv_cache_dtype)
     out = torch.zeros_like(query)
     for row, length in enumerate(seq_lens.tolist()):
-        if length:
-            blocks = block_tables[row, : -(-length // block_size)].long()
-            key = take_blocks(keys, blocks, layout, block_size, is_key=True).flatten(0, 1)[:length]
-            value = take_blocks(values, blocks, layout, block_size, is_key=False).flatten(0, 1)[
-                :length
-            ]
-            key, value = _real(key, kv_cache_dtype, k_scale), _real(value, kv_cache_dtype, v_scale)
-            part = attend(
-                query[row].unsqueeze(0), key, value, _bias(alibi_slopes, length, key), scale=scale
-            )
-            out[row] = merge(part)[0].to(out.dtype)
+        if not length:
+            continue
+        blocks = block_tables[row, : -(-length // block_size)].long()
+        key, value = (
+            take_blocks(cache, blocks, layout, block_size, is_key=is_key).flatten(0, 1)[:length]
+            for cache, is_key in ((keys, True), (values, False))
+        )
+        key, value = _real(key, kv_cache_dtype, k_scale), _real(value, kv_cache_dtype, v_scale)
+        bias = _bias(alibi_slopes, length, key)
+        part = attend(query[row].unsqueeze(0), key, value, bias, scale=scale)
+        out[row] = merge(part)[0].to(out.dtype)
     return out
 
 
 def _real(tokens: Tensor, kv_cache_dtype: str, scale: Scale) -> Tensor:
-    return (
-        tokens
-        if kv_cache_dtype == "auto"
-        else tokens.float() * per_head(scale, tokens.device).unsqueeze(-1)
-    )
+    if kv_cache_dtype == "auto":
+        return tokens
+    return tokens.float() * per_head(scale, tokens.device).unsqueeze(-1)
 
 
 def _bias(slopes: Tensor | None, length: int, like: Tensor) -> Tensor:

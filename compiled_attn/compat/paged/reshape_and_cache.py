@@ -10,6 +10,7 @@ from torch import Tensor
 
 from compiled_attn.arguments.expect import FLOATS, INTS, slot_used_twice
 from compiled_attn.arguments.overlap import can_read
+from compiled_attn.compat.paged.call import CacheWrite
 from compiled_attn.compat.paged.checks import check_caches
 from compiled_attn.compat.paged.layouts import Layout, axes, expect, packing
 from compiled_attn.compat.paged.scales import Scale, encode
@@ -55,9 +56,10 @@ def reshape_and_cache(
 
     Source: ``reshape_and_cache`` and (NHD) ``reshape_and_cache_flash`` of vLLM.
     """
-    num_blocks, block_size = _check(
+    call = CacheWrite(
         key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale, layout
     )
+    num_blocks, block_size = _check(call)
     num_slots = num_blocks * block_size
     if can_read(key):
         _check_slots(slot_mapping, num_slots)
@@ -78,36 +80,23 @@ def reshape_and_cache(
         write_rows(cache, block, slot, kept, axis)
 
 
-def _check(
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-    kv_cache_dtype: str,
-    k_scale: Scale,
-    v_scale: Scale,
-    layout: Layout,
-) -> tuple[int, int]:
+def _check(call: CacheWrite) -> tuple[int, int]:
     """Raises unless the arguments fit together; returns the number of blocks and their size."""
+    key, slots, layout, values = call.key, call.slot_mapping, call.layout, call.value_cache
     expect.tensor("key", key, "(T, Hk, D)", (None, None, None), FLOATS)
-    expect.tensor("value", value, "like key", key.shape, (key.dtype,), key)
-    expect.tensor("slot_mapping", slot_mapping, "(T,)", (None,), INTS, key)
+    expect.tensor("value", call.value, "like key", key.shape, (key.dtype,), key)
+    expect.tensor("slot_mapping", slots, "(T,)", (None,), INTS, key)
     tokens, heads, dim = key.shape
-    slots = slot_mapping.shape[0]
-    expect(slots <= tokens, "a slot_mapping no longer than key", (slots, tokens), "cut it")
+    sizes = slots.shape[0], tokens
+    expect(sizes[0] <= tokens, "a slot_mapping no longer than key", sizes, "cut it")
     rank = axes(layout, is_key=False)
-    expect.tensor("value_cache", value_cache, f"in layout {layout}", (None,) * rank)
-    num_blocks, block_size = (
-        value_cache.shape[0],
-        1 if layout == "flat" else value_cache.shape[_SLOT_AXIS[layout]],
-    )
-    sizes = (num_blocks, block_size, heads, dim)
-    check_caches(key_cache, value_cache, sizes, layout, kv_cache_dtype, k_scale, v_scale, key)
-    expect.not_expanded(key_cache, value_cache)
-    caches = {"key_cache": key_cache, "value_cache": value_cache}
-    expect.apart(caches, {"slot_mapping": slot_mapping})
-    return num_blocks, block_size
+    expect.tensor("value_cache", values, f"in layout {layout}", (None,) * rank)
+    block_size = 1 if layout == "flat" else values.shape[_SLOT_AXIS[layout]]
+    check_caches(call, (values.shape[0], block_size, heads, dim), key)
+    expect.not_expanded(call.key_cache, values)
+    caches = {"key_cache": call.key_cache, "value_cache": values}
+    expect.apart(caches, {"slot_mapping": slots})
+    return values.shape[0], block_size
 
 
 def _check_slots(slot_mapping: Tensor, num_slots: int) -> None:
@@ -115,12 +104,8 @@ def _check_slots(slot_mapping: Tensor, num_slots: int) -> None:
     if used.numel() == 0:
         return
     largest = int(used.max())
-    expect(
-        largest < num_slots,
-        f"slots below {num_slots}, the size of the cache",
-        largest,
-        "check the block tables",
-    )
+    wanted = f"slots below {num_slots}, the size of the cache"
+    expect(largest < num_slots, wanted, largest, "check the block tables")
     twice = slot_used_twice(used[used > 0])
     remedy = "give each token its own slot, and padding a negative one"
     expect(twice is None, "every token in a slot of its own", f"slot {twice} twice", remedy)

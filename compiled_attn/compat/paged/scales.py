@@ -34,9 +34,8 @@ def element_type(kv_cache_dtype: str, model_dtype: torch.dtype) -> torch.dtype:
         PagedArgumentError: no such ``kv_cache_dtype``.
     """
     known = ("auto", *QUANTISED)
-    expect(
-        kv_cache_dtype in known, f"kv_cache_dtype of {known}", kv_cache_dtype, "choose one of these"
-    )
+    wanted = f"kv_cache_dtype of {known}"
+    expect(kv_cache_dtype in known, wanted, kv_cache_dtype, "choose one of these")
     return QUANTISED.get(kv_cache_dtype, model_dtype)
 
 
@@ -70,10 +69,8 @@ def check_scale(name: str, scale: object, num_kv_heads: int, device: torch.devic
         expect(scale.is_floating_point(), f"{name} of floats", scale.dtype, "convert it with .to()")
         expect(scale.device == device, f"{name} on {device}", scale.device, "move it with .to()")
     elif isinstance(scale, (int, float)):
-        expect(
-            scale > 0, f"a positive {name}", scale, "pass the scale that the cache was written with"
-        )
+        fits = scale > 0
+        expect(fits, f"a positive {name}", scale, "pass the scale the cache was written with")
     else:
-        raise TypeError(
-            f"{name}: expected a float or a tensor, got {type(scale).__name__}: {remedy}"
-        )
+        got = type(scale).__name__
+        raise TypeError(f"{name}: expected a float or a tensor, got {got}: {remedy}")
