@@ -181,19 +181,9 @@ def test_a_plan_knows_the_dtype_of_the_cache(command, tmp_path):
     needs.write_text('{"tokens": 1, "shared": 0, "unique": 3, "logits": 1}\n' * 3)
     sizes = []
     for dtype in ("float32", "bfloat16"):
-        options = [
-            "--demand",
-            needs,
-            "--dtype",
-            dtype,
-            "--max-graphs",
-            2,
-            "--rho",
-            0,
-            "--max-seqs",
-            128,
-        ]
-        code, _, err = command("plan", *options, "--block-size", 8, "--out", tmp_path / dtype)
+        options = ["--demand", needs, "--dtype", dtype, "--max-graphs", 2, "--rho", 0]
+        options += ["--max-seqs", 128, "--block-size", 8, "--out", tmp_path / dtype]
+        code, _, err = command("plan", *options)
         assert code == 0, err
         sizes.append(from_file(tmp_path / dtype).largest["unique"])
     assert sizes[1] == 2 * sizes[0]
