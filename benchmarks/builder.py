@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from compiled_attn.cache.blocks import BlockPool
-from compiled_attn.engine.tables import StepTables
+from compiled_attn.engine.block_memory import StepTables
 from compiled_attn.step import BatchBuilder, Parts, Request, StepForm, Tables
 from graphs.report.surroundings import machine
 

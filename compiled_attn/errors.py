@@ -1,4 +1,4 @@
-"""The errors that a user of this package can meet; each says expected, got, remedy."""
+"""Errors that a user of this package can meet; each says expected, got, remedy."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from collections.abc import Hashable
 __all__ = [
     "ConfigError",
     "DuplicateRequest",
+    "FlashArgumentError",
+    "KernelArgumentError",
     "ModelChanged",
     "ModelError",
     "ModelRefused",
+    "NativeUnavailable",
     "OutOfBlocks",
+    "PagedArgumentError",
     "TraceError",
     "UnknownRequest",
 ]
@@ -33,6 +37,22 @@ class DuplicateRequest(ValueError):
         )
 
 
+class FlashArgumentError(RuntimeError, ValueError):
+    """A call of `flash_attn_with_kvcache` that cannot be served; the cache is as it was.
+
+    A `RuntimeError` because FlashAttention 2 raises that, and a `ValueError` because that is what
+    it is.
+    """
+
+
+class KernelArgumentError(RuntimeError, ValueError):
+    """Arguments of an op that do not fit together, or that its kernel cannot serve; nothing was
+    read or written.
+
+    C++ can only raise ``RuntimeError``: catch that where either may serve.
+    """
+
+
 class ModelChanged(RuntimeError):
     """A served model is not as it was at warmup: the message says what changed, and the remedy."""
 
@@ -43,6 +63,10 @@ class ModelError(ValueError):
 
 class ModelRefused(ValueError):
     """A model that would not run on the paged cache, or compute something else there."""
+
+
+class NativeUnavailable(RuntimeError):
+    """The native kernel cannot be built or loaded here; the message says why, and what helps."""
 
 
 class OutOfBlocks(RuntimeError):
@@ -74,6 +98,14 @@ class OutOfBlocks(RuntimeError):
             f"tokens, got {self.free + self.cached} of {self.total} ({self.free} free + "
             f"{self.cached} cached): preempt or free a request, or make the pool larger"
         )
+
+
+class PagedArgumentError(RuntimeError, ValueError):
+    """Arguments of paged attention that cannot be served; outputs and caches are as they were.
+
+    A `RuntimeError` because the known kernels raise that, and a `ValueError` because that is what
+    it is.
+    """
 
 
 class TraceError(ValueError):

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from compiled_attn.attention.nonfinite import are_sound, hurt, only
+from compiled_attn.attention.scoring import capped
 from compiled_attn.attention.state import FMIN, PartialAttention
 
-__all__ = ["attend", "capped", "exp_scores"]
+__all__ = ["attend", "exp_scores"]
 
 
 def attend(
@@ -54,11 +55,6 @@ def attend(
         row_max.transpose(0, 1),
         weights.sum(-1).transpose(0, 1),
     )
-
-
-def capped(scores: Tensor, softcap: float | None) -> Tensor:
-    """Scores under a logit softcap, ``softcap * tanh(scores / softcap)``; None: as they are."""
-    return scores if softcap is None else softcap * torch.tanh(scores / softcap)
 
 
 def exp_scores(scores: Tensor, bias: Tensor, fmin: float) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Which token may see what in one step, as tensors of a bucket's fixed shape."""
+"""The metadata of one step, who sees what, as tensors of a bucket's fixed shape."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compiled_attn.attention.cached_blocks import usage_bias
-from compiled_attn.attention.positions import by_position, check_window
+from compiled_attn.attention.scoring import by_position, check_window
 from compiled_attn.attention.state import FEPS, FMIN
 
 __all__ = ["UnifiedMetadata"]
@@ -124,20 +124,20 @@ class UnifiedMetadata:
         if window is None and alibi_slopes is None:
             return self
         check_window(window)
-        positions = self._needs(self.positions, "positions")
+        positions = self.needs(self.positions, "positions")
         causal, shared, unique = self.causal_bias, self.shared_bias, self.unique_bias
         if causal is not None:
             causal = by_position(causal, positions, positions, window, alibi_slopes)
         if shared is not None:
-            starts = self._needs(self.shared_starts, "shared_starts")
+            starts = self.needs(self.shared_starts, "shared_starts")
             if not shared.is_floating_point():
                 shared = usage_bias(shared, self.block_size)
             keys = self._slots(starts).flatten()
             flat = by_position(shared.flatten(-2), positions, keys, window, alibi_slopes)
             shared = flat.unflatten(-1, (-1, self.block_size))
         if unique is not None:
-            starts = self._needs(self.unique_starts, "unique_starts")
-            mapping = self._needs(self.unique_block_mapping, "unique_block_mapping")
+            starts = self.needs(self.unique_starts, "unique_starts")
+            mapping = self.needs(self.unique_block_mapping, "unique_block_mapping")
             by_head = unique.transpose(0, 1) if unique.dim() == 3 else unique
             keys = self._slots(starts)
             unique = by_position(by_head, positions[mapping], keys, window, alibi_slopes)
@@ -174,7 +174,8 @@ class UnifiedMetadata:
         return starts.unsqueeze(-1) + torch.arange(self.block_size, device=starts.device)
 
     @staticmethod
-    def _needs(tensor: Tensor | None, name: str) -> Tensor:
+    def needs(tensor: Tensor | None, name: str) -> Tensor:
+        """A field that windows and ALiBi need; raises ValueError where it is None."""
         if tensor is None:
             raise ValueError(
                 f"metadata.{name}: expected it for a sliding window or ALiBi, got None: "

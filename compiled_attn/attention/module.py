@@ -48,7 +48,7 @@ class UnifiedAttention(nn.Module):
         alibi_slopes: Tensor | None = None,
         sinks: nn.Parameter | None = None,
         value_projection: nn.Parameter | None = None,
-        attend: Attend = attend,
+        attend: Attend | None = attend,
         kernel: KernelChoice = "auto",
     ) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What is wrong with a step by the numbers in its index tensors, read before anything is written.
+"""Checks of the numbers in the index tensors of a step, read before anything is written.
 
 A compiled or captured graph must not read them: there `BatchBuilder` has checked them on the host.
 """
@@ -10,6 +10,7 @@ import math
 import torch
 from torch import Tensor
 
+from compiled_attn.arguments.expect import slot_used_twice
 from compiled_attn.attention.metadata import UnifiedMetadata
 
 __all__ = ["check_numbers"]
@@ -56,13 +57,11 @@ def _check_queries(m: UnifiedMetadata) -> None:
 
 def _check_overlap(m: UnifiedMetadata) -> None:
     # The null block is where padding writes, all of it to the same slots.
-    ordered = m.slot_mapping[m.slot_mapping >= m.block_size].sort().values
-    twice = ordered[1:][ordered[1:] == ordered[:-1]]
-    if twice.numel():
+    slot = slot_used_twice(m.slot_mapping[m.slot_mapping >= m.block_size])
+    if slot is not None:
         raise ValueError(
-            f"slot_mapping: expected a slot of its own for every new token, got slot "
-            f"{int(twice[0])} twice: requests that share a block must copy it before they write "
-            "to it"
+            f"slot_mapping: expected a slot of its own for every new token, got slot {slot} twice: "
+            "requests that share a block must copy it before they write to it"
         )
 
 

@@ -14,8 +14,9 @@ from compiled_attn.attention.cached_blocks import (
     strict_index,
     usage_bias,
 )
-from compiled_attn.attention.dense import attend, capped, exp_scores
+from compiled_attn.attention.dense import attend, exp_scores
 from compiled_attn.attention.merge import reduce_to_rows
+from compiled_attn.attention.scoring import capped
 from compiled_attn.attention.state import FMIN, Attend, PartialAttention
 
 __all__ = [

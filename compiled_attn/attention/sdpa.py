@@ -13,13 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compiled_attn.attention.kernel import AttendRequest
+from compiled_attn.arguments.expect import FLOATS
 from compiled_attn.attention.nonfinite import for_added_mask
 from compiled_attn.attention.state import FMIN, PartialAttention
+from compiled_attn.ops.choose import AttentionTraits
 
 __all__ = ["SdpaKernel"]
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class SdpaKernel:
@@ -27,17 +26,18 @@ class SdpaKernel:
 
     name = "sdpa"
 
-    def supports(self, request: AttendRequest) -> str | None:
-        """None if the request can be served, else why not."""
-        if request.device != "cpu":
-            return f"runs on cpu, not on {request.device}"
-        if request.dtype not in _DTYPES:
-            return f"dtype {request.dtype} is not one of {_DTYPES}"
-        if request.softcap:
-            return "torch's flash attention has no logit softcap"
-        if not hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"):
-            return "this torch has no CPU flash attention"
-        return None
+    def supports(self, traits: AttentionTraits) -> str | None:
+        """See `compiled_attn.ops.Implementation`."""
+        if traits.device != "cpu":
+            return f"runs on cpu, not on {traits.device}"
+        if traits.dtype not in FLOATS:
+            return f"dtype {traits.dtype} is not one of {FLOATS}"
+        return "has no logit softcap" if traits.softcap else None
+
+    def unavailable(self) -> str | None:
+        """See `compiled_attn.ops.Implementation`."""
+        has_op = hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
+        return None if has_op else "this torch has no CPU flash attention"
 
     @staticmethod
     def attend(

@@ -1,4 +1,4 @@
-"""What a part of an attention is, before the parts are merged."""
+"""A part of an attention, not yet normalised, before the parts are merged."""
 
 from __future__ import annotations
 

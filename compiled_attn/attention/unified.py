@@ -16,8 +16,9 @@ from compiled_attn.attention.call import UnifiedCall
 from compiled_attn.attention.checks import check
 from compiled_attn.attention.dense import attend
 from compiled_attn.attention.metadata import UnifiedMetadata
+from compiled_attn.attention.scoring import Scoring
 from compiled_attn.attention.state import Attend
-from compiled_attn.ops import KernelChoice, PagedRequest, cache_lacks, chooses_native
+from compiled_attn.ops import KernelChoice, chooses_native
 
 __all__ = ["unified_attention"]
 
@@ -39,7 +40,7 @@ def unified_attention(
     value_scale: Tensor | None = None,
     value_projection: Tensor | None = None,
     return_lse: bool = False,
-    attend: Attend = attend,
+    attend: Attend | None = attend,
     kernel: KernelChoice = "auto",
     fused_write: bool = True,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -65,7 +66,8 @@ def unified_attention(
             written in place like the caches. Without V only ``key_scale``.
         value_projection: ``[H, R, Dv]``, applied to the output of each head, R its input size.
         return_lse: also return the log-sum-exp ``[T, H]`` in float32, for merging across devices.
-        attend: the kernel of the causal and shared parts, see `compiled_attn.attention.kernels`.
+        attend: the kernel of the causal and shared parts: `compiled_attn.attention.dense.attend`,
+            or `SdpaKernel.attend` of `compiled_attn.attention.sdpa`; None: the faster that can.
         kernel: "native": the C++ kernel, which reads what ``metadata`` says request by request;
             "portable": the three parts; "auto": native where it supports the call.
         fused_write: whether the native kernel also writes the cache. False inside of a
@@ -90,19 +92,13 @@ def unified_attention(
 
     Source: MLA of DeepSeek-V2 (2024), sinks of gpt-oss, ALiBi of Press et al. (2022).
     """
-    check(
-        query, key, value, key_cache, value_cache, key_scale, value_scale, metadata,
-        sliding_window, softcap, alibi_slopes, sinks, value_projection,
-    )  # fmt: skip
-    latent = None if value_projection is None else value_projection.shape[1]
+    scoring = Scoring(scale, sliding_window, softcap, alibi_slopes, sinks)
     call = UnifiedCall(
-        query, key, value, key_cache, value_cache, scale, metadata, sliding_window, softcap,
-        alibi_slopes, sinks, key_scale, value_scale, latent,
+        query, key, value, key_cache, value_cache, metadata, scoring, key_scale, value_scale,
+        value_projection,
     )  # fmt: skip
-    learned = query, key, value, key_cache, value_cache, key_scale, value_scale, alibi_slopes, sinks
-    other = _other(metadata, key_cache, value_cache, learned)
-    request = PagedRequest(query.device.type, query.dtype, key_cache.dtype, other)
-    if chooses_native(kernel, request):
+    check(call)
+    if chooses_native(kernel, call.traits()):
         out, log_sum = attend_requests(call, fused_write)
     else:
         out, log_sum = attend_parts(call, attend)
@@ -111,17 +107,3 @@ def unified_attention(
         out = torch.einsum("thr,hrv->thv", out, value_projection.to(out.dtype))
     out = out.to(query.dtype)
     return (out, log_sum) if return_lse else out
-
-
-def _other(
-    metadata: UnifiedMetadata,
-    key_cache: Tensor,
-    value_cache: Tensor | None,
-    learned: tuple[Tensor | None, ...],
-) -> str:
-    """What the call asks for that the native kernel does not have; empty: nothing."""
-    if metadata.by_request is None:
-        return "takes metadata that is request by request"
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in learned):
-        return "has no gradients"
-    return cache_lacks(key_cache, key_cache if value_cache is None else value_cache)

@@ -20,18 +20,16 @@ from transformers import PreTrainedModel
 from compiled_attn.cache.blocks import BlockPool
 from compiled_attn.cache.blocks.prefix import Salt
 from compiled_attn.engine.block_memory import BlockMemory
-from compiled_attn.engine.changes import Attempt, Changes
 from compiled_attn.engine.config import ConfigError, EngineConfig
 from compiled_attn.engine.executor import Executor
 from compiled_attn.engine.local import LocalExecutor
-from compiled_attn.engine.mailbox import Mailbox
 from compiled_attn.engine.metrics import EngineReport, StepInfo
-from compiled_attn.engine.outcome import Outcome, outcome_of
+from compiled_attn.engine.outcome import Attempt, Changes, Outcome, outcome_of
 from compiled_attn.engine.prompts import check_settings, token_ids
 from compiled_attn.engine.report import info_of, report_of
 from compiled_attn.engine.sampling import NOT_FINITE, SamplingParams
 from compiled_attn.engine.scheduler import Scheduler
-from compiled_attn.engine.sequence import GenerationResult, Sequence, TokenEvent
+from compiled_attn.engine.sequence import GenerationResult, Mailbox, Sequence, TokenEvent
 from compiled_attn.engine.sizing import Sizing
 from compiled_attn.engine.stream import Server, Stream, Streams, results_of
 from compiled_attn.engine.tally import StepRecord, Tally

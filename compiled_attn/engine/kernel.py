@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from compiled_attn.engine.config import ConfigError, EngineConfig
 from compiled_attn.engine.sizing import FORMS, Form
-from compiled_attn.ops import NativeKernel, PagedRequest, load
+from compiled_attn.ops import AttentionTraits, NativeKernel, load
 from compiled_attn.step import Parts, Tables
 
 __all__ = ["ChosenKernel", "chosen_kernel"]
@@ -73,4 +73,5 @@ def _lacks(model: PreTrainedModel, config: EngineConfig) -> str | None:
         return f"runs in graphs of {', '.join(_BACKENDS)}, not of {config.backend_name}"
     if config.buckets is not None and set(config.buckets.names) == set(Parts.axes):
         return f"has buckets over {', '.join(Tables.axes)}, not over {', '.join(Parts.axes)}"
-    return NativeKernel.lacks(PagedRequest(weight.device.type, weight.dtype, weight.dtype))
+    dtypes = weight.dtype, weight.dtype
+    return NativeKernel().supports(AttentionTraits(weight.device.type, weight.dtype, dtypes))

@@ -30,6 +30,7 @@ from graphs import (
     BucketOverflow,
     BucketSpace,
     CaptureError,
+    WarmupGroup,
     WarmupManager,
     WarmupReport,
 )
@@ -81,14 +82,19 @@ class LocalExecutor:
             **_backend_options(config.backend_name),
         )
         self.copies = BlockSwap(
-            self.cache, pad_sizes=(COPIES,), backend=config.backend, strict=config.strict
+            self.cache,
+            pad_sizes=(COPIES,),
+            backend=config.backend,
+            strict=config.strict,
+            exchanges=False,
         )
         self._builder = BatchBuilder(sizing.num_blocks, sizing.block_size)
         self._has_told_cut = False
 
     def warmup(self, progress: Callable[[BucketEvent], None] | None = None) -> WarmupReport:
         """Captures every bucket and the block copies, see `Executor.warmup`."""
-        report = self.graphs.warmup(progress)
+        whole = WarmupGroup(self.graphs, self.copies).warmup(progress)
+        report = self.graphs.report or whole
         captured = [result.bucket for result in report.captured]
         missing = [result for result in report.results if result.status != "captured"]
         if not captured or (missing and self._config.strict):
@@ -100,10 +106,8 @@ class LocalExecutor:
         buckets = self.sizing.buckets
         serving = BucketSpace(buckets.names, captured, buckets.cost)
         self.sizing = replace(self.sizing, buckets=serving)
-        copies = self.copies.warmup(progress)
         self.module.remember()
-        elapsed = report.elapsed_seconds + copies.elapsed_seconds
-        return WarmupReport((*report.results, *copies.results), elapsed)
+        return whole
 
     def check_unchanged(self) -> None:
         """Raises `compiled_attn.hf.ModelChanged` unless the model is as it was at the warmup."""

@@ -10,9 +10,8 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import NamedTuple
 
-from compiled_attn.engine.mailbox import Mailbox
 from compiled_attn.engine.metrics import StepInfo
-from compiled_attn.engine.sequence import GenerationResult, TokenEvent
+from compiled_attn.engine.sequence import GenerationResult, Mailbox, TokenEvent
 from compiled_attn.engine.workload import Workload
 
 __all__ = ["Server", "Stream", "Streams", "results_of"]

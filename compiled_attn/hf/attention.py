@@ -8,8 +8,6 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from compiled_attn.attention.kernel import AttendRequest
-from compiled_attn.attention.kernels import choose
 from compiled_attn.attention.metadata import UnifiedMetadata
 from compiled_attn.attention.unified import unified_attention
 from compiled_attn.cache.kv_cache import PagedKVCache
@@ -95,7 +93,6 @@ def paged_attention_forward(
     projection = None
     if not (keeps_value := paged.cache.keeps_value(layer)):
         query, projection = absorb(module, query)
-    request = AttendRequest(query.device.type, query.dtype, query.shape[-1], bool(softcap))
     metadata, window = paged.seen_through(sliding_window)
     out = unified_attention(
         query[0].transpose(0, 1),
@@ -111,7 +108,7 @@ def paged_attention_forward(
         key_scale=paged.cache.key_scale(layer),
         value_scale=paged.cache.value_scale(layer),
         value_projection=projection,
-        attend=choose(request).attend,
+        attend=None,
         fused_write=False,  # a layer is a region
     )
     assert isinstance(out, Tensor)

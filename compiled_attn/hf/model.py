@@ -7,8 +7,7 @@ import contextlib
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from compiled_attn.attention.kernel import AttendRequest, Kernel
-from compiled_attn.attention.kernels import choose
+from compiled_attn.attention.by_parts import DENSE_KERNELS
 from compiled_attn.cache.kv_cache import PagedKVCache
 from compiled_attn.hf.attention import ATTENTION_NAME, PagedStep
 from compiled_attn.hf.changes import ModelChanged, Snapshot
@@ -17,6 +16,7 @@ from compiled_attn.hf.latent import keep_latents
 from compiled_attn.hf.layers import call_through, decoder_layers, restore
 from compiled_attn.hf.recorder import takes_logits_to_keep
 from compiled_attn.hf.shapes import calls_by_layer, check_fits
+from compiled_attn.ops import AttentionTraits, Implementation, choose
 from compiled_attn.step import Parts, StepBatch, StepForm, TableBatch
 
 __all__ = ["PagedCausalLM"]
@@ -117,9 +117,12 @@ class PagedCausalLM(nn.Module):
                 undo.callback(restore, module, "expand_kv", module.__dict__.get("expand_kv"))
                 keep_latents(module)
 
-    def kernel(self) -> Kernel:
+    def kernel(self) -> Implementation:
         """The kernel that the model's attention chooses."""
         config = self.model.config.get_text_config()
         capped = bool(getattr(config, "attn_logit_softcapping", None))
         weight = next(self.model.parameters())
-        return choose(AttendRequest(weight.device.type, weight.dtype, self.cache.head_dim, capped))
+        device, dtype = weight.device.type, weight.dtype
+        head_dim = self.cache.head_dim
+        traits = AttentionTraits(device, dtype, (dtype, dtype), head_dim, softcap=capped)
+        return choose(traits, DENSE_KERNELS)

@@ -1,38 +1,44 @@
-"""The fused CPU kernel: paged attention for any mix of requests as one op; see docs/kernels.md."""
+"""The op ``paged_attention``: attention of any requests over a paged cache; see docs/kernels.md."""
 
 from __future__ import annotations
 
+from compiled_attn.errors import KernelArgumentError, NativeUnavailable
+from compiled_attn.ops.call import NewTokens, PagedCall, as_int32, attend_paged
 from compiled_attn.ops.choose import (
     CHOICES,
+    AttentionTraits,
+    Implementation,
     KernelChoice,
     NativeKernel,
-    PagedRequest,
-    cache_lacks,
+    choose,
     chooses_native,
+    unit_strides,
 )
-from compiled_attn.ops.cpu.build import Build, build, default_folder
-from compiled_attn.ops.cpu.isa import ISAS, available_isas, best_isa
-from compiled_attn.ops.errors import KernelArgumentError, NativeUnavailable
-from compiled_attn.ops.integers import as_int32
+from compiled_attn.ops.cpu.build import build, default_folder
+from compiled_attn.ops.cpu.isa import available_isas
 from compiled_attn.ops.paged_attention import NativeOps, load, unavailable
+from compiled_attn.ops.rows import write_rows
 
 __all__ = [
     "CHOICES",
-    "ISAS",
-    "Build",
+    "AttentionTraits",
+    "Implementation",
     "KernelArgumentError",
     "KernelChoice",
     "NativeKernel",
     "NativeOps",
     "NativeUnavailable",
-    "PagedRequest",
+    "NewTokens",
+    "PagedCall",
     "as_int32",
+    "attend_paged",
     "available_isas",
-    "best_isa",
     "build",
-    "cache_lacks",
+    "choose",
     "chooses_native",
     "default_folder",
     "load",
     "unavailable",
+    "unit_strides",
+    "write_rows",
 ]

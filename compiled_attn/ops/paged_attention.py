@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compiled_attn.errors import NativeUnavailable
 from compiled_attn.ops import reference
 from compiled_attn.ops.cpu.build import Build, build
 from compiled_attn.ops.cpu.isa import available_isas
-from compiled_attn.ops.errors import NativeUnavailable
 from compiled_attn.ops.schema import schemas
 
 __all__ = ["NAMESPACE", "REFERENCE", "NativeOps", "load", "unavailable"]

@@ -1,4 +1,4 @@
-"""What the ops `paged_attention` and `paged_attention_` compute: request by request, plain PyTorch.
+"""The definition of the ops `paged_attention` and `paged_attention_`: request by request, in torch.
 
 The oracle of the C++ kernels, and the implementation of the ops where none can be built.
 """
@@ -10,11 +10,14 @@ import math
 import torch
 from torch import Tensor
 
-from compiled_attn.attention.nonfinite import are_sound, hurt, only
-from compiled_attn.attention.rotary import apply_rotary
-from compiled_attn.attention.state import FMIN
+from compiled_attn.attention.dense import attend
+from compiled_attn.attention.merge import lse as log_sum_exp
+from compiled_attn.attention.merge import merge
+from compiled_attn.attention.parts import partial_attn_sinks
+from compiled_attn.attention.scoring import Scoring, by_position
 from compiled_attn.cache.quantisation import QUANTISED, dequantise, quantise
-from compiled_attn.ops.checks import check_apart, check_attention, check_numbers, check_write
+from compiled_attn.ops.call import NewTokens, PagedCall
+from compiled_attn.ops.checks import check
 
 __all__ = ["paged_attention", "paged_attention_"]
 
@@ -70,33 +73,13 @@ def paged_attention(
     Raises:
         KernelArgumentError: shapes, dtypes or numbers that do not fit (C++: ``RuntimeError``).
     """
-    check_attention(
-        query, key_cache, value_cache, block_table, seq_lens, query_start_loc,
-        causal, window, softcap, alibi_slopes, sinks, key_scale, value_scale,
+    scoring = Scoring(scale, window, softcap, alibi_slopes, sinks)
+    call = PagedCall(
+        query, key_cache, value_cache, block_table, seq_lens, query_start_loc, scoring, causal,
+        key_scale, value_scale,
     )  # fmt: skip
-    check_numbers(query, key_cache, block_table, seq_lens, query_start_loc)
-    tokens, heads, _ = query.shape
-    out = query.new_zeros(tokens, heads, value_cache.shape[-1])
-    lse = query.new_full((tokens, heads), -math.inf, dtype=torch.float32)
-    if sinks is not None:
-        lse = sinks.float().expand(tokens, heads).clone()
-    bounds = query_start_loc.tolist()
-    for request, length in enumerate(seq_lens.tolist()):
-        rows = slice(bounds[request], bounds[request + 1])
-        count = rows.stop - rows.start
-        first = max(0, length - count - window + 1) if window else 0  # what no row sees is not read
-        if not count or first >= length:
-            continue
-        key = _read(key_cache, block_table[request], first, length, key_scale)
-        value = _read(value_cache, block_table[request], first, length, value_scale)
-        position = torch.arange(length - count, length, device=query.device).unsqueeze(1)
-        distance = position - torch.arange(first, length, device=query.device)  # [n, m]
-        seen = torch.ones_like(distance, dtype=torch.bool) if not causal else distance >= 0
-        seen &= distance < window if window else seen
-        bias = None if alibi_slopes is None else -alibi_slopes.view(-1, 1, 1) * distance
-        part, part_lse = _attend(query[rows], key, value, seen, bias, scale, softcap, sinks)
-        out[rows], lse[rows] = part.to(out.dtype), part_lse.to(lse.dtype)
-    return out, lse
+    check(call)
+    return _attend_requests(call)
 
 
 def paged_attention_(
@@ -118,9 +101,6 @@ def paged_attention_(
     sinks: Tensor | None = None,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
-    interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Writes this step's keys and values to the caches in place, then attends.
 
@@ -130,41 +110,43 @@ def paged_attention_(
         slot_mapping: ``[T]`` int64, slot ``block * block_size + offset`` of each token; padding
             points into null block 0.
         key_scale, value_scale: written too.
-        cos, sin: ``[T, rot / 2]`` float32, angles by which the first ``rot`` elements of query and
-            key are rotated before anything else; see `compiled_attn.attention.rotary.apply_rotary`.
-        interleaved: which elements make a pair, see there.
 
     The others are those of `paged_attention`, and so are results and errors; after an error nothing
     is written. What is written may not share memory with query, key, value or one of the integer
     tensors.
     """
-    check_attention(
-        query, key_cache, value_cache, block_table, seq_lens, query_start_loc,
-        causal, window, softcap, alibi_slopes, sinks, key_scale, value_scale,
+    scoring = Scoring(scale, window, softcap, alibi_slopes, sinks)
+    new = NewTokens(key, value, slot_mapping)
+    call = PagedCall(
+        query, key_cache, value_cache, block_table, seq_lens, query_start_loc, scoring, causal,
+        key_scale, value_scale, new,
     )  # fmt: skip
-    check_write(query, key, value, key_cache, value_cache, slot_mapping, cos, sin)
-    ints = {
-        "slot_mapping": slot_mapping,
-        "block_table": block_table,
-        "seq_lens": seq_lens,
-        "query_start_loc": query_start_loc,
-    }
-    caches = {"key_cache": key_cache, "value_cache": value_cache}
-    check_apart(
-        {"query": query, "key": key, "value": value, **ints},
-        {**caches, "key_scale": key_scale, "value_scale": value_scale},
-    )
-    check_numbers(query, key_cache, block_table, seq_lens, query_start_loc, slot_mapping)
-    if cos is not None and sin is not None:
-        query = apply_rotary(query, cos, sin, interleaved=interleaved)
-        key = apply_rotary(key, cos, sin, interleaved=interleaved)
+    check(call)
     _write(key_cache, key, slot_mapping, key_scale)
     _write(value_cache, value, slot_mapping, value_scale)
-    return paged_attention(
-        query, key_cache, value_cache, block_table, seq_lens, query_start_loc, scale,
-        causal=causal, window=window, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
-        key_scale=key_scale, value_scale=value_scale,
-    )  # fmt: skip
+    return _attend_requests(call)
+
+
+def _attend_requests(call: PagedCall) -> tuple[Tensor, Tensor]:
+    query, window, sinks = call.query, call.scoring.window, call.scoring.sinks
+    tokens, heads, _ = query.shape
+    out = query.new_zeros(tokens, heads, call.value_cache.shape[-1])
+    lse = query.new_full((tokens, heads), -math.inf, dtype=torch.float32)
+    if sinks is not None:
+        lse = sinks.float().expand(tokens, heads).clone()
+    bounds = call.query_start_loc.tolist()
+    for request, length in enumerate(call.seq_lens.tolist()):
+        rows = slice(bounds[request], bounds[request + 1])
+        count = rows.stop - rows.start
+        first = max(0, length - count - window + 1) if window else 0  # what no row sees is not read
+        if not count or first >= length:
+            continue
+        table = call.block_table[request]
+        key = _read(call.key_cache, table, first, length, call.key_scale)
+        value = _read(call.value_cache, table, first, length, call.value_scale)
+        part, part_lse = _attend(query[rows], key, value, first, length, call)
+        out[rows], lse[rows] = part.to(out.dtype), part_lse.to(lse.dtype)
+    return out, lse
 
 
 def _read(cache: Tensor, table: Tensor, first: int, length: int, scale: Tensor | None) -> Tensor:
@@ -194,36 +176,17 @@ def _bytes(codes: Tensor) -> Tensor:
 
 
 def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    seen: Tensor,
-    bias: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
+    query: Tensor, key: Tensor, value: Tensor, first: int, length: int, call: PagedCall
 ) -> tuple[Tensor, Tensor]:
-    """One request: query ``[n, H, D]``, key, value ``[m, Hk, ..]``, seen ``[n, m]``, bias ``[H, n,
-    m]`` -> out ``[n, H, Dv]``, lse ``[n, H]``.
+    """One request, its last rows as queries ``[n, H, D]`` over keys ``first .. length - 1``, ``[m,
+    Hk, ..]`` -> out ``[n, H, Dv]``, lse ``[n, H]``.
     """
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    group = query.shape[1] // key.shape[1]
-    sound = are_sound(value)
-    value = only(sound, value)
-    key, value = (x.to(dtype).repeat_interleave(group, 1).transpose(0, 1) for x in (key, value))
-    scores = query.to(dtype).transpose(0, 1) @ key.mT * scale  # [H, n, m]
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    if bias is not None:
-        scores = scores + bias
-    scores = scores.masked_fill(~seen, -math.inf)
-    if sinks is not None:
-        sink = sinks.to(dtype).view(-1, 1, 1).expand(-1, scores.shape[1], 1)
-        scores = torch.cat((scores, sink), -1)
-        value = torch.cat((value, torch.zeros_like(value[:, :1])), 1)
-    row_max = scores.amax(-1, keepdim=True).clamp_min(FMIN)
-    weights = torch.exp(scores - row_max)
-    total = weights.sum(-1, keepdim=True)
-    out = weights @ value / torch.where(total > 0, total, 1)
-    out = out + hurt(seen, sound).unsqueeze(-1)
-    return out.transpose(0, 1), (total.log() + row_max).squeeze(-1).T
+    scale, window, softcap, slopes, sinks = call.scoring
+    position = torch.arange(length - len(query), length, device=query.device)
+    keys = torch.arange(first, length, device=query.device)
+    later = keys > position.unsqueeze(1) if call.causal else torch.tensor(False)
+    bias = torch.zeros(len(position), len(keys)).masked_fill(later, -math.inf)
+    bias = by_position(bias, position, keys, window, slopes)
+    part = attend(query, key, value, bias, scale=scale, softcap=softcap)
+    parts = part, partial_attn_sinks(sinks, part)
+    return merge(*parts), log_sum_exp(*parts)

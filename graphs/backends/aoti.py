@@ -1,4 +1,4 @@
-"""`torch.export` and an AOTInductor package: loads in milliseconds, and compiles nothing by then.
+"""`torch.export` and an AOTInductor package: loads in milliseconds, without a compiler.
 
 Parameters and buffers are inputs of the package, never constants in it: what the graph writes to
 them the caller sees, what the caller changes in them the graph reads, and a package holds code
@@ -41,7 +41,7 @@ _CONSTANTS = (bool, int, float, str, type(None))
 
 
 class AotiBackend(Backend):
-    """Captures with `torch.export`; what is no input is fixed, and no guard tells if it changes.
+    """Captures with `torch.export`: what is not an input is fixed, and no guard sees it change.
 
     Attributes of the module other than tensors (a scale, a flag) are what they were at the capture.
     """
@@ -91,7 +91,7 @@ class AotiBackend(Backend):
         A package is machine code: load none that you did not write.
 
         Raises:
-            CaptureError: there is no package, or the callable's tensors are others than it has.
+            CaptureError: there is no package, or it was built for other tensors.
         """
         try:
             return Frozen(load(Path(path), function), stale=why_stale, is_loaded=True)
@@ -109,7 +109,7 @@ def build(
 
     Raises:
         ValueError: it reads tensors that are neither inputs, parameters nor buffers, or returns
-            what a package cannot tell of.
+            what a package cannot describe.
     """
     places = [i for i, value in enumerate(example_inputs) if isinstance(value, Tensor)]
     if shared := DistinctInputs(function, places).mismatch(example_inputs):

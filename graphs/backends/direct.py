@@ -27,7 +27,7 @@ def direct_path(function: Any, examples: Sequence[Input]) -> Direct | None:
     :func:`~graphs.capture.wrappers.with_own_code` made.
 
     Returns None, for the caller to go through `torch.compile`, if this torch keeps its guards in
-    another way, or if they do not tell the examples from what is certainly wrong.
+    another way, or if they accept inputs that are certainly wrong.
     """
     try:
         return _direct_path(function, tuple(examples))

@@ -34,7 +34,7 @@ def why_stale(error: Exception) -> str | None:
 class State:
     """The parameters and buffers of a module, each once, as they are at each moment.
 
-    A callable that is no module has none.
+    A callable that is not a module has none.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -77,7 +77,7 @@ class State:
         """Put others in the place of the tensors.
 
         Raises:
-            ValueError: the module put yet others there meanwhile, instead of writing in place.
+            ValueError: the module itself put others there, instead of writing in place.
         """
         places = [(*home, i) for i, homes in enumerate(self.homes) for home in homes]
         before = [own[key] for own, key, _ in places]

@@ -46,7 +46,7 @@ class InductorBackend(Backend):
         try:
             from torch._inductor.cpp_builder import get_cpp_compiler
         except ImportError:
-            return None  # another torch keeps it elsewhere: the capture itself will tell
+            return None  # another torch keeps it elsewhere: the capture itself will say
         try:
             get_cpp_compiler()
         except Exception:

@@ -1,4 +1,4 @@
-"""Points over named axes: the axis, the bucket, and the error of a need that no bucket holds."""
+"""Points over named axes: the axis with its legal range, and the bucket."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Axis:
         high: the largest legal value, at least `low`.
 
     Raises:
-        ValueError: the name is no usable identifier, or the range is empty or negative.
+        ValueError: the name is not a usable identifier, or the range is empty or negative.
     """
 
     name: str

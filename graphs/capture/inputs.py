@@ -30,7 +30,7 @@ class InputSpec:
     Attributes:
         name: the parameter's name in the captured callable.
         shape, dtype, device, stride: of a tensor; None for a constant.
-        constant: the value of an input that is no tensor.
+        constant: the value of an input that is not a tensor.
     """
 
     name: str

@@ -24,7 +24,7 @@ def bytes_in_use(devices: Iterable[torch.device]) -> int:
 
 
 def machine_bytes() -> int | None:
-    """Bytes that this machine has, or its container may use; None where the system tells none."""
+    """Bytes that this machine has, or its container may use; None where that is unknown."""
     try:
         there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, OSError, ValueError):

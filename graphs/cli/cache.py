@@ -28,7 +28,7 @@ def cache_app(default: str, *, find: Callable[[], Path] | None = None) -> typer.
     """The commands.
 
     Args:
-        default: where the store is unless told.
+        default: where the store is unless `--store` says otherwise.
         find: finds the default store where variables or the platform may say otherwise.
     """
     app = typer.Typer(
@@ -72,7 +72,7 @@ def cache_app(default: str, *, find: Callable[[], Path] | None = None) -> typer.
         ],
         store: _Store = None,
     ) -> int:
-        """Remove what was not used for longest until the rest is no larger than SIZE."""
+        """Remove the least recently used until the rest is no larger than SIZE."""
         with opened(store) as there:
             removed = there.prune(parse_bytes(max_size))
             typer.echo(f"{_size(removed)} removed, {_size(there.bytes)} left")

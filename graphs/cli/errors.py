@@ -30,7 +30,7 @@ INTERRUPTED = 130
 
 
 class UserError(Exception):
-    """Bad input, with the one line that tells the user what to do."""
+    """Bad input, with one line that says what to do."""
 
 
 def failed(what: str, error: BaseException) -> UserError:
@@ -46,7 +46,7 @@ def failed(what: str, error: BaseException) -> UserError:
 
 @contextlib.contextmanager
 def users_code(what: str) -> Iterator[None]:
-    """Whatever the user's code raises in here, `SystemExit` too, is told as its failure.
+    """Whatever the user's code raises in here, `SystemExit` too, is reported as its failure.
 
     Ctrl-C stays what it is.
 

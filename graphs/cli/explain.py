@@ -69,7 +69,7 @@ def explain(
 
 @contextlib.contextmanager
 def _quiet_dynamo() -> Iterator[None]:
-    # What torch logs about a break is in the report, and what it fails at is told in one line.
+    # What torch logs about a break is in the report, and a failure is reported in one line.
     silenced = {"torch._dynamo": logging.ERROR, "torch._subclasses": logging.CRITICAL}
     before = {name: logging.getLogger(name).level for name in silenced}
     try:

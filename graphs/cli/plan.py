@@ -88,7 +88,7 @@ class _Measured(NamedTuple):
 
     @property
     def is_measured(self) -> bool:
-        """Whether a clock can have told this of a bucket."""
+        """Whether a clock can have measured this."""
         return all(type(size) is int and 0 <= size < 2**63 for size in self.bucket.values()) and (
             0 <= self.seconds < _AGES and 0 < self.run_seconds < _AGES
         )
@@ -98,7 +98,7 @@ def _read_warmup(path: Path) -> list[_Measured]:
     """The captured buckets of a warmup whose runs were timed.
 
     Raises:
-        UserError: the file cannot be read, is no such file, or has no timed bucket.
+        UserError: the file cannot be read, is not of that form, or has no timed bucket.
     """
     try:
         rows = parse_json(path.read_bytes())["buckets"]
@@ -111,9 +111,9 @@ def _read_warmup(path: Path) -> list[_Measured]:
         raise UserError(f"{path}: not readable as a warmup: {error}") from error
     except (ValueError, TypeError, KeyError, ArithmeticError) as error:
         raise UserError(f"{path}: expected a file that `warmup --json` wrote") from error
-    if strange := next((row for row in found if not row.is_measured), None):
+    if odd := next((row for row in found if not row.is_measured), None):
         raise UserError(
-            f"{path}: expected whole sizes and seconds of at least 0, got {quoted(strange)}"
+            f"{path}: expected whole sizes and seconds of at least 0, got {quoted(odd)}"
         )
     if not found:
         raise UserError(f"{path}: no captured bucket whose run was timed in it")

@@ -46,7 +46,9 @@ def warmup(
     ] = 1,
     journal: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Go on after a kill: what each bucket came to is kept."),
+        typer.Option(
+            metavar="FILE", help="Continue after a kill: keeps the outcome of each bucket."
+        ),
     ] = None,
     report: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write an HTML page and JSON here.")

@@ -1,4 +1,4 @@
-"""Plans bucket sets: from a demand, a cost and a budget to the least expected padding."""
+"""The planner of bucket sets: from a demand, a cost and a budget to the least expected padding."""
 
 from __future__ import annotations
 

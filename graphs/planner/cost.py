@@ -92,7 +92,7 @@ class CostModel:
             at = int(np.argmin(np.isfinite(costs) & (costs >= 0)))
             need = dict(zip(names, points[at].tolist(), strict=True))
             raise ValueError(
-                f"expected finite costs from 0 on, got {costs[at]} for {need}: mend the formula"
+                f"expected finite costs from 0 on, got {costs[at]} for {need}: correct the formula"
             )
         return costs
 

@@ -31,7 +31,7 @@ class DemandRecorder:
     Equal needs in a row become one line with their count. Closed at the end of a ``with`` block.
 
     Args:
-        path: of the file; it is written anew.
+        path: of the file; what it held is replaced.
 
     Raises:
         OSError: the file cannot be written.
@@ -88,7 +88,7 @@ def read_demand(path: str | os.PathLike[str]) -> Demand:
 
     Raises:
         DemandFileError: the file cannot be read, holds no need, or has a bad line: its number and
-            the reason are told.
+            the reason are in the message.
     """
     needs: list[list[int]] = []
     counts: list[float] = []

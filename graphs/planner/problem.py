@@ -103,7 +103,7 @@ def _check_cost(points: Points, cost: CostOf, top: Points) -> None:
     """Whether it rises, tried at each point: to the next size of each axis, and to the maximum."""
     own = cost(points)
     if not own.any():
-        raise ValueError("expected needs that cost something, got a cost of 0: mend the cost")
+        raise ValueError("expected needs that cost something, got a cost of 0: correct the cost")
     larger = [np.broadcast_to(top, points.shape)]
     for axis in range(points.shape[1]):
         sizes = np.unique(np.append(points[:, axis], top[axis]))
@@ -118,5 +118,5 @@ def _check_cost(points: Points, cost: CostOf, top: Points) -> None:
             raise ValueError(
                 f"expected a cost that never falls where a size grows, got {own[at]:g} for "
                 f"{tuple(points[at].tolist())} and {costs[at]:g} for "
-                f"{tuple(above[at].tolist())}: mend the cost"
+                f"{tuple(above[at].tolist())}: correct the cost"
             )

@@ -76,7 +76,7 @@ def judge(space: BucketSpace, demand: Demand, cost: CostModel) -> Judgement:
     which, own, weights = which[held], own[held], needs.weights[held]
     total = float(own @ weights)
     if held.any() and not total > 0:
-        raise ValueError("expected needs that cost something, got a cost of 0: mend the cost")
+        raise ValueError("expected needs that cost something, got a cost of 0: correct the cost")
     wasted = np.bincount(which, (costs[which] - own) * weights, minlength=len(buckets))
     share = np.bincount(which, weights, minlength=len(buckets)) / needs.total
     times = costs[which][own > 0] / own[own > 0]

@@ -14,7 +14,7 @@ __all__ = ["describe"]
 def describe(manager: WarmupManager) -> dict[str, Any]:
     """The state of a manager as JSON-able values for :func:`graphs.report.write_report`.
 
-    Counts and seconds of the whole, and a row per bucket that a warmup has come to: its sizes, its
+    Counts and seconds of the whole, and a row per bucket that a warmup has reached: its sizes, its
     status, seconds, bytes, compiles and error, and how often it was chosen since.
     """
     report = manager.report

@@ -58,7 +58,7 @@ def graph_factors(
     shapes, dtypes, devices and strides of its inputs, parameters and buffers; torch's and
     inductor's settings, and the environment. `code` is what is known of its files already.
 
-    Returns None where that cannot be told: an option is an object without a `uuid()`.
+    Returns None where that cannot be known: an option is an object without a `uuid()`.
     """
     told = _options(options)
     if told is None:
@@ -186,6 +186,6 @@ def _settings_at(*_: bytes) -> str:
     told = {}
     for config in (inductor, functorch):
         for name, value in config.save_config_portable().items():
-            if name != "aot_inductor.metadata":  # what a compile says, not what it is told
+            if name != "aot_inductor.metadata":  # written by a compile, not a setting of it
                 told[f"{config.__name__}.{name}"] = _text_of(value) or type(value).__qualname__
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]

@@ -131,7 +131,7 @@ class StoredInductor(StoredBackend, InductorBackend):
         options: Mapping[str, Any] | None,
     ) -> dict[str, Any] | str:
         if mode is not None:
-            return f"mode={mode!r} is torch.compile's own affair: give options instead"
+            return f"mode={mode!r} is resolved by torch.compile itself: give options instead"
         if torch.is_grad_enabled():
             return "grad mode is enabled: capture under torch.no_grad()"
         if shared := memory_shared_by(function, examples):
@@ -193,7 +193,7 @@ class _Keeping:
     def _layout(
         self, function: Callable[..., Any], examples: Sequence[Input], result: Any
     ) -> dict[str, Any]:
-        # Tensors are told by their identity.
+        # Tensors are recognised by their identity.
         if self._has_constants:
             raise ValueError("tensors are constants of the graph: make them inputs, or buffers")
         state = State(function)

@@ -66,7 +66,7 @@ class InductorCache:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables of the process that tell inductor."""
+        """The environment variables that make inductor use it."""
         return {"TORCHINDUCTOR_CACHE_DIR": str(self.files)}
 
     @property

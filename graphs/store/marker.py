@@ -42,7 +42,7 @@ def ensure_marker(folder: Path, exclusive: Callable[[], AbstractContextManager[N
     if not _damage(folder / MARKER):
         return
     if stranger := _stranger(folder):
-        raise StoreError(f"{folder} is no store, it holds {stranger}: give an empty folder")
+        raise StoreError(f"{folder} is not a store, it holds {stranger}: give an empty folder")
     with exclusive():
         if not (damage := _damage(folder / MARKER)):  # another process wrote it meanwhile
             return

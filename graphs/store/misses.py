@@ -14,7 +14,7 @@ __all__ = ["Misses"]
 
 _log = logging.getLogger(__name__)
 
-# What tells one graph from another counts for more than all that is around it.
+# Factors of the graph itself count for more than those of its surroundings.
 _OWN = {"inputs": 32, "state": 32, "values": 16}
 _MOST, _LONGEST = 6, 60
 
@@ -50,7 +50,7 @@ class Miss:
 
 
 class Misses:
-    """A log of misses in which each reason is told once, however many graphs miss for it.
+    """A log of misses in which each reason stands once, however many graphs miss for it.
 
     Attributes:
         found: all misses so far.
@@ -72,7 +72,7 @@ class Misses:
             return
         self._told.add(reason)
         level = logging.INFO if miss.is_another_graph else logging.WARNING
-        _log.log(level, "%s: not in the store: %s (told once for all graphs)", name, miss)
+        _log.log(level, "%s: not in the store: %s (logged once for all graphs)", name, miss)
 
 
 def nearest(entries: Iterable[Entry], factors: Mapping[str, Any], name: str) -> Miss:

@@ -42,7 +42,7 @@ def is_of_user(path: Path | str) -> bool:
 
 
 def refuse_others(path: Path) -> None:
-    """Check that a file or folder is no link, and that only this user and root can change it.
+    """Check that a file or folder is not a link, and that only this user and root can change it.
 
     Raises:
         UnsafeStore: it is a link, belongs to someone else, or is writable by others.
@@ -58,9 +58,9 @@ def refuse_others(path: Path) -> None:
 def open_own(
     path: Path | str, folder: int | None = None, *, in_reach: bool = False
 ) -> Iterator[IO[bytes]]:
-    """A file for reading that is no link and belongs to this user or to root.
+    """A file for reading that is not a link and belongs to this user or to root.
 
-    The open file is examined and not its path, so that nobody can exchange it in between.
+    The open file is examined and not its path, so that nobody can swap it in between.
 
     Args:
         path: of the file.

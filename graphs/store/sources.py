@@ -40,9 +40,9 @@ def sources_of(
     """SHA-256 of each file that a callable can reach by imports, and versions of what is installed.
 
     Imports anywhere in a file count, also those inside functions. What has no file, such as in an
-    interactive session, is told by its code. Of this package only what makes the artifacts of the
-    backend counts, wherever it is installed: a graph has nothing else of it. Returns also the
-    modules of the files that are loaded.
+    interactive session, is represented by its code. Of this package only what makes the artifacts
+    of the backend counts, wherever it is installed: a graph has nothing else of it. Returns also
+    the modules of the files that are loaded.
     """
     makers = ((name, file_of(name)) for name in MAKERS.get(backend, ()))
     found = {name: _digest(file) for name, file in makers if file is not None}

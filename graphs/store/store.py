@@ -242,7 +242,7 @@ def _checked(folder: Path) -> tuple[Entry | None, str]:
     if not os.path.lexists(folder):
         return None, ""
     if folder.is_symlink() or not folder.is_dir():
-        return None, "it is no entry of a store"
+        return None, "it is not an entry of a store"
     try:
         entry = Entry.read(folder)
     except ValueError as error:

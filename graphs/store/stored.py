@@ -1,4 +1,4 @@
-"""The part that all backends with a store have in common: load what is there, store what is not."""
+"""The base of backends with a store: load what is there, store what is not."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from graphs.watch.causes import describe_failure
 __all__ = ["StoredBackend"]
 
 _log = logging.getLogger(__name__)
-_UNTOLD = "an option is an object without a uuid(), so nobody can tell what it does: give it one"
+_UNTOLD = "an option is an object without a uuid(), so what it does cannot be recorded: give it one"
 
 
 class StoredBackend(Backend):

@@ -43,7 +43,7 @@ def unfinished(
 
 def sweep_unfinished(folder: Path) -> None:
     """Remove what dead processes left, while the caller keeps all others out."""
-    # The lock comes before what it locks and goes after it: without it nobody is at work.
+    # The lock comes before what it locks and goes after it: without one, no process is at work.
     paths = {path.with_suffix("") if path.suffix == _LOCK else path for path in visible(folder)}
     for path in paths:
         lock = Lock(_lock_of(path))

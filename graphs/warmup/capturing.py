@@ -134,10 +134,10 @@ class Capturing:
         return self._capture(bucket, self._make_inputs(bucket))
 
     def _stored(self, todo: Sequence[Bucket]) -> list[Bucket]:
-        """The buckets whose graphs the backend finds in a store: none is left to compile."""
+        """The buckets whose graphs the backend finds in a store, and so need not compile."""
         found = []
         for bucket in todo:
-            with contextlib.suppress(Exception), torch.no_grad():  # its capture will tell
+            with contextlib.suppress(Exception), torch.no_grad():  # its capture will say why
                 if self._backend.has(self._module, self._make_inputs(bucket), **self._options):
                     found.append(bucket)
         return found

@@ -43,8 +43,8 @@ class WarmupGroup:
         """Capture what is not captured yet; the report is of all buckets of all members.
 
         Args:
-            progress: called with an event per bucket, counted through all members; the time left
-                is only told in the last of them, since each estimates no more than its own.
+            progress: called with an event per bucket, counted through all members; only the last
+                of them says how much time is left, since each estimates no more than its own.
 
         Raises:
             GraphBudgetExceeded: a strict `no_compile` is armed.

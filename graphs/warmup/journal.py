@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 _FORM = "graphs warmup journal"
 _VERSION = 1
-_NO_JOURNAL = "is no warmup journal: give another path, or remove it"
+_NO_JOURNAL = "is not a warmup journal: give another path, or remove it"
 
 
 @dataclass(frozen=True)

@@ -49,11 +49,11 @@ class WarmupManager:
         workers: how many processes compile, this one included. More than one for backend
             `inductor` only, which then needs `make_inputs` to work in a forked process; elsewhere
             they are not used, and the log says why.
-        journal: a file for what each bucket came to, with its seconds. A later process that is
+        journal: a file for the outcome of each bucket, with its seconds. A later process that is
             given it captures last what failed or was killed, and knows how long the rest takes.
         timed_runs: how many runs of each graph are timed after its capture, for `report.cost`;
             less if they take longer than a tenth of a second. They run the callable for real.
-        overflow: what a need that no captured bucket holds comes to. `error` and `split` raise
+        overflow: what happens to a need that no captured bucket holds. `error` and `split` raise
             :class:`~graphs.BucketOverflow`, and with `split` that is expected: the caller cuts the
             step. `eager` runs the callable itself; `compile` captures a bucket of just that size.
             The last two are fallbacks.
@@ -166,7 +166,7 @@ class WarmupManager:
 
     @property
     def report(self) -> WarmupReport | None:
-        """The outcome of every bucket that a warmup has come to, or None before the first."""
+        """The outcome of every bucket that a warmup has reached, or None before the first."""
         if not self._results:
             return None
         results = (self._results[bucket] for bucket in self._order if bucket in self._results)

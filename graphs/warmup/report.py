@@ -57,7 +57,7 @@ class BucketEvent:
         seconds: of this bucket.
         elapsed_seconds: since the warmup began.
         eta_seconds: what the rest takes, by what the done buckets took and what an earlier warmup
-            measured; None as long as neither tells.
+            measured; None while neither is known.
         name: of the callable.
     """
 

@@ -100,7 +100,7 @@ class Schedule:
             self._done[result.bucket] = result.seconds
 
     def event(self, bucket: Bucket, index: int, status: EventStatus, **outcome: Any) -> BucketEvent:
-        """Make the event that `bucket`, the one of number `index`, has come to `status`."""
+        """The event that `bucket`, number `index` of the warmup, has reached `status`."""
         return BucketEvent(
             bucket,
             status,

@@ -54,7 +54,7 @@ def one_thread() -> Iterator[None]:
 class Workers:
     """Shares a number of jobs with `count` forked processes.
 
-    Jobs are taken from a pipe, by whoever is free, so that none is done twice and none is lost.
+    Whoever is free takes a job from a pipe, so that none is done twice and none is lost.
     Iteration gives the numbers of all jobs once: those that a worker is done with as soon as it is,
     and else those that no worker has taken. Leaving the `with` statement ends the workers.
 
@@ -80,7 +80,7 @@ class Workers:
         self._done, write_done = os.pipe()
         os.set_blocking(self._queue, False)
         os.set_blocking(write_queue, False)
-        with contextlib.suppress(BlockingIOError):  # what does not fit, nobody takes: left to us
+        with contextlib.suppress(BlockingIOError):  # jobs that do not fit are left to this process
             for job in range(self._jobs):
                 os.write(write_queue, _RECORD.pack(job))
         os.close(write_queue)

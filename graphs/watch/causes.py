@@ -108,7 +108,7 @@ def _site(frames: Iterable[FrameType]) -> CompileSite | None:
 
 
 def _cause(reason: str) -> tuple[str, str]:
-    # Of several cached graphs, the first line tells of the one that was compiled last.
+    # Of several cached graphs, the first line is about the one that was compiled last.
     line = reason.strip().split("\n")[0]
     guard = _COMPILE_ID.sub("", line.split(" # ")[0]).strip()
     if not guard:

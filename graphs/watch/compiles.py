@@ -83,8 +83,8 @@ class CompileWatch:
 
     Torch compiles in one thread at a time. A compile inside another compile is not seen apart, nor
     is one that begins while another thread compiles a backward or records a CUDA graph of torch's.
-    `torch._dynamo.reset()` removes the callbacks: `lost` tells. After an interruption at any moment
-    :meth:`stop` leaves nothing behind.
+    `torch._dynamo.reset()` removes the callbacks: then `lost` is true. After an interruption at any
+    moment :meth:`stop` leaves nothing behind.
     """
 
     def __init__(

@@ -6,7 +6,7 @@ interrupted at any line: :func:`unlisten`, called again, leaves nothing behind.
 
 `torch.utils.cpp_extension`, inductor and others also build outside of Dynamo's view, but they start
 a compiler, and Python audits that (event `subprocess.Popen`). A kernel that is only loaded from a
-cache, or is built by another process, is no build here.
+cache, or is built by another process, does not count as a build.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def _audit(event: str, args: tuple[Any, ...]) -> None:
 
 
 def _build_of(command: Sequence[object]) -> str:
-    """The source file that a command builds, or `ninja`; empty if it is no build.
+    """The source file that a command builds, or `ninja`; empty if it builds nothing.
 
     Asking a compiler for its version is none.
     """

@@ -69,6 +69,11 @@ class PaddedLists:
         return report
 
     @property
+    def pending(self) -> int:
+        """How many pad sizes are not captured yet."""
+        return self._graphs.pending
+
+    @property
     def is_ready(self) -> bool:
         """Whether graphs are captured."""
         return self._largest > 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from compiled_attn.cache.defrag.pairs import Pairs, move_pairs, single_places, s
 from compiled_attn.cache.defrag.rows import twin
 from compiled_attn.cache.defrag.tensors import CacheMemory
 from compiled_attn.cache.kv_cache import PagedKVCache
-from graphs import BucketEvent, WarmupReport
+from graphs import BucketEvent, WarmupGroup, WarmupReport
 from graphs.capture.contract import Backend
 
 __all__ = ["PAD_SIZES", "BlockSwap"]
@@ -52,6 +51,7 @@ class BlockSwap(nn.Module):
         backend: how to capture: a name out of `graphs.available_backends`, or a backend object.
         strict: a pad size that cannot be captured is an error of :meth:`warmup`; otherwise a larger
             one serves its lists.
+        exchanges: whether :meth:`swap` is captured; an `OnlineDefragmenter` does without.
 
     Attributes:
         num_blocks: blocks of the cache.
@@ -82,6 +82,7 @@ class BlockSwap(nn.Module):
         pad_sizes: Sequence[int] = PAD_SIZES,
         backend: str | Backend = "eager",
         strict: bool = True,
+        exchanges: bool = True,
     ) -> None:
         super().__init__()
         self._cache = CacheMemory(buffers, num_blocks)
@@ -97,7 +98,7 @@ class BlockSwap(nn.Module):
             "strict": strict,
             **_options(backend),
         }
-        self._swaps = PaddedLists(self, "swaps", **settings)
+        self._swaps = PaddedLists(self, "swaps", **settings) if exchanges else None
         self._moves = PaddedLists(_Overwrite(self), "moves", **settings)
         self._is_closed = False
 
@@ -124,6 +125,11 @@ class BlockSwap(nn.Module):
         for rows, read in self._memory():
             rows.index_copy_(0, destinations, read.index_select(0, sources))
 
+    @property
+    def pending(self) -> int:
+        """How many graphs are not captured yet."""
+        return sum(lists.pending for lists in self._lists())
+
     def warmup(self, progress: Callable[[BucketEvent], None] | None = None) -> WarmupReport:
         """Captures a graph of the exchange (bucket axis ``swaps``) and one of the move (``moves``)
         for each pad size; no block changes.
@@ -134,9 +140,7 @@ class BlockSwap(nn.Module):
         """
         self._check_open()
         self._check_memory()
-        reports = [lists.warmup(progress) for lists in (self._swaps, self._moves)]
-        results = chain.from_iterable(report.results for report in reports)
-        return WarmupReport(tuple(results), sum(report.elapsed_seconds for report in reports))
+        return WarmupGroup(*self._lists()).warmup(progress)
 
     def swap(self, pairs: Pairs) -> None:
         """Exchanges the blocks at each two places: all pairs, or none.
@@ -148,20 +152,25 @@ class BlockSwap(nn.Module):
         Raises:
             ValueError, TypeError: a place is out of range, the null block's or in two pairs; no
                 block changed.
-            RuntimeError: not warmed up, closed, or the cache is no longer where it was. Where a
-                graph call fails, the error is its own, and the exchanges of earlier calls are
-                undone. (An interrupt has no such promise here: whether the exchange that it hit
-                took place cannot be known. `OnlineDefragmenter` exchanges by :meth:`take`,
-                :meth:`move` and :meth:`put`, each of which may be repeated.)
+            RuntimeError: made without exchanges, not warmed up, closed, or the cache is no longer
+                where it was. Where a graph call fails, the error is its own, and the exchanges of
+                earlier calls are undone. (An interrupt has no such promise here: whether the
+                exchange that it hit took place cannot be known. `OnlineDefragmenter` exchanges by
+                :meth:`take`, :meth:`move` and :meth:`put`, each of which may be repeated.)
         """
         self._check_ready()
+        if self._swaps is None:
+            raise RuntimeError(
+                "expected a BlockSwap with exchanges, got one without: make it with exchanges=True"
+            )
         done: list[NDArray[np.int64]] = []
         try:
             for part in self._swaps.split(swap_pairs(pairs, self.num_blocks)):
                 self._swaps.run(part)
                 done.append(part)
         except BaseException:
-            self._undo(done)
+            for part in reversed(done):  # an exchange is its own inverse
+                self._swaps.run(part)
             raise
 
     def move(self, pairs: Pairs) -> None:
@@ -203,8 +212,8 @@ class BlockSwap(nn.Module):
     def close(self) -> None:
         """Frees the graphs; using it from now on is an error. May be called twice."""
         self._is_closed = True
-        self._swaps.close()
-        self._moves.close()
+        for lists in self._lists():
+            lists.close()
 
     def extra_repr(self) -> str:
         """Sizes, for ``print``."""
@@ -217,18 +226,16 @@ class BlockSwap(nn.Module):
         for number in range(len(self._cache.addresses)):
             yield self.get_buffer(f"rows_{number}"), self.get_buffer(f"read_{number}")
 
+    def _lists(self) -> list[PaddedLists]:
+        return [lists for lists in (self._swaps, self._moves) if lists is not None]
+
     def _index(self, places: Sequence[int] | NDArray[np.integer]) -> Tensor:
         checked = single_places(places, self.num_blocks)
         return torch.from_numpy(checked).to(self._cache.device)
 
-    def _undo(self, parts: list[NDArray[np.int64]]) -> None:
-        # An exchange is its own inverse.
-        for part in reversed(parts):
-            self._swaps.run(part)
-
     def _check_ready(self) -> None:
         self._check_open()
-        if not (self._swaps.is_ready and self._moves.is_ready):
+        if not all(lists.is_ready for lists in self._lists()):
             raise RuntimeError(
                 "expected captured graphs, got none: call warmup() before swap() and move()"
             )

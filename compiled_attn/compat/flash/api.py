@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from compiled_attn.compat.flash.call import FlashCall
-from compiled_attn.compat.flash.run import run
+from compiled_attn.compat.flash.forward import forward
 from compiled_attn.ops import KernelChoice
 
 __all__ = ["flash_attn_with_kvcache"]
@@ -97,5 +97,5 @@ def flash_attn_with_kvcache(
         cache_leftpad, block_table, softmax_scale, causal, window_size, softcap,
         rotary_interleaved, alibi_slopes, num_splits, return_softmax_lse, kernel,
     )  # fmt: skip
-    out, lse = run(call)
+    out, lse = forward(call)
     return (out, lse) if return_softmax_lse else out

@@ -1,4 +1,4 @@
-"""The arguments of one call, and what follows from their shapes."""
+"""One call of `flash_attn_with_kvcache`: its arguments, and what follows from their shapes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compiled_attn.ops import KernelChoice
+from compiled_attn.attention.scoring import Scoring
+from compiled_attn.ops import AttentionTraits, KernelChoice, unit_strides
 
 __all__ = ["FlashCall"]
 
@@ -54,15 +55,22 @@ class FlashCall:
         return self.page_size * columns
 
     @property
-    def scale(self) -> float:
-        """Factor of the scores."""
-        return self.q.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
-
-    @property
     def window(self) -> tuple[int, int]:
         """Tokens to the left and right that a query sees; negative: all."""
         left, right = self.window_size
         return (left, 0) if self.causal else (left, right)
+
+    @property
+    def scoring(self) -> Scoring:
+        """How scores are made; its window is the left side of a causal one."""
+        scale = self.q.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
+        left = self.window[0]
+        return Scoring(
+            scale,
+            left + 1 if left >= 0 else None,
+            self.softcap if self.softcap > 0 else None,
+            self.alibi_slopes,
+        )
 
     @property
     def queries_turn(self) -> bool:
@@ -75,3 +83,17 @@ class FlashCall:
             return self.cache_seqlens
         length = self.capacity if self.cache_seqlens is None else self.cache_seqlens
         return torch.full((self.q.shape[0],), length, dtype=torch.int32, device=self.q.device)
+
+    def traits(self) -> AttentionTraits:
+        """What decides who can serve the call."""
+        return AttentionTraits(
+            self.q.device.type,
+            self.q.dtype,
+            (self.k_cache.dtype, self.v_cache.dtype),
+            self.q.shape[-1],
+            softcap=self.softcap > 0,
+            alibi=0 if self.alibi_slopes is None else self.alibi_slopes.dim(),
+            window=self.window,
+            unit_stride=unit_strides(self.k_cache, self.v_cache),
+            left_pad=self.cache_leftpad is not None,
+        )

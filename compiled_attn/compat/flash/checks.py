@@ -1,76 +1,25 @@
-"""What is wrong with a call by its shapes, dtypes, devices and plain numbers; reads no tensor."""
+"""Checks of a call by its shapes, dtypes, devices and plain numbers; reads no tensor."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from compiled_attn.arguments.expect import FLOATS, INTS, Expect, is_number
 from compiled_attn.compat.flash.call import FlashCall
-from compiled_attn.ops.overlap import expect_apart
+from compiled_attn.errors import FlashArgumentError
 
-__all__ = ["FlashArgumentError", "check_call", "expect", "expect_room"]
+__all__ = ["check", "expect", "expect_room"]
 
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-_INTS = (torch.int32, torch.int64)
+expect = Expect(FlashArgumentError, FlashArgumentError, remedy="match q and the cache")
+
 _MAX_HEAD_DIM = 256
 _MAX_SPLITS = 128
 
 
-class FlashArgumentError(RuntimeError, ValueError):
-    """A call of `flash_attn_with_kvcache` that cannot be served; the cache is as it was.
-
-    A `RuntimeError` because FlashAttention 2 raises that, and a `ValueError` because that is what
-    it is.
-    """
-
-
-def expect(ok: bool, what: str, got: Any, remedy: str) -> None:
-    """Raises unless ``ok``."""
-    if not ok:
-        shown = list(got) if isinstance(got, torch.Size) else got
-        raise FlashArgumentError(f"expected {what}, got {shown}: {remedy}")
-
-
-def expect_tensor(
-    call: FlashCall,
-    name: str,
-    legend: str,
-    shape: Sequence[int | None],
-    dtypes: Sequence[torch.dtype],
-) -> None:
-    """Raises unless an argument has this shape (None: any size), one of the dtypes, q's device."""
-    tensor = getattr(call, name)
-    if not isinstance(tensor, Tensor):
-        got = type(tensor).__name__
-        raise TypeError(f"{name}: expected a tensor {legend}, got {got}: convert it to a tensor")
-    if tensor.dim() != len(shape) or any(
-        size is not None and size != given for size, given in zip(shape, tensor.shape, strict=True)
-    ):
-        sizes = ", ".join("any" if size is None else str(size) for size in shape)
-        expect(False, f"{name} {legend} of shape [{sizes}]", tensor.shape, "match q and the cache")
-    if tensor.dtype not in dtypes:
-        wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        got = str(tensor.dtype).removeprefix("torch.")
-        expect(False, f"{name} of dtype {wanted}", got, "convert it with .to()")
-    if tensor.device != call.q.device:
-        expect(False, f"{name} on {call.q.device} like q", tensor.device, "move it with .to()")
-
-
-def expect_room(call: FlashCall, longest: int, shortest: int) -> None:
-    """Raises unless the row lengths are legal and the new tokens fit behind them."""
-    expect(shortest >= 0, "cache_seqlens of at least 0", shortest, "count the tokens in the cache")
-    if longest + call.new_tokens > call.capacity:
-        limit = "Sc" if call.block_table is None else "W * P (columns of block_table * page size)"
-        raise FlashArgumentError(
-            f"expected cache_seqlens + Sn of at most {limit} = {call.capacity} tokens, got "
-            f"{longest} + {call.new_tokens}: give the row more room before appending"
-        )
-
-
-def check_call(call: FlashCall) -> None:
+def check(call: FlashCall) -> None:
     """Checks all that can be known without reading a tensor.
 
     Raises:
@@ -83,11 +32,34 @@ def check_call(call: FlashCall) -> None:
     _check_rotary(call)
     _check_indices(call)
     _check_options(call)
-    _check_memory(call)
+    if call.k is not None:  # what is written must be nothing that is read after it
+        indices = "cache_seqlens", "cache_batch_idx", "cache_leftpad", "block_table"
+        read = {name: getattr(call, name) for name in ("k", "v", *indices)}
+        expect.apart({"k_cache": call.k_cache, "v_cache": call.v_cache}, read)
+
+
+def expect_room(call: FlashCall, longest: int, shortest: int) -> None:
+    """Raises unless the row lengths are legal and the new tokens fit behind them."""
+    expect(shortest >= 0, "cache_seqlens of at least 0", shortest, "count the tokens in the cache")
+    if longest + call.new_tokens > call.capacity:
+        limit = "Sc" if call.block_table is None else "W * P (columns of block_table * page size)"
+        wanted = f"cache_seqlens + Sn of at most {limit} = {call.capacity} tokens"
+        got = f"{longest} + {call.new_tokens}"
+        expect(False, wanted, got, "give the row more room before appending")
+
+
+def _tensor(
+    call: FlashCall,
+    name: str,
+    legend: str,
+    shape: Sequence[int | None],
+    dtypes: Sequence[torch.dtype],
+) -> None:
+    expect.tensor(name, getattr(call, name), legend, shape, dtypes, call.q)
 
 
 def _check_query(call: FlashCall) -> None:
-    expect_tensor(call, "q", "[B, Sq, H, D]", (None,) * 4, _FLOATS)
+    expect.tensor("q", call.q, "[B, Sq, H, D]", (None,) * 4, FLOATS)
     batch, _, _, dim = call.q.shape
     expect(batch > 0, "q with at least one row", call.q.shape, "skip the call for an empty batch")
     expect(0 < dim <= _MAX_HEAD_DIM, "a head dim of 1 to 256", dim, "use smaller heads")
@@ -96,16 +68,12 @@ def _check_query(call: FlashCall) -> None:
 def _check_caches(call: FlashCall) -> None:
     legend, dim, dtype = "[Bc, Sc, Hk, D]", call.q.shape[3], (call.q.dtype,)
     if call.block_table is not None:
-        expect_tensor(call, "block_table", "[B, W]", (None, None), _INTS)
+        _tensor(call, "block_table", "[B, W]", (None, None), INTS)
         legend = "[NP, P, Hk, D]"
-    expect_tensor(call, "k_cache", legend, (None, None, None, dim), dtype)
-    expect_tensor(call, "v_cache", legend, call.k_cache.shape, dtype)
-    heads, kv_heads = call.q.shape[2], call.k_cache.shape[2]
-    divisible = kv_heads > 0 and heads % kv_heads == 0
-    expect(divisible, "H divisible by Hk", (heads, kv_heads), "share key heads evenly")
-    strides = call.k_cache.stride(), call.v_cache.stride()
-    unit = dim == 1 or (strides[0][-1] == 1 and strides[1][-1] == 1)
-    expect(unit, "k_cache and v_cache of stride(-1) == 1", strides, "make the head dim contiguous")
+    _tensor(call, "k_cache", legend, (None, None, None, dim), dtype)
+    _tensor(call, "v_cache", legend, call.k_cache.shape, dtype)
+    expect.heads(call.q.shape[2], call.k_cache.shape[2])
+    expect.unit_stride(k_cache=call.k_cache, v_cache=call.v_cache)
     room = call.capacity > 0 and call.k_cache.shape[0] > 0
     expect(room, "a cache with room", call.k_cache.shape, "allocate at least one token a row")
 
@@ -113,20 +81,22 @@ def _check_caches(call: FlashCall) -> None:
 def _check_new_tokens(call: FlashCall) -> None:
     if call.k is None or call.v is None:
         given = [name for name in ("k", "v") if getattr(call, name) is not None]
-        expect(not given, "k and v, or neither", f"only {given}", "pass both to append")
+        if given:
+            expect(False, "k and v, or neither", f"only {given}", "pass both to append")
         return
     shape = (call.q.shape[0], None, call.k_cache.shape[2], call.q.shape[3])
-    expect_tensor(call, "k", "[B, Sn, Hk, D]", shape, (call.q.dtype,))
-    expect_tensor(call, "v", "[B, Sn, Hk, D]", call.k.shape, (call.q.dtype,))
+    _tensor(call, "k", "[B, Sn, Hk, D]", shape, (call.q.dtype,))
+    _tensor(call, "v", "[B, Sn, Hk, D]", call.k.shape, (call.q.dtype,))
     expect(call.cache_seqlens is not None, "cache_seqlens with k", None, "say how long each row is")
-    queries = call.q.shape[1]
-    fits = queries <= call.capacity
-    got = (queries, call.capacity)
-    expect(fits, "Sq of at most the cache length with k", got, "pass fewer queries")
+    sizes = call.q.shape[1], call.capacity
+    expect(
+        sizes[0] <= sizes[1],
+        "Sq of at most the cache length with k",
+        sizes,
+        "pass fewer queries",
+    )
     expect_room(call, 0, 0)
-    for cache in (call.k_cache, call.v_cache):
-        own = all(step or size == 1 for step, size in zip(cache.stride(), cache.shape, strict=True))
-        expect(own, "caches without expanded axes", cache.stride(), "clone the cache to write")
+    expect.not_expanded(call.k_cache, call.v_cache)
 
 
 def _check_rotary(call: FlashCall) -> None:
@@ -136,15 +106,14 @@ def _check_rotary(call: FlashCall) -> None:
         return
     expect(call.k is not None, "k and v with rotary_cos", None, "rotate q with apply_rotary")
     dtype, dim = (call.q.dtype,), call.q.shape[3]
-    expect_tensor(call, "rotary_cos", "[R, rd / 2]", (None, None), dtype)
-    expect_tensor(call, "rotary_sin", "[R, rd / 2]", cos.shape, dtype)
+    _tensor(call, "rotary_cos", "[R, rd / 2]", (None, None), dtype)
+    _tensor(call, "rotary_sin", "[R, rd / 2]", cos.shape, dtype)
     rows, rotated = cos.shape[0], 2 * cos.shape[1]
     expect(rotated <= dim, "a rotary dim of at most D", (rotated, dim), "cut the rotary tables")
     expect(rotated % 16 == 0, "a rotary dim divisible by 16", rotated, "cut the rotary tables")
     covers = rows >= call.capacity
     expect(covers, "a rotary row for every cache slot", (rows, call.capacity), "make longer tables")
-    contiguous = cos.is_contiguous() and sin.is_contiguous()
-    expect(contiguous, "contiguous rotary tables", cos.stride(), "call .contiguous()")
+    expect.contiguous(rotary_cos=cos, rotary_sin=sin)
 
 
 def _check_indices(call: FlashCall) -> None:
@@ -156,31 +125,21 @@ def _check_indices(call: FlashCall) -> None:
         names.append("cache_seqlens")
     for name in names:
         vector = getattr(call, name)
-        if vector is None:
-            continue
-        expect_tensor(call, name, "[B]", (batch,), _INTS)
-        dense = vector.is_contiguous()
-        expect(dense, f"contiguous {name}", vector.stride(), "call .contiguous()")
+        if vector is not None:
+            _tensor(call, name, "[B]", (batch,), INTS)
+            expect.contiguous(**{name: vector})
     if table is not None:
-        dense = table.stride(1) == 1 or table.shape[1] == 1
-        expect(dense, "block_table of stride(-1) == 1", table.stride(), "call .contiguous()")
+        expect.unit_stride(block_table=table)
     if call.cache_batch_idx is not None:
         return
-    name, rows = (
-        ("k_cache", call.k_cache.shape[0]) if table is None else ("block_table", len(table))
-    )
-    enough = rows >= batch if table is None else rows == batch
-    expect(enough, f"a row of {name} for each of q", (rows, batch), "pass cache_batch_idx")
-
-
-def _check_memory(call: FlashCall) -> None:
-    """What is written must be nothing that is read after it, least of all as an index."""
-    if call.k is None:
-        return
-    indices = "cache_seqlens", "cache_batch_idx", "cache_leftpad", "block_table"
-    read = {name: getattr(call, name) for name in ("k", "v", *indices)}
-    written = {"k_cache": call.k_cache, "v_cache": call.v_cache}
-    expect_apart(written, read, FlashArgumentError)
+    if table is None:
+        rows = call.k_cache.shape[0]
+        remedy = "pass cache_batch_idx"
+        expect(rows >= batch, "a row of k_cache for each of q", (rows, batch), remedy)
+    else:
+        rows = len(table)
+        remedy = "pass cache_batch_idx"
+        expect(rows == batch, "a row of block_table for each of q", (rows, batch), remedy)
 
 
 def _check_options(call: FlashCall) -> None:
@@ -188,10 +147,9 @@ def _check_options(call: FlashCall) -> None:
     if slopes is not None:
         by_row = isinstance(slopes, Tensor) and slopes.dim() == 2
         shape = (call.q.shape[0], call.q.shape[2]) if by_row else (call.q.shape[2],)
-        expect_tensor(call, "alibi_slopes", "[H] or [B, H]", shape, (torch.float32,))
-    numbers: dict[str, object] = {"softmax_scale": call.scale, "softcap": call.softcap}
-    for name, number in numbers.items():
-        if not isinstance(number, (int, float, torch.SymInt, torch.SymFloat)):
+        _tensor(call, "alibi_slopes", "[H] or [B, H]", shape, (torch.float32,))
+    for name, number in (("softmax_scale", call.softmax_scale), ("softcap", call.softcap)):
+        if number is not None and not is_number(number):
             got = type(number).__name__
             raise TypeError(f"{name}: expected a number, got {got}: pass a float")
     sides = call.window_size

@@ -1,4 +1,4 @@
-"""Who sees whom, and by how much less: the masks and the ALiBi bias of `flash_attn_with_kvcache`.
+"""The masks and the ALiBi bias of `flash_attn_with_kvcache`.
 
 Both count in cache slots. Query i of a row whose sequence ends before slot ``total`` stands at slot
 ``total - Sq + i`` (bottom-right alignment); a left pad shifts queries and keys alike, so it cancels

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compiled_attn.compat.flash.call import FlashCall
-from compiled_attn.compat.flash.run import run
+from compiled_attn.compat.flash.forward import forward
 from compiled_attn.ops import KernelChoice
 
 __all__ = ["FlashInputs", "FlashKVCacheAttention"]
@@ -33,6 +33,29 @@ class FlashInputs(NamedTuple):
     block_table: Tensor | None = None
     cache_batch_idx: Tensor | None = None
     cache_leftpad: Tensor | None = None
+
+    @classmethod
+    def padding(
+        cls, k_cache: Tensor, num_heads: int, batch: int, columns: int | None, *, queries: int = 1
+    ) -> FlashInputs:
+        """A step of padding alone, to capture a bucket: it writes to the null page or row only.
+
+        Args:
+            k_cache: of the module; gives sizes of heads, dtype and device.
+            num_heads: H.
+            batch: B of the bucket.
+            columns: W of the bucket; None: a contiguous cache, addressed with cache_batch_idx.
+            queries: Sq, and as many new tokens.
+        """
+        kv_heads, dim = k_cache.shape[2:]
+        q, k, v = (
+            k_cache.new_zeros(batch, queries, heads, dim)
+            for heads in (num_heads, kv_heads, kv_heads)
+        )
+        lengths = torch.zeros(batch, dtype=torch.int32, device=k_cache.device)
+        if columns is None:
+            return cls(q, k, v, lengths, cache_batch_idx=torch.zeros_like(lengths))
+        return cls(q, k, v, lengths, lengths.new_zeros(batch, columns))
 
     def padded(self, batch: int, columns: int | None = None) -> FlashInputs:
         """The same inputs in a bucket of ``batch`` rows and ``columns`` of the block table.
@@ -67,12 +90,10 @@ class FlashKVCacheAttention(nn.Module):
     """One layer's attention over a cache that it holds as buffers, made for `graphs.capture`.
 
     All inputs have the shapes of a bucket: B rows, Sq queries and Sn new tokens each, W columns. A
-        batch of fewer
-    rows is padded with rows of length 0 that live in the null page or row: page 0 of a paged cache
-        (a row of
-    ``block_table`` that is all 0), row 0 of a contiguous cache that is addressed with
-    ``cache_batch_idx``. Nothing real may be stored there. Padded rows write nowhere else, get zeros
-    and log-sum-exp -inf, and may hold NaN.
+    batch of fewer rows is padded with rows of length 0 that live in the null page or row: page 0
+    of a paged cache (a row of ``block_table`` that is all 0), row 0 of a contiguous cache that is
+    addressed with ``cache_batch_idx``. Nothing real may be stored there. Padded rows write nowhere
+    else, get zeros and log-sum-exp -inf, and may hold NaN.
 
     Args:
         k_cache, v_cache: ``[NP, P, Hk, D]`` pages or ``[Bc, Sc, Hk, D]`` rows; may be views of a
@@ -160,7 +181,7 @@ class FlashKVCacheAttention(nn.Module):
             self.num_splits,
             kernel=self.kernel,
         )
-        out, lse = run(call, null_page=True)
+        out, lse = forward(call, null_page=True)
         return (out, lse) if self.return_softmax_lse else out
 
     def extra_repr(self) -> str:

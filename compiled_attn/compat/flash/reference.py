@@ -10,9 +10,9 @@ from torch import Tensor
 
 from compiled_attn.attention.nonfinite import are_sound, hurt, only
 from compiled_attn.attention.rotary import apply_rotary
+from compiled_attn.compat.flash.bounds import check_bounds
 from compiled_attn.compat.flash.call import FlashCall
-from compiled_attn.compat.flash.checks import check_call
-from compiled_attn.compat.flash.numbers import check_numbers
+from compiled_attn.compat.flash.checks import check
 
 __all__ = ["flash_attn_with_kvcache_reference"]
 
@@ -25,9 +25,9 @@ def flash_attn_with_kvcache_reference(*args: Any, **kwargs: Any) -> Tensor | tup
     ``num_splits`` has no effect.
     """
     call = FlashCall(*args, **kwargs)
-    check_call(call)
+    check(call)
     lengths = call.lengths()
-    check_numbers(call, lengths)
+    check_bounds(call, lengths)
     rows = [_row(call, row, int(length)) for row, length in enumerate(lengths)]
     out, lse = (torch.stack(each) for each in zip(*rows, strict=True))
     return (out.to(call.q.dtype), lse) if call.return_softmax_lse else out.to(call.q.dtype)
@@ -78,7 +78,7 @@ def _attend_row(
     value, harm = only(sound, value), hurt(visible, sound).unsqueeze(-1)
     outs, lses = [], []
     for head in range(query.shape[1]):
-        scores = query[:, head] @ key[:, head // group].T * call.scale
+        scores = query[:, head] @ key[:, head // group].T * call.scoring.scale
         if call.softcap > 0:
             scores = call.softcap * torch.tanh(scores / call.softcap)
         if call.alibi_slopes is not None:

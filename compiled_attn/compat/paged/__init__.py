@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from compiled_attn.compat.paged.attention import PARTITION, paged_attention_v1, paged_attention_v2
-from compiled_attn.compat.paged.errors import PagedArgumentError
 from compiled_attn.compat.paged.inputs import PagedInputs
 from compiled_attn.compat.paged.layouts import (
     LAYOUTS,
@@ -17,7 +16,8 @@ from compiled_attn.compat.paged.layouts import (
 )
 from compiled_attn.compat.paged.module import PagedAttention
 from compiled_attn.compat.paged.reference import paged_attention_reference
-from compiled_attn.compat.paged.write import reshape_and_cache
+from compiled_attn.compat.paged.reshape_and_cache import reshape_and_cache
+from compiled_attn.errors import PagedArgumentError
 from compiled_attn.step import AttentionMetadata
 
 __all__ = [

@@ -9,20 +9,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from compiled_attn.attention.scoring import Scoring
 from compiled_attn.attention.state import FEPS, FMIN, PartialAttention
-from compiled_attn.compat.paged.call import PagedCall
-from compiled_attn.compat.paged.checks import (
-    check_apart,
-    check_call,
-    expect_tensor,
-    refuse_blocksparse,
-)
-from compiled_attn.compat.paged.contract import scores, weighted
-from compiled_attn.compat.paged.layouts import Layout
-from compiled_attn.compat.paged.native import attend_native, request_of
-from compiled_attn.compat.paged.pages import lost_rows, pages
-from compiled_attn.compat.paged.quant import Scale, per_head, stored
-from compiled_attn.ops import KernelChoice, chooses_native
+from compiled_attn.compat.paged.block_tables import lost_rows, pages
+from compiled_attn.compat.paged.call import DecodeCall
+from compiled_attn.compat.paged.checks import check
+from compiled_attn.compat.paged.layouts import Layout, convert_key, convert_value, expect
+from compiled_attn.compat.paged.products import scores, weighted
+from compiled_attn.compat.paged.scales import Scale, per_head, stored
+from compiled_attn.ops import KernelChoice, PagedCall, attend_paged, chooses_native
 
 __all__ = [
     "PARTITION",
@@ -115,19 +110,18 @@ def paged_attention_v1(
     Source: PagedAttention (Kwon et al., SOSP 2023); argument order of vLLM's ``_custom_ops``.
     docs/paged.md lists the differences.
     """
-    refuse_blocksparse(
+    _refuse_blocksparse(
         blocksparse_local_blocks, blocksparse_vert_stride, blocksparse_head_sliding_step
     )
-    call = PagedCall(
+    call = DecodeCall(
         query, key_cache, value_cache, num_kv_heads, scale, block_tables, seq_lens, block_size,
         max_seq_len, alibi_slopes, kv_cache_dtype, k_scale, v_scale, layout,
     )  # fmt: skip
-    lengths = check_call(call)
-    expect_tensor("out", out, "like query", query.shape, (query.dtype,), device=query.device)
-    check_apart(call, out=out)
+    lengths = check(call, out=out)
+    expect.tensor("out", out, "like query", query.shape, (query.dtype,), query)
     with torch.no_grad():
-        if chooses_native(kernel, request_of(call)):
-            return out.copy_(attend_native(call))
+        if chooses_native(kernel, call.traits()):
+            return out.copy_(attend_natively(call))
         return out.copy_(reduce_partitions(attend_pages(call, lengths)))
 
 
@@ -179,19 +173,17 @@ def paged_attention_v2(
     Raises:
         PagedArgumentError, TypeError: as `paged_attention_v1`; all four outputs are as they were.
     """
-    refuse_blocksparse(
+    _refuse_blocksparse(
         blocksparse_local_blocks, blocksparse_vert_stride, blocksparse_head_sliding_step
     )
-    call = PagedCall(
+    call = DecodeCall(
         query, key_cache, value_cache, num_kv_heads, scale, block_tables, seq_lens, block_size,
         max_seq_len, alibi_slopes, kv_cache_dtype, k_scale, v_scale, layout,
     )  # fmt: skip
-    lengths = check_call(call)
-    expect_tensor("out", out, "like query", query.shape, (query.dtype,), device=query.device)
+    lengths = check(call, out=out, exp_sum=exp_sum, max_logits=max_logits, tmp_out=tmp_out)
+    expect.tensor("out", out, "like query", query.shape, (query.dtype,), query)
     _check_partials(call, exp_sum, max_logits, tmp_out)
-    check_apart(call, out=out, exp_sum=exp_sum, max_logits=max_logits, tmp_out=tmp_out)
-    if kernel != "auto":  # which is never native here
-        chooses_native(kernel, request_of(call, "gives no partitions: take paged_attention_v1"))
+    chooses_native(kernel, call.traits(partitions=True))  # never, but "native" is an error
     with torch.no_grad():
         parts = attend_pages(call, lengths, PARTITION)
         _write_partials(parts, exp_sum, max_logits, tmp_out)
@@ -199,12 +191,12 @@ def paged_attention_v2(
 
 
 def attend_pages(
-    call: PagedCall, lengths: list[int] | None, partition: int | None = None
+    call: DecodeCall, lengths: list[int] | None, partition: int | None = None
 ) -> PartialAttention:
     """Attention of a checked call, every ``partition`` tokens apart (None: P = 1).
 
     Args:
-        call: checked by `check_call`.
+        call: checked by `check`.
         lengths: what that returned, the numbers in ``seq_lens``; None: unknown.
         partition: tokens of a partition.
 
@@ -229,7 +221,7 @@ def reduce_partitions(parts: PartialAttention) -> Tensor:
     return (parts.out * factor.unsqueeze(-1)).sum(-2) / total.clamp_min(FEPS)
 
 
-def _attend_known(call: PagedCall, lengths: list[int], partition: int | None) -> PartialAttention:
+def _attend_known(call: DecodeCall, lengths: list[int], partition: int | None) -> PartialAttention:
     """Attention of a few rows at a time, each slice as wide as its longest row needs."""
     count = -(-max(lengths, default=0) // partition) if partition else 1
     parts = _nothing(call, max(count, 1))
@@ -260,7 +252,7 @@ def _slices(lengths: list[int], limit: int) -> Iterator[slice]:
         yield slice(start, len(lengths))
 
 
-def _attend(call: PagedCall, width: int, partition: int | None) -> PartialAttention:
+def _attend(call: DecodeCall, width: int, partition: int | None) -> PartialAttention:
     size, layout = call.block_size, call.layout
     blocks, positions, visible = pages(call, width, partition)
     query = call.query.unflatten(1, (call.num_kv_heads, -1)).to(call.dtype)  # [S, Hk, G, D]
@@ -283,14 +275,14 @@ def _attend(call: PagedCall, width: int, partition: int | None) -> PartialAttent
     )
 
 
-def _score_scale(call: PagedCall) -> Tensor | float:
+def _score_scale(call: DecodeCall) -> Tensor | float:
     """``scale``, and what turns stored keys to real ones, ``[Hk, 1, 1]``."""
     if call.kv_cache_dtype == "auto":
         return call.scale
     return per_head(call.k_scale, call.query.device)[:, None, None] * call.scale
 
 
-def _alibi(call: PagedCall, positions: Tensor) -> Tensor:
+def _alibi(call: DecodeCall, positions: Tensor) -> Tensor:
     """``slope * (t - n + 1)``, 0 for the newest token, ``[S, P, Hk, G, N]``."""
     assert call.alibi_slopes is not None
     slopes = call.alibi_slopes.to(call.dtype).view(call.num_kv_heads, -1, 1)
@@ -298,27 +290,61 @@ def _alibi(call: PagedCall, positions: Tensor) -> Tensor:
     return slopes * age[:, :, None, None].to(call.dtype)
 
 
-def _nothing(call: PagedCall, count: int) -> PartialAttention:
+def _nothing(call: DecodeCall, count: int) -> PartialAttention:
     """Partitions in which no row sees a token."""
     seqs, heads, dim = call.query.shape
     sums = call.query.new_zeros(seqs, heads, count, dtype=call.dtype)
     return PartialAttention(sums.new_zeros(seqs, heads, count, dim), sums + FMIN, sums)
 
 
-def _check_partials(call: PagedCall, exp_sum: Tensor, max_logits: Tensor, tmp_out: Tensor) -> None:
-    seqs, heads, dim = call.query.shape
-    device = call.query.device
-    expect_tensor(
-        "exp_sum", exp_sum, "(num_seqs, H, P)", (seqs, heads, None), (torch.float32,), device=device
+def attend_natively(call: DecodeCall) -> Tensor:
+    """Attention ``[S, H, D]`` in the query's dtype: every sequence is a request of one query."""
+    query, size = call.query, call.block_size
+    keys = convert_key(call.key_cache, call.layout, "NHD", block_size=size)
+    values = convert_value(call.value_cache, call.layout, "NHD", block_size=size)
+    keys, values = (stored(cache, call.kv_cache_dtype) for cache in (keys, values))
+    out, _ = attend_paged(
+        PagedCall(
+            query,
+            keys,
+            values,
+            call.block_tables,
+            # The op knows the width of the table, but not `max_seq_len`.
+            torch.where(call.seq_lens > call.capacity, -1, call.seq_lens),
+            torch.arange(query.shape[0] + 1, dtype=torch.int32, device=query.device),
+            Scoring(float(call.scale), alibi_slopes=call.alibi_slopes),
+            key_scale=_scales(call, call.k_scale, keys),
+            value_scale=_scales(call, call.v_scale, values),
+        )
     )
-    count = max(exp_sum.shape[-1], -(-call.max_seq_len // PARTITION))
-    shape = (seqs, heads, count)
+    return out
+
+
+def _scales(call: DecodeCall, scale: Scale, cache: Tensor) -> Tensor | None:
+    """One scale a head for all tokens: a view of it as the op reads scales."""
+    if call.kv_cache_dtype == "auto":
+        return None
+    return per_head(scale, cache.device).expand(cache.shape[:3])
+
+
+def _refuse_blocksparse(local_blocks: int, vert_stride: int, sliding_step: int) -> None:
+    """Raises unless block-sparse attention is off: dense attention is not what was asked for."""
+    off = local_blocks == 0 and vert_stride in (0, 1) and sliding_step == 0
+    given = local_blocks, vert_stride, sliding_step
+    remedy = "it is not supported: leave the arguments blocksparse_* out"
+    expect(off, "block-sparse attention to be off (0)", given, remedy)
+
+
+def _check_partials(call: DecodeCall, exp_sum: Tensor, max_logits: Tensor, tmp_out: Tensor) -> None:
+    query, floats = call.query, (torch.float32,)
+    seqs, heads, dim = query.shape
+    expect.tensor("exp_sum", exp_sum, "(num_seqs, H, P)", (seqs, heads, None), floats, query)
+    shape = (seqs, heads, max(exp_sum.shape[-1], -(-call.max_seq_len // PARTITION)))
     legend = f"(num_seqs, H, P) with P for max_seq_len tokens, {PARTITION} each,"
-    expect_tensor("exp_sum", exp_sum, legend, shape, (torch.float32,))
-    expect_tensor("max_logits", max_logits, "like exp_sum", shape, (torch.float32,), device=device)
-    expect_tensor(
-        "tmp_out", tmp_out, "(num_seqs, H, P, D)", (*shape, dim), (call.query.dtype,), device=device
-    )
+    expect.tensor("exp_sum", exp_sum, legend, shape)
+    expect.tensor("max_logits", max_logits, "like exp_sum", shape, floats, query)
+    legend = "(num_seqs, H, P, D)"
+    expect.tensor("tmp_out", tmp_out, legend, (*shape, dim), (query.dtype,), query)
 
 
 def _write_partials(

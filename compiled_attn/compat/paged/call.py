@@ -1,4 +1,4 @@
-"""The arguments of one attention over a paged cache, named, and the sizes that follow from them."""
+"""One call of paged attention: its arguments, and what follows from them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from compiled_attn.compat.paged.layouts import Layout
-from compiled_attn.compat.paged.quant import Scale
+from compiled_attn.compat.paged.scales import Scale, element_type
+from compiled_attn.ops import AttentionTraits, unit_strides
 
-__all__ = ["PagedCall"]
+__all__ = ["DecodeCall"]
 
 
 @dataclass(frozen=True)
-class PagedCall:
+class DecodeCall:
     """What `paged_attention_v1` and `_v2` and `PagedAttention` have in common; see the first."""
 
     query: Tensor
@@ -46,3 +47,18 @@ class PagedCall:
     def dtype(self) -> torch.dtype:
         """Of scores, weights and sums."""
         return torch.promote_types(self.query.dtype, torch.float32)
+
+    def traits(self, *, partitions: bool = False) -> AttentionTraits:
+        """What decides who can serve the call."""
+        query, caches = self.query, (self.key_cache, self.value_cache)
+        cache_dtype = element_type(self.kv_cache_dtype, query.dtype)
+        return AttentionTraits(
+            query.device.type,
+            query.dtype,
+            (cache_dtype, cache_dtype),
+            query.shape[-1],
+            alibi=0 if self.alibi_slopes is None else 1,
+            unit_stride=unit_strides(*caches),
+            layout=self.layout,
+            partitions=partitions,
+        )

@@ -1,36 +1,25 @@
-"""What is wrong with a call: shapes, dtypes, devices, plain numbers, then numbers in tensors."""
+"""Checks of a call: shapes, dtypes, devices, plain numbers, then numbers in tensors."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from compiled_attn.compat.paged.call import PagedCall
-from compiled_attn.compat.paged.errors import PagedArgumentError, expect
-from compiled_attn.compat.paged.layouts import Layout, axes, key_shape, value_shape
-from compiled_attn.compat.paged.pages import lost_rows, unknown_blocks
-from compiled_attn.compat.paged.quant import Scale, check_scale, element_type
-from compiled_attn.ops.overlap import expect_apart
-from compiled_attn.ops.tracing import can_read
+from compiled_attn.arguments.expect import FLOATS, INTS, is_number
+from compiled_attn.arguments.overlap import can_read
+from compiled_attn.compat.paged.block_tables import lost_rows, unknown_blocks
+from compiled_attn.compat.paged.call import DecodeCall
+from compiled_attn.compat.paged.layouts import Layout, axes, expect, key_shape, value_shape
+from compiled_attn.compat.paged.scales import Scale, check_scale, element_type
 
-__all__ = [
-    "FLOATS",
-    "INTS",
-    "check_apart",
-    "check_caches",
-    "check_call",
-    "expect_tensor",
-    "refuse_blocksparse",
-]
-
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-INTS = (torch.int32, torch.int64)
+__all__ = ["check", "check_caches"]
 
 
-def check_call(call: PagedCall) -> list[int] | None:
+def check(call: DecodeCall, **written: Tensor) -> list[int] | None:
     """Raises unless everything fits together.
+
+    Args:
+        written: by name what the call writes, memory apart from its indices.
 
     Returns:
         The numbers in ``seq_lens``, or None where none can be read, and so none were checked.
@@ -40,19 +29,18 @@ def check_call(call: PagedCall) -> list[int] | None:
         TypeError: a tensor or an int is none.
     """
     query = call.query
-    expect_tensor("query", query, "(num_seqs, H, D)", (None, None, None), FLOATS)
+    expect.tensor("query", query, "(num_seqs, H, D)", (None, None, None), FLOATS)
     for name in ("num_kv_heads", "block_size", "max_seq_len"):
         _expect_int(name, getattr(call, name), 0 if name == "max_seq_len" else 1)
     scale: object = call.scale
-    if not isinstance(scale, (int, float, torch.SymInt, torch.SymFloat)):
+    if not is_number(scale):
         raise TypeError(f"scale: expected a number, got {type(scale).__name__}: pass a float")
     seqs, heads, dim = query.shape
-    kv_heads, device = call.num_kv_heads, query.device
+    kv_heads = call.num_kv_heads
     expect(dim > 0, "a head dim of at least 1", dim, "check the shape of query")
-    divides = heads > 0 and heads % kv_heads == 0
-    expect(divides, "H divisible by num_kv_heads", (heads, kv_heads), "check num_kv_heads")
+    expect.heads(heads, kv_heads, "num_kv_heads")
     rank = axes(call.layout, is_key=True)
-    expect_tensor("key_cache", call.key_cache, f"in layout {call.layout}", (None,) * rank, None)
+    expect.tensor("key_cache", call.key_cache, f"in layout {call.layout}", (None,) * rank)
     sizes = (call.num_blocks, call.block_size, kv_heads, dim)
     check_caches(
         call.key_cache,
@@ -64,19 +52,14 @@ def check_call(call: PagedCall) -> list[int] | None:
         call.v_scale,
         query,
     )
-    expect_tensor(
-        "block_tables", call.block_tables, "(num_seqs, W)", (seqs, None), INTS, device=device
-    )
-    expect_tensor("seq_lens", call.seq_lens, "(num_seqs,)", (seqs,), INTS, device=device)
+    tables = call.block_tables
+    expect.tensor("block_tables", tables, "(num_seqs, W)", (seqs, None), INTS, query)
+    expect.tensor("seq_lens", call.seq_lens, "(num_seqs,)", (seqs,), INTS, query)
     if call.alibi_slopes is not None:
-        expect_tensor("alibi_slopes", call.alibi_slopes, "(H,)", (heads,), FLOATS, device=device)
-    return _check_numbers(call) if can_read(query) else None
-
-
-def check_apart(call: PagedCall, **written: Tensor) -> None:
-    """Raises unless what is written is memory of its own, apart from the indices of the call."""
-    indices = {"block_tables": call.block_tables, "seq_lens": call.seq_lens}
-    expect_apart(written, indices, PagedArgumentError)
+        expect.tensor("alibi_slopes", call.alibi_slopes, "(H,)", (heads,), FLOATS, query)
+    lengths = _check_numbers(call) if can_read(query) else None
+    expect.apart(written, {"block_tables": tables, "seq_lens": call.seq_lens})
+    return lengths
 
 
 def check_caches(
@@ -94,62 +77,11 @@ def check_caches(
     dtypes = (dtype, torch.uint8) if kv_cache_dtype.startswith("fp8") else (dtype,)
     legend = f"in layout {layout}"
     key, value = key_shape(layout, *sizes, dtype), value_shape(layout, *sizes)
-    expect_tensor("key_cache", key_cache, legend, key, dtypes, device=like.device)
-    expect_tensor("value_cache", value_cache, legend, value, dtypes, device=like.device)
+    expect.tensor("key_cache", key_cache, legend, key, dtypes, like)
+    expect.tensor("value_cache", value_cache, legend, value, dtypes, like)
     if kv_cache_dtype != "auto":
         check_scale("k_scale", k_scale, sizes[2], like.device)
         check_scale("v_scale", v_scale, sizes[2], like.device)
-
-
-def refuse_blocksparse(local_blocks: int, vert_stride: int, sliding_step: int) -> None:
-    """Raises unless block-sparse attention is off: dense attention is not what was asked for."""
-    given = {
-        "blocksparse_local_blocks": local_blocks,
-        "blocksparse_vert_stride": vert_stride,
-        "blocksparse_head_sliding_step": sliding_step,
-    }
-    off = local_blocks == 0 and vert_stride in (0, 1) and sliding_step == 0
-    expect(
-        off,
-        "block-sparse attention to be off (0)",
-        given,
-        "it is not supported: leave these arguments out",
-    )
-
-
-def expect_tensor(
-    name: str,
-    tensor: object,
-    legend: str,
-    shape: Sequence[int | None],
-    dtypes: Sequence[torch.dtype] | None,
-    *,
-    device: torch.device | None = None,
-) -> None:
-    """Raises unless it is a tensor of this shape, one of these dtypes, this device (None: any)."""
-    if not isinstance(tensor, Tensor):
-        raise TypeError(
-            f"{name}: expected a tensor {legend}, got {type(tensor).__name__}: pass a tensor"
-        )
-    fits = tensor.dim() == len(shape) and all(
-        size is None or size == given for size, given in zip(shape, tensor.shape, strict=True)
-    )
-    if not fits:
-        sizes = ", ".join("any" if size is None else str(size) for size in shape)
-        expect(
-            False, f"{name} {legend} of shape [{sizes}]", tensor.shape, "match the other arguments"
-        )
-    if dtypes is not None and tensor.dtype not in dtypes:
-        wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        got = str(tensor.dtype).removeprefix("torch.")
-        expect(
-            False,
-            f"{name} of dtype {wanted}",
-            got,
-            "convert it with .to(), or name its kv_cache_dtype",
-        )
-    if device is not None and tensor.device != device:
-        expect(False, f"{name} on {device}", tensor.device, "move it with .to()")
 
 
 def _expect_int(name: str, value: object, least: int) -> None:
@@ -158,7 +90,7 @@ def _expect_int(name: str, value: object, least: int) -> None:
     expect(value >= least, f"{name} of at least {least}", value, "check the sizes of the cache")
 
 
-def _check_numbers(call: PagedCall) -> list[int]:
+def _check_numbers(call: DecodeCall) -> list[int]:
     """Raises unless lengths and used entries of the tables are in range; returns the lengths."""
     flags: list[int] = torch.cat([call.seq_lens, lost_rows(call).to(call.seq_lens.dtype)]).tolist()
     lengths, lost = flags[: len(flags) // 2], flags[len(flags) // 2 :]
@@ -167,7 +99,7 @@ def _check_numbers(call: PagedCall) -> list[int]:
     return lengths
 
 
-def _explain_lost(call: PagedCall, row: int) -> None:
+def _explain_lost(call: DecodeCall, row: int) -> None:
     length, fits = int(call.seq_lens[row]), call.capacity
     expect(
         0 <= length <= fits,
@@ -178,8 +110,6 @@ def _explain_lost(call: PagedCall, row: int) -> None:
         "widen the table or raise max_seq_len",
     )
     column = int(unknown_blocks(call)[row].nonzero()[0])
-    raise PagedArgumentError(
-        f"expected block_tables[{row}, {column}] in 0 .. {call.num_blocks - 1}, "
-        f"got {int(call.block_tables[row, column])}: "
-        f"the row's {length} tokens need it, so give it a block of the cache"
-    )
+    wanted = f"block_tables[{row}, {column}] in 0 .. {call.num_blocks - 1}"
+    remedy = f"the row's {length} tokens need it, so give it a block of the cache"
+    expect(False, wanted, int(call.block_tables[row, column]), remedy)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.nn import functional as F
 
-from compiled_attn.compat.paged.errors import expect
+from compiled_attn.compat.paged.layouts import expect
 
 __all__ = ["PagedInputs"]
 

@@ -1,4 +1,4 @@
-"""How keys and values of a paged cache lie in memory, and exact conversions between the layouts.
+"""Layouts of a paged cache in memory, and exact conversions between them.
 
 Every conversion goes through NHD and moves no element unless it has to: it returns a view where
 strides can say the same, and copies once where not (`convert_key` says when).
@@ -11,7 +11,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from compiled_attn.compat.paged.errors import expect
+from compiled_attn.arguments.expect import Expect
+from compiled_attn.errors import PagedArgumentError
 
 __all__ = [
     "LAYOUTS",
@@ -20,6 +21,7 @@ __all__ = [
     "convert_key",
     "convert_value",
     "empty_caches",
+    "expect",
     "key_shape",
     "packing",
     "take_blocks",
@@ -38,6 +40,8 @@ NHD    (NB, BS, Hk, D)      (NB, BS, Hk, D)
 HND    (NB, Hk, BS, D)      (NB, Hk, BS, D)
 ====== ==================== ==================
 """
+
+expect = Expect(PagedArgumentError, PagedArgumentError)
 
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from compiled_attn.compat.paged.attention import attend_pages, reduce_partitions
-from compiled_attn.compat.paged.call import PagedCall
-from compiled_attn.compat.paged.checks import check_apart, check_call, expect_tensor
-from compiled_attn.compat.paged.errors import expect
-from compiled_attn.compat.paged.layouts import Layout
-from compiled_attn.compat.paged.native import attend_native, request_of
-from compiled_attn.compat.paged.quant import Scale
-from compiled_attn.compat.paged.write import reshape_and_cache
+from compiled_attn.compat.paged.attention import attend_natively, attend_pages, reduce_partitions
+from compiled_attn.compat.paged.call import DecodeCall
+from compiled_attn.compat.paged.checks import check
+from compiled_attn.compat.paged.layouts import Layout, expect
+from compiled_attn.compat.paged.reshape_and_cache import reshape_and_cache
+from compiled_attn.compat.paged.scales import Scale
 from compiled_attn.ops import KernelChoice, chooses_native
 
 __all__ = ["PagedAttention"]
@@ -106,10 +104,11 @@ class PagedAttention(nn.Module):
     ) -> Tensor:
         """Writes the step's tokens if given, then attends; shapes in the class docstring."""
         call = self._call(query, block_tables, seq_lens)
-        lengths = check_call(call)
-        is_native = chooses_native(self.kernel, request_of(call))
+        writes = key is not None and value is not None and slot_mapping is not None
+        written = {"key_cache": self.key_cache, "value_cache": self.value_cache}
+        lengths = check(call, **(written if writes else {}))
+        native = chooses_native(self.kernel, call.traits())
         if key is not None and value is not None and slot_mapping is not None:
-            check_apart(call, key_cache=self.key_cache, value_cache=self.value_cache)
             self._write(query, key, value, slot_mapping)
         else:
             given = [name is not None for name in (key, value, slot_mapping)]
@@ -120,8 +119,8 @@ class PagedAttention(nn.Module):
                 "pass all three",
             )
         with torch.no_grad():
-            if is_native:
-                return attend_native(call)
+            if native:
+                return attend_natively(call)
             return reduce_partitions(attend_pages(call, lengths, self.partition)).to(query.dtype)
 
     def extra_repr(self) -> str:
@@ -132,8 +131,8 @@ class PagedAttention(nn.Module):
             f"key_cache={list(self.key_cache.shape)}"
         )
 
-    def _call(self, query: Tensor, block_tables: Tensor, seq_lens: Tensor) -> PagedCall:
-        return PagedCall(
+    def _call(self, query: Tensor, block_tables: Tensor, seq_lens: Tensor) -> DecodeCall:
+        return DecodeCall(
             query=query,
             key_cache=self.key_cache,
             value_cache=self.value_cache,
@@ -152,8 +151,8 @@ class PagedAttention(nn.Module):
 
     def _write(self, query: Tensor, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
         shape = (query.shape[0], self.num_kv_heads, query.shape[2])
-        expect_tensor("key", key, "(S, Hk, D)", shape, (query.dtype,), device=query.device)
-        expect_tensor("slot_mapping", slot_mapping, "(S,)", shape[:1], None)
+        expect.tensor("key", key, "(S, Hk, D)", shape, (query.dtype,), query)
+        expect.tensor("slot_mapping", slot_mapping, "(S,)", shape[:1])
         reshape_and_cache(
             key, value, self.key_cache, self.value_cache, slot_mapping, self.kv_cache_dtype,
             self.k_scale, self.v_scale, layout=self.layout,

@@ -1,4 +1,4 @@
-"""What paged attention is, one row at a time: the oracle of every faster form."""
+"""The definition of paged attention, one row at a time: the oracle of every faster form."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from compiled_attn.attention.dense import attend
 from compiled_attn.attention.merge import merge
 from compiled_attn.compat.paged.layouts import Layout, take_blocks
-from compiled_attn.compat.paged.quant import Scale, per_head, stored
+from compiled_attn.compat.paged.scales import Scale, per_head, stored
 
 __all__ = ["paged_attention_reference"]
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
+from compiled_attn.errors import NativeUnavailable
 from compiled_attn.ops.cpu.isa import flags_of
 from compiled_attn.ops.cpu.libraries import is_whole, put, remove_unused, turn
-from compiled_attn.ops.errors import NativeUnavailable
 from compiled_attn.ops.schema import SOURCES
 from graphs.errors import StoreError
 from graphs.files import digest_of, remove

@@ -121,7 +121,7 @@ class _Results:
 
     def _result(self, node: Any) -> int:
         if not isinstance(node, Node) or not isinstance(node.meta.get("val"), Tensor):
-            raise NoOnnx(f"the graph returns {node}, which is no tensor: return tensors only")
+            raise NoOnnx(f"the graph returns {node}, which is not a tensor: return tensors only")
         if node not in self.nodes:
             self.nodes.append(node)
         return self.nodes.index(node)
@@ -174,7 +174,7 @@ def _first_cause(error: BaseException) -> str:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    # Each export tells that torchvision is missing, what is deprecated inside of torch, and of
+    # Each export reports that torchvision is missing, what is deprecated inside of torch, and of
     # every pattern that its optimiser tried.
     logs = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
     levels = [log.level for log in logs]

@@ -58,7 +58,7 @@ class OnnxSession:
 
         Raises:
             RuntimeError: an assertion of the graph does not hold. Unlike in other backends, what
-                the graph writes is written by then.
+                the graph writes has been written.
         """
         graph = self._graph
         given = [value.detach().contiguous() for value in inputs]

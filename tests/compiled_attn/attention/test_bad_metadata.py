@@ -11,33 +11,36 @@ from compiled_attn import unified_attention
 from tests.compiled_attn.attention.unified_call import Call, cases, of_another_size, put
 
 METADATA = {
-    "slots of another bucket": ({"slot_mapping": of_another_size}, "slot_mapping: .* same bucket"),
-    "causal bias of another bucket": ({"causal_bias": lambda x: x[:, 1:]}, "causal_bias: expected"),
+    "slots of another bucket": (
+        {"slot_mapping": of_another_size},
+        "expected slot_mapping of shape .* same bucket",
+    ),
+    "causal bias of another bucket": ({"causal_bias": lambda x: x[:, 1:]}, "expected causal_bias "),
     "causal bias of KV heads": (
         {"causal_bias": lambda x: x.expand(2, -1, -1)},
-        "causal_bias: expected",
+        "expected causal_bias ",
     ),
     "shared bias of another bucket": (
         {"shared_bias": lambda x: x[:, 1:]},
-        "shared_bias: expected",
+        "expected shared_bias ",
     ),
-    "shared bias of other blocks": ({"shared_bias": lambda x: x[..., 1:]}, "shared_bias: expected"),
+    "shared bias of other blocks": ({"shared_bias": lambda x: x[..., 1:]}, "expected shared_bias "),
     "usages of another bucket": (
         {"shared_bias": torch.zeros(12, 3, dtype=torch.int64)},
-        r"shared_bias \(usages\): expected",
+        r"expected shared_bias \(usages\) of",
     ),
-    "lengths of another bucket": ({"shared_lengths": of_another_size}, "shared_lengths: expected"),
-    "a scalar of blocks": ({"shared_blocks": torch.tensor(3)}, "shared_b.*: expected"),
-    "blocks in rows": ({"unique_blocks": lambda x: x.unsqueeze(0)}, "unique_blocks: expected"),
+    "lengths of another bucket": ({"shared_lengths": of_another_size}, "expected shared_lengths "),
+    "a scalar of blocks": ({"shared_blocks": torch.tensor(3)}, "expected shared_b.* of shape"),
+    "blocks in rows": ({"unique_blocks": lambda x: x.unsqueeze(0)}, "expected unique_blocks "),
     "mapping of another bucket": (
         {"unique_block_mapping": of_another_size},
-        "unique_block_mapping: expected",
+        "expected unique_block_mapping ",
     ),
-    "unique bias of another bucket": ({"unique_bias": of_another_size}, "unique_bias: expected"),
-    "unique bias of other blocks": ({"unique_bias": lambda x: x[:, 1:]}, "unique_bias: expected"),
+    "unique bias of another bucket": ({"unique_bias": of_another_size}, "expected unique_bias "),
+    "unique bias of other blocks": ({"unique_bias": lambda x: x[:, 1:]}, "expected unique_bias "),
     "unique queries in rows": (
         {"unique_queries": lambda x: x.unsqueeze(0)},
-        "unique_queries: expected",
+        "expected unique_queries ",
     ),
     "shared blocks without bias": ({"shared_bias": None}, "all fields of the shared part"),
     "unique blocks without bias": ({"unique_bias": None}, "all fields of the unique part"),
@@ -64,8 +67,8 @@ METADATA = {
         },
         "at least one part",
     ),
-    "a chunk of no block": ({"shared_chunk": 0}, "shared_chunk: expected at least 1"),
-    "a slice of no query": ({"causal_width": 0}, "causal_width: expected at least 1"),
+    "a chunk of no block": ({"shared_chunk": 0}, "expected shared_chunk of at least 1"),
+    "a slice of no query": ({"causal_width": 0}, "expected causal_width of at least 1"),
     "a window without positions": (
         {"sliding_window": 3, "positions": None},
         r"metadata\.positions: expected",
@@ -84,10 +87,10 @@ METADATA = {
     ),
     "positions of another bucket": (
         {"sliding_window": 3, "positions": of_another_size},
-        "positions: expected shape",
+        "expected positions of shape",
     ),
     "no window": ({"sliding_window": 0}, "sliding_window: expected at least 1"),
-    "a cap of nothing": ({"softcap": 0.0}, "softcap: expected a positive number"),
+    "a cap of nothing": ({"softcap": 0.0}, "expected softcap of a positive number"),
 }
 
 NUMBERS = {

@@ -23,21 +23,27 @@ PLACES = ("positions", "shared_starts", "unique_starts")
 BIASES = ("causal_bias", "shared_bias", "unique_bias")
 
 SHAPES = {
-    "a query without heads": ({"query": lambda x: x[0]}, "query: expected"),
-    "a batched query": ({"query": lambda x: x.unsqueeze(0)}, "flatten the batch"),
-    "a key without heads": ({"key": lambda x: x[:, 0]}, "key: expected"),
-    "a value without heads": ({"value": lambda x: x[:, 0]}, "value: expected"),
+    "a query without heads": ({"query": lambda x: x[0]}, "expected query "),
+    "a batched query": (
+        {"query": lambda x: x.unsqueeze(0)},
+        r"expected query \[T, H, D\] of shape",
+    ),
+    "a key without heads": ({"key": lambda x: x[:, 0]}, "expected key "),
+    "a value without heads": ({"value": lambda x: x[:, 0]}, "expected value "),
     "a cache of blocks": (
         {"key_cache": lambda x: x.unflatten(0, (-1, 4))},
-        "key_cache: expected",
+        "expected key_cache ",
     ),
-    "heads that are no multiple": ({"query": lambda x: x[:, :3]}, "multiple of Hk, got H=3, Hk=2"),
-    "fewer keys": ({"key": lambda x: x[:-1]}, "key: expected shape"),
-    "fewer values": ({"value": lambda x: x[:-1]}, "value: expected shape"),
-    "values of fewer heads": ({"value": lambda x: x[:, :1]}, "value: expected shape"),
-    "keys of another size": ({"key": lambda x: x[..., :8]}, "key: expected shape"),
-    "a key cache of another size": ({"key_cache": lambda x: x[..., :8]}, "key_cache: expected"),
-    "a value cache of fewer heads": ({"value_cache": lambda x: x[:, :1]}, "value_cache: expected"),
+    "heads that are no multiple": (
+        {"query": lambda x: x[:, :3]},
+        r"H divisible by Hk, got \(3, 2\)",
+    ),
+    "fewer keys": ({"key": lambda x: x[:-1]}, "expected key .*of shape"),
+    "fewer values": ({"value": lambda x: x[:-1]}, "expected value .*of shape"),
+    "values of fewer heads": ({"value": lambda x: x[:, :1]}, "expected value .*of shape"),
+    "keys of another size": ({"key": lambda x: x[..., :8]}, "expected key .*of shape"),
+    "a key cache of another size": ({"key_cache": lambda x: x[..., :8]}, "expected key_cache "),
+    "a value cache of fewer heads": ({"value_cache": lambda x: x[:, :1]}, "expected value_cache "),
     "half a block": (
         {"key_cache": lambda x: x[:-2], "key_scale": lambda x: x[:-2]},
         "multiple of block_size 4 slots",
@@ -48,21 +54,21 @@ SHAPES = {
         {"value_cache": lambda x: x[:-4], "value_scale": lambda x: x[:-4]},
         "as many value slots as key slots",
     ),
-    "a scale of another cache": ({"key_scale": lambda x: x[:-1]}, "key_scale: expected shape"),
-    "a scale of the whole token": ({"value_scale": lambda x: x[:, :1]}, "value_scale: expected"),
-    "slopes of KV heads": ({"alibi_slopes": torch.ones(2)}, "alibi_slopes: expected"),
-    "a sink for all heads": ({"sinks": torch.ones(1)}, "sinks: expected"),
+    "a scale of another cache": ({"key_scale": lambda x: x[:-1]}, "expected key_scale .*of shape"),
+    "a scale of the whole token": ({"value_scale": lambda x: x[:, :1]}, "expected value_scale "),
+    "slopes of KV heads": ({"alibi_slopes": torch.ones(2)}, "expected alibi_slopes "),
+    "a sink for all heads": ({"sinks": torch.ones(1)}, "expected sinks "),
     "a projection without heads": (
         {"value_projection": torch.ones(16, 8)},
-        "value_projection: expected",
+        "expected value_projection ",
     ),
     "a projection of fewer heads": (
         {"value_projection": torch.ones(2, 16, 8)},
-        "value_projection: expected",
+        "expected value_projection ",
     ),
     "a projection of a part of the value": (
         {"value_projection": torch.ones(4, 12, 8)},
-        "value_projection: expected",
+        "expected value_projection ",
     ),
 }
 
@@ -74,45 +80,61 @@ CACHED = {
 }
 
 DTYPES = {
-    "an int query": ({"query": lambda x: x.nan_to_num().int()}, "query: expected one of"),
-    "an fp8 query": ({"query": lambda x: x.to(torch.float8_e5m2)}, "query: expected one of"),
-    "another key": ({"key": lambda x: x.half()}, "key: expected the query's torch.float32"),
-    "another value": ({"value": lambda x: x.double()}, "value: expected the query's torch.float32"),
-    "an int cache": ({"key_cache": lambda x: x.int()}, "key_cache: expected one of"),
-    "a bool cache": ({"value_cache": lambda x: x.bool()}, "value_cache: expected one of"),
+    "an int query": (
+        {"query": lambda x: x.nan_to_num().int()},
+        "expected query of dtype float32 or",
+    ),
+    "an fp8 query": (
+        {"query": lambda x: x.to(torch.float8_e5m2)},
+        "expected query of dtype float32 or",
+    ),
+    "another key": ({"key": lambda x: x.half()}, "expected key of dtype float32, got float16"),
+    "another value": (
+        {"value": lambda x: x.double()},
+        "expected value of dtype float32, got float64",
+    ),
+    "an int cache": ({"key_cache": lambda x: x.int()}, "expected key_cache of dtype float32 or"),
+    "a bool cache": (
+        {"value_cache": lambda x: x.bool()},
+        "expected value_cache of dtype float32 or",
+    ),
     "a cache of another fp8": (
         {"key_cache": lambda x: x.to(torch.float8_e4m3fnuz), "key_scale": None},
-        "key_cache: expected one of",
+        "expected key_cache of dtype float32 or",
     ),
-    "a half scale": ({"key_scale": lambda x: x.half()}, "key_scale: expected float32"),
-    "an int scale": ({"value_scale": lambda x: x.nan_to_num().int()}, "value_scale: expected"),
-    "an int causal bias": ({"causal_bias": lambda x: x.isinf().int()}, "causal_bias: expected"),
-    "an int unique bias": ({"unique_bias": lambda x: x.isinf().int()}, "unique_bias: expected"),
+    "a half scale": ({"key_scale": lambda x: x.half()}, "expected key_scale of dtype float32"),
+    "an int scale": ({"value_scale": lambda x: x.nan_to_num().int()}, "expected value_scale "),
+    "an int causal bias": ({"causal_bias": lambda x: x.isinf().int()}, "expected causal_bias "),
+    "an int unique bias": ({"unique_bias": lambda x: x.isinf().int()}, "expected unique_bias "),
     "a query that is no tensor": ({"query": [[[1.0]]]}, "query: expected a tensor"),
     "no query": ({"query": None}, "query: expected a tensor"),
     "sinks that are no tensor": ({"sinks": [0.0] * 4}, "sinks: expected a tensor"),
     **{
-        f"float {name}": ({name: lambda x: x.float()}, f"{name}: expected int32 or int64")
+        f"float {name}": ({name: lambda x: x.float()}, f"expected {name} of dtype int32 or int64")
         for name in INDICES
     },
     **{
         f"float {name}": (
             {name: lambda x: x.float(), "sliding_window": 3},
-            f"{name}: expected int32 or int64",
+            f"expected {name} of dtype int32 or int64",
         )
         for name in PLACES
     },
 }
 
 DEVICES = {
-    name: ({name: lambda x: x.to("meta")}, ".* expected it on")
-    for name in ("query", "key", "value", *CACHES, *INDICES, *BIASES)
+    name: ({name: lambda x: x.to("meta")}, f"expected {name} on cpu")
+    for name in ("key", "value", *CACHES, *INDICES, *BIASES)
 } | {
-    "alibi_slopes": ({"alibi_slopes": torch.ones(4, device="meta")}, "alibi_slopes: .* on cpu"),
-    "sinks": ({"sinks": torch.ones(4, device="meta")}, "sinks: expected it on cpu"),
+    "query": ({"query": lambda x: x.to("meta")}, "expected key on meta"),
+    "alibi_slopes": (
+        {"alibi_slopes": torch.ones(4, device="meta")},
+        "expected alibi_slopes on cpu",
+    ),
+    "sinks": ({"sinks": torch.ones(4, device="meta")}, "expected sinks on cpu"),
     "positions": (
         {"positions": lambda x: x.to("meta"), "sliding_window": 3},
-        "positions: expected it on cpu",
+        "expected positions on cpu",
     ),
 }
 
@@ -137,7 +159,7 @@ def test_a_scale_is_refused_with_a_cache_of_floats():
 def test_the_rank_of_a_projection_of_latents_is_at_most_a_key():
     call = Call(latent=True)
     call.change({"value_projection": torch.ones(4, 17, 8)})
-    call.refuses(ValueError, "value_projection: expected")
+    call.refuses(ValueError, "expected value_projection ")
     call.change({"value_projection": torch.ones(4, 16, 8)})
     assert unified_attention(**call.arguments).shape == (12, 4, 8)
 
@@ -145,7 +167,7 @@ def test_the_rank_of_a_projection_of_latents_is_at_most_a_key():
 def test_a_scale_for_values_is_refused_without_values():
     call = Call(latent=True)
     call.change({"value_scale": torch.ones(256, 2)})
-    call.refuses(ValueError, "value_scale: expected None")
+    call.refuses(ValueError, "expected value_scale only with value_cache")
 
 
 @pytest.mark.parametrize("dtype", LARGEST)

@@ -20,9 +20,6 @@ def main(isa: str) -> None:
         assert_right(ops.paged_attention(*step.arguments, **step.options), step)
     for case in WRITES.values():
         step = scene(MIXED, padding=2, padded_requests=1, poison=0.5, **case)
-        angles = torch.randn(step.query.shape[0], 4)
-        _write(ops, step, cos=angles.cos(), sin=angles.sin())
-        _write(ops, step, cos=angles.cos(), sin=angles.sin(), interleaved=True)
         assert_right(_write(ops, step), step)
     for spoil in (*BAD_NUMBERS.values(), *BAD_SHAPES.values()):
         step = scene(MIXED)
@@ -41,11 +38,11 @@ def main(isa: str) -> None:
     print("clean", len(CASES), len(WRITES))
 
 
-def _write(ops: NativeOps, step: Scene, **rotary: object) -> tuple[torch.Tensor, torch.Tensor]:
+def _write(ops: NativeOps, step: Scene) -> tuple[torch.Tensor, torch.Tensor]:
     key, value, slots = _new_tokens(step)
     return ops.paged_attention_(
         step.query, key, value, step.key_cache, step.value_cache, slots, *step.step,
-        **step.options, **rotary,
+        **step.options,
     )  # fmt: skip
 
 

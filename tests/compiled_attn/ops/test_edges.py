@@ -6,7 +6,6 @@ import threading
 import pytest
 import torch
 
-from compiled_attn.attention.rotary import apply_rotary
 from tests.compiled_attn.ops.native_scene import assert_right, scene
 
 T, H, HK, D = 9, 4, 2, 64
@@ -19,18 +18,6 @@ def step(dtype=torch.float32):
     slots = torch.arange(16, 16 + T)
     ints = ([[1]], [T], [0, T])
     return [query, key, value, *caches, slots, *(torch.tensor(i, dtype=torch.int32) for i in ints)]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_rotated_keys_are_those_of_apply_rotary_bit_for_bit(ops, dtype, interleaved):
-    torch.manual_seed(0)
-    arguments = step(dtype)
-    angles = torch.randn(T, D // 4)
-    cos, sin = angles.cos(), angles.sin()
-    ops.paged_attention_(*arguments, 0.1, cos=cos, sin=sin, interleaved=interleaved)
-    want = apply_rotary(arguments[1], cos, sin, interleaved=interleaved)
-    assert torch.equal(arguments[3][1, :T], want)
 
 
 @pytest.mark.parametrize("which", ["heads", "dim"])

@@ -10,6 +10,8 @@ from graphs.backends import direct
 from graphs.backends.direct import direct_path
 from graphs.capture.wrappers import with_own_code
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 SCALE = 3
 
 
@@ -28,12 +30,6 @@ class Step(nn.Module):
 
 def examples():
     return [torch.ones(4), torch.ones(4), torch.ones(3), 7]
-
-
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.no_grad():
-        yield
 
 
 @pytest.fixture

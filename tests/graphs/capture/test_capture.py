@@ -12,6 +12,8 @@ from graphs import (
 )
 from graphs.capture.contract import Frozen
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 TRACED = ["eager", "aot_eager"]
 SCALE = 3
 
@@ -33,12 +35,6 @@ class Cache(nn.Module):
 
 def example_inputs(tokens=3):
     return [torch.randn(tokens, 4), torch.arange(tokens)]
-
-
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.no_grad():
-        yield
 
 
 @pytest.mark.parametrize("backend", TRACED)

@@ -96,7 +96,7 @@ def test_a_mark_that_the_disk_cannot_read_is_written_anew(store, monkeypatch, ca
 def test_a_damaged_mark_makes_no_store_of_a_folder_that_holds_something_else(tmp_path, text):
     (tmp_path / "store.json").write_text(text)
     (tmp_path / "photo.jpg").write_bytes(b"x")
-    with pytest.raises(StoreError, match=r"is no store, it holds photo.jpg: give an"):
+    with pytest.raises(StoreError, match=r"is not a store, it holds photo.jpg: give an"):
         ArtifactStore(tmp_path)
     assert (tmp_path / "store.json").read_text() == text
 

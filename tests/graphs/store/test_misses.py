@@ -10,7 +10,7 @@ import torch
 import graphs.store.factors
 from graphs import WarmupManager, capture, explicit
 from graphs.capture.contract import Frozen
-from graphs.store import ArtifactStore, StoredInductor
+from graphs.store import StoredInductor
 from graphs.store.misses import Misses, differences, nearest
 
 NOW = {
@@ -22,11 +22,6 @@ NOW = {
     "state": "2 tensors",
     "values": "cc",
 }
-
-
-@pytest.fixture
-def store(tmp_path):
-    return ArtifactStore(tmp_path / "store")
 
 
 def stored(store, tmp_path, *all_factors):

@@ -54,7 +54,7 @@ def test_a_last_line_that_is_cut_off_is_ignored_and_written_over(path, cut):
 def test_another_file_is_refused_and_left_as_it_is(path, text):
     path.parent.mkdir()
     path.write_text(text)
-    with pytest.raises(JournalError, match="is no warmup journal"):
+    with pytest.raises(JournalError, match="is not a warmup journal"):
         journal(path)
     assert path.read_text() == text
     assert [*path.parent.iterdir()] == [path]
@@ -121,6 +121,6 @@ def test_a_line_that_python_cannot_hold_is_an_error_with_its_number(path, line):
 def test_what_is_no_journal_is_told_with_its_path(path, content):
     path.parent.mkdir()
     path.write_bytes(content)
-    with pytest.raises(JournalError, match=r"warmup\.jsonl is no warmup journal"):
+    with pytest.raises(JournalError, match=r"warmup\.jsonl is not a warmup journal"):
         journal(path)
     assert path.read_bytes() == content

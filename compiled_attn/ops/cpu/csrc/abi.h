@@ -47,9 +47,6 @@ struct PagedAttentionArgs {
   Rows key, value;
   const int64_t* slot_mapping;
 
-  // Rotary angles [tokens, rotary_dim / 2] of query and key, contiguous; null: none.
-  const float *cos, *sin;
-
   const int32_t* block_table;  // [requests, table_width]
   int64_t table_stride;
   const int32_t* seq_lens;         // [requests]
@@ -59,13 +56,13 @@ struct PagedAttentionArgs {
 
   int64_t tokens, requests, table_width;
   int64_t num_blocks, block_size;
-  int64_t heads, kv_heads, head_dim, value_dim, rotary_dim;
+  int64_t heads, kv_heads, head_dim, value_dim;
   int64_t window;  // tokens that a token sees, itself included; 0: all before it
   double scale;
   double softcap;  // 0: none
 
   int32_t query_dtype, cache_dtype;
-  int32_t causal, interleaved;
+  int32_t causal;
   int32_t threads;  // 0: as many as OpenMP would take
 };
 

@@ -80,7 +80,7 @@ class FewRows {
           rows_[at] = {0, 0, {0, 0}};
           continue;
         }
-        read_row(args_, args_.query, request.first + row, head, args_.head_dim, true,
+        read_row(args_, args_.query, request.first + row, head, args_.head_dim,
                  queries_ + at * dim_, dim_);
         math_.arrange(queries_ + at * dim_, dim_);
         rows_[at] = {args_.alibi_slopes ? args_.alibi_slopes[head] : 0.0f, request.position(row),

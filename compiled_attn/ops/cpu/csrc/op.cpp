@@ -196,8 +196,7 @@ Result paged_attention_(Tensor query, Tensor key, Tensor value, Tensor key_cache
                         Tensor value_cache, Tensor slot_mapping, Tensor block_table,
                         Tensor seq_lens, Tensor query_start_loc, double scale, bool causal,
                         std::optional<int64_t> window, std::optional<double> softcap,
-                        Maybe alibi_slopes, Maybe sinks, Maybe key_scale, Maybe value_scale,
-                        Maybe cos, Maybe sin, bool interleaved) {
+                        Maybe alibi_slopes, Maybe sinks, Maybe key_scale, Maybe value_scale) {
   Options options{causal, window, softcap, alibi_slopes, sinks, key_scale, value_scale};
   auto args = arguments_of(query, key_cache, value_cache, block_table, seq_lens, query_start_loc,
                            scale, options);
@@ -223,24 +222,9 @@ Result paged_attention_(Tensor query, Tensor key, Tensor value, Tensor key_cache
                {"value_cache", value_cache},
                {"key_scale", key_scale},
                {"value_scale", value_scale}});
-  if (cos.has_value() != sin.has_value()) {
-    fail("cos and sin both or neither", "one of them", "pass the other too");
-  }
-  if (cos) {
-    check_dense("cos", *cos, {args.tokens, kAny}, ScalarType::Float);
-    check_dense("sin", *sin, {args.tokens, cos->size(1)}, ScalarType::Float);
-    args.rotary_dim = 2 * cos->size(1);
-    if (args.rotary_dim > args.head_dim) {
-      fail(text("at most ", args.head_dim / 2, " angles"), std::to_string(cos->size(1)),
-           "cut the tables");
-    }
-  }
   args.key = rows_of(key);
   args.value = rows_of(value);
   args.slot_mapping = data_of<int64_t>(slot_mapping);
-  args.cos = floats_of(cos);
-  args.sin = floats_of(sin);
-  args.interleaved = interleaved;
   return run(args, query);
 }
 

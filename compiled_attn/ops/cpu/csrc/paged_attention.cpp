@@ -70,10 +70,10 @@ bool write_tokens(const Args& args, int threads) {
       by_dtype(args.cache_dtype, [&](auto* type) {
         using Element = std::remove_pointer_t<decltype(type)>;
         for (int64_t t = i * kTokens; t < std::min((i + 1) * kTokens, args.tokens); ++t) {
-          write_token<Element>(args, t, args.key, true, args.head_dim, args.key_cache,
-                               args.key_scale, row.data());
+          write_token<Element>(args, t, args.key, args.head_dim, args.key_cache, args.key_scale,
+                               row.data());
           if (args.value.data)
-            write_token<Element>(args, t, args.value, false, args.value_dim, args.value_cache,
+            write_token<Element>(args, t, args.value, args.value_dim, args.value_cache,
                                  args.value_scale, row.data());
         }
       });

@@ -19,8 +19,7 @@ constexpr const char* kPagedAttentionWriteSchema =
     Tensor block_table, Tensor seq_lens, Tensor query_start_loc, float scale, *,
     bool causal=True, int? window=None, float? softcap=None,
     Tensor? alibi_slopes=None, Tensor? sinks=None,
-    Tensor(c!)? key_scale=None, Tensor(d!)? value_scale=None,
-    Tensor? cos=None, Tensor? sin=None, bool interleaved=False
+    Tensor(c!)? key_scale=None, Tensor(d!)? value_scale=None
   ) -> (Tensor out, Tensor lse))schema";
 
 }  // namespace compiled_attn

@@ -32,12 +32,6 @@ constexpr int kRegisters = 16;
 
 #define CA_INLINE inline __attribute__((always_inline))
 
-#if defined(__clang__)
-#define CA_NO_CONTRACTION
-#else
-#define CA_NO_CONTRACTION __attribute__((optimize("fp-contract=off")))
-#endif
-
 typedef float Floats __attribute__((vector_size(4 * kLanes), may_alias));
 typedef int32_t Ints __attribute__((vector_size(4 * kLanes), may_alias));
 typedef float Floats4 __attribute__((vector_size(16), may_alias));

@@ -37,7 +37,7 @@ struct FloatUnits {
   CA_INLINE static Floats zipped(const Element* const* tokens) { return load(tokens[0]); }
   static void query(const PagedAttentionArgs& args, int64_t token, int64_t head, float* to,
                     int64_t n) {
-    read_row(args, args.query, token, head, args.head_dim, true, to, n);
+    read_row(args, args.query, token, head, args.head_dim, to, n);
   }
   CA_INLINE static void put_weights(float* row, int64_t i, Floats w) { store(row + i, w); }
 };
@@ -57,7 +57,7 @@ struct PairUnits {
   }
   static void query(const PagedAttentionArgs& args, int64_t token, int64_t head, float* to,
                     int64_t n) {
-    read_row(args, args.query, token, head, args.head_dim, true, reinterpret_cast<BFloat16*>(to),
+    read_row(args, args.query, token, head, args.head_dim, reinterpret_cast<BFloat16*>(to),
              2 * n);
   }
   // Weights from the i-th on become pairs, in place: what is overwritten was read before.

@@ -29,19 +29,19 @@ CA_INLINE void write_row(const float* row, int64_t dim, Element* to, float* scal
 
 // Writes the rows of one token, all heads, to its slot.
 template <class Element>
-void write_token(const PagedAttentionArgs& args, int64_t token, const Rows& rows, bool turn,
-                 int64_t dim, const Pages& pages, const Pages& scales, float* row) {
+void write_token(const PagedAttentionArgs& args, int64_t token, const Rows& rows, int64_t dim,
+                 const Pages& pages, const Pages& scales, float* row) {
   const int64_t slot = args.slot_mapping[token];
   const int64_t block = slot / args.block_size, within = slot % args.block_size;
   for (int64_t h = 0; h < args.kv_heads; ++h) {
     Element* to = static_cast<Element*>(pages.data) + block * pages.block + within * pages.slot +
                   h * pages.head;
     const bool is_same = !is_quantised<Element> && args.cache_dtype == args.query_dtype;
-    if (is_same && !(turn && args.cos)) {
+    if (is_same) {
       std::memcpy(to, row_at<Element>(rows, token, h), dim * sizeof(Element));
       continue;
     }
-    read_row(args, rows, token, h, dim, turn, row, padded<kLanes>(dim));
+    read_row(args, rows, token, h, dim, row, padded<kLanes>(dim));
     float* scale = static_cast<float*>(scales.data);
     write_row(
         row, dim, to,

@@ -232,3 +232,14 @@ def test_exchanging_twice_is_nothing_and_moves_equal_numpy(data):
     assert equal(contents([cache], blocks), before)
     swap.move(pairs)
     assert equal(contents([cache], blocks), moved(before, pairs))
+
+
+def test_without_exchanges_one_graph_less_is_captured_and_only_moves_run():
+    cache = small_cache(torch.float32)
+    swap = BlockSwap(cache, pad_sizes=(4,), exchanges=False)
+    assert swap.pending == 1 and len(swap.warmup().captured) == 1 and swap.pending == 0
+    before = contents(list(cache.buffers()))
+    swap.move([(2, 3)])
+    with pytest.raises(RuntimeError, match="make it with exchanges=True"):
+        swap.swap([(2, 4)])
+    assert equal(contents(list(cache.buffers())), moved(before, [(2, 3)]))

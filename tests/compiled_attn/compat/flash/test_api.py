@@ -15,7 +15,7 @@ from torch._subclasses import FakeTensorMode
 from compiled_attn.attention.merge import merge
 from compiled_attn.attention.state import PartialAttention
 from compiled_attn.compat.flash import flash_attn_with_kvcache, flash_attn_with_kvcache_reference
-from compiled_attn.compat.flash.attend import attend_fused, attend_plain, attend_sdpa
+from compiled_attn.compat.flash.key_slice import attend_fused, attend_plain, attend_sdpa
 from tests.compiled_attn.compat.flash.cases import Case, check
 
 CACHES = ("k_cache", "v_cache")
@@ -125,7 +125,7 @@ def test_every_form_of_the_slice_equals_the_oracle(
     case = upstream(seed)
     if form is attend_sdpa and case.softcap:
         case.softcap = case.args["softcap"] = 0.0
-    monkeypatch.setattr("compiled_attn.compat.flash.run.choose", lambda *_: form)
+    monkeypatch.setattr("compiled_attn.compat.flash.forward.form_for", lambda *_: form)
     check(case, flash_attn_with_kvcache, num_splits=seed % 4)
 
 
@@ -312,8 +312,8 @@ def test_the_heuristic_splits_what_would_need_too_many_scores(
         calls.append(s.key.shape[1])
         return attend_plain(s)
 
-    monkeypatch.setattr("compiled_attn.compat.flash.run.choose", lambda *_: counting)
-    monkeypatch.setattr("compiled_attn.compat.flash.run._SCORES_AT_ONCE", 2 * 4 * 5 * 10)
+    monkeypatch.setattr("compiled_attn.compat.flash.forward.form_for", lambda *_: counting)
+    monkeypatch.setattr("compiled_attn.compat.flash.forward._SCORES_AT_ONCE", 2 * 4 * 5 * 10)
     out = case.run(flash_attn_with_kvcache, kernel="portable")[0]
     assert torch.allclose(out, whole, atol=1e-6)
     assert sum(calls) == 64 and max(calls) <= 10

@@ -250,7 +250,7 @@ def test_another_device_is_refused() -> None:
     case = paged()
     for name in ("k_cache", "k", "rotary_sin", "cache_seqlens", "block_table"):
         there = {name: case.args[name].to("meta")}
-        refused(case, there, f"{name} on cpu like q, got meta", FlashArgumentError)
+        refused(case, there, f"{name} on cpu, got meta", FlashArgumentError)
 
 
 @pytest.mark.parametrize("page", [-1, 10**6])

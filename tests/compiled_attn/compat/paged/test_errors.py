@@ -49,7 +49,7 @@ def test_the_error_is_both_a_value_error_and_a_runtime_error() -> None:
             lambda t: t[0],
             r"query \(num_seqs, H, D\) of shape \[any, any, any\], got \[4, 16\]",
         ),
-        ("query", lambda t: t.long(), "query of dtype float16 or .*, got int64"),
+        ("query", lambda t: t.long(), "query of dtype float32 or .*, got int64"),
         ("query", lambda t: t[:, :3], r"H divisible by num_kv_heads, got \(3, 2\)"),
         ("query", lambda t: t[:, :0], r"H divisible by num_kv_heads, got \(0, 2\)"),
         ("query", lambda t: t[..., :0], "head dim of at least 1, got 0"),

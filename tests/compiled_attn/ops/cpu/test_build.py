@@ -355,7 +355,8 @@ print(ops[0].isa, len(records), records[0])
 STEP_DOWN = """
 import logging, torch
 from pathlib import Path
-from compiled_attn.ops import NativeUnavailable, available_isas, load, op, unavailable
+from compiled_attn.ops import NativeUnavailable, available_isas, load, unavailable
+from compiled_attn.ops import paged_attention as op
 records, best, build = [], available_isas()[0], op.build
 logging.getLogger("compiled_attn").addHandler(h := logging.Handler())
 h.emit = lambda record: records.append(record.getMessage())

@@ -1,4 +1,4 @@
-"""What is wrong with a call by the numbers in its index tensors.
+"""Bounds of the numbers in the index tensors of a call.
 
 In eager mode they are read and errors say which number it is. A compiled or captured graph must not
 read the device; there the same conditions are assertions inside of the graph.
@@ -9,13 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from compiled_attn.arguments.expect import slot_used_twice
 from compiled_attn.compat.flash.call import FlashCall
-from compiled_attn.compat.flash.checks import FlashArgumentError, expect, expect_room
+from compiled_attn.compat.flash.checks import expect, expect_room
 
-__all__ = ["assert_numbers", "check_numbers"]
+__all__ = ["assert_bounds", "check_bounds"]
 
 
-def check_numbers(call: FlashCall, lengths: Tensor) -> int:
+def check_bounds(call: FlashCall, lengths: Tensor) -> int:
     """Checks lengths, pads, rows and pages; returns the tokens of the longest row, with the new.
 
     Raises:
@@ -41,7 +42,7 @@ def check_numbers(call: FlashCall, lengths: Tensor) -> int:
     return longest + call.new_tokens
 
 
-def assert_numbers(call: FlashCall, lengths: Tensor) -> None:
+def assert_bounds(call: FlashCall, lengths: Tensor) -> None:
     """The same without reading: a graph that runs on bad numbers fails before it writes."""
     most = call.capacity - call.new_tokens
     if call.rotary_cos is not None:
@@ -87,10 +88,9 @@ def _check_pages(call: FlashCall, lengths: Tensor, table: Tensor) -> None:
     bad = _bad_pages(call, lengths, table)
     if bad.any():
         row, column = bad.nonzero()[0].tolist()
-        raise FlashArgumentError(
-            f"expected block_table[{row}, {column}] in 0 .. {call.k_cache.shape[0] - 1}, got "
-            f"{int(table[row, column])}: the row uses this entry, so give it a page of the cache"
-        )
+        wanted = f"block_table[{row}, {column}] in 0 .. {call.k_cache.shape[0] - 1}"
+        remedy = "the row uses this entry, so give it a page of the cache"
+        expect(False, wanted, int(table[row, column]), remedy)
     if call.new_tokens:
         _check_overlap(call, lengths, table)
 
@@ -100,10 +100,9 @@ def _check_overlap(call: FlashCall, lengths: Tensor, table: Tensor) -> None:
     positions = lengths.long().unsqueeze(1) + torch.arange(call.new_tokens, device=table.device)
     pages = table.long().gather(1, positions // call.page_size)
     slots = pages * call.page_size + positions % call.page_size
-    slots, counts = slots[pages != 0].unique(return_counts=True)
-    if (counts > 1).any():
-        page, slot = divmod(int(slots[counts > 1][0]), call.page_size)
-        raise FlashArgumentError(
-            f"expected every new token in a slot of its own, got page {page} slot {slot} twice: "
-            "let no two rows of block_table append to one page"
-        )
+    twice = slot_used_twice(slots[pages != 0])
+    if twice is not None:
+        page, slot = divmod(twice, call.page_size)
+        remedy = "let no two rows of block_table append to one page"
+        got = f"page {page} slot {slot} twice"
+        expect(False, "every new token in a slot of its own", got, remedy)

@@ -1,7 +1,7 @@
 """Legal calls of everything that writes, to be repeated with an index in the memory it writes.
 
-``python -m tests.compiled_attn.ops.overlap_calls native`` repeats those of the native kernel, in a
-process of its own: an index that changes after it was checked is followed anywhere.
+``python -m tests.compiled_attn.arguments.overlap_calls native`` repeats those of the native kernel,
+in a process of its own: an index that changes after it was checked is followed anywhere.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from compiled_attn import UnifiedMetadata, flash_attn_with_kvcache, unified_attention
-from compiled_attn.cache.writes import write_cache
 from compiled_attn.compat.paged import (
     PagedAttention,
     paged_attention_v1,
@@ -203,14 +202,6 @@ def paged_attention(version: int, kernel: str) -> Call:
     return Call(function, arguments, tuple(written), ("block_tables", "seq_lens"))
 
 
-def rows_written() -> Call:
-    arguments = {
-        "cache": torch.zeros(32, HEADS, DIM, dtype=torch.int8), "new": new_tokens()[1],
-        "slot_mapping": torch.arange(ROWS), "scale": torch.ones(32, HEADS),
-    }  # fmt: skip
-    return Call(write_cache, arguments, ("cache", "scale"), ("slot_mapping", "new"))
-
-
 PORTABLE: dict[str, Callable[[], Call]] = {
     "the op in Python": lambda: op(paged_attention_, torch.float32),
     "the op in Python, int8": lambda: op(paged_attention_, torch.int8),
@@ -221,7 +212,6 @@ PORTABLE: dict[str, Callable[[], Call]] = {
     "PagedAttention": lambda: paged_module("portable"),
     "paged_attention_v1": lambda: paged_attention(1, "portable"),
     "paged_attention_v2": lambda: paged_attention(2, "auto"),
-    "write_cache": rows_written,
 }
 NATIVE: dict[str, Callable[[], Call]] = {
     "the op": lambda: op(load(strict=True).paged_attention_, torch.float32),

@@ -1,4 +1,4 @@
-"""Which blocks and slots each row reads, partition by partition, with every index in range."""
+"""The blocks and slots that each row reads, partition by partition, with every index in range."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_attn.compat.paged.call import PagedCall
+from compiled_attn.compat.paged.call import DecodeCall
 
 __all__ = ["Pages", "lost_rows", "pages", "unknown_blocks"]
 
@@ -26,7 +26,7 @@ class Pages(NamedTuple):
     visible: Tensor
 
 
-def pages(call: PagedCall, width: int, partition: int | None) -> Pages:
+def pages(call: DecodeCall, width: int, partition: int | None) -> Pages:
     """The first ``width`` columns of the tables, split every ``partition`` tokens (None: P = 1)."""
     device, size = call.query.device, call.block_size
     if partition is None:
@@ -45,13 +45,13 @@ def pages(call: PagedCall, width: int, partition: int | None) -> Pages:
     return Pages(torch.where(known, blocks, 0), positions, visible)
 
 
-def lost_rows(call: PagedCall) -> Tensor:
+def lost_rows(call: DecodeCall) -> Tensor:
     """Rows that cannot be served, ``[S]`` bool: more tokens than fit, or one without a block."""
     short = (call.seq_lens < 0) | (call.seq_lens > call.capacity)
     return short | unknown_blocks(call).any(-1)
 
 
-def unknown_blocks(call: PagedCall) -> Tensor:
+def unknown_blocks(call: DecodeCall) -> Tensor:
     """Table entries that a token needs but that name no block of the cache, ``[S, W]`` bool."""
     table = call.block_tables
     starts = torch.arange(table.shape[1], device=table.device) * call.block_size

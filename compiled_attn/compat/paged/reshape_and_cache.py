@@ -8,22 +8,17 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from compiled_attn.compat.paged.checks import FLOATS, INTS, check_caches, expect_tensor
-from compiled_attn.compat.paged.errors import PagedArgumentError, expect
-from compiled_attn.compat.paged.layouts import Layout, axes, packing
-from compiled_attn.compat.paged.quant import Scale, encode
-from compiled_attn.ops.overlap import expect_apart
-from compiled_attn.ops.tracing import can_read, stands_alone
+from compiled_attn.arguments.expect import FLOATS, INTS, slot_used_twice
+from compiled_attn.arguments.overlap import can_read
+from compiled_attn.compat.paged.checks import check_caches
+from compiled_attn.compat.paged.layouts import Layout, axes, expect, packing
+from compiled_attn.compat.paged.scales import Scale, encode
+from compiled_attn.ops.rows import cells, write_rows
 
 __all__ = ["reshape_and_cache"]
 
 _SLOT_AXIS: Mapping[Layout, int] = MappingProxyType({"flat": 0, "NHD": 1, "HND": 2, "packed": 3})
 """The axis of slots; the axis of blocks is the first, and flat has none."""
-
-_LIBRARY = torch.library.Library("compiled_attn", "FRAGMENT")
-_LIBRARY.define(
-    "put_rows(Tensor(a!) cache, Tensor block, Tensor slot, Tensor rows, int slot_axis) -> ()"
-)
 
 
 def reshape_and_cache(
@@ -78,34 +73,9 @@ def reshape_and_cache(
     for cache, new, scale in ((key_cache, key, k_scale), (value_cache, value, v_scale)):
         rows = encode(new.detach()[:tokens], kv_cache_dtype, scale, cache)[source]
         rows = rows.unflatten(-1, (-1, packing(cache.dtype))) if cache.dim() == 5 else rows
-        _put(cache, *at, torch.where(valid.any(), rows, cache[_cells(*at)]))
-
-
-def put_rows(cache: Tensor, block: Tensor, slot: Tensor, rows: Tensor, slot_axis: int) -> None:
-    """Writes ``rows [T, ...]`` at block and slot ``[T]``, in place; axis 0: at slot ``block``."""
-    cache[_cells(block, slot, slot_axis)] = rows
-
-
-def _fake_put_rows(
-    cache: Tensor, block: Tensor, slot: Tensor, rows: Tensor, slot_axis: int
-) -> None:
-    return None
-
-
-_LIBRARY.impl("put_rows", put_rows, "CompositeExplicitAutograd")
-torch.library.register_fake("compiled_attn::put_rows", _fake_put_rows, lib=_LIBRARY)
-
-
-def _put(cache: Tensor, block: Tensor, slot: Tensor, slot_axis: int, rows: Tensor) -> None:
-    """`put_rows`; of a view, inside a compiled graph, as an op: else the base would be copied."""
-    if torch.compiler.is_compiling() and not stands_alone(cache):
-        torch.ops.compiled_attn.put_rows(cache, block, slot, rows, slot_axis)
-    else:
-        put_rows(cache, block, slot, rows, slot_axis)
-
-
-def _cells(block: Tensor, slot: Tensor, slot_axis: int) -> tuple[Tensor | slice, ...]:
-    return (block, *[slice(None)] * (slot_axis - 1), slot) if slot_axis else (block,)
+        block, slot, axis = at
+        kept = torch.where(valid.any(), rows, cache[cells(*at)])
+        write_rows(cache, block, slot, kept, axis)
 
 
 def _check(
@@ -120,25 +90,23 @@ def _check(
     layout: Layout,
 ) -> tuple[int, int]:
     """Raises unless the arguments fit together; returns the number of blocks and their size."""
-    expect_tensor("key", key, "(T, Hk, D)", (None, None, None), FLOATS)
-    expect_tensor("value", value, "like key", key.shape, (key.dtype,), device=key.device)
-    expect_tensor("slot_mapping", slot_mapping, "(T,)", (None,), INTS, device=key.device)
+    expect.tensor("key", key, "(T, Hk, D)", (None, None, None), FLOATS)
+    expect.tensor("value", value, "like key", key.shape, (key.dtype,), key)
+    expect.tensor("slot_mapping", slot_mapping, "(T,)", (None,), INTS, key)
     tokens, heads, dim = key.shape
     slots = slot_mapping.shape[0]
     expect(slots <= tokens, "a slot_mapping no longer than key", (slots, tokens), "cut it")
     rank = axes(layout, is_key=False)
-    expect_tensor("value_cache", value_cache, f"in layout {layout}", (None,) * rank, None)
+    expect.tensor("value_cache", value_cache, f"in layout {layout}", (None,) * rank)
     num_blocks, block_size = (
         value_cache.shape[0],
         1 if layout == "flat" else value_cache.shape[_SLOT_AXIS[layout]],
     )
     sizes = (num_blocks, block_size, heads, dim)
     check_caches(key_cache, value_cache, sizes, layout, kv_cache_dtype, k_scale, v_scale, key)
-    for cache in (key_cache, value_cache):
-        own = all(step or size == 1 for step, size in zip(cache.stride(), cache.shape, strict=True))
-        expect(own, "caches without expanded axes", cache.stride(), "clone the cache to write")
+    expect.not_expanded(key_cache, value_cache)
     caches = {"key_cache": key_cache, "value_cache": value_cache}
-    expect_apart(caches, {"slot_mapping": slot_mapping}, PagedArgumentError)
+    expect.apart(caches, {"slot_mapping": slot_mapping})
     return num_blocks, block_size
 
 
@@ -153,10 +121,6 @@ def _check_slots(slot_mapping: Tensor, num_slots: int) -> None:
         largest,
         "check the block tables",
     )
-    ordered = used[used > 0].sort().values
-    twice = ordered[1:][ordered[1:] == ordered[:-1]]
-    if twice.numel():
-        raise PagedArgumentError(
-            f"expected every token in a slot of its own, got slot {int(twice[0])} twice: "
-            "give each token its own slot, and padding a negative one"
-        )
+    twice = slot_used_twice(used[used > 0])
+    remedy = "give each token its own slot, and padding a negative one"
+    expect(twice is None, "every token in a slot of its own", f"slot {twice} twice", remedy)

@@ -18,7 +18,7 @@ from torch import Tensor
 from compiled_attn.attention.nonfinite import are_sound, for_added_mask, hurt, only
 from compiled_attn.attention.state import FMIN, PartialAttention
 
-__all__ = ["KeySlice", "attend_fused", "attend_plain", "attend_sdpa", "choose"]
+__all__ = ["KeySlice", "attend_fused", "attend_plain", "attend_sdpa", "form_for"]
 
 Product = Callable[[Tensor, Tensor], Tensor]
 
@@ -79,7 +79,9 @@ class KeySlice(NamedTuple):
         return rows.reshape(batch, heads, queries, *rows.shape[3:])
 
 
-def choose(query: Tensor, kv_heads: int, softcap: float) -> Callable[[KeySlice], PartialAttention]:
+def form_for(
+    query: Tensor, kv_heads: int, softcap: float
+) -> Callable[[KeySlice], PartialAttention]:
     """The fastest form for these queries."""
     rows = query.shape[1] * (query.shape[2] // kv_heads)
     if torch.compiler.is_compiling() and rows <= _FEW_ROWS:

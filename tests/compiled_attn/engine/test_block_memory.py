@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compiled_attn.cache.blocks import BlockPool, OutOfBlocks, UnknownRequest
-from compiled_attn.engine.tables import StepTables
+from compiled_attn.engine.block_memory import StepTables
 
 EVENT = st.tuples(st.sampled_from(["add", "grow", "fork", "free"]), st.integers(0, 5))
 

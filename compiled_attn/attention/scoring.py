@@ -1,13 +1,40 @@
-"""What the distance of a key from its query adds to a bias: sliding windows and ALiBi."""
+"""The score of a key for a query: scale, logit softcap, ALiBi, sliding window, attention sinks."""
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["by_position", "check_window"]
+__all__ = ["Scoring", "by_position", "capped", "check_window"]
+
+
+class Scoring(NamedTuple):
+    """How ``q . k`` becomes a score: scaled, capped, raised by ALiBi, hidden by a window; in this
+    order.
+
+    Attributes:
+        scale: factor of the scores.
+        window: tokens that a token sees, itself included; None: all before it.
+        softcap: cap c of ``c * tanh(score / c)``, or None.
+        alibi_slopes: ``[H]``; a score gains ``slope * (key position - query position)``.
+        sinks: ``[H]``, score of an extra key of each head, without a value.
+
+    Source: ALiBi of Press et al. (2022); sinks as in gpt-oss; windows as in Mistral.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
+
+
+def capped(scores: Tensor, softcap: float | None) -> Tensor:
+    """Scores under a logit softcap, ``softcap * tanh(scores / softcap)``; None: as they are."""
+    return scores if softcap is None else softcap * torch.tanh(scores / softcap)
 
 
 def by_position(
@@ -23,8 +50,7 @@ def by_position(
         bias: ``[T, N]`` or ``[H, T, N]``.
         query_positions: ``[T]`` ints.
         key_positions: ``[N]``, or ``[T, N]`` where each query has keys of its own.
-        window: see `UnifiedMetadata.seen_from`.
-        alibi_slopes: ``[H]``, or None.
+        window, alibi_slopes: see `Scoring`.
 
     Returns:
         The new bias; with slopes it has an axis of heads: ``[H, T, N]``.

@@ -1,14 +1,14 @@
-"""Whether memory that a call writes is also what it reads, for instance as an index."""
+"""Memory that a call both writes and reads, for instance as an index."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
-from compiled_attn.ops.tracing import can_read
-
-__all__ = ["expect_apart", "overlap"]
+__all__ = ["can_read", "overlap"]
 
 
 def overlap(written: Mapping[str, object], read: Mapping[str, object]) -> tuple[str, str] | None:
@@ -36,17 +36,13 @@ def overlap(written: Mapping[str, object], read: Mapping[str, object]) -> tuple[
     return None
 
 
-def expect_apart(
-    written: Mapping[str, object],
-    read: Mapping[str, object],
-    error: type[Exception],
-    prefix: str = "",
-) -> None:
-    """Raises ``error`` where something read shares memory with something written: `overlap`."""
-    found = overlap(written, read)
-    if found is not None:
-        wanted = f"{found[0]} apart from {found[1]}"
-        raise error(f"{prefix}expected {wanted}, got shared memory: call .clone()")
+def can_read(tensor: Tensor) -> bool:
+    """Whether numbers may be read now: not while compiling or capturing, nor from a tensor that has
+    none (meta, fake).
+    """
+    if torch.compiler.is_compiling() or tensor.is_meta or isinstance(tensor, FakeTensor):
+        return False
+    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:

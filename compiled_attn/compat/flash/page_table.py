@@ -1,4 +1,4 @@
-"""Where the tokens of each batch row lie in the cache: the one place that knows pages from rows."""
+"""The pages of each batch row: the one place that knows where its tokens lie in the cache."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 from compiled_attn.compat.flash.call import FlashCall
 
-__all__ = ["Layout"]
+__all__ = ["PageTable"]
 
 
-class Layout(NamedTuple):
+class PageTable(NamedTuple):
     """Token t of row b lies in page ``table[b, t // page_size]`` at slot ``t % page_size``.
 
     A contiguous cache is a paged one: each of its rows is one page.
@@ -30,8 +30,8 @@ class Layout(NamedTuple):
     leftpad: Tensor | None
 
     @classmethod
-    def of(cls, call: FlashCall, lengths: Tensor) -> Layout:
-        """The layout that the arguments of a call describe."""
+    def of(cls, call: FlashCall, lengths: Tensor) -> PageTable:
+        """The table that the arguments of a call describe."""
         rows, table = call.cache_batch_idx, call.block_table
         if table is not None:
             table = table.long() if rows is None else table[rows].long()
@@ -39,7 +39,7 @@ class Layout(NamedTuple):
             table = rows.long().unsqueeze(1)
         return cls(table, call.page_size, lengths + call.new_tokens, call.cache_leftpad)
 
-    def without_null_rows(self) -> Layout:
+    def without_null_rows(self) -> PageTable:
         """The same, but a row that lies in page 0 alone is all left pad: it sees nothing."""
         if self.table is None:
             return self

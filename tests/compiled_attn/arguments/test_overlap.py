@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from compiled_attn.ops.overlap import expect_apart, overlap
-from tests.compiled_attn.ops.overlap_calls import NATIVE, PORTABLE, Call, wrong
+from compiled_attn.arguments.expect import Expect
+from compiled_attn.arguments.overlap import can_read, overlap
+from tests.compiled_attn.arguments.overlap_calls import NATIVE, PORTABLE, Call, wrong
 
 # What shares memory
 
@@ -66,20 +67,28 @@ def test_an_expanded_tensor_is_as_long_as_what_it_repeats() -> None:
 def test_the_error_says_expected_got_remedy() -> None:
     cache = torch.zeros(4)
     message = r"^op: expected table apart from cache, got shared memory: call \.clone\(\)$"
-    with pytest.raises(KeyError) as raised:
-        expect_apart({"cache": cache}, {"table": cache[1:]}, KeyError, "op: ")
-    assert raised.match(message.replace("^", "").replace("$", ""))
-    expect_apart({"cache": cache}, {"table": cache[1:].clone()}, KeyError)
+    expect = Expect(ValueError, TypeError, "op: ")
+    with pytest.raises(ValueError, match=message):
+        expect.apart({"cache": cache}, {"table": cache[1:]})
+    expect.apart({"cache": cache}, {"table": cache[1:].clone()})
 
 
 def test_nothing_is_compared_and_nothing_breaks_inside_of_a_compiled_graph() -> None:
     def step(cache: Tensor, table: Tensor) -> Tensor:
-        expect_apart({"cache": cache}, {"table": table}, ValueError)
+        Expect(ValueError, TypeError).apart({"cache": cache}, {"table": table})
         return cache + table
 
     cache = torch.zeros(4)
     compiled = torch.compile(step, backend="eager", fullgraph=True)
     assert torch.equal(compiled(cache, cache), cache)
+
+
+def test_numbers_are_read_in_eager_mode_only() -> None:
+    assert can_read(torch.zeros(2)) and not can_read(torch.zeros(2, device="meta"))
+    with FakeTensorMode():
+        assert not can_read(torch.zeros(2))
+    traced = torch.compile(lambda x: x + can_read(x), backend="eager", fullgraph=True)
+    assert traced(torch.zeros(1)).item() == 0
 
 
 # Everything that writes
@@ -91,7 +100,7 @@ def test_an_index_in_written_memory_is_refused_before_anything_is_written(name: 
 
 
 def test_the_native_kernel_refuses_them_instead_of_crashing(ops: object) -> None:
-    command = [sys.executable, "-m", "tests.compiled_attn.ops.overlap_calls", "native"]
+    command = [sys.executable, "-m", "tests.compiled_attn.arguments.overlap_calls", "native"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr[-2000:]
 

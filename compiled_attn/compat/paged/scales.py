@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compiled_attn.cache import quantisation as quant
-from compiled_attn.compat.paged.errors import expect
+from compiled_attn.compat.paged.layouts import expect
 
 __all__ = ["QUANTISED", "Scale", "check_scale", "element_type", "encode", "per_head", "stored"]
 
