@@ -121,7 +121,7 @@ def test_without_a_trace_the_default_plan_is_written(command, model_dir, tmp_pat
     monkeypatch.setattr("compiled_attn.workloads.default_demand._REQUESTS", 40)
     out = tmp_path / "buckets.txt"
     code, text, err = command(
-        "plan", "--model", model_dir, *SMALL, "--max-graphs", 12, "--out", out
+        "plan", "--model", model_dir, *SMALL, "--max-graphs", 12, "--rho", 0, "--out", out
     )
     assert code == 0, err
     kernel, result = text.splitlines()[:2]
@@ -136,7 +136,7 @@ def test_a_real_trace_is_planned(command, name):
     if not (TRACES / name).exists():
         pytest.skip(f"there is no {TRACES / name}")
     code, text, err = command(
-        "plan", "--trace", TRACES / name, "--kernel", "portable", "--max-graphs", 32
+        "plan", "--trace", TRACES / name, "--kernel", "portable", "--max-graphs", 32, "--rho", 0
     )
     assert code == 0, err
     rows = _table(text)
@@ -181,8 +181,9 @@ def test_a_plan_knows_the_dtype_of_the_cache(command, tmp_path):
     needs.write_text('{"tokens": 1, "shared": 0, "unique": 3, "logits": 1}\n' * 3)
     sizes = []
     for dtype in ("float32", "bfloat16"):
-        options = ["--demand", needs, "--dtype", dtype, "--max-graphs", 2, "--max-seqs", 128]
-        code, _, err = command("plan", *options, "--block-size", 8, "--out", tmp_path / dtype)
+        options = ["--demand", needs, "--dtype", dtype, "--max-graphs", 2, "--rho", 0]
+        options += ["--max-seqs", 128, "--block-size", 8, "--out", tmp_path / dtype]
+        code, _, err = command("plan", *options)
         assert code == 0, err
         sizes.append(from_file(tmp_path / dtype).largest["unique"])
     assert sizes[1] == 2 * sizes[0]

@@ -93,7 +93,7 @@ def test_latents_shared_keys_and_carried_steps_are_one_graph_too(family, form, r
     step = form.plan(BatchBuilder(16, 4).rows_of(requests)).fill()
     with torch.no_grad():
         expected = module(*step)
-        compiled = torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=False)
+        compiled = torch.compile(module, backend="eager", fullgraph=True, dynamic=False)
         torch.testing.assert_close(compiled(*step), expected, atol=1e-5, rtol=1e-5)
 
 

@@ -165,7 +165,7 @@ def random_event(both: CheckedPool, rng: random.Random) -> None:
 def test_pool_and_model_agree_over_thousands_of_random_events(size: int, least: int | None) -> None:
     both = CheckedPool(num_blocks=5 + 24 // size, size=size, least=least)
     rng = random.Random(size)
-    for _ in range(8_000):
+    for _ in range(12_000):
         random_event(both, rng)
         both.check()
     seen = {name for name, count in both.counts.items() if count > 20}

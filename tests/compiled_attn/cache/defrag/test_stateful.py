@@ -280,11 +280,11 @@ def soak() -> ModuleType:
     return module
 
 
-def test_twenty_thousand_random_events_violate_nothing(soak, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["soak.py", "--events", "20000", "--seed", "3"])
+def test_ten_thousand_random_events_violate_nothing(soak, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["soak.py", "--events", "10000", "--seed", "3"])
     assert soak.main() == 0
     out = capsys.readouterr().out
-    assert "events          20000 in" in out
+    assert "events          10000 in" in out
     assert "violations      0" in out
 
 
