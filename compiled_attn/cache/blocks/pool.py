@@ -270,6 +270,12 @@ class BlockPool:
         """
         self._blocks.copied([(whole("source", s, 0), whole("destination", d, 0)) for s, d in pairs])
 
+    def pop_copies(self) -> list[tuple[int, int]]:
+        """:meth:`pending_copies` and :meth:`copied` in one, for callers that cannot fail to copy."""
+        pairs = self.pending_copies()
+        self._blocks.copied(pairs)
+        return pairs
+
     def free(self, request_id: Hashable) -> None:
         """Give up all blocks of a finished request, whose table becomes empty.
 

@@ -7,9 +7,7 @@ from compiled_attn.cache.blocks import BlockPool, BlockTable
 
 def perform_copies(pool: BlockPool) -> list[tuple[int, int]]:
     """Says that all pending copies were performed, and returns them."""
-    pairs = pool.pending_copies()
-    pool.copied(pairs)
-    return pairs
+    return pool.pop_copies()
 
 
 def run(pool: BlockPool, name: str, tokens: list[int], salt: str | None = None) -> BlockTable:
