@@ -271,7 +271,7 @@ class BlockPool:
         self._blocks.copied([(whole("source", s, 0), whole("destination", d, 0)) for s, d in pairs])
 
     def pop_copies(self) -> list[tuple[int, int]]:
-        """:meth:`pending_copies` and :meth:`copied` in one, for callers that cannot fail to copy."""
+        """:meth:`pending_copies` and :meth:`copied` in one, where nothing can fail to copy."""
         pairs = self.pending_copies()
         self._blocks.copied(pairs)
         return pairs
