@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -24,3 +25,27 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("needs a CUDA device")
     if item.get_closest_marker("hpu") and not hasattr(torch, "hpu"):
         pytest.skip("needs an Intel Gaudi device")
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """Nothing is compiled before the test, and nothing of it stays."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def without_gradients() -> Iterator[None]:
+    """As an engine serves."""
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """A bad index ends the process where kernels of inductor have several threads: torch's way."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -23,6 +23,8 @@ from compiled_attn.compat.flash import (
 from compiled_attn.ops import KernelChoice, rows
 from tests.compiled_attn.compat.flash.cases import Case, assert_close
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler", "without_gradients")
+
 PAGES, PAGE, KV_HEADS, DIM = 300, 4, 2, 16
 CACHE = PAGES * PAGE * KV_HEADS * DIM
 STORAGE: dict[str, tuple[tuple[int, ...], Callable[[Tensor], tuple[Tensor, Tensor]]]] = {
@@ -33,14 +35,6 @@ STORAGE: dict[str, tuple[tuple[int, ...], Callable[[Tensor], tuple[Tensor, Tenso
         lambda x: (x[0].transpose(1, 2), x[1].transpose(1, 2)),
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Any:
-    torch._dynamo.reset()
-    with torch.no_grad():
-        yield
-    torch._dynamo.reset()
 
 
 def inputs(batch: int, columns: int, queries: int = 1, seed: int = 0) -> FlashInputs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import expecttest
@@ -28,15 +28,10 @@ from compiled_attn.compat.paged import (
 from graphs import capture
 from tests.compiled_attn.compat.paged.scene import CODES, Step, caches, put
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
 BLOCKS, SIZE, KV_HEADS, HEADS, DIM = 300, 16, 2, 4, 64
 CACHE = BLOCKS * SIZE * KV_HEADS * DIM
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def module(layout: str = "packed", cached: tuple[Tensor, Tensor] | None = None, **options: Any):

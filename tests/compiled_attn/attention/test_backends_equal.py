@@ -19,6 +19,8 @@ from tests.compiled_attn.compat.paged.scene import caches
 from tests.graphs.backends.replay_double import ReplayDouble
 from tests.oracle import Scene, Shape
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler", "without_gradients")
+
 BUCKET = {"tokens": 24, "shared": 8, "unique": 16, "logits": 8}
 PAGES, PAGE, KV_HEADS, HEADS, DIM = 40, 4, 2, 4, 16
 
@@ -93,14 +95,6 @@ def _cases() -> Iterator[Any]:
         for backend in ("inductor", "aoti"):
             marks = () if (backend, module) in quick else (SLOW,)
             yield pytest.param(module, backend, marks=marks, id=f"{module}-{backend}")
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    with torch.no_grad():
-        yield
-    torch._dynamo.reset()
 
 
 def _captured(backend: str, module: nn.Module, inputs: Inputs) -> Any:
