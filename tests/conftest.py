@@ -27,6 +27,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("needs an Intel Gaudi device")
 
 
+@pytest.fixture(autouse=True)
+def _grad_mode_stays() -> Iterator[None]:
+    before = torch.is_grad_enabled()
+    yield
+    after = torch.is_grad_enabled()
+    torch.set_grad_enabled(before)
+    assert after == before, "the test left torch's grad mode changed for those after it"
+
+
 @pytest.fixture
 def fresh_compiler() -> Iterator[None]:
     """Nothing is compiled before the test, and nothing of it stays."""

@@ -33,10 +33,10 @@ class StepTables:
     def __init__(self, pool: BlockPool, max_requests: int, max_blocks: int) -> None:
         self._pool = pool
         self._sizes = max_requests, max_blocks
-        self.forget_places()
+        self._forget_places()
 
-    def forget_places(self) -> None:
-        """Notes that blocks were moved."""
+    def _forget_places(self) -> None:
+        self._swaps = self._pool.places.num_swaps
         self._rows = RequestTable(*self._sizes)
         self._seen: dict[Hashable, tuple[BlockTable, int, int]] = {}
 
@@ -46,6 +46,8 @@ class StepTables:
         Raises:
             UnknownRequest: a request is not in the pool.
         """
+        if self._swaps != self._pool.places.num_swaps:  # blocks were moved, by whomever
+            self._forget_places()
         for request_id in request_ids:
             table = self._pool.table(request_id)
             count, last = len(table.blocks), table.blocks[-1] if table.blocks else 0
@@ -91,8 +93,8 @@ class BlockMemory:
     def __init__(self, executor: Executor, config: EngineConfig) -> None:
         self._executor = executor
         self._config = config
-        self._past: PoolStats | None = None
-        self._renew(self._new_pool())
+        self.defragmenter: OnlineDefragmenter | None = None
+        self._renew(self._new_pool(), None)
 
     def settle(self) -> None:
         """Performs what is due before a step: copies on write, then a bounded defragmentation.
@@ -105,18 +107,14 @@ class BlockMemory:
             self.pool.copied(copies)
         if self.defragmenter is not None and self.defragmenter.is_due:
             self.defragmenter.defragment()
-            self._tables.forget_places()
 
     def reset(self) -> None:
         """Forgets all requests and all content, whatever state an exception left them in.
 
         What was counted stays counted.
         """
-        past, before = self._stats_if_whole(), self.defragmenter
-        self._renew(self._new_pool())
-        self._past = past
-        if self.defragmenter is not None and before is not None:
-            self.defragmenter.totals = before.totals
+        past = self._stats_if_whole()
+        self._renew(self._new_pool(), past)
 
     def tables(self, request_ids: Iterable[Hashable]) -> RequestTable:
         """Where the blocks of these requests lie now: one table for all steps, kept up to date."""
@@ -159,10 +157,13 @@ class BlockMemory:
         except Exception:  # a pool torn by an interrupt: its counts since the last reset are lost
             return self._past
 
-    def _renew(self, pool: BlockPool) -> None:
+    def _renew(self, pool: BlockPool, past: PoolStats | None) -> None:
         tables = StepTables(pool, 2 * self._config.max_seqs, self._executor.sizing.table_width)
         defragmenter = self._new_defragmenter(pool)
-        self.pool, self._tables, self.defragmenter = pool, tables, defragmenter
+        if defragmenter is not None and self.defragmenter is not None:
+            defragmenter.totals = self.defragmenter.totals
+        # In one line: an interrupt finds all of them old or new.
+        self._past, self.pool, self._tables, self.defragmenter = past, pool, tables, defragmenter
 
     def _new_pool(self) -> BlockPool:
         sizing = self._executor.sizing

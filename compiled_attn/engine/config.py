@@ -51,7 +51,7 @@ class EngineConfig:
     defrag_waste: float | None = setting(
         0.25,
         "Move blocks between steps, a few at a time, when more than this share of their range is "
-        "unused; 0: whenever one can, 1: never.",
+        "unused; 0: whenever one can, 1 (in Python also None): never.",
     )
     defrag_min_gap: int = setting(
         8, "Move none before so many places of the range are unused.", least=1
@@ -112,3 +112,12 @@ class EngineConfig:
                 f"expected max_seqs <= max_tokens_per_step, got {self.max_seqs} > "
                 f"{self.max_tokens_per_step}: every running request needs a token in a step"
             )
+
+
+EngineConfig.__doc__ = "\n".join(
+    [
+        f"{EngineConfig.__doc__}",
+        "    Args:",
+        *(f"        {each.name}: {each.metadata['help']}" for each in fields(EngineConfig)),
+    ]
+)

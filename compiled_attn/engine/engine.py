@@ -46,9 +46,9 @@ class Engine:
     or is done again. What was running is then computed again, and the prefix cache is empty.
 
     Args:
-        executor: what computes the steps; or a Hugging Face causal LM in eval mode, for a
-            `LocalExecutor` of it, which switches its attention to the paged cache.
-        config: sizes and policies.
+        model: a Hugging Face causal LM in eval mode, whose attention a `LocalExecutor` switches to
+            the paged cache; or any executor, which is what computes the steps.
+        config: sizes and policies; None: those of the executor, or the defaults.
 
     Attributes:
         sentinel: what compiled since the warmup.
@@ -57,7 +57,9 @@ class Engine:
         prompt_tokens: tokens of all prompts that were submitted.
 
     Raises:
-        ConfigError, graphs.CaptureError, ValueError: see `LocalExecutor`.
+        ConfigError, graphs.CaptureError, ValueError: see `LocalExecutor`; or the executor was made
+            with another configuration.
+        RuntimeError: another engine has the executor.
 
     Example::
 
@@ -68,12 +70,18 @@ class Engine:
     """
 
     def __init__(
-        self, executor: Executor | PreTrainedModel, config: EngineConfig | None = None
+        self, model: Executor | PreTrainedModel, config: EngineConfig | None = None
     ) -> None:
-        self.config = config = config or EngineConfig()
-        if isinstance(executor, PreTrainedModel):
-            executor = LocalExecutor(executor, config)
-        self.executor = executor
+        self.executor = executor = (
+            LocalExecutor(model, config) if isinstance(model, PreTrainedModel) else model
+        )
+        self.config = config = config or executor.config
+        if config != executor.config:
+            raise ConfigError(
+                "expected the configuration that the executor was made with, got another one: "
+                "leave it out"
+            )
+        executor.attach()
         self.memory = BlockMemory(self.executor, config)
         self.scheduler = Scheduler(self.pool, config.max_tokens_per_step, config.max_seqs)
         self.tally = Tally([*self.sizing.buckets], self.sizing.buckets.cost)

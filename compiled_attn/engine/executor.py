@@ -14,7 +14,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from compiled_attn.cache.defrag import BlockSwap
+from compiled_attn.cache.defrag import BlockCopies
+from compiled_attn.engine.config import EngineConfig
 from compiled_attn.engine.scheduler import ScheduledTokens
 from compiled_attn.engine.sizing import Sizing
 from compiled_attn.step import RequestTable
@@ -64,7 +65,18 @@ class ExecutorReport:
 
 
 class Executor(Protocol):
-    """Computes steps."""
+    """Computes the steps of one engine."""
+
+    @property
+    def config(self) -> EngineConfig:
+        """What it was made with: the engine's sizes and policies too."""
+
+    def attach(self) -> None:
+        """Notes that an engine serves with it.
+
+        Raises:
+            RuntimeError: one does already; two would write the same blocks.
+        """
 
     @property
     def sizing(self) -> Sizing:
@@ -75,8 +87,8 @@ class Executor(Protocol):
         """Tokens that end a text of the model."""
 
     @property
-    def copies(self) -> BlockSwap:
-        """Copies and exchanges of blocks of the cache."""
+    def copies(self) -> BlockCopies:
+        """Copies of blocks of the cache."""
 
     def warmup(self, progress: Callable[[BucketEvent], None] | None = None) -> WarmupReport:
         """Captures the graphs of steps and copies.

@@ -52,6 +52,7 @@ class LocalExecutor:
         config: sizes, kernel, backend and strictness.
 
     Attributes:
+        config: as given.
         sizing: context, blocks and buckets; after the warmup the buckets that were captured.
         eos: tokens that end a text of the model.
         copies: of blocks of the cache.
@@ -63,7 +64,7 @@ class LocalExecutor:
     """
 
     def __init__(self, model: PreTrainedModel, config: EngineConfig | None = None) -> None:
-        self._config = config = config or EngineConfig()
+        self.config = config = config or EngineConfig()
         resolve(config.backend, "step")  # before the model is touched
         self.kernel = chosen_kernel(model, config)
         self.sizing = sizing = Sizing.of(model, config, self.kernel.form)
@@ -89,25 +90,44 @@ class LocalExecutor:
             exchanges=False,
         )
         self._builder = BatchBuilder(sizing.num_blocks, sizing.block_size)
-        self._has_told_cut = False
+        self._has_told_cut = self._is_attached = False
+
+    def attach(self) -> None:
+        """Notes that an engine serves with it, see `Executor.attach`."""
+        if self._is_attached:
+            raise RuntimeError(
+                "expected an executor of no engine, got one that an engine has: make another one, "
+                "as two engines would write the same blocks"
+            )
+        self._is_attached = True
 
     def warmup(self, progress: Callable[[BucketEvent], None] | None = None) -> WarmupReport:
         """Captures every bucket and the block copies, see `Executor.warmup`."""
-        whole = WarmupGroup(self.graphs, self.copies).warmup(progress)
-        report = self.graphs.report or whole
-        captured = [result.bucket for result in report.captured]
-        missing = [result for result in report.results if result.status != "captured"]
-        if not captured or (missing and self._config.strict):
-            raise CaptureError(
-                f"step[{missing[0].bucket}]",
-                f"{missing[0].error}; {len(missing)} of {len(report.results)} buckets are not "
-                "captured: mend the cause, or serve from the others with strict=False",
-            )
+        try:
+            whole = WarmupGroup(self.graphs, self.copies).warmup(progress)
+        except CaptureError:  # of the copies; what is missing of the steps says more
+            if self.graphs.report is not None:
+                self._captured()
+            raise
+        captured = self._captured()
         buckets = self.sizing.buckets
         serving = BucketSpace(buckets.names, captured, buckets.cost)
         self.sizing = replace(self.sizing, buckets=serving)
         self.module.remember()
         return whole
+
+    def _captured(self) -> list[Bucket]:
+        """The buckets of steps that serve; raises CaptureError where they do not suffice."""
+        report = self.graphs.report or WarmupReport((), 0.0)
+        captured = [result.bucket for result in report.captured]
+        missing = [result for result in report.results if result.status != "captured"]
+        if not captured or (missing and self.config.strict):
+            raise CaptureError(
+                f"step[{missing[0].bucket}]",
+                f"{missing[0].error}; {len(missing)} of {len(report.results)} buckets are not "
+                "captured: mend the cause, or serve from the others with strict=False",
+            )
+        return captured
 
     def check_unchanged(self) -> None:
         """Raises `compiled_attn.hf.ModelChanged` unless the model is as it was at the warmup."""
@@ -156,7 +176,7 @@ class LocalExecutor:
         """Kernel, backend and fallbacks."""
         native = self.kernel.name == "native"
         return ExecutorReport(
-            self._config.backend_name,
+            self.config.backend_name,
             self.kernel.name if native else self.module.kernel().name,
             self.kernel.notes,
             self.graphs.fallbacks + self.graphs.degraded + self.kernel.is_fallback,

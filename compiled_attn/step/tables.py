@@ -192,8 +192,17 @@ class Tables:
         return plan
 
     def padding(self, bucket: Mapping[str, int]) -> TableBatch:
-        """See `TableBatch.padding`; the tables are as wide as the form says."""
-        return TableBatch.padding(bucket, self.width or 1)
+        """See `TableBatch.padding`; the tables are as wide as the form says.
+
+        Raises:
+            ValueError: it says nothing, so that there is no shape to capture.
+        """
+        if self.width is None:
+            raise ValueError(
+                "expected a form of a fixed width, got none: make it with width=, the blocks of "
+                "the longest request"
+            )
+        return TableBatch.padding(bucket, self.width)
 
     def batch(self, fields: Sequence[Tensor | None]) -> TableBatch:
         """See `StepForm.batch`."""

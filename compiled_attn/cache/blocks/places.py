@@ -39,6 +39,7 @@ class BlockPlaces:
     Attributes:
         num_blocks: as given.
         high_water: the highest place that was ever in use, 0 where none was.
+        num_swaps: how often places were exchanged: those resolved before are out of date.
         restore: what must happen before the next place is read, or None. A defragmenter that keeps
             the content of blocks outside of the cache for a moment sets it, so that an interrupt
             there loses nothing: called with the place of every block, ``[num_blocks]`` int32, it
@@ -57,7 +58,7 @@ class BlockPlaces:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = whole("num_blocks (one of them is the null block)", num_blocks, 2)
-        self.high_water = 0
+        self.high_water = self.num_swaps = 0
         self.restore: Callable[[NDArray[np.int32]], None] | None = None
         self._place_of = array("i", np.arange(self.num_blocks, dtype=np.int32).tobytes())
         self._block_at = self._place_of[:]
@@ -219,6 +220,7 @@ class BlockPlaces:
                     high_water = max(high_water, place)
         for members, changed in zip(self._sets, changes, strict=True):
             calls += [(setitem, *write) for write in members.writes(changed)]
+        calls += [(setattr, self, "num_swaps", self.num_swaps + 1)]
         return [*calls, (setattr, self, "high_water", high_water)]
 
     def _change(self, block: int, state: int) -> None:

@@ -6,12 +6,13 @@ which, and keeps account of where they are.
 
 from __future__ import annotations
 
-from compiled_attn.cache.defrag.defragmenter import OnlineDefragmenter
+from compiled_attn.cache.defrag.defragmenter import BlockCopies, OnlineDefragmenter
 from compiled_attn.cache.defrag.report import DefragReport, DefragTotals, Move
 from compiled_attn.cache.defrag.swap import PAD_SIZES, BlockSwap
 
 __all__ = [
     "PAD_SIZES",
+    "BlockCopies",
     "BlockSwap",
     "DefragReport",
     "DefragTotals",

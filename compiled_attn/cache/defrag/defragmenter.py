@@ -4,18 +4,41 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
 
 from compiled_attn.cache.blocks.places import BlockPlaces
 from compiled_attn.cache.defrag.holders import Holders
 from compiled_attn.cache.defrag.report import DefragReport, DefragTotals, Move, report_of
-from compiled_attn.cache.defrag.swap import BlockSwap
 from compiled_attn.cache.whole import whole
 
-__all__ = ["OnlineDefragmenter"]
+__all__ = ["BlockCopies", "OnlineDefragmenter"]
+
+
+class BlockCopies(Protocol):
+    """Copies of blocks of a cache, as `BlockSwap` makes them; see there."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the cache, null block included."""
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of a block in all tensors together."""
+
+    def move(self, pairs: NDArray[np.integer[Any]] | Sequence[tuple[int, int]]) -> None:
+        """Copies blocks from sources to destinations."""
+
+    def take(self, places: Sequence[int] | NDArray[np.integer[Any]]) -> list[Tensor]:
+        """A copy of the blocks at places."""
+
+    def put(
+        self, places: Sequence[int] | NDArray[np.integer[Any]], contents: Sequence[Tensor]
+    ) -> None:
+        """Writes what `take` gave to as many places."""
 
 
 class OnlineDefragmenter:
@@ -30,8 +53,8 @@ class OnlineDefragmenter:
     Args:
         places: of a `BlockPool`, which keeps them up to date; or the number of blocks, for a
             scheduler with an allocator of its own, which calls :meth:`update`.
-        swap: of the cache, warmed up before the first :meth:`defragment`. It stays open when this
-            is closed.
+        swap: a `BlockSwap` of the cache, warmed up before the first :meth:`defragment`. It stays
+            open when this is closed.
         max_waste: :attr:`is_due` above this share of unused places in the range, 0 to 1.
         min_gap: and not before so many places of it are unused.
         max_blocks: used blocks that one call takes down, at most.
@@ -56,7 +79,7 @@ class OnlineDefragmenter:
     def __init__(
         self,
         places: BlockPlaces | int,
-        swap: BlockSwap,
+        swap: BlockCopies,
         *,
         max_waste: float = 0.25,
         min_gap: int = 8,

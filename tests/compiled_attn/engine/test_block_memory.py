@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compiled_attn.cache.blocks import BlockPool, OutOfBlocks, UnknownRequest
-from compiled_attn.engine.block_memory import StepTables
+from compiled_attn.cache.defrag.report import DefragTotals
+from compiled_attn.engine.block_memory import BlockMemory, StepTables
+from tests.compiled_attn.engine.counting import CONFIG, Counting
+from tests.interrupts import count_lines, interrupted_at
 
 EVENT = st.tuples(st.sampled_from(["add", "grow", "fork", "free"]), st.integers(0, 5))
 
@@ -25,7 +29,6 @@ def test_after_any_events_the_rows_are_the_places_of_the_pool(steps, seed):
                 _happen(pool, kind, name, seed)
         if number % 3 == 2 and (pairs := pool.places.compaction(2)):
             pool.places.swap(pairs)
-            tables.forget_places()
         table = tables.of(pool.requests)
         for request in pool.requests:
             row, blocks = table.row(request), pool.table(request).blocks
@@ -68,3 +71,20 @@ def test_only_what_is_new_is_resolved(monkeypatch):
     tables.of(range(3))
     tables.of(range(3))
     assert asked == [5, 5, 5, 1]
+
+
+def test_a_reset_interrupted_at_any_line_keeps_what_was_counted():
+    def counted() -> BlockMemory:
+        memory = BlockMemory(Counting(), replace(CONFIG, defrag_waste=0.5))
+        memory.pool.add("a")
+        memory.pool.reserve("a", 30)
+        memory.defragmenter.totals = DefragTotals(calls=5)
+        return memory
+
+    for place in range(count_lines(counted().reset)):
+        memory = counted()
+        with contextlib.suppress(KeyboardInterrupt), interrupted_at(place) as cut:
+            memory.reset()
+        memory.reset()
+        counts = memory.stats().allocations, memory.defragmenter.totals.calls
+        assert counts == (8, 5), cut.where

@@ -2,69 +2,14 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
-from compiled_attn.engine import Engine, EngineConfig, SamplingParams
-from compiled_attn.engine.executor import ExecutorReport, FittedStep
+from compiled_attn.engine import ConfigError, Engine, EngineConfig, SamplingParams
 from compiled_attn.engine.local import LocalExecutor
-from compiled_attn.engine.sizing import Sizing
-from compiled_attn.step import BatchBuilder, StepLimits, Tables
-from graphs import WarmupReport
+from graphs import CaptureError
+from graphs.backends.eager import EagerBackend
+from tests.compiled_attn.engine.counting import CONFIG, Counting
 from tests.compiled_attn.tiny import plain_generate, tiny_model
-
-CONFIG = EngineConfig(16, 4, block_size=4, num_blocks=20, context=40, defrag_waste=None)
-
-
-class Counting:
-    """The next token is the last one plus one; 99 is the end of a text. It remembers slots."""
-
-    def __init__(self) -> None:
-        form = Tables(20, 4, width=10)
-        buckets = form.ladder(StepLimits(16, 4, 10, 19), 8).with_cost(sum_of_sizes)
-        self.sizing = Sizing(40, 200, 4, 20, form, buckets)
-        self.eos = frozenset([99])
-        self.copies = None
-        self.seen: dict[int, int] = {}
-        self._builder = BatchBuilder(20, 4)
-
-    def warmup(self, progress=None):
-        return WarmupReport((), 0.0)
-
-    def check_unchanged(self):
-        pass
-
-    def fit(self, step, table):
-        rows = self._builder.rows(
-            table,
-            [table.row(part.sequence.request_id) for part in step],
-            [part.sequence.computed for part in step],
-            [part.count for part in step],
-            [token for part in step for token in part.tokens],
-        )
-        plan = self.sizing.form.plan(rows)
-        return FittedStep(step, plan, self.sizing.buckets.pick(**plan.need), plan.need)
-
-    def run(self, step):
-        batch = step.plan.fill(step.bucket)
-        self.seen |= dict(zip(batch.slot_mapping.tolist(), batch.input_ids.tolist(), strict=True))
-        for part, table, length in zip(
-            step.parts, batch.block_tables.numpy(), batch.seq_lens.tolist(), strict=False
-        ):
-            slots = (table[:, None] * 4 + np.arange(4)).reshape(-1)[:length]
-            sequence = part.sequence
-            assert [self.seen[slot] for slot in slots] == sequence.tokens[:length]
-        return [part.tokens[-1] + 1 for part in step.parts]
-
-    def finite_blocks(self, places):
-        return len(places)
-
-    def report(self):
-        return ExecutorReport("none", "counting")
-
-
-def sum_of_sizes(bucket):
-    return float(sum(bucket.sizes))
 
 
 @pytest.fixture
@@ -92,7 +37,33 @@ def test_the_executor_says_what_ends_a_text(engine):
 def test_a_model_is_the_short_form_of_a_local_executor():
     model = tiny_model()
     config = EngineConfig(16, 4, block_size=4, num_blocks=20, backend="eager", max_graphs=3)
-    engine = Engine(LocalExecutor(model, config), config)
+    executor = LocalExecutor(model, config)
+    engine = Engine(executor)
+    assert engine.config is config
     engine.warmup()
     (result,) = engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=5))
     assert result.tokens == plain_generate(model, [1, 2, 3], 5)
+    with pytest.raises(RuntimeError, match="make another one"):
+        Engine(executor)
+
+
+def test_the_configuration_of_an_executor_is_that_of_its_engine():
+    with pytest.raises(ConfigError, match="leave it out"):
+        Engine(Counting(), EngineConfig(max_seqs=3))
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_where_nothing_can_be_captured_the_error_is_of_the_steps(strict):
+    class Broken(EagerBackend):
+        def capture(self, *_, **__):
+            raise RuntimeError("compiler missing")
+
+    config = EngineConfig(
+        16, 4, block_size=4, num_blocks=20, max_graphs=3, backend=Broken(), strict=strict
+    )
+    engine = Engine(tiny_model(), config)
+    for _ in range(2):
+        with pytest.raises(
+            CaptureError, match=r"step\[.* compiler missing; 3 of 3 buckets .* mend"
+        ):
+            engine.warmup()

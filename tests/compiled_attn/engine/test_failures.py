@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import compiled_attn.engine.sampling as sampling_module
+from compiled_attn.cache.defrag import OnlineDefragmenter
 from compiled_attn.engine import (
     ConfigError,
     Engine,
@@ -305,3 +306,19 @@ def test_an_unknown_backend_is_refused_before_the_model_is_touched():
     with pytest.raises(CaptureError, match="unknown backend 'nope'"):
         Engine(model, EngineConfig(backend="nope"))
     assert model.config._attn_implementation == "eager"
+
+
+def test_blocks_that_somebody_moves_between_two_steps_are_found_where_they_are():
+    model, prompts = tiny_model(), _prompts(6)
+    engine = _engine(model, defrag_waste=None)
+    moving = OnlineDefragmenter(engine.pool.places, engine.executor.copies, max_waste=0, min_gap=1)
+    requests = [engine.submit(prompt, SamplingParams(max_new_tokens=4 + 9 * (n % 2)))
+                for n, prompt in enumerate(prompts)]  # fmt: skip
+    tokens: dict[int, list[int]] = {request: [] for request in requests}
+    while engine.has_work:
+        for event in engine.step():
+            tokens[event.request_id].append(event.token)
+        moving.defragment()
+    assert moving.totals.moves
+    for n, (request, prompt) in enumerate(zip(requests, prompts, strict=True)):
+        assert tokens[request] == plain_generate(model, prompt, 4 + 9 * (n % 2))

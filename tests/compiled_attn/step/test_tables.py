@@ -45,3 +45,5 @@ def test_a_form_of_a_fixed_width_fills_tables_of_it():
     assert step.block_tables.tolist() == [[2, 3, 0, 0, 0], [4, 0, 0, 0, 0], [0] * 5]
     assert np.diff(step.query_start_loc).tolist() == [1, 2, 0]
     assert form.padding({"tokens": 4, "requests": 3})[4].shape == step.block_tables.shape
+    with pytest.raises(ValueError, match="make it with width="):
+        Tables(8, 4).padding({"tokens": 4, "requests": 3})

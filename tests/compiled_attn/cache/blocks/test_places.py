@@ -204,6 +204,8 @@ def test_a_swap_moves_blocks_with_their_states_and_again_moves_them_back() -> No
     assert [places.is_worth_keeping(p) for p in range(1, 7)] == [True] * 4 + [False, True]
     assert places.highest_used == 4
     places.swap(iter([(6, 2), (3, 5), (4, 1)]))
+    assert places.num_swaps == 2
+    places.num_swaps = 0
     assert state_of(places) == before
 
 

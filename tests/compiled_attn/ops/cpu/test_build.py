@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from compiled_attn.ops import NativeUnavailable
-from compiled_attn.ops.cpu import build
-from compiled_attn.ops.cpu.build import _run_all, find_compiler
+from compiled_attn.ops.cpu.build import _run_all, build, find_compiler
 from compiled_attn.ops.cpu.libraries import turn
 from compiled_attn.ops.schema import SOURCES, schemas
 from graphs.errors import StoreBusy
