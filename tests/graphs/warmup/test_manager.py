@@ -317,6 +317,15 @@ class Interrupted(nn.Module):
         return x
 
 
+@pytest.fixture
+def interruptible():
+    """Ctrl-C raises, also where a shell that started this in the background has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interruption_keeps_what_was_captured_and_can_be_resumed():
     module, events = Interrupted(), []
     served = manager(module=module)
