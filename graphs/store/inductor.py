@@ -41,7 +41,8 @@ class StoredInductor(StoredBackend, InductorBackend):
 
     Args:
         store: where graphs are.
-        seal: called after each capture that compiled; for :meth:`InductorCache.seal`.
+        seal: called after each capture, as a loaded graph may have compiled its kernels; for
+            :meth:`InductorCache.seal`.
 
     Attributes: see :class:`~graphs.store.stored.StoredBackend`.
     """
@@ -75,6 +76,7 @@ class StoredInductor(StoredBackend, InductorBackend):
             return super().capture(function, example_inputs, mode=mode, options=options, **settings)
         loaded = self.restore(factors, function, example_inputs, **settings)
         if loaded is not None:
+            self._seal()  # another environment has kernels of its own, compiled as they load
             return loaded
         compiler = _Keeping(options or {})
         frozen, result = freeze(function, example_inputs, compiler, **settings)

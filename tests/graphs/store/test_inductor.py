@@ -75,6 +75,13 @@ def test_a_loaded_graph_computes_writes_and_returns_as_the_module_does(warm):
     assert got["sums"][1] == 2 and got["x"] is INPUTS[0] and got["seen"] is net.seen
 
 
+def test_what_another_environment_compiles_as_it_loads_a_graph_is_sealed_too(warm):
+    sealed = []
+    backend = StoredInductor(warm, lambda: sealed.append(backend.loaded))
+    capture(Net(), INPUTS, backend=backend)
+    assert sealed == [1]
+
+
 def test_a_loaded_graph_reads_weights_that_were_changed_or_exchanged(warm):
     net = Net()
     graph = load(warm, net)
