@@ -26,15 +26,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from compiled_attn.kernels import SdpaKernel
-from compiled_attn.partial import (
-    attend,
-    merge,
+from compiled_attn.attention.cached_blocks import usage_bias
+from compiled_attn.attention.dense import attend
+from compiled_attn.attention.merge import merge
+from compiled_attn.attention.parts import (
     partial_attn_causal,
     partial_attn_shared,
     partial_attn_unique,
-    usage_bias,
 )
+from compiled_attn.attention.sdpa import SdpaKernel
 
 BLOCK, HEADS, KV_HEADS, DIM = 16, 32, 8, 128
 DTYPES = torch.float32, torch.bfloat16

@@ -27,10 +27,10 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from compiled_attn.blocks import BlockPool
-from compiled_attn.blocks.places import BlockPlaces
-from compiled_attn.defrag import OnlineDefragmenter
-from compiled_attn.demand import Arrival, read_trace
+from compiled_attn.cache.blocks import BlockPool
+from compiled_attn.cache.blocks.places import BlockPlaces
+from compiled_attn.cache.defrag import OnlineDefragmenter
+from compiled_attn.workloads import Arrival, read_trace
 
 FOLDER = Path(__file__).resolve().parents[2] / "shared/traces"
 TRACES = "azure2023_conv.csv", "azure2023_code.csv", "mooncake_conversation_head.jsonl"

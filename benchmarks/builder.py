@@ -1,11 +1,12 @@
-"""Host time of building a step: 128 decodes, and 127 decodes with a chunk of 2048 tokens.
+"""Host time from scheduled tokens to padded tensors, as the engine does it each step.
 
-    python benchmarks/builder.py [--batch 128] [--context 1024] [--block-size 128]
+    python benchmarks/builder.py [--batch 128] [--context 1024] [--block-size 32]
 
-Microseconds from requests to padded tensors, medians, one process, and the same with a table four
-times and sixteen times as wide (the longest possible sequence must not matter). Rows: `requests` is
-`BatchBuilder.plan` on a list of `Request`, `table` is `plan_rows` on a `RequestTable`, `update` is
-one appended block for every request of the table.
+128 decodes, and 127 decodes with a chunk of 512 tokens. Microseconds, medians, one process,
+interleaved: `kept` brings the tables of the requests up to date, plans rows of them and fills the
+bucket, as an engine does; `anew` is the same from a list of `Request`, whose tables are gathered
+each step. For both forms of a step, and for tables four and sixteen times as wide (the longest
+possible request must not matter to a step in parts; a row of a table is copied whole).
 """
 
 from __future__ import annotations
@@ -13,72 +14,87 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from compiled_attn.batch import BatchBuilder, Request, RequestTable
+from compiled_attn.cache.blocks import BlockPool
+from compiled_attn.engine.block_memory import StepTables
+from compiled_attn.step import BatchBuilder, Parts, Request, StepForm, Tables
+from graphs.report.surroundings import machine
 
 
-def requests_of(batch: int, context: int, block_size: int, chunk: int) -> tuple[list[Request], int]:
-    """Decodes around a context length, the last one replaced by a chunk; and the blocks needed."""
+def requests_of(batch: int, context: int, chunk: int) -> tuple[list[int], list[list[int]]]:
+    """Contexts around a length, and new tokens: one each, the last a chunk."""
     rng = np.random.default_rng(0)
-    lengths = rng.integers(context - context // 10, context + context // 10, batch)
-    new = np.ones(batch, np.int64)
-    if chunk:
-        new[-1] = chunk
-    counts = -(-(lengths + new) // block_size)
-    ids = rng.permutation(np.arange(1, counts.sum() + 1))
-    tables = np.split(ids, np.cumsum(counts)[:-1])
-    made = [
-        Request(rng.integers(0, 1000, n), int(length), table)
-        for n, length, table in zip(new, lengths, tables, strict=True)
-    ]
-    return made, int(counts.sum()) + 1
+    contexts = rng.integers(context - context // 10, context + context // 10, batch)
+    new = [1] * (batch - 1) + [chunk or 1]
+    return contexts.tolist(), [rng.integers(0, 1000, n).tolist() for n in new]
 
 
-def microseconds(function: Callable[[], object], runs: int = 400) -> float:
-    """Median time of a call."""
-    times = []
+def steps(
+    form: StepForm, pool: BlockPool, contexts: list[int], new: list[list[int]], width: int
+) -> dict[str, Callable[[], object]]:
+    """The two ways to make one step."""
+    tables = StepTables(pool, 2 * len(new), width)
+    builder = BatchBuilder(pool.num_blocks, pool.block_size)
+    ids, counts = range(len(new)), [len(tokens) for tokens in new]
+    held = [pool.table(each).block_table() for each in ids]
+
+    def kept() -> object:
+        table = tables.of(ids)
+        tokens = [token for each in new for token in each]
+        rows = [table.row(each) for each in ids]
+        plan = form.plan(builder.rows(table, rows, contexts, counts, tokens))
+        return plan.fill(_bucket(plan.need))
+
+    def anew() -> object:
+        made = [Request(*each) for each in zip(new, contexts, held, strict=True)]
+        plan = form.plan(builder.rows_of(made))
+        return plan.fill(_bucket(plan.need))
+
+    return {"kept": kept, "anew": anew}
+
+
+def medians(functions: Mapping[str, Callable[[], object]], runs: int = 300) -> dict[str, float]:
+    """Median microseconds of each, called in turns."""
+    times: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(runs):
-        started = time.perf_counter()
-        function()
-        times.append(time.perf_counter() - started)
-    return statistics.median(times) * 1e6
+        for name, function in functions.items():
+            started = time.perf_counter()
+            function()
+            times[name].append(time.perf_counter() - started)
+    return {name: statistics.median(each) * 1e6 for name, each in times.items()}
 
 
 def main() -> None:
-    """Prints the two cases."""
+    """Prints a row for each case, form and width."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--context", type=int, default=1024)
-    parser.add_argument("--block-size", type=int, default=128)
+    parser.add_argument("--block-size", type=int, default=32)
     options = parser.parse_args()
-    print(f"# batch {options.batch}, context {options.context}, block {options.block_size}")
-    for name, chunk in (("decodes", 0), ("decodes + chunk of 2048", 2048)):
-        made, blocks = requests_of(options.batch, options.context, options.block_size, chunk)
-        builder = BatchBuilder(blocks, options.block_size)
-        bucket = {axis: -(-n // 64) * 64 for axis, n in builder.need(made).items()}
-        us = microseconds(lambda b=builder, m=made, s=bucket: b.build(m, s))
-        print(f"{name:24} requests              {us:7.1f} us")
-        longest = max(len(request.block_table) for request in made)
-        for width in (longest, 4 * longest, 16 * longest):
-            table = RequestTable(options.batch, width)
-            rows = np.array([table.add(i, r.block_table) for i, r in enumerate(made)])
-            context = np.array([r.context_len for r in made])
-            query = np.array([len(r.tokens) for r in made])
-            tokens = np.concatenate([r.tokens for r in made])
-            us = microseconds(
-                lambda b=builder, t=table, s=bucket, a=(rows, context, query, tokens): b.plan_rows(
-                    t, *a
-                ).fill(s)
-            )
-            print(f"{name:24} table, {width:4} blocks wide {us:7.1f} us")
-        wide = RequestTable(options.batch, 500)
-        for index in range(options.batch):
-            wide.add(index)
-        us = microseconds(lambda t=wide: [t.extend(i, (1,)) for i in range(options.batch)], 400)
-        print(f"{name:24} update                {us:7.1f} us")
+    print(f"# {machine()['cpu']}, batch {options.batch}, context {options.context}, "
+          f"block {options.block_size}")  # fmt: skip
+    print(f"{'step':24} {'form':7} {'width':>5} {'kept us':>9} {'kept / anew':>12}")
+    for name, chunk in (("decodes", 0), ("decodes + chunk of 512", 512)):
+        contexts, new = requests_of(options.batch, options.context, chunk)
+        longest = -(-(2 * options.context + chunk) // options.block_size)
+        pool = BlockPool(1 + options.batch * longest, options.block_size)
+        for index, (context, tokens) in enumerate(zip(contexts, new, strict=True)):
+            pool.add(index)
+            pool.reserve(index, context + len(tokens))
+        for kind in (Tables, Parts):
+            for width in (longest, 4 * longest, 16 * longest):
+                form = kind(pool.num_blocks, pool.block_size, width)
+                us = medians(steps(form, pool, contexts, new, width))
+                ratio = us["kept"] / us["anew"]
+                row = f"{name:24} {kind.__name__:7} {width:5} {us['kept']:9.1f} {ratio:12.2f}"
+                print(row, flush=True)
+
+
+def _bucket(need: Mapping[str, int]) -> dict[str, int]:
+    return {axis: -(-size // 64) * 64 for axis, size in need.items()}
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from native.plot import bars
 from native.scene import DIM, KV_HEADS, Scene, Step
 from native.timing import medians
 
-from compiled_attn import huge_pages
+from compiled_attn.cache import huge_pages
 
 TOKENS = 32768  # of keys in a step
 

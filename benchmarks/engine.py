@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
-from compiled_attn import demand
+from compiled_attn import workloads as demand
 from compiled_attn.engine import Engine, EngineConfig, SamplingParams
 from compiled_attn.models import default_model
 

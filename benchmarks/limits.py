@@ -16,7 +16,7 @@ from native.limits import LEVELS, Limits
 from native.scene import Scene
 from native.timing import medians
 
-from compiled_attn import huge_pages
+from compiled_attn.cache import huge_pages
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ import time
 
 import torch
 
-import graphs.passes  # noqa: F401  (registers the op)
+import graphs.backends.onednn_linear  # noqa: F401  (registers the op)
 
 SHAPES = ((256, 256), (256, 688), (688, 256), (256, 4096), (2048, 2048))
 

@@ -16,7 +16,7 @@ from native import forms
 from native.scene import Scene
 from native.timing import medians
 
-from compiled_attn import huge_pages
+from compiled_attn.cache import huge_pages
 
 DECODES = ([1] * 16, [2048] * 16)
 CHUNKS = ([256, 256], [1280, 256])

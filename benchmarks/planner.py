@@ -15,16 +15,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from compiled_attn.demand import Arrival, read_trace
-from compiled_attn.demand.default_plan import default_plan, full_speed
-from compiled_attn.demand.families import Family, family, within
-from compiled_attn.demand.ladders import ladders
-from compiled_attn.demand.simulate import SimulatedEngine, simulate
-from compiled_attn.demand.synthetic import KINDS
+from field.families import decode, mixed, prefill
+from field.ladders import ladders
+
+from compiled_attn.workloads import Arrival, read_trace
+from compiled_attn.workloads.default_demand import default_demand, full_speed
+from compiled_attn.workloads.families import Family, within
+from compiled_attn.workloads.simulate import SimulatedEngine, simulate
+from compiled_attn.workloads.synthetic import KINDS
 from graphs.planner import Demand, Judgement, PlanReport, judge, plan
 
 MOST_GRAPHS = 256
+FAMILIES = {"decode": decode, "prefill": prefill, "mixed": mixed}
 GOAL_AT_64 = {"decode": 0.08, "prefill": 0.05, "mixed": 0.13}
+ENGINE = SimulatedEngine(max_tokens=8192, max_seqs=128, block_size=128, blocks=4096)
 GOAL_RATIO = 1 / 3
 GUARD = 3.0
 
@@ -50,8 +54,8 @@ class Scene:
     """One family of steps of one trace, in halves."""
 
     trace: Trace
+    name: str
     family: Family
-    engine: SimulatedEngine
     first: Demand
     second: Demand
 
@@ -62,26 +66,19 @@ class Scene:
         )
 
 
-def engine_of(*, mixed: bool) -> SimulatedEngine:
-    return SimulatedEngine(max_tokens=8192, max_seqs=128, block_size=128, blocks=4096, mixed=mixed)
-
-
 def scenes(trace: Trace, arrivals: list[Arrival], load: float) -> Iterator[Scene]:
-    for mixed in (False, True):
-        engine = engine_of(mixed=mixed)
-        speed = load * full_speed(arrivals, engine)
+    for name, family_of in FAMILIES.items():
+        kind = family_of(ENGINE, trace.context)
+        speed = load * full_speed(arrivals, ENGINE, kind.steps)
         started = time.perf_counter()
-        needs = simulate(arrivals, engine, speed=speed).needs
+        needs = simulate(arrivals, ENGINE, speed=speed, steps=kind.steps).needs
         took = time.perf_counter() - started
-        steps = sum(len(demand) for demand in needs.values())
-        print(f"  {'mixed' if mixed else 'separate'} steps: {steps:,} simulated in {took:.1f} s")
-        for name in ("mixed",) if mixed else ("decode", "prefill"):
-            kind = family(name, engine, trace.context)
-            demand, cut = within(needs["engine" if mixed else name], kind.axes)
-            first, second = demand.halves()
-            if cut:
-                print(f"  {name}: {cut:.2%} of the steps are larger than a bucket may be, left out")
-            yield Scene(trace, kind, engine, first, second)
+        print(f"  {name} steps: {len(needs[kind.name]):,} simulated in {took:.1f} s")
+        demand, cut = within(needs[kind.name], kind.axes)
+        first, second = demand.halves()
+        if cut:
+            print(f"  {name}: {cut:.2%} of the steps are larger than a bucket may be, left out")
+        yield Scene(trace, name, kind, first, second)
 
 
 class Score:
@@ -97,10 +94,10 @@ class Score:
 
 def compare(scene: Scene, score: Score) -> None:
     kind = scene.family
-    print(f"\n  {kind.name} ({', '.join(kind.names)})")
+    print(f"\n  {scene.name} ({', '.join(kind.names)})")
     print(f"  {'ladder':<18} graphs unused   waste | plan: graphs   waste  ratio  goal <= 0.33")
     plans: dict[int, Judgement] = {}
-    for name, space in ladders(kind, scene.engine).items():
+    for name, space in ladders(scene.name, kind, ENGINE).items():
         found = judge(space, scene.second, kind.cost)
         count = min(len(space), MOST_GRAPHS)
         if count not in plans:
@@ -117,7 +114,7 @@ def compare(scene: Scene, score: Score) -> None:
 
 
 def at_64(scene: Scene, score: Score) -> None:
-    name = scene.family.name
+    name = scene.name
     started = time.perf_counter()
     report = scene.plan(64)
     took = time.perf_counter() - started
@@ -143,9 +140,10 @@ def at_64(scene: Scene, score: Score) -> None:
 def shipped(scene: Scene, score: Score) -> None:
     """The default plan, made without the workload that imitates this trace."""
     rest = [kind for kind in KINDS if kind != scene.trace.kind]
-    name, space = next(iter(ladders(scene.family, scene.engine).items()))
+    name, space = next(iter(ladders(scene.name, scene.family, ENGINE).items()))
     count = min(len(space), MOST_GRAPHS)
-    report = default_plan(scene.family.name, scene.engine, scene.trace.context, count, kinds=rest)
+    demand = default_demand(scene.family, ENGINE, scene.trace.context, kinds=rest)
+    report = scene.plan(count, demand)
     ours, theirs = report.judge(scene.second), judge(space, scene.second, scene.family.cost)
     better = ours.waste <= theirs.waste
     print(

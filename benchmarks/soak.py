@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from compiled_attn.blocks import BlockPool, OutOfBlocks
-from compiled_attn.defrag import BlockSwap, OnlineDefragmenter
+from compiled_attn.cache.blocks import BlockPool, OutOfBlocks
+from compiled_attn.cache.defrag import BlockSwap, OnlineDefragmenter
 
 # Shares of the events, and how many requests there may be at once.
 SHARES = {

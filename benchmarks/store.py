@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from compiled_attn import PagedKVCache, StepBatch, UnifiedAttention
 from compiled_attn.cli.store import stored_backend
 from graphs import Bucket, BucketSpace, WarmupManager, WarmupReport, explicit
-from graphs.backends.base import Backend
+from graphs.capture.contract import Backend
 
 _RUN_SHARE = 0.05
 _BUCKETS_SECONDS = 2.0

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from compiled_attn import PagedKVCache
-from compiled_attn.defrag import BlockSwap
+from compiled_attn.cache.defrag import BlockSwap
 
 # tokens in a block, KV heads, head dim, dtype
 CASES = (

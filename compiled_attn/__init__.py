@@ -1,39 +1,68 @@
-"""Attention over a paged KV cache, for graphs that are captured once and never compile again."""
+"""Attention over a paged KV cache, for graphs that are captured once and never compile again.
 
-from compiled_attn.batch import (
-    AttentionMetadata,
-    BatchBuilder,
-    Request,
-    RequestTable,
-    StepBatch,
-    StepPlan,
-    TableBatch,
-    TablePlan,
-)
-from compiled_attn.cache import PagedKVCache
-from compiled_attn.flash import (
-    FlashArgumentError,
-    FlashInputs,
-    FlashKVCacheAttention,
-    flash_attn_with_kvcache,
-)
-from compiled_attn.paged import (
-    PagedAttention,
-    PagedInputs,
-    paged_attention_v1,
-    paged_attention_v2,
-)
-from compiled_attn.partial import (
-    PartialAttention,
-    lse,
-    merge,
-    merge_online,
-    partial_attn_causal,
-    partial_attn_shared,
-    partial_attn_unique,
-)
-from compiled_attn.rotary import apply_rotary
-from compiled_attn.unified import UnifiedAttention, UnifiedMetadata, unified_attention
+A name is imported when it is first asked for (PEP 562), so that a command's help needs no torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from compiled_attn.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from compiled_attn.attention.merge import lse, merge, merge_online
+    from compiled_attn.attention.metadata import UnifiedMetadata
+    from compiled_attn.attention.module import UnifiedAttention
+    from compiled_attn.attention.parts import (
+        partial_attn_causal,
+        partial_attn_shared,
+        partial_attn_unique,
+    )
+    from compiled_attn.attention.rotary import apply_rotary
+    from compiled_attn.attention.state import PartialAttention
+    from compiled_attn.attention.unified import unified_attention
+    from compiled_attn.cache.kv_cache import PagedKVCache
+    from compiled_attn.compat.flash import (
+        FlashArgumentError,
+        FlashInputs,
+        FlashKVCacheAttention,
+        flash_attn_with_kvcache,
+    )
+    from compiled_attn.compat.paged import (
+        PagedAttention,
+        PagedInputs,
+        paged_attention_v1,
+        paged_attention_v2,
+    )
+    from compiled_attn.step import (
+        AttentionMetadata,
+        BatchBuilder,
+        Request,
+        RequestTable,
+        StepBatch,
+        StepPlan,
+        TableBatch,
+        TablePlan,
+    )
+else:
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "attention.merge": "lse merge merge_online",
+            "attention.metadata": "UnifiedMetadata",
+            "attention.module": "UnifiedAttention",
+            "attention.parts": "partial_attn_causal partial_attn_shared partial_attn_unique",
+            "attention.rotary": "apply_rotary",
+            "attention.state": "PartialAttention",
+            "attention.unified": "unified_attention",
+            "cache.kv_cache": "PagedKVCache",
+            "compat.flash": "FlashArgumentError FlashInputs FlashKVCacheAttention "
+            "flash_attn_with_kvcache",
+            "compat.paged": "PagedAttention PagedInputs paged_attention_v1 paged_attention_v2",
+            "step": "AttentionMetadata BatchBuilder Request RequestTable StepBatch StepPlan "
+            "TableBatch TablePlan",
+        },
+    )
 
 __all__ = [
     "AttentionMetadata",

@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from compiled_attn.errors import ModelError
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 __all__ = ["ModelError", "default_model", "load_model"]
-
-
-class ModelError(ValueError):
-    """A model that cannot be loaded; the message names the directory, the reason and the remedy."""
 
 
 def default_model(seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

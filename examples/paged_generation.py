@@ -3,8 +3,8 @@
     python examples/paged_generation.py [--block-size 16] [--tokens 24]
 
 Prompts of different lengths start together and every text ends at its own end-of-sequence token;
-from then on its blocks are free. The weights are those of the default model, a Llama of 4 layers.
-Each text is compared with the one that a loop over a contiguous cache generates.
+from then on its blocks are free (sequence_blocks.py). The weights are those of the default model, a
+Llama of 4 layers. Each text is compared with the one that a loop over a contiguous cache generates.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from sequence_blocks import SequenceBlocks
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from compiled_attn import PagedKVCache, flash_attn_with_kvcache
-from compiled_attn.blocks import BlockPool
-from compiled_attn.blocks.sequences import SequenceBlocks
+from compiled_attn.cache.blocks import BlockPool
 from compiled_attn.models import default_model
 
 LENGTHS = 5, 48, 17, 32  # of the prompts; two are whole blocks of 16

@@ -12,31 +12,34 @@ In short:
 
 from __future__ import annotations
 
-from graphs.buckets import Axis, Bucket, BucketOverflow, BucketSpace
-from graphs.capture import (
-    CapturedGraph,
-    CaptureError,
-    InputMismatch,
-    ModeMismatch,
-    StaleGraph,
-    available_backends,
-    capture,
-)
-from graphs.compiles import CompileEvent, CompileWatch
-from graphs.explain import BreakReport, explain
-from graphs.journal import JournalError
-from graphs.progress import progress_for
-from graphs.sentinel import GraphBudgetExceeded, no_compile
-from graphs.strategies import (
-    BucketFileError,
-    explicit,
-    exponential,
-    from_file,
-    linear,
-    to_file,
-)
-from graphs.warmup import BucketEvent, BucketResult, WarmupManager, WarmupReport
-from graphs.warmup_group import WarmupGroup
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from graphs.buckets.axes import Axis, Bucket
+    from graphs.buckets.file import from_file, to_file
+    from graphs.buckets.ladders import explicit, exponential, linear
+    from graphs.buckets.space import BucketSpace
+    from graphs.capture.capture import CapturedGraph, available_backends, capture
+    from graphs.errors import (
+        BucketFileError,
+        BucketOverflow,
+        CaptureError,
+        GraphBudgetExceeded,
+        InputMismatch,
+        JournalError,
+        ModeMismatch,
+        StaleGraph,
+    )
+    from graphs.warmup.group import WarmupGroup
+    from graphs.warmup.manager import WarmupManager
+    from graphs.warmup.progress import progress_for
+    from graphs.warmup.report import BucketEvent, BucketResult, WarmupReport
+    from graphs.watch.compiles import CompileEvent, CompileWatch
+    from graphs.watch.explain import BreakReport, explain
+    from graphs.watch.sentinel import no_compile
 
 __all__ = [
     "Axis",
@@ -70,3 +73,43 @@ __all__ = [
     "progress_for",
     "to_file",
 ]
+
+_MODULES = {
+    "graphs.buckets.axes": "Axis Bucket",
+    "graphs.buckets.file": "from_file to_file",
+    "graphs.buckets.ladders": "explicit exponential linear",
+    "graphs.buckets.space": "BucketSpace",
+    "graphs.capture.capture": "CapturedGraph available_backends capture",
+    "graphs.errors": "BucketFileError BucketOverflow CaptureError GraphBudgetExceeded "
+    "InputMismatch JournalError ModeMismatch StaleGraph",
+    "graphs.warmup.group": "WarmupGroup",
+    "graphs.warmup.manager": "WarmupManager",
+    "graphs.warmup.progress": "progress_for",
+    "graphs.warmup.report": "BucketEvent BucketResult WarmupReport",
+    "graphs.watch.compiles": "CompileEvent CompileWatch",
+    "graphs.watch.explain": "BreakReport explain",
+    "graphs.watch.sentinel": "no_compile",
+}
+_HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> Any:
+    # Imported when it is first asked for: torch takes seconds, which no command's help should.
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+class _Package(ModuleType):
+    def __setattr__(self, name: str, value: object) -> None:
+        # Python binds a subpackage to its name, which for `capture` is that of the function.
+        if not (name in _HOMES and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -24,3 +25,36 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("needs a CUDA device")
     if item.get_closest_marker("hpu") and not hasattr(torch, "hpu"):
         pytest.skip("needs an Intel Gaudi device")
+
+
+@pytest.fixture(autouse=True)
+def _grad_mode_stays() -> Iterator[None]:
+    before = torch.is_grad_enabled()
+    yield
+    after = torch.is_grad_enabled()
+    torch.set_grad_enabled(before)
+    assert after == before, "the test left torch's grad mode changed for those after it"
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """Nothing is compiled before the test, and nothing of it stays."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def without_gradients() -> Iterator[None]:
+    """As an engine serves."""
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """A bad index ends the process where kernels of inductor have several threads: torch's way."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

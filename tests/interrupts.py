@@ -24,10 +24,10 @@ put back after it.
 from __future__ import annotations
 
 import dis
-import linecache
 import os
 import sys
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -99,12 +99,15 @@ class Interruption:
 
 
 def _leaves_with(frame: FrameType) -> bool:
-    """Whether the next instructions call the exit of a context manager, with three times None."""
-    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
-    if not line.startswith(("with ", "async with ")):
-        return False
-    at = next(each for each in dis.get_instructions(frame.f_code) if each.offset == frame.f_lasti)
-    return at.opname == "LOAD_CONST" and at.argval is None
+    """Whether the next instructions call the exit of a context manager.
+
+    That is with three times None, or from the handler of an exception in its block.
+    """
+    ahead = (each for each in dis.get_instructions(frame.f_code) if each.offset >= frame.f_lasti)
+    first = list(islice((each for each in ahead if each.opname not in ("SWAP", "NOP")), 3))
+    names = [each.opname for each in first]
+    is_left = names == ["LOAD_CONST"] * 3 and all(each.argval is None for each in first)
+    return is_left or names[:2] == ["PUSH_EXC_INFO", "WITH_EXCEPT_START"]
 
 
 def interrupted_at(

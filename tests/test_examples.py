@@ -25,10 +25,12 @@ from compiled_attn import (
     unified_attention,
 )
 from compiled_attn.cli.app import app
-from compiled_attn.cli.facts import RunFacts
+from compiled_attn.cli.facts import facts_of
 from compiled_attn.engine import EngineConfig, EngineReport, SamplingParams
 from graphs.backends import BACKENDS
+from graphs.backends.aoti import AotiBackend
 from graphs.backends.eager import EagerBackend
+from tests.compiled_attn.tiny import tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -37,9 +39,10 @@ EAGER = ["--backend", "eager"]
 
 
 class _Uncompiled(EagerBackend):
-    """Takes the options of `inductor`, compiles nothing."""
+    """Stands for a compiler and takes its options, but compiles nothing."""
 
-    name = "inductor"
+    def __init__(self, name):
+        self.name = name
 
     def capture(self, function, example_inputs, *, name, warm_runs, mode=None, options=None):
         return super().capture(function, example_inputs, name=name, warm_runs=warm_runs)
@@ -47,9 +50,11 @@ class _Uncompiled(EagerBackend):
 
 @pytest.fixture
 def uncompiled(monkeypatch):
-    """Pages show the default backend; compiling it is the work of other tests."""
-    capture = importlib.import_module("graphs.capture")  # the name in graphs is the function
-    monkeypatch.setattr(capture, "BACKENDS", {**BACKENDS, "inductor": _Uncompiled()})
+    """Pages show the backends that compile; compiling is the work of other tests."""
+    capture = importlib.import_module("graphs.capture.capture")
+    replaced = {name: _Uncompiled(name) for name in ("inductor", "aoti")}
+    monkeypatch.setattr(capture, "BACKENDS", {**BACKENDS, **replaced})
+    monkeypatch.setattr(AotiBackend, "available", lambda _: "left to the slow tests")
 
 
 def _python_blocks(page: Path) -> list[tuple[int, str]]:
@@ -80,6 +85,15 @@ def _rows(page: str, section: str) -> list[list[str]]:
 def test_the_python_blocks_of_a_page_run_one_after_the_other(
     page, uncompiled, tmp_path, monkeypatch
 ):
+    _run_python_blocks(page, tmp_path, monkeypatch)
+
+
+@pytest.mark.slow
+def test_the_python_blocks_on_backends_run_compiled(tmp_path, monkeypatch):
+    _run_python_blocks(ROOT / "docs" / "backends.md", tmp_path, monkeypatch)
+
+
+def _run_python_blocks(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     module = ModuleType(page.stem)
     monkeypatch.setitem(sys.modules, page.stem, module)  # Dynamo looks globals up by module name
@@ -189,7 +203,8 @@ def test_every_argument_and_field_is_in_the_legend_and_no_other(page, section, n
 def test_every_key_of_the_json_is_documented_and_no_other():
     rows = _rows("engine.md", "### JSON")[1:]
     documented = {name for cells in rows for name in re.findall(r"`(\w+)`", cells[0])}
-    keys = {field.name for kind in (EngineReport, RunFacts) for field in fields(kind)}
+    facts = facts_of(tiny_model(), {"model": None})
+    keys = {field.name for field in fields(EngineReport)} | facts.keys()
     assert documented == keys | {"ties", "mismatches"}
 
 

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from compiled_attn.blocks import BlockPool
+from compiled_attn.cache.blocks import BlockPool
 from graphs import no_compile
 from tests.interrupts import count_lines, interrupted_at
 
@@ -28,8 +28,8 @@ def test_every_place_is_reached_once_and_none_after_the_last() -> None:
         assert cut.was_raised and cut.lines == n
         places.append(cut.where)
     assert len(places) > 100
-    assert places[0].startswith("compiled_attn.blocks/pool.py:")
-    assert any(place.startswith("compiled_attn.blocks/place_set.py:") for place in places)
+    assert places[0].startswith("compiled_attn/cache/blocks/pool.py:")
+    assert any(place.startswith("compiled_attn/cache/blocks/place_set.py:") for place in places)
     with interrupted_at(len(places)) as cut:
         _work()
     assert not cut.was_raised and cut.where == "" and cut.lines == len(places)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from compiled_attn import PagedKVCache
-from compiled_attn.blocks import OutOfBlocks
+from compiled_attn.cache.blocks import OutOfBlocks
 from compiled_attn.models import default_model
 
 PATH = Path(__file__).resolve().parents[1] / "examples" / "paged_generation.py"

@@ -11,37 +11,48 @@ import compiled_attn
 import graphs
 
 NAMES = {
-    "graphs.buckets": "Axis Bucket BucketSpace",
-    "graphs.strategies": "linear exponential explicit from_file",
+    "graphs.buckets.axes": "Axis Bucket",
+    "graphs.buckets.space": "BucketSpace",
+    "graphs.buckets.ladders": "linear exponential explicit",
+    "graphs.buckets.file": "from_file to_file",
+    "graphs.errors": "CaptureError GraphBudgetExceeded",
     "graphs": "capture CapturedGraph CaptureError available_backends no_compile explain",
-    "graphs.capture": "CapturedGraph CaptureError available_backends",
-    "graphs.warmup": "WarmupManager WarmupReport",
-    "graphs.sentinel": "no_compile GraphBudgetExceeded",
-    "graphs.explain": "BreakReport",
+    "graphs.capture.capture": "CapturedGraph available_backends",
+    "graphs.warmup.manager": "WarmupManager",
+    "graphs.warmup.report": "WarmupReport",
+    "graphs.watch.sentinel": "no_compile",
+    "graphs.watch.explain": "BreakReport",
     "graphs.report": "write_report",
     "graphs.store": "ArtifactStore StoredInductor StoredAoti InductorCache",
-    "compiled_attn.cache": "PagedKVCache",
-    "compiled_attn.blocks": "BlockPool BlockTable PrefixIndex",
-    "compiled_attn.defrag": "BlockSwap OnlineDefragmenter",
-    "compiled_attn.partial": "PartialAttention merge merge_online lse partial_attn_causal "
-    "partial_attn_shared partial_attn_unique",
-    "compiled_attn.unified": "UnifiedMetadata unified_attention UnifiedAttention",
-    "compiled_attn.batch": "AttentionMetadata BatchBuilder Request RequestTable StepBatch StepPlan "
+    "compiled_attn.cache.kv_cache": "PagedKVCache",
+    "compiled_attn.cache.blocks": "BlockPool BlockTable PrefixIndex",
+    "compiled_attn.cache.defrag": "BlockSwap OnlineDefragmenter",
+    "compiled_attn.attention.state": "PartialAttention",
+    "compiled_attn.attention.merge": "merge merge_online lse",
+    "compiled_attn.attention.parts": "partial_attn_causal partial_attn_shared partial_attn_unique",
+    "compiled_attn.attention.metadata": "UnifiedMetadata",
+    "compiled_attn.attention.unified": "unified_attention",
+    "compiled_attn.attention.module": "UnifiedAttention",
+    "compiled_attn.step": "AttentionMetadata BatchBuilder Request RequestTable StepBatch StepPlan "
     "TableBatch TablePlan",
-    "compiled_attn.kernels.native": "load unavailable NativeKernel NativeOps NativeUnavailable",
-    "compiled_attn.flash": "flash_attn_with_kvcache FlashKVCacheAttention FlashInputs",
-    "compiled_attn.paged": "paged_attention_v1 paged_attention_v2 PagedAttention PagedInputs "
-    "AttentionMetadata convert_key convert_value reshape_and_cache",
-    "compiled_attn.rotary": "apply_rotary",
+    "compiled_attn.ops": "load unavailable NativeKernel NativeOps NativeUnavailable",
+    "compiled_attn.compat.flash": "flash_attn_with_kvcache FlashKVCacheAttention FlashInputs",
+    "compiled_attn.compat.paged": "paged_attention_v1 paged_attention_v2 PagedAttention "
+    "PagedInputs AttentionMetadata convert_key convert_value reshape_and_cache",
+    "compiled_attn.attention.rotary": "apply_rotary",
     "compiled_attn.engine": "Engine EngineConfig SamplingParams",
 }
 ATTENTION = [
-    "compiled_attn.cache",
-    "compiled_attn.partial",
-    "compiled_attn.unified",
-    "compiled_attn.batch",
-    "compiled_attn.flash",
-    "compiled_attn.rotary",
+    "compiled_attn.cache.kv_cache",
+    "compiled_attn.attention.state",
+    "compiled_attn.attention.merge",
+    "compiled_attn.attention.parts",
+    "compiled_attn.attention.metadata",
+    "compiled_attn.attention.unified",
+    "compiled_attn.attention.module",
+    "compiled_attn.step",
+    "compiled_attn.compat.flash",
+    "compiled_attn.attention.rotary",
 ]
 
 
@@ -56,7 +67,7 @@ def test_a_module_offers_the_names_that_are_documented_for_it(module):
 def test_the_top_level_offers_every_attention_interface_as_the_same_object():
     pairs = [(module, name) for module in ATTENTION for name in NAMES[module].split()]
     interface = "paged_attention_v1 paged_attention_v2 PagedAttention PagedInputs AttentionMetadata"
-    pairs += [("compiled_attn.paged", name) for name in interface.split()]
+    pairs += [("compiled_attn.compat.paged", name) for name in interface.split()]
     for module, name in pairs:
         assert name in compiled_attn.__all__
         assert getattr(compiled_attn, name) is getattr(importlib.import_module(module), name)

@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compiled_attn.kernels.native import load
-from compiled_attn.partial import merge, partial_attn_unique
+from compiled_attn.attention.merge import merge
+from compiled_attn.attention.parts import partial_attn_unique
+from compiled_attn.ops import load
 from native.scene import DIM, HEADS, KV_HEADS, Step
 
 GROUP = HEADS // KV_HEADS

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from compiled_attn.kernels.native.build import find_compiler
+from compiled_attn.ops.cpu.build import find_compiler
 
 STEPS = 4_000_000
 LEVELS = (1, 2)

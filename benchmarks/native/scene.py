@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compiled_attn.quant import QUANTISED, quantise
+from compiled_attn.cache.quantisation import QUANTISED, quantise
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 

@@ -1,32 +1,21 @@
-"""Commands and options of ``compiled-attn``."""
+"""Commands of ``compiled-attn``. Each imports what it needs when it runs: help is quick."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from compiled_attn import __version__
-from compiled_attn.cli.cache import DEFAULT_STORE, cache
 from compiled_attn.cli.errors import exit_code_of
-from compiled_attn.cli.explain import explain
-from compiled_attn.cli.options import (
-    BackendOption,
-    BlockSizeOption,
-    DtypeOption,
-    Kernel,
-    KernelOption,
-    MaxSeqsOption,
-    MaxTokensOption,
-    NumBlocksOption,
-    ScaleOption,
-    TraceOption,
-)
-from compiled_attn.cli.plan import plan
+from compiled_attn.cli.options import DEFAULT_STORE, PlanOptions, RunOptions, taking
 
 __all__ = ["app", "run_command"]
+
+_NAME = "compiled-attn"
+# The arguments of a command of `graphs`, --help too, are read by that command.
+_OF_GRAPHS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 app = typer.Typer(
     add_completion=False,
@@ -39,14 +28,12 @@ app = typer.Typer(
 def run_command(argv: Sequence[str] | None = None) -> int:
     """Parse and run; returns the exit code."""
     arguments = None if argv is None else list(argv)
-    return exit_code_of(
-        lambda: app(args=arguments, prog_name="compiled-attn", standalone_mode=False) or 0
-    )
+    return exit_code_of(lambda: app(args=arguments, prog_name=_NAME, standalone_mode=False))
 
 
 def _version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"compiled-attn {__version__}")
+        typer.echo(f"{_NAME} {__version__}")
         raise typer.Exit
 
 
@@ -59,166 +46,46 @@ def _compiled_attn(
     pass
 
 
-app.command()(explain)
-app.command()(plan)
-app.add_typer(cache, name="cache")
-
-_DEMAND, _ENGINE, _RESULT = "What to serve", "How to serve it", "What to prove and write"
-
-
 @app.command()
-def run(
-    model: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            rich_help_panel=_DEMAND,
-            help="Hugging Face causal LM; by default a small random Llama is built.",
-        ),
-    ] = None,
-    trace: TraceOption = None,
-    demand: Annotated[
-        str | None,
-        typer.Option(
-            metavar="KIND",
-            rich_help_panel=_DEMAND,
-            help="Demand to draw: chat (default), code or rag.",
-        ),
-    ] = None,
-    requests: Annotated[
-        int,
-        typer.Option(
-            min=1, max=10_000_000, rich_help_panel=_DEMAND, help="Requests to draw or read."
-        ),
-    ] = 40,
-    scale: ScaleOption = None,
-    seed: Annotated[
-        int,
-        typer.Option(
-            min=0, max=2**63 - 1, rich_help_panel=_DEMAND, help="Seed of everything random."
-        ),
-    ] = 0,
-    speed: Annotated[
-        float | None,
-        typer.Option(
-            metavar="X",
-            rich_help_panel=_DEMAND,
-            help="Open loop: keep the arrival times, X times as fast.",
-        ),
-    ] = None,
-    concurrency: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            rich_help_panel=_DEMAND,
-            help="Closed loop: N requests in flight; by default all are offered at once.",
-        ),
-    ] = None,
-    temperature: Annotated[
-        float, typer.Option(rich_help_panel=_DEMAND, help="0 is greedy decoding.")
-    ] = 0.0,
-    top_k: Annotated[
-        int, typer.Option(rich_help_panel=_DEMAND, help="Sample from the k most likely; 0: all.")
-    ] = 0,
-    top_p: Annotated[
-        float, typer.Option(rich_help_panel=_DEMAND, help="Sample from the most likely share p.")
-    ] = 1.0,
-    dtype: DtypeOption = "float32",
-    backend: BackendOption = "inductor",
-    kernel: KernelOption = Kernel.auto,
-    store: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            rich_help_panel=_ENGINE,
-            help=f"Folder of compiled graphs, for the next start; by default {DEFAULT_STORE}.",
-        ),
-    ] = None,
-    no_store: Annotated[
-        bool,
-        typer.Option(
-            "--no-store", rich_help_panel=_ENGINE, help="Compile all graphs, and keep none."
-        ),
-    ] = False,
-    warmup_workers: Annotated[
-        int,
-        typer.Option(
-            metavar="N", rich_help_panel=_ENGINE, help="Processes that compile, this one included."
-        ),
-    ] = 1,
-    warmup_journal: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            rich_help_panel=_ENGINE,
-            help="What each graph came to; a killed warmup goes on from it.",
-        ),
-    ] = None,
-    max_tokens_per_step: MaxTokensOption = 256,
-    max_seqs: MaxSeqsOption = 32,
-    block_size: BlockSizeOption = 32,
-    num_blocks: NumBlocksOption = None,
-    defrag_waste: Annotated[
-        float,
-        typer.Option(
-            metavar="SHARE",
-            rich_help_panel=_ENGINE,
-            help="Move blocks when this share of their range is unused; 1: never.",
-        ),
-    ] = 0.25,
-    buckets: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            rich_help_panel=_ENGINE,
-            help="Shapes to capture, one a line: tokens, shared, unique, logits (portable kernel) "
-            "or tokens, requests (native).",
-        ),
-    ] = None,
-    max_graphs: Annotated[
-        int | None,
-        typer.Option(metavar="N", rich_help_panel=_ENGINE, help="Graphs to capture at most."),
-    ] = None,
-    check: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            metavar="N",
-            rich_help_panel=_RESULT,
-            help="Generate N requests again with plain transformers and compare.",
-        ),
-    ] = 0,
-    strict: Annotated[
-        bool,
-        typer.Option(
-            rich_help_panel=_RESULT,
-            help="A compile after warmup or a fallback is an error, or else a counted warning.",
-        ),
-    ] = True,
-    report: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", rich_help_panel=_RESULT, help="Write an HTML report here."),
-    ] = None,
-    record_demand: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            rich_help_panel=_RESULT,
-            help="Write what each step needed here, a JSON object a line, to plan buckets with.",
-        ),
-    ] = None,
-    json: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", rich_help_panel=_RESULT, help="Write the result here."),
-    ] = None,
-) -> int:
+@taking(RunOptions)
+def run(options: RunOptions) -> int:
     """Warm up, serve a demand, and prove that nothing compiled meanwhile.
 
     Ends with 1 if a token differs from plain generate or something compiled after warmup, with 2 on
     bad input, with 130 when interrupted.
     """
-    options = dict(locals())
-    from compiled_attn.cli.job import Options, run_job
+    from compiled_attn.cli.run import run_job
 
-    return run_job(Options(**{**options, "kernel": kernel.value}))
+    return run_job(options)
+
+
+@app.command()
+@taking(PlanOptions)
+def plan(options: PlanOptions) -> int:
+    """Show what bucket strategies waste on a trace, and write a planned bucket file.
+
+    The plan is fitted on the first half of the steps and judged, like the others, on the second.
+    What is written is planned on both halves; without trace and demand, on a mixture of drawn
+    workloads. Give the limits that `run` will have. Ends with 2 on bad input.
+    """
+    from compiled_attn.cli.plan import run_plan
+
+    return run_plan(options)
+
+
+@app.command(add_help_option=False, context_settings=_OF_GRAPHS)
+def explain(context: typer.Context) -> int:
+    """Print graphs, graph breaks (with the reason and your line) and guards of a callable."""
+    from graphs.cli.app import app as graphs_app
+
+    return graphs_app(["explain", *context.args], prog_name=_NAME, standalone_mode=False) or 0
+
+
+@app.command(add_help_option=False, context_settings=_OF_GRAPHS)
+def cache(context: typer.Context) -> int:
+    """List, check or make smaller what `run` has compiled and stored."""
+    from compiled_attn.cli.store import default_store
+    from graphs.cli.cache import cache_app
+
+    stored = cache_app(DEFAULT_STORE, find=default_store)
+    return stored(context.args, prog_name=f"{_NAME} cache", standalone_mode=False) or 0

@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator
 
-import typer
+import graphs.cli.errors
+from compiled_attn.errors import ConfigError, OutOfBlocks
+from graphs.cli.errors import FAILED, INTERRUPTED, UserError
+from graphs.errors import BucketOverflow, CaptureError
 
-from compiled_attn.blocks import OutOfBlocks
-from compiled_attn.engine import ConfigError
-from graphs import BucketOverflow, CaptureError
-from graphs.texts import clipped
+__all__ = ["FAILED", "INTERRUPTED", "UserError", "bad_input", "exit_code_of", "tell"]
 
-__all__ = ["BAD_INPUT", "FAILED", "INTERRUPTED", "UserError", "bad_input", "exit_code_of", "tell"]
-
-FAILED = 1
-BAD_INPUT = 2
-INTERRUPTED = 130
-_LONGEST = 2000  # characters of a line, which a file of the user's may have a part in
-
-
-class UserError(Exception):
-    """Bad input, with the one line that tells the user what to do."""
+_PROGRAM = "compiled-attn"
+_KNOWN = ConfigError, OutOfBlocks, BucketOverflow, CaptureError
 
 
 @contextlib.contextmanager
@@ -43,25 +34,11 @@ def bad_input() -> Iterator[None]:
         ) from error
 
 
-def exit_code_of(command: Callable[[], int]) -> int:
+def exit_code_of(command: Callable[[], int | None]) -> int:
     """Run a command; tell a known error in one line on stderr, and let an unknown one through."""
-    try:
-        return command()
-    except (KeyboardInterrupt, typer.Abort):
-        return tell("interrupted", INTERRUPTED)
-    except (UserError, ConfigError, CaptureError, BucketOverflow, OutOfBlocks) as error:
-        return tell(error, BAD_INPUT)
-    except Exception as error:
-        # By its version, typer brings a click of its own or not: usage errors have this in common.
-        message = getattr(error, "format_message", None)
-        if message is None:
-            raise
-        return tell(message(), BAD_INPUT)
+    return graphs.cli.errors.exit_code_of(command, _KNOWN, _PROGRAM)
 
 
 def tell(problem: object, code: int) -> int:
     """Print a problem as one line on stderr, if there is anything to say; returns ``code``."""
-    kind = "" if code == INTERRUPTED else "error: "
-    if line := " ".join(str(problem).split()):
-        print(f"compiled-attn: {kind}{clipped(line, _LONGEST)}", file=sys.stderr)
-    return code
+    return graphs.cli.errors.tell(problem, code, _PROGRAM)

@@ -1,10 +1,9 @@
-"""What a run was of: model, dtype, options, and what it ran on."""
+"""The facts of a run: model, dtype, options, and the machine."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,56 +12,34 @@ from graphs.report.surroundings import surroundings
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["RunFacts"]
+__all__ = ["facts_of"]
 
 _PACKAGES = ("transformers", "numpy", "compiled-attn")
 
 
-@dataclass(frozen=True, slots=True)
-class RunFacts:
-    """The facts of a run that stand beside its numbers in the JSON and in the report.
+def facts_of(model: PreTrainedModel, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The facts that stand beside the numbers of a run that begins now, as JSON-able values.
 
     Args:
-        model: `class`, `source` (its directory, or "default") and number of `parameters`.
-        dtype: of its weights.
-        date: when the run began, UTC.
-        threads: that torch computes with.
-        options: of the command, with their values; None where one was not given.
-        machine: see `graphs.report.surroundings`.
-        versions: of Python and of the packages that compute; None for one that is not installed.
+        model: that is served.
+        options: of the command, by name; ``model`` is its directory, None for the default model.
+
+    Returns:
+        ``model`` (its ``class``, ``source`` and number of ``parameters``), ``dtype`` of its
+        weights, ``options``, and what `graphs.report.surroundings` tells: ``date``, ``threads``,
+        ``machine``, ``versions``.
     """
-
-    model: dict[str, Any]
-    dtype: str
-    date: str
-    threads: int
-    options: dict[str, Any]
-    machine: dict[str, Any]
-    versions: dict[str, str | None]
-
-    @staticmethod
-    def of(model: PreTrainedModel, source: Path | None, options: Mapping[str, Any]) -> RunFacts:
-        """The facts of a run of now.
-
-        Args:
-            model: that is served.
-            source: its directory; None: the default model.
-            options: of the command, by name.
-        """
-        return RunFacts(
-            model={
-                "class": type(model).__name__,
-                "source": "default" if source is None else os.fspath(source),
-                "parameters": sum(weight.numel() for weight in model.parameters()),
-            },
-            dtype=str(model.dtype).removeprefix("torch."),
-            options={name: _plain(value) for name, value in options.items()},
-            **surroundings(_PACKAGES),
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        """The facts as JSON-able values."""
-        return asdict(self)
+    plain = {name: _plain(value) for name, value in options.items()}
+    return {
+        "model": {
+            "class": type(model).__name__,
+            "source": plain["model"] or "default",
+            "parameters": sum(weight.numel() for weight in model.parameters()),
+        },
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "options": plain,
+        **surroundings(_PACKAGES),
+    }
 
 
 def _plain(value: Any) -> Any:

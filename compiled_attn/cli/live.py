@@ -1,48 +1,18 @@
-"""What is seen while the engine serves: a live line on a terminal, else a line now and then."""
+"""The view of a serving engine: a live line on a terminal, else a line now and then."""
 
 from __future__ import annotations
 
-from typing import Protocol, Self
+from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-__all__ = ["LiveServingView", "ServingView", "Step", "serving_view", "status_line"]
+from compiled_attn.engine import StepInfo
+
+__all__ = ["LiveServingView", "ServingView", "serving_view", "status_line"]
 
 
-class Step(Protocol):
-    """The state of the engine after a step, as :class:`compiled_attn.engine.StepInfo` has it."""
-
-    @property
-    def running(self) -> int:
-        """Requests being computed."""
-
-    @property
-    def waiting(self) -> int:
-        """Requests that have arrived and not started."""
-
-    @property
-    def blocks_used(self) -> int:
-        """Blocks that hold keys and values of running requests."""
-
-    @property
-    def blocks_total(self) -> int:
-        """Blocks of the pool."""
-
-    @property
-    def finished(self) -> int:
-        """Requests that are done."""
-
-    @property
-    def generated_tokens(self) -> int:
-        """Tokens generated so far."""
-
-    @property
-    def elapsed_s(self) -> float:
-        """Seconds since serving began."""
-
-
-def status_line(step: Step) -> str:
+def status_line(step: StepInfo) -> str:
     """Tokens per second, running, waiting and blocks in use, as one line."""
     rate = step.generated_tokens / step.elapsed_s if step.elapsed_s > 0 else 0.0
     return (
@@ -65,7 +35,7 @@ class ServingView:
         self._console = console
         self._every_s = self._next_s = every_s
 
-    def __call__(self, step: Step) -> None:
+    def __call__(self, step: StepInfo) -> None:
         """Show a step, if it is time to."""
         if step.elapsed_s < self._next_s:
             return
@@ -95,7 +65,7 @@ class LiveServingView(ServingView):
         )
         self._task = self._progress.add_task("serving", total=requests, status="")
 
-    def __call__(self, step: Step) -> None:
+    def __call__(self, step: StepInfo) -> None:
         """Show a step."""
         self._progress.update(self._task, completed=step.finished, status=status_line(step))
 

@@ -1,83 +1,180 @@
-"""Options that ``run`` and ``plan`` have both: what serves, and within which limits."""
+"""The options of the commands, each declared once, and the command line made of them."""
 
 from __future__ import annotations
 
-from enum import StrEnum
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import Any, TypeVar, get_type_hints
 
 import typer
 
-__all__ = [
-    "BackendOption",
-    "BlockSizeOption",
-    "DtypeOption",
-    "Kernel",
-    "KernelOption",
-    "MaxSeqsOption",
-    "MaxTokensOption",
-    "NumBlocksOption",
-    "ScaleOption",
-    "TraceOption",
-]
+from compiled_attn.engine.config import EngineConfig
 
-_DEMAND, _ENGINE = "What to serve", "How to serve it"
+__all__ = ["PlanOptions", "RunOptions", "ServingOptions", "settings_of", "taking"]
+
+DEFAULT_STORE = "~/.cache/compiled-attn"
+"""The default store, as help tells it: where it is unless a variable or the platform differ."""
+
+_DEMAND, _ENGINE, _RESULT = "What to serve", "How to serve it", "What to prove and write"
+_SETTINGS: dict[str, Field[Any]] = {each.name: each for each in fields(EngineConfig)}
+
+Options = TypeVar("Options")
 
 
-class Kernel(StrEnum):
-    """What ``--kernel`` can be."""
+def option(panel: str, default: Any, text: str, *flags: str, **told: Any) -> Any:
+    """A field that is an option: ``told`` and ``flags`` go to `typer.Option`."""
+    return field(
+        default=default, metadata={"rich_help_panel": panel, "help": text, "flags": flags, **told}
+    )
 
-    auto = "auto"
-    native = "native"
-    portable = "portable"
+
+def setting(name: str, *, default: Any = ..., **told: Any) -> Any:
+    """The option of an `EngineConfig` field, whose default and meaning it has."""
+    declared = _SETTINGS[name]
+    own = declared.default if default is ... else default
+    return option(_ENGINE, own, declared.metadata["help"], **told)
 
 
-TraceOption: TypeAlias = Annotated[
-    Path | None,
-    typer.Option(
+@dataclass(frozen=True, kw_only=True)
+class ServingOptions:
+    """What ``run`` and ``plan`` both need: what serves, and within which limits."""
+
+    trace: Path | None = option(
+        _DEMAND,
+        None,
+        "Requests, Azure CSV or Mooncake JSON lines; without one a demand is drawn.",
         metavar="FILE",
-        rich_help_panel=_DEMAND,
-        help="Requests, Azure CSV or Mooncake JSON lines; without one a demand is drawn.",
-    ),
-]
-ScaleOption: TypeAlias = Annotated[
-    float | None,
-    typer.Option(
-        rich_help_panel=_DEMAND,
-        help="Multiplies all lengths; by default what fits the model's context.",
-    ),
-]
-DtypeOption: TypeAlias = Annotated[
-    str, typer.Option(rich_help_panel=_ENGINE, help="float32 or bfloat16.")
-]
-BackendOption: TypeAlias = Annotated[
-    str,
-    typer.Option(
-        rich_help_panel=_ENGINE, help="inductor, aoti or onnxrt (compiled), eager or aot_eager."
-    ),
-]
-KernelOption: TypeAlias = Annotated[
-    Kernel,
-    typer.Option(
-        rich_help_panel=_ENGINE,
-        help="native (C++, buckets of tokens and requests), portable (torch alone), or auto: "
-        "native where it can.",
-    ),
-]
-MaxTokensOption: TypeAlias = Annotated[
-    int, typer.Option(rich_help_panel=_ENGINE, help="Tokens a step computes at most.")
-]
-MaxSeqsOption: TypeAlias = Annotated[
-    int, typer.Option(rich_help_panel=_ENGINE, help="Requests that run at once at most.")
-]
-BlockSizeOption: TypeAlias = Annotated[
-    int, typer.Option(rich_help_panel=_ENGINE, help="Tokens in a block of the KV cache.")
-]
-NumBlocksOption: TypeAlias = Annotated[
-    int | None,
-    typer.Option(
+    )
+    scale: float | None = option(
+        _DEMAND, None, "Multiplies all lengths; by default what fits the model's context."
+    )
+    speed: float | None = option(
+        _DEMAND, None, "Open loop: keep the arrival times, X times as fast.", metavar="X"
+    )
+    concurrency: int | None = option(
+        _DEMAND,
+        None,
+        "Closed loop: N requests in flight; by default all are offered at once.",
         metavar="N",
-        rich_help_panel=_ENGINE,
-        help="Blocks of the KV cache; by default 256 MiB of them.",
-    ),
-]
+        min=1,
+    )
+    model: Path | None = option(
+        _DEMAND,
+        None,
+        "Hugging Face causal LM; by default a small random Llama is built.",
+        metavar="DIR",
+    )
+    dtype: str = option(_ENGINE, "float32", "float32 or bfloat16.")
+    backend: str = setting("backend")
+    kernel: str = setting("kernel")
+    max_tokens_per_step: int = setting("max_tokens_per_step")
+    max_seqs: int = setting("max_seqs")
+    block_size: int = setting("block_size")
+    num_blocks: int | None = setting("num_blocks", metavar="N")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(ServingOptions):
+    """The options of ``compiled-attn run``."""
+
+    demand: str | None = option(
+        _DEMAND, None, "Demand to draw: chat (default), code or rag.", metavar="KIND"
+    )
+    requests: int = option(_DEMAND, 40, "Requests to draw or read.", min=1, max=10_000_000)
+    seed: int = option(_DEMAND, 0, "Seed of everything random.", min=0, max=2**63 - 1)
+    temperature: float = option(_DEMAND, 0.0, "0 is greedy decoding.")
+    top_k: int = option(_DEMAND, 0, "Sample from the k most likely; 0: all.")
+    top_p: float = option(_DEMAND, 1.0, "Sample from the most likely share p.")
+    store: Path | None = option(
+        _ENGINE,
+        None,
+        f"Folder of compiled graphs, for the next start; by default {DEFAULT_STORE}.",
+        metavar="DIR",
+    )
+    no_store: bool = option(_ENGINE, False, "Compile all graphs, and keep none.", "--no-store")
+    warmup_workers: int = setting("warmup_workers", metavar="N")
+    warmup_journal: Path | None = setting("warmup_journal", metavar="FILE")
+    defrag_waste: float = setting("defrag_waste", metavar="SHARE")
+    buckets: Path | None = setting("buckets", metavar="FILE")
+    max_graphs: int | None = setting("max_graphs", default=None, metavar="N")
+    check: int = option(
+        _RESULT,
+        0,
+        "Generate N requests again with plain transformers and compare.",
+        metavar="N",
+        min=0,
+    )
+    strict: bool = setting("strict")
+    report: Path | None = option(_RESULT, None, "Write an HTML report here.", metavar="DIR")
+    record_demand: Path | None = option(
+        _RESULT,
+        None,
+        "Write what each step needed here, a JSON object a line, to plan buckets with.",
+        metavar="FILE",
+    )
+    json: Path | None = option(_RESULT, None, "Write the result here.", metavar="FILE")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(ServingOptions):
+    """The options of ``compiled-attn plan``."""
+
+    demand: Path | None = option(
+        _DEMAND, None, "What `run --record-demand FILE` has recorded.", metavar="FILE"
+    )
+    requests: int | None = option(
+        _DEMAND, None, "Requests to read; by default all.", metavar="N", min=1
+    )
+    max_graphs: int = option(_RESULT, 24, "Buckets at most.", metavar="K", min=1, max=1000)
+    rho: float = option(
+        _RESULT,
+        3.0,
+        "No need may pay more than X times its own cost; 0: no such guard.",
+        metavar="X",
+    )
+    out: Path | None = option(
+        _RESULT, None, "Write the buckets here, for `run --buckets FILE`.", metavar="FILE"
+    )
+
+
+def settings_of(options: ServingOptions) -> dict[str, Any]:
+    """The options that are fields of `EngineConfig`, by name."""
+    names = (each.name for each in fields(options) if each.name in _SETTINGS)
+    return {name: getattr(options, name) for name in names}
+
+
+def taking(kind: type[Options]) -> Callable[[Callable[[Options], int]], Callable[..., int]]:
+    """Makes a command of a function of a dataclass: each of its fields is an option."""
+    hints = get_type_hints(kind)
+    parameters = [
+        inspect.Parameter(
+            each.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=_typer_option(each),
+            annotation=hints[each.name],
+        )
+        for each in sorted(fields(kind), key=_panel)  # type: ignore[arg-type]
+    ]
+
+    def decorate(job: Callable[[Options], int]) -> Callable[..., int]:
+        @functools.wraps(job)
+        def command(**given: Any) -> int:
+            return job(kind(**given))
+
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {}
+        return command
+
+    return decorate
+
+
+def _typer_option(each: Field[Any]) -> Any:
+    told = dict(each.metadata)
+    return typer.Option(each.default, *told.pop("flags"), **told)
+
+
+def _panel(each: Field[Any]) -> int:
+    return (_DEMAND, _ENGINE, _RESULT).index(each.metadata["rich_help_panel"])

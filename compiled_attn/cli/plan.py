@@ -1,105 +1,202 @@
-"""``compiled-attn plan``: from a trace or a recorded demand to the buckets that waste least."""
+"""The job behind ``compiled-attn plan``: needs, comparison, table, bucket file."""
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
 
-import typer
+from rich.console import Console
+from rich.table import Table
 
-from compiled_attn.cli.options import (
-    BackendOption,
-    BlockSizeOption,
-    DtypeOption,
-    Kernel,
-    KernelOption,
-    MaxSeqsOption,
-    MaxTokensOption,
-    NumBlocksOption,
-    ScaleOption,
-    TraceOption,
-)
+from compiled_attn.cli.errors import UserError, bad_input
+from compiled_attn.cli.inputs import fitted_arrivals, known_backend, model_of
+from compiled_attn.cli.options import PlanOptions, settings_of
+from compiled_attn.engine import EngineConfig
+from compiled_attn.engine.kernel import chosen_kernel
+from compiled_attn.engine.sizing import FORMS, Sizing, step_limits, work_of
+from compiled_attn.workloads import read_trace
+from compiled_attn.workloads.comparison import Comparison, compare
+from compiled_attn.workloads.default_demand import default_demand
+from compiled_attn.workloads.families import Family, family, within
+from compiled_attn.workloads.simulate import SimulatedEngine, simulate
+from graphs import to_file
+from graphs.planner import CostModel, Demand, PlanReport, read_demand
+from graphs.planner import plan as choose
 
-__all__ = ["plan"]
+__all__ = ["run_plan"]
 
-_DEMAND, _ENGINE = "What to serve", "How to serve it"
-_RESULT = "What to choose and write"
+_ENOUGH_STEPS = 10_000
+_LIMITS = {
+    "tokens": "--max-tokens-per-step",
+    "shared": "--num-blocks, --block-size or --model",
+    "unique": "--num-blocks, --max-seqs, --block-size or --model",
+    "logits": "--max-seqs",
+    "requests": "--max-seqs",
+}
 
 
-def plan(
-    trace: TraceOption = None,
-    demand: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            rich_help_panel=_DEMAND,
-            help="What `run --record-demand FILE` has recorded.",
-        ),
-    ] = None,
-    requests: Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="N", rich_help_panel=_DEMAND, help="Requests to read; by default all."
-        ),
-    ] = None,
-    scale: ScaleOption = None,
-    speed: Annotated[
-        float | None,
-        typer.Option(
-            metavar="X",
-            rich_help_panel=_DEMAND,
-            help="Keep the arrival times, X times as fast; by default all come at once.",
-        ),
-    ] = None,
-    concurrency: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", rich_help_panel=_DEMAND, help="N requests in flight."),
-    ] = None,
-    model: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            rich_help_panel=_ENGINE,
-            help="Hugging Face causal LM; by default the one that `run` builds.",
-        ),
-    ] = None,
-    dtype: DtypeOption = "float32",
-    backend: BackendOption = "inductor",
-    kernel: KernelOption = Kernel.auto,
-    max_tokens_per_step: MaxTokensOption = 256,
-    max_seqs: MaxSeqsOption = 32,
-    block_size: BlockSizeOption = 32,
-    num_blocks: NumBlocksOption = None,
-    max_graphs: Annotated[
-        int,
-        typer.Option(
-            min=1, max=1000, metavar="K", rich_help_panel=_RESULT, help="Buckets at most."
-        ),
-    ] = 24,
-    rho: Annotated[
-        float,
-        typer.Option(
-            metavar="X",
-            rich_help_panel=_RESULT,
-            help="No need may pay more than X times its own cost; 0: no such guard.",
-        ),
-    ] = 3.0,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            rich_help_panel=_RESULT,
-            help="Write the buckets here, for `run --buckets FILE`.",
-        ),
-    ] = None,
-) -> int:
-    """Show what bucket strategies waste on a trace, and write a planned bucket file.
+def run_plan(options: PlanOptions) -> int:
+    """Compare bucket strategies on a demand, and write the planned buckets; the exit code."""
+    _refuse_contradictions(options)
+    with bad_input():
+        recorded = None if options.demand is None else _recorded(options.demand, options.kernel)
+        sizing, engine, steps = _engine(options, recorded)
+        if recorded is not None:
+            _check_limits(options, recorded, steps)
+            needs = _compared(options, sizing, steps, recorded)
+        elif options.trace is not None:
+            simulated = _simulated(options, options.trace, sizing, engine)
+            needs = _compared(options, sizing, steps, simulated[steps.name])
+        else:
+            needs = default_demand(steps, engine, sizing.context)
+        _write(options, steps, needs)
+    return 0
 
-    The plan is fitted on the first half of the steps and judged, like the others, on the second.
-    What is written is planned on both halves; without trace and demand, on a mixture of drawn
-    workloads. Give the limits that `run` will have. Ends with 2 on bad input.
-    """
-    options = dict(locals())
-    from compiled_attn.cli.plan_job import PlanOptions, run_plan
 
-    return run_plan(PlanOptions(**{**options, "kernel": kernel.value}))
+def _refuse_contradictions(options: PlanOptions) -> None:
+    if options.trace is not None and options.demand is not None:
+        raise UserError("expected one of --trace and --demand, got both: choose what to plan for")
+    if options.trace is None:
+        for name in ("requests", "scale", "speed", "concurrency"):
+            if getattr(options, name) is not None:
+                raise UserError(f"expected --{name} with --trace only: give one, or leave it out")
+    known_backend(options)
+    if options.rho != 0 and not options.rho > 1:
+        raise UserError(f"expected --rho above 1, or 0 for no guard, got {options.rho:g}")
+    if options.out is not None and not options.out.parent.is_dir():
+        raise UserError(f"cannot write {options.out}: {options.out.parent} is no directory")
+    if options.out is not None and options.out.is_dir():
+        raise UserError(f"cannot write {options.out}: it is a directory, name a file")
+
+
+def _check_limits(options: PlanOptions, needs: Demand, steps: Family) -> None:
+    """What was recorded within other limits is for other buckets."""
+    for axis in steps.axes:
+        if (largest := needs.largest[axis.name]) > axis.high:
+            raise UserError(
+                f"{options.demand}: expected needs with {axis.name} <= {axis.high}, got {largest}: "
+                f"give the limits that `run` had when it recorded them, {_LIMITS[axis.name]}"
+            )
+
+
+def _compared(options: PlanOptions, sizing: Sizing, steps: Family, needs: Demand) -> Demand:
+    """Print how strategies fare on the second half; returns the needs that one bucket can hold."""
+    kept, cut = within(needs, steps.axes)
+    first, second = needs.project(steps.names).halves()
+    default = {"engine's default": sizing.buckets}
+    rho = options.rho or None
+    found = compare(steps, first, second, options.max_graphs, others=default, rho=rho)
+    _print(found, kept, cut)
+    return kept
+
+
+def _write(options: PlanOptions, steps: Family, needs: Demand) -> None:
+    """Plan for all needs, and write the buckets."""
+    is_default = options.trace is None and options.demand is None
+    if options.out is None and not is_default:
+        return
+    report = choose(
+        steps.foreseen(needs),
+        steps.cost,
+        options.max_graphs,
+        axes=steps.axes,
+        legal=steps.legal,
+        rho=options.rho or None,
+    )
+    what = "a mixture of drawn workloads" if is_default else "both halves"
+    print(f"{_buckets(report)}, planned on {what}: waste {report.waste:.1%}")
+    if options.out is not None:
+        to_file(report.space, options.out)
+        print(f"written: compiled-attn run --buckets {options.out}")
+
+
+def _engine(
+    options: PlanOptions, recorded: Demand | None
+) -> tuple[Sizing, SimulatedEngine, Family]:
+    """What `run` would make of these options: sizes, their simulation, its steps at its cost."""
+    config = EngineConfig(**settings_of(options), strict=False)
+    model = model_of(options)
+    if recorded is not None:
+        kernel, note = _recorder(recorded) or "", ": it recorded the demand"
+    else:
+        chosen = chosen_kernel(model, config)
+        kernel, note = chosen.name, chosen.notes["native"]
+        note = f": {note}" if kernel == "native" else f"; native: {note}"
+    print(f"for the {kernel} kernel{note}")
+    sizing = Sizing.of(model, config, FORMS[kernel])
+    limits = step_limits(config, sizing.context, sizing.num_blocks)
+    engine = SimulatedEngine(limits.tokens, limits.seqs, config.block_size, limits.pool_blocks)
+    cost = CostModel(sizing.form.cost(work_of(model)))
+    name = "table" if kernel == "native" else "engine"
+    return sizing, engine, replace(family(name, engine, sizing.context), cost=cost)
+
+
+def _recorded(path: Path, kernel: str) -> Demand:
+    needs = read_demand(path)
+    recorder = _recorder(needs)
+    if recorder is None:
+        raise UserError(
+            f"{path}: expected needs over {', '.join(FORMS['portable'].axes)} (portable kernel) or "
+            f"{', '.join(FORMS['native'].axes)} (native), as `run --record-demand` "
+            f"writes them, got {', '.join(needs.names)}: use python -m graphs plan for others"
+        )
+    if kernel not in ("auto", recorder):
+        raise UserError(
+            f"{path}: expected a demand of the {kernel} kernel, got one of the {recorder} kernel, "
+            f"over {', '.join(needs.names)}: record one with it, or leave --kernel out"
+        )
+    return needs
+
+
+def _recorder(needs: Demand) -> str | None:
+    """The kernel whose steps have these axes."""
+    return next((name for name, form in FORMS.items() if {*form.axes} == {*needs.names}), None)
+
+
+def _simulated(
+    options: PlanOptions, trace: Path, sizing: Sizing, engine: SimulatedEngine
+) -> dict[str, Demand]:
+    arrivals = fitted_arrivals(options, read_trace(trace, options.requests), sizing)
+    found = simulate(arrivals, engine, speed=options.speed, concurrency=options.concurrency)
+    print(f"{len(found.needs['engine']):,} simulated steps", file=sys.stderr)
+    return found.needs
+
+
+def _print(found: Comparison, needs: Demand, cut: float) -> None:
+    console = Console()
+    table = Table(title="Second half of the steps, planned on the first", title_justify="left")
+    table.add_column("strategy", no_wrap=True)
+    for name in ("buckets", "never used", "waste", "worst need", "missed"):
+        table.add_column(name, justify="right")
+    for name, judged in found.judged.items():
+        table.add_row(
+            name,
+            str(judged.graphs),
+            str(judged.unused),
+            f"{judged.waste:.1%}",
+            f"{judged.worst:.1f}x",
+            f"{judged.missed:.1%}",
+        )
+    console.print(table)
+    for line in _remarks(found.plan, needs, cut):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def _buckets(plan: PlanReport) -> str:
+    return f"{len(plan.space)} bucket{'s' if len(plan.space) > 1 else ''}"
+
+
+def _remarks(plan: PlanReport, needs: Demand, cut: float) -> list[str]:
+    remarks = [
+        f"The plan wastes {plan.waste:.1%} on the first half; with {_buckets(plan)} no plan wastes "
+        f"below {plan.lower_bound:.1%}. No legal need pays above {plan.guard:.3g} times its cost."
+    ]
+    if cut:
+        remarks.append(f"{cut:.2%} of the steps are left out: the engine cuts them into smaller.")
+    if needs.total < _ENOUGH_STEPS:
+        remarks.append(
+            f"Only {needs.total:,.0f} steps: below {_ENOUGH_STEPS:,} a plan says little about "
+            "tomorrow."
+        )
+    return remarks

@@ -8,24 +8,28 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from compiled_attn.cli.cache import default_store
 from compiled_attn.cli.errors import UserError
-from graphs.backends.base import Backend
-from graphs.store import (
-    ArtifactStore,
-    StoredAoti,
-    StoredInductor,
-    environment_factors,
-)
+from graphs.capture.contract import Backend
+from graphs.store import ArtifactStore, StoredAoti, StoredInductor, environment_factors
+from graphs.store.cache_folder import cache_folder
 
-__all__ = ["stored_backend"]
+__all__ = ["default_store", "stored_backend"]
 
 _log = logging.getLogger(__name__)
 
 
+def default_store() -> Path:
+    """The folder of the default store.
+
+    Raises:
+        StoreError: the user's home is unknown.
+    """
+    return cache_folder("compiled-attn")
+
+
 @contextlib.contextmanager
 def stored_backend(backend: str, store: Path | None) -> Iterator[str | Backend]:
-    """The backend of that name, with the store in its back where it can have one.
+    """The backend of that name, which keeps its graphs in the store if it is able to.
 
     Args:
         backend: as in ``--backend``.

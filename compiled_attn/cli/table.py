@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from rich.console import Console
 from rich.table import Table
 
-from compiled_attn.check import CheckReport
 from compiled_attn.engine import EngineReport, Percentiles
+from compiled_attn.hf.proof import CheckReport
 
 __all__ = ["print_result"]
 

@@ -1,12 +1,35 @@
-"""Continuous batching over captured graphs: scheduler, runner, sampler and their engine."""
+"""Continuous batching over captured graphs: scheduler, executor, sampler and their engine.
 
-from compiled_attn.engine.config import ConfigError, EngineConfig
-from compiled_attn.engine.engine import Engine
-from compiled_attn.engine.metrics import EngineReport, Percentiles, StepInfo, StepRecord
-from compiled_attn.engine.sampling import SamplingParams, sample, sample_rows
-from compiled_attn.engine.scheduler import ScheduledTokens, Scheduler
-from compiled_attn.engine.sequence import GenerationResult, Sequence, Status, TokenEvent
-from compiled_attn.engine.stream import Stream
+A name is imported when it is first asked for, as in `compiled_attn`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from compiled_attn.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from compiled_attn.engine.config import ConfigError, EngineConfig
+    from compiled_attn.engine.engine import Engine
+    from compiled_attn.engine.metrics import EngineReport, Percentiles, StepInfo, StepRecord
+    from compiled_attn.engine.sampling import SamplingParams, sample, sample_rows
+    from compiled_attn.engine.scheduler import ScheduledTokens, Scheduler
+    from compiled_attn.engine.sequence import GenerationResult, Sequence, Status, TokenEvent
+    from compiled_attn.engine.stream import Stream
+else:
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "config": "ConfigError EngineConfig",
+            "engine": "Engine",
+            "metrics": "EngineReport Percentiles StepInfo StepRecord",
+            "sampling": "SamplingParams sample sample_rows",
+            "scheduler": "ScheduledTokens Scheduler",
+            "sequence": "GenerationResult Sequence Status TokenEvent",
+            "stream": "Stream",
+        },
+    )
 
 __all__ = [
     "ConfigError",

@@ -1,75 +1,93 @@
-"""What an engine is made with, and what it refuses."""
+"""The settings of an engine, each declared once: its default, its meaning, its least value."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
 
-from compiled_attn.kernels.native import CHOICES, KernelChoice
-from graphs import BucketSpace
-from graphs.backends.base import Backend
+from compiled_attn.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from compiled_attn.ops import KernelChoice
+    from graphs import BucketSpace
+    from graphs.capture.contract import Backend
 
 __all__ = ["ConfigError", "EngineConfig"]
 
 
-class ConfigError(ValueError):
-    """A setting or a request that cannot work: the message says expected, got, remedy."""
+def setting(default: Any, meaning: str, *, least: int | None = None) -> Any:
+    """A field whose meaning is also the help of the command's option of this name."""
+    return field(default=default, metadata={"help": meaning, "least": least})
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Sizes and policies of an engine.
-
-    Args:
-        max_tokens_per_step: tokens that a step computes at most.
-        max_seqs: requests that run at the same time at most (<= max_tokens_per_step).
-        block_size: slots in a KV block.
-        num_blocks: blocks of the KV cache with the null block. None: 256 MiB of KV, but room for
-            one request of full context at least and for ``max_seqs`` of them at most.
-        context: longest prompt plus generation. None: the model's ``max_position_embeddings``.
-        buckets: shapes to capture, over the axes tokens, shared, unique, logits for the portable
-            kernel, or tokens, requests for the native one. None: a ladder of at most
-            ``max_graphs``, see `compiled_attn.engine.ladder`.
-        max_graphs: upper limit of captured graphs.
-        defrag_waste: share of unused places in the range of used blocks above which blocks are
-            moved between steps, a few at a time; 0 moves whenever one can, None never.
-        defrag_min_gap: and not before so many places of the range are unused.
-        partial_hits: whether a prompt also shares the beginning of a cached block, by a copy of it.
-        prefix_key: secret under which the contents of blocks are hashed, so that nobody can guess
-            what another's prompt would be found by; None: drawn for each engine.
-        backend: a backend of `graphs.capture`, by its name or as an object, such as one with a
-            store in its back (`graphs.store.StoredInductor`).
-        kernel: "native": attention by the C++ kernel, "portable": by torch alone; "auto": native
-            where it supports model, backend and buckets, see `compiled_attn.engine.kernel`.
-        strict: a compile after warmup or a fallback is an error instead of a counted warning; so is
-            a native kernel that supports the model but cannot be built here.
-        watch_process: whether what other threads compile, build and capture during a step counts as
-            well, as an error if ``strict``. By default other engines may warm up meanwhile.
-        warmup_workers: how many processes compile steps, this one included; see
-            `graphs.WarmupManager`.
-        warmup_journal: a file that a warmup which was killed goes on from; see there.
+    """Sizes and policies of an engine; what each means stands beside its default.
 
     Raises:
         ConfigError: a size that cannot work.
     """
 
-    max_tokens_per_step: int = 256
-    max_seqs: int = 32
-    block_size: int = 32
-    num_blocks: int | None = None
-    context: int | None = None
-    buckets: BucketSpace | None = None
-    max_graphs: int = 24
-    defrag_waste: float | None = 0.25
-    defrag_min_gap: int = 8
-    partial_hits: bool = True
-    prefix_key: bytes | None = None
-    backend: str | Backend = "inductor"
-    kernel: KernelChoice = "auto"
-    strict: bool = True
-    watch_process: bool = False
-    warmup_workers: int = 1
-    warmup_journal: str | Path | None = None
+    max_tokens_per_step: int = setting(256, "Tokens that a step computes at most.", least=1)
+    max_seqs: int = setting(32, "Requests that run at the same time at most.", least=1)
+    block_size: int = setting(32, "Tokens in a block of the KV cache.", least=1)
+    num_blocks: int | None = setting(
+        None,
+        "Blocks of the KV cache, null block included; by default 256 MiB of them, but room for one "
+        "request of full context at least and for max_seqs of them at most.",
+        least=2,
+    )
+    context: int | None = setting(
+        None, "Longest prompt plus generation; by default what the model was made for.", least=2
+    )
+    buckets: BucketSpace | None = setting(
+        None,
+        "Shapes to capture, over tokens, shared, unique, logits (portable kernel) or tokens, "
+        "requests (native); by default a ladder of at most max_graphs.",
+    )
+    max_graphs: int = setting(24, "Graphs to capture at most.", least=1)
+    defrag_waste: float | None = setting(
+        0.25,
+        "Move blocks between steps, a few at a time, when more than this share of their range is "
+        "unused; 0: whenever one can, 1 (in Python also None): never.",
+    )
+    defrag_min_gap: int = setting(
+        8, "Move none before so many places of the range are unused.", least=1
+    )
+    partial_hits: bool = setting(
+        True, "A prompt also shares the beginning of a cached block, by a copy of it."
+    )
+    prefix_key: bytes | None = setting(
+        None,
+        "Secret under which the contents of blocks are hashed, so that nobody can guess what "
+        "another's prompt would be found by; by default drawn for each engine.",
+    )
+    backend: str | Backend = setting(
+        "inductor",
+        "inductor, aoti or onnxrt (compiled), eager or aot_eager; in Python also an object, such "
+        "as graphs.store.StoredInductor.",
+    )
+    kernel: KernelChoice = setting(
+        "auto",
+        "native (C++, buckets of tokens and requests), portable (torch alone), or auto: native "
+        "where it can.",
+    )
+    strict: bool = setting(
+        True,
+        "A compile after warmup or a fallback is an error, or else a counted warning; so is a "
+        "native kernel that supports the model but cannot be built here.",
+    )
+    watch_process: bool = setting(
+        False,
+        "What other threads compile, build and capture during a step counts as well; by default "
+        "other engines may warm up meanwhile.",
+    )
+    warmup_workers: int = setting(1, "Processes that compile, this one included.", least=1)
+    warmup_journal: str | Path | None = setting(
+        None, "File that records what each graph came to; a killed warmup goes on from it."
+    )
 
     @property
     def backend_name(self) -> str:
@@ -77,19 +95,14 @@ class EngineConfig:
         return self.backend if isinstance(self.backend, str) else self.backend.name
 
     def __post_init__(self) -> None:
-        sizes = (
-            ("max_tokens_per_step", self.max_tokens_per_step, 1),
-            ("max_seqs", self.max_seqs, 1),
-            ("block_size", self.block_size, 1),
-            ("num_blocks", self.num_blocks, 2),
-            ("context", self.context, 2),
-            ("max_graphs", self.max_graphs, 1),
-            ("defrag_min_gap", self.defrag_min_gap, 1),
-            ("warmup_workers", self.warmup_workers, 1),
-        )
-        for name, size, least in sizes:
-            if size is not None and size < least:
-                raise ConfigError(f"expected {name} >= {least}, got {size}: choose a larger {name}")
+        from compiled_attn.ops import CHOICES  # not above: a command's help needs no torch
+
+        for each in fields(self):
+            size, least = getattr(self, each.name), each.metadata["least"]
+            if least is not None and size is not None and size < least:
+                raise ConfigError(
+                    f"expected {each.name} >= {least}, got {size}: choose a larger {each.name}"
+                )
         if self.defrag_waste is not None and not 0 <= self.defrag_waste <= 1:
             raise ConfigError(f"expected defrag_waste in 0..1 or None, got {self.defrag_waste}")
         if self.kernel not in CHOICES:
@@ -99,3 +112,12 @@ class EngineConfig:
                 f"expected max_seqs <= max_tokens_per_step, got {self.max_seqs} > "
                 f"{self.max_tokens_per_step}: every running request needs a token in a step"
             )
+
+
+EngineConfig.__doc__ = "\n".join(
+    [
+        f"{EngineConfig.__doc__}",
+        "    Args:",
+        *(f"        {each.name}: {each.metadata['help']}" for each in fields(EngineConfig)),
+    ]
+)

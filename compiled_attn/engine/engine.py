@@ -13,45 +13,42 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
-from dataclasses import replace
 from functools import partial
 
 from transformers import PreTrainedModel
 
-from compiled_attn.blocks import BlockPool
-from compiled_attn.blocks.prefix import Salt
-from compiled_attn.engine.changes import Attempt, Changes
+from compiled_attn.cache.blocks import BlockPool
+from compiled_attn.cache.blocks.prefix import Salt
+from compiled_attn.engine.block_memory import BlockMemory
 from compiled_attn.engine.config import ConfigError, EngineConfig
-from compiled_attn.engine.kernel import chosen_kernel
-from compiled_attn.engine.mailbox import Mailbox
-from compiled_attn.engine.memory import BlockMemory
+from compiled_attn.engine.executor import Executor
+from compiled_attn.engine.local import LocalExecutor
 from compiled_attn.engine.metrics import EngineReport, StepInfo
-from compiled_attn.engine.outcome import Outcome, outcome_of
+from compiled_attn.engine.outcome import Attempt, Changes, Outcome, outcome_of
 from compiled_attn.engine.prompts import check_settings, token_ids
 from compiled_attn.engine.report import info_of, report_of
-from compiled_attn.engine.runner import Runner
-from compiled_attn.engine.sampling import NOT_FINITE, SamplingParams, sample_rows
+from compiled_attn.engine.sampling import NOT_FINITE, SamplingParams
 from compiled_attn.engine.scheduler import Scheduler
-from compiled_attn.engine.sequence import GenerationResult, Sequence, TokenEvent
-from compiled_attn.engine.sizing import Sizing, eos_tokens
-from compiled_attn.engine.stream import Stream, Streams, results_of
+from compiled_attn.engine.sequence import GenerationResult, Mailbox, Sequence, TokenEvent
+from compiled_attn.engine.sizing import Sizing
+from compiled_attn.engine.stream import Server, Stream, Streams, results_of
 from compiled_attn.engine.tally import StepRecord, Tally
 from compiled_attn.engine.workload import Workload
-from graphs import BucketSpace, CaptureError, WarmupReport, no_compile
-from graphs.capture import resolve
+from graphs import WarmupReport, no_compile
 
 __all__ = ["Engine"]
 
 
 class Engine:
-    """Serves many requests with one model, step by step, from captured graphs.
+    """Serves many requests, step by step, from captured graphs.
 
     After an exception, Ctrl-C included, every call works: the step that was interrupted was done,
     or is done again. What was running is then computed again, and the prefix cache is empty.
 
     Args:
-        model: a Hugging Face causal LM in eval mode; its attention is switched to the paged cache.
-        config: sizes and policies.
+        model: a Hugging Face causal LM in eval mode, whose attention a `LocalExecutor` switches to
+            the paged cache; or any executor, which is what computes the steps.
+        config: sizes and policies; None: those of the executor, or the defaults.
 
     Attributes:
         sentinel: what compiled since the warmup.
@@ -60,9 +57,9 @@ class Engine:
         prompt_tokens: tokens of all prompts that were submitted.
 
     Raises:
-        ConfigError: the sizes do not fit each other or the model.
-        graphs.CaptureError: there is no such backend here.
-        ValueError: the model cannot run on the paged cache, see `compiled_attn.hf.PagedCausalLM`.
+        ConfigError, graphs.CaptureError, ValueError: see `LocalExecutor`; or the executor was made
+            with another configuration.
+        RuntimeError: another engine has the executor.
 
     Example::
 
@@ -72,14 +69,20 @@ class Engine:
             print(result.index, result.tokens)
     """
 
-    def __init__(self, model: PreTrainedModel, config: EngineConfig | None = None) -> None:
-        self.config = config = config or EngineConfig()
-        resolve(config.backend, "step")  # before the model is touched
-        self.model = model
-        self.kernel = chosen_kernel(model, config)
-        self.sizing = Sizing.of(model, config, self.kernel.is_native)
-        self.runner = Runner(model, config, self.sizing)
-        self.memory = BlockMemory(self.runner.module.cache, config)
+    def __init__(
+        self, model: Executor | PreTrainedModel, config: EngineConfig | None = None
+    ) -> None:
+        self.executor = executor = (
+            LocalExecutor(model, config) if isinstance(model, PreTrainedModel) else model
+        )
+        self.config = config = config or executor.config
+        if config != executor.config:
+            raise ConfigError(
+                "expected the configuration that the executor was made with, got another one: "
+                "leave it out"
+            )
+        executor.attach()
+        self.memory = BlockMemory(self.executor, config)
         self.scheduler = Scheduler(self.pool, config.max_tokens_per_step, config.max_seqs)
         self.tally = Tally([*self.sizing.buckets], self.sizing.buckets.cost)
         self.sentinel = no_compile(strict=config.strict, all_threads=config.watch_process)
@@ -92,7 +95,11 @@ class Engine:
         self._changes = Changes(self._recover)
         self.restarts = 0
         self.prompt_tokens = 0
-        self._eos = eos_tokens(model)
+
+    @property
+    def sizing(self) -> Sizing:
+        """Context, blocks and buckets; after the warmup the buckets that were captured."""
+        return self.executor.sizing
 
     @property
     def pool(self) -> BlockPool:
@@ -108,25 +115,10 @@ class Engine:
         Raises:
             graphs.CaptureError: no bucket could be captured, or not all of them (strict).
         """
-        report = self.runner.graphs.warmup(progress)
-        captured = [result.bucket for result in report.captured]
-        missing = [result for result in report.results if result.status != "captured"]
-        if not captured or (missing and self.config.strict):
-            raise CaptureError(
-                f"step[{missing[0].bucket}]",
-                f"{missing[0].error}; {len(missing)} of {len(report.results)} buckets are not "
-                "captured: mend the cause, or serve from the others with strict=False",
-            )
-        buckets = self.sizing.buckets
-        serving = BucketSpace(buckets.names, captured, buckets.cost)
-        self.sizing = replace(self.sizing, buckets=serving)
-        copies = self.memory.warmup(progress)
-        self.runner.module.remember()
+        report = self.executor.warmup(progress)
         self._refuse_unservable()
-        self.warmup_report = WarmupReport(
-            (*report.results, *copies.results), report.elapsed_seconds + copies.elapsed_seconds
-        )
-        return self.warmup_report
+        self.warmup_report = report
+        return report
 
     def submit(
         self,
@@ -148,49 +140,8 @@ class Engine:
             ConfigError: the request can never be served: too long for the context, the pool or
                 every bucket, empty, not integers, or with a token outside the vocabulary.
         """
-        return self.enter(
-            token_ids(prompt),
-            SamplingParams() if sampling is None else sampling,
-            salt,
-            arrived_s=arrived_s,
-            mailbox=self._mailbox,
-            index=None,
-        )
-
-    def enter(
-        self,
-        prompt: list[int],
-        sampling: SamplingParams,
-        salt: Salt,
-        *,
-        arrived_s: float | None,
-        mailbox: Mailbox[TokenEvent],
-        index: int | None,
-    ) -> int:
-        """`submit` with the mailbox that its events go to, and its index there (None: its id)."""
-        self.check(prompt, sampling, salt, arrived_s)
-        request_id = next(self._ids)
-        stop = frozenset(sampling.stop_token_ids)
-        sequence = Sequence(
-            request_id,
-            prompt,
-            len(prompt),
-            sampling.seeded(),
-            time.perf_counter() if arrived_s is None else float(arrived_s),
-            stop_tokens=stop if sampling.ignore_eos else stop | self._eos,
-            salt=salt,
-            index=request_id if index is None else index,
-            mailbox=mailbox,
-        )
-        try:
-            self._requests[request_id] = sequence
-            self.scheduler.add(sequence)
-            self.prompt_tokens += len(prompt)
-            return request_id
-        except BaseException:
-            self._requests.pop(request_id, None)
-            self.scheduler.discard(sequence)
-            raise
+        sampling = SamplingParams() if sampling is None else sampling
+        return self._enter(token_ids(prompt), sampling, salt, arrived_s, self._mailbox, None)
 
     def step(self) -> list[TokenEvent]:
         """Computes one step and returns the tokens of requests that `submit` queued.
@@ -204,28 +155,12 @@ class Engine:
             graphs.GraphBudgetExceeded: something compiled (strict).
         """
         self._mailbox.arrived()
-        self.advance()
+        self._advance()
         try:
             return self._mailbox.hand_out()
         except BaseException:
             self._mailbox.came_back()
             raise
-
-    def advance(self) -> None:
-        """Computes one step for everybody; events go to the mailboxes of their requests.
-
-        Raises: as `step`.
-        """
-        if self.warmup_report is None:
-            raise RuntimeError(
-                "expected a warmed-up engine: call engine.warmup() before the first step"
-            )
-        self._changes.refuse_second()
-        self.runner.module.check_unchanged()
-        self._finish_attempt()
-        self._abort_unwanted()
-        if self.scheduler.has_work:
-            self._changes.run(self._compute)
 
     def abort(self, request_id: int) -> None:
         """Drops a request that has not finished; its blocks are free at once.
@@ -303,8 +238,16 @@ class Engine:
         """
         workload = Workload.of(prompts, sampling, salt, arrivals, concurrency)
         for each in zip(workload.prompts, workload.sampling, workload.salts, strict=True):
-            self.check(*each, None)
-        stream = Stream(self, workload, on_step)
+            self._check(*each, None)
+        server = Server(
+            self._enter,
+            self._advance,
+            self.abort,
+            self.info,
+            lambda: self.open_requests,
+            self._streams.refuse_second,
+        )
+        stream = Stream(server, workload, on_step)
         self._streams.add(stream)
         return stream
 
@@ -322,20 +265,62 @@ class Engine:
         """Whether `step` has anything to compute or to return."""
         return bool(self._requests) or len(self._mailbox) > 0
 
-    def refuse_second_stream(self) -> None:
-        """Raises RuntimeError if a stream is open."""
-        self._streams.refuse_second()
-
     def report(self) -> EngineReport:
         """What happened since the engine was made."""
         return report_of(self)
 
-    def check(
+    def _check(
         self, prompt: list[int], sampling: SamplingParams, salt: Salt, arrived_s: float | None
     ) -> None:
-        """Raises ConfigError if a request can never be served; see `submit`."""
         check_settings(sampling, salt, arrived_s)
         self.sizing.check(prompt, sampling)
+
+    def _enter(
+        self,
+        prompt: list[int],
+        sampling: SamplingParams,
+        salt: Salt,
+        arrived_s: float | None,
+        mailbox: Mailbox[TokenEvent],
+        index: int | None,
+    ) -> int:
+        """`submit` with the mailbox that its events go to, and its index there (None: its id)."""
+        self._check(prompt, sampling, salt, arrived_s)
+        request_id = next(self._ids)
+        stop = frozenset(sampling.stop_token_ids)
+        sequence = Sequence(
+            request_id,
+            prompt,
+            len(prompt),
+            sampling.seeded(),
+            time.perf_counter() if arrived_s is None else float(arrived_s),
+            stop_tokens=stop if sampling.ignore_eos else stop | self.executor.eos,
+            salt=salt,
+            index=request_id if index is None else index,
+            mailbox=mailbox,
+        )
+        try:
+            self._requests[request_id] = sequence
+            self.scheduler.add(sequence)
+            self.prompt_tokens += len(prompt)
+            return request_id
+        except BaseException:
+            self._requests.pop(request_id, None)
+            self.scheduler.discard(sequence)
+            raise
+
+    def _advance(self) -> None:
+        """Computes one step for everybody; events go to the mailboxes of their requests."""
+        if self.warmup_report is None:
+            raise RuntimeError(
+                "expected a warmed-up engine: call engine.warmup() before the first step"
+            )
+        self._changes.refuse_second()
+        self.executor.check_unchanged()
+        self._finish_attempt()
+        self._abort_unwanted()
+        if self.scheduler.has_work:
+            self._changes.run(self._compute)
 
     def _finish_attempt(self) -> None:
         """After an interrupted change: what was done stays done, the rest begins again."""
@@ -360,24 +345,20 @@ class Engine:
         scheduled = self.scheduler.schedule()
         with self.sentinel:
             self.memory.settle()
-            parts, plan, bucket, wanted = self.runner.fit(scheduled, self.memory.table)
-            logits = self.runner.run(plan, bucket)
-        rows = sample_rows(
-            logits,
-            [part.sequence.sampling if part.wants_logits else None for part in parts],
-            [part.sequence.generated for part in parts],
-        )
+            tables = self.memory.tables(part.sequence.request_id for part in scheduled)
+            step = self.executor.fit(scheduled, tables)
+            rows = self.executor.run(step)
         now = time.perf_counter()
         record = StepRecord(
-            plan.need,
-            bucket,
+            step.plan.need,
+            step.bucket,
             now - started,
             self.pool.places.num_used,
             self.pool.highest_used,
-            wanted,
+            step.wanted,
             nonfinite_rows=sum(row is NOT_FINITE for row in rows),
         )
-        return outcome_of(self.tally.count("steps"), parts, rows, now, record)
+        return outcome_of(self.tally.count("steps"), step.parts, rows, now, record)
 
     def _abort_unwanted(self) -> None:
         """Drops what `abort` named, and the requests of streams that have ended."""

@@ -1,4 +1,4 @@
-"""Which kernel an engine's attention runs on, and why."""
+"""The choice of the kernel that an engine's attention runs on, with its reasons."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from transformers import PreTrainedModel
 
 from compiled_attn.engine.config import ConfigError, EngineConfig
-from compiled_attn.engine.ladder import AXES, TABLE_AXES
-from compiled_attn.kernels.native import NativeKernel, PagedRequest, load
+from compiled_attn.engine.sizing import FORMS, Form
+from compiled_attn.ops import AttentionTraits, NativeKernel, load
+from compiled_attn.step import Parts, Tables
 
 __all__ = ["ChosenKernel", "chosen_kernel"]
 
@@ -21,17 +22,22 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ChosenKernel:
-    """Which kernel is taken.
+    """The kernel that is taken.
 
     Args:
-        is_native: whether it is the native one.
+        name: "native", or "portable".
         notes: for the native kernel what it is here, or why it is not taken.
-        is_fallback: whether it would have been taken, but could not be built.
+        is_fallback: whether the native one would have been taken, but could not be built.
     """
 
-    is_native: bool
+    name: str
     notes: Mapping[str, str] = field(default_factory=dict)
     is_fallback: bool = False
+
+    @property
+    def form(self) -> Form:
+        """The form of its steps."""
+        return FORMS[self.name]
 
 
 def chosen_kernel(model: PreTrainedModel, config: EngineConfig) -> ChosenKernel:
@@ -41,14 +47,14 @@ def chosen_kernel(model: PreTrainedModel, config: EngineConfig) -> ChosenKernel:
         ConfigError: it must be native and cannot; or it could be, but the build fails (strict).
     """
     if config.kernel == "portable":
-        return ChosenKernel(False, {"native": "not asked for"})
+        return ChosenKernel("portable", {"native": "not asked for"})
     lacks = _lacks(model, config)
     is_fallback = lacks is None
     if lacks is None:
         ops = load()
         if ops.build is not None:
             built = f"built in {ops.build.seconds:.1f} s" if ops.build.seconds else "built before"
-            return ChosenKernel(True, {"native": f"{ops.isa}, {built}"})
+            return ChosenKernel("native", {"native": f"{ops.isa}, {built}"})
         lacks = ops.why_not_native or "not built"
         if config.strict:
             raise ConfigError(
@@ -58,13 +64,14 @@ def chosen_kernel(model: PreTrainedModel, config: EngineConfig) -> ChosenKernel:
     if config.kernel == "native":
         raise ConfigError(f"kernel 'native' cannot serve here: {lacks}: take 'auto' or 'portable'")
     _log.info("the engine takes portable attention, not the native kernel: %s", lacks)
-    return ChosenKernel(False, {"native": lacks}, is_fallback)
+    return ChosenKernel("portable", {"native": lacks}, is_fallback)
 
 
 def _lacks(model: PreTrainedModel, config: EngineConfig) -> str | None:
     weight = next(model.parameters())
     if config.backend_name not in _BACKENDS:
         return f"runs in graphs of {', '.join(_BACKENDS)}, not of {config.backend_name}"
-    if config.buckets is not None and set(config.buckets.names) == set(AXES):
-        return f"has buckets over {', '.join(TABLE_AXES)}, not over {', '.join(AXES)}"
-    return NativeKernel.lacks(PagedRequest(weight.device.type, weight.dtype, weight.dtype))
+    if config.buckets is not None and set(config.buckets.names) == set(Parts.axes):
+        return f"has buckets over {', '.join(Tables.axes)}, not over {', '.join(Parts.axes)}"
+    dtypes = weight.dtype, weight.dtype
+    return NativeKernel().supports(AttentionTraits(weight.device.type, weight.dtype, dtypes))

@@ -1,11 +1,10 @@
-"""What an engine measured, as one flat report."""
+"""The measurements of an engine, as one flat report."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 
-from compiled_attn.engine.series import Series
-from compiled_attn.engine.tally import Percentiles, StepRecord, Tally
+from compiled_attn.engine.tally import Percentiles, Series, StepRecord, Tally
 from graphs import WarmupReport
 
 __all__ = ["EngineReport", "Percentiles", "StepInfo", "StepRecord", "block_series", "bucket_rows"]

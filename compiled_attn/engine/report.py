@@ -1,4 +1,4 @@
-"""What an engine says of itself, gathered from its parts."""
+"""The report of an engine, gathered from its parts."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def info_of(engine: Engine, elapsed_s: float) -> StepInfo:
 
 def report_of(engine: Engine) -> EngineReport:
     """What happened since the engine was made."""
-    graphs, sentinel, kernel = engine.runner.graphs, engine.sentinel, engine.kernel
-    stats, steps, warm = engine.memory.stats(), graphs.report, engine.warmup_report
+    executor, sentinel = engine.executor.report(), engine.sentinel
+    stats, steps, warm = engine.memory.stats(), executor.steps, engine.warmup_report
     tally, busy = engine.tally, engine.tally["seconds"]
     generated = tally.count("generated_tokens")
     return EngineReport(
@@ -40,7 +40,7 @@ def report_of(engine: Engine) -> EngineReport:
         graphs_loaded=len(steps.loaded) if steps else 0,
         graph_breaks=sentinel.graph_breaks,
         compiles_after_warmup=sentinel.compiles + sentinel.late_builds,
-        fallbacks=graphs.fallbacks + graphs.degraded + kernel.is_fallback,
+        fallbacks=executor.fallbacks,
         warmup_seconds=round(warm.elapsed_seconds, 3) if warm else 0.0,
         requests=tally.count("requests"),
         failed_requests=tally.count("failed_requests"),
@@ -54,9 +54,9 @@ def report_of(engine: Engine) -> EngineReport:
         preemptions=engine.scheduler.preemptions,
         blocks_high_water=stats.high_water,
         torch=torch.__version__,
-        backend=engine.config.backend_name,
-        kernel="native" if kernel.is_native else engine.runner.module.kernel().name,
-        kernel_notes=dict(kernel.notes),
+        backend=executor.backend,
+        kernel=executor.kernel,
+        kernel_notes=dict(executor.notes),
         steps=tally.count("steps"),
         prompt_tokens=engine.prompt_tokens,
         computed_tokens=tally.count("need tokens"),

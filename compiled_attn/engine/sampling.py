@@ -1,4 +1,4 @@
-"""From logits to the next token: greedy, temperature, top-k, top-p, reproducible per request."""
+"""The sampler: greedy, temperature, top-k, top-p, reproducible per request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tokens of which sequences the next step computes.
+"""The scheduler: it decides which tokens of which sequences the next step computes.
 
 Continuous batching with chunked prefill: decodes first, then the rest of started prompts, then new
 ones, until the step's token budget is full. When blocks run out, the newest running sequence gives
@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from compiled_attn.blocks import BlockPool
+from compiled_attn.cache.blocks import BlockPool
 from compiled_attn.engine.sequence import Sequence, Status
 
 __all__ = ["ScheduledTokens", "Scheduler"]
@@ -24,6 +24,12 @@ class ScheduledTokens:
 
     sequence: Sequence
     count: int
+
+    @property
+    def tokens(self) -> list[int]:
+        """Their ids."""
+        start = self.sequence.computed
+        return self.sequence.tokens[start : start + self.count]
 
     @property
     def wants_logits(self) -> bool:
@@ -80,16 +86,19 @@ class Scheduler:
     def schedule(self) -> list[ScheduledTokens]:
         """The next step; blocks for its tokens are reserved. Empty only if there is no work."""
         step: list[ScheduledTokens] = []
-        before = self.preemptions
+        before, room = self.preemptions, self.max_tokens
         # Stable: sequences of one kind stay in order of admission.
         for sequence in sorted(self.running, key=lambda s: s.remaining > 1):
-            count = self._budget(step, sequence)
+            count = min(sequence.remaining, room)
             if not count or sequence.status is not Status.RUNNING:
                 continue
             if self._reserve_or_preempt(sequence, count, step):
                 step.append(ScheduledTokens(sequence, count))
+                room -= count
+            if self.preemptions != before:  # it may have taken parts out
+                room = self.max_tokens - sum(part.count for part in step)
         if self.preemptions == before:
-            self._admit(step)
+            self._admit(step, room)
         return step
 
     def commit(self, part: ScheduledTokens) -> None:
@@ -114,9 +123,6 @@ class Scheduler:
             self.waiting.remove(sequence)
         sequence.status = Status.FINISHED
 
-    def _budget(self, step: list[ScheduledTokens], sequence: Sequence) -> int:
-        return min(sequence.remaining, self.max_tokens - sum(part.count for part in step))
-
     def _reserve_or_preempt(
         self, sequence: Sequence, count: int, step: list[ScheduledTokens]
     ) -> bool:
@@ -137,10 +143,9 @@ class Scheduler:
         self.waiting.appendleft(sequence)
         self.preemptions += 1
 
-    def _admit(self, step: list[ScheduledTokens]) -> None:
+    def _admit(self, step: list[ScheduledTokens], room: int) -> None:
         while self.waiting and len(self.running) < self.max_seqs:
             sequence = self.waiting[0]
-            room = self.max_tokens - sum(part.count for part in step)
             if room < 1 or not self._has_blocks(sequence):
                 return
             table = self.pool.add(sequence.request_id, sequence.tokens, salt=sequence.salt)
@@ -151,6 +156,7 @@ class Scheduler:
             self.running.append(sequence)
             sequence.status = Status.RUNNING
             step.append(ScheduledTokens(sequence, count))
+            room -= count
 
     def _has_blocks(self, sequence: Sequence) -> bool:
         # One block for each running sequence stays free, or the next step would preempt again.

@@ -1,54 +1,51 @@
-"""What a model and a configuration come to: context, blocks, buckets; and which requests fit."""
+"""The sizes of an engine, settled: context, blocks, buckets; and which requests fit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
 from compiled_attn.engine.config import ConfigError, EngineConfig
-from compiled_attn.engine.ladder import (
-    AXES,
-    TABLE_AXES,
-    StepLimits,
-    default_buckets,
-    step_cost,
-    table_buckets,
-    table_cost,
-)
 from compiled_attn.engine.sampling import SamplingParams
 from compiled_attn.hf import cache_for, context_limit
-from graphs import Bucket, BucketOverflow, BucketSpace
-from graphs.memory import machine_bytes
+from compiled_attn.step import ModelWork, Parts, StepForm, StepLimits, Tables
+from graphs import BucketOverflow, BucketSpace
+from graphs.capture.memory import machine_bytes
 
-__all__ = ["Sizing", "cost_of_steps", "eos_tokens", "step_limits"]
+__all__ = ["FORMS", "Form", "Sizing", "eos_tokens", "step_limits", "work_of"]
 
 _DEFAULT_KV_BYTES = 256 * 2**20
+
+Form = type[Tables] | type[Parts]
+
+FORMS: dict[str, Form] = {"native": Tables, "portable": Parts}
+"""The form of steps for each kernel."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """The sizes of an engine, settled.
+    """The sizes of an engine.
 
     Args:
         context: longest prompt plus generation, in tokens.
         vocab: token ids are below this.
         block_size: slots in a block.
         num_blocks: blocks of the cache, null block included.
-        buckets: shapes to capture, priced by `step_cost` or `table_cost`.
-        is_native: whether they are for the native kernel.
+        form: how steps become tensors.
+        buckets: shapes to capture, with the form's cost.
     """
 
     context: int
     vocab: int
     block_size: int
     num_blocks: int
+    form: StepForm
     buckets: BucketSpace
-    is_native: bool = False
 
     @staticmethod
-    def of(model: PreTrainedModel, config: EngineConfig, is_native: bool = False) -> Sizing:
+    def of(model: PreTrainedModel, config: EngineConfig, form: Form = Parts) -> Sizing:
         """Fills in what the configuration leaves open.
 
         Raises:
@@ -58,9 +55,10 @@ class Sizing:
         num_blocks = config.num_blocks or _affordable_blocks(model, config, context)
         _refuse_cache_beyond_memory(model, config, num_blocks)
         limits = step_limits(config, context, num_blocks)
+        steps = form(num_blocks, config.block_size, limits.context_blocks)
+        buckets = _buckets(config, steps, limits).with_cost(steps.cost(work_of(model)))
         vocab = model.config.get_text_config().vocab_size
-        buckets = _buckets(model, config, limits, is_native)
-        sizing = Sizing(context, vocab, config.block_size, num_blocks, buckets, is_native)
+        sizing = Sizing(context, vocab, config.block_size, num_blocks, steps, buckets)
         sizing._refuse_steps_beyond_memory(model)
         return sizing
 
@@ -94,22 +92,12 @@ class Sizing:
     def _refuse_steps_beyond_memory(self, model: PreTrainedModel) -> None:
         there = _memory_for(model)
         for bucket in self.buckets:
-            if there is not None and (wanted := self._least_bytes(bucket)) > there:
+            if there is not None and (wanted := self.form.least_bytes(bucket)) > there:
                 raise ConfigError(
                     f"not enough memory: expected steps of at most {there:,} bytes, which this "
                     f"machine has, got {wanted:,} bytes at least for {bucket}: lower "
                     "max_tokens_per_step (--max-tokens-per-step), or take smaller buckets"
                 )
-
-    def _least_bytes(self, bucket: Bucket) -> int:
-        """Of the inputs of a step, and of what a portable one adds to the scores of its tokens.
-
-        That is 4 bytes for each pair of tokens, beside one that says whether it counts.
-        """
-        tokens = bucket.tokens
-        if self.is_native:
-            return 24 * tokens + 4 * bucket.requests * self.table_width
-        return 24 * tokens + 5 * tokens**2 + 4 * tokens * bucket.shared + 40 * bucket.unique
 
     def _check_blocks(self, length: int, blocks: int) -> None:
         if blocks > self.num_blocks - 1:
@@ -118,14 +106,14 @@ class Sizing:
                 f"{self.block_size}), got {self.num_blocks - 1} blocks: "
                 f"raise num_blocks to at least {blocks + 1}"
             )
-        parts = {"requests": 1} if self.is_native else {"shared": 0, "unique": blocks, "logits": 1}
-        least = "requests >= 1" if self.is_native else f"unique >= {blocks} and logits >= 1"
+        need = self.form.smallest_need(blocks)
         try:
-            self.buckets.pick(tokens=1, **parts)
+            self.buckets.pick(**need)
         except BucketOverflow as error:
+            least = [f"{axis} >= {size}" for axis, size in need.items() if size]
             raise ConfigError(
                 f"expected a bucket for the last token of a request of {length} tokens, got none: "
-                f"add one with tokens >= 1 and {least}"
+                f"add one with {', '.join(least[:-1])} and {least[-1]}"
             ) from error
 
 
@@ -175,59 +163,53 @@ def _memory_for(model: PreTrainedModel) -> int | None:
     return machine_bytes() if next(model.parameters()).device.type == "cpu" else None
 
 
-def _buckets(
-    model: PreTrainedModel, config: EngineConfig, limits: StepLimits, is_native: bool
-) -> BucketSpace:
-    ladder, axes = (table_buckets, TABLE_AXES) if is_native else (default_buckets, AXES)
-    space = config.buckets or ladder(limits, config.max_graphs)
-    _check_axes(space, axes, is_native)
+def _buckets(config: EngineConfig, form: StepForm, limits: StepLimits) -> BucketSpace:
+    space = config.buckets or form.ladder(limits, config.max_graphs)
+    _check_axes(space, form)
     if len(space) > config.max_graphs:
         raise ConfigError(
             f"expected at most max_graphs={config.max_graphs} buckets, got {len(space)}: "
             "raise max_graphs"
         )
-    if is_native and config.strict:
-        _refuse_small(space, limits)
-    return space.with_cost(cost_of_steps(model, config.block_size, is_native))
+    largest = form.largest_need(limits)
+    if largest is not None and config.strict:
+        _refuse_small(space, largest)
+    return space
 
 
-def _check_axes(space: BucketSpace, axes: Sequence[str], is_native: bool) -> None:
+def _check_axes(space: BucketSpace, form: StepForm) -> None:
     given = set(space.names)
-    if given not in (set(AXES), set(TABLE_AXES)):
+    kernels = {frozenset(each.axes): name for name, each in FORMS.items()}
+    kernel = kernels[frozenset(form.axes)]
+    if (other := kernels.get(frozenset(given))) is None:
+        known = " or ".join(f"{', '.join(each.axes)} ({name})" for name, each in FORMS.items())
         raise ConfigError(
-            f"expected buckets over {', '.join(TABLE_AXES)} (native) or {', '.join(AXES)} "
-            f"(portable), got {', '.join(space.names)}: name the axes so"
+            f"expected buckets over {known}, got {', '.join(space.names)}: name the axes so"
         )
-    if given != set(axes):
-        kernel, other = ("native", "portable") if is_native else ("portable", "native")
+    if other != kernel:
         raise ConfigError(
-            f"expected buckets over {', '.join(axes)}, because the kernel is {kernel}, got "
+            f"expected buckets over {', '.join(form.axes)}, because the kernel is {kernel}, got "
             f"{', '.join(space.names)}: they are for kernel '{other}'"
         )
 
 
-def _refuse_small(space: BucketSpace, limits: StepLimits) -> None:
-    """Two axes hold every step with one bucket more, so a file without it is a mistake."""
+def _refuse_small(space: BucketSpace, largest: dict[str, int]) -> None:
     try:
-        space.pick(tokens=limits.tokens, requests=limits.seqs)
+        space.pick(**largest)
     except BucketOverflow as error:
         raise ConfigError(
-            f"expected a bucket of max_tokens_per_step={limits.tokens} tokens and "
-            f"max_seqs={limits.seqs} requests, got {space.largest} as the largest: add one, lower "
-            "these limits, or let steps be cut (--no-strict)"
+            f"expected a bucket of max_tokens_per_step={largest['tokens']} tokens and "
+            f"max_seqs={largest['requests']} requests, got {space.largest} as the largest: add "
+            "one, lower these limits, or let steps be cut (--no-strict)"
         ) from error
 
 
-def cost_of_steps(
-    model: PreTrainedModel, block_size: int, is_native: bool = False
-) -> Callable[[Mapping[str, int]], float]:
-    """The `step_cost` of a model, by which the engine picks its buckets; native: `table_cost`."""
+def work_of(model: PreTrainedModel) -> ModelWork:
+    """The work of a token in the model, by which its form of steps prices buckets."""
     text = model.config.get_text_config()
     head = text.vocab_size * text.hidden_size
     weights = sum(p.numel() for p in model.parameters()) - head
-    if is_native:
-        return table_cost(2 * weights, 2 * head)
-    return step_cost(2 * weights, 4 * text.num_hidden_layers * text.hidden_size, block_size)
+    return ModelWork(2 * weights, 4 * text.num_hidden_layers * text.hidden_size, 2 * head)
 
 
 def eos_tokens(model: PreTrainedModel) -> frozenset[int]:

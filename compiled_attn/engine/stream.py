@@ -8,48 +8,33 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import Protocol
+from typing import NamedTuple
 
-from compiled_attn.blocks.prefix import Salt
-from compiled_attn.engine.mailbox import Mailbox
 from compiled_attn.engine.metrics import StepInfo
-from compiled_attn.engine.sampling import SamplingParams
-from compiled_attn.engine.sequence import GenerationResult, TokenEvent
+from compiled_attn.engine.sequence import GenerationResult, Mailbox, TokenEvent
 from compiled_attn.engine.workload import Workload
 
 __all__ = ["Server", "Stream", "Streams", "results_of"]
 
 
-class Server(Protocol):
-    """What a stream needs of an engine."""
+class Server(NamedTuple):
+    """What a stream needs of an engine.
 
-    def enter(
-        self,
-        prompt: list[int],
-        sampling: SamplingParams,
-        salt: Salt,
-        *,
-        arrived_s: float | None,
-        mailbox: Mailbox[TokenEvent],
-        index: int | None,
-    ) -> int:
-        """Queues a request whose events go to ``mailbox``; returns its id."""
+    Args:
+        enter: queues a request with the mailbox of its events and its index there; gives its id.
+        advance: computes one step for everybody.
+        abort: drops a request.
+        info: the state, so many seconds after the start.
+        open_requests: ids of the requests that wait or run.
+        refuse_second: raises RuntimeError if a stream is open.
+    """
 
-    def advance(self) -> None:
-        """Computes one step for everybody."""
-
-    def abort(self, request_id: int) -> None:
-        """Drops a request."""
-
-    def info(self, elapsed_s: float) -> StepInfo:
-        """The state now."""
-
-    def refuse_second_stream(self) -> None:
-        """Raises RuntimeError if a stream is open."""
-
-    @property
-    def open_requests(self) -> set[int]:
-        """Ids of the requests that wait or run."""
+    enter: Callable[..., int]
+    advance: Callable[[], None]
+    abort: Callable[[int], None]
+    info: Callable[[float], StepInfo]
+    open_requests: Callable[[], set[int]]
+    refuse_second: Callable[[], None]
 
 
 class Stream(Iterator[TokenEvent]):
@@ -92,7 +77,7 @@ class Stream(Iterator[TokenEvent]):
         self.mailbox.arrived()
         while not len(self.mailbox):
             if not (self.is_open or self.has_ended):
-                self._server.refuse_second_stream()
+                self._server.refuse_second()
             next(self._steps)
         try:
             return self.mailbox.hand_out_first()
@@ -131,22 +116,22 @@ def _serve(
                         workload.prompts[at],
                         workload.sampling[at],
                         workload.salts[at],
-                        arrived_s=None if arrivals is None else started + times[at],
-                        mailbox=mailbox,
-                        index=at,
+                        None if arrivals is None else started + times[at],
+                        mailbox,
+                        at,
                     )
                 )
             if not in_flight:
                 time.sleep(times[queue[0]] - elapsed)
                 continue
-            if in_flight & server.open_requests:
+            if in_flight & server.open_requests():
                 server.advance()
                 if on_step is not None:
                     on_step(server.info(time.perf_counter() - started))
-            in_flight &= server.open_requests
+            in_flight &= server.open_requests()
             yield
     finally:
-        for request_id in in_flight & server.open_requests:
+        for request_id in in_flight & server.open_requests():
             server.abort(request_id)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
-from compiled_attn.blocks.prefix import Salt
+from compiled_attn.cache.blocks.prefix import Salt
 from compiled_attn.engine.config import ConfigError
 from compiled_attn.engine.prompts import token_ids
 from compiled_attn.engine.sampling import SamplingParams

@@ -8,10 +8,9 @@ where wanted. The model's own code runs; only its attention function is ours, th
 
 from __future__ import annotations
 
+from compiled_attn.errors import ModelChanged, ModelRefused
 from compiled_attn.hf.attention import ATTENTION_NAME, PagedStep, paged_attention_forward
-from compiled_attn.hf.changes import ModelChanged
 from compiled_attn.hf.model import PagedCausalLM
-from compiled_attn.hf.refused import ModelRefused
 from compiled_attn.hf.rope import context_limit
 from compiled_attn.hf.shapes import cache_for
 

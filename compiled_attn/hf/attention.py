@@ -8,12 +8,11 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from compiled_attn.cache import PagedKVCache
+from compiled_attn.attention.metadata import UnifiedMetadata
+from compiled_attn.attention.unified import unified_attention
+from compiled_attn.cache.kv_cache import PagedKVCache
 from compiled_attn.hf.latent import absorb
 from compiled_attn.hf.names import ATTENTION_NAME
-from compiled_attn.kernels import AttendRequest, choose
-from compiled_attn.kernels.native import KernelChoice
-from compiled_attn.unified import UnifiedMetadata, unified_attention
 
 __all__ = ["ATTENTION_NAME", "PagedStep", "paged_attention_forward"]
 
@@ -22,29 +21,26 @@ __all__ = ["ATTENTION_NAME", "PagedStep", "paged_attention_forward"]
 class PagedStep:
     """What every layer's attention needs of a step: handed to the model as the keyword ``paged``.
 
-    The metadata of each window that the model's layers use is made once a step, for all layers; the
-    native kernel takes the window itself, and the same metadata for all.
+    The metadata of each window that the model's layers use is made once a step, for all layers; of
+    a step request by request it is the same for all.
     """
 
     cache: PagedKVCache
     by_window: dict[int | None, UnifiedMetadata]
-    kernel: KernelChoice = "portable"
 
     @staticmethod
     def of(cache: PagedKVCache, metadata: UnifiedMetadata, windows: tuple[int, ...]) -> PagedStep:
-        """The step with its metadata seen through each of the windows."""
-        return PagedStep(cache, {None: metadata, **{w: metadata.windowed(w) for w in windows}})
-
-    @staticmethod
-    def native(cache: PagedKVCache, metadata: UnifiedMetadata) -> PagedStep:
-        """The step for the native kernel, of metadata that is request by request."""
-        return PagedStep(cache, {None: metadata}, kernel="native")
+        """The step, in parts with its metadata seen through each of the windows."""
+        by_window: dict[int | None, UnifiedMetadata] = {None: metadata}
+        if metadata.has_parts:
+            by_window |= {window: metadata.windowed(window) for window in windows}
+        return PagedStep(cache, by_window)
 
     def seen_through(self, window: int | None) -> tuple[UnifiedMetadata, int | None]:
         """The metadata for layers of a window, and the window if the metadata is without it."""
-        if self.kernel == "native":
-            return self.by_window[None], window
-        return self.by_window[window], None
+        if window in self.by_window:
+            return self.by_window[window], None
+        return self.by_window[None], window
 
 
 def paged_attention_forward(
@@ -97,7 +93,6 @@ def paged_attention_forward(
     projection = None
     if not (keeps_value := paged.cache.keeps_value(layer)):
         query, projection = absorb(module, query)
-    request = AttendRequest(query.device.type, query.dtype, query.shape[-1], bool(softcap))
     metadata, window = paged.seen_through(sliding_window)
     out = unified_attention(
         query[0].transpose(0, 1),
@@ -113,8 +108,7 @@ def paged_attention_forward(
         key_scale=paged.cache.key_scale(layer),
         value_scale=paged.cache.value_scale(layer),
         value_projection=projection,
-        attend=choose(request).attend,
-        kernel=paged.kernel,
+        attend=None,
         fused_write=False,  # a layer is a region
     )
     assert isinstance(out, Tensor)

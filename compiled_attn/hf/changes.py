@@ -1,4 +1,4 @@
-"""Whether a served model is still what was warmed up."""
+"""A snapshot of a served model, to tell whether it is still what was warmed up."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from compiled_attn.errors import ModelChanged
+
 __all__ = ["ModelChanged", "Snapshot"]
 
 _config, _training = itemgetter("config"), itemgetter("training")
-
-
-class ModelChanged(RuntimeError):
-    """A served model is not as it was at warmup: the message says what changed, and the remedy."""
 
 
 class Snapshot:

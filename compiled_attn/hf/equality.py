@@ -1,4 +1,4 @@
-"""Whether a model computes the same logits through the paged cache as by itself.
+"""A trial of a model: its logits through the paged cache must equal those by itself.
 
 Whatever in a model's own code does not survive the change of its attention (positions that it
 counts itself, state that it keeps between tokens, a second call with other values) shows here.
@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from compiled_attn.batch import BatchBuilder, Request, StepBatch, TableBatch
-from compiled_attn.cache import PagedKVCache
-from compiled_attn.hf.refused import ModelRefused, plain_attention, refused
+from compiled_attn.cache.kv_cache import PagedKVCache
+from compiled_attn.errors import ModelRefused
+from compiled_attn.hf.refused import plain_attention, refused
+from compiled_attn.step import BatchBuilder, Request
 
 if TYPE_CHECKING:
     from compiled_attn.hf.model import PagedCausalLM
@@ -96,19 +97,13 @@ def _logits(paged: PagedCausalLM, cache: PagedKVCache, start: int, end: int) -> 
         Request(prompt[start:end], start, table, num_logits=end - start)
         for prompt, table in zip(prompts, _TABLES, strict=True)
     ]
-    step: Any = _step(requests, paged.is_native)
+    form = paged.form.over(_NUM_BLOCKS, _BLOCK_SIZE, len(_TABLES[0]))
+    plan = form.plan(BatchBuilder(_NUM_BLOCKS, _BLOCK_SIZE).rows_of(requests))
+    step: Any = plan.fill()
     device = cache.key(0).device
     moved = type(step)(*(None if field is None else field.to(device) for field in step))
     with torch.no_grad():
         return paged.compute(moved, cache)
-
-
-def _step(requests: list[Request], is_native: bool) -> StepBatch | TableBatch:
-    builder = BatchBuilder(_NUM_BLOCKS, _BLOCK_SIZE)
-    if not is_native:
-        return builder.build(requests)
-    plan = builder.plan_tables(requests)
-    return plan.fill(plan.need, len(_TABLES[0]))
 
 
 def _prompts(model: PreTrainedModel) -> Tensor:

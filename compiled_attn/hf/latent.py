@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compiled_attn.cache import KVShape
+from compiled_attn.cache.kv_cache import KVShape
 from compiled_attn.hf.names import ATTENTION_NAME
 
 __all__ = ["absorb", "keep_latents", "latent_shape"]

@@ -1,4 +1,4 @@
-"""Whether a layer sees what causal attention, with or without a window, sees."""
+"""A test of a layer's mask: it must see what causal attention, with or without a window, sees."""
 
 from __future__ import annotations
 

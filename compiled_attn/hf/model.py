@@ -7,8 +7,8 @@ import contextlib
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from compiled_attn.batch import StepBatch, TableBatch
-from compiled_attn.cache import PagedKVCache
+from compiled_attn.attention.by_parts import DENSE_KERNELS
+from compiled_attn.cache.kv_cache import PagedKVCache
 from compiled_attn.hf.attention import ATTENTION_NAME, PagedStep
 from compiled_attn.hf.changes import ModelChanged, Snapshot
 from compiled_attn.hf.equality import check_equal, plain_logits
@@ -16,11 +16,10 @@ from compiled_attn.hf.latent import keep_latents
 from compiled_attn.hf.layers import call_through, decoder_layers, restore
 from compiled_attn.hf.recorder import takes_logits_to_keep
 from compiled_attn.hf.shapes import calls_by_layer, check_fits
-from compiled_attn.kernels import AttendRequest, Kernel, choose
+from compiled_attn.ops import AttentionTraits, Implementation, choose
+from compiled_attn.step import Parts, StepBatch, StepForm, TableBatch
 
 __all__ = ["PagedCausalLM"]
-
-_CAUSAL_WIDTH = 256
 
 
 class PagedCausalLM(nn.Module):
@@ -36,7 +35,7 @@ class PagedCausalLM(nn.Module):
             its attention implementation is switched to ours, and each decoder layer is marked as a
             region that a graph compiles once. A model that is refused is left as it was.
         cache: the paged cache, see `cache_for`.
-        is_native: whether steps are `TableBatch`es for the native kernel, or `StepBatch`es.
+        form: how steps become tensors; None: in parts, for plain torch.
 
     Raises:
         ModelRefused: a layer does not attend once a step through `AttentionInterface` (recurrent
@@ -46,15 +45,15 @@ class PagedCausalLM(nn.Module):
         ValueError: the cache is not one of this model.
 
     Shape:
-        - forward(``*StepBatch``, or ``*TableBatch`` if native) -> logits ``[L, vocab]`` of the
-          rows ``logits_index``
+        - forward(fields of a batch of the form) -> logits ``[L, vocab]`` of the rows
+          ``logits_index``
     """
 
     def __init__(
-        self, model: PreTrainedModel, cache: PagedKVCache, *, is_native: bool = False
+        self, model: PreTrainedModel, cache: PagedKVCache, form: StepForm | None = None
     ) -> None:
         super().__init__()
-        self.is_native = is_native
+        self.form: StepForm = form or Parts(cache.num_blocks, cache.block_size)
         self.model = model
         self.cache = cache
         calls = calls_by_layer(model)
@@ -74,8 +73,7 @@ class PagedCausalLM(nn.Module):
 
     def forward(self, *inputs: Tensor | None) -> Tensor:
         """Computes a step: the fields of its batch in order, to logits ``[L, vocab]``."""
-        kind = TableBatch if self.is_native else StepBatch
-        return self.compute(kind(*inputs), self.cache)  # type: ignore[arg-type]
+        return self.compute(self.form.batch(inputs), self.cache)
 
     def compute(self, step: StepBatch | TableBatch, cache: PagedKVCache) -> Tensor:
         """Computes a step over another cache of the same layers, to logits ``[L, vocab]``."""
@@ -84,7 +82,7 @@ class PagedCausalLM(nn.Module):
             input_ids=step.input_ids.unsqueeze(0),
             position_ids=step.positions.unsqueeze(0),
             use_cache=False,
-            paged=self._paged(step, cache),
+            paged=PagedStep.of(cache, self.form.metadata(step, cache.block_size), self.windows),
             **kept,
         ).logits[0]
         return logits if self._keeps else logits[step.logits_index]
@@ -105,12 +103,6 @@ class PagedCausalLM(nn.Module):
                 f"expected a {type(self.model).__name__} as it was at warmup, but {changed}"
             )
 
-    def _paged(self, step: StepBatch | TableBatch, cache: PagedKVCache) -> PagedStep:
-        if isinstance(step, TableBatch):
-            return PagedStep.native(cache, step.metadata(cache.block_size))
-        metadata = step.metadata(cache.block_size, _CAUSAL_WIDTH)
-        return PagedStep.of(cache, metadata, self.windows)
-
     def _switch(self, undo: contextlib.ExitStack) -> None:
         """Makes the model attend to the paged cache, and says how to undo it."""
         model = self.model
@@ -125,9 +117,12 @@ class PagedCausalLM(nn.Module):
                 undo.callback(restore, module, "expand_kv", module.__dict__.get("expand_kv"))
                 keep_latents(module)
 
-    def kernel(self) -> Kernel:
+    def kernel(self) -> Implementation:
         """The kernel that the model's attention chooses."""
         config = self.model.config.get_text_config()
         capped = bool(getattr(config, "attn_logit_softcapping", None))
         weight = next(self.model.parameters())
-        return choose(AttendRequest(weight.device.type, weight.dtype, self.cache.head_dim, capped))
+        device, dtype = weight.device.type, weight.dtype
+        head_dim = self.cache.head_dim
+        traits = AttentionTraits(device, dtype, (dtype, dtype), head_dim, softcap=capped)
+        return choose(traits, DENSE_KERNELS)

@@ -8,11 +8,9 @@ from collections.abc import Iterator
 from torch import nn
 from transformers import PreTrainedModel
 
-__all__ = ["ModelRefused", "plain_attention", "refused"]
+from compiled_attn.errors import ModelRefused
 
-
-class ModelRefused(ValueError):
-    """A model that would not run on the paged cache, or compute something else there."""
+__all__ = ["plain_attention", "refused"]
 
 
 def refused(model: nn.Module, got: str) -> ModelRefused:

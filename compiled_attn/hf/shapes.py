@@ -1,4 +1,4 @@
-"""What each layer of a model keeps in a cache: seen in a forward, not read in a configuration."""
+"""The shapes of what each layer keeps in a cache, seen in a forward instead of a configuration."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
-from compiled_attn.cache import KVShape, PagedKVCache
+from compiled_attn.cache.kv_cache import KVShape, PagedKVCache
 from compiled_attn.hf.latent import latent_shape
 from compiled_attn.hf.masks import forgetting, other_sight
 from compiled_attn.hf.recorder import AttentionCall, record

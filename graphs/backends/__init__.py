@@ -1,4 +1,4 @@
-"""One file per way to freeze a callable; `base.py` is the contract."""
+"""One file per way to freeze a callable; `graphs.capture.contract` says what it has to do."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from graphs.backends.aoti import AotiBackend
-from graphs.backends.base import Backend
 from graphs.backends.cudagraph import CudaGraphBackend
 from graphs.backends.eager import EagerBackend
 from graphs.backends.hpu import HpuBackend
 from graphs.backends.inductor import InductorBackend
-from graphs.backends.onnxrt import OnnxrtBackend
-from graphs.backends.ortmodule import OrtModuleBackend
+from graphs.backends.onnx.onnxrt import OnnxrtBackend
+from graphs.backends.onnx.ortmodule import OrtModuleBackend
+from graphs.capture.contract import Backend
 
 __all__ = ["BACKENDS"]
 

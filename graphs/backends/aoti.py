@@ -1,4 +1,4 @@
-"""`torch.export` and an AOTInductor package: loads in milliseconds, and compiles nothing by then.
+"""`torch.export` and an AOTInductor package: loads in milliseconds, without a compiler.
 
 Parameters and buffers are inputs of the package, never constants in it: what the graph writes to
 them the caller sees, what the caller changes in them the graph reads, and a package holds code
@@ -19,18 +19,19 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from graphs.backends.apart import Apart
-from graphs.backends.base import CaptureError, Frozen
 from graphs.backends.export_state import (
     State,
     StateChanged,
     Stateless,
     constants_of_others,
     needs_gradients,
+    why_stale,
 )
 from graphs.backends.inductor import InductorBackend
-from graphs.causes import describe_failure
-from graphs.inputs import Input
+from graphs.capture.contract import Backend, Frozen
+from graphs.capture.inputs import DistinctInputs, Input
+from graphs.errors import CaptureError
+from graphs.watch.causes import describe_failure
 
 __all__ = ["AotiBackend", "build", "load"]
 
@@ -39,8 +40,8 @@ _LAYOUT = "graph.json"
 _CONSTANTS = (bool, int, float, str, type(None))
 
 
-class AotiBackend:
-    """Captures with `torch.export`; what is no input is fixed, and no guard tells if it changes.
+class AotiBackend(Backend):
+    """Captures with `torch.export`: what is not an input is fixed, and no guard sees it change.
 
     Attributes of the module other than tensors (a scale, a flag) are what they were at the capture.
     """
@@ -81,10 +82,8 @@ class AotiBackend:
                 shutil.rmtree(folder, ignore_errors=True)
             raise CaptureError(name, describe_failure(error)) from error
         if package_path is not None:
-            return Frozen(run, stale=_why_stale)
-        return Frozen(
-            run, close=lambda: shutil.rmtree(folder, ignore_errors=True), stale=_why_stale
-        )
+            return Frozen(run, stale=why_stale)
+        return Frozen(run, close=lambda: shutil.rmtree(folder, ignore_errors=True), stale=why_stale)
 
     def load(self, function: Callable[..., Any], path: str | Path, *, name: str) -> Frozen:
         """Load what a capture of the same callable left in `path`; nothing is compiled or run.
@@ -92,10 +91,10 @@ class AotiBackend:
         A package is machine code: load none that you did not write.
 
         Raises:
-            CaptureError: there is no package, or the callable's tensors are others than it has.
+            CaptureError: there is no package, or it was built for other tensors.
         """
         try:
-            return Frozen(load(Path(path), function), stale=_why_stale, is_loaded=True)
+            return Frozen(load(Path(path), function), stale=why_stale, is_loaded=True)
         except Exception as error:
             raise CaptureError(name, describe_failure(error)) from error
 
@@ -110,10 +109,10 @@ def build(
 
     Raises:
         ValueError: it reads tensors that are neither inputs, parameters nor buffers, or returns
-            what a package cannot tell of.
+            what a package cannot describe.
     """
     places = [i for i, value in enumerate(example_inputs) if isinstance(value, Tensor)]
-    if shared := Apart(function, places).mismatch(example_inputs):
+    if shared := DistinctInputs(function, places).mismatch(example_inputs):
         raise ValueError(f"{shared}: give each a tensor of its own")
     stateless = Stateless(function, example_inputs)
     tensors = [value for value in example_inputs if isinstance(value, Tensor)]
@@ -152,10 +151,10 @@ def load(folder: Path, function: Callable[..., Any]) -> Callable[..., Any]:
     places, leaves = layout["inputs"], layout["leaves"]
     spec = pytree.treespec_loads(layout["spec"])
     is_one_tensor = leaves == [None] and spec.is_leaf()
-    apart = Apart(function, places)
+    distinct = DistinctInputs(function, places)
 
     def run(*inputs: Input) -> Any:
-        if shared := apart.mismatch(inputs):
+        if shared := distinct.mismatch(inputs):
             raise StateChanged(f"{shared}, captured apart")
         given = [inputs[place] for place in places] + state.now()
         results = call(given)
@@ -185,7 +184,3 @@ def _layout(stateless: Stateless) -> dict[str, Any]:
         "leaves": returned.leaves,
         "spec": pytree.treespec_dumps(returned.spec),
     }
-
-
-def _why_stale(error: Exception) -> str | None:
-    return str(error) if isinstance(error, StateChanged) else None

@@ -22,12 +22,13 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from graphs.backends.base import CaptureError, Frozen
-from graphs.backends.export_state import State, StateChanged, needs_gradients
+from graphs.backends.export_state import State, StateChanged, needs_gradients, why_stale
 from graphs.backends.inductor import InductorBackend
 from graphs.backends.static_inputs import StaticInputs
-from graphs.causes import describe_failure
-from graphs.inputs import Input
+from graphs.capture.contract import Backend, Frozen
+from graphs.capture.inputs import Input
+from graphs.errors import CaptureError
+from graphs.watch.causes import describe_failure
 
 __all__ = ["CudaGraphBackend", "Recorder", "Recording"]
 
@@ -85,7 +86,7 @@ class _Memory:
         self.inputs = StaticInputs()
 
 
-class CudaGraphBackend:
+class CudaGraphBackend(Backend):
     """Captures with CUDA graphs, over compiled or eager code.
 
     Args:
@@ -145,7 +146,7 @@ class CudaGraphBackend:
             raise CaptureError(name, describe_failure(error)) from error
         replay = _Replay(function, statics, recording, writes, fresh_outputs)
         tensors = tuple(value for value in statics if isinstance(value, Tensor))
-        return Frozen(replay, tensors, close=replay.close, stale=_why_stale)
+        return Frozen(replay, tensors, close=replay.close, stale=why_stale)
 
     def _memory_of(self, function: Callable[..., Any]) -> _Memory:
         try:
@@ -258,7 +259,3 @@ def _expect_on(device: str, inputs: Sequence[Input]) -> None:
                 f"input {place} is on {value.device}; expected all tensors on {device}, since a "
                 "recorded graph cannot read another device: move it there"
             )
-
-
-def _why_stale(error: Exception) -> str | None:
-    return str(error) if isinstance(error, StateChanged) else None

@@ -1,4 +1,4 @@
-"""Calls what Dynamo compiled without the wrapper of `torch.compile`, behind Dynamo's own guards.
+"""The direct call of what Dynamo compiled, behind its own guards and without its wrapper.
 
 `torch.compile` takes longer to reach a graph than to check its guards. Both the guards and the code
 that they guard are kept with the function; here they are called one after the other. The guards are
@@ -16,17 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphs.backends.base import Direct
-from graphs.inputs import Input
+from graphs.capture.contract import Direct
+from graphs.capture.inputs import Input
 
 __all__ = ["direct_path", "without_records"]
 
 
 def direct_path(function: Any, examples: Sequence[Input]) -> Direct | None:
-    """The way around the wrapper of a function of :func:`graphs.alone.alone` that is compiled.
+    """The way around the wrapper of `torch.compile`, for a compiled function that
+    :func:`~graphs.capture.wrappers.with_own_code` made.
 
     Returns None, for the caller to go through `torch.compile`, if this torch keeps its guards in
-    another way, or if they do not tell the examples from what is certainly wrong.
+    another way, or if they accept inputs that are certainly wrong.
     """
     try:
         return _direct_path(function, tuple(examples))

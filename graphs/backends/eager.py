@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from graphs.backends.base import CaptureError, Frozen
-from graphs.inputs import Input
+from graphs.capture.contract import Backend, Frozen
+from graphs.capture.inputs import Input
+from graphs.errors import CaptureError
 
 __all__ = ["EagerBackend"]
 
 
-class EagerBackend:
+class EagerBackend(Backend):
     """Runs the callable as it is, behind the same checks as a compiled graph."""
 
     name = "eager"
-
-    def available(self) -> str | None:
-        """Eager is always there."""
-        return None
 
     def capture(
         self,

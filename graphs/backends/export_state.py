@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from graphs.inputs import Input, InputsCheck, InputSpec
+from graphs.capture.inputs import Input, InputsCheck, InputSpec
 
 __all__ = [
-    "Returned",
     "State",
     "StateChanged",
     "Stateless",
     "constants_of_others",
     "needs_gradients",
+    "why_stale",
 ]
 
 
@@ -26,10 +26,15 @@ class StateChanged(RuntimeError):
     """A parameter or buffer is no longer what a package was built for; nothing ran."""
 
 
+def why_stale(error: Exception) -> str | None:
+    """The reason if an error of a run means that the graph no longer holds."""
+    return str(error) if isinstance(error, StateChanged) else None
+
+
 class State:
     """The parameters and buffers of a module, each once, as they are at each moment.
 
-    A callable that is no module has none.
+    A callable that is not a module has none.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -72,7 +77,7 @@ class State:
         """Put others in the place of the tensors.
 
         Raises:
-            ValueError: the module put yet others there meanwhile, instead of writing in place.
+            ValueError: the module itself put others there, instead of writing in place.
         """
         places = [(*home, i) for i, homes in enumerate(self.homes) for home in homes]
         before = [own[key] for own, key, _ in places]

@@ -14,11 +14,12 @@ from typing import Any, Literal, TypeAlias
 
 from torch import Tensor, nn
 
-from graphs.backends.as_module import as_module
-from graphs.backends.base import CaptureError, Frozen
 from graphs.backends.inductor import InductorBackend
-from graphs.causes import describe_failure
-from graphs.inputs import Input
+from graphs.capture.contract import Backend, Frozen
+from graphs.capture.inputs import Input
+from graphs.capture.wrappers import as_module
+from graphs.errors import CaptureError
+from graphs.watch.causes import describe_failure
 
 __all__ = ["HpuBackend"]
 
@@ -27,7 +28,7 @@ _BRIDGE = "habana_frameworks"
 Mode: TypeAlias = Literal["auto", "lazy", "eager"]
 
 
-class HpuBackend:
+class HpuBackend(Backend):
     """Captures with what the Gaudi bridge has for the mode that it runs in."""
 
     name = "hpu"

@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 
-from graphs.alone import alone
-from graphs.backends.base import CaptureError, Frozen
 from graphs.backends.direct import direct_path, without_records
-from graphs.causes import describe_failure, site_of_error, site_of_stack
-from graphs.inputs import Input
+from graphs.capture.contract import Backend, Frozen
+from graphs.capture.inputs import Input
+from graphs.capture.wrappers import with_own_code
+from graphs.errors import CaptureError
+from graphs.watch.causes import describe_failure, site_of_error, site_of_stack
 
-__all__ = ["InductorBackend"]
+__all__ = ["InductorBackend", "compile_only", "freeze"]
 
 _NO_COMPILER = (
     "no working C++ compiler found; install one (Debian/Ubuntu: apt install g++, "
@@ -23,7 +24,7 @@ _NO_COMPILER = (
 )
 
 
-class InductorBackend:
+class InductorBackend(Backend):
     """Captures through Dynamo.
 
     Args:
@@ -45,7 +46,7 @@ class InductorBackend:
         try:
             from torch._inductor.cpp_builder import get_cpp_compiler
         except ImportError:
-            return None  # another torch keeps it elsewhere: the capture itself will tell
+            return None  # another torch keeps it elsewhere: the capture itself will say
         try:
             get_cpp_compiler()
         except Exception:
@@ -63,17 +64,26 @@ class InductorBackend:
         options: Mapping[str, Any] | None = None,
     ) -> Frozen:
         """Compile in the first run; `mode` and `options` are those of `torch.compile`."""
-        try:
-            own = alone(function, name)
-            compiled = _compile_once(own, self._compiler, mode, options)
-            with without_records():
-                compiled(*example_inputs)
-            direct = direct_path(own, example_inputs)
-            for _ in range(warm_runs - 1):
-                compiled(*example_inputs)
-        except Exception as error:
-            raise CaptureError(name, _why_not(error)) from error
-        return Frozen(compiled, stale=_why_stale, direct=direct)
+        frozen, _ = freeze(
+            function,
+            example_inputs,
+            self._compiler,
+            name=name,
+            warm_runs=warm_runs,
+            mode=mode,
+            options=options,
+        )
+        return frozen
+
+    def why_no_precompile(self) -> str:
+        """Why inductor's cache on disk cannot be used, or an empty string."""
+        if self._compiler != "inductor":
+            return super().why_no_precompile()
+        import torch._inductor.config as config
+
+        if not getattr(config, "fx_graph_cache", False) or config.force_disable_caches:
+            return "inductor's cache on disk is switched off (fx_graph_cache)"
+        return ""
 
     def precompile(
         self,
@@ -91,45 +101,73 @@ class InductorBackend:
         """
         if reason := self.why_no_precompile():
             raise NotImplementedError(reason)
-        compiler = _CompileOnly(mode, options)
-        compiled = _compile_once(alone(function, name), compiler, None, None)
-        with without_records(), contextlib.suppress(_Compiled):
-            compiled(*example_inputs)
+        compile_only(function, example_inputs, _inductor(mode, options), name=name)
 
     def prepare(self) -> None:
         """Load and probe once what every first compile needs, for forked processes to inherit."""
-        self.precompile(torch.neg, [torch.ones(8)], name="prepare")
+        InductorBackend.precompile(self, torch.neg, [torch.ones(8)], name="prepare")
 
-    def why_no_precompile(self) -> str:
-        """Why :meth:`precompile` does not work here, or an empty string."""
-        if self._compiler != "inductor":
-            return f"backend {self.name!r} keeps nothing on disk"
-        import torch._inductor.config as config
 
-        if not getattr(config, "fx_graph_cache", False) or config.force_disable_caches:
-            return "inductor's cache on disk is switched off (fx_graph_cache)"
-        return ""
+def freeze(
+    function: Callable[..., Any],
+    example_inputs: Sequence[Input],
+    compiler: str | Callable[..., Any],
+    *,
+    name: str,
+    warm_runs: int,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> tuple[Frozen, Any]:
+    """Compile in the first of `warm_runs` runs: the graph, and what that run returned.
+
+    Raises:
+        CaptureError: a graph break, or the callable or the compiler failed.
+    """
+    own = with_own_code(function, name)
+    try:
+        compiled = _compile_once(own, compiler, mode, options)
+        with without_records():
+            result = compiled(*example_inputs)
+        direct = direct_path(own, example_inputs)
+        for _ in range(warm_runs - 1):
+            compiled(*example_inputs)
+    except Exception as error:
+        raise CaptureError(name, _why_not(error)) from error
+    return Frozen(compiled, stale=_why_stale, direct=direct), result
+
+
+def compile_only(
+    function: Callable[..., Any],
+    example_inputs: Sequence[Input],
+    compiler: Callable[..., Any],
+    *,
+    name: str,
+) -> None:
+    """Trace a callable and give its graph to `compiler`; nothing runs."""
+
+    def compile_and_refuse(graph: Any, inputs: Any) -> Callable[..., Any]:
+        compiler(graph, inputs)
+
+        def refuse(*_: Any) -> None:
+            raise _Compiled
+
+        return refuse
+
+    compiled = _compile_once(with_own_code(function, name), compile_and_refuse, None, None)
+    with without_records(), contextlib.suppress(_Compiled):
+        compiled(*example_inputs)
 
 
 class _Compiled(Exception):
     pass
 
 
-class _CompileOnly:
-    """Compiles as `torch.compile(backend="inductor")` does, to something that refuses to run."""
-
-    def __init__(self, mode: str | None, options: Mapping[str, Any] | None) -> None:
-        mode = "default" if mode is None and options is None else mode
-        given = None if options is None else dict(options)
-        self._compile: Any = torch._TorchCompileInductorWrapper(mode, given, False)
-
-    def __call__(self, graph: Any, example_inputs: Any) -> Callable[..., Any]:
-        self._compile(graph, example_inputs)
-
-        def refuse(*_: Any) -> None:
-            raise _Compiled
-
-        return refuse
+def _inductor(mode: str | None, options: Mapping[str, Any] | None) -> Callable[..., Any]:
+    """The compiler that `torch.compile(backend="inductor")` uses."""
+    mode = "default" if mode is None and options is None else mode
+    given = None if options is None else dict(options)
+    compiler: Callable[..., Any] = torch._TorchCompileInductorWrapper(mode, given, False)
+    return compiler
 
 
 def _compile_once(
@@ -147,8 +185,7 @@ def _compile_once(
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
         settings |= {"isolate_recompiles": True, "recompile_limit": 1, "backend": compiler}
     else:
-        settings["backend"] = _OneGraph(compiler, settings["mode"], settings["options"])
-        settings |= {"mode": None, "options": None}
+        settings |= {"backend": _OneGraph(compiler, mode, options), "mode": None, "options": None}
     return torch.compile(function, **settings)
 
 
@@ -159,14 +196,13 @@ class _OneGraph:
         self,
         compiler: str | Callable[..., Any],
         mode: str | None,
-        options: dict[str, Any] | None,
+        options: Mapping[str, Any] | None,
     ) -> None:
         from torch._dynamo import lookup_backend
 
-        self._compile: Any = lookup_backend(compiler)
-        if compiler == "inductor":
-            mode = "default" if mode is None and options is None else mode
-            self._compile = torch._TorchCompileInductorWrapper(mode, options, False)
+        self._compile: Any = (
+            _inductor(mode, options) if compiler == "inductor" else lookup_backend(compiler)
+        )
         self._is_used = False
 
     def __call__(self, graph: Any, example_inputs: Any) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from graphs.inputs import Input
+from graphs.capture.inputs import Input
 
 __all__ = ["StaticInputs"]
 
@@ -31,7 +31,10 @@ class StaticInputs:
 
         A tensor keeps its shape and strides.
         """
-        with torch.inference_mode(False), torch.no_grad():  # its tensors would tell of no write
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+        ):  # an inference tensor has no version, so its writes are not seen
             return [
                 self._filled(place, value) if isinstance(value, Tensor) else value
                 for place, value in enumerate(examples)

@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     Raises:
         SystemExit: always. 0: all is well; 1: the answer is no (graph breaks, buckets that are not
-            captured); 2: bad input, told in one line; 130: interrupted.
+            captured); 2: bad input, with one line of explanation; 130: interrupted.
     """
     try:
         import typer  # noqa: F401

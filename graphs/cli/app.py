@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import typer
 
-from graphs.backends.base import CaptureError
-from graphs.bucket_file import BucketFileError
 from graphs.cli.cache import cache_app
-from graphs.cli.errors import BAD_INPUT, INTERRUPTED, UserError, tell
+from graphs.cli.errors import exit_code_of
 from graphs.cli.explain import explain
 from graphs.cli.plan import plan
 from graphs.cli.warmup import warmup
-from graphs.store.cache_folder import cache_folder
+from graphs.errors import BucketFileError, CaptureError
 
-__all__ = ["app", "run_command"]
+__all__ = ["run_command"]
+
+
+def _default_store() -> Path:
+    from graphs.store.cache_folder import cache_folder
+
+    return cache_folder("graphs")
+
 
 app = typer.Typer(
     add_completion=False,
@@ -26,21 +32,13 @@ app = typer.Typer(
 app.command()(explain)
 app.command()(plan)
 app.command()(warmup)
-app.add_typer(cache_app("~/.cache/graphs", find=lambda: cache_folder("graphs")), name="cache")
+app.add_typer(cache_app("~/.cache/graphs", find=_default_store), name="cache")
 
 
 def run_command(argv: Sequence[str] | None = None) -> int:
     """Parse and run; returns the exit code."""
     arguments = None if argv is None else list(argv)
-    try:
-        return app(args=arguments, prog_name="python -m graphs", standalone_mode=False) or 0
-    except (KeyboardInterrupt, typer.Abort):
-        return tell("interrupted", INTERRUPTED)
-    except (UserError, BucketFileError, CaptureError) as error:
-        return tell(error, BAD_INPUT)
-    except Exception as error:
-        # By its version, typer brings a click of its own or not: usage errors have this in common.
-        message = getattr(error, "format_message", None)
-        if message is None:
-            raise
-        return tell(message(), BAD_INPUT)
+    return exit_code_of(
+        lambda: app(args=arguments, prog_name="python -m graphs", standalone_mode=False),
+        (BucketFileError, CaptureError),
+    )

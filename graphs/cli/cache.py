@@ -7,31 +7,28 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from graphs.cli.errors import FAILED, UserError
-from graphs.store import ArtifactStore, StoreError
+from graphs.errors import StoreError
 
-__all__ = ["cache_app", "parse_bytes"]
+if TYPE_CHECKING:
+    from graphs.store.store import ArtifactStore
+
+__all__ = ["cache_app"]
 
 _Store = Annotated[Path | None, typer.Option("--store", metavar="DIR", help="The store.")]
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _HEAD = ("entry", "size", "age", "last used", "model", "backend, graph and bucket")
 
 
-def cache_app(
-    default: str,
-    error: type[Exception] = UserError,
-    *,
-    find: Callable[[], Path] | None = None,
-) -> typer.Typer:
+def cache_app(default: str, *, find: Callable[[], Path] | None = None) -> typer.Typer:
     """The commands.
 
     Args:
-        default: where the store is unless told.
-        error: what bad input raises.
+        default: where the store is unless `--store` says otherwise.
         find: finds the default store where variables or the platform may say otherwise.
     """
     app = typer.Typer(
@@ -45,7 +42,7 @@ def cache_app(
         try:
             yield _existing(store or (find() if find else Path(default)))
         except (StoreError, OSError, ValueError) as problem:
-            raise error(str(problem)) from problem
+            raise UserError(str(problem)) from problem
 
     @app.command()
     def ls(
@@ -75,7 +72,7 @@ def cache_app(
         ],
         store: _Store = None,
     ) -> int:
-        """Remove what was not used for longest until the rest is no larger than SIZE."""
+        """Remove the least recently used until the rest is no larger than SIZE."""
         with opened(store) as there:
             removed = there.prune(parse_bytes(max_size))
             typer.echo(f"{_size(removed)} removed, {_size(there.bytes)} left")
@@ -104,6 +101,8 @@ def parse_bytes(text: str) -> int:
 
 
 def _existing(path: Path) -> ArtifactStore:
+    from graphs.store.store import ArtifactStore
+
     path = path.expanduser()
     if not (path / "store.json").exists() and not (path / "artifacts").is_dir():
         raise StoreError(f"there is no store in {path}: give its folder with --store DIR")

@@ -1,20 +1,27 @@
-"""The one place that turns what a user can get wrong into a line and an exit code."""
+"""User errors: each becomes one line and an exit code."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import graphs
-from graphs.causes import users_line
-from graphs.texts import clipped
+from graphs.errors import clipped
 
-__all__ = ["BAD_INPUT", "FAILED", "INTERRUPTED", "UserError", "failed", "tell", "users_code"]
+__all__ = [
+    "BAD_INPUT",
+    "FAILED",
+    "INTERRUPTED",
+    "UserError",
+    "exit_code_of",
+    "failed",
+    "tell",
+    "users_code",
+]
 
-_OURS = str(Path(graphs.__file__).parent)
+_OURS = str(Path(__file__).parents[1])
 _LONGEST = 2000  # characters of a line, which a file of the user's may have a part in
 
 FAILED = 1
@@ -23,11 +30,13 @@ INTERRUPTED = 130
 
 
 class UserError(Exception):
-    """Bad input, with the one line that tells the user what to do."""
+    """Bad input, with one line that says what to do."""
 
 
 def failed(what: str, error: BaseException) -> UserError:
     """The user's own code raised: what was being done, the error, and the line it came from."""
+    from graphs.watch.causes import users_line
+
     frames = traceback.extract_tb(error.__traceback__)
     others = [frame for frame in frames if not frame.filename.startswith((_OURS, "<frozen "))]
     file, line = users_line(others or frames)
@@ -37,7 +46,7 @@ def failed(what: str, error: BaseException) -> UserError:
 
 @contextlib.contextmanager
 def users_code(what: str) -> Iterator[None]:
-    """Whatever the user's code raises in here, `SystemExit` too, is told as its failure.
+    """Whatever the user's code raises in here, `SystemExit` too, is reported as its failure.
 
     Ctrl-C stays what it is.
 
@@ -52,9 +61,36 @@ def users_code(what: str) -> Iterator[None]:
         raise failed(what, error) from error
 
 
-def tell(problem: object, code: int) -> int:
+def exit_code_of(
+    command: Callable[[], int | None], known: tuple[type[Exception], ...], program: str = "graphs"
+) -> int:
+    """Run a command; a known error is one line on stderr, and an unknown one is let through.
+
+    Args:
+        command: parses and runs; what it returns is the exit code, None is 0.
+        known: errors that follow from the input.
+        program: its name in that line.
+    """
+    import typer
+
+    told: tuple[type[Exception], ...] = (UserError, *known)
+    try:
+        return command() or 0
+    except (KeyboardInterrupt, typer.Abort):
+        return tell("interrupted", INTERRUPTED, program)
+    except told as error:
+        return tell(error, BAD_INPUT, program)
+    except Exception as error:
+        # By its version, typer brings a click of its own or not: usage errors have this in common.
+        message = getattr(error, "format_message", None)
+        if message is None:
+            raise
+        return tell(message(), BAD_INPUT, program)
+
+
+def tell(problem: object, code: int, program: str = "graphs") -> int:
     """Print a problem as one line on stderr, if there is anything to say; returns `code`."""
     kind = "" if code == INTERRUPTED else "error: "
     if line := " ".join(str(problem).split()):
-        print(f"graphs: {kind}{clipped(line, _LONGEST)}", file=sys.stderr)
+        print(f"{program}: {kind}{clipped(line, _LONGEST)}", file=sys.stderr)
     return code

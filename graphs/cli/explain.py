@@ -7,13 +7,9 @@ import logging
 from collections.abc import Iterator
 from typing import Annotated
 
-import torch
 import typer
 
 from graphs.cli.errors import FAILED, UserError, users_code
-from graphs.cli.inputs import inputs_of, parse_bucket, parse_input
-from graphs.cli.target import load_target
-from graphs.explain import explain as explain_callable
 
 __all__ = ["explain"]
 
@@ -52,6 +48,12 @@ def explain(
 
     It really runs on the inputs. Ends with 1 if there is a break, with 2 on bad input.
     """
+    import torch
+
+    from graphs.cli.inputs import inputs_of, parse_bucket, parse_input
+    from graphs.cli.target import load_target
+    from graphs.watch.explain import explain as explain_callable
+
     if input and bucket:
         raise UserError("--input and --bucket were both given: choose where the inputs come from")
     size = parse_bucket(bucket) if bucket else None
@@ -67,7 +69,7 @@ def explain(
 
 @contextlib.contextmanager
 def _quiet_dynamo() -> Iterator[None]:
-    # What torch logs about a break is in the report, and what it fails at is told in one line.
+    # What torch logs about a break is in the report, and a failure is reported in one line.
     silenced = {"torch._dynamo": logging.ERROR, "torch._subclasses": logging.CRITICAL}
     before = {name: logging.getLogger(name).level for name in silenced}
     try:

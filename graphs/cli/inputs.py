@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphs.buckets.axes import Bucket
+from graphs.capture.inputs import Input
+from graphs.capture.memory import machine_bytes
 from graphs.cli.errors import UserError, users_code
 from graphs.cli.target import Target
-from graphs.inputs import Input
-from graphs.memory import machine_bytes
-from graphs.points import Bucket
 
 __all__ = ["inputs_of", "make_inputs_of", "parse_bucket", "parse_input"]
 

@@ -1,4 +1,4 @@
-"""Where results go is looked at before the work, not after it."""
+"""A check of where results go, before the work instead of after it."""
 
 from __future__ import annotations
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 
-from graphs.bucket_file import to_file
+from graphs.buckets.file import to_file
 from graphs.cli.errors import UserError
-from graphs.cli.warmup_file import read_warmup
+from graphs.errors import parse_json, quoted
 
 __all__ = ["plan"]
+
+_AGES = 1e9  # seconds
 
 
 def plan(
@@ -52,7 +54,7 @@ def plan(
         raise UserError(f"cannot write {out}: it is a directory, name a file")
     if max_seconds is not None and measured is None:
         raise UserError("--max-seconds needs --measured: the seconds of some captures")
-    rows = read_warmup(measured) if measured else []
+    rows = _read_warmup(measured) if measured else []
     try:
         demand = read_demand(needs)
     except ValueError as error:  # names the file and the line
@@ -75,3 +77,44 @@ def plan(
             raise UserError(f"cannot write {out}: {error}") from error
         typer.echo(f"{len(report.space)} buckets in {out}")
     return 0
+
+
+class _Measured(NamedTuple):
+    """A captured bucket: seconds of its capture, and of one run."""
+
+    bucket: dict[str, int]
+    seconds: float
+    run_seconds: float
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether a clock can have measured this."""
+        return all(type(size) is int and 0 <= size < 2**63 for size in self.bucket.values()) and (
+            0 <= self.seconds < _AGES and 0 < self.run_seconds < _AGES
+        )
+
+
+def _read_warmup(path: Path) -> list[_Measured]:
+    """The captured buckets of a warmup whose runs were timed.
+
+    Raises:
+        UserError: the file cannot be read, is not of that form, or has no timed bucket.
+    """
+    try:
+        rows = parse_json(path.read_bytes())["buckets"]
+        found = [
+            _Measured(dict(row["bucket"]), float(row["seconds"]), float(row["run_seconds"]))
+            for row in rows
+            if row["status"] == "captured" and row["run_seconds"] is not None
+        ]
+    except OSError as error:
+        raise UserError(f"{path}: not readable as a warmup: {error}") from error
+    except (ValueError, TypeError, KeyError, ArithmeticError) as error:
+        raise UserError(f"{path}: expected a file that `warmup --json` wrote") from error
+    if odd := next((row for row in found if not row.is_measured), None):
+        raise UserError(
+            f"{path}: expected whole sizes and seconds of at least 0, got {quoted(odd)}"
+        )
+    if not found:
+        raise UserError(f"{path}: no captured bucket whose run was timed in it")
+    return found

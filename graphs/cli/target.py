@@ -1,4 +1,4 @@
-"""Finds what a user names as `MODULE:NAME`: a module or a file, and a callable in it."""
+"""Targets that a user names as `MODULE:NAME`: a module or a file, and a callable in it."""
 
 from __future__ import annotations
 

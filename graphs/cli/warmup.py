@@ -5,22 +5,18 @@ from __future__ import annotations
 import json as json_text
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from graphs.bucket_file import from_file
-from graphs.capture import available_backends
 from graphs.cli.errors import BAD_INPUT, FAILED, INTERRUPTED, UserError, failed, tell
-from graphs.cli.inputs import make_inputs_of
 from graphs.cli.outputs import refuse_unwritable
-from graphs.cli.target import load_target
-from graphs.progress import progress_for
-from graphs.report import describe, write_report
-from graphs.report.surroundings import surroundings
-from graphs.schedule import Order
-from graphs.warmup import WarmupManager
+
+if TYPE_CHECKING:
+    from graphs.warmup.manager import WarmupManager
+    from graphs.warmup.schedule import Order
 
 __all__ = ["warmup"]
 
@@ -52,7 +48,9 @@ def warmup(
     ] = 1,
     journal: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Go on after a kill: what each bucket came to is kept."),
+        typer.Option(
+            metavar="FILE", help="Continue after a kill: keeps the outcome of each bucket."
+        ),
     ] = None,
     report: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write an HTML page and JSON here.")
@@ -66,6 +64,12 @@ def warmup(
     Ends with 1 if a bucket is not captured, with 2 on bad input, with 130 when interrupted.
     """
     options = {name: os.fspath(v) if isinstance(v, Path) else v for name, v in locals().items()}
+    from graphs.buckets.file import from_file
+    from graphs.capture.capture import available_backends
+    from graphs.cli.inputs import make_inputs_of
+    from graphs.cli.target import load_target
+    from graphs.warmup.manager import WarmupManager
+
     if reason := available_backends().get(backend, "there is none of that name"):
         raise UserError(f"--backend {backend} cannot work here: {reason}")
     space = from_file(buckets)
@@ -77,7 +81,7 @@ def warmup(
             space,
             make_inputs,
             backend=backend,
-            order=cast(Order, order),
+            order=cast("Order", order),
             budget_seconds=budget_seconds,
             workers=workers,
             journal=journal,
@@ -85,27 +89,41 @@ def warmup(
         refuse_unwritable([json], report)
     except (ValueError, OSError) as error:
         raise UserError(str(error)) from error
-    code = 0
+    code = _warm_up(manager, target)
+    outcome = manager.report
+    if outcome is None:
+        return code
+    typer.echo(str(outcome))
+    try:
+        if json is not None:
+            json.write_text(json_text.dumps(outcome.to_json(), indent=2) + "\n", encoding="utf-8")
+        if report is not None:
+            typer.echo(_write_page(report, manager, options))
+    except OSError as error:
+        raise UserError(f"cannot write the outcome: {error}") from error
+    return code or (0 if len(outcome.captured) == len(space) else FAILED)
+
+
+def _warm_up(manager: WarmupManager, target: str) -> int:
+    """Warm up; returns an exit code, also where that was cut short by Ctrl-C or the user's code."""
+    from graphs.warmup.progress import progress_for
+
     try:
         with progress_for(sys.stderr) as progress:
             manager.warmup(progress)
     except KeyboardInterrupt:
-        code = tell("interrupted; this is the outcome so far", INTERRUPTED)
+        return tell("interrupted; this is the outcome so far", INTERRUPTED)
     except BaseException as error:
         if isinstance(error, Exception):
             raise
         problem = failed(f"capturing {target}", error)  # such as SystemExit
-        code = tell(f"{problem}; this is the outcome so far", BAD_INPUT)
-    if manager.report is None:
-        return code
-    typer.echo(str(manager.report))
-    try:
-        if json is not None:
-            text = json_text.dumps(manager.report.to_json(), indent=2)
-            json.write_text(text + "\n", encoding="utf-8")
-        if report is not None:
-            facts = surroundings(["compiled-attn"]) | {"options": options} | describe(manager)
-            typer.echo(write_report(report, facts, title=f"Warmup of {target}"))
-    except OSError as error:
-        raise UserError(f"cannot write the outcome: {error}") from error
-    return code or (0 if len(manager.report.captured) == len(space) else FAILED)
+        return tell(f"{problem}; this is the outcome so far", BAD_INPUT)
+    return 0
+
+
+def _write_page(folder: Path, manager: WarmupManager, options: Mapping[str, Any]) -> Path:
+    from graphs.report import describe, write_report
+    from graphs.report.surroundings import surroundings
+
+    facts = surroundings(["compiled-attn"]) | {"options": options} | describe(manager)
+    return write_report(folder, facts, title=f"Warmup of {options['target']}")

@@ -1,4 +1,4 @@
-"""What no set of so many buckets can fall below: a Lagrangian bound.
+"""A Lagrangian lower bound: the cost that no set of so many buckets can fall below.
 
 Each need has a price that it is ready to pay; a bucket earns what the needs that it holds save, and
 no plan earns more than the best ``count`` buckets. For any prices this bounds the cost from below

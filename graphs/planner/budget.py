@@ -1,4 +1,4 @@
-"""How much may be captured: graphs, seconds of warmup, bytes."""
+"""Budgets: limits on graphs, seconds of warmup and bytes, and what buckets take of them."""
 
 from __future__ import annotations
 

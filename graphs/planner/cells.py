@@ -1,4 +1,4 @@
-"""Many needs as few: cells of needs that lie close together, by recursive cuts."""
+"""Cells: needs that lie close together as one, found by recursive cuts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from graphs.planner.cost import Floats
 from graphs.planner.demand import Points, Weights
 
-__all__ = ["Cells", "CostOf", "Cut", "best_cut", "compress", "dominates", "jittered"]
+__all__ = ["Cells", "CostOf", "best_cut", "compress", "dominates", "jittered"]
 
 CostOf: TypeAlias = Callable[[Points], Floats]
 Rows: TypeAlias = NDArray[np.int64]

@@ -1,4 +1,4 @@
-"""Which buckets to take: lazily greedy by what they save, then swaps.
+"""The choice of buckets: lazily greedy by what they save, then swaps.
 
 The saving of a set of buckets is monotone and submodular, so the greedy choice saves at least
 1 - 1/e of what the best choice among the same candidates saves (Nemhauser, Wolsey, Fisher, 1978),
@@ -7,43 +7,21 @@ and a gain that was computed before can only have shrunk since (Minoux's lazy ev
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import numpy as np
 
-from graphs.planner.budget import Expenses
-from graphs.planner.cells import Cells, CostOf, best_cut
+from graphs.planner.cells import best_cut
 from graphs.planner.cost import Floats
 from graphs.planner.demand import Points
+from graphs.planner.problem import Problem
 from graphs.planner.serving import Serving
 
-__all__ = ["Problem", "grow", "improve", "start"]
+__all__ = ["grow", "improve", "start"]
 
 _ROUNDS = 40
 _ROUND_GAIN = 1e-5
 _CANDIDATES_A_ROUND = 256
 _SLACK = 1e-9
 _BATCH = 48
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What is to be served, and from what.
-
-    Args:
-        cells: the needs.
-        cost: of points.
-        top: ``[axes]`` the maximum, always a bucket.
-        expenses: what buckets take of the budget.
-        candidates: ``[m, axes]``.
-    """
-
-    cells: Cells
-    cost: CostOf
-    top: Points
-    expenses: Expenses
-    candidates: Points
 
 
 def start(problem: Problem, buckets: Points | None = None) -> Serving:
@@ -53,54 +31,49 @@ def start(problem: Problem, buckets: Points | None = None) -> Serving:
     return Serving(problem.cells.corners, problem.cells.weights, problem.cost, together)
 
 
-def grow(problems: Sequence[Problem], servings: Sequence[Serving], left: Floats) -> Floats:
-    """Add buckets to the servings of one or more problems while what is ``left`` allows.
+def grow(problem: Problem, serving: Serving, left: Floats) -> Floats:
+    """Add buckets to what serves a problem while what is ``left`` of the budget allows.
 
     Each time the candidate that saves most for what it takes of the scarcest part of the budget.
 
     Args:
-        problems: with one budget together.
-        servings: of each problem; they grow.
+        problem: with the candidates.
+        serving: it grows.
         left: ``[limits]`` shares of the budget that are not spent.
 
     Returns:
         ``[limits]`` shares that are left at the end.
     """
-    offers = [_Offer(problem, serving) for problem, serving in zip(problems, servings, strict=True)]
-    while True:
-        best = max(offers, key=lambda offer: offer.best(left))
-        at = best.at
-        if best.worth <= 0:
-            return left
-        best.serving.add(best.problem.candidates[at])
-        left = left - best.takes[at]
-        best.is_fresh[:] = False
+    offers = _Offers(problem, serving)
+    while (at := offers.best(left)) is not None:
+        serving.add(problem.candidates[at])
+        left = left - offers.takes[at]
+    return left
 
 
-class _Offer:
-    """The candidates of one problem, and at most what each can still save for what it takes."""
+class _Offers:
+    """The candidates of a problem, and at most what each can still save for what it takes."""
 
     def __init__(self, problem: Problem, serving: Serving) -> None:
-        self.problem, self.serving = problem, serving
-        self.costs = problem.cost(problem.candidates)
+        self._candidates, self._serving = problem.candidates, serving
+        self._costs = problem.cost(problem.candidates)
         self.takes = problem.expenses.of(problem.candidates)
         self._scarce = np.maximum(self.takes.max(axis=1), 1e-12)
-        self._most = serving.gains(problem.candidates, self.costs) / self._scarce
-        self.is_fresh = np.ones(len(self._most), np.bool_)
-        self.at, self.worth = 0, 0.0
+        self._most = serving.gains(problem.candidates, self._costs) / self._scarce
+        self._is_fresh = np.ones(len(self._most), np.bool_)
 
-    def best(self, left: Floats) -> float:
-        """What the best affordable candidate saves for what it takes; ``at`` says which it is."""
+    def best(self, left: Floats) -> int | None:
+        """The affordable candidate that saves most for what it takes, which is then taken."""
         self._most[(self.takes > left + _SLACK).any(axis=1)] = 0.0
         while True:
             order = np.argsort(-self._most, kind="stable")[:_BATCH]
-            self.at, self.worth = int(order[0]), float(self._most[order[0]])
-            stale = order[~self.is_fresh[order] & (self._most[order] > 0)]
-            if self.is_fresh[self.at] or not len(stale):
-                return self.worth
-            gains = self.serving.gains(self.problem.candidates[stale], self.costs[stale])
+            stale = order[~self._is_fresh[order] & (self._most[order] > 0)]
+            if self._is_fresh[order[0]] or not len(stale):
+                self._is_fresh[:] = False
+                return int(order[0]) if self._most[order[0]] > 0 else None
+            gains = self._serving.gains(self._candidates[stale], self._costs[stale])
             self._most[stale] = gains / self._scarce[stale]
-            self.is_fresh[stale] = True
+            self._is_fresh[stale] = True
 
 
 def improve(problem: Problem, serving: Serving, left: Floats) -> Floats:

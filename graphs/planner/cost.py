@@ -1,4 +1,4 @@
-"""What running a bucket costs: a formula, or a fit to what was measured."""
+"""Cost models: what running a bucket costs, by a formula or fitted to measurements."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from graphs.points import Bucket
+from graphs.buckets.axes import Bucket
 
 __all__ = ["CostModel", "Floats"]
 
@@ -92,7 +92,7 @@ class CostModel:
             at = int(np.argmin(np.isfinite(costs) & (costs >= 0)))
             need = dict(zip(names, points[at].tolist(), strict=True))
             raise ValueError(
-                f"expected finite costs from 0 on, got {costs[at]} for {need}: mend the formula"
+                f"expected finite costs from 0 on, got {costs[at]} for {need}: correct the formula"
             )
         return costs
 

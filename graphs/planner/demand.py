@@ -1,4 +1,4 @@
-"""What steps need, as points over named axes with weights."""
+"""Demands: what steps need, as weighted points over named axes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from graphs.points import Axis, whole
+from graphs.buckets.axes import Axis, whole
 
 __all__ = ["Demand", "Points", "Weights"]
 
@@ -167,7 +167,7 @@ def _checked_points(names: tuple[str, ...], points: ArrayLike) -> Points:
         raise TypeError(f"expected whole numbers as sizes, got {given.dtype}: round them up")
     if given.min() < 0 or given.max() > _LARGEST:
         raise ValueError(
-            f"expected sizes in 0..{_LARGEST}, got {given.min()}..{given.max()}: mend the needs"
+            f"expected sizes in 0..{_LARGEST}, got {given.min()}..{given.max()}: correct the needs"
         )
     checked = given.astype(np.int64)
     checked.flags.writeable = False

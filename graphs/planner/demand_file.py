@@ -12,20 +12,17 @@ from typing import Any, TextIO
 
 import numpy as np
 
+from graphs.buckets.axes import whole
+from graphs.errors import DemandFileError, clipped, parse_json, quoted
+from graphs.files import write_whole
 from graphs.planner.demand import Demand
-from graphs.points import whole
-from graphs.texts import clipped, parse_json, quoted
 
-__all__ = ["DemandFileError", "DemandRecorder", "read_demand", "write_demand"]
+__all__ = ["DemandRecorder", "read_demand", "write_demand"]
 
 _COUNT = "count"
 _LONGEST = 300  # characters of a reason
 
 Row = tuple[dict[str, int], float]
-
-
-class DemandFileError(ValueError):
-    """A demand file that cannot be read; the message begins with `path:line:`."""
 
 
 class DemandRecorder:
@@ -34,7 +31,7 @@ class DemandRecorder:
     Equal needs in a row become one line with their count. Closed at the end of a ``with`` block.
 
     Args:
-        path: of the file; it is written anew.
+        path: of the file; what it held is replaced.
 
     Raises:
         OSError: the file cannot be written.
@@ -91,7 +88,7 @@ def read_demand(path: str | os.PathLike[str]) -> Demand:
 
     Raises:
         DemandFileError: the file cannot be read, holds no need, or has a bad line: its number and
-            the reason are told.
+            the reason are in the message.
     """
     needs: list[list[int]] = []
     counts: list[float] = []
@@ -136,12 +133,7 @@ def write_demand(demand: Demand, path: str | os.PathLike[str]) -> None:
         lines += [",".join([*map(str, row), f"{_number(count)}"]) + "\n" for row, count in rows]
     else:
         lines = [_line(dict(zip(demand.names, row, strict=True)), count) for row, count in rows]
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        partial.write_text("".join(lines), encoding="utf-8")
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_whole(target, "".join(lines).encode())
 
 
 def _line(need: Mapping[str, int], count: float) -> str:

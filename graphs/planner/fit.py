@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from graphs.planner.budget import Budget
-from graphs.planner.choose import Problem, grow, improve, start
-from graphs.planner.cost import Floats
+from graphs.planner.choose import grow, improve, start
 from graphs.planner.demand import Points
 from graphs.planner.guard import guard
 from graphs.planner.one_axis import best_sizes
+from graphs.planner.problem import Problem
 from graphs.planner.region import Region
 
-__all__ = ["fitted", "guarded", "left_of"]
+__all__ = ["fitted", "guarded"]
 
 _GUARD_SHARE = 1 / 6
 _GUARD_SHARE_AT_MOST = 1 / 4
@@ -49,15 +49,6 @@ def guarded(problem: Problem, region: Region, budget: Budget, rho: float) -> tup
     return np.concatenate([filled, more]), len(added) + len(more)
 
 
-def left_of(left: Floats, budget: Budget) -> Floats:
-    """Shares that are left of a budget; ValueError if it did not suffice."""
-    if (left < -1e-9).any():
-        raise ValueError(
-            f"expected a budget with room for the maximum of each space, got {budget}: raise it"
-        )
-    return left
-
-
 def _guard(
     problem: Problem, region: Region, buckets: Points, rho: float, budget: Budget, share: float
 ) -> tuple[Points, float]:
@@ -92,12 +83,14 @@ def _exact(problem: Problem, count: int) -> Points:
 def _near_optimal(problem: Problem, budget: Budget, reserve: float) -> Points:
     serving = start(problem)
     spent = problem.expenses.of(problem.top[None])[0]
-    left = left_of(1.0 - spent, budget)
+    left = 1.0 - spent
+    if (left < -_SLACK).any():
+        raise ValueError(f"expected a budget with room for the maximum, got {budget}: raise it")
     kept = np.full(len(left), reserve)
     if budget.graphs is not None:
         kept[0] = _graphs(budget, reserve) / budget.graphs
     kept = np.minimum(kept, left)
-    free = grow([problem], [serving], left - kept)
+    free = grow(problem, serving, left - kept)
     improve(problem, serving, free)
     return serving.buckets
 
@@ -106,7 +99,7 @@ def _filled(problem: Problem, buckets: Points) -> Points:
     """What is left of the budget goes to buckets that save more."""
     serving = start(problem, buckets[1:])
     left = 1.0 - problem.expenses.of(buckets).sum(axis=0)
-    grow([problem], [serving], left)
+    grow(problem, serving, left)
     return np.asarray(np.unique(serving.buckets, axis=0))
 
 

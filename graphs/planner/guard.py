@@ -1,4 +1,4 @@
-"""Buckets against the demand that nobody foresaw: no legal need pays above a multiple of its cost.
+"""The guard against unforeseen demand: no legal need pays above a multiple of its cost.
 
 A greedy set cover over boxes of legal needs, from the most expensive need that pays too much
 downwards: each time the bucket that holds it, costs at most the multiple, and mends most others.

@@ -1,4 +1,4 @@
-"""From a demand, a cost and a budget to the buckets with the least expected padding."""
+"""`plan`: the buckets with the least expected padding, of a demand, a cost and a budget."""
 
 from __future__ import annotations
 
@@ -9,22 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from graphs.buckets import BucketSpace
+from graphs.buckets.axes import Axis, Bucket
+from graphs.buckets.space import BucketSpace
 from graphs.planner.bound import lower_bound
-from graphs.planner.budget import Budget, Expense
-from graphs.planner.choose import Problem, grow, start
-from graphs.planner.cost import CostModel, Floats
+from graphs.planner.budget import Budget, Expense, Expenses
+from graphs.planner.cost import CostModel
 from graphs.planner.demand import Demand, Points
-from graphs.planner.fit import fitted, guarded, left_of
-from graphs.planner.judge import judge
+from graphs.planner.fit import fitted, guarded
 from graphs.planner.one_axis import best_sizes
-from graphs.planner.part import Part, problem_of
-from graphs.planner.report import PlanReport
-from graphs.points import Axis, Bucket
+from graphs.planner.problem import Problem, problem_of, region_of
+from graphs.planner.report import PlanReport, judge
 
-__all__ = ["plan", "plan_together"]
-
-_TINY = 1e-12  # of a budget: for a space that takes nothing of it
+__all__ = ["plan"]
 
 
 def plan(
@@ -73,62 +69,38 @@ def plan(
         space = report.space
         print(report)
     """
-    part = Part(demand, cost, axes, legal, seconds, bytes)
-    return _plan(part, _as_budget(budget), rho, seed)
-
-
-def plan_together(
-    parts: Mapping[str, Part], budget: Budget | int = 64, *, rho: float | None = 3.0, seed: int = 0
-) -> dict[str, PlanReport]:
-    """Plan several spaces, for example of prefill and decode, under one budget.
-
-    The budget goes where it saves most: first lazily greedy over all parts at once, then each part
-    is planned as by `plan` with what it got.
-
-    Raises:
-        ValueError: no part, or what `plan` raises.
-    """
-    if not parts:
-        raise ValueError("expected at least one part, got none: name the spaces to plan")
-    whole = _as_budget(budget)
-    problems = [problem_of(part, whole, seed) for part in parts.values()]
-    servings = [start(problem) for problem in problems]
-    spent = [p.expenses.of(p.top[None])[0] for p in problems]
-    grow(problems, servings, left_of(1.0 - np.sum(spent, axis=0), whole))
-    shares = [
-        problem.expenses.of(serving.buckets).sum(axis=0)
-        for problem, serving in zip(problems, servings, strict=True)
-    ]
-    return {
-        name: _plan(part, _cut(whole, share), rho, seed)
-        for (name, part), share in zip(parts.items(), shares, strict=True)
-    }
-
-
-def _plan(part: Part, budget: Budget, rho: float | None, seed: int) -> PlanReport:
     if rho is not None and not 1 < rho < math.inf:
         raise ValueError(f"expected rho above 1, or None for no guard, got {rho}: 3 is usual")
-    problem = problem_of(part, budget, seed)
+    limits = budget if isinstance(budget, Budget) else Budget(graphs=budget)
+    model = _model_of(cost)
+    region = region_of(demand, axes, legal)
+    expenses = Expenses(region.names, limits, seconds, bytes)
+    problem = problem_of(demand, region, model, expenses, seed)
     if rho is None:
-        buckets, guards = fitted(problem, budget), 0
+        buckets, guards = fitted(problem, limits), 0
     else:
-        buckets, guards = guarded(problem, part.region(), budget, rho)
-    region, cost = part.region(), part.model()
-    space = _space(region.axes, buckets, cost)
-    judged = judge(space, part.demand, cost)
+        buckets, guards = guarded(problem, region, limits, rho)
+    space = _space(region.axes, buckets, model)
+    judged = judge(space, demand, model)
     return PlanReport(
         space=space,
-        cost=cost,
+        cost=model,
         waste=judged.waste,
-        lower_bound=_bound(part.demand, problem, judged.waste),
+        lower_bound=_bound(demand, problem, judged.waste),
         guard=region.worst(buckets, problem.cost(buckets), problem.cost),
         rho=rho,
         guards=guards,
-        steps=part.demand.total,
+        steps=demand.total,
         uses=judged.uses,
-        seconds=_sum(part.seconds, space),
-        bytes=_sum(part.bytes, space),
+        seconds=_sum(seconds, space),
+        bytes=_sum(bytes, space),
     )
+
+
+def _model_of(cost: CostModel | Callable[[Mapping[str, Any]], Any] | None) -> CostModel:
+    if cost is None:
+        return CostModel.product()
+    return cost if isinstance(cost, CostModel) else CostModel(cost)
 
 
 def _space(axes: Sequence[Axis], buckets: Points, cost: CostModel) -> BucketSpace:
@@ -136,10 +108,6 @@ def _space(axes: Sequence[Axis], buckets: Points, cost: CostModel) -> BucketSpac
     lows = np.minimum([axis.low for axis in axes], buckets.min(axis=0)).tolist()
     ranges = [replace(axis, low=low) for axis, low in zip(axes, lows, strict=True)]
     return BucketSpace(ranges, [Bucket.of(names, tuple(row)) for row in buckets.tolist()], cost)
-
-
-def _as_budget(budget: Budget | int) -> Budget:
-    return budget if isinstance(budget, Budget) else Budget(graphs=budget)
 
 
 def _bound(demand: Demand, problem: Problem, waste: float) -> float:
@@ -165,16 +133,6 @@ def _most_buckets(problem: Problem, points: Points) -> int:
     some = least > 0
     most = float((left[some] / least[some]).min(initial=len(points)))
     return 1 + math.floor(most + 1e-9)
-
-
-def _cut(budget: Budget, share: Floats) -> Budget:
-    """The part of a budget that is a share of each of its limits."""
-    names = [n for n in ("graphs", "seconds", "bytes") if getattr(budget, n) is not None]
-    limits = dict(zip(names, np.maximum(share, _TINY).tolist(), strict=True))
-    cut = {name: getattr(budget, name) * limits[name] for name in names}
-    if "graphs" in cut:
-        cut["graphs"] = round(cut["graphs"])
-    return replace(budget, **cut)
 
 
 def _sum(expense: Expense | None, space: BucketSpace) -> float | None:

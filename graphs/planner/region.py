@@ -1,4 +1,4 @@
-"""The needs that may ever occur, and the worst that a set of buckets does to one of them."""
+"""Regions of legal needs, and the worst that a set of buckets does to one of them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from graphs.buckets.axes import Axis, Bucket
 from graphs.planner.cells import CostOf
 from graphs.planner.cost import Floats
 from graphs.planner.demand import Points
-from graphs.points import Axis, Bucket
 
 __all__ = ["Grid", "Region"]
 

@@ -1,16 +1,93 @@
-"""A plan, and what it promises."""
+"""Judgements of bucket sets on a demand, and the report of a plan with what it promises."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from graphs.buckets import BucketSpace
+import numpy as np
+
+from graphs.buckets.axes import Bucket
+from graphs.buckets.space import BucketSpace
 from graphs.planner.cost import CostModel
 from graphs.planner.demand import Demand
-from graphs.planner.judge import BucketUse, Judgement, judge
+from graphs.planner.serving import cheapest
 
-__all__ = ["PlanReport"]
+__all__ = ["BucketUse", "Judgement", "PlanReport", "judge"]
+
+
+@dataclass(frozen=True, slots=True)
+class BucketUse:
+    """One bucket at work.
+
+    Args:
+        bucket: its sizes.
+        share: part of the steps that run in it.
+        waste: what its steps pay beyond their own cost, as a part of the cost of all needs. The
+            wastes of all buckets add up to the waste of the set.
+    """
+
+    bucket: Bucket
+    share: float
+    waste: float
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """A demand served by a set of buckets.
+
+    Args:
+        graphs: buckets of the set.
+        waste: cost of the buckets used over the cost of the needs, less 1; needs that no bucket
+            holds are left out.
+        missed: part of the steps that no bucket holds.
+        worst: the most that a need pays, in multiples of its own cost.
+        uses: each bucket, in the order of the space.
+    """
+
+    graphs: int
+    waste: float
+    missed: float
+    worst: float
+    uses: tuple[BucketUse, ...]
+
+    @property
+    def unused(self) -> int:
+        """Buckets that no need goes to."""
+        return sum(not use.share for use in self.uses)
+
+
+def judge(space: BucketSpace, demand: Demand, cost: CostModel) -> Judgement:
+    """Serve a demand from a space, each need by the cheapest bucket that holds it.
+
+    Raises:
+        ValueError: the demand has other axes than the space, or costs nothing.
+    """
+    if set(demand.names) != set(space.names):
+        raise ValueError(
+            f"expected a demand over {', '.join(space.names)}, got one over "
+            f"{', '.join(demand.names)}: project it, or choose other buckets"
+        )
+    needs = demand.project(space.names).histogram()
+    buckets = np.array([bucket.sizes for bucket in space], np.int64)
+    costs, own = cost.of(space.names, buckets), cost.of(space.names, needs.points)
+    which = cheapest(buckets, costs, needs.points)
+    held = which >= 0
+    which, own, weights = which[held], own[held], needs.weights[held]
+    total = float(own @ weights)
+    if held.any() and not total > 0:
+        raise ValueError("expected needs that cost something, got a cost of 0: correct the cost")
+    wasted = np.bincount(which, (costs[which] - own) * weights, minlength=len(buckets))
+    share = np.bincount(which, weights, minlength=len(buckets)) / needs.total
+    times = costs[which][own > 0] / own[own > 0]
+    uses = zip(space, share.tolist(), (wasted / (total or 1.0)).tolist(), strict=True)
+    return Judgement(
+        graphs=len(space),
+        waste=float(wasted.sum() / total) if total else 0.0,
+        missed=float(needs.weights[~held].sum() / needs.total),
+        worst=float(times.max(initial=1.0)),
+        uses=tuple(BucketUse(*use) for use in uses),
+    )
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A row per bucket on a common axis: seconds of warmup, and percentiles of step times."""
+"""Bars, one a bucket on a common axis: seconds of warmup, and percentiles of step times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a warmup manager can tell, in the form that the report shows."""
+"""The state of a warmup manager, in the form that the report shows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from graphs.warmup import WarmupManager
+from graphs.warmup.manager import WarmupManager
 
 __all__ = ["describe"]
 
@@ -14,7 +14,7 @@ __all__ = ["describe"]
 def describe(manager: WarmupManager) -> dict[str, Any]:
     """The state of a manager as JSON-able values for :func:`graphs.report.write_report`.
 
-    Counts and seconds of the whole, and a row per bucket that a warmup has come to: its sizes, its
+    Counts and seconds of the whole, and a row per bucket that a warmup has reached: its sizes, its
     status, seconds, bytes, compiles and error, and how often it was chosen since.
     """
     report = manager.report

@@ -1,13 +1,13 @@
-"""Puts the page together and writes it, all or nothing."""
+"""The page of a report and its JSON, written completely or not at all."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from graphs.files import write_whole
 from graphs.report.bars import step_times, warmup_seconds
 from graphs.report.plane import plane
 from graphs.report.rows import bucket_rows
@@ -42,8 +42,8 @@ def write_report(folder: str | Path, report: Mapping[str, Any], title: str = "Re
     page = _render(report, title)
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
-    _replace(target / "report.json", text + "\n")
-    _replace(target / "report.html", page)
+    write_whole(target / "report.json", f"{text}\n".encode())
+    write_whole(target / "report.html", page.encode())
     return target / "report.html"
 
 
@@ -71,12 +71,3 @@ def _render(report: Mapping[str, Any], title: str) -> str:
         series=series_charts(report),
         tables=list(tables(report)),
     )
-
-
-def _replace(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)

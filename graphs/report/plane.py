@@ -10,7 +10,7 @@ from typing import Any
 from graphs.report.rows import BucketRow
 from graphs.report.scale import Scale, number, size_scale
 
-__all__ = ["plane", "widest_axes"]
+__all__ = ["plane"]
 
 _WASTE_STEPS = (0.1, 0.25, 0.5, 0.75)
 _SMALLEST, _LARGEST = 5.0, 20.0

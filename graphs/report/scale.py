@@ -1,4 +1,4 @@
-"""Where a value is on an axis, in percent of its length, and which values get a label."""
+"""Scales: the place of a value on an axis, in percent of its length, and the labelled values."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-__all__ = ["Scale", "Tick", "linear_scale", "log_scale", "number", "size_scale"]
+__all__ = ["Scale", "linear_scale", "log_scale", "number", "size_scale"]
 
 
 class Tick(NamedTuple):

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from graphs.report.scale import Scale, linear_scale, number
 
-__all__ = ["series_charts", "thinned"]
+__all__ = ["series_charts"]
 
 _COLUMNS = 300
 _COLOURS = 4

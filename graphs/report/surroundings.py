@@ -1,4 +1,4 @@
-"""What a result was made on, with and when: the facts without which its numbers say little."""
+"""Surroundings of a result: machine, versions and date, without which its numbers say little."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from graphs.memory import machine_bytes
+from graphs.capture.memory import machine_bytes
 
 __all__ = ["machine", "surroundings"]
 

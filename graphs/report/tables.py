@@ -1,4 +1,4 @@
-"""Everything in a report that is no chart: single values, and tables of the rest."""
+"""Everything in a report that is not a chart: single values, and tables of the rest."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from graphs.report.scale import number
 
-__all__ = ["Cell", "Table", "facts", "tables"]
+__all__ = ["Table", "facts", "tables"]
 
 _DRAWN = ("series",)
 

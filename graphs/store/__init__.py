@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from graphs.errors import StoreBusy, StoreError, UnsafeStore
 from graphs.store.aoti import StoredAoti
-from graphs.store.compiled import StoredInductor
 from graphs.store.entry import Entry
-from graphs.store.errors import StoreBusy, StoreError, UnsafeStore
 from graphs.store.factors import environment_factors, graph_factors, key_of
+from graphs.store.inductor import StoredInductor
 from graphs.store.inductor_cache import InductorCache
 from graphs.store.store import ArtifactStore
 

@@ -1,45 +1,32 @@
-"""Backend `aoti` with a memory: a package is built once, and later only loaded."""
+"""Backend `aoti` with a store: a package is built once, and later only loaded."""
 
 from __future__ import annotations
 
-import logging
+import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from graphs.backends.aoti import AotiBackend
-from graphs.backends.base import CaptureError, Frozen
-from graphs.inputs import Input
-from graphs.store.errors import StoreError
-from graphs.store.known import UNTOLD, KnownCode
-from graphs.store.label import describe
-from graphs.store.misses import Misses
+from graphs.backends.aoti import AotiBackend, load
+from graphs.capture.contract import Frozen
+from graphs.capture.inputs import Input
 from graphs.store.store import ArtifactStore
+from graphs.store.stored import StoredBackend
 
 __all__ = ["StoredAoti"]
 
-_log = logging.getLogger(__name__)
 
-
-class StoredAoti:
+class StoredAoti(StoredBackend):
     """Captures as backend `aoti` does, but loads what the store has, and stores what it lacks.
 
-    Args:
-        store: where packages are.
-
-    Attributes:
-        loaded: how many packages came from the store.
-        stored: how many went to it.
-        misses: the graphs that it did not have, each with the reason; a reason is logged once.
+    Arguments and attributes: see :class:`~graphs.store.stored.StoredBackend`.
     """
 
     name = "aoti"
 
     def __init__(self, store: ArtifactStore) -> None:
-        self.store = store
-        self.loaded = self.stored = 0
-        self.misses = Misses()
-        self._code = KnownCode()
+        super().__init__(store)
         self._aoti = AotiBackend()
 
     def available(self) -> str | None:
@@ -56,50 +43,26 @@ class StoredAoti:
         options: Mapping[str, Any] | None = None,
     ) -> Frozen:
         """Load the package, or build it and store it; `options` are those of the backend."""
-        factors = self._code.factors(function, example_inputs, backend="aoti", options=options)
-        if factors is None:
-            _log.warning("%s: not stored: %s", name, UNTOLD)
-            return self._aoti.capture(
-                function, example_inputs, name=name, warm_runs=warm_runs, options=options
-            )
-        frozen = self._load(factors, function, name)
-        if frozen is None:
-            with tempfile.TemporaryDirectory(prefix="graphs-store-") as folder:
-                frozen = self._aoti.capture(
-                    function,
-                    example_inputs,
-                    name=name,
-                    warm_runs=warm_runs,
-                    package_path=folder,
-                    options=options,
-                )
-                self._put(factors, folder, describe(function, name))
+        settings: dict[str, Any] = {"name": name, "warm_runs": warm_runs}
+        factors = self.factors(function, example_inputs, options)
+        if isinstance(factors, str):
+            self.not_stored(name, factors)
+            return self._aoti.capture(function, example_inputs, options=options, **settings)
+        frozen = self.restore(factors, function, example_inputs, **settings)
+        if frozen is not None:
             return frozen
-        try:
-            for _ in range(warm_runs):
-                frozen.run(*example_inputs)
-        except Exception as error:
-            raise CaptureError(name, str(error)) from error
-        self.loaded += 1
+        with tempfile.TemporaryDirectory(prefix="graphs-aoti-") as folder:
+            frozen = self._aoti.capture(
+                function, example_inputs, package_path=folder, options=options, **settings
+            )
+            self.keep(
+                factors,
+                function,
+                lambda target: shutil.copytree(folder, target, dirs_exist_ok=True),
+                name=name,
+            )
         return frozen
 
-    def _load(
-        self, factors: Mapping[str, Any], function: Callable[..., Any], name: str
-    ) -> Frozen | None:
-        try:
-            is_there = self.store.has(factors)
-            with self.store.use(factors) as folder:
-                if folder:
-                    return self._aoti.load(function, folder, name=name)
-            if not is_there:  # or else it was thrown away, which was told
-                self.misses.note(self.store, factors, name)
-            return None
-        except (CaptureError, StoreError, OSError) as error:
-            _log.warning("%s: built again, not loaded: %s", name, error)
-            return None
-
-    def _put(self, factors: Mapping[str, Any], folder: str, about: Mapping[str, str]) -> None:
-        try:
-            self.stored += self.store.put(factors, folder, about=about)
-        except StoreError as error:  # the graph works: only the next process has to build it again
-            _log.warning("%s: not stored: %s", about["name"], error)
+    def read(self, folder: Path, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Load the package; nothing is compiled."""
+        return load(folder, function)

@@ -1,6 +1,6 @@
-"""The folder that a user's caches are in: the one place that asks the environment for it.
+"""The folder of a user's caches; the one place outside of the commands to read the environment.
 
-Only what was given no folder asks, when it needs one: the commands, and the native kernel.
+Used only by what was given no folder of its own: the commands, and the native kernel.
 """
 
 from __future__ import annotations
@@ -8,20 +8,20 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from graphs.store.errors import StoreError
+from graphs.errors import StoreError
 
 __all__ = ["cache_folder"]
 
 
 def cache_folder(name: str) -> Path:
-    """The folder `name` among a user's caches, which may not be there yet.
+    """The folder `name` among a user's caches; it may not exist yet.
 
     In `XDG_CACHE_HOME` if that is an absolute path, as the XDG specification wants it; else where
     the platform keeps caches, if `platformdirs` is installed (extra `cli`), which on Linux is
     `~/.cache`; else in `~/.cache`.
 
     Raises:
-        StoreError: nobody knows where the user's home is.
+        StoreError: the user's home cannot be found.
     """
     told = os.environ.get("XDG_CACHE_HOME", "")
     if os.path.isabs(told):
@@ -34,6 +34,6 @@ def cache_folder(name: str) -> Path:
         from platformdirs import user_cache_path
     except ImportError:
         return home / ".cache" / name
-    # What it takes of a variable as it is may be relative, and is then nobody's folder.
+    # It takes some variables as they are, and a relative path is nobody's cache.
     found = user_cache_path(name, appauthor=False)
     return found if found.is_absolute() else home / ".cache" / name

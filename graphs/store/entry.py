@@ -1,4 +1,4 @@
-"""An artifact in a store: its files, and a manifest of why it is what it is."""
+"""Entries of a store: the files of an artifact, with a manifest of its factors and digests."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from graphs.store.errors import StoreError
+from graphs.errors import StoreError
+from graphs.files import digest_of, files_in, read_json, write_whole
 from graphs.store.factors import key_of
-from graphs.store.files import digest_of, files_in, read_json, write_whole
 from graphs.store.label import Label
 from graphs.store.safety import digests_of_own, refuse_others
 
@@ -24,7 +24,7 @@ _FILES = "files"
 
 @dataclass(frozen=True)
 class Entry:
-    """What a store holds under one key.
+    """The artifact that a store holds under one key.
 
     Attributes:
         key: SHA-256 of the factors.
@@ -73,11 +73,11 @@ class Entry:
 
     @property
     def label(self) -> Label:
-        """What it is to people."""
+        """Its label, for people."""
         return Label.read(self.folder)
 
     def problem(self) -> str:
-        """What is wrong with its files, or an empty string: looks at every byte, and its owner."""
+        """What is wrong with its files, or an empty string; reads every byte and every owner."""
         try:
             refuse_others(self.folder)
             refuse_others(self.folder / _MANIFEST)
@@ -96,7 +96,7 @@ class Entry:
 
 
 def write_manifest(folder: Path, factors: Mapping[str, Any]) -> None:
-    """Describe the files that are in `folder`, as the last of them."""
+    """Write the manifest of the files in `folder`, after all of them."""
     files = files_in(folder / _FILES)
     manifest = {
         "form": _FORM,

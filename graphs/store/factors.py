@@ -1,4 +1,4 @@
-"""Everything that a compiled artifact depends on, as a list that can be printed."""
+"""Factors of a compiled artifact: everything that it depends on, as a list to be printed."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ import functools
 import hashlib
 import json
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from graphs.inputs import Input, InputsCheck
-from graphs.mode import Mode
+from graphs.capture.inputs import Input, InputsCheck
+from graphs.capture.settings import Settings
 from graphs.store.sources import sources_of
 from graphs.store.values import digest_of_globals, digest_of_values
 
-__all__ = ["code_factors", "environment_factors", "graph_factors", "key_of"]
+__all__ = ["GraphFactors", "environment_factors", "graph_factors", "key_of"]
 
 
 def key_of(factors: Mapping[str, Any]) -> str:
@@ -53,12 +54,11 @@ def graph_factors(
     """Everything that the graph of a callable at the shapes of its inputs depends on.
 
     Sources of the callable and of all it imports (installed packages by their version), and of what
-    makes the artifacts of its backend; values of
-    attributes, closures and globals that are no tensors; shapes, dtypes, devices and strides of its
-    inputs, parameters and buffers; the mode, inductor's settings, and the environment. `code` is
-    what :func:`code_factors` said of the callable, to look at its files only once.
+    makes the artifacts of its backend; attributes, closures and globals that are not tensors;
+    shapes, dtypes, devices and strides of its inputs, parameters and buffers; torch's and
+    inductor's settings, and the environment. `code` is what is known of its files already.
 
-    Returns None where that cannot be told: an option is an object without a `uuid()`.
+    Returns None where that cannot be known: an option is an object without a `uuid()`.
     """
     told = _options(options)
     if told is None:
@@ -68,16 +68,39 @@ def graph_factors(
         "backend": backend,
         "options": told,
         "settings": _settings(),
-        "mode": {name: str(value) for name, value in Mode.current()._asdict().items()},
+        "mode": {name: str(value) for name, value in Settings.current()._asdict().items()},
         "inputs": [str(spec) for spec in InputsCheck(function, inputs).specs],
         "state": _state(function),
         "values": digest_of_values(function),
-        **(code_factors(function, backend) if code is None else code),
+        **(_code_factors(function, backend) if code is None else code),
     }
 
 
-def code_factors(function: Callable[..., Any], backend: str) -> dict[str, Any]:
-    """The sources of a callable, of all it imports and of its backend, and their plain globals."""
+class GraphFactors:
+    """:func:`graph_factors` of one backend, with a memory of the files behind each callable.
+
+    A capture imports modules and so changes which files can be reached: what counts is what a
+    process finds before its first capture of a callable.
+    """
+
+    def __init__(self, backend: str) -> None:
+        self._backend = backend
+        self._code: MutableMapping[Any, dict[str, Any]] = WeakKeyDictionary()
+
+    def of(
+        self, function: Callable[..., Any], inputs: Sequence[Input], options: Mapping[str, Any]
+    ) -> dict[str, Any] | None:
+        """As :func:`graph_factors`."""
+        try:
+            code = self._code.get(function)
+            if code is None:
+                code = self._code[function] = _code_factors(function, self._backend)
+        except TypeError:  # it has no hash, or cannot be referred to weakly
+            code = None
+        return graph_factors(function, inputs, backend=self._backend, options=options, code=code)
+
+
+def _code_factors(function: Callable[..., Any], backend: str) -> dict[str, Any]:
     sources, modules = sources_of(function, backend)
     return {"sources": sources, "globals": digest_of_globals(modules)}
 
@@ -163,6 +186,6 @@ def _settings_at(*_: bytes) -> str:
     told = {}
     for config in (inductor, functorch):
         for name, value in config.save_config_portable().items():
-            if name != "aot_inductor.metadata":  # what a compile says, not what it is told
+            if name != "aot_inductor.metadata":  # written by a compile, not a setting of it
                 told[f"{config.__name__}.{name}"] = _text_of(value) or type(value).__qualname__
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]

@@ -49,7 +49,7 @@ class SourceFile:
 
 @functools.lru_cache(maxsize=4096)
 def read_source(name: str, file: str, changed: int, size: int) -> SourceFile:
-    """The source of a module; `changed` and `size` tell its states apart."""
+    """The source of a module; `changed` and `size` distinguish its versions."""
     source = SourceFile()
     try:
         tree = ast.parse(Path(file).read_bytes())

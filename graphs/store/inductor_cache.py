@@ -11,17 +11,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from graphs.store.errors import StoreBusy, UnsafeStore
+from graphs.errors import StoreBusy, UnsafeStore
+from graphs.files import digest_of, digest_of_open, discard, read_json, remove, sweep, write_whole
 from graphs.store.factors import key_of
-from graphs.store.files import (
-    digest_of,
-    digest_of_open,
-    discard,
-    read_json,
-    remove,
-    sweep,
-    write_whole,
-)
 from graphs.store.lock import Lock, locked
 from graphs.store.safety import is_of_user, open_own, refuse_others
 
@@ -40,9 +32,9 @@ class InductorCache:
     """The folder that inductor keeps kernels and graphs in, for one environment.
 
     Inductor does not check what it finds. So its files are sealed with their SHA-256 after they
-    were written, and when the next process opens the cache, files that are not what was sealed, or
-    never were sealed, are removed: inductor makes them again. Processes may use it at once; what
-    is not sealed is then left alone, since another one may be about to.
+    were written, and when the next process opens the cache, files that differ from what was
+    sealed, or never were sealed, are removed: inductor makes them again. While several processes
+    use it, unsealed files are left alone, since another one may be about to seal them.
 
     Use it as a context manager, with :attr:`environment` set before inductor compiles anything::
 
@@ -74,7 +66,7 @@ class InductorCache:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables of the process that tell inductor."""
+        """The environment variables that make inductor use it."""
         return {"TORCHINDUCTOR_CACHE_DIR": str(self.files)}
 
     @property
@@ -108,7 +100,7 @@ class InductorCache:
             self._lock = None
 
     def seal(self) -> int:
-        """Vouch for what this process made inductor write since; returns the number of files.
+        """Record the SHA-256 of what inductor wrote since; returns the number of files.
 
         Cheap enough to be called after each capture. A disk that is full leaves them unsealed.
         """
@@ -126,7 +118,7 @@ class InductorCache:
         return len(fresh)
 
     def scrub(self) -> dict[str, str]:
-        """Remove what is not what was sealed, or another user's; returns the reason for each file.
+        """Remove what differs from what was sealed, or is another user's; the reason for each file.
 
         Raises:
             UnsafeStore: its folder is another user's, or others can write to it.
@@ -136,10 +128,12 @@ class InductorCache:
             refuse_others(folder)
         lock = Lock(self.folder / "lock")
         try:
-            alone = lock.take()
+            is_only_user = lock.take()
             with self._sealing():
                 sealed = self._read_seal()
-            looked_at = {name: self._problem(name, sealed, alone) for name in _names_in(self.files)}
+            looked_at = {
+                name: self._problem(name, sealed, is_only_user) for name in _names_in(self.files)
+            }
             problems = {name: problem for name, problem in looked_at.items() if problem}
             for name, problem in problems.items():
                 remove(self.files / name)
@@ -163,7 +157,7 @@ class InductorCache:
         finally:
             lock.close()
 
-    def _problem(self, name: str, sealed: Mapping[str, str], alone: bool) -> str:
+    def _problem(self, name: str, sealed: Mapping[str, str], is_only_user: bool) -> str:
         try:
             with open_own(self.files / name) as file:
                 if name in sealed and digest_of_open(file) != sealed[name]:
@@ -172,7 +166,7 @@ class InductorCache:
             return ""
         except (OSError, UnsafeStore) as error:
             return str(error)
-        unsealed = name not in sealed and alone and not _is_of_the_moment(name)
+        unsealed = name not in sealed and is_only_user and not _is_of_the_moment(name)
         return _UNSEALED if unsealed else ""
 
     def _fresh(self, names: Iterable[str], sealed: Mapping[str, str]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What an artifact is to people who list a store: no part of its key, and no loss if damaged."""
+"""Labels of artifacts, for people who list a store; not part of a key, and no loss if damaged."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from graphs.store.files import read_json
+from graphs.files import read_json
 
 __all__ = ["Label", "describe", "write_label"]
 
@@ -22,7 +22,7 @@ _MOST = 80
 
 @dataclass(frozen=True)
 class Label:
-    """What is known of an artifact; an empty text or None where an older version stored it.
+    """A short description; an empty text or None where an older version stored the artifact.
 
     Attributes:
         model: what was captured: its class, and how many parameters it has.
@@ -51,7 +51,7 @@ class Label:
 
 
 def write_label(folder: Path, about: Mapping[str, str]) -> None:
-    """Write the label of the entry that is made in a folder now."""
+    """Write the label of an entry that is being made in a folder."""
     # Not synced: a crash that costs it costs nothing else.
     text = json.dumps({"model": "", "name": "", **about, "made": time.time()})
     (folder / _FILE).write_text(text, "utf-8")

@@ -1,4 +1,4 @@
-"""A lock between processes, which the kernel takes back from one that dies."""
+"""A lock between processes, which the kernel releases when its process dies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import partial
 from io import FileIO
 from pathlib import Path
 
-from graphs.store.errors import StoreBusy
+from graphs.errors import StoreBusy
 
 try:
     import fcntl
@@ -29,9 +29,9 @@ def why_no_locks() -> str:
 
 
 class Lock:
-    """An open lock file, held or not. Each has a lock of its own, also within one process.
+    """An open lock file, held or not. Each is a lock of its own, even within one process.
 
-    One that is forgotten gives its lock back, so that an interrupt between any two lines does.
+    One that is garbage collected is released, and so is one of a function that was interrupted.
     """
 
     def __init__(self, path: Path) -> None:
@@ -39,7 +39,7 @@ class Lock:
         self._file = FileIO(path, "a+", opener=_CREATE)
 
     def take(self, *, shared: bool = False) -> bool:
-        """Take it, or exchange shared for exclusive or back; False if others hold it."""
+        """Acquire it, or switch between shared and exclusive; False if others hold it."""
         try:
             fcntl.flock(self._file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -54,7 +54,7 @@ class Lock:
             return False
 
     def close(self) -> None:
-        """Give it back."""
+        """Release it."""
         self._file.close()
 
 

@@ -1,4 +1,4 @@
-"""Why a store does not have a graph: the entry that comes nearest, and the factors that differ."""
+"""Misses of a store: for each, the nearest entry and the factors in which it differs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from graphs.store.entry import Entry
 from graphs.store.store import ArtifactStore
 
-__all__ = ["Miss", "Misses", "differences", "nearest"]
+__all__ = ["Misses"]
 
 _log = logging.getLogger(__name__)
 
-# What tells one graph from another counts for more than all that is around it.
+# Factors of the graph itself count for more than those of its surroundings.
 _OWN = {"inputs": 32, "state": 32, "values": 16}
 _MOST, _LONGEST = 6, 60
 
@@ -50,7 +50,7 @@ class Miss:
 
 
 class Misses:
-    """Logs each reason once, however many graphs miss for it.
+    """A log of misses in which each reason stands once, however many graphs miss for it.
 
     Attributes:
         found: all misses so far.
@@ -61,7 +61,7 @@ class Misses:
         self._told: set[frozenset[Any]] = set()
 
     def note(self, store: ArtifactStore, factors: Mapping[str, Any], name: str) -> None:
-        """Find out why there is nothing of these factors, and log it unless it was."""
+        """Find out why these factors have no entry, and log it unless that was logged before."""
         miss = nearest(store.entries(), factors, name)
         self.found.append(miss)
         reason = frozenset(
@@ -72,7 +72,7 @@ class Misses:
             return
         self._told.add(reason)
         level = logging.INFO if miss.is_another_graph else logging.WARNING
-        _log.log(level, "%s: not in the store: %s (told once for all graphs)", name, miss)
+        _log.log(level, "%s: not in the store: %s (logged once for all graphs)", name, miss)
 
 
 def nearest(entries: Iterable[Entry], factors: Mapping[str, Any], name: str) -> Miss:

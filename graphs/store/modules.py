@@ -1,4 +1,4 @@
-"""Where a module's source is, and whether it is the user's own or an installed package's."""
+"""Source files of modules: where they are, and whether they are the user's own or installed."""
 
 from __future__ import annotations
 

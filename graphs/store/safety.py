@@ -1,4 +1,4 @@
-"""Compiled artifacts are code: nobody else may be able to put them, or their folder, in place."""
+"""Checks of ownership: artifacts are code, so nobody else may be able to write or replace them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
 
-from graphs.store.errors import UnsafeStore
-from graphs.store.files import digest_of_open, open_regular
+from graphs.errors import UnsafeStore
+from graphs.files import digest_of_open, open_regular
 
 __all__ = ["digests_of_own", "is_of_user", "open_own", "refuse_others", "refuse_unsafe"]
 
@@ -19,7 +19,7 @@ _OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def refuse_unsafe(folder: Path) -> None:
-    """Check that only this user and root can change `folder`, or exchange it for another.
+    """Check that only this user and root can change `folder`, or replace it by another.
 
     Raises:
         UnsafeStore: the folder is another user's or is writable by its group or by everyone, or a
@@ -42,7 +42,7 @@ def is_of_user(path: Path | str) -> bool:
 
 
 def refuse_others(path: Path) -> None:
-    """Check that a file or folder is no link, and that only this user and root can change it.
+    """Check that a file or folder is not a link, and that only this user and root can change it.
 
     Raises:
         UnsafeStore: it is a link, belongs to someone else, or is writable by others.
@@ -58,14 +58,14 @@ def refuse_others(path: Path) -> None:
 def open_own(
     path: Path | str, folder: int | None = None, *, in_reach: bool = False
 ) -> Iterator[IO[bytes]]:
-    """A file for reading that is no link and belongs to this user or to root.
+    """A file for reading that is not a link and belongs to this user or to root.
 
-    What is looked at is what was opened, so that nobody can exchange it in between.
+    The open file is examined and not its path, so that nobody can swap it in between.
 
     Args:
         path: of the file.
         folder: descriptor of the folder that `path` is relative to.
-        in_reach: whether others can come as far as to the file, and must not be able to write it.
+        in_reach: whether others can reach the file, and so must not be able to write to it.
 
     Raises:
         UnsafeStore: it belongs to someone else, or is a link, a pipe or the like; or others can

@@ -16,16 +16,16 @@ from graphs.store.imports import Import, SourceFile, live_imports, read_source
 from graphs.store.modules import file_of, is_own
 from graphs.store.values import is_machinery, values_in
 
-__all__ = ["MAKERS", "sources_of"]
+__all__ = ["sources_of"]
 
 _GRAPHS = __name__.partition(".")[0]
-_EXPORTED = ("graphs.backends.apart", "graphs.backends.export_state", "graphs.inputs")
+_EXPORTED = ("graphs.backends.export_state", "graphs.capture.inputs")
 MAKERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "inductor": (
-            "graphs.alone",
+            "graphs.capture.wrappers",
             "graphs.backends.inductor",
-            "graphs.store.compiled",
+            "graphs.store.inductor",
             *_EXPORTED,
         ),
         "aoti": ("graphs.backends.aoti", *_EXPORTED),
@@ -40,9 +40,9 @@ def sources_of(
     """SHA-256 of each file that a callable can reach by imports, and versions of what is installed.
 
     Imports anywhere in a file count, also those inside functions. What has no file, such as in an
-    interactive session, is told by its code. Of this package only what makes the artifacts of the
-    backend counts, wherever it is installed: a graph has nothing else of it. Returns also the
-    modules of the files that are loaded.
+    interactive session, is represented by its code. Of this package only what makes the artifacts
+    of the backend counts, wherever it is installed: a graph has nothing else of it. Returns also
+    the modules of the files that are loaded.
     """
     makers = ((name, file_of(name)) for name in MAKERS.get(backend, ()))
     found = {name: _digest(file) for name, file in makers if file is not None}

@@ -1,4 +1,4 @@
-"""Artifacts on disk, found again by everything that they depend on."""
+"""A store of artifacts on disk, each found by its factors: everything that it depends on."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from graphs.errors import StoreError, UnsafeStore
+from graphs.files import copy_whole, discard, sweep, sync_folder, visible
 from graphs.store.entry import Entry, write_manifest
-from graphs.store.errors import StoreError, UnsafeStore
 from graphs.store.factors import key_of
-from graphs.store.files import copy_whole, discard, sweep, sync_folder, visible
 from graphs.store.inductor_cache import InductorCache
 from graphs.store.label import write_label
 from graphs.store.lock import Lock, locked, why_no_locks
-from graphs.store.mark import FOLDERS, check_mark
+from graphs.store.marker import FOLDERS, ensure_marker
 from graphs.store.safety import refuse_unsafe
 from graphs.store.unfinished import sweep_unfinished, unfinished
 
@@ -29,17 +29,17 @@ class ArtifactStore:
     """A folder of compiled artifacts that processes share.
 
     An artifact is a file or a folder of files, found by its factors: a flat or nested mapping of
-    text, numbers and lists that names everything it depends on. One other factor is another
-    artifact. It is there completely or not at all, whenever a process is killed, and each use
-    begins with its SHA-256; what is damaged or does not belong there is thrown away with a warning,
-    and is made again.
+    text, numbers and lists that names everything it depends on. If any factor differs, it is
+    another artifact. It is there completely or not at all, whenever a process is killed, and each
+    use begins with its SHA-256; what is damaged or does not belong there is thrown away with a
+    warning, and made again.
 
-    What it holds is run as code. So it has to be a folder that only its user can write to; that
-    keeps other users out, not programs of the same user.
+    What it holds is run as code, so only its user may be able to write to the folder. That keeps
+    other users out, not programs of the same user.
 
     Args:
         path: the folder; it is made, readable by this user only, if there is none.
-        max_bytes: above it, the artifacts that were not used for longest are removed.
+        max_bytes: above it, the least recently used artifacts are removed.
         lock_seconds: how long to wait for other processes.
 
     Raises:
@@ -69,7 +69,7 @@ class ArtifactStore:
         self._seconds = lock_seconds
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         refuse_unsafe(self.path)
-        check_mark(self.path, lambda: self._locked(shared=False))
+        ensure_marker(self.path, lambda: self._locked(shared=False))
         for name in FOLDERS:
             (self.path / name).mkdir(mode=0o700, exist_ok=True)
             refuse_unsafe(self.path / name)
@@ -79,8 +79,8 @@ class ArtifactStore:
     def use(self, factors: Mapping[str, Any]) -> Iterator[Path | None]:
         """The folder of an artifact's files, checked, for as long as the `with` block lasts.
 
-        None where it is not there, or was damaged. Within the block no process removes it; the
-        block is not the place to `put`.
+        None if it is missing or damaged. No process removes it within the block, which must not
+        call `put`.
 
         Raises:
             StoreBusy: another process writes for too long.
@@ -110,8 +110,8 @@ class ArtifactStore:
     ) -> bool:
         """Store a copy of a file, or of the files of a folder; False if the disk does not take it.
 
-        An artifact of the same factors is replaced. `about` is for those who list what is there,
-        and decides nothing.
+        An artifact of the same factors is replaced. `about` is shown where artifacts are listed,
+        and has no other effect.
 
         Raises:
             StoreBusy: another process uses the store for too long.
@@ -149,7 +149,7 @@ class ArtifactStore:
         return sum(e.bytes for e in self.entries()) + sum(c.bytes for c in self.inductor_caches())
 
     def verify(self) -> dict[str, str]:
-        """Check every byte; throws away what is damaged, and says why, by its name."""
+        """Check every byte and throw away what is damaged: the reason for each, by name."""
         problems = {}
         for folder in visible(self._artifacts):
             with self._locked(shared=True):
@@ -166,7 +166,7 @@ class ArtifactStore:
         return problems
 
     def prune(self, max_bytes: int | None = None) -> int:
-        """Remove what was not used for longest until no more than `max_bytes` are left.
+        """Remove the least recently used until no more than `max_bytes` are left.
 
         Returns the number of bytes removed. By default the store's own limit counts.
         """
@@ -226,23 +226,23 @@ class ArtifactStore:
                 total -= each.bytes
 
     def _discard(self, folder: Path, problem: str) -> None:
-        name, told = folder.name[:12], "thrown away"
+        name, done = folder.name[:12], "thrown away"
         with self._locked(shared=False):
             if _checked(folder)[0]:  # another process stored it anew meanwhile
                 return
             try:
                 discard(folder)
             except OSError as error:
-                told = f"not used, and cannot be thrown away ({error})"
-        _log.warning("%s: %s is %s: %s", self.path, name, told, problem)
+                done = f"not used, and cannot be thrown away ({error})"
+        _log.warning("%s: %s is %s: %s", self.path, name, done, problem)
 
 
 def _checked(folder: Path) -> tuple[Entry | None, str]:
-    """The entry of a folder if all is well with it, and else what is wrong."""
+    """The entry of a folder if it is whole, or what is wrong with it."""
     if not os.path.lexists(folder):
         return None, ""
     if folder.is_symlink() or not folder.is_dir():
-        return None, "it is no entry of a store"
+        return None, "it is not an entry of a store"
     try:
         entry = Entry.read(folder)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Where entries are written before they are one: folders that a killed process leaves to others."""
+"""Unfinished entries: folders that are written to before they become entries of a store."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-from graphs.store.files import remove, visible
+from graphs.files import remove, visible
 from graphs.store.lock import Lock
 
 __all__ = ["sweep_unfinished", "unfinished"]
@@ -17,17 +17,19 @@ _LOCK = ".lock"
 
 
 @contextmanager
-def unfinished(folder: Path, alone: Callable[[], AbstractContextManager[None]]) -> Iterator[Path]:
-    """A path in `folder` to write at; what is still there in the end is removed.
+def unfinished(
+    folder: Path, exclusive: Callable[[], AbstractContextManager[None]]
+) -> Iterator[Path]:
+    """A path in `folder` to write to; what is still there at the end is removed.
 
-    Each has a lock, which the kernel takes back from a process that dies.
+    Each has a lock, which the kernel releases when its process dies.
 
     Args:
-        folder: of what is unfinished.
-        alone: keeps other processes out meanwhile.
+        folder: of all unfinished entries.
+        exclusive: keeps other processes out meanwhile.
     """
     path = folder / f"{os.getpid()}-{secrets.token_hex(4)}"
-    with alone():
+    with exclusive():
         sweep_unfinished(folder)
         lock = Lock(_lock_of(path))
         lock.take()
@@ -40,8 +42,8 @@ def unfinished(folder: Path, alone: Callable[[], AbstractContextManager[None]]) 
 
 
 def sweep_unfinished(folder: Path) -> None:
-    """Remove what processes left that are no more; for one who keeps all others out."""
-    # The lock comes before what it locks and goes after it: without one nobody is at work.
+    """Remove what dead processes left, while the caller keeps all others out."""
+    # The lock comes before what it locks and goes after it: without one, no process is at work.
     paths = {path.with_suffix("") if path.suffix == _LOCK else path for path in visible(folder)}
     for path in paths:
         lock = Lock(_lock_of(path))

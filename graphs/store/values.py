@@ -24,21 +24,13 @@ _MOST = 1000  # values in a global container, above which it is data and no sett
 # By these names go numbers that are others in each process.
 _OF_A_PROCESS = ("_hash", "address", "addresses", "data_ptr", "data_ptrs", "pid")
 # What captures and serves a module may hang from it, with counters and seconds.
-_MACHINERY = (
-    "graphs.capture",
-    "graphs.capturing",
-    "graphs.compiles",
-    "graphs.journal",
-    "graphs.sentinel",
-    "graphs.store",
-    "graphs.warmup",
-)
+MACHINERY = ("graphs.capture", "graphs.store", "graphs.warmup", "graphs.watch")
 
 
 def digest_of_values(function: Callable[..., Any]) -> str:
     """Digest of all but tensors in a module's attributes, a function's closure and defaults.
 
-    Plain values, and containers and objects of them; not what an attribute's name tells to be an
+    Plain values, and containers and objects of them; not attributes that by their names are an
     address, a hash or a process, nor what captures and serves the module. Two callables with the
     same digest may differ in an object that nests deeper than six levels.
     """
@@ -75,7 +67,7 @@ def values_in(function: Callable[..., Any]) -> Iterator[Any]:
 
 def is_machinery(module: str) -> bool:
     """Whether a module, by its name, captures and serves graphs, and is in none."""
-    return module.startswith(_MACHINERY)
+    return module.startswith(MACHINERY)
 
 
 def _is_leaf(value: Any) -> bool:
@@ -83,7 +75,9 @@ def _is_leaf(value: Any) -> bool:
 
 
 def _is_plain(value: Any, depth: int = _DEPTH) -> bool:
-    if isinstance(value, (dict, tuple, list, set, frozenset)):  # not os.environ, which is no dict
+    if isinstance(
+        value, (dict, tuple, list, set, frozenset)
+    ):  # not os.environ, which is not a dict
         inner = (*value, *value.values()) if isinstance(value, dict) else value
         return depth > 0 and len(value) <= _MOST and all(_is_plain(v, depth - 1) for v in inner)
     return isinstance(value, (enum.Enum, *_PLAIN))
@@ -182,7 +176,7 @@ def _names_of(code: CodeType) -> set[str]:
 
 
 def _is_of_a_session(value: Any) -> bool:
-    # What was typed in has no file whose imports and digest would tell of it.
+    # What was typed in has no file whose digest would cover it.
     if isinstance(value, ModuleType):
         return True
     is_code = inspect.isfunction(value) or isinstance(value, (type, partial))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from compiled_attn.kernels.native import NativeOps, NativeUnavailable, load
-from compiled_attn.kernels.native.build import find_compiler
+from compiled_attn.ops import NativeOps, NativeUnavailable, load
+from compiled_attn.ops.cpu.build import find_compiler
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""What is not finite, put into one place of a scene; and which rows may be hurt by it."""
+"""A value that is not finite, in one place of a scene; and the rows that it may hurt."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from compiled_attn import BatchBuilder, UnifiedMetadata
-from tests.compiled_attn.unified_run import metadata_of
+from tests.compiled_attn.attention.unified_run import metadata_of
 from tests.oracle import LARGEST, Scene
 
 POISONS = (math.nan, math.inf, -math.inf)

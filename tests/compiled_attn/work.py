@@ -1,4 +1,4 @@
-"""Counts what a call does, where time would only say how busy the machine is."""
+"""A count of the lines that a call runs, as times only say how busy the machine is."""
 
 from __future__ import annotations
 

@@ -14,15 +14,16 @@ from torch._dynamo.testing import CompileCounter, EagerAndRecordGraphs
 from torch._inductor.utils import run_and_get_code
 from torch.fx import GraphModule
 
-from compiled_attn.flash import (
+from compiled_attn.compat.flash import (
     FlashInputs,
     FlashKVCacheAttention,
     flash_attn_with_kvcache,
     flash_attn_with_kvcache_reference,
 )
-from compiled_attn.flash import append as append_module
-from compiled_attn.kernels.native import KernelChoice
-from tests.compiled_attn.flash_cases import Case, assert_close
+from compiled_attn.ops import KernelChoice, rows
+from tests.compiled_attn.compat.flash.cases import Case, assert_close
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler", "without_gradients")
 
 PAGES, PAGE, KV_HEADS, DIM = 300, 4, 2, 16
 CACHE = PAGES * PAGE * KV_HEADS * DIM
@@ -34,14 +35,6 @@ STORAGE: dict[str, tuple[tuple[int, ...], Callable[[Tensor], tuple[Tensor, Tenso
         lambda x: (x[0].transpose(1, 2), x[1].transpose(1, 2)),
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Any:
-    torch._dynamo.reset()
-    with torch.no_grad():
-        yield
-    torch._dynamo.reset()
 
 
 def inputs(batch: int, columns: int, queries: int = 1, seed: int = 0) -> FlashInputs:
@@ -298,7 +291,7 @@ def test_inductor_allocates_nothing_of_the_size_of_the_cache(kind: str) -> None:
 def test_why_there_is_an_op_index_put_copies_the_cache_of_views(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(append_module, "stands_alone", lambda _: True)
+    monkeypatch.setattr(rows, "stands_alone", lambda _: True)
     for inside in (False, True):
         torch._dynamo.reset()
         function, base = over_views("fused", inside)
@@ -328,9 +321,9 @@ ge le and_ all _assert_async zeros_like minimum unsqueeze arange mul add gt unsq
 lt and_ lt ge or_ and_ any invert _assert_async long add zeros_like eq all where unsqueeze
 arange mul add unsqueeze arange mul add unsqueeze to unsqueeze to to unflatten unbind mul
 mul sub mul mul add stack flatten to cat unsqueeze to unsqueeze to to unflatten unbind mul
-mul sub mul mul add stack flatten to cat long div gather mul sub index_put_ index_put_ ge
-where arange mul flatten ge le and_ where int contiguous contiguous paged_attention
-unflatten unflatten transpose""",
+mul sub mul mul add stack flatten to cat long div gather mul sub setitem setitem ge where
+arange mul flatten ge le and_ where int contiguous contiguous paged_attention unflatten
+unflatten transpose""",
         )
 
     def test_a_decode_step_is_captured_as_recorded(self) -> None:
@@ -341,14 +334,14 @@ ge le and_ all _assert_async zeros_like minimum unsqueeze arange mul add gt unsq
 lt and_ lt ge or_ and_ any invert _assert_async long add zeros_like eq all where unsqueeze
 arange mul add unsqueeze arange mul add unsqueeze to unsqueeze to to unflatten unbind mul
 mul sub mul mul add stack flatten to cat unsqueeze to unsqueeze to to unflatten unbind mul
-mul sub mul mul add stack flatten to cat long div gather mul sub index_put_ index_put_
-unsqueeze sub arange add arange unsqueeze lt unsqueeze ge and_ unsqueeze expand unsqueeze
-add le and_ squeeze arange mul unsqueeze lt add unsqueeze gt and_ where flatten where
-arange mul unsqueeze lt add unsqueeze gt and_ where flatten where unflatten permute
-flatten to mul permute to unsqueeze unsqueeze mul sum reshape unsqueeze where amax
-clamp_min unsqueeze sub exp reshape transpose to unsqueeze unsqueeze mul sum reshape sum
-zeros_like zeros_like sub exp unsqueeze mul add mul add clamp_min unsqueeze truediv
-transpose to zeros_like sub exp mul add log add""",
+mul sub mul mul add stack flatten to cat long div gather mul sub setitem setitem unsqueeze
+sub arange add arange unsqueeze lt unsqueeze ge and_ unsqueeze expand unsqueeze add le
+and_ squeeze arange mul unsqueeze lt add unsqueeze gt and_ where flatten where arange mul
+unsqueeze lt add unsqueeze gt and_ where flatten where unflatten permute flatten to mul
+permute to unsqueeze unsqueeze mul sum reshape unsqueeze where amax clamp_min unsqueeze
+sub exp reshape transpose to unsqueeze unsqueeze mul sum reshape sum zeros_like zeros_like
+sub exp unsqueeze mul add mul add clamp_min unsqueeze truediv transpose to zeros_like sub
+exp mul add log add""",
         )
 
     def test_a_prompt_is_captured_as_recorded(self) -> None:
@@ -359,9 +352,9 @@ ge le and_ all _assert_async zeros_like minimum unsqueeze arange mul add gt unsq
 lt and_ lt ge or_ and_ any invert _assert_async long add zeros_like eq all where unsqueeze
 arange mul add unsqueeze arange mul add unsqueeze to unsqueeze to to unflatten unbind mul
 mul sub mul mul add stack flatten to cat unsqueeze to unsqueeze to to unflatten unbind mul
-mul sub mul mul add stack flatten to cat long div gather mul sub index_put_ index_put_
-unsqueeze sub arange add arange unsqueeze lt unsqueeze ge and_ unsqueeze expand unsqueeze
-add le and_ arange mul unsqueeze lt add unsqueeze gt and_ where flatten where arange mul
+mul sub mul mul add stack flatten to cat long div gather mul sub setitem setitem unsqueeze
+sub arange add arange unsqueeze lt unsqueeze ge and_ unsqueeze expand unsqueeze add le
+and_ arange mul unsqueeze lt add unsqueeze gt and_ where flatten where arange mul
 unsqueeze lt add unsqueeze gt and_ where flatten where flatten abs lt where sum eq flatten
 abs lt where sum eq and_ where where unsqueeze invert and_ where sum unsqueeze where to
 transpose transpose transpose _scaled_dot_product_flash_attention_for_cpu any expand

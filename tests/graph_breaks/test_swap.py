@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import expecttest
@@ -18,26 +18,13 @@ from torch._inductor.utils import run_and_get_code
 from torch.fx import GraphModule
 
 from compiled_attn import PagedKVCache
-from compiled_attn.defrag import BlockSwap
+from compiled_attn.cache.defrag import BlockSwap
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 BLOCKS, SIZE, HEADS, DIM = 331, 4, 2, 16  # a prime, found in no other size
 WORDS = SIZE * HEADS * DIM * 4 // 8  # 64-bit words of a block of a float32 layer's keys
 PAIRS = 8
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def a_swap(layers: int = 2, **options: Any) -> tuple[BlockSwap, PagedKVCache]:

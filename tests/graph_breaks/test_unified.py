@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import expecttest
@@ -20,6 +19,8 @@ from torch.fx import GraphModule
 from compiled_attn import BatchBuilder, PagedKVCache, StepBatch, UnifiedAttention
 from graphs import capture
 from tests.oracle import Scene, Shape, keep
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler", "without_gradients")
 
 BLOCKS = 293
 """A prime: what has a size that it divides has the size of the cache, of its scales or slots."""
@@ -59,23 +60,6 @@ CASES = {
 }
 BY_INDUCTOR = ("int8", "fp8 latents", "alibi in chunks")
 """Each compiles for seconds; together they have every kind of cache and of write."""
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    with torch.no_grad():
-        yield
-    torch._dynamo.reset()
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """A bad index ends the process where kernels of inductor have several threads: torch's way."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class Step(nn.Module):

@@ -118,7 +118,7 @@ def test_captured_graphs_of_a_compiler_serve_without_a_compile():
 def test_a_compile_in_the_middle_of_serving_is_an_error_when_strict():
     engine = _engine()
     late = torch.compile(lambda x: x + 1, backend="eager")
-    engine.runner.graphs.run = lambda bucket, *inputs: late(torch.zeros(3))
+    engine.executor.graphs.run = lambda bucket, *inputs: late(torch.zeros(3))
     with pytest.raises(GraphBudgetExceeded):
         list(engine.generate([[1, 2, 3]]))
     assert engine.pool.stats().used == 0
@@ -136,7 +136,7 @@ def test_a_step_that_no_bucket_holds_is_cut():
 def test_cut_steps_are_counted_told_once_and_recorded_whole(caplog):
     engine = _engine(kernel="portable", buckets=explicit(AXES, [(8, 4, 40, 2)]))
     infos, params = [], SamplingParams(max_new_tokens=2)
-    with caplog.at_level("WARNING", "compiled_attn.engine.runner"):
+    with caplog.at_level("WARNING", "compiled_attn.engine.local"):
         list(engine.generate([[1] * 20, [2] * 30], params, on_step=infos.append))
     records = [info.step for info in infos]
     cut = [record for record in records if record.wanted != record.need]
@@ -180,7 +180,7 @@ def test_the_models_end_of_sequence_token_ends_a_request_unless_ignored():
     model = tiny_model()
     tokens = plain_generate(model, [1, 2, 3], 10)
     engine = _engine(model)
-    engine._eos = frozenset([tokens[2]])
+    engine.executor.eos = frozenset([tokens[2]])
     wanted = tokens[: tokens.index(tokens[2]) + 1]
     (ended,) = engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=10))
     (ignored,) = engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=10, ignore_eos=True))
@@ -321,7 +321,7 @@ def test_events_go_to_whom_they_belong():
     assert {event.request_id for event in told} == {by_hand, also} and len(told) == 8
     for request, prompt in ((by_hand, [9, 8, 7]), (also, [6, 5])):
         tokens = [event.token for event in told if event.request_id == request]
-        assert tokens == plain_generate(engine.model, prompt, 4)
+        assert tokens == plain_generate(engine.executor.module.model, prompt, 4)
     assert engine.step() == []
 
 
@@ -347,7 +347,7 @@ def test_a_bucket_that_cannot_be_captured_is_an_error_when_strict_and_a_fallback
             tiny_model(),
             EngineConfig(24, 4, 4, num_blocks=128, backend="eager", **settings),
         )
-        engine.runner.graphs._capturing._make_inputs = broken
+        engine.executor.graphs._capturing._make_inputs = broken
         if strict:
             with pytest.raises(CaptureError, match="1 of 2 buckets"):
                 engine.warmup()

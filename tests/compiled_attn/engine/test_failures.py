@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import compiled_attn.engine.sampling as sampling_module
+from compiled_attn.cache.defrag import OnlineDefragmenter
 from compiled_attn.engine import (
     ConfigError,
     Engine,
@@ -94,12 +95,12 @@ def test_a_found_block_that_is_not_finite_is_withdrawn_with_all_behind_it():
     engine, prefix = _engine(), list(range(1, 21))
     list(engine.generate([prefix], SamplingParams(max_new_tokens=1)))
     third = int(engine.pool.places.resolve(3))
-    engine.runner.module.cache.value(1)[4 * third] = math.nan
+    engine.executor.module.cache.value(1)[4 * third] = math.nan
     (failed,) = engine.generate([[*prefix, 30]], SamplingParams(max_new_tokens=2))
     assert failed.finish_reason == "error"
     before = engine.pool.stats().hit_tokens
     (result,) = engine.generate([[*prefix, 31]], SamplingParams(max_new_tokens=NEW))
-    assert result.tokens == plain_generate(engine.model, [*prefix, 31], NEW)
+    assert result.tokens == plain_generate(engine.executor.module.model, [*prefix, 31], NEW)
     assert engine.pool.stats().hit_tokens - before == 8
 
 
@@ -117,7 +118,7 @@ def test_a_tiny_temperature_is_greedy(temperature):
     engine, prompt = _engine(), [3, 4, 5]
     params = SamplingParams(max_new_tokens=NEW, temperature=temperature)
     (result,) = engine.generate([prompt], params)
-    assert result.tokens == plain_generate(engine.model, prompt, NEW)
+    assert result.tokens == plain_generate(engine.executor.module.model, prompt, NEW)
 
 
 def test_what_fails_while_one_row_is_sampled_ends_that_request_alone(monkeypatch):
@@ -254,16 +255,15 @@ def test_without_a_seed_equal_prompts_go_different_ways_and_the_result_tells_the
 
 def test_a_stream_that_could_not_abort_its_requests_leaves_none_behind(monkeypatch):
     engine = _engine()
-    stream = engine.stream([[1, 2], [3, 4]], SamplingParams(max_new_tokens=50))
-    next(stream)
 
     def interrupted(_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(engine, "abort", interrupted)
+    stream = engine.stream([[1, 2], [3, 4]], SamplingParams(max_new_tokens=50))
+    next(stream)
     with pytest.raises(KeyboardInterrupt):
         stream.close()
-    monkeypatch.undo()
     assert len(engine.open_requests) == 2
     assert engine.step() == [] and not engine.has_work
     assert engine.pool.stats().used == 0
@@ -306,3 +306,19 @@ def test_an_unknown_backend_is_refused_before_the_model_is_touched():
     with pytest.raises(CaptureError, match="unknown backend 'nope'"):
         Engine(model, EngineConfig(backend="nope"))
     assert model.config._attn_implementation == "eager"
+
+
+def test_blocks_that_somebody_moves_between_two_steps_are_found_where_they_are():
+    model, prompts = tiny_model(), _prompts(6)
+    engine = _engine(model, defrag_waste=None)
+    moving = OnlineDefragmenter(engine.pool.places, engine.executor.copies, max_waste=0, min_gap=1)
+    requests = [engine.submit(prompt, SamplingParams(max_new_tokens=4 + 9 * (n % 2)))
+                for n, prompt in enumerate(prompts)]  # fmt: skip
+    tokens: dict[int, list[int]] = {request: [] for request in requests}
+    while engine.has_work:
+        for event in engine.step():
+            tokens[event.request_id].append(event.token)
+        moving.defragment()
+    assert moving.totals.moves
+    for n, (request, prompt) in enumerate(zip(requests, prompts, strict=True)):
+        assert tokens[request] == plain_generate(model, prompt, 4 + 9 * (n % 2))

@@ -222,7 +222,7 @@ def test_an_abort_that_is_interrupted_was_done_or_not_and_hurts_nobody():
     while engine.has_work:
         told += engine.step()
     assert line > 30 and engine.pool.stats().used == 0
-    wanted = plain_generate(engine.model, prompts[0], NEW)
+    wanted = plain_generate(engine.executor.module.model, prompts[0], NEW)
     results = [event.result for event in told if event.result is not None]
     assert len(results) > 3 and all(result.tokens == wanted for result in results)
 
@@ -238,7 +238,7 @@ def test_a_stream_that_is_interrupted_leaves_the_engine_ready_for_the_next():
     told = []
     while engine.has_work:
         told += engine.step()
-    wanted = [plain_generate(engine.model, prompt, NEW) for prompt in prompts]
+    wanted = [plain_generate(engine.executor.module.model, prompt, NEW) for prompt in prompts]
     assert [event.token for event in told] == wanted[0]
     for result in engine.generate(prompts, params):
         assert result.tokens == wanted[result.index]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from compiled_attn.defrag import DefragTotals
+from compiled_attn.cache.defrag import DefragTotals
 from compiled_attn.engine import ConfigError, Engine, EngineConfig, SamplingParams
 from graphs import explicit
 from tests.compiled_attn.tiny import plain_generate, tiny_model
@@ -29,14 +29,14 @@ def _engine(**config) -> Engine:
 
 def _during_a_step(engine: Engine, call) -> None:
     """Calls once in the middle of the next step, as a signal handler or a finaliser would."""
-    run = engine.runner.run
+    run = engine.executor.run
 
     def with_call(*args):
-        engine.runner.run = run
+        engine.executor.run = run
         call()
         return run(*args)
 
-    engine.runner.run = with_call
+    engine.executor.run = with_call
 
 
 def _rest(engine: Engine) -> dict[int, list[int]]:
@@ -52,8 +52,8 @@ def test_a_submit_in_the_middle_of_a_step_is_served_and_hurts_nobody():
     first = engine.submit(PROMPTS[0], PARAMS)
     _during_a_step(engine, lambda: late.append(engine.submit(PROMPTS[1], PARAMS)))
     told = _rest(engine)
-    assert told[first] == plain_generate(engine.model, PROMPTS[0], 5)
-    assert told[late[0]] == plain_generate(engine.model, PROMPTS[1], 5)
+    assert told[first] == plain_generate(engine.executor.module.model, PROMPTS[0], 5)
+    assert told[late[0]] == plain_generate(engine.executor.module.model, PROMPTS[1], 5)
     assert engine.report().restarts == 0
 
 
@@ -74,7 +74,7 @@ def test_a_step_in_the_middle_of_a_step_is_refused():
     _during_a_step(engine, engine.step)
     with pytest.raises(RuntimeError, match="not at work"):
         engine.step()
-    assert _rest(engine)[request] == plain_generate(engine.model, PROMPTS[0], 5)
+    assert _rest(engine)[request] == plain_generate(engine.executor.module.model, PROMPTS[0], 5)
 
 
 def test_a_stream_that_is_dropped_in_the_middle_of_a_step_leaves_nothing_behind():
@@ -84,7 +84,7 @@ def test_a_stream_that_is_dropped_in_the_middle_of_a_step_leaves_nothing_behind(
     kept = engine.submit(PROMPTS[0], PARAMS)
     _during_a_step(engine, lambda: (streams.clear(), gc.collect()))
     told = _rest(engine)
-    assert told == {kept: plain_generate(engine.model, PROMPTS[0], 5)}
+    assert told == {kept: plain_generate(engine.executor.module.model, PROMPTS[0], 5)}
     assert engine.report().restarts == 0 and engine.pool.stats().used == 0
     assert len(engine._streams) == 0
 
@@ -121,7 +121,7 @@ def test_a_stream_that_was_refused_can_be_read_later():
 
 def test_an_interrupt_between_two_tokens_of_a_stream_loses_none():
     engine, prompt = _engine(), PROMPTS[0]
-    wanted = plain_generate(engine.model, prompt, 5)
+    wanted = plain_generate(engine.executor.module.model, prompt, 5)
     for line in range(12):
         stream, told, number = engine.stream([prompt], PARAMS), [], 0
         while not stream.has_ended or len(stream.mailbox):
@@ -168,7 +168,7 @@ def test_real_signals_at_any_moment_lose_no_token():
         signal.signal(signal.SIGALRM, before)
     for request, tokens in _rest(engine).items():
         told.setdefault(request, []).extend(tokens)
-    wanted = [plain_generate(engine.model, prompt, 5) for prompt in PROMPTS]
+    wanted = [plain_generate(engine.executor.module.model, prompt, 5) for prompt in PROMPTS]
     assert rang > 5 and set(told) == set(of)
     # A signal after the last line of step() may take its events from the caller, never others.
     assert sum(told[request] != wanted[which] for request, which in of.items()) <= rang // 10
@@ -215,7 +215,7 @@ def test_copies_that_fail_are_still_due(monkeypatch):
         raise OSError("no")
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="no"):
-        patch.setattr(memory._swap, "move", failing)
+        patch.setattr(engine.executor.copies, "move", failing)
         memory.settle()
     assert memory.pool.pending_copies() == due
     memory.settle()
@@ -231,20 +231,20 @@ def test_a_request_that_a_warmup_lost_the_bucket_for_fails_alone():
     )
     engine = Engine(tiny_model(), config)
     long, short = engine.submit([1] * 120, PARAMS), engine.submit(PROMPTS[1], PARAMS)
-    make = engine.runner.graphs._capturing._make_inputs
+    make = engine.executor.graphs._capturing._make_inputs
 
     def broken(bucket):
         if bucket["tokens"] == 24:
             raise ValueError("no inputs for this one")
         return make(bucket)
 
-    engine.runner.graphs._capturing._make_inputs = broken
+    engine.executor.graphs._capturing._make_inputs = broken
     engine.warmup()
     results = {}
     while engine.has_work:
         results |= {e.request_id: e.result for e in engine.step() if e.result is not None}
     assert results[long].finish_reason == "error" and "bucket" in results[long].error
-    assert results[short].tokens == plain_generate(engine.model, PROMPTS[1], 5)
+    assert results[short].tokens == plain_generate(engine.executor.module.model, PROMPTS[1], 5)
     assert engine.report().failed_requests == 1 and engine.report().requests == 2
 
 

@@ -8,8 +8,7 @@ import torch
 
 import compiled_attn.engine.kernel as kernel_module
 from compiled_attn.engine import ConfigError, Engine, EngineConfig, SamplingParams
-from compiled_attn.engine.ladder import StepLimits, table_buckets
-from compiled_attn.kernels.native import NativeOps
+from compiled_attn.ops import NativeOps
 from graphs import explicit
 from tests.compiled_attn.tiny import FAMILIES, plain_generate, tiny_model
 
@@ -118,7 +117,8 @@ def test_both_kernels_generate_the_same():
 
 def test_auto_is_native_where_the_model_is_supported():
     engine = Engine(tiny_model(), _config(kernel="auto"))
-    assert engine.kernel.is_native and "built" in engine.kernel.notes["native"]
+    kernel = engine.executor.kernel
+    assert kernel.name == "native" and "built" in kernel.notes["native"]
 
 
 @pytest.mark.parametrize(
@@ -132,14 +132,15 @@ def test_what_is_not_supported_is_portable_by_auto_and_an_error_by_native(change
     match = "buckets over" if match == "axes" else match
     model = tiny_model()
     chosen = kernel_module.chosen_kernel(model, _config(kernel="auto", **changes))
-    assert not chosen.is_native and match in chosen.notes["native"]
+    assert chosen.name == "portable" and match in chosen.notes["native"]
     with pytest.raises(ConfigError, match=match):
         kernel_module.chosen_kernel(model, _config(**changes))
 
 
 def test_float64_is_portable_with_its_reason():
     engine = Engine(tiny_model().double(), _config(kernel="auto"))
-    assert not engine.kernel.is_native and "float64" in engine.kernel.notes["native"]
+    kernel = engine.executor.kernel
+    assert kernel.name == "portable" and "float64" in kernel.notes["native"]
 
 
 def test_a_kernel_that_does_not_build_is_an_error_if_strict_and_a_reason_if_not(monkeypatch):
@@ -189,19 +190,3 @@ def test_buckets_that_do_not_hold_the_largest_step_are_refused_if_strict():
     engine = _engine(buckets=buckets, strict=False)
     list(engine.generate([[n] * 5 for n in range(4)], SamplingParams(max_new_tokens=2)))
     assert engine.report().cut_steps == 1
-
-
-def test_the_ladder_doubles_decodes_and_then_tokens():
-    space = table_buckets(StepLimits(256, 32, 100, 1000), 24)
-    shapes = sorted(bucket.sizes for bucket in space)
-    decodes = [(n, n) for n in (1, 2, 4, 8, 16, 32)]
-    assert shapes == [*decodes, (64, 32), (128, 32), (256, 32)]
-
-
-@pytest.mark.parametrize("limits", [(256, 32), (24, 5), (7, 7), (1, 1), (100, 1)])
-@pytest.mark.parametrize("budget", [1, 2, 3, 5, 24])
-def test_the_budget_is_kept_and_the_largest_step_has_a_bucket(limits, budget):
-    tokens, seqs = limits
-    space = table_buckets(StepLimits(tokens, seqs, 10, 100), budget)
-    assert len(space) <= budget
-    assert space.pick(tokens=tokens, requests=seqs) is not None

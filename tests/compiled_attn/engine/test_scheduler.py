@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compiled_attn.blocks import BlockPool
+from compiled_attn.cache.blocks import BlockPool
 from compiled_attn.engine import SamplingParams, Scheduler, Sequence, Status
 
 

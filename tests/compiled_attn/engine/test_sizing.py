@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from compiled_attn.cache import PagedKVCache
+from compiled_attn.cache.kv_cache import PagedKVCache
 from compiled_attn.engine import ConfigError, Engine, EngineConfig
-from compiled_attn.engine.ladder import AXES, TABLE_AXES
 from compiled_attn.engine.sizing import Sizing, step_limits
 from compiled_attn.hf import cache_for
+from compiled_attn.step import Parts, Tables
 from graphs import explicit
-from graphs.memory import machine_bytes
+from graphs.capture.memory import machine_bytes
 from tests.compiled_attn.tiny import tiny_model
 
 SMALL = {"block_size": 4, "num_blocks": 17, "max_seqs": 4, "context": 40}
@@ -24,10 +24,10 @@ def model():
 
 
 @pytest.mark.parametrize("tokens", [10**12, 10**20, 2**63 - 1])
-@pytest.mark.parametrize("is_native", [False, True])
-def test_a_step_has_no_more_tokens_than_the_pool_has_slots(model, tokens, is_native):
+@pytest.mark.parametrize("form", [Parts, Tables])
+def test_a_step_has_no_more_tokens_than_the_pool_has_slots(model, tokens, form):
     config = EngineConfig(**SMALL, max_tokens_per_step=tokens)
-    buckets = Sizing.of(model, config, is_native).buckets
+    buckets = Sizing.of(model, config, form).buckets
     assert max(bucket.tokens for bucket in buckets) == 16 * 4
 
 
@@ -78,13 +78,13 @@ def test_portable_steps_beyond_the_memory_of_the_machine_are_refused(model, monk
         ConfigError, match=r"at most 1,000,000 .* got [3-9],\d{3},\d{3} bytes at least"
     ):
         Sizing.of(model, config)
-    assert Sizing.of(model, config, is_native=True).num_blocks == 200
-    small = explicit(AXES, [(16, 8, 16, 4)])  # steps are cut to it
+    assert Sizing.of(model, config, Tables).num_blocks == 200
+    small = explicit(Parts.axes, [(16, 8, 16, 4)])  # steps are cut to it
     assert Sizing.of(model, replace(config, buckets=small)).buckets.largest.tokens == 16
 
 
 def test_buckets_beyond_the_memory_of_the_machine_are_refused(model):
     config = EngineConfig(**SMALL, max_tokens_per_step=16)
-    for axes, sizes in ((AXES, (16, 10**12, 16, 4)), (TABLE_AXES, (16, 10**12))):
+    for form, sizes in ((Parts, (16, 10**12, 16, 4)), (Tables, (16, 10**12))):
         with pytest.raises(ConfigError, match=r"not enough memory: .* or take smaller buckets"):
-            Sizing.of(model, replace(config, buckets=explicit(axes, [sizes])), axes is TABLE_AXES)
+            Sizing.of(model, replace(config, buckets=explicit(form.axes, [sizes])), form)

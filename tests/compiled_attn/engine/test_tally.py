@@ -5,10 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from compiled_attn.engine.histogram import BINS, bin_of, quantile
-from compiled_attn.engine.mailbox import Mailbox
-from compiled_attn.engine.series import Series
-from compiled_attn.engine.tally import StepRecord, Tally
+from compiled_attn.engine.sequence import Mailbox
+from compiled_attn.engine.tally import BINS, Series, StepRecord, Tally, bin_of, quantile
 from graphs import Bucket
 
 SMALL, LARGE = Bucket(tokens=4, requests=2), Bucket(tokens=16, requests=4)

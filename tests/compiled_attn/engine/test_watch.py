@@ -11,7 +11,7 @@ import torch
 
 from compiled_attn.engine import Engine, EngineConfig, SamplingParams
 from graphs import GraphBudgetExceeded
-from graphs.alone import alone
+from graphs.capture.wrappers import with_own_code
 from tests.compiled_attn.tiny import plain_generate, tiny_model
 
 PROMPTS = [[1, 2, 3, 4, 5], [6, 7], [1, 2, 3, 4, 9, 8]]
@@ -60,7 +60,7 @@ def _in_the_middle_of_a_step(engine: Engine, model: torch.nn.Module) -> Iterator
 
 
 def _compile_something() -> None:
-    function = torch.compile(alone(lambda x: x + 2, "of_the_user"), backend="eager")
+    function = torch.compile(with_own_code(lambda x: x + 2, "of_the_user"), backend="eager")
     assert function(torch.ones(2)).tolist() == [3, 3]
 
 
@@ -83,7 +83,7 @@ def test_a_step_in_another_thread_does_not_excuse_a_late_compile_in_this_one():
     serving = _engine(model, "eager")
     serving.warmup()
     late = torch.compile(lambda x: x * 3, backend="eager")
-    serving.runner.graphs.run = lambda bucket, *inputs: late(torch.zeros(3))
+    serving.executor.graphs.run = lambda bucket, *inputs: late(torch.zeros(3))
     warming = tiny_model()
     other = _engine(warming, "eager")
     other.warmup()

@@ -1,4 +1,4 @@
-"""Which families are served as `generate` does.
+"""A survey of the families that are served as `generate` does.
 
 ``python -m tests.compiled_attn.hf.survey`` writes the tables of docs/models.md.
 """

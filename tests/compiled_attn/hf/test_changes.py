@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from compiled_attn.check import check
 from compiled_attn.engine import Engine, EngineConfig, SamplingParams
 from compiled_attn.hf import ModelChanged, PagedCausalLM, cache_for
+from compiled_attn.hf.proof import check
 from tests.compiled_attn.tiny import tiny_model
 
 
@@ -137,4 +137,4 @@ def test_checking_texts_against_generate_leaves_the_model_unchanged():
     engine.warmup()
     results = list(engine.generate([[1, 2, 3], [4, 5]], SamplingParams(max_new_tokens=4)))
     assert not check(model, results, 2).mismatches
-    engine.runner.module.check_unchanged()
+    engine.executor.module.check_unchanged()

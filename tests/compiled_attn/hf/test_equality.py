@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from compiled_attn.hf import ModelRefused, PagedCausalLM, cache_for
+from compiled_attn.step import Parts, Tables
 from tests.compiled_attn.hf.families import small_model
 from tests.compiled_attn.tiny import tiny_model
 
 
-def _paged(model, is_native):
-    return PagedCausalLM(model, cache_for(model, 8, 4), is_native=is_native)
+def _paged(model, form=Parts):
+    return PagedCausalLM(model, cache_for(model, 8, 4), form(8, 4, 2))
 
 
 def previous_token(model):
@@ -46,14 +47,14 @@ def own_positions(model):
         (own_positions, torch.bfloat16),
     ],
 )
-@pytest.mark.parametrize("is_native", [False, True])
-def test_a_mistake_in_the_code_of_a_model_is_found(mistake, is_native, dtype, request):
-    if is_native:
+@pytest.mark.parametrize("form", [Parts, Tables])
+def test_a_mistake_in_the_code_of_a_model_is_found(mistake, form, dtype, request):
+    if form is Tables:
         request.getfixturevalue("ops")
     model = tiny_model().to(dtype)
     mistake(model)
     with pytest.raises(ModelRefused, match="same logits through the paged cache"):
-        _paged(model, is_native)
+        _paged(model, form)
     assert model.config._attn_implementation == "eager"
     assert "forward" not in model.model.layers[0].__dict__
 
@@ -70,26 +71,26 @@ def test_a_mistake_in_the_code_of_a_model_is_found(mistake, is_native, dtype, re
     ],
 )
 def test_rounding_is_no_mistake(family, dtype):
-    _paged(tiny_model(family).to(dtype), is_native=False)
+    _paged(tiny_model(family).to(dtype))
 
 
 def test_a_model_that_derives_positions_from_its_padding_is_refused():
     with pytest.raises(ModelRefused, match="computes others: they differ by"):
-        _paged(small_model("roberta"), is_native=False)
+        _paged(small_model("roberta"))
 
 
 def test_a_model_that_fails_by_itself_is_refused_with_its_error():
     model = tiny_model()
     model.lm_head = torch.nn.Linear(3, 3)
     with pytest.raises(ModelRefused, match=r"fails on 3 tokens \(RuntimeError"):
-        _paged(model, is_native=False)
+        _paged(model)
 
 
 def test_a_model_without_finite_logits_is_refused():
     model = tiny_model()
     model.lm_head.weight.fill_(torch.nan)
     with pytest.raises(ModelRefused, match="not finite"):
-        _paged(model, is_native=False)
+        _paged(model)
 
 
 def test_a_quantised_cache_is_tried_without_its_rounding():

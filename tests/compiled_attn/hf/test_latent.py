@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compiled_attn.cache import KVShape
+from compiled_attn.cache.kv_cache import KVShape
 from compiled_attn.hf import PagedCausalLM, cache_for
 from compiled_attn.hf.latent import absorb, latent_shape
+from compiled_attn.step import Parts, Tables
 from tests.compiled_attn.hf.families import small_model
 from tests.compiled_attn.hf.survey import plain_generate, serve
 
@@ -24,15 +25,13 @@ def test_the_cache_of_latent_attention_is_one_head_of_latents(family):
 
 
 @pytest.mark.parametrize("family", MLA)
-@pytest.mark.parametrize("is_native", [False, True])
+@pytest.mark.parametrize("form", [Parts, Tables])
 @pytest.mark.parametrize("is_latent", [False, True])
-def test_both_forms_pass_the_equality_with_the_unmodified_model(
-    family, is_native, is_latent, request
-):
-    if is_native:
+def test_both_forms_pass_the_equality_with_the_unmodified_model(family, form, is_latent, request):
+    if form is Tables:
         request.getfixturevalue("ops")
     model = small_model(family)
-    PagedCausalLM(model, cache_for(model, 8, 4, latent=is_latent), is_native=is_native)
+    PagedCausalLM(model, cache_for(model, 8, 4, latent=is_latent), form(8, 4, 2))
 
 
 def test_absorbed_scores_and_values_are_those_of_the_expanded_keys():

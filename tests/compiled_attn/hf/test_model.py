@@ -7,6 +7,7 @@ import torch
 
 from compiled_attn import BatchBuilder, Request
 from compiled_attn.hf import ATTENTION_NAME, ModelRefused, PagedCausalLM, cache_for
+from compiled_attn.step import Parts, Tables
 from tests.compiled_attn.hf.families import small_model
 from tests.compiled_attn.tiny import FAMILIES, tiny_model
 
@@ -82,19 +83,17 @@ def test_a_step_is_one_graph_without_breaks_and_writes_the_cache_in_place(family
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "gemma4_text", "nemotron"])
-@pytest.mark.parametrize("is_native", [False, True])
-def test_latents_shared_keys_and_carried_steps_are_one_graph_too(family, is_native, request):
-    if is_native:
+@pytest.mark.parametrize("form", [Parts(16, 4), Tables(16, 4, 2)], ids=["parts", "tables"])
+def test_latents_shared_keys_and_carried_steps_are_one_graph_too(family, form, request):
+    if isinstance(form, Tables):
         request.getfixturevalue("ops")
     model = small_model(family)
-    module = PagedCausalLM(model, cache_for(model, 16, 4), is_native=is_native)
-    builder = BatchBuilder(16, 4)
+    module = PagedCausalLM(model, cache_for(model, 16, 4), form)
     requests = [Request([1, 2, 3], 0, [3]), Request([9], 2, [5])]
-    plan = builder.plan_tables(requests) if is_native else builder.plan(requests)
-    step = plan.fill(plan.need, 2) if is_native else plan.fill(plan.need)
+    step = form.plan(BatchBuilder(16, 4).rows_of(requests)).fill()
     with torch.no_grad():
         expected = module(*step)
-        compiled = torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=False)
+        compiled = torch.compile(module, backend="eager", fullgraph=True, dynamic=False)
         torch.testing.assert_close(compiled(*step), expected, atol=1e-5, rtol=1e-5)
 
 

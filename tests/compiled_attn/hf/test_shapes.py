@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from compiled_attn import PagedKVCache
-from compiled_attn.cache import KVShape
+from compiled_attn.cache.kv_cache import KVShape
 from compiled_attn.hf import ModelRefused, PagedCausalLM, cache_for
 from tests.compiled_attn.hf.families import small_model
 from tests.compiled_attn.tiny import tiny_model

@@ -11,13 +11,9 @@ from graphs import CaptureError, CompileWatch, StaleGraph, available_backends, c
 from graphs.backends.aoti import AotiBackend
 from graphs.backends.export_state import Returned, State, Stateless, constants_of_others
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 BACKEND = AotiBackend()
-
-
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.no_grad():
-        yield
 
 
 class Layer(nn.Module):

@@ -13,6 +13,8 @@ from graphs import CaptureError, InputMismatch, StaleGraph, WarmupManager, captu
 from graphs.backends.cudagraph import CudaGraphBackend
 from tests.graphs.backends.replay_double import Moved, ReplayDouble
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 
 class Layer(nn.Module):
     """Adds a count that it keeps, and the constant it is given."""
@@ -50,12 +52,6 @@ class Scene:
 @pytest.fixture
 def scene():
     return Scene()
-
-
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.no_grad():
-        yield
 
 
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])

@@ -6,9 +6,11 @@ import torch
 from torch import nn
 
 from graphs import InputMismatch, ModeMismatch, StaleGraph, capture
-from graphs.alone import alone
 from graphs.backends import direct
 from graphs.backends.direct import direct_path
+from graphs.capture.wrappers import with_own_code
+
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 SCALE = 3
 
@@ -28,12 +30,6 @@ class Step(nn.Module):
 
 def examples():
     return [torch.ones(4), torch.ones(4), torch.ones(3), 7]
-
-
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.no_grad():
-        yield
 
 
 @pytest.fixture
@@ -198,11 +194,11 @@ def test_where_dynamo_keeps_its_guards_otherwise_runs_go_through_the_wrapper(
 
 
 def test_a_function_that_is_not_compiled_has_no_direct_path():
-    assert direct_path(alone(Step(), "step"), examples()) is None
+    assert direct_path(with_own_code(Step(), "step"), examples()) is None
 
 
 def test_guards_that_do_not_see_the_grad_mode_are_not_relied_on(monkeypatch):
-    function = alone(Step(), "step")
+    function = with_own_code(Step(), "step")
     torch.compile(function, backend="aot_eager", fullgraph=True)(*examples())
     assert direct_path(function, examples()) is not None
     monkeypatch.setattr(torch, "set_grad_enabled", lambda _: torch.no_grad())
@@ -219,7 +215,7 @@ def test_guards_that_do_not_see_the_grad_mode_are_not_relied_on(monkeypatch):
     ids=repr,
 )
 def test_what_is_tried_in_place_of_an_example_differs_from_it(value):
-    from graphs.inputs import InputSpec
+    from graphs.capture.inputs import InputSpec
 
     spec = InputSpec.of("x", value)
     wrong = direct._wrong_tensors if isinstance(value, torch.Tensor) else direct._wrong_constants

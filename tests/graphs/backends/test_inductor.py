@@ -7,6 +7,8 @@ from torch import nn
 
 from graphs import CaptureError, StaleGraph, available_backends, capture
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 
 class Counter(nn.Module):
     """Counts its calls in a buffer and adds the count."""
@@ -36,12 +38,6 @@ def captured():
             for tokens in (4, 16)
         }
     return module, graphs
-
-
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.no_grad():
-        yield
 
 
 def test_inductor_equals_eager_at_each_bucket(captured):

@@ -8,8 +8,7 @@ import time
 
 import pytest
 
-import compiled_attn.cli.cache
-import compiled_attn.cli.errors
+import compiled_attn.cli.app
 from graphs.cli.cache import cache_app, parse_bytes
 from graphs.cli.errors import UserError
 from graphs.store import ArtifactStore
@@ -26,8 +25,10 @@ def store(tmp_path):
 
 @pytest.fixture(params=["graphs", "compiled-attn"])
 def call(request):
-    app = cache_app("unused") if request.param == "graphs" else compiled_attn.cli.cache.cache
-    return lambda *arguments: app(args=[*map(str, arguments)], standalone_mode=False)
+    app, first = cache_app("unused"), []
+    if request.param == "compiled-attn":
+        app, first = compiled_attn.cli.app.app, ["cache"]
+    return lambda *arguments: app(args=[*first, *map(str, arguments)], standalone_mode=False)
 
 
 def test_ls_lists_what_is_there_and_why(store, call, capsys):
@@ -86,9 +87,7 @@ def test_prune_and_clear_remove(store, call, capsys):
 
 @pytest.mark.parametrize("command", [["ls"], ["verify"], ["clear"], ["prune", "--max-size", "0"]])
 def test_a_folder_without_a_store_is_an_error_and_nothing_is_made(command, call, tmp_path):
-    with pytest.raises(
-        (UserError, compiled_attn.cli.errors.UserError), match=r"no store in .*--store DIR"
-    ):
+    with pytest.raises(UserError, match=r"no store in .*--store DIR"):
         call(*command, "--store", tmp_path / "none")
     assert not (tmp_path / "none").exists()
 

@@ -329,3 +329,11 @@ def test_python_m_graphs_is_the_command(model):
         cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 2 and "none.jsonl: not readable" in done.stderr
+
+
+def test_help_does_not_wait_for_torch():
+    code = "import sys, graphs.cli.app; print({'torch', 'numpy'} & {*sys.modules})"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "set()"

@@ -9,14 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphs import from_file, to_file
-from graphs.planner import (
-    Demand,
-    DemandFileError,
-    DemandRecorder,
-    plan,
-    read_demand,
-    write_demand,
-)
+from graphs.errors import DemandFileError
+from graphs.planner import Demand, DemandRecorder, plan, read_demand, write_demand
 
 rows = st.lists(
     st.tuples(st.integers(0, 10**12), st.integers(0, 9), st.integers(1, 10**6)), min_size=1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -57,8 +59,13 @@ def test_a_limit_needs_a_function_that_says_what_a_bucket_takes(name):
         plan(Demand(("a",), [[3]]), budget=Budget(**{name: 9.0}))
 
 
+def promising(waste):
+    report = plan(Demand(("a", "b"), [(1, 1)]), AREA, 1)
+    return replace(report, waste=waste)
+
+
 def test_a_watch_flags_once_when_the_waste_is_twice_the_promised():
-    watch = DriftWatch(0.1, AREA, after=10, window=1000)
+    watch = DriftWatch(promising(0.1), after=10, window=1000)
     small, bucket = {"a": 1, "b": 1}, {"a": 2, "b": 1}
     assert not any(watch.record(small, small) for _ in range(8))
     assert [watch.record(small, bucket) for _ in range(4)] == [False, True, False, False]
@@ -76,7 +83,7 @@ def test_a_plan_that_keeps_its_promise_is_never_flagged():
 
 
 def test_old_steps_fade():
-    watch = DriftWatch(0.0, AREA, after=1, window=5)
+    watch = DriftWatch(promising(0.0), after=1, window=5)
     need = {"a": 1, "b": 1}
     watch.record(need, {"a": 9, "b": 1})
     for _ in range(100):
@@ -84,15 +91,7 @@ def test_old_steps_fade():
     assert watch.waste < 1e-6 and watch.has_drifted
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"promised": 0.1}, "expected a cost beside a promised waste, got none: pass the plan's"),
-        ({"promised": -1, "cost": AREA}, "expected promised >= 0, after >= 1, window >= 1"),
-        ({"promised": 1, "cost": AREA, "factor": 1}, "and factor > 1, got"),
-        ({"promised": 1, "cost": AREA, "after": 0}, "expected promised >= 0, after >= 1"),
-    ],
-)
-def test_a_watch_that_cannot_work_is_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        DriftWatch(**options)
+@pytest.mark.parametrize("options", [{"after": 0}, {"window": 0}])
+def test_a_watch_that_cannot_work_is_refused(options):
+    with pytest.raises(ValueError, match="expected after >= 1 and window >= 1, got"):
+        DriftWatch(promising(0.1), **options)

@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 import torch
 
-from graphs.memory import machine_bytes
+from graphs.capture.memory import machine_bytes
 from graphs.report import surroundings as module
 from graphs.report.surroundings import machine, surroundings
 

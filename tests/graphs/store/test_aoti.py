@@ -8,10 +8,10 @@ from torch import nn
 
 from graphs import capture
 from graphs.backends.aoti import AotiBackend
-from graphs.builds import listen, unlisten
-from graphs.compiles import CompileWatch
 from graphs.store import ArtifactStore, StoredAoti
 from graphs.store.lock import Lock
+from graphs.watch.compiles import CompileWatch
+from graphs.watch.hooks import Listener, listen, unlisten
 
 
 @pytest.mark.slow
@@ -21,12 +21,13 @@ def test_a_package_is_built_once_and_then_loaded_without_a_compiler(tmp_path):
     with torch.no_grad():
         first = capture(net, [x], backend=StoredAoti(store))
         backend = StoredAoti(store)
-        listen(built.append)
+        listener = Listener(built=built.append)
+        listen(listener)
         try:
             with CompileWatch() as watch:
                 second = capture(net, [x], backend=backend)
         finally:
-            unlisten(built.append)
+            unlisten(listener)
         assert (backend.loaded, backend.stored, watch.compiles, built) == (1, 0, 0, [])
         net.weight.mul_(2)
         torch.testing.assert_close(first.run(x), net(x))
@@ -41,7 +42,7 @@ def test_what_is_no_package_is_built_again(tmp_path, monkeypatch, caplog):
         backend = StoredAoti(store)
         capture(torch.relu, [torch.ones(2)], backend=backend)
         assert (backend.loaded, backend.stored) == (0, 1)
-    assert "built again, not loaded" in caplog.text
+    assert "compiled again, not loaded" in caplog.text
 
 
 def test_a_store_that_is_busy_costs_a_build_and_no_graph(tmp_path, monkeypatch, caplog):
@@ -53,14 +54,14 @@ def test_a_store_that_is_busy_costs_a_build_and_no_graph(tmp_path, monkeypatch, 
         graph = capture(torch.relu, [torch.ones(2)], backend=StoredAoti(store))
     finally:
         lock.close()
-    assert "built again, not loaded" in caplog.text and "not stored" in caplog.text
+    assert "compiled again, not loaded" in caplog.text and "not stored" in caplog.text
     assert torch.equal(graph.run(-torch.ones(2)), torch.zeros(2))
 
 
 def _pretend(self, function, example_inputs, *, name, warm_runs, package_path, options):
     from pathlib import Path
 
-    from graphs.backends.base import Frozen
+    from graphs.capture.contract import Frozen
 
     Path(package_path, "graph.pt2").write_bytes(b"no package")
     return Frozen(function)

@@ -65,8 +65,8 @@ def test_the_platform_is_asked_where_it_can_be(monkeypatch, tmp_path):
 
 
 ASK = """
-from compiled_attn.cli.cache import default_store
-from compiled_attn.kernels.native import default_folder
+from compiled_attn.cli.store import default_store
+from compiled_attn.ops import default_folder
 from graphs.cli.app import run_command
 print(default_store(), default_folder())
 raise SystemExit(run_command(["cache", "ls"]))

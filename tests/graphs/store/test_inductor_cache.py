@@ -5,15 +5,8 @@ from __future__ import annotations
 import os
 import sys
 
-import pytest
-
-from graphs.store import ArtifactStore, InductorCache
+from graphs.store import InductorCache
 from graphs.store.lock import Lock
-
-
-@pytest.fixture
-def store(tmp_path):
-    return ArtifactStore(tmp_path / "store")
 
 
 def filled(store, factors, **files):

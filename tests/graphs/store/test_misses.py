@@ -9,8 +9,8 @@ import torch
 
 import graphs.store.factors
 from graphs import WarmupManager, capture, explicit
-from graphs.backends.base import Frozen
-from graphs.store import ArtifactStore, StoredInductor
+from graphs.capture.contract import Frozen
+from graphs.store import StoredInductor
 from graphs.store.misses import Misses, differences, nearest
 
 NOW = {
@@ -22,11 +22,6 @@ NOW = {
     "state": "2 tensors",
     "values": "cc",
 }
-
-
-@pytest.fixture
-def store(tmp_path):
-    return ArtifactStore(tmp_path / "store")
 
 
 def stored(store, tmp_path, *all_factors):
@@ -89,7 +84,7 @@ def test_a_reason_is_logged_once_for_all_graphs(store, tmp_path, caplog):
     assert len(caplog.records) == 1 and len(misses.found) == 13
     assert caplog.records[0].levelno == logging.WARNING
     assert "step[rows=0]: not in the store" in caplog.text
-    assert "differs in torch: 2.12 -> 2.13 (told once" in caplog.text
+    assert "differs in torch: 2.12 -> 2.13 (logged once" in caplog.text
 
 
 def test_a_store_that_has_nothing_like_it_is_no_warning(store, tmp_path, caplog):
@@ -108,19 +103,12 @@ def test_a_store_that_has_nothing_like_it_is_no_warning(store, tmp_path, caplog)
 def plain(monkeypatch):
     """Inductor that compiles nothing, and artifacts that are one file."""
 
-    class Kept:
-        def forget(self):
-            pass
-
-    def _capture(function, *_):
-        return Frozen(function), Kept()
-
-    def _put(self, factors, kept, function, examples, name):
+    def keep(self, factors, function, write, *, name):
         self.stored += self.store.put(factors, __file__)
 
-    monkeypatch.setattr("graphs.store.compiled._capture", _capture)
-    monkeypatch.setattr(StoredInductor, "_put", _put)
-    monkeypatch.setattr("graphs.store.compiled._load", lambda folder, function: function)
+    monkeypatch.setattr("graphs.store.inductor.freeze", lambda f, *_, **__: (Frozen(f), None))
+    monkeypatch.setattr(StoredInductor, "keep", keep)
+    monkeypatch.setattr(StoredInductor, "read", lambda self, folder, function: function)
 
 
 def test_a_warmup_in_another_environment_says_so_in_one_line(store, plain, monkeypatch, caplog):

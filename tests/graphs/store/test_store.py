@@ -16,16 +16,11 @@ from pathlib import Path
 
 import pytest
 
+from graphs.files import digest_of
 from graphs.store import ArtifactStore, StoreError, UnsafeStore, key_of
-from graphs.store.files import digest_of
 
 FACTORS = {"torch": "2.13", "bucket": {"rows": 4}, "cpu": "AVX2"}
 ROOT = Path(__file__).resolve().parents[3]
-
-
-@pytest.fixture
-def store(tmp_path):
-    return ArtifactStore(tmp_path / "store")
 
 
 @pytest.fixture
@@ -233,7 +228,7 @@ def test_what_belongs_to_another_user_is_refused(store, artifact):
 
 def test_some_other_folder_is_refused_and_left_alone(tmp_path):
     (tmp_path / "photo.jpg").write_bytes(b"x")
-    with pytest.raises(StoreError, match=r"is no store, it holds photo.jpg"):
+    with pytest.raises(StoreError, match=r"is not a store, it holds photo.jpg"):
         ArtifactStore(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["photo.jpg"]
 

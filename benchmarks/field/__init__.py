@@ -1,0 +1,1 @@
+"""The steps, families and ladders of the field's engines, to compare with."""

@@ -1,0 +1,1 @@
+"""Arguments of the interfaces: what must hold of them, and what may be read of them."""

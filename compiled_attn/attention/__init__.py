@@ -1,0 +1,1 @@
+"""Unified attention: its three parts, their merge, and what scores them."""

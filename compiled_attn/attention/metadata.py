@@ -1,0 +1,188 @@
+"""The metadata of one step, who sees what, as tensors of a bucket's fixed shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from compiled_attn.attention.cached_blocks import usage_bias
+from compiled_attn.attention.scoring import by_position, check_window
+from compiled_attn.attention.state import FEPS, FMIN
+
+__all__ = ["UnifiedMetadata"]
+
+
+@dataclass(frozen=True)
+class UnifiedMetadata:
+    """Which token may see what in one step; every tensor has the fixed shape of its bucket.
+
+    Shape (T tokens, S shared blocks, U unique blocks):
+        - slot_mapping: ``[T]`` ints, cache slot of each new token; padding points into null block 0
+        - causal_bias: ``[T, T]`` float or None, 0 where token i may see new token j, else -inf
+        - causal_width: int or None, queries in a slice of the causal part; None: one slice
+        - shared_blocks: ``[S]`` ints or None, blocks that are compared with every query
+        - shared_bias: ``[T, S, block_size]`` float, or usages ``[T, S]`` ints (how many leading
+          slots of a block a token sees), or None
+        - shared_chunk: int or None, shared blocks compared at a time, each chunk's bias made from
+          its usages on the fly; None: all at once
+        - unique_blocks: ``[U]`` ints, or int U (the first U blocks of the cache), or None
+        - unique_block_mapping: ``[U]`` ints, row of T that uses each unique block
+        - unique_bias: ``[U, block_size]`` float or None
+
+    A bias may also have an axis of heads: ``[H, T, T]``, ``[H, T, S, block_size]``, ``[U, H,
+    block_size]``.
+
+    Only features that depend on positions (`seen_from`) need these:
+        - positions: ``[T]`` ints, position of each token in its sequence
+        - shared_starts: ``[S]`` ints, position of the first slot of each shared block
+        - unique_starts: ``[U]`` ints, the same for the unique blocks
+
+    The same step request by request, for the native kernel; the other parts may then be left out:
+        - block_tables: ``[R, W]`` ints, blocks of each request in order; padding is never read
+        - seq_lens: ``[R]`` ints, tokens of each request with those of this step; 0 for padding
+        - query_start_loc: ``[R + 1]`` ints, rows of T of each request, as a running sum
+
+    Two spare work, and are derived or done without where they are None:
+        - shared_lengths: ``[S]`` ints, leading slots of each shared block that any token sees
+        - unique_queries: ``[Q]`` ints, rows that occur in ``unique_block_mapping``, padded with -1
+    """
+
+    block_size: int
+    slot_mapping: Tensor
+    causal_bias: Tensor | None = None
+    causal_width: int | None = None
+    shared_blocks: Tensor | None = None
+    shared_bias: Tensor | None = None
+    unique_blocks: Tensor | int | None = None
+    unique_block_mapping: Tensor | None = None
+    unique_bias: Tensor | None = None
+    fmin: float = FMIN
+    feps: float = FEPS
+    positions: Tensor | None = None
+    shared_starts: Tensor | None = None
+    unique_starts: Tensor | None = None
+    shared_lengths: Tensor | None = None
+    unique_queries: Tensor | None = None
+    shared_chunk: int | None = None
+    block_tables: Tensor | None = None
+    seq_lens: Tensor | None = None
+    query_start_loc: Tensor | None = None
+
+    @property
+    def by_request(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Block tables, sequence lengths and first rows of the requests, or None."""
+        if self.block_tables is None or self.seq_lens is None or self.query_start_loc is None:
+            return None
+        return self.block_tables, self.seq_lens, self.query_start_loc
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether there is any part that the portable kernels read."""
+        return self.causal_bias is not None or self.num_blocks > 0
+
+    @property
+    def is_prompt(self) -> bool:
+        """Whether the step has a causal part."""
+        return self.causal_bias is not None
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that the step reads: shared and unique ones together, padding included."""
+        unique = self.unique_blocks
+        num_unique = unique if isinstance(unique, int) else _rows(unique)
+        return _rows(self.shared_blocks) + num_unique
+
+    @property
+    def seq_len(self) -> int:
+        """T if the step has a causal part, else 1."""
+        return self.slot_mapping.shape[0] if self.is_prompt else 1
+
+    def windowed(self, window: int) -> UnifiedMetadata:
+        """`seen_from` with a sliding window alone."""
+        return self.seen_from(window=window)
+
+    def seen_from(
+        self, *, window: int | None = None, alibi_slopes: Tensor | None = None
+    ) -> UnifiedMetadata:
+        """The same step with what depends on positions added to its biases.
+
+        What is request by request cannot say that, and is left out.
+
+        Args:
+            window: tokens that a token sees, itself included; None: all before it.
+            alibi_slopes: ``[H]`` slopes; a key's score gains ``slope * (key position - query
+                position)``, which is at most 0.
+
+        Raises:
+            ValueError: the window is not positive, or the metadata carries no positions.
+
+        Source: sliding windows as in Mistral, ALiBi of Press et al., 2022.
+        """
+        if window is None and alibi_slopes is None:
+            return self
+        check_window(window)
+        positions = self.needs(self.positions, "positions")
+        causal, shared, unique = self.causal_bias, self.shared_bias, self.unique_bias
+        if causal is not None:
+            causal = by_position(causal, positions, positions, window, alibi_slopes)
+        if shared is not None:
+            starts = self.needs(self.shared_starts, "shared_starts")
+            if not shared.is_floating_point():
+                shared = usage_bias(shared, self.block_size)
+            keys = self._slots(starts).flatten()
+            flat = by_position(shared.flatten(-2), positions, keys, window, alibi_slopes)
+            shared = flat.unflatten(-1, (-1, self.block_size))
+        if unique is not None:
+            starts = self.needs(self.unique_starts, "unique_starts")
+            mapping = self.needs(self.unique_block_mapping, "unique_block_mapping")
+            by_head = unique.transpose(0, 1) if unique.dim() == 3 else unique
+            keys = self._slots(starts)
+            unique = by_position(by_head, positions[mapping], keys, window, alibi_slopes)
+            unique = unique.transpose(0, 1) if unique.dim() == 3 else unique
+        return replace(
+            self,
+            causal_bias=causal,
+            shared_bias=shared,
+            unique_bias=unique,
+            block_tables=None,
+            seq_lens=None,
+            query_start_loc=None,
+        )
+
+    def chunks_of_shared(self) -> Iterator[UnifiedMetadata]:
+        """The shared part of the step, `shared_chunk` blocks at a time; nothing of other parts."""
+        blocks, bias = self.shared_blocks, self.shared_bias
+        if blocks is None or bias is None:
+            return
+        width = self.shared_chunk or max(blocks.shape[0], 1)
+        for start in range(0, blocks.shape[0], width):
+            part = slice(start, start + width)
+            yield replace(
+                self,
+                causal_bias=None,
+                unique_bias=None,
+                shared_blocks=blocks[part],
+                shared_bias=bias[..., part, :] if bias.is_floating_point() else bias[:, part],
+                shared_starts=None if self.shared_starts is None else self.shared_starts[part],
+                shared_lengths=None if self.shared_lengths is None else self.shared_lengths[part],
+            )
+
+    def _slots(self, starts: Tensor) -> Tensor:
+        return starts.unsqueeze(-1) + torch.arange(self.block_size, device=starts.device)
+
+    @staticmethod
+    def needs(tensor: Tensor | None, name: str) -> Tensor:
+        """A field that windows and ALiBi need; raises ValueError where it is None."""
+        if tensor is None:
+            raise ValueError(
+                f"metadata.{name}: expected it for a sliding window or ALiBi, got None: "
+                "fill it, or use BatchBuilder"
+            )
+        return tensor
+
+
+def _rows(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.numel()

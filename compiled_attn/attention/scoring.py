@@ -1,0 +1,74 @@
+"""The score of a key for a query: scale, logit softcap, ALiBi, sliding window, attention sinks."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["Scoring", "by_position", "capped", "check_window"]
+
+
+class Scoring(NamedTuple):
+    """How ``q . k`` becomes a score: scaled, capped, raised by ALiBi, hidden by a window; in this
+    order.
+
+    Attributes:
+        scale: factor of the scores.
+        window: tokens that a token sees, itself included; None: all before it.
+        softcap: cap c of ``c * tanh(score / c)``, or None.
+        alibi_slopes: ``[H]``; a score gains ``slope * (key position - query position)``.
+        sinks: ``[H]``, score of an extra key of each head, without a value.
+
+    Source: ALiBi of Press et al. (2022); sinks as in gpt-oss; windows as in Mistral.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
+
+
+def capped(scores: Tensor, softcap: float | None) -> Tensor:
+    """Scores under a logit softcap, ``softcap * tanh(scores / softcap)``; None: as they are."""
+    return scores if softcap is None else softcap * torch.tanh(scores / softcap)
+
+
+def by_position(
+    bias: Tensor,
+    query_positions: Tensor,
+    key_positions: Tensor,
+    window: int | None,
+    alibi_slopes: Tensor | None,
+) -> Tensor:
+    """A bias with keys outside the window hidden, and lowered by slope times distance.
+
+    Args:
+        bias: ``[T, N]`` or ``[H, T, N]``.
+        query_positions: ``[T]`` ints.
+        key_positions: ``[N]``, or ``[T, N]`` where each query has keys of its own.
+        window, alibi_slopes: see `Scoring`.
+
+    Returns:
+        The new bias; with slopes it has an axis of heads: ``[H, T, N]``.
+    """
+    distance = query_positions.unsqueeze(-1) - key_positions  # [T, N]
+    if window is not None:
+        bias = torch.where(distance >= window, -math.inf, bias)
+    if alibi_slopes is not None:
+        # Half precision has no number for most distances: slopes of it are widened first.
+        slopes = alibi_slopes.to(torch.promote_types(alibi_slopes.dtype, torch.float32))
+        # Padding may stand anywhere: where it is hidden, -inf - x is still -inf.
+        bias = bias - slopes.view(-1, 1, 1) * distance
+    return bias
+
+
+def check_window(window: int | None) -> None:
+    """Raises ValueError unless a window is None or at least one token."""
+    if window is not None and window < 1:
+        raise ValueError(
+            f"sliding_window: expected at least 1 token, got {window}: None is no window"
+        )

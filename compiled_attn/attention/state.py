@@ -1,0 +1,37 @@
+"""A part of an attention, not yet normalised, before the parts are merged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["FEPS", "FMIN", "Attend", "PartialAttention"]
+
+FMIN = torch.finfo(torch.float32).min
+"""Finite floor for row maxima: a row that sees nothing has this maximum, never -inf."""
+
+FEPS = torch.finfo(torch.float32).tiny
+"""Floor for the softmax denominator: a row that sees nothing divides 0 by this."""
+
+
+class PartialAttention(NamedTuple):
+    """Attention over some of the keys, not yet normalised.
+
+    Shape:
+        - out: ``[T, H, D]``, ``sum_j exp(s_j - max) * v_j``
+        - max: ``[T, H]``, row maximum of the scores, at least ``fmin``; NaN in a row that saw a key
+          or value that is not finite makes what the row is merged to NaN
+        - sum: ``[T, H]``, ``sum_j exp(s_j - max)``; 0 where a row sees no key
+    """
+
+    out: Tensor
+    max: Tensor
+    sum: Tensor
+
+
+Attend = Callable[..., PartialAttention]
+"""The signature of `attend`, which faster kernels share. They keep keys and values that are NaN or
+infinite from the queries that do not see them, whose bits do not change."""

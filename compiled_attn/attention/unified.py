@@ -1,0 +1,109 @@
+"""Unified attention: one call for a whole engine step, whatever mix of requests is in it.
+
+New tokens are written to the paged cache, then three partial attentions (causal, shared, unique)
+are taken and merged. After the unified attention of the Gaudi vLLM plugin; `UnifiedMetadata` keeps
+its names.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from compiled_attn.attention.by_parts import attend_parts
+from compiled_attn.attention.by_request import attend_requests
+from compiled_attn.attention.call import UnifiedCall
+from compiled_attn.attention.checks import check
+from compiled_attn.attention.dense import attend
+from compiled_attn.attention.metadata import UnifiedMetadata
+from compiled_attn.attention.scoring import Scoring
+from compiled_attn.attention.state import Attend
+from compiled_attn.ops import KernelChoice, chooses_native
+
+__all__ = ["unified_attention"]
+
+
+def unified_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    key_cache: Tensor,
+    value_cache: Tensor | None,
+    scale: float,
+    metadata: UnifiedMetadata,
+    *,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+    value_projection: Tensor | None = None,
+    return_lse: bool = False,
+    attend: Attend | None = attend,
+    kernel: KernelChoice = "auto",
+    fused_write: bool = True,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Writes this step's keys and values to the cache, then attends every token to all that it may
+    see.
+
+    Args:
+        query: ``[T, H, D]``, fp32, fp64, bf16 or fp16; softmax statistics are at least float32.
+        key: ``[T, Hk, D]``, this step's tokens of all requests, flattened. ``H % Hk == 0``.
+        value: ``[T, Hk, Dv]``; None (with ``value_cache``): the values are the first elements of
+            the keys, as many as ``value_projection`` takes, else all (multi-head latent attention:
+            ``query`` and ``key`` are then in latent space).
+        key_cache, value_cache: flat slots ``[num_blocks * block_size, Hk, D]`` and ``[..., Hk,
+            Dv]``; written in place at ``metadata.slot_mapping``, nowhere else.
+        scale: factor of the scores, usually ``D ** -0.5``.
+        metadata: who sees what.
+        sliding_window: tokens that a token sees, itself included. None: all before it.
+        softcap: cap c of ``c * tanh(score / c)``.
+        alibi_slopes: ``[H]``; a score gains ``slope * (key position - query position)``.
+        sinks: ``[H]``, score of a head's attention sink.
+        key_scale, value_scale: ``[num_blocks * block_size, Hk]`` float32, for caches of int8,
+            float8_e4m3fn or float8_e5m2: what an element of each token and head is multiplied by;
+            written in place like the caches. Without V only ``key_scale``.
+        value_projection: ``[H, R, Dv]``, applied to the output of each head, R its input size.
+        return_lse: also return the log-sum-exp ``[T, H]`` in float32, for merging across devices.
+        attend: the kernel of the causal and shared parts: `compiled_attn.attention.dense.attend`,
+            or `SdpaKernel.attend` of `compiled_attn.attention.sdpa`; None: the faster that can.
+        kernel: "native": the C++ kernel, which reads what ``metadata`` says request by request;
+            "portable": the three parts; "auto": native where it supports the call.
+        fused_write: whether the native kernel also writes the cache. False inside of a
+            `torch.compiler.nested_compile_region`, where torch refuses ops that write: there torch
+            writes, and the kernel reads.
+
+    New tokens are seen as the cache keeps them, rounded to its element type: a prompt gives the
+    same results whichever way it is cut into chunks.
+
+    Returns:
+        ``[T, H, Dv]`` in the query's dtype; a row that sees nothing is zero and has lse -inf.
+
+    Raises:
+        ValueError: shapes, devices or sizes that do not fit together, or a step without any part; a
+            tensor of ``metadata``, a query, key or value in the memory of a cache or its scale;
+            outside of a compiled or captured graph also a slot, block or row out of range and two
+            tokens with one slot. Nothing is written.
+        TypeError: dtypes that do not fit together. Nothing is written.
+        KernelArgumentError, NativeUnavailable: ``kernel`` is "native", but it cannot serve the call
+            or be built here. Nothing is written.
+        IndexError, RuntimeError: inside of a graph, a number out of range, when it is used.
+
+    Source: MLA of DeepSeek-V2 (2024), sinks of gpt-oss, ALiBi of Press et al. (2022).
+    """
+    scoring = Scoring(scale, sliding_window, softcap, alibi_slopes, sinks)
+    call = UnifiedCall(
+        query, key, value, key_cache, value_cache, metadata, scoring, key_scale, value_scale,
+        value_projection,
+    )  # fmt: skip
+    check(call)
+    if chooses_native(kernel, call.traits()):
+        out, log_sum = attend_requests(call, fused_write)
+    else:
+        out, log_sum = attend_parts(call, attend)
+    if value_projection is not None:
+        # Linear, so once after the merge instead of once a part.
+        out = torch.einsum("thr,hrv->thv", out, value_projection.to(out.dtype))
+    out = out.to(query.dtype)
+    return (out, log_sum) if return_lse else out

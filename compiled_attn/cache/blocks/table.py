@@ -1,0 +1,140 @@
+"""The blocks of one request, in the order of its positions."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from compiled_attn.cache.whole import whole
+
+__all__ = ["BlockTable"]
+
+
+class BlockTable:
+    """Where the positions of one request live. Only the ``BlockPool`` changes it; read it freely.
+
+    Position ``p`` is in block ``blocks[p // block_size]`` at offset ``p % block_size``. A prompt
+    that is an exact multiple of the block size leaves its last block full: no block is held that
+    has no position.
+
+    Attributes:
+        request_id: the request that holds the blocks.
+        block_size: slots in a block.
+        blocks: block ids in the order of positions; ``ceil(length / block_size)`` of them, never
+            the null block 0.
+        length: positions reserved: the table can address positions ``< length``, whether written
+            yet or not.
+        num_computed: positions ``< num_computed`` hold computed K/V (prefix hits, then what was
+            committed).
+        num_cached_tokens: positions found in the prefix cache when the request was added.
+    """
+
+    __slots__ = (
+        "_array",
+        "_key",
+        "_num_keyed",
+        "block_size",
+        "blocks",
+        "length",
+        "num_cached_tokens",
+        "num_computed",
+        "request_id",
+    )
+
+    def __init__(self, request_id: Hashable, block_size: int, key: bytes | None) -> None:
+        self.request_id = request_id
+        self.block_size = block_size
+        self.blocks: list[int] = []
+        self.length = 0
+        self.num_computed = 0
+        self.num_cached_tokens = 0
+        self._array: NDArray[np.int64] = np.zeros(8, dtype=np.int64)
+        # The chain key after the first ``_num_keyed`` blocks, from which the next full block's key
+        # follows; None where a block in between has none, so that no later one can have any.
+        self._key = key
+        self._num_keyed = 0
+
+    @property
+    def array(self) -> NDArray[np.int64]:
+        """The ids of ``blocks``, ``[capacity]`` int64, updated in place, padded with null block 0.
+
+        Not copied and not made anew per step: read ``array[:len(blocks)]``, and copy what must
+        outlive the next call to the pool. Capacity doubles when it is used up, which makes a new
+        array.
+        """
+        return self._array
+
+    @property
+    def last_position(self) -> int:
+        """The last position held, ``length - 1``; an empty table raises ``ValueError``."""
+        if not self.length:
+            raise ValueError(
+                f"expected a last position, got the empty table of request {self.request_id!r}: "
+                "reserve first"
+            )
+        return self.length - 1
+
+    @property
+    def fragmentation(self) -> int:
+        """Slots of the held blocks that lie beyond ``length``: between 0 and ``block_size - 1``."""
+        return len(self.blocks) * self.block_size - self.length
+
+    def slot(self, position: int) -> int:
+        """Return the flat slot ``block * block_size + offset`` of ``position``.
+
+        This is the slot of the cache as long as the block lies at its own place: where blocks are
+        moved, ``BlockPlaces.resolve`` the block first. Raises ``ValueError`` unless
+        ``0 <= position < length``.
+        """
+        position = whole("position", position, 0)
+        if position >= self.length:
+            raise ValueError(
+                f"expected a position < {self.length} of request {self.request_id!r}, "
+                f"got {position}: reserve it first"
+            )
+        block, offset = divmod(position, self.block_size)
+        return self.blocks[block] * self.block_size + offset
+
+    def block_table(self, pad_to: int | None = None) -> NDArray[np.int32]:
+        """Return a new ``[pad_to]`` int32 row of block ids, padded with the null block 0.
+
+        Without ``pad_to`` the row is as long as the table. Raises ``ValueError`` where it is too
+        short.
+        """
+        count = len(self.blocks)
+        width = count if pad_to is None else whole("pad_to", pad_to, 0)
+        if width < count:
+            raise ValueError(
+                f"expected pad_to >= {count}, the blocks of request {self.request_id!r}, "
+                f"got {width}: take a wider bucket"
+            )
+        row = np.zeros(width, dtype=np.int32)
+        row[:count] = self._array[:count]
+        return row
+
+    def __repr__(self) -> str:
+        return (
+            f"BlockTable({self.request_id!r}, length={self.length}, "
+            f"num_computed={self.num_computed}, blocks={self.blocks})"
+        )
+
+    def _extend(self, blocks: Iterable[int]) -> None:
+        start = len(self.blocks)
+        self.blocks.extend(blocks)
+        count = len(self.blocks)
+        if count > len(self._array):
+            grown = np.zeros(max(count, 2 * len(self._array)), dtype=np.int64)
+            grown[:start] = self._array[:start]
+            self._array = grown
+        self._array[start:count] = self.blocks[start:]
+
+    def _replace_last(self, block: int) -> None:
+        self.blocks[-1] = block
+        self._array[len(self.blocks) - 1] = block
+
+    def _clear(self) -> None:
+        self._array.fill(0)
+        self.blocks.clear()
+        self.length = self.num_computed = self.num_cached_tokens = 0

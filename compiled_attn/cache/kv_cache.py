@@ -1,0 +1,209 @@
+"""The paged KV cache: one flat K and one flat V buffer per layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from compiled_attn.cache import huge_pages
+from compiled_attn.cache.quantisation import QUANTISED
+
+__all__ = ["KVShape", "PagedKVCache"]
+
+
+class KVShape(NamedTuple):
+    """What one layer keeps of a token.
+
+    Args:
+        num_kv_heads: key/value heads (> 0).
+        head_dim: elements of a key vector (> 0).
+        value_dim: elements of a value vector (> 0); None: the value is part of the key (MLA).
+        same_as: an earlier layer whose keys and values these are, which has them for both.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int | None
+    same_as: int | None = None
+
+
+class PagedKVCache(nn.Module):
+    """Keys and values of every layer in flat slots, addressed by ``block * block_size + offset``.
+
+    Block 0 is the null block: nothing real is ever stored in it, and all padding points at it.
+    The buffers are registered but not persistent, so a model that owns a cache keeps its
+    checkpoint. On Linux large buffers of the CPU lie on huge pages, where the system gives them.
+
+    Args:
+        num_layers: layers that hold keys (> 0).
+        num_blocks: blocks of each layer, the null block included (>= 2).
+        block_size: slots in a block (> 0).
+        num_kv_heads: key/value heads (> 0).
+        head_dim: elements of a key vector, and of a value vector (> 0).
+        dtype: element type of both buffers; one of `QUANTISED` (int8, fp8) adds
+            a float32 scale per slot and head to each.
+        device: where the buffers live.
+        has_value: False for caches whose value is part of the key (MLA); then no V is allocated.
+        shapes: what each layer keeps, where layers differ; then ``num_kv_heads``, ``head_dim`` and
+            ``has_value`` are those of most use to the reader, and nothing is allocated by them.
+
+    Raises:
+        ValueError: a size is too small; ``shapes`` are not ``num_layers``, or one is the same as a
+            layer that is not before it, of another shape, or itself the same as a third.
+
+    Shape:
+        - ``key(layer)``, ``value(layer)``: ``[num_blocks * block_size, num_kv_heads, head_dim]``;
+          with ``shapes`` those of the layer
+        - ``key_scale(layer)``, ``value_scale(layer)``: ``[num_blocks * block_size, num_kv_heads]``
+          float32, or None where the dtype needs none
+        - ``key_blocks(layer)``, ``value_blocks(layer)``: the same storage viewed as
+          ``[num_blocks, block_size, num_kv_heads, head_dim]``
+
+    Source: block-paged KV storage as in PagedAttention (Kwon et al., SOSP 2023).
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        has_value: bool = True,
+        shapes: Sequence[KVShape] | None = None,
+    ) -> None:
+        super().__init__()
+        _check_sizes(num_layers, num_blocks, block_size, num_kv_heads, head_dim)
+        self.num_layers = num_layers
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.has_value = has_value
+        self.is_quantised = dtype in QUANTISED
+        alike = KVShape(num_kv_heads, head_dim, head_dim if has_value else None)
+        self.shapes = tuple([alike] * num_layers if shapes is None else shapes)
+        _check_shapes(self.shapes, num_layers)
+        for layer, shape in enumerate(self.shapes):
+            if shape.same_as is None:
+                self._allocate(layer, shape, dtype, device)
+
+    def _allocate(
+        self,
+        layer: int,
+        shape: KVShape,
+        dtype: torch.dtype,
+        device: torch.device | str | None,
+    ) -> None:
+        rows = self.num_blocks * self.block_size, shape.num_kv_heads
+        for name, size in (("key", shape.head_dim), ("value", shape.value_dim)):
+            if size is None:
+                continue
+            buffer = huge_pages.zeros((*rows, size), dtype, device)
+            self.register_buffer(f"{name}_{layer}", buffer, persistent=False)
+            if self.is_quantised:
+                scale = huge_pages.zeros(rows, torch.float32, device)
+                self.register_buffer(f"{name}_scale_{layer}", scale, persistent=False)
+
+    def key(self, layer: int) -> Tensor:
+        """Flat key slots of a layer, ``[num_blocks * block_size, num_kv_heads, head_dim]``."""
+        return self.get_buffer(f"key_{self._home(layer)}")
+
+    def value(self, layer: int) -> Tensor:
+        """Flat value slots of a layer; for a layer without V the key slots."""
+        name = "value" if self.keeps_value(layer) else "key"
+        return self.get_buffer(f"{name}_{self._home(layer)}")
+
+    def key_scale(self, layer: int) -> Tensor | None:
+        """What the elements of each key slot and head are multiplied by; None: nothing."""
+        return self.get_buffer(f"key_scale_{self._home(layer)}") if self.is_quantised else None
+
+    def value_scale(self, layer: int) -> Tensor | None:
+        """The same for the values; None also where the layer has no V."""
+        has_scale = self.is_quantised and self.keeps_value(layer)
+        return self.get_buffer(f"value_scale_{self._home(layer)}") if has_scale else None
+
+    def keeps_value(self, layer: int) -> bool:
+        """Whether a layer has values of its own; False: they are part of its keys."""
+        return self.shapes[layer].value_dim is not None
+
+    def _home(self, layer: int) -> int:
+        """The layer whose buffers hold what this one keeps."""
+        same = self.shapes[layer].same_as if 0 <= layer < self.num_layers else None
+        return layer if same is None else same
+
+    def key_blocks(self, layer: int) -> Tensor:
+        """Keys of a layer as ``[num_blocks, block_size, num_kv_heads, head_dim]`` (a view)."""
+        return self._by_block(self.key(layer))
+
+    def value_blocks(self, layer: int) -> Tensor:
+        """Values of a layer as ``[num_blocks, block_size, num_kv_heads, head_dim]`` (a view)."""
+        return self._by_block(self.value(layer))
+
+    def _by_block(self, slots: Tensor) -> Tensor:
+        return slots.view(self.num_blocks, self.block_size, *slots.shape[1:])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Element type of the buffers."""
+        return self.key(0).dtype
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes that one block occupies over all layers, K, V and their scales together."""
+        homes = [shape for shape in self.shapes if shape.same_as is None]
+        return self.block_size * sum(self._bytes_per_slot(shape) for shape in homes)
+
+    def _bytes_per_slot(self, shape: KVShape) -> int:
+        scale = torch.float32.itemsize if self.is_quantised else 0
+        kept = [size for size in (shape.head_dim, shape.value_dim) if size is not None]
+        return shape.num_kv_heads * sum(size * self.dtype.itemsize + scale for size in kept)
+
+    def extra_repr(self) -> str:
+        """Sizes, for `repr`."""
+        return (
+            f"layers={self.num_layers}, blocks={self.num_blocks}, block_size={self.block_size}, "
+            f"kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, dtype={self.dtype}"
+        )
+
+
+def _check_sizes(
+    num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
+) -> None:
+    sizes = {
+        "num_layers": (num_layers, 1),
+        "num_blocks": (num_blocks, 2),
+        "block_size": (block_size, 1),
+        "num_kv_heads": (num_kv_heads, 1),
+        "head_dim": (head_dim, 1),
+    }
+    for name, (size, least) in sizes.items():
+        if size < least:
+            raise ValueError(f"{name} must be at least {least}, got {size}: choose a larger {name}")
+
+
+def _check_shapes(shapes: tuple[KVShape, ...], num_layers: int) -> None:
+    if len(shapes) != num_layers:
+        raise ValueError(
+            f"shapes: expected one for each of {num_layers} layers, got {len(shapes)}: "
+            "give every layer one"
+        )
+    for layer, (heads, key, value, same) in enumerate(shapes):
+        if min(heads, key, 1 if value is None else value) < 1:
+            raise ValueError(
+                f"shapes[{layer}]: expected sizes of at least 1, got {shapes[layer]}: "
+                "choose larger ones"
+            )
+        if same is None:
+            continue
+        if not 0 <= same < layer or shapes[same] != (heads, key, value, None):
+            raise ValueError(
+                f"shapes[{layer}]: expected it the same as an earlier layer of its shape with "
+                f"buffers of its own, got same_as={same}: name such a layer, or None"
+            )

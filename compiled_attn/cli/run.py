@@ -1,0 +1,205 @@
+"""The main job: prepare, warm up, serve, check, report."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from rich.console import Console
+from transformers import PreTrainedModel
+
+from compiled_attn.cli.errors import FAILED, INTERRUPTED, UserError, bad_input, tell
+from compiled_attn.cli.facts import facts_of
+from compiled_attn.cli.inputs import fitted_arrivals, known_backend, model_of
+from compiled_attn.cli.live import ServingView, serving_view
+from compiled_attn.cli.options import RunOptions, settings_of
+from compiled_attn.cli.store import stored_backend
+from compiled_attn.cli.table import print_result
+from compiled_attn.engine import (
+    Engine,
+    EngineConfig,
+    EngineReport,
+    GenerationResult,
+    SamplingParams,
+    StepInfo,
+)
+from compiled_attn.engine.metrics import block_series
+from compiled_attn.hf.proof import CheckReport, check
+from compiled_attn.workloads import Arrival, prompts, read_trace, synthetic
+from graphs import (
+    BucketOverflow,
+    GraphBudgetExceeded,
+    InputMismatch,
+    ModeMismatch,
+    StaleGraph,
+    from_file,
+    progress_for,
+)
+from graphs.capture.contract import Backend
+from graphs.cli.outputs import refuse_unwritable
+from graphs.report import write_report
+
+__all__ = ["run_job"]
+
+_FAILURES = GraphBudgetExceeded, InputMismatch, ModeMismatch, StaleGraph, BucketOverflow
+
+
+def run_job(options: RunOptions) -> int:
+    """Run the main job as the options say, and return the exit code.
+
+    Progress goes to stderr, the result to stdout. All input is looked at before the warmup begins.
+
+    Raises:
+        UserError: the input is bad; nothing was started.
+    """
+    with bad_input():
+        _refuse_contradictions(options)
+        model = model_of(options, options.seed)
+    store = stored_backend(options.backend, options.store)
+    with contextlib.nullcontext(options.backend) if options.no_store else store as backend:
+        return _run(options, model, backend)
+
+
+def _run(options: RunOptions, model: PreTrainedModel, backend: str | Backend) -> int:
+    screen, facts = Console(stderr=True), facts_of(model, asdict(options))
+    with bad_input():
+        engine = Engine(model, _config(options, backend))
+        arrivals = fitted_arrivals(options, _drawn_or_read(options), engine.sizing)
+        view = serving_view(len(arrivals), screen)
+        demand: list[str] = []
+        on_step = _recording(view, demand) if options.record_demand else view
+        results = _offer(options, engine, arrivals, on_step)
+        refuse_unwritable([options.json, options.record_demand], options.report)
+    checked, code = CheckReport(), 0
+    try:
+        engine.warmup(progress_for(sys.stderr))
+        with view:
+            finished = [*results]
+        checked = _check(options, model, finished, screen)
+    except KeyboardInterrupt:
+        code = tell("interrupted; this is the report so far", INTERRUPTED)
+    except _FAILURES as error:
+        code = tell(error, FAILED)
+    report = replace(
+        engine.report(),
+        checked_requests=checked.checked_requests,
+        mismatched_tokens=checked.mismatched_tokens,
+    )
+    print_result(report, checked, Console())
+    with bad_input():
+        _write(options, facts, report, checked, engine, demand)
+    return code or _verdict(report, options.strict)
+
+
+def _refuse_contradictions(options: RunOptions) -> None:
+    if options.trace is not None and options.demand is not None:
+        raise UserError("--trace and --demand were both given: choose where requests come from")
+    if options.store is not None and options.no_store:
+        raise UserError("--store and --no-store were both given: choose whether to use a store")
+    if reason := known_backend(options):
+        raise UserError(f"--backend {options.backend} cannot work here: {reason}")
+    if options.speed is not None and not 0 < options.speed < float("inf"):
+        raise UserError(f"expected --speed above 0, got {options.speed}: 1 keeps the trace's times")
+    if options.check and options.temperature > 0:
+        raise UserError(
+            "--check compares greedy decoding: leave --temperature at 0, or --check out"
+        )
+
+
+def _config(options: RunOptions, backend: str | Backend) -> EngineConfig:
+    settings = settings_of(options) | {"backend": backend}
+    if options.defrag_waste == 1:
+        settings["defrag_waste"] = None
+    if options.buckets is not None:
+        settings["buckets"] = from_file(options.buckets)
+    if options.max_graphs is None:
+        given = settings["buckets"]
+        settings["max_graphs"] = EngineConfig().max_graphs if given is None else len(given)
+    return EngineConfig(**settings, watch_process=True)  # it is the command's own
+
+
+def _drawn_or_read(options: RunOptions) -> list[Arrival]:
+    if options.trace is not None:
+        return read_trace(options.trace, options.requests)
+    return synthetic(options.demand or "chat", options.requests, options.seed)
+
+
+def _offer(
+    options: RunOptions,
+    engine: Engine,
+    arrivals: Sequence[Arrival],
+    on_step: Callable[[StepInfo], None],
+) -> Iterator[GenerationResult]:
+    """The results to come, of requests that can all be served; none is computed yet."""
+    sampling = [
+        SamplingParams(
+            max_new_tokens=arrival.output_tokens,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            seed=options.seed + index,
+        )
+        for index, arrival in enumerate(arrivals)
+    ]
+    speed = options.speed
+    return engine.generate(
+        prompts(arrivals, engine.sizing.vocab, options.seed),
+        sampling,
+        arrivals=None if speed is None else [a.arrival_s / speed for a in arrivals],
+        concurrency=options.concurrency,
+        on_step=on_step,
+    )
+
+
+def _recording(view: ServingView, demand: list[str]) -> Callable[[StepInfo], None]:
+    def on_step(info: StepInfo) -> None:
+        view(info)
+        if info.step is not None:
+            demand.append(json.dumps(dict(info.step.wanted)) + "\n")
+
+    return on_step
+
+
+def _check(
+    options: RunOptions,
+    model: PreTrainedModel,
+    finished: Sequence[GenerationResult],
+    screen: Console,
+) -> CheckReport:
+    with screen.status("checking") as status:
+        return check(
+            model,
+            finished,
+            options.check,
+            on_checked=lambda done, count: status.update(f"checking {done}/{count}"),
+        )
+
+
+def _verdict(report: EngineReport, strict: bool) -> int:
+    late = report.compiles_after_warmup + report.graph_breaks + report.fallbacks
+    wrong = report.mismatched_tokens + report.failed_requests
+    return FAILED if wrong or (strict and late) else 0
+
+
+def _write(
+    options: RunOptions,
+    facts: dict[str, Any],
+    report: EngineReport,
+    checked: CheckReport,
+    engine: Engine,
+    demand: Sequence[str],
+) -> None:
+    differences = {name: [*map(asdict, getattr(checked, name))] for name in ("ties", "mismatches")}
+    result = facts | report.to_dict() | differences
+    if options.json is not None:
+        options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    if options.record_demand is not None:
+        options.record_demand.write_text("".join(demand), encoding="utf-8")
+    if options.report is not None:
+        charts = {"series": block_series(engine.tally.blocks, engine.sizing.num_blocks - 1)}
+        unchecked = {} if report.checked_requests else {"mismatched_tokens": None}
+        write_report(options.report, result | unchecked | charts, title="compiled-attn run")

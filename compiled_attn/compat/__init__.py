@@ -1,0 +1,1 @@
+"""Known interfaces, thin over the op and the parts: FlashAttention and vLLM."""

@@ -1,0 +1,129 @@
+"""A call of `flash_attn_with_kvcache` from checks to results: appends, then attends."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from compiled_attn.arguments.overlap import can_read
+from compiled_attn.attention.merge import lse, merge, merge_online
+from compiled_attn.attention.rotary import apply_rotary
+from compiled_attn.attention.state import PartialAttention
+from compiled_attn.compat.flash.bounds import assert_bounds, check_bounds
+from compiled_attn.compat.flash.call import FlashCall
+from compiled_attn.compat.flash.checks import check
+from compiled_attn.compat.flash.key_slice import KeySlice, form_for
+from compiled_attn.compat.flash.masks import alibi, query_slots, slots_in_use, visible
+from compiled_attn.compat.flash.page_table import PageTable
+from compiled_attn.ops import PagedCall, attend_paged, chooses_native, write_rows
+
+__all__ = ["forward"]
+
+_SCORES_AT_ONCE = 1 << 24
+"""Scores of a slice of keys when ``num_splits`` is 0: 64 MiB in float32."""
+
+
+def forward(call: FlashCall, *, null_page: bool = False) -> tuple[Tensor, Tensor]:
+    """Out ``[B, Sq, H, D]`` and log-sum-exp ``[B, H, Sq]`` of a call, its new tokens written.
+
+    Args:
+        null_page: rows that lie in page 0 alone are padding and see nothing.
+    """
+    # No decorator: all functions that torch wraps share one code object, and its recompile limit.
+    with torch.no_grad():
+        check(call)
+        lengths = call.lengths()
+        longest = call.capacity
+        if can_read(call.q):
+            longest = check_bounds(call, lengths)
+        else:
+            assert_bounds(call, lengths)
+        native = chooses_native(call.kernel, call.traits())
+        pages = PageTable.of(call, lengths)
+        if null_page:
+            pages = pages.without_null_rows()
+        query = _append(call, lengths, pages)
+        if native:
+            return _attend_natively(call, query, pages)
+        whole = _attend(call, query, pages, max(longest, 1))
+        return merge(whole).transpose(1, 2).to(call.q.dtype), lse(whole)
+
+
+def _append(call: FlashCall, lengths: Tensor, pages: PageTable) -> Tensor:
+    """Writes the new tokens; returns the queries, rotated if the call says so."""
+    if call.k is None or call.v is None:
+        return call.q
+    query, key = call.q, call.k
+    positions = _from(lengths, call.new_tokens)
+    if call.rotary_cos is not None and call.rotary_sin is not None:
+        tables = call.rotary_cos, call.rotary_sin
+        turn = _from(lengths, query.shape[1], step=int(call.queries_turn))
+        query = apply_rotary(query, *tables, turn, interleaved=call.rotary_interleaved)
+        key = apply_rotary(key, *tables, positions, interleaved=call.rotary_interleaved)
+    page, slot = pages.place(positions)
+    write_rows(call.k_cache, page, slot, key)
+    write_rows(call.v_cache, page, slot, call.v)
+    return query
+
+
+def _attend_natively(call: FlashCall, query: Tensor, pages: PageTable) -> tuple[Tensor, Tensor]:
+    """The op on rows as requests of one length; a row that is all left pad is padding.
+
+    A contiguous cache is one of a single block a row.
+    """
+    batch, queries = query.shape[:2]
+    table = pages.table
+    if table is None:
+        table = torch.arange(batch, device=query.device).unsqueeze(1)
+    totals = pages.totals
+    if pages.leftpad is not None:
+        totals = torch.where(pages.leftpad >= totals, 0, totals)
+    starts = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * queries
+    caches, causal = (call.k_cache, call.v_cache), call.window[1] == 0
+    rows = query.flatten(0, 1)
+    paged = PagedCall(rows, *caches, table, totals, starts, call.scoring, causal)
+    out, log_sum = (each.unflatten(0, (batch, queries)) for each in attend_paged(paged))
+    return out, log_sum.transpose(1, 2)
+
+
+def _attend(call: FlashCall, query: Tensor, pages: PageTable, longest: int) -> PartialAttention:
+    """Attends to the first ``longest`` tokens of every row, slice by slice."""
+    at = query_slots(pages.totals, query.shape[1])
+    attend = form_for(query, call.k_cache.shape[2], call.softcap)
+    scale, softcap = call.scoring.scale, call.softcap
+    splits = _splits(call, longest)
+
+    def part(start: int, end: int) -> PartialAttention:
+        slots = torch.arange(start, end, device=query.device)
+        used = slots_in_use(slots, pages.totals, pages.leftpad)
+        seen = visible(slots, used, at, call.window)
+        if seen.shape[1] == 1:  # what one query does not see need not be read as it is
+            used = seen.squeeze(1)
+        keys = KeySlice(
+            query,
+            pages.read(call.k_cache, start, end, used),
+            pages.read(call.v_cache, start, end, used),
+            seen,
+            None if call.alibi_slopes is None else alibi(call.alibi_slopes, slots, at),
+            scale,
+            softcap,
+        )
+        return attend(keys if splits <= 1 else keys.widened())
+
+    if splits <= 1:  # apart from the loop, which would make a dynamic length static
+        return part(0, longest)
+    width = -(-longest // splits)
+    whole = part(0, min(width, longest))
+    for start in range(width, longest, width):
+        whole = merge_online(whole, part(start, min(start + width, longest)))
+    return whole
+
+
+def _splits(call: FlashCall, longest: int) -> int:
+    batch, queries, heads, _ = call.q.shape
+    return call.num_splits or -(-batch * heads * queries * longest // _SCORES_AT_ONCE)
+
+
+def _from(start: Tensor, count: int, step: int = 1) -> Tensor:
+    """``[B] -> [B, count]``: start, start + step, .."""
+    return start.unsqueeze(1) + torch.arange(count, device=start.device) * step

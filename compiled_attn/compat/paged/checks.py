@@ -1,0 +1,94 @@
+"""Checks of a call: shapes, dtypes, devices, plain numbers, then numbers in tensors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from compiled_attn.arguments.expect import FLOATS, INTS, is_number
+from compiled_attn.arguments.overlap import can_read
+from compiled_attn.compat.paged.block_tables import lost_rows, unknown_blocks
+from compiled_attn.compat.paged.call import CacheWrite, DecodeCall
+from compiled_attn.compat.paged.layouts import axes, expect, key_shape, value_shape
+from compiled_attn.compat.paged.scales import check_scale, element_type
+
+__all__ = ["check", "check_caches"]
+
+
+def check(call: DecodeCall, **written: Tensor) -> list[int] | None:
+    """Raises unless everything fits together.
+
+    Args:
+        written: by name what the call writes, memory apart from its indices.
+
+    Returns:
+        The numbers in ``seq_lens``, or None where none can be read, and so none were checked.
+
+    Raises:
+        PagedArgumentError: shapes, dtypes, devices or numbers do not fit.
+        TypeError: a tensor or an int is none.
+    """
+    query = call.query
+    expect.tensor("query", query, "(num_seqs, H, D)", (None, None, None), FLOATS)
+    for name in ("num_kv_heads", "block_size", "max_seq_len"):
+        _expect_int(name, getattr(call, name), 0 if name == "max_seq_len" else 1)
+    scale: object = call.scale
+    if not is_number(scale):
+        raise TypeError(f"scale: expected a number, got {type(scale).__name__}: pass a float")
+    seqs, heads, dim = query.shape
+    kv_heads = call.num_kv_heads
+    expect(dim > 0, "a head dim of at least 1", dim, "check the shape of query")
+    expect.heads(heads, kv_heads, "num_kv_heads")
+    rank = axes(call.layout, is_key=True)
+    expect.tensor("key_cache", call.key_cache, f"in layout {call.layout}", (None,) * rank)
+    sizes = (call.num_blocks, call.block_size, kv_heads, dim)
+    check_caches(call, sizes, query)
+    tables = call.block_tables
+    expect.tensor("block_tables", tables, "(num_seqs, W)", (seqs, None), INTS, query)
+    expect.tensor("seq_lens", call.seq_lens, "(num_seqs,)", (seqs,), INTS, query)
+    if call.alibi_slopes is not None:
+        expect.tensor("alibi_slopes", call.alibi_slopes, "(H,)", (heads,), FLOATS, query)
+    lengths = _check_numbers(call) if can_read(query) else None
+    expect.apart(written, {"block_tables": tables, "seq_lens": call.seq_lens})
+    return lengths
+
+
+def check_caches(
+    call: DecodeCall | CacheWrite, sizes: tuple[int, int, int, int], like: Tensor
+) -> None:
+    """Raises unless both caches have the layout, sizes (NB, BS, Hk, D), dtype and scales."""
+    dtype, layout = element_type(call.kv_cache_dtype, like.dtype), call.layout
+    dtypes = (dtype, torch.uint8) if call.kv_cache_dtype.startswith("fp8") else (dtype,)
+    legend = f"in layout {layout}"
+    key, value = key_shape(layout, *sizes, dtype), value_shape(layout, *sizes)
+    expect.tensor("key_cache", call.key_cache, legend, key, dtypes, like)
+    expect.tensor("value_cache", call.value_cache, legend, value, dtypes, like)
+    if call.kv_cache_dtype != "auto":
+        check_scale("k_scale", call.k_scale, sizes[2], like.device)
+        check_scale("v_scale", call.v_scale, sizes[2], like.device)
+
+
+def _expect_int(name: str, value: object, least: int) -> None:
+    if not isinstance(value, int):
+        raise TypeError(f"{name}: expected an int, got {type(value).__name__}: pass a plain number")
+    expect(value >= least, f"{name} of at least {least}", value, "check the sizes of the cache")
+
+
+def _check_numbers(call: DecodeCall) -> list[int]:
+    """Raises unless lengths and used entries of the tables are in range; returns the lengths."""
+    flags: list[int] = torch.cat([call.seq_lens, lost_rows(call).to(call.seq_lens.dtype)]).tolist()
+    lengths, lost = flags[: len(flags) // 2], flags[len(flags) // 2 :]
+    if any(lost):
+        _explain_lost(call, lost.index(1))
+    return lengths
+
+
+def _explain_lost(call: DecodeCall, row: int) -> None:
+    length, fits = int(call.seq_lens[row]), call.capacity
+    table = f"block_tables has {call.block_tables.shape[1]} columns of {call.block_size}"
+    wanted = f"seq_lens[{row}] in 0 .. {fits} ({table}, max_seq_len is {call.max_seq_len})"
+    expect(0 <= length <= fits, wanted, length, "widen the table or raise max_seq_len")
+    column = int(unknown_blocks(call)[row].nonzero()[0])
+    wanted = f"block_tables[{row}, {column}] in 0 .. {call.num_blocks - 1}"
+    remedy = f"the row's {length} tokens need it, so give it a block of the cache"
+    expect(False, wanted, int(call.block_tables[row, column]), remedy)

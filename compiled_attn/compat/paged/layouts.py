@@ -1,0 +1,214 @@
+"""Layouts of a paged cache in memory, and exact conversions between them.
+
+Every conversion goes through NHD and moves no element unless it has to: it returns a view where
+strides can say the same, and copies once where not (`convert_key` says when).
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from compiled_attn.arguments.expect import Expect
+from compiled_attn.errors import PagedArgumentError
+
+__all__ = [
+    "LAYOUTS",
+    "Layout",
+    "axes",
+    "convert_key",
+    "convert_value",
+    "empty_caches",
+    "expect",
+    "key_shape",
+    "packing",
+    "take_blocks",
+    "value_shape",
+]
+
+Layout = Literal["packed", "flat", "NHD", "HND"]
+"""Name of a layout: NB blocks of BS tokens, Hk heads, D elements, ``x = 16 // element size``.
+
+====== ==================== ==================
+name   key cache            value cache
+====== ==================== ==================
+packed (NB, Hk, D/x, BS, x) (NB, Hk, D, BS)
+flat   (NB * BS, Hk, D)     (NB * BS, Hk, D)
+NHD    (NB, BS, Hk, D)      (NB, BS, Hk, D)
+HND    (NB, Hk, BS, D)      (NB, Hk, BS, D)
+====== ==================== ==================
+"""
+
+expect = Expect(PagedArgumentError, PagedArgumentError)
+
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+
+
+def packing(dtype: torch.dtype) -> int:
+    """The x of the packed layout: elements in 16 bytes (2, 4, 8 or 16)."""
+    return 16 // dtype.itemsize
+
+
+def axes(layout: Layout, *, is_key: bool) -> int:
+    """Rank of a key or value cache.
+
+    Raises:
+        PagedArgumentError: no such layout.
+    """
+    expect(layout in LAYOUTS, f"a layout of {LAYOUTS}", layout, "choose one of these")
+    return 3 if layout == "flat" else 5 if layout == "packed" and is_key else 4
+
+
+def key_shape(
+    layout: Layout,
+    num_blocks: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+) -> tuple[int, ...]:
+    """Shape of a key cache.
+
+    Raises:
+        PagedArgumentError: no such layout, or ``head_dim`` is no multiple of x in the packed
+            layout.
+    """
+    if layout != "packed":
+        return value_shape(layout, num_blocks, block_size, num_kv_heads, head_dim)
+    x = packing(dtype)
+    wanted = f"a head dim divisible by x = {x} for {dtype}"
+    expect(head_dim % x == 0, wanted, head_dim, "use layout NHD or HND")
+    return (num_blocks, num_kv_heads, head_dim // x, block_size, x)
+
+
+def value_shape(
+    layout: Layout, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
+) -> tuple[int, ...]:
+    """Shape of a value cache.
+
+    Raises:
+        PagedArgumentError: no such layout.
+    """
+    axes(layout, is_key=False)
+    shapes: dict[Layout, tuple[int, ...]] = {
+        "packed": (num_blocks, num_kv_heads, head_dim, block_size),
+        "flat": (num_blocks * block_size, num_kv_heads, head_dim),
+        "NHD": (num_blocks, block_size, num_kv_heads, head_dim),
+        "HND": (num_blocks, num_kv_heads, block_size, head_dim),
+    }
+    return shapes[layout]
+
+
+def empty_caches(
+    num_blocks: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    *,
+    layout: Layout = "packed",
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """A key and a value cache, not initialised: attention never looks at what was not written.
+
+    Raises:
+        PagedArgumentError: a size is below 1, or `key_shape` says no.
+    """
+    sizes = (num_blocks, block_size, num_kv_heads, head_dim)
+    wanted = "num_blocks, block_size, num_kv_heads, head_dim of at least 1"
+    expect(min(sizes) >= 1, wanted, sizes, "choose larger")
+    key = torch.empty(key_shape(layout, *sizes, dtype), dtype=dtype, device=device)
+    return key, torch.empty(value_shape(layout, *sizes), dtype=dtype, device=device)
+
+
+def convert_key(
+    cache: Tensor, source: Layout, target: Layout, *, block_size: int | None = None
+) -> Tensor:
+    """The same keys in another layout, bit for bit.
+
+    Between flat, NHD and HND, and from any of these to packed, the result is a view (HND and packed
+    ones with permuted strides; ``.contiguous()`` makes them dense). From packed to the others it is
+    a copy, unless the block size or ``D/x`` is 1; from HND to flat it is a copy, unless the block
+    size or the number of heads is 1.
+
+    Args:
+        cache: key cache in layout ``source``.
+        source, target: see `Layout`.
+        block_size: tokens in a block; only needed from flat to another layout.
+
+    Raises:
+        PagedArgumentError: the cache is not of the source layout, or cannot be in the target
+            layout.
+    """
+    nhd = _to_nhd(cache, source, block_size, is_key=True)
+    return _from_nhd(nhd, target, is_key=True)
+
+
+def convert_value(
+    cache: Tensor, source: Layout, target: Layout, *, block_size: int | None = None
+) -> Tensor:
+    """The same values in another layout, bit for bit.
+
+    A view, except to flat from HND and packed (whose tokens do not lie one behind the other),
+    unless the block size or the number of heads is 1. Arguments and errors as in `convert_key`.
+    """
+    nhd = _to_nhd(cache, source, block_size, is_key=False)
+    return _from_nhd(nhd, target, is_key=False)
+
+
+def take_blocks(
+    cache: Tensor, blocks: Tensor, layout: Layout, block_size: int, *, is_key: bool
+) -> Tensor:
+    """Some blocks of a cache as NHD: ids ``[B] -> [B, BS, Hk, D]``, a copy of these blocks only."""
+    if layout == "flat":
+        by_block: Tensor = cache.unflatten(0, (-1, block_size))
+        return by_block[blocks]
+    return (convert_key if is_key else convert_value)(cache[blocks], layout, "NHD")
+
+
+def _to_nhd(cache: Tensor, layout: Layout, block_size: int | None, *, is_key: bool) -> Tensor:
+    _check_source(cache, layout, block_size, is_key=is_key)
+    if layout == "NHD":
+        return cache
+    if layout == "HND":
+        return cache.transpose(1, 2)
+    if layout == "flat":
+        by_block: Tensor = cache.unflatten(0, (-1, block_size or 1))
+        return by_block
+    if is_key:
+        return cache.permute(0, 3, 1, 2, 4).flatten(-2)
+    return cache.permute(0, 3, 1, 2)
+
+
+def _from_nhd(cache: Tensor, layout: Layout, *, is_key: bool) -> Tensor:
+    axes(layout, is_key=is_key)
+    if is_key:
+        blocks, block_size, heads, dim = cache.shape
+        key_shape(layout, blocks, block_size, heads, dim, cache.dtype)
+    if layout == "NHD":
+        return cache
+    if layout == "HND":
+        return cache.transpose(1, 2)
+    if layout == "flat":
+        return cache.flatten(0, 1)
+    if is_key:
+        split: Tensor = cache.unflatten(-1, (-1, packing(cache.dtype)))
+        return split.permute(0, 2, 3, 1, 4)
+    return cache.permute(0, 2, 3, 1)
+
+
+def _check_source(cache: Tensor, layout: Layout, block_size: int | None, *, is_key: bool) -> None:
+    rank = axes(layout, is_key=is_key)
+    wanted = f"a {layout} cache with {rank} axes"
+    expect(cache.dim() == rank, wanted, cache.shape, "name the layout it has")
+    if rank == 5:
+        x = packing(cache.dtype)
+        wanted = f"a last axis of x = {x} for {cache.dtype}"
+        expect(cache.shape[-1] == x, wanted, cache.shape, "check dtype and layout")
+    if layout == "flat":
+        size = block_size or 0
+        expect(size >= 1, "block_size of a flat cache", block_size, "pass block_size")
+        wanted, slots = f"slots to be a multiple of block_size {size}", cache.shape[0]
+        expect(slots % size == 0, wanted, slots, "pass the block size the cache was made with")

@@ -1,0 +1,111 @@
+"""Writing new tokens to a paged cache in place; a compiled graph does not copy the cache for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from compiled_attn.arguments.expect import FLOATS, INTS, slot_used_twice
+from compiled_attn.arguments.overlap import can_read
+from compiled_attn.compat.paged.call import CacheWrite
+from compiled_attn.compat.paged.checks import check_caches
+from compiled_attn.compat.paged.layouts import Layout, axes, expect, packing
+from compiled_attn.compat.paged.scales import Scale, encode
+from compiled_attn.ops.rows import cells, write_rows
+
+__all__ = ["reshape_and_cache"]
+
+_SLOT_AXIS: Mapping[Layout, int] = MappingProxyType({"flat": 0, "NHD": 1, "HND": 2, "packed": 3})
+"""The axis of slots; the axis of blocks is the first, and flat has none."""
+
+
+def reshape_and_cache(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    kv_cache_dtype: str,
+    k_scale: Scale,
+    v_scale: Scale,
+    *,
+    layout: Layout = "packed",
+) -> None:
+    """Writes new tokens to their slots of both caches, in place; nothing else in them changes.
+
+    Args:
+        key, value: ``(T', Hk, D)`` with ``T' >= T``, rows past T are padding. float16, bfloat16,
+            float32 or float64.
+        key_cache, value_cache: as in `paged_attention_v1`.
+        slot_mapping: ints ``(T,)``, slot ``block * BS + offset`` of each token; a token with a
+            negative slot is padding and is not written anywhere. Any number of tokens may have slot
+            0, which is that of padding in a padded step; which of them is written is unspecified.
+        kv_cache_dtype, k_scale, v_scale: as in `paged_attention_v1`; tokens are divided by the
+            scale, rounded, and saturated at the largest element.
+        layout: of both caches, see `Layout`.
+
+    Raises:
+        PagedArgumentError: the arguments do not fit together, ``slot_mapping`` lies in the memory
+            of a cache, a slot is beyond the cache, or two tokens have one slot (but 0); both caches
+            are as they were. What depends on the slots is not checked inside a compiled or captured
+            graph; there a token with a slot beyond the cache is not written.
+        TypeError: an argument that must be a tensor is none.
+
+    Source: ``reshape_and_cache`` and (NHD) ``reshape_and_cache_flash`` of vLLM.
+    """
+    call = CacheWrite(
+        key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale, layout
+    )
+    num_blocks, block_size = _check(call)
+    num_slots = num_blocks * block_size
+    if can_read(key):
+        _check_slots(slot_mapping, num_slots)
+    tokens = slot_mapping.shape[0]
+    if tokens == 0 or num_slots == 0:
+        return
+    valid = (slot_mapping >= 0) & (slot_mapping < num_slots)
+    # A padded token repeats a real one, the same row to the same slot: every index is in range and
+    # no slot is touched that was not asked for. Without a real token, slot 0 is given what it has.
+    source = torch.where(valid, torch.arange(tokens, device=valid.device), valid.int().argmax())
+    slots = torch.where(valid, slot_mapping, slot_mapping[source]).clamp(min=0, max=num_slots - 1)
+    at = slots // block_size, slots % block_size, _SLOT_AXIS[layout]
+    for cache, new, scale in ((key_cache, key, k_scale), (value_cache, value, v_scale)):
+        rows = encode(new.detach()[:tokens], kv_cache_dtype, scale, cache)[source]
+        rows = rows.unflatten(-1, (-1, packing(cache.dtype))) if cache.dim() == 5 else rows
+        block, slot, axis = at
+        kept = torch.where(valid.any(), rows, cache[cells(*at)])
+        write_rows(cache, block, slot, kept, axis)
+
+
+def _check(call: CacheWrite) -> tuple[int, int]:
+    """Raises unless the arguments fit together; returns the number of blocks and their size."""
+    key, slots, layout, values = call.key, call.slot_mapping, call.layout, call.value_cache
+    expect.tensor("key", key, "(T, Hk, D)", (None, None, None), FLOATS)
+    expect.tensor("value", call.value, "like key", key.shape, (key.dtype,), key)
+    expect.tensor("slot_mapping", slots, "(T,)", (None,), INTS, key)
+    tokens, heads, dim = key.shape
+    sizes = slots.shape[0], tokens
+    expect(sizes[0] <= tokens, "a slot_mapping no longer than key", sizes, "cut it")
+    rank = axes(layout, is_key=False)
+    expect.tensor("value_cache", values, f"in layout {layout}", (None,) * rank)
+    block_size = 1 if layout == "flat" else values.shape[_SLOT_AXIS[layout]]
+    check_caches(call, (values.shape[0], block_size, heads, dim), key)
+    expect.not_expanded(call.key_cache, values)
+    caches = {"key_cache": call.key_cache, "value_cache": values}
+    expect.apart(caches, {"slot_mapping": slots})
+    return values.shape[0], block_size
+
+
+def _check_slots(slot_mapping: Tensor, num_slots: int) -> None:
+    used = slot_mapping[slot_mapping >= 0]
+    if used.numel() == 0:
+        return
+    largest = int(used.max())
+    wanted = f"slots below {num_slots}, the size of the cache"
+    expect(largest < num_slots, wanted, largest, "check the block tables")
+    twice = slot_used_twice(used[used > 0])
+    remedy = "give each token its own slot, and padding a negative one"
+    expect(twice is None, "every token in a slot of its own", f"slot {twice} twice", remedy)

@@ -1,0 +1,76 @@
+"""Caches of a smaller element type than the model's: ``real value = stored value * scale``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from compiled_attn.cache import quantisation as quant
+from compiled_attn.compat.paged.layouts import expect
+
+__all__ = ["QUANTISED", "Scale", "check_scale", "element_type", "encode", "per_head", "stored"]
+
+Scale = float | Tensor
+"""A factor for all heads, or a tensor with one element or with one for each KV head."""
+
+QUANTISED: Mapping[str, torch.dtype] = MappingProxyType(
+    {
+        "fp8": torch.float8_e4m3fn,
+        "fp8_e4m3": torch.float8_e4m3fn,
+        "fp8_e5m2": torch.float8_e5m2,
+        "int8": torch.int8,
+    }
+)
+"""``kv_cache_dtype`` to element type; "auto" means the query's dtype, without scales."""
+
+
+def element_type(kv_cache_dtype: str, model_dtype: torch.dtype) -> torch.dtype:
+    """What the elements of a cache are.
+
+    Raises:
+        PagedArgumentError: no such ``kv_cache_dtype``.
+    """
+    known = ("auto", *QUANTISED)
+    wanted = f"kv_cache_dtype of {known}"
+    expect(kv_cache_dtype in known, wanted, kv_cache_dtype, "choose one of these")
+    return QUANTISED.get(kv_cache_dtype, model_dtype)
+
+
+def stored(cache: Tensor, kv_cache_dtype: str) -> Tensor:
+    """The cache as its element type: fp8 caches are often declared as uint8."""
+    return cache.view(QUANTISED[kv_cache_dtype]) if cache.dtype == torch.uint8 else cache
+
+
+def encode(tokens: Tensor, kv_cache_dtype: str, scale: Scale, like: Tensor) -> Tensor:
+    """Rows ``[T, Hk, D]`` as elements of a cache: divided by the scale, rounded, saturated."""
+    if kv_cache_dtype == "auto":
+        return tokens
+    scaled = tokens.float() / per_head(scale, tokens.device).unsqueeze(-1)
+    codes = quant.encode(scaled, QUANTISED[kv_cache_dtype])
+    return codes.view(torch.uint8) if like.dtype == torch.uint8 else codes
+
+
+def per_head(scale: Scale, device: torch.device) -> Tensor:
+    """A scale as a float32 tensor ``[1]`` or ``[Hk]``."""
+    if isinstance(scale, Tensor):
+        return scale.float().reshape(-1)
+    return torch.full((1,), float(scale), device=device)
+
+
+def check_scale(name: str, scale: object, num_kv_heads: int, device: torch.device) -> None:
+    """Raises unless a scale is a positive number or a tensor for one or all heads."""
+    remedy = "pass a float, or one scale a head"
+    if isinstance(scale, Tensor):
+        count, what = scale.numel(), f"{name} of 1 or num_kv_heads elements"
+        expect(count in (1, num_kv_heads), what, (count, num_kv_heads), remedy)
+        expect(scale.is_floating_point(), f"{name} of floats", scale.dtype, "convert it with .to()")
+        expect(scale.device == device, f"{name} on {device}", scale.device, "move it with .to()")
+    elif isinstance(scale, (int, float)):
+        fits = scale > 0
+        expect(fits, f"a positive {name}", scale, "pass the scale the cache was written with")
+    else:
+        got = type(scale).__name__
+        raise TypeError(f"{name}: expected a float or a tensor, got {got}: {remedy}")

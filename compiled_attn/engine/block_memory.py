@@ -1,0 +1,187 @@
+"""The blocks of an engine: who holds which, where it lies, and what is copied."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import asdict, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from compiled_attn.cache.blocks import BlockPool, BlockTable, PoolStats
+from compiled_attn.cache.defrag import OnlineDefragmenter
+from compiled_attn.engine.config import EngineConfig
+from compiled_attn.engine.executor import COPIES, Executor
+from compiled_attn.step import RequestTable
+
+__all__ = ["BlockMemory", "StepTables"]
+
+
+class StepTables:
+    """Keeps a `RequestTable` of places for the requests of a pool.
+
+    From one step to the next a request gains a block now and then, or its last one is replaced by a
+    copy; only that is written. A torn table is given up with its pool.
+
+    Args:
+        pool: of the blocks.
+        max_requests: rows; more than run at once, so that rows of those that have gone are seldom
+            looked for.
+        max_blocks: blocks of the longest request.
+    """
+
+    def __init__(self, pool: BlockPool, max_requests: int, max_blocks: int) -> None:
+        self._pool = pool
+        self._sizes = max_requests, max_blocks
+        self._forget_places()
+
+    def _forget_places(self) -> None:
+        self._swaps = self._pool.places.num_swaps
+        self._rows = RequestTable(*self._sizes)
+        self._seen: dict[Hashable, tuple[BlockTable, int, int]] = {}
+
+    def of(self, request_ids: Iterable[Hashable]) -> RequestTable:
+        """The table, in which the rows of these requests are as the pool has them.
+
+        Raises:
+            UnknownRequest: a request is not in the pool.
+        """
+        if self._swaps != self._pool.places.num_swaps:  # blocks were moved, by whomever
+            self._forget_places()
+        for request_id in request_ids:
+            table = self._pool.table(request_id)
+            count, last = len(table.blocks), table.blocks[-1] if table.blocks else 0
+            before, known, known_last = self._seen.get(request_id, (None, 0, 0))
+            if before is not table:
+                self._begin(request_id)
+                known = 0
+            elif known and table.blocks[known - 1] != known_last:
+                known -= 1
+            if known < count:
+                places = self._pool.places.resolve_all(table.array[known:count])
+                self._rows.write(request_id, known, places)
+            self._seen[request_id] = table, count, last
+        return self._rows
+
+    def _begin(self, request_id: Hashable) -> None:
+        """An empty row for a request."""
+        if request_id in self._rows:
+            self._rows.remove(request_id)
+        elif not self._rows.num_free:
+            for gone in [each for each in self._seen if each not in self._pool]:
+                self._rows.remove(gone)
+                del self._seen[gone]
+        self._rows.add(request_id)
+
+
+_SUMS = "allocations evictions copies preemptions queried_tokens hit_tokens partial_hit_tokens"
+_MAXIMA = "high_water peak_used"
+
+
+class BlockMemory:
+    """A pool, and the copies that keep the cache of an executor in step with it.
+
+    Args:
+        executor: whose cache it is.
+        config: of the engine.
+
+    Attributes:
+        pool: who holds which block.
+        defragmenter: None where the configuration turns it off.
+    """
+
+    def __init__(self, executor: Executor, config: EngineConfig) -> None:
+        self._executor = executor
+        self._config = config
+        self.defragmenter: OnlineDefragmenter | None = None
+        self._renew(self._new_pool(), None)
+
+    def settle(self) -> None:
+        """Performs what is due before a step: copies on write, then a bounded defragmentation.
+
+        Tables resolved before are out of date after it. What an exception interrupts is still due.
+        """
+        copies = self.pool.pending_copies()
+        if copies:
+            self._executor.copies.move(self.pool.places.resolve_all(np.array(copies)))
+            self.pool.copied(copies)
+        if self.defragmenter is not None and self.defragmenter.is_due:
+            self.defragmenter.defragment()
+
+    def reset(self) -> None:
+        """Forgets all requests and all content, whatever state an exception left them in.
+
+        What was counted stays counted.
+        """
+        past = self._stats_if_whole()
+        self._renew(self._new_pool(), past)
+
+    def tables(self, request_ids: Iterable[Hashable]) -> RequestTable:
+        """Where the blocks of these requests lie now: one table for all steps, kept up to date."""
+        return self._tables.of(request_ids)
+
+    def sound_hits(self, request_id: Hashable) -> int:
+        """How many blocks that a request found in the prefix cache are finite, up to the first
+        that is not: a common prefix stays, whoever fails behind it.
+        """
+        table = self.pool.table(request_id)
+        hits = table.num_cached_tokens // table.block_size
+        places: NDArray[np.int64] = self.pool.places.resolve_all(table.array[:hits])
+        return self._executor.finite_blocks(places)
+
+    def stats(self) -> PoolStats:
+        """The figures of the pool, and of those before it that were given up."""
+        now, past = self.pool.stats(), self._past
+        if past is None:
+            return now
+        sums = {name: getattr(now, name) + getattr(past, name) for name in _SUMS.split()}
+        most = {name: max(getattr(now, name), getattr(past, name)) for name in _MAXIMA.split()}
+        return replace(now, **sums, **most)
+
+    def figures(self) -> dict[str, float]:
+        """Copies, moves and the spread of the blocks so far, for the report."""
+        stats = self.stats()
+        moved = self.defragmenter.totals if self.defragmenter is not None else None
+        return {
+            "copies_on_write": stats.copies,
+            "partial_hit_tokens": stats.partial_hit_tokens,
+            "evictions": stats.evictions,
+            "peak_used": stats.peak_used,
+            "range_high_water": stats.high_water,
+            **{f"defrag_{name}": n for name, n in (asdict(moved) if moved else {}).items()},
+        }
+
+    def _stats_if_whole(self) -> PoolStats | None:
+        try:
+            return self.stats()
+        except Exception:  # a pool torn by an interrupt: its counts since the last reset are lost
+            return self._past
+
+    def _renew(self, pool: BlockPool, past: PoolStats | None) -> None:
+        tables = StepTables(pool, 2 * self._config.max_seqs, self._executor.sizing.table_width)
+        defragmenter = self._new_defragmenter(pool)
+        if defragmenter is not None and self.defragmenter is not None:
+            defragmenter.totals = self.defragmenter.totals
+        # In one line: an interrupt finds all of them old or new.
+        self._past, self.pool, self._tables, self.defragmenter = past, pool, tables, defragmenter
+
+    def _new_pool(self) -> BlockPool:
+        sizing = self._executor.sizing
+        return BlockPool(
+            sizing.num_blocks,
+            sizing.block_size,
+            partial_hits=self._config.partial_hits and sizing.block_size > 1,
+            key=self._config.prefix_key,
+        )
+
+    def _new_defragmenter(self, pool: BlockPool) -> OnlineDefragmenter | None:
+        waste = self._config.defrag_waste
+        if waste is None:
+            return None
+        return OnlineDefragmenter(
+            pool.places,
+            self._executor.copies,
+            max_waste=waste,
+            min_gap=1 if waste == 0 else self._config.defrag_min_gap,
+            max_blocks=COPIES,
+        )

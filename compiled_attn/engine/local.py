@@ -1,0 +1,217 @@
+"""The executor of one process: a Hugging Face model, its paged cache and its captured graphs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from compiled_attn.cache.defrag import BlockSwap
+from compiled_attn.engine.config import EngineConfig
+from compiled_attn.engine.executor import COPIES, ExecutorReport, FittedStep
+from compiled_attn.engine.kernel import chosen_kernel
+from compiled_attn.engine.sampling import sample_rows
+from compiled_attn.engine.scheduler import ScheduledTokens
+from compiled_attn.engine.sizing import Sizing, eos_tokens
+from compiled_attn.hf import PagedCausalLM, cache_for
+from compiled_attn.step import BatchBuilder, RequestTable
+from compiled_attn.step.form import Plan
+from graphs import (
+    Bucket,
+    BucketEvent,
+    BucketOverflow,
+    BucketSpace,
+    CaptureError,
+    WarmupGroup,
+    WarmupManager,
+    WarmupReport,
+)
+from graphs.backends.onednn_linear import for_cpu
+from graphs.capture.capture import resolve
+
+__all__ = ["LocalExecutor"]
+
+_log = logging.getLogger(__name__)
+
+
+class LocalExecutor:
+    """Computes steps in this process.
+
+    The first step that no bucket holds whole is logged.
+
+    Args:
+        model: a Hugging Face causal LM in eval mode; its attention is switched to the paged cache.
+        config: sizes, kernel, backend and strictness.
+
+    Attributes:
+        config: as given.
+        sizing: context, blocks and buckets; after the warmup the buckets that were captured.
+        eos: tokens that end a text of the model.
+        copies: of blocks of the cache.
+
+    Raises:
+        ConfigError: the sizes do not fit each other or the model.
+        graphs.CaptureError: there is no such backend here.
+        ValueError: the model cannot run on the paged cache, see `compiled_attn.hf.PagedCausalLM`.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: EngineConfig | None = None) -> None:
+        self.config = config = config or EngineConfig()
+        resolve(config.backend, "step")  # before the model is touched
+        self.kernel = chosen_kernel(model, config)
+        self.sizing = sizing = Sizing.of(model, config, self.kernel.form)
+        self.eos = eos_tokens(model)
+        self.cache = cache_for(model, sizing.num_blocks, sizing.block_size)
+        self.module = PagedCausalLM(model, self.cache, sizing.form)
+        self.graphs = WarmupManager(
+            self.module,
+            sizing.buckets,
+            sizing.form.padding,
+            backend=config.backend,
+            strict=config.strict,
+            workers=config.warmup_workers,
+            journal=config.warmup_journal,
+            name="step",
+            **_backend_options(config.backend_name),
+        )
+        self.copies = BlockSwap(
+            self.cache,
+            pad_sizes=(COPIES,),
+            backend=config.backend,
+            strict=config.strict,
+            exchanges=False,
+        )
+        self._builder = BatchBuilder(sizing.num_blocks, sizing.block_size)
+        self._has_told_cut = self._is_attached = False
+
+    def attach(self) -> None:
+        """Notes that an engine serves with it, see `Executor.attach`."""
+        if self._is_attached:
+            raise RuntimeError(
+                "expected an executor of no engine, got one that an engine has: make another one, "
+                "as two engines would write the same blocks"
+            )
+        self._is_attached = True
+
+    def warmup(self, progress: Callable[[BucketEvent], None] | None = None) -> WarmupReport:
+        """Captures every bucket and the block copies, see `Executor.warmup`."""
+        try:
+            whole = WarmupGroup(self.graphs, self.copies).warmup(progress)
+        except CaptureError:  # of the copies; what is missing of the steps says more
+            if self.graphs.report is not None:
+                self._captured()
+            raise
+        captured = self._captured()
+        buckets = self.sizing.buckets
+        serving = BucketSpace(buckets.names, captured, buckets.cost)
+        self.sizing = replace(self.sizing, buckets=serving)
+        self.module.remember()
+        return whole
+
+    def _captured(self) -> list[Bucket]:
+        """The buckets of steps that serve; raises CaptureError where they do not suffice."""
+        report = self.graphs.report or WarmupReport((), 0.0)
+        captured = [result.bucket for result in report.captured]
+        missing = [result for result in report.results if result.status != "captured"]
+        if not captured or (missing and self.config.strict):
+            raise CaptureError(
+                f"step[{missing[0].bucket}]",
+                f"{missing[0].error}; {len(missing)} of {len(report.results)} buckets are not "
+                "captured: mend the cause, or serve from the others with strict=False",
+            )
+        return captured
+
+    def check_unchanged(self) -> None:
+        """Raises `compiled_attn.hf.ModelChanged` unless the model is as it was at the warmup."""
+        self.module.check_unchanged()
+
+    def fit(self, step: list[ScheduledTokens], table: RequestTable) -> FittedStep:
+        """The step, cut until a captured bucket holds it, see `Executor.fit`."""
+        parts, wanted, largest = step, None, None
+        while True:
+            plan = self._plan(parts, table)
+            wanted = wanted or plan.need
+            try:
+                bucket = self.graphs.bucket(**plan.need)
+            except BucketOverflow as overflow:
+                largest = overflow.largest
+                parts = _shorter(parts)
+                if not parts:
+                    raise
+            else:
+                if parts is not step:
+                    self._tell_cut(wanted, largest)
+                return FittedStep(parts, plan, bucket, wanted)
+
+    def run(self, step: FittedStep) -> list[int | str]:
+        """The token after each part, or why there is none, see `Executor.run`."""
+        with torch.no_grad():
+            logits: Tensor = self.graphs.run(step.bucket, *step.plan.fill(step.bucket))
+        sequences = [part.sequence for part in step.parts]
+        return sample_rows(
+            logits[: len(sequences)],
+            [part.sequence.sampling if part.wants_logits else None for part in step.parts],
+            [sequence.generated for sequence in sequences],
+        )
+
+    def finite_blocks(self, places: NDArray[np.int64]) -> int:
+        """How many of the blocks at ``places [n]`` are finite, up to the first that is not."""
+        sound = torch.ones(len(places), dtype=torch.bool)
+        for buffer in self.cache.buffers():
+            if buffer.is_floating_point():
+                at = torch.from_numpy(places).to(buffer.device)
+                blocks = buffer.unflatten(0, (self.cache.num_blocks, -1))[at]
+                sound &= torch.isfinite(blocks.float()).flatten(1).all(1).cpu()
+        return int(sound.cumprod(0).sum())
+
+    def report(self) -> ExecutorReport:
+        """Kernel, backend and fallbacks."""
+        native = self.kernel.name == "native"
+        return ExecutorReport(
+            self.config.backend_name,
+            self.kernel.name if native else self.module.kernel().name,
+            self.kernel.notes,
+            self.graphs.fallbacks + self.graphs.degraded + self.kernel.is_fallback,
+            self.graphs.report,
+        )
+
+    def _plan(self, parts: Sequence[ScheduledTokens], table: RequestTable) -> Plan:
+        # Logits of every part, sampled or not: they show whether what it computed is finite.
+        rows = self._builder.rows(
+            table,
+            [table.row(part.sequence.request_id) for part in parts],
+            [part.sequence.computed for part in parts],
+            [part.count for part in parts],
+            list(chain.from_iterable(part.tokens for part in parts)),
+        )
+        return self.sizing.form.plan(rows)
+
+    def _tell_cut(self, wanted: dict[str, int], largest: Bucket | None) -> None:
+        if not self._has_told_cut:
+            self._has_told_cut = True
+            _log.warning(
+                "no bucket holds a step that needs %s, so it is cut into smaller ones: the largest "
+                "bucket is %s; plan or add larger ones",
+                Bucket(**wanted),
+                largest,
+            )
+
+
+def _backend_options(backend: str) -> dict[str, Any]:
+    return {"options": for_cpu()} if backend == "inductor" else {}
+
+
+def _shorter(step: Sequence[ScheduledTokens]) -> list[ScheduledTokens]:
+    """The step without its last request, or half of its only request's tokens."""
+    if len(step) > 1:
+        return list(step[:-1])
+    only = step[0]
+    return [ScheduledTokens(only.sequence, only.count // 2)] if only.count > 1 else []

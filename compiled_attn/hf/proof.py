@@ -1,0 +1,213 @@
+"""Proof by comparison: generates finished requests again with plain Hugging Face ``generate``."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from compiled_attn.hf.rounding import last_logits, rounding_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["TIE_DEVIATIONS", "TIE_TOLERANCE", "CheckReport", "Difference", "Finished", "check"]
+
+TIE_DEVIATIONS = 4.0
+"""Two tokens tie if they are as near as this many standard deviations of their logits' difference.
+
+The deviation is measured for each row: what the model's dtype makes of it, against wider numbers
+(`hf.rounding`). Of normally distributed rounding, a distance beyond 4 deviations turns
+round once in 30,000 cases, so that hardly a right token is called a mismatch.
+"""
+
+TIE_TOLERANCE = {
+    torch.float64: 1e-10,
+    torch.float32: 1e-4,
+    torch.float16: 5e-3,
+    torch.bfloat16: 4e-2,
+}
+"""The same as a share of the row's greatest absolute logit, where the rounding is not measured.
+
+That is float64, and models that cannot be computed with wider numbers.
+"""
+
+
+class Finished(Protocol):
+    """A finished greedy request, as the engine yields it: prompt and generated tokens."""
+
+    @property
+    def index(self) -> int:
+        """Position of the request in its demand."""
+
+    @property
+    def prompt(self) -> Sequence[int]:
+        """Token ids of the prompt."""
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """Generated token ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A place where the engine and plain ``generate`` chose different tokens after the same text.
+
+    Args:
+        request: its index.
+        position: counts generated tokens.
+        engine_token, plain_token: what was chosen.
+        engine_logit, plain_logit: of both tokens in plain Hugging Face at this place.
+        distance: between the two with wider numbers, or between these where there are none.
+        tie_bound: up to which distance rounding explains it.
+    """
+
+    request: int
+    position: int
+    engine_token: int
+    plain_token: int
+    engine_logit: float
+    plain_logit: float
+    distance: float = 0.0
+    tie_bound: float = 0.0
+
+    def __str__(self) -> str:
+        apart = f"; {self.distance:.3g} apart, rounding explains {self.tie_bound:.3g}"
+        return (
+            f"request {self.request}, generated token {self.position}: "
+            f"engine {self.engine_token} (logit {self.engine_logit:.6g}), "
+            f"generate {self.plain_token} (logit {self.plain_logit:.6g})"
+        ) + (apart if self.tie_bound else "")
+
+    @property
+    def is_tie(self) -> bool:
+        """Whether right implementations may differ here."""
+        return self.distance <= self.tie_bound
+
+
+@dataclass(slots=True)
+class CheckReport:
+    """What a check found.
+
+    Args:
+        checked_requests, checked_tokens: how much was compared.
+        mismatched_tokens: tokens that differ, beginning with the first that no tie explains.
+        mismatches: that first difference of each request that has one.
+        ties: differences within rounding (:data:`TIE_DEVIATIONS`); comparing goes on behind them.
+    """
+
+    checked_requests: int = 0
+    checked_tokens: int = 0
+    mismatched_tokens: int = 0
+    mismatches: list[Difference] = field(default_factory=list)
+    ties: list[Difference] = field(default_factory=list)
+
+
+def check(
+    model: PreTrainedModel,
+    results: Sequence[Finished],
+    count: int,
+    *,
+    on_checked: Callable[[int, int], None] | None = None,
+) -> CheckReport:
+    """Generate ``count`` of the finished requests again, greedily and one at a time, and compare.
+
+    The model's own weights run through ``model.generate`` with SDPA attention, or eager attention
+    where the model needs what SDPA lacks (logit softcap, sinks); the model's attention and
+    generation settings are restored afterwards. The requests are spread evenly over ``results``;
+    those that generated nothing are left out.
+
+    Args:
+        model: the model that the engine served.
+        results: finished requests that were decoded greedily.
+        count: how many to compare, at most; 0 compares none.
+        on_checked: called with (requests done, requests to do) after each.
+
+    Raises:
+        ValueError: ``count`` is negative.
+    """
+    if count < 0:
+        raise ValueError(f"count must be at least 0, got {count}")
+    chosen = _spread([result for result in results if result.tokens], count)
+    report = CheckReport()
+    with _plain(model), torch.no_grad():
+        for done, result in enumerate(chosen, start=1):
+            _compare(model, result, report)
+            if on_checked is not None:
+                on_checked(done, len(chosen))
+    return report
+
+
+def _spread(results: Sequence[Finished], count: int) -> list[Finished]:
+    ordered = sorted(results, key=lambda result: result.index)
+    count = min(count, len(ordered))
+    return [ordered[place * len(ordered) // count] for place in range(count)]
+
+
+def _compare(model: PreTrainedModel, result: Finished, report: CheckReport) -> None:
+    prompt, tokens = list(result.prompt), list(result.tokens)
+    report.checked_requests += 1
+    report.checked_tokens += len(tokens)
+    done = 0
+    while done < len(tokens):
+        plain = _generate(model, prompt + tokens[:done], len(tokens) - done)
+        different = [i for i, token in enumerate(plain, start=done) if token != tokens[i]]
+        if not different:
+            return
+        first = different[0]
+        tokens_here = tokens[first], plain[first - done]
+        difference = _difference(model, prompt + tokens[:first], result.index, first, *tokens_here)
+        if not difference.is_tie:
+            report.mismatches.append(difference)
+            report.mismatched_tokens += len(different)
+            return
+        report.ties.append(difference)
+        done = first + 1
+
+
+def _difference(
+    model: Any, text: list[int], request: int, position: int, engine: int, plain: int
+) -> Difference:
+    both = [engine, plain]
+    logits = last_logits(model, text)
+    engine_logit, plain_logit = logits[both].tolist()
+    bound = torch.finfo(model.dtype).eps / 2 * (abs(engine_logit) + abs(plain_logit))
+    if (measured := rounding_of(model, text, logits)) is None:
+        bound = TIE_TOLERANCE.get(model.dtype, 0.0) * logits.abs().max().item()
+        ends = logits[both]
+    else:  # the difference of two logits deviates more than one, by the root of 2
+        bound = max(bound, TIE_DEVIATIONS * math.sqrt(2) * measured.deviation)
+        ends = measured.exact[both]
+    distance = (ends[0] - ends[1]).abs().item()
+    return Difference(request, position, engine, plain, engine_logit, plain_logit, distance, bound)
+
+
+def _generate(model: Any, text: list[int], count: int) -> list[int]:
+    ids = torch.tensor([text], device=model.device)
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count)
+    new: list[int] = output[0, len(text) :].tolist()
+    return new
+
+
+@contextlib.contextmanager
+def _plain(model: Any) -> Iterator[None]:
+    """Run the model as Hugging Face would, greedily and without an end-of-sequence token."""
+    from transformers import GenerationConfig
+
+    attention, generation = model.config._attn_implementation, model.generation_config
+    model.set_attn_implementation("eager" if _needs_eager(model) else "sdpa")
+    model.generation_config = GenerationConfig(do_sample=False)
+    try:
+        yield
+    finally:
+        model.generation_config = generation
+        model.set_attn_implementation(attention)
+
+
+def _needs_eager(model: Any) -> bool:
+    config = model.config.get_text_config()
+    return bool(getattr(config, "attn_logit_softcapping", None)) or not model._supports_sdpa

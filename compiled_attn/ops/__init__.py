@@ -1,0 +1,44 @@
+"""The op ``paged_attention``: attention of any requests over a paged cache; see docs/kernels.md."""
+
+from __future__ import annotations
+
+from compiled_attn.errors import KernelArgumentError, NativeUnavailable
+from compiled_attn.ops.call import NewTokens, PagedCall, as_int32, attend_paged
+from compiled_attn.ops.choose import (
+    CHOICES,
+    AttentionTraits,
+    Implementation,
+    KernelChoice,
+    NativeKernel,
+    choose,
+    chooses_native,
+    unit_strides,
+)
+from compiled_attn.ops.cpu.build import build, default_folder
+from compiled_attn.ops.cpu.isa import available_isas
+from compiled_attn.ops.paged_attention import NativeOps, load, unavailable
+from compiled_attn.ops.rows import write_rows
+
+__all__ = [
+    "CHOICES",
+    "AttentionTraits",
+    "Implementation",
+    "KernelArgumentError",
+    "KernelChoice",
+    "NativeKernel",
+    "NativeOps",
+    "NativeUnavailable",
+    "NewTokens",
+    "PagedCall",
+    "as_int32",
+    "attend_paged",
+    "available_isas",
+    "build",
+    "choose",
+    "chooses_native",
+    "default_folder",
+    "load",
+    "unavailable",
+    "unit_strides",
+    "write_rows",
+]

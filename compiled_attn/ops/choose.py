@@ -1,0 +1,195 @@
+"""The choice among implementations of attention: each says what it supports, and why not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, TypeVar, get_args
+
+import torch
+from torch import Tensor
+
+from compiled_attn.cache.quantisation import QUANTISED
+from compiled_attn.errors import KernelArgumentError, NativeUnavailable
+from compiled_attn.ops.paged_attention import unavailable
+
+__all__ = [
+    "CHOICES",
+    "AttentionTraits",
+    "Implementation",
+    "KernelChoice",
+    "NativeKernel",
+    "PortableKernel",
+    "choose",
+    "chooses_native",
+    "unit_strides",
+]
+
+KernelChoice = Literal["auto", "native", "portable"]
+"""``native``: the C++ kernel or an error; ``portable``: plain torch; ``auto``: native if it can."""
+
+CHOICES: tuple[KernelChoice, ...] = get_args(KernelChoice)
+
+
+@dataclass(frozen=True)
+class AttentionTraits:
+    """The properties of an attention that decide who can serve it.
+
+    Attributes:
+        device: type of the device.
+        dtype: of the query.
+        cache_dtypes: of keys and of values.
+        head_dim: elements of a query head; None: any.
+        softcap: whether scores are capped.
+        alibi: axes of the ALiBi slopes: 0 none, 1 heads, 2 rows and heads.
+        window: tokens to the left and right of its own that a query sees; negative: all.
+        gradients: whether results are differentiated.
+        by_request: whether it is described request by request: tables, lengths, first rows.
+        by_parts: whether it is described as causal, shared and unique parts.
+        unit_stride: whether the last axis of both caches is dense.
+        left_pad: whether sequences begin behind a left pad.
+        layout: of the caches, see `compiled_attn.compat.paged.Layout`.
+        partitions: whether the results of partitions are asked for.
+    """
+
+    device: str
+    dtype: torch.dtype
+    cache_dtypes: tuple[torch.dtype, torch.dtype]
+    head_dim: int | None = None
+    softcap: bool = False
+    alibi: int = 0
+    window: tuple[int, int] = (-1, 0)
+    gradients: bool = False
+    by_request: bool = True
+    by_parts: bool = True
+    unit_stride: bool = True
+    left_pad: bool = False
+    layout: str = "NHD"
+    partitions: bool = False
+
+
+class Implementation(Protocol):
+    """One way to compute an attention."""
+
+    name: str
+
+    def supports(self, traits: AttentionTraits) -> str | None:
+        """None if it serves such an attention wherever it is available, else why not."""
+
+    def unavailable(self) -> str | None:
+        """Why it cannot be had here, or None."""
+
+
+Chosen = TypeVar("Chosen", bound=Implementation)
+
+
+class NativeKernel:
+    """The C++ kernel behind ``torch.ops.compiled_attn.paged_attention``."""
+
+    name = "native"
+
+    def supports(self, traits: AttentionTraits) -> str | None:
+        """See `Implementation`."""
+        return _lacks_form(traits) or _lacks_scores(traits) or _lacks_dtypes(traits)
+
+    def unavailable(self) -> str | None:
+        """See `Implementation`; builds the kernel on the first call."""
+        why: str | None = unavailable()
+        return why
+
+
+class PortableKernel:
+    """Plain torch."""
+
+    name = "portable"
+
+    def supports(self, traits: AttentionTraits) -> str | None:
+        """See `Implementation`."""
+        return None if traits.by_parts else "takes metadata with parts, not by request alone"
+
+    def unavailable(self) -> str | None:
+        """See `Implementation`."""
+        return None
+
+
+_KERNELS: tuple[Implementation, ...] = (NativeKernel(), PortableKernel())
+
+
+def choose(traits: AttentionTraits, among: Sequence[Chosen]) -> Chosen:
+    """The first implementation that serves an attention; traceable.
+
+    Raises:
+        KernelArgumentError: none supports it; the message says why of each.
+        NativeUnavailable: one supports it, but cannot be had here.
+    """
+    reasons: list[str] = []
+    error: type[RuntimeError] = KernelArgumentError
+    for each in among:
+        lacks = each.supports(traits)
+        reason = each.unavailable() if lacks is None else lacks
+        if reason is None:
+            return each
+        error = NativeUnavailable if lacks is None else error
+        reasons.append(f"{each.name} {reason}")
+    raise error(
+        f"expected a kernel that can serve the attention, got none: {'; '.join(reasons)}; "
+        'change the call, or take kernel="auto"'
+    )
+
+
+def chooses_native(kernel: KernelChoice, traits: AttentionTraits) -> bool:
+    """Whether the native kernel serves an attention, else plain torch; traceable.
+
+    Raises:
+        ValueError: there is no such choice.
+        KernelArgumentError, NativeUnavailable: nothing of that choice can, see `choose`.
+    """
+    if kernel not in CHOICES:
+        raise ValueError(f"expected a kernel of {CHOICES}, got {kernel!r}: choose one of these")
+    among = [each for each in _KERNELS if kernel in ("auto", each.name)]
+    return choose(traits, among).name == "native"
+
+
+def unit_strides(*caches: Tensor) -> bool:
+    """Whether the last axis of caches is dense."""
+    return all(cache.stride(-1) == 1 or cache.shape[-1] == 1 for cache in caches)
+
+
+def _lacks_form(traits: AttentionTraits) -> str | None:
+    if not traits.by_request:
+        return "takes metadata that is request by request"
+    if traits.partitions:
+        return "gives no partitions: take paged_attention_v1"
+    if traits.left_pad:
+        return "has no left pad"
+    if traits.gradients:
+        return "has no gradients"
+    if traits.layout == "packed":
+        return "reads caches of layout flat, NHD or HND, not packed"
+    if not traits.unit_stride:
+        return "reads caches whose last stride is 1"
+    return None
+
+
+def _lacks_scores(traits: AttentionTraits) -> str | None:
+    left, right = traits.window
+    if right > 0 or (right < 0 <= left):
+        return f"has no window of ({left}, {right}), only causal ones"
+    if traits.alibi > 1:
+        return "has ALiBi slopes for all rows alike, not for each row"
+    if traits.alibi and right != 0:
+        return "has ALiBi for causal attention only"
+    return None
+
+
+def _lacks_dtypes(traits: AttentionTraits) -> str | None:
+    cache_dtype, value_dtype = traits.cache_dtypes
+    if traits.device != "cpu":
+        return f"runs on cpu, not on {traits.device}"
+    if traits.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"computes in float32, bfloat16 and float16, not in {traits.dtype}"
+    if cache_dtype != value_dtype:
+        return "has keys and values of one dtype"
+    if cache_dtype != traits.dtype and cache_dtype not in QUANTISED:
+        return f"has no cache of {cache_dtype} for queries of {traits.dtype}"
+    return None

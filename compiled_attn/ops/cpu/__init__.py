@@ -1,0 +1,1 @@
+"""The op on CPUs: C++ sources, their build and the libraries built."""

@@ -1,0 +1,72 @@
+// The plain C interface of the paged attention kernels: pointers, strides in elements, sizes.
+//
+// One translation unit is compiled for each instruction set; all of them export the same symbol.
+#pragma once
+
+#include <cstdint>
+
+namespace compiled_attn {
+
+enum Dtype : int32_t { kFloat32, kBFloat16, kFloat16, kInt8, kFloat8E4M3, kFloat8E5M2 };
+
+// What is wrong with the arguments; `error` of the call then says where.
+enum Status : int32_t {
+  kOk,
+  kBadOffsets,   // query_start_loc falls, or ends outside the tokens: {request, begin, end}
+  kBadLength,    // a length is negative or longer than its block table: {request, length}
+  kBadBlock,     // a block is not in the cache: {request, column, block}
+  kBadSlot,      // a slot is not in the cache: {token, slot}
+  kOutOfMemory,  // no scratch memory: {}
+};
+
+// Elements of a cache at [block, slot, head, 0]; the innermost stride is 1.
+struct Pages {
+  void* data;
+  int64_t block, slot, head;
+};
+
+// Rows of [token, head, 0]; the innermost stride is 1.
+struct Rows {
+  const void* data;
+  int64_t token, head;
+};
+
+struct PagedAttentionArgs {
+  // Query [tokens, heads, head_dim]; out [tokens, heads, value_dim] and lse [tokens, heads] are
+  // contiguous, out in the query's dtype.
+  Rows query;
+  void* out;
+  float* lse;
+
+  // Caches [num_blocks, block_size, kv_heads, head_dim or value_dim]; scales are float32 without
+  // the last axis; both or neither are null.
+  Pages key_cache, value_cache, key_scale, value_scale;
+
+  // This step's keys and values [tokens, kv_heads, ...] in the query's dtype, written to the caches
+  // at slot_mapping [tokens] before anything is read; null: nothing is written.
+  Rows key, value;
+  const int64_t* slot_mapping;
+
+  const int32_t* block_table;  // [requests, table_width]
+  int64_t table_stride;
+  const int32_t* seq_lens;         // [requests]
+  const int32_t* query_start_loc;  // [requests + 1]
+  const float* alibi_slopes;       // [heads] or null
+  const float* sinks;              // [heads] or null
+
+  int64_t tokens, requests, table_width;
+  int64_t num_blocks, block_size;
+  int64_t heads, kv_heads, head_dim, value_dim;
+  int64_t window;  // tokens that a token sees, itself included; 0: all before it
+  double scale;
+  double softcap;  // 0: none
+
+  int32_t query_dtype, cache_dtype;
+  int32_t causal;
+  int32_t threads;  // 0: as many as OpenMP would take
+};
+
+}  // namespace compiled_attn
+
+extern "C" int32_t compiled_attn_paged_attention(const compiled_attn::PagedAttentionArgs* args,
+                                                 int64_t error[4]);

@@ -1,0 +1,166 @@
+// Paged attention on the CPU: checks, the cut into parts, threads, the merge.
+#include <omp.h>
+
+#include <atomic>
+#include <memory>
+
+#include "float_mode.h"
+#include "merge.h"
+#include "plan.h"
+#include "write.h"
+
+namespace compiled_attn {
+namespace {
+
+using Args = PagedAttentionArgs;
+
+int32_t failed(int64_t error[4], Status status, int64_t a = 0, int64_t b = 0, int64_t c = 0) {
+  error[0] = a, error[1] = b, error[2] = c, error[3] = 0;
+  return status;
+}
+
+int32_t check_request(const Args& args, int64_t r, int64_t error[4]) {
+  const int64_t begin = args.query_start_loc[r], end = args.query_start_loc[r + 1];
+  if (begin < 0 || end < begin || end > args.tokens)
+    return failed(error, kBadOffsets, r, begin, end);
+  const int64_t length = args.seq_lens[r];
+  if (length < 0 || length > args.table_width * args.block_size)
+    return failed(error, kBadLength, r, length);
+  const int32_t* table = args.block_table + r * args.table_stride;
+  for (int64_t column = 0; column * args.block_size < length; ++column)
+    if (table[column] < 0 || table[column] >= args.num_blocks)
+      return failed(error, kBadBlock, r, column, table[column]);
+  return kOk;
+}
+
+// Before anything is read or written by what the numbers say.
+int32_t check(const Args& args, int64_t error[4]) {
+  for (int64_t r = 0; r < args.requests; ++r)
+    if (const int32_t status = check_request(args, r, error)) return status;
+  if (!args.slot_mapping) return kOk;
+  for (int64_t t = 0; t < args.tokens; ++t)
+    if (args.slot_mapping[t] < 0 || args.slot_mapping[t] >= args.num_blocks * args.block_size)
+      return failed(error, kBadSlot, t, args.slot_mapping[t]);
+  return kOk;
+}
+
+// A loop over threads whose bodies may run out of memory. `make` gives each thread its worker.
+template <class Make>
+bool in_parallel(int64_t n, int threads, const Make& make) {
+  std::atomic<int64_t> next{0};
+  std::atomic<bool> is_out_of_memory{false};
+#pragma omp parallel num_threads(int(std::clamp<int64_t>(n, 1, threads)))
+  {
+    const FloatMode mode;
+    try {
+      auto work = make();
+      for (int64_t i = next++; i < n; i = next++) work(i);
+    } catch (...) {  // nothing else is thrown
+      is_out_of_memory = true;
+    }
+  }
+  return !is_out_of_memory;
+}
+
+bool write_tokens(const Args& args, int threads) {
+  constexpr int64_t kTokens = 16;  // at a time
+  const int64_t dim = padded<kLanes>(std::max(args.head_dim, args.value_dim));
+  return in_parallel((args.tokens + kTokens - 1) / kTokens, threads, [&] {
+    return [&, row = std::vector<float>(dim)](int64_t i) mutable {
+      by_dtype(args.cache_dtype, [&](auto* type) {
+        using Element = std::remove_pointer_t<decltype(type)>;
+        for (int64_t t = i * kTokens; t < std::min((i + 1) * kTokens, args.tokens); ++t) {
+          write_token<Element>(args, t, args.key, args.head_dim, args.key_cache, args.key_scale,
+                               row.data());
+          if (args.value.data)
+            write_token<Element>(args, t, args.value, args.value_dim, args.value_cache,
+                                 args.value_scale, row.data());
+        }
+      });
+    };
+  });
+}
+
+// What a thread computes parts with; tiles are big, so made when first needed.
+template <class Math, class Units>
+class Worker {
+ public:
+  explicit Worker(const Args& args) : args_(args) {}
+
+  void run(const Part& part, const Results& results) {
+    const int64_t rows =
+        (args_.query_start_loc[part.request + 1] - args_.query_start_loc[part.request]) *
+        (args_.heads / args_.kv_heads);
+    if (Plan::is_few(rows)) {
+      if (!few_) few_ = std::make_unique<FewRows<Math>>(args_);
+      few_->run(part, results);
+    } else {
+      if (!tiles_) tiles_ = std::make_unique<Tiles<Units>>(args_);
+      tiles_->run(part, results);
+    }
+  }
+
+ private:
+  const Args& args_;
+  std::unique_ptr<FewRows<Math>> few_;
+  std::unique_ptr<Tiles<Units>> tiles_;
+};
+
+template <class Math, class Units>
+bool attend(const Args& args, int threads) {
+  const Plan plan(args);
+  Scratch scratch;
+  Results results{args, nullptr, nullptr};
+  scratch.take(results.sums, plan.rows * args.value_dim);
+  scratch.take(results.running, plan.rows);
+  if (args.slot_mapping && !write_tokens(args, threads)) return false;
+  const bool is_done = in_parallel(plan.parts.size(), threads, [&] {
+    return [&, worker = Worker<Math, Units>(args)](int64_t i) mutable {
+      worker.run(plan.parts[i], results);
+    };
+  });
+  if (!is_done) return false;
+  const int64_t groups = plan.groups.size();
+  const int64_t none_before = args.requests ? args.query_start_loc[0] : args.tokens;
+  const int64_t none_after = args.requests ? args.query_start_loc[args.requests] : args.tokens;
+  for (int64_t t = 0; t < none_before; ++t) write_nothing(args, t);
+  for (int64_t t = none_after; t < args.tokens; ++t) write_nothing(args, t);
+  return in_parallel(groups, threads, [&] {
+    return [&](int64_t i) { merge(args, plan, plan.groups[i], results); };
+  });
+}
+
+bool attend(const Args& args, int threads) {
+#if CA_HAS_BFLOAT16_DOT
+  if (args.query_dtype == kBFloat16 && args.cache_dtype == kBFloat16)
+    return attend<InPairs, PairUnits>(args, threads);
+#endif
+#if CA_HAS_INTEGER_DOT
+  if (args.query_dtype == kBFloat16 && args.cache_dtype == kInt8)
+    return attend<InDigits, FloatUnits<int8_t>>(args, threads);
+#endif
+  return by_dtype(args.cache_dtype, [&](auto* type) {
+    using Element = std::remove_pointer_t<decltype(type)>;
+#if CA_HAS_CODE_TABLES
+    if constexpr (is_quantised<Element> && !std::is_same_v<Element, int8_t>)
+      if (args.query_dtype == kBFloat16)
+        return attend<InCodes<Element>, FloatUnits<Element>>(args, threads);
+#endif
+    return attend<InFloats<Element>, FloatUnits<Element>>(args, threads);
+  });
+}
+
+}  // namespace
+}  // namespace compiled_attn
+
+extern "C" int32_t compiled_attn_paged_attention(const compiled_attn::PagedAttentionArgs* args,
+                                                 int64_t error[4]) {
+  using namespace compiled_attn;
+  const int threads = args->threads > 0 ? args->threads : omp_get_max_threads();
+  if (const int32_t status = check(*args, error)) return status;
+  try {
+    return attend(*args, threads) ? int32_t(kOk) : failed(error, kOutOfMemory);
+  } catch (const std::bad_alloc&) {
+    return failed(error, kOutOfMemory);
+  }
+}

@@ -1,0 +1,25 @@
+// The schemas of both ops: compiled_attn/ops/schema.py reads them from here.
+#pragma once
+
+namespace compiled_attn {
+
+constexpr const char* kPagedAttentionSchema =
+    R"schema(paged_attention(
+    Tensor query, Tensor key_cache, Tensor value_cache,
+    Tensor block_table, Tensor seq_lens, Tensor query_start_loc, float scale, *,
+    bool causal=True, int? window=None, float? softcap=None,
+    Tensor? alibi_slopes=None, Tensor? sinks=None,
+    Tensor? key_scale=None, Tensor? value_scale=None
+  ) -> (Tensor out, Tensor lse))schema";
+
+constexpr const char* kPagedAttentionWriteSchema =
+    R"schema(paged_attention_(
+    Tensor query, Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache,
+    Tensor slot_mapping,
+    Tensor block_table, Tensor seq_lens, Tensor query_start_loc, float scale, *,
+    bool causal=True, int? window=None, float? softcap=None,
+    Tensor? alibi_slopes=None, Tensor? sinks=None,
+    Tensor(c!)? key_scale=None, Tensor(d!)? value_scale=None
+  ) -> (Tensor out, Tensor lse))schema";
+
+}  // namespace compiled_attn

@@ -1,0 +1,207 @@
+"""The ops ``torch.ops.compiled_attn.paged_attention`` and ``paged_attention_``, native or not.
+
+`load` gives torch one implementation of them a process: C++ for this processor, built on first use,
+or else the Python reference. A variant that is asked for by name (another instruction set, a debug
+build) has ops in a namespace of its own, so that variants can be compared in one process.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compiled_attn.errors import NativeUnavailable
+from compiled_attn.ops import reference
+from compiled_attn.ops.cpu.build import Build, build
+from compiled_attn.ops.cpu.isa import available_isas
+from compiled_attn.ops.schema import schemas
+
+__all__ = ["NAMESPACE", "REFERENCE", "NativeOps", "load", "unavailable"]
+
+NAMESPACE = "compiled_attn"
+REFERENCE = "reference"
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class NativeOps:
+    """An implementation of both ops; their arguments are those of `reference.paged_attention`.
+
+    Attributes:
+        namespace: of the ops, below ``torch.ops``.
+        isa: instruction set, or "reference" for Python.
+        build: the library; None for Python.
+        why_not_native: why Python serves; None where it does not, or was asked for.
+        why_not_best: why ``isa`` is not the best that this processor has; None where it is, or was
+            asked for, or Python serves.
+    """
+
+    namespace: str
+    isa: str
+    build: Build | None = None
+    why_not_native: str | None = None
+    why_not_best: str | None = None
+
+    def paged_attention(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """See `reference.paged_attention`."""
+        out, lse = getattr(torch.ops, self.namespace).paged_attention(*args, **kwargs)
+        return out, lse
+
+    def paged_attention_(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """See `reference.paged_attention_`."""
+        out, lse = getattr(torch.ops, self.namespace).paged_attention_(*args, **kwargs)
+        return out, lse
+
+
+def load(
+    isa: str | None = None,
+    *,
+    strict: bool = False,
+    debug: bool = False,
+    sanitize: Sequence[str] = (),
+    folder: Path | None = None,
+) -> NativeOps:
+    """Builds the kernels if they are not in the cache, loads them, and registers the ops.
+
+    The first call of a process decides for all: later ones return the same ops. Threads may call it
+    at the same time.
+
+    Args:
+        isa: one of `isa.ISAS`, or "reference". None: the best that this processor has and that can
+            be built; a step down is logged.
+        strict: an error where the kernels cannot be built; otherwise Python serves, which is logged
+            once. A variant that is asked for by name is always strict.
+        debug: symbols, no optimisation, checks in the kernels.
+        sanitize: sanitizers to build with; their runtime must be preloaded.
+        folder: where libraries are kept, see `build.build`.
+
+    Raises:
+        NativeUnavailable: there is no compiler, it fails, or the folder is not safe (strict, or a
+            variant).
+    """
+    return _LOADER.load(isa, strict, debug, tuple(sanitize), folder)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def unavailable() -> str | None:
+    """Why the ops are not native in this process, or None; builds them on the first call."""
+    return load().why_not_native
+
+
+class _Loader:
+    """What was registered in this process: torch keeps one op a name, and so must we."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ops: dict[str, NativeOps] = {}
+        self._libraries: list[torch.library.Library] = []
+
+    def load(
+        self,
+        isa: str | None,
+        strict: bool,
+        debug: bool,
+        sanitize: tuple[str, ...],
+        folder: Path | None,
+    ) -> NativeOps:
+        variant = [isa] if isa else []
+        variant += [*(["debug"] if debug else []), *sanitize]
+        namespace = "_".join([NAMESPACE, *variant])
+        with self._lock:
+            ops = self._ops.get(namespace)
+            if ops is None:
+                ops = self._register(
+                    namespace, isa, strict or bool(variant), debug, sanitize, folder
+                )
+                self._ops[namespace] = ops
+        if strict and ops.why_not_native is not None:
+            raise NativeUnavailable(ops.why_not_native)
+        return ops
+
+    def _register(
+        self,
+        namespace: str,
+        isa: str | None,
+        strict: bool,
+        debug: bool,
+        sanitize: tuple[str, ...],
+        folder: Path | None,
+    ) -> NativeOps:
+        fragment = torch.library.Library(namespace, "FRAGMENT")
+        self._libraries.append(fragment)  # what it registers lives as long as it does
+        ops = NativeOps(namespace, REFERENCE)
+        if isa != REFERENCE:
+            try:
+                isas = [isa] if isa else available_isas()
+                ops = _first_that_builds(isas, namespace, debug, sanitize, folder)
+            except NativeUnavailable as error:
+                if strict:
+                    raise
+                _log.warning("the native kernel is not used: %s", error)
+                ops = NativeOps(namespace, REFERENCE, why_not_native=str(error))
+        if ops.isa == REFERENCE:
+            _define_in_python(fragment)
+        for name in ("paged_attention", "paged_attention_"):
+            fake = _fake if name == "paged_attention" else _fake_write
+            torch.library.register_fake(f"{namespace}::{name}", fake, lib=fragment)
+        return ops
+
+
+_LOADER = _Loader()
+
+
+def _first_that_builds(
+    isas: Sequence[str],
+    namespace: str,
+    debug: bool,
+    sanitize: tuple[str, ...],
+    folder: Path | None,
+) -> NativeOps:
+    """Builds and loads the first instruction set that can be.
+
+    An old compiler may not know the best one of a new processor.
+
+    Raises:
+        NativeUnavailable: none can be; it is the error of the first.
+    """
+    first: Exception | None = None
+    for isa in isas:
+        try:
+            made = build(isa, namespace, folder=folder, debug=debug, sanitize=sanitize)
+            torch.ops.load_library(str(made.library))
+        except (NativeUnavailable, OSError) as error:
+            first = first or error
+            continue
+        if first is None:
+            return NativeOps(namespace, isa, made)
+        _log.warning("the native kernel is built for %s, not for %s: %s", isa, isas[0], first)
+        return NativeOps(namespace, isa, made, why_not_best=str(first))
+    raise NativeUnavailable(str(first)) from first
+
+
+def _define_in_python(library: torch.library.Library) -> None:
+    implementations = {
+        "paged_attention": reference.paged_attention,
+        "paged_attention_": reference.paged_attention_,
+    }
+    for name, schema in schemas().items():
+        library.define(schema)
+        library.impl(name, implementations[name], "CPU")
+
+
+def _fake(query: Tensor, key_cache: Tensor, value_cache: Tensor, *_: Any, **__: Any) -> Any:
+    tokens, heads = query.shape[:2]
+    out = query.new_empty(tokens, heads, value_cache.shape[3])
+    return out, query.new_empty(tokens, heads, dtype=torch.float32)
+
+
+def _fake_write(query: Tensor, key: Tensor, value: Tensor, *caches: Any, **_: Any) -> Any:
+    return _fake(query, *caches)

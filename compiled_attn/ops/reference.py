@@ -1,0 +1,192 @@
+"""The definition of the ops `paged_attention` and `paged_attention_`: request by request, in torch.
+
+The oracle of the C++ kernels, and the implementation of the ops where none can be built.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from compiled_attn.attention.dense import attend
+from compiled_attn.attention.merge import lse as log_sum_exp
+from compiled_attn.attention.merge import merge
+from compiled_attn.attention.parts import partial_attn_sinks
+from compiled_attn.attention.scoring import Scoring, by_position
+from compiled_attn.cache.quantisation import QUANTISED, dequantise, quantise
+from compiled_attn.ops.call import NewTokens, PagedCall
+from compiled_attn.ops.checks import check
+
+__all__ = ["paged_attention", "paged_attention_"]
+
+
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    scale: float,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attends the tokens of any mix of requests to their keys and values in a paged cache.
+
+    Row i of a request's n query rows stands at position ``seq_lens - n + i`` and sees the keys up
+    to its own position; one that stands before position 0 sees nothing. A score is ``scale * q .
+    k``, capped, and raised by ALiBi, in this order; its softmax is taken in float32 at least.
+
+    Args:
+        query: ``[T, H, D]``, float32, bfloat16, float16 (the reference: also float64); last stride
+            1.
+        key_cache: ``[num_blocks, block_size, Hk, D]``, last stride 1, others any (a view of HND
+            works); the query's dtype, or int8, float8_e4m3fn, float8_e5m2 with scales. Query head h
+            reads KV head ``h // (H // Hk)``.
+        value_cache: ``[num_blocks, block_size, Hk, Dv]``; may be a view of ``key_cache``.
+        block_table: ``[R, W]`` int32. Only the first ``ceil(seq_len / block_size)`` entries of a
+            row are looked at.
+        seq_lens: ``[R]`` int32, keys of each request, those of this step included; 0 for padding.
+        query_start_loc: ``[R + 1]`` int32; request r has the query rows ``query_start_loc[r] ..
+            query_start_loc[r + 1]``.
+        scale: factor of the scores, usually ``D ** -0.5``.
+        causal: False: every row sees all keys of its request.
+        window: keys that a row sees, its own included; only if causal. None: all before it.
+        softcap: cap c of ``c * tanh(score / c)``.
+        alibi_slopes: ``[H]`` float32; a score gains ``slope * (key position - query position)``.
+        sinks: ``[H]`` float32, score of an extra key without a value.
+        key_scale, value_scale: ``[num_blocks, block_size, Hk]`` float32, what an element of an int8
+            or fp8 cache is multiplied by.
+
+    Returns:
+        ``[T, H, Dv]`` in the query's dtype and the log-sum-exp ``[T, H]`` in float32. A row that
+        sees nothing, or belongs to no request, is zero, its lse -inf or the sink's score.
+
+    Raises:
+        KernelArgumentError: shapes, dtypes or numbers that do not fit (C++: ``RuntimeError``).
+    """
+    scoring = Scoring(scale, window, softcap, alibi_slopes, sinks)
+    call = PagedCall(
+        query, key_cache, value_cache, block_table, seq_lens, query_start_loc, scoring, causal,
+        key_scale, value_scale,
+    )  # fmt: skip
+    check(call)
+    return _attend_requests(call)
+
+
+def paged_attention_(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    scale: float,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Writes this step's keys and values to the caches in place, then attends.
+
+    Args:
+        key: ``[T, Hk, D]`` in the query's dtype.
+        value: ``[T, Hk, Dv]`` in the query's dtype.
+        slot_mapping: ``[T]`` int64, slot ``block * block_size + offset`` of each token; padding
+            points into null block 0.
+        key_scale, value_scale: written too.
+
+    The others are those of `paged_attention`, and so are results and errors; after an error nothing
+    is written. What is written may not share memory with query, key, value or one of the integer
+    tensors.
+    """
+    scoring = Scoring(scale, window, softcap, alibi_slopes, sinks)
+    new = NewTokens(key, value, slot_mapping)
+    call = PagedCall(
+        query, key_cache, value_cache, block_table, seq_lens, query_start_loc, scoring, causal,
+        key_scale, value_scale, new,
+    )  # fmt: skip
+    check(call)
+    _write(key_cache, key, slot_mapping, key_scale)
+    _write(value_cache, value, slot_mapping, value_scale)
+    return _attend_requests(call)
+
+
+def _attend_requests(call: PagedCall) -> tuple[Tensor, Tensor]:
+    query, window, sinks = call.query, call.scoring.window, call.scoring.sinks
+    tokens, heads, _ = query.shape
+    out = query.new_zeros(tokens, heads, call.value_cache.shape[-1])
+    lse = query.new_full((tokens, heads), -math.inf, dtype=torch.float32)
+    if sinks is not None:
+        lse = sinks.float().expand(tokens, heads).clone()
+    bounds = call.query_start_loc.tolist()
+    for request, length in enumerate(call.seq_lens.tolist()):
+        rows = slice(bounds[request], bounds[request + 1])
+        count = rows.stop - rows.start
+        first = max(0, length - count - window + 1) if window else 0  # what no row sees is not read
+        if not count or first >= length:
+            continue
+        table = call.block_table[request]
+        key = _read(call.key_cache, table, first, length, call.key_scale)
+        value = _read(call.value_cache, table, first, length, call.value_scale)
+        part, part_lse = _attend(query[rows], key, value, first, length, call)
+        out[rows], lse[rows] = part.to(out.dtype), part_lse.to(lse.dtype)
+    return out, lse
+
+
+def _read(cache: Tensor, table: Tensor, first: int, length: int, scale: Tensor | None) -> Tensor:
+    """Rows ``first .. length - 1`` of a request, ``[m, Hk, D]``."""
+    size = cache.shape[1]
+    start = first // size
+    blocks = table[start : -(-length // size)].long()
+    rows = slice(first - start * size, length - start * size)
+    read = _bytes(cache)[blocks].view(cache.dtype).flatten(0, 1)[rows]
+    return read if scale is None else dequantise(read, scale[blocks].flatten(0, 1)[rows])
+
+
+def _write(cache: Tensor, new: Tensor, slots: Tensor, scale: Tensor | None) -> None:
+    size = cache.shape[1]
+    at = slots // size, slots % size
+    if cache.dtype in QUANTISED and scale is not None:
+        codes, row_scales = quantise(new, cache.dtype)
+        _bytes(cache)[at] = _bytes(codes)
+        scale[at] = row_scales
+    else:
+        cache[at] = new.to(cache.dtype)
+
+
+def _bytes(codes: Tensor) -> Tensor:
+    """float8 as bytes, which can be indexed everywhere; others as they are."""
+    return codes.view(torch.uint8) if codes.dtype in QUANTISED else codes
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, first: int, length: int, call: PagedCall
+) -> tuple[Tensor, Tensor]:
+    """One request, its last rows as queries ``[n, H, D]`` over keys ``first .. length - 1``, ``[m,
+    Hk, ..]`` -> out ``[n, H, Dv]``, lse ``[n, H]``.
+    """
+    scale, window, softcap, slopes, sinks = call.scoring
+    position = torch.arange(length - len(query), length, device=query.device)
+    keys = torch.arange(first, length, device=query.device)
+    later = keys > position.unsqueeze(1) if call.causal else torch.tensor(False)
+    bias = torch.zeros(len(position), len(keys)).masked_fill(later, -math.inf)
+    bias = by_position(bias, position, keys, window, slopes)
+    part = attend(query, key, value, bias, scale=scale, softcap=softcap)
+    parts = part, partial_attn_sinks(sinks, part)
+    return merge(*parts), log_sum_exp(*parts)

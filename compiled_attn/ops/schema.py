@@ -1,0 +1,19 @@
+"""The schemas of the two ops, which the C++ sources own."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+__all__ = ["SOURCES", "schemas"]
+
+SOURCES = Path(__file__).parent / "cpu" / "csrc"
+"""Folder of the C++ sources."""
+
+_SCHEMA = re.compile(r'R"schema\((.*?)\)schema"', re.DOTALL)
+
+
+def schemas() -> dict[str, str]:
+    """Schema of each op, by its name: what `torch.library` defines where no C++ does."""
+    texts = (" ".join(text.split()) for text in _SCHEMA.findall((SOURCES / "schema.h").read_text()))
+    return {text.partition("(")[0]: text for text in texts}

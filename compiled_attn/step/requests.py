@@ -1,0 +1,131 @@
+"""The requests of a step: one object each, or rows of a table that is kept between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from compiled_attn.step.rows import Ints
+
+__all__ = ["Request", "RequestTable"]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What one request computes in a step.
+
+    Args:
+        tokens: ``[query_len]`` ids of the step's tokens.
+        context_len: tokens before them, whose keys and values are in the cache already.
+        block_table: ids of the request's blocks in order of position, at least
+            ``ceil((context_len + query_len) / block_size)`` of them; later entries are ignored.
+        num_logits: how many of the last tokens need logits (0 for a chunk that does not end its
+            prompt).
+        prompt_len: tokens of its prompt; the step is a prefill for it while ``context_len`` is
+            below.
+            None: it is one with several new tokens or without context.
+    """
+
+    tokens: Sequence[int] | Ints
+    context_len: int
+    block_table: Sequence[int] | Ints
+    num_logits: int = 1
+    prompt_len: int | None = None
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether the request is still in its prompt."""
+        if self.prompt_len is None:
+            return len(self.tokens) > 1 or self.context_len == 0
+        return self.context_len < self.prompt_len
+
+
+class RequestTable:
+    """Block tables of the running requests in one array, kept up to date from step to step.
+
+    A decode step changes at most one entry per request, so keeping the table costs next to nothing
+    and a step is built without touching Python objects per block.
+
+    Args:
+        max_requests: rows.
+        max_blocks: blocks of the longest request.
+    """
+
+    def __init__(self, max_requests: int, max_blocks: int) -> None:
+        if max_requests < 1 or max_blocks < 1:
+            raise ValueError(f"expected sizes of at least 1, got {max_requests} and {max_blocks}")
+        self.blocks = np.zeros((max_requests, max_blocks), np.int64)
+        self.lengths = np.zeros(max_requests, np.int64)
+        self._rows: dict[Hashable, int] = {}
+        self._free = list(range(max_requests - 1, -1, -1))
+
+    def add(self, request_id: Hashable, blocks: Sequence[int] | Ints = ()) -> int:
+        """Gives a request a row and returns it.
+
+        Raises:
+            ValueError: the request has one already, or no row is free, or too many blocks.
+        """
+        if request_id in self._rows or not self._free:
+            problem = "has a row" if request_id in self._rows else "finds no free row"
+            raise ValueError(
+                f"expected a new request and a free row, but request {request_id!r} {problem}"
+            )
+        self._check_room(request_id, 0, len(blocks))
+        row = self._free.pop()
+        self._rows[request_id] = row
+        self.lengths[row] = 0
+        self.extend(request_id, blocks)
+        return row
+
+    @property
+    def num_free(self) -> int:
+        """Rows that no request has."""
+        return len(self._free)
+
+    def extend(self, request_id: Hashable, blocks: Sequence[int] | Ints) -> None:
+        """Appends blocks to a request's row."""
+        self.write(request_id, int(self.lengths[self.row(request_id)]), blocks)
+
+    def write(self, request_id: Hashable, start: int, blocks: Sequence[int] | Ints) -> None:
+        """Puts blocks at the end of a request's row, in place of those from ``start`` on.
+
+        Raises:
+            KeyError: the request has no row.
+            ValueError: the row has no room for so many, or fewer than ``start`` blocks.
+        """
+        row = self.row(request_id)
+        if not 0 <= start <= self.lengths[row]:
+            raise ValueError(
+                f"expected a start in 0..{self.lengths[row]}, the blocks of request "
+                f"{request_id!r}, got {start}: rows have no gaps"
+            )
+        self._check_room(request_id, start, len(blocks))
+        self.blocks[row, start : start + len(blocks)] = blocks
+        self.lengths[row] = start + len(blocks)
+
+    def remove(self, request_id: Hashable) -> None:
+        """Gives a request's row back."""
+        self._free.append(self.row(request_id))
+        del self._rows[request_id]
+
+    def row(self, request_id: Hashable) -> int:
+        """The row of a request.
+
+        Raises:
+            KeyError: it has none.
+        """
+        if request_id not in self._rows:
+            raise KeyError(f"expected a request of the table, got {request_id!r}: add it first")
+        return self._rows[request_id]
+
+    def __contains__(self, request_id: Hashable) -> bool:
+        return request_id in self._rows
+
+    def _check_room(self, request_id: Hashable, start: int, count: int) -> None:
+        if start + count > self.blocks.shape[1]:
+            raise ValueError(
+                f"expected at most {self.blocks.shape[1]} blocks for request {request_id!r}, got "
+                f"{start + count}: make the table with a larger max_blocks"
+            )

@@ -1,0 +1,223 @@
+"""Steps request by request: what the op reads, with two axes to pad."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from compiled_attn.attention.metadata import UnifiedMetadata
+from compiled_attn.step.form import ModelWork, StepLimits
+from compiled_attn.step.rows import (
+    Ints,
+    StepRows,
+    block_tables,
+    check_holds,
+    check_ids,
+    checked_sizes,
+    logits_rows,
+    padded,
+)
+from graphs import BucketSpace, explicit
+
+__all__ = ["TableBatch", "TablePlan", "Tables"]
+
+_AXES = ("tokens", "requests")
+
+
+class TableBatch(NamedTuple):
+    """One engine step of fixed shape for the op: inputs of a captured graph, in order.
+
+    The op reads only what ``seq_lens`` says, so the width of the tables costs nothing.
+
+    Shape (T tokens, R requests, W blocks of the longest request):
+        - input_ids, positions, slot_mapping: ``[T]`` int64
+        - logits_index: ``[R]`` int64, rows of T whose logits are wanted, requests in order
+        - block_tables: ``[R, W]`` int32, padded with null block 0
+        - seq_lens: ``[R]`` int32, tokens of each request, those of this step included; 0: padding
+        - query_start_loc: ``[R + 1]`` int32, running sum of the requests' new tokens
+    """
+
+    input_ids: Tensor
+    positions: Tensor
+    slot_mapping: Tensor
+    logits_index: Tensor
+    block_tables: Tensor
+    seq_lens: Tensor
+    query_start_loc: Tensor
+
+    @classmethod
+    def padding(cls, bucket: Mapping[str, int], width: int) -> TableBatch:
+        """A step of padding alone, to capture a bucket with: it writes to the null block only.
+
+        Args:
+            bucket: sizes ``tokens``, ``requests``. What else it has is not looked at.
+            width: blocks of the longest request.
+
+        Raises:
+            ValueError: a size is missing or negative.
+        """
+        sizes = checked_sizes({**bucket, "width": width}, (*_AXES, "width"))
+        tokens, requests = sizes["tokens"], sizes["requests"]
+        ids, positions, slots = (torch.zeros(tokens, dtype=torch.int64) for _ in range(3))
+        return cls(
+            ids,
+            positions,
+            slots,
+            torch.zeros(requests, dtype=torch.int64),
+            torch.zeros(requests, width, dtype=torch.int32),
+            torch.zeros(requests, dtype=torch.int32),
+            torch.zeros(requests + 1, dtype=torch.int32),
+        )
+
+    def metadata(self, block_size: int) -> UnifiedMetadata:
+        """The step for `unified_attention`; no work at all."""
+        return UnifiedMetadata(
+            block_size=block_size,
+            slot_mapping=self.slot_mapping,
+            positions=self.positions,
+            block_tables=self.block_tables,
+            seq_lens=self.seq_lens,
+            query_start_loc=self.query_start_loc,
+        )
+
+
+class TablePlan:
+    """A step that knows what it needs and can be padded to any bucket that holds it.
+
+    Args:
+        rows: its requests and tokens.
+        used: ``[R]`` blocks that each request reads.
+        width: blocks of a table where `fill` is not told; None: those of the longest request.
+
+    Attributes:
+        need: the sizes of a bucket that holds it.
+    """
+
+    def __init__(self, rows: StepRows, used: Ints, width: int | None = None) -> None:
+        self.rows = rows
+        # A bucket has as many rows of logits as requests.
+        requests = max(len(rows.query), int(rows.logits.sum()))
+        self.need = {"tokens": len(rows.tokens), "requests": requests}
+        self._tables = block_tables(rows, used, len(used), int(used.max()))
+        self._width = self._tables.shape[1] if width is None else width
+
+    @property
+    def tables(self) -> Ints:
+        """The blocks that the step reads, ``[R, W]``, padded with null block 0."""
+        return self._tables
+
+    def fill(self, bucket: Mapping[str, int] | None = None, width: int | None = None) -> TableBatch:
+        """The step padded to a bucket and to tables of ``width`` blocks; None: to its need.
+
+        Raises:
+            ValueError: the bucket or the width is too small.
+        """
+        held, widest = self._tables.shape
+        sizes = {**(bucket or self.need), "width": self._width if width is None else width}
+        check_holds(sizes, {**self.need, "width": widest})
+        rows, tokens, requests = self.rows, sizes["tokens"], sizes["requests"]
+        lengths, starts = np.zeros(requests, np.int32), np.zeros(requests + 1, np.int32)
+        lengths[:held] = rows.context + rows.query
+        starts[1:] = len(rows.tokens)  # padded requests have no rows
+        starts[1 : 1 + held] = np.cumsum(rows.query)
+        tables = np.zeros((requests, sizes["width"]), np.int32)
+        tables[:held, :widest] = self._tables
+        return TableBatch(
+            padded(rows.tokens, tokens),
+            padded(rows.positions, tokens),
+            padded(rows.slots, tokens),
+            padded(logits_rows(rows), requests),
+            torch.from_numpy(tables),
+            torch.from_numpy(lengths),
+            torch.from_numpy(starts),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """The form of steps for the op: it reads what a step needs, whatever its bucket.
+
+    Args:
+        num_blocks: blocks of the cache, null block included.
+        block_size: slots in a block.
+        width: blocks of the longest request; None: each step's own, for graphs of no fixed width.
+    """
+
+    num_blocks: int
+    block_size: int
+    width: int | None = None
+
+    axes = _AXES
+
+    def ladder(self, limits: StepLimits, max_graphs: int) -> BucketSpace:
+        """1, 2, 4 .. requests that decode, then more and more tokens.
+
+        With fewer graphs than that it keeps the largest sizes of each kind in turn.
+        """
+        largest = limits.tokens, limits.seqs
+        decode = [(size, size) for size in _doubling(1, limits.seqs)]
+        prefill = [(size, limits.seqs) for size in _doubling(2 * limits.seqs, limits.tokens)]
+        decode, prefill = decode[::-1], [shape for shape in prefill[::-1] if shape != largest]
+        kept = [largest]
+        while len(kept) < max_graphs and (decode or prefill):
+            kept.append((decode if len(decode) >= len(prefill) else prefill).pop(0))
+        return explicit(self.axes, kept)
+
+    def cost(self, work: ModelWork) -> Callable[[Mapping[str, int]], float]:
+        """Of tokens and requests: padded requests read nothing."""
+        return lambda bucket: work.linear * bucket["tokens"] + work.head * bucket["requests"]
+
+    def least_bytes(self, bucket: Mapping[str, int]) -> int:
+        """Of the inputs of a step."""
+        return 24 * bucket["tokens"] + 4 * bucket["requests"] * (self.width or 1)
+
+    def smallest_need(self, blocks: int) -> dict[str, int]:
+        """One token of one request, however many blocks it reads."""
+        return {"tokens": 1, "requests": 1}
+
+    def largest_need(self, limits: StepLimits) -> dict[str, int] | None:
+        """Two axes hold every step with one bucket more, so a file without it is a mistake."""
+        return {"tokens": limits.tokens, "requests": limits.seqs}
+
+    def plan(self, rows: StepRows) -> TablePlan:
+        """See `StepForm.plan`."""
+        used = -(-(rows.context + rows.query) // self.block_size)
+        plan = TablePlan(rows, used, self.width)
+        check_ids(plan.tables[np.arange(plan.tables.shape[1]) < used[:, None]], self.num_blocks)
+        return plan
+
+    def padding(self, bucket: Mapping[str, int]) -> TableBatch:
+        """See `TableBatch.padding`; the tables are as wide as the form says.
+
+        Raises:
+            ValueError: it says nothing, so that there is no shape to capture.
+        """
+        if self.width is None:
+            raise ValueError(
+                "expected a form of a fixed width, got none: make it with width=, the blocks of "
+                "the longest request"
+            )
+        return TableBatch.padding(bucket, self.width)
+
+    def batch(self, fields: Sequence[Tensor | None]) -> TableBatch:
+        """See `StepForm.batch`."""
+        return TableBatch(*fields)  # type: ignore[arg-type]  # none of its fields is None
+
+    def metadata(self, batch: TableBatch, block_size: int) -> UnifiedMetadata:
+        """See `TableBatch.metadata`."""
+        return batch.metadata(block_size)
+
+    def over(self, num_blocks: int, block_size: int, width: int) -> Tables:
+        """See `StepForm.over`."""
+        return Tables(num_blocks, block_size, width)
+
+
+def _doubling(first: int, last: int) -> list[int]:
+    """``first, 2 * first, ..`` below ``last``, then ``last``; nothing above it."""
+    sizes = [first * 2**n for n in range(64) if first * 2**n < last]
+    return [*sizes, last]

@@ -1,0 +1,1 @@
+"""The parts of the step simulator, see `compiled_attn.workloads.simulate`."""

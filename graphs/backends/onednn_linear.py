@@ -1,0 +1,104 @@
+"""Float32 linear layers through oneDNN inside an inductor graph.
+
+On x86 torch sends a float32 matmul to MKL, which uses half of the vector width on processors of
+other makers than Intel. oneDNN is in the same wheel and uses all of it: `benchmarks/linear.py`
+prints the ratio. Inductor by itself goes that way only for weights that are frozen into the graph,
+one copy per graph; here the weight stays the module's parameter.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch.fx import Graph, Node
+
+__all__ = ["for_cpu"]
+
+_aten = torch.ops.aten
+_MIN_ROWS = 16  # below, oneDNN's call costs more than it saves
+
+_library = torch.library.Library("graphs", "DEF")
+_library.define("onednn_linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor")
+
+
+def for_cpu() -> dict[str, Any]:
+    """Options of `torch.compile` with the passes that help on this CPU; empty where none does."""
+    usable = torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()
+    return {"post_grad_custom_post_pass": OneDnnLinear()} if usable else {}
+
+
+class OneDnnLinear(CustomGraphPass):
+    """Replaces ``mm(x, weight.T)`` and ``addmm(bias, x, weight.T)`` in float32 on the CPU.
+
+    Only where the weight is a contiguous input of the graph and there are at least 16 rows. The
+    result differs in rounding only.
+    """
+
+    def __call__(self, graph: Graph) -> None:
+        """Rewrites the graph in place."""
+        for node in list(graph.nodes):
+            matched = _linear_arguments(node)
+            if matched is None:
+                continue
+            with graph.inserting_before(node):
+                linear = graph.call_function(torch.ops.graphs.onednn_linear.default, matched)
+            linear.meta.update(node.meta)
+            node.replace_all_uses_with(linear)
+            graph.erase_node(node)
+        graph.eliminate_dead_code()
+
+    def uuid(self) -> Any:
+        """Identity of the pass in inductor's cache: its source."""
+        return get_hash_for_files((__file__,))
+
+
+def _linear_arguments(node: Node) -> tuple[Node, Node, Node | None] | None:
+    """Input, weight and bias if the node is a float32 linear layer of a parameter, else None."""
+    if node.target is _aten.mm.default:
+        bias, (rows, transposed) = None, node.args
+    elif node.target is _aten.addmm.default and not node.kwargs:
+        bias, rows, transposed = node.args
+    else:
+        return None
+    weight = _transposed_parameter(transposed)
+    if weight is None or not isinstance(rows, Node):
+        return None
+    value = rows.meta["val"]
+    if value.dtype is not torch.float32 or value.device.type != "cpu":
+        return None
+    if not isinstance(value.shape[0], int) or value.shape[0] < _MIN_ROWS:
+        return None
+    if isinstance(bias, Node) and bias.meta["val"].dim() != 1:
+        return None
+    return rows, weight, bias if isinstance(bias, Node) else None
+
+
+def _transposed_parameter(node: Any) -> Node | None:
+    if not isinstance(node, Node) or node.op != "call_function":
+        return None
+    is_transpose = (
+        node.target is _aten.t.default
+        or (node.target is _aten.permute.default and node.args[1] == [1, 0])
+    )  # fmt: skip
+    weight = node.args[0]
+    if not is_transpose or not isinstance(weight, Node) or weight.op != "placeholder":
+        return None
+    return weight if weight.meta["val"].is_contiguous() else None
+
+
+def _onednn_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(
+        input.contiguous(), weight, bias, "none", [], ""
+    )
+    return out
+
+
+def _onednn_linear_shape(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return input.new_empty(input.shape[0], weight.shape[0])
+
+
+_library.impl("onednn_linear", _onednn_linear, "CPU")
+torch.library.register_fake("graphs::onednn_linear", _onednn_linear_shape, lib=_library)

@@ -1,0 +1,83 @@
+"""ONNX Runtime behind Dynamo: FX graph, `torch.onnx.export`, a session on torch's own memory.
+
+Weights, buffers and caches are inputs of the ONNX model, bound by address at each run: nothing is
+stored twice, and what the user changes in them counts at once. A cache that the graph updates is
+written where it lies if that is safe (:mod:`graphs.backends.onnx.alias`), else copied back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphs.backends.inductor import InductorBackend
+from graphs.backends.onnx.export import to_onnx
+from graphs.backends.onnx.session import OnnxSession
+from graphs.capture.contract import Backend, Frozen
+from graphs.capture.inputs import Input
+from graphs.errors import NoOnnx
+
+__all__ = ["OnnxrtBackend", "compiled_attn_ort"]
+
+_NEEDED = ("onnxruntime", "onnx", "onnxscript")
+
+
+class OnnxrtBackend(Backend):
+    """Captures through Dynamo and runs with ONNX Runtime on the CPU; no gradients, no bfloat16."""
+
+    name = "onnxrt"
+
+    def available(self) -> str | None:
+        """Needs the packages of extra `ort`."""
+        missing = [package for package in _NEEDED if find_spec(package) is None]
+        if not missing:
+            return None
+        return f"{', '.join(missing)} not installed; pip install 'compiled-attn[ort]'"
+
+    def capture(
+        self,
+        function: Callable[..., Any],
+        example_inputs: Sequence[Input],
+        *,
+        name: str,
+        warm_runs: int,
+    ) -> Frozen:
+        """Compile in the first run, as backend `inductor` does."""
+        dynamo = InductorBackend(self.name, compiled_attn_ort)
+        return dynamo.capture(function, example_inputs, name=name, warm_runs=warm_runs)
+
+
+def compiled_attn_ort(graph: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+    """Compile a Dynamo graph with ONNX Runtime: ``torch.compile(backend="compiled_attn_ort")``.
+
+    Raises:
+        NoOnnx: an operator or dtype that ONNX or its CPU runtime does not have, symbolic sizes,
+            tensors of another device, or gradients.
+    """
+    from torch._dynamo.backends.common import aot_autograd
+
+    _refuse_what_is_not_for_us(example_inputs)
+    compiler = aot_autograd(fw_compiler=_compile, keep_inference_input_mutations=True)
+    return compiler(graph, example_inputs)
+
+
+def _compile(graph: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+    from torch._functorch._aot_autograd.utils import make_boxed_func
+
+    session = OnnxSession(to_onnx(graph, example_inputs))
+    return make_boxed_func(lambda *inputs: session(inputs))
+
+
+def _refuse_what_is_not_for_us(inputs: Sequence[Any]) -> None:
+    tensors = [value for value in inputs if isinstance(value, Tensor)]
+    if devices := {value.device.type for value in tensors} - {"cpu"}:
+        raise NoOnnx(
+            f"expected tensors of the CPU, got some of {', '.join(sorted(devices))}: "
+            "use backend 'inductor' there"
+        )
+    if torch.is_grad_enabled() and any(value.requires_grad for value in tensors):
+        raise NoOnnx("expected no gradients, got an input that needs one: use torch.no_grad()")

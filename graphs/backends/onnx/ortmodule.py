@@ -1,0 +1,86 @@
+"""torch-ort's `ORTModule`, where it still imports; `onnxrt` is the backend to use elsewhere."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphs.capture.contract import Backend, Frozen
+from graphs.capture.inputs import Input
+from graphs.capture.wrappers import as_module
+from graphs.errors import CaptureError
+
+__all__ = ["OrtModuleBackend"]
+
+
+class OrtModuleBackend(Backend):
+    """Runs a module through ``torch_ort.ORTModule``, which traces it at its first run."""
+
+    name = "ortmodule"
+
+    def available(self) -> str | None:
+        """Needs a torch-ort that imports with this torch; version 1.19.2 does not with 2.13."""
+        reason = _import_error()
+        return reason and f"{reason}; use backend 'onnxrt'"
+
+    def capture(
+        self,
+        function: Callable[..., Any],
+        example_inputs: Sequence[Input],
+        *,
+        name: str,
+        warm_runs: int,
+    ) -> Frozen:
+        """Run eagerly once, to see that nothing changes in place, then through ORTModule."""
+        module = as_module(function)
+        try:
+            changed = _changed_in_place(module, example_inputs)
+            if changed:
+                raise CaptureError(
+                    name, f"changes {changed} in place, which ORTModule loses; use 'onnxrt'"
+                )
+            converted = _ort_module()(module)
+            for _ in range(warm_runs):
+                converted(*example_inputs)
+        except CaptureError:
+            raise
+        except Exception as error:
+            raise CaptureError(name, f"{type(error).__name__}: {error}") from error
+        return Frozen(converted)
+
+
+def _ort_module() -> Any:
+    return importlib.import_module("torch_ort").ORTModule
+
+
+def _import_error() -> str | None:
+    try:
+        _ort_module()
+    except ModuleNotFoundError as error:
+        if error.name == "torch_ort":
+            return "torch-ort is not installed"
+        return _why(error)
+    except Exception as error:
+        return _why(error)
+    return None
+
+
+def _why(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return (
+        f"torch-ort does not import with torch {torch.__version__} "
+        f"({type(error).__name__}: {text[0] if text else ''})"
+    )
+
+
+def _changed_in_place(module: nn.Module, inputs: Sequence[Input]) -> str:
+    tensors = dict(module.named_buffers())
+    tensors |= {f"input {i}": value for i, value in enumerate(inputs) if isinstance(value, Tensor)}
+    tensors = {name: tensor for name, tensor in tensors.items() if not tensor.is_inference()}
+    before = {name: tensor._version for name, tensor in tensors.items()}
+    module(*inputs)
+    return ", ".join(name for name, tensor in tensors.items() if tensor._version != before[name])

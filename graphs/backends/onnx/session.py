@@ -1,0 +1,125 @@
+"""A session of ONNX Runtime on torch tensors where they lie."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphs.backends.onnx.alias import may_alias
+from graphs.backends.onnx.export import OnnxGraph
+from graphs.errors import NoOnnx
+
+__all__ = ["OnnxSession"]
+
+_log = logging.getLogger(__name__)
+
+
+class OnnxSession:
+    """An ONNX Runtime session whose inputs and results are the memory of torch tensors.
+
+    Args:
+        graph: the model.
+
+    Attributes:
+        in_place: indices of the inputs that the model updates where they lie.
+        copied_back: indices of those that get their new value by a copy, since their old value may
+            be read after the write.
+
+    Raises:
+        NoOnnx: ONNX Runtime cannot run the model, such as one of bfloat16 products on a CPU.
+    """
+
+    def __init__(self, graph: OnnxGraph) -> None:
+        self._graph = graph
+        self._session, running = _load(graph.model)
+        aliased = {
+            place: may_alias(running, graph.inputs[place], graph.outputs[result])
+            for place, result in graph.mutated
+        }
+        self.in_place = tuple(place for place, is_safe in aliased.items() if is_safe)
+        self.copied_back = tuple(place for place, is_safe in aliased.items() if not is_safe)
+        if self.copied_back:
+            _log.info("copied back at each run: inputs %s", self.copied_back)
+        self._binding = self._session.io_binding()
+        self._types = {
+            value.name: value.type.tensor_type.elem_type
+            for value in (*graph.model.graph.input, *graph.model.graph.output)
+        }
+        self._bound: dict[str, int] = {}
+
+    def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor | None]:
+        """Run on inputs of the captured shapes, and update those that the graph updates.
+
+        Raises:
+            RuntimeError: an assertion of the graph does not hold. Unlike in other backends, what
+                the graph writes has been written.
+        """
+        graph = self._graph
+        given = [value.detach().contiguous() for value in inputs]
+        results = [torch.empty(like.shape, dtype=like.dtype) for like in graph.examples]
+        for place, result in graph.mutated:
+            if place in self.in_place:
+                results[result] = given[place]
+        for name, value in zip(graph.inputs, given, strict=True):
+            self._bind(self._binding.bind_input, name, value)
+        for name, value in zip(graph.outputs, results, strict=True):
+            self._bind(self._binding.bind_output, name, value)
+        self._session.run_with_iobinding(self._binding)
+        for place, result in graph.mutated:
+            if results[result].data_ptr() != inputs[place].data_ptr():
+                inputs[place].copy_(results[result])
+        self._check_assertions(results)
+        return self._returned(inputs, results)
+
+    def _bind(self, bind: Any, name: str, value: Tensor) -> None:
+        address = value.data_ptr()
+        if self._bound.get(name) != address:
+            bind(name, "cpu", 0, self._types[name], tuple(value.shape), address)
+            self._bound[name] = address
+
+    def _check_assertions(self, results: list[Tensor]) -> None:
+        for result, message in self._graph.asserted:
+            if not results[result]:
+                raise RuntimeError(f"{message} (found after the graph ran: its writes are done)")
+
+    def _returned(self, inputs: Sequence[Tensor], results: list[Tensor]) -> list[Tensor | None]:
+        updates = {result for _, result in self._graph.mutated}
+        returned: list[Tensor | None] = []
+        for place in self._graph.returned:
+            if place is None:
+                returned.append(None)
+            elif place < 0:
+                returned.append(inputs[~place])
+            else:  # an input's new value may lie in the input: what is returned is apart from it
+                value = results[place]
+                returned.append(value.clone() if place in updates else value)
+        return returned
+
+
+def _load(model: Any) -> tuple[Any, Any]:
+    # The session, and the graph that it really runs: what an optimisation moved or merged counts.
+    import onnx
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.log_severity_level = 4
+    # Each session has threads of its own; those of the graphs that do not run must not spin.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    with tempfile.TemporaryDirectory(prefix="graphs-onnx-") as folder:
+        path = Path(folder) / "optimised.onnx"
+        options.optimized_model_filepath = str(path)
+        try:
+            session = onnxruntime.InferenceSession(
+                model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+            )
+        except Exception as error:
+            text = str(error).strip().splitlines()
+            raise NoOnnx(f"ONNX Runtime refuses it: {text[0] if text else error!r}") from error
+        return session, onnx.load(str(path), load_external_data=False).graph

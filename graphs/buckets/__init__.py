@@ -1,0 +1,1 @@
+"""Buckets: axes, spaces of buckets and their pick, ladders, bucket files."""

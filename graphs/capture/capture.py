@@ -1,0 +1,231 @@
+"""`capture`: the one way in to every way of freezing a callable at fixed shapes."""
+
+from __future__ import annotations
+
+import re
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from graphs.backends import BACKENDS
+from graphs.capture.contract import Backend, Frozen
+from graphs.capture.inputs import Input, InputsCheck, InputSpec
+from graphs.capture.memory import bytes_in_use
+from graphs.capture.settings import Settings
+from graphs.capture.wrappers import name_of
+from graphs.errors import CaptureError, InputMismatch, ModeMismatch, StaleGraph
+from graphs.watch.sentinel import note_capture
+
+__all__ = ["CapturedGraph", "available_backends", "capture", "median_seconds", "resolve"]
+
+_LONG_ENOUGH = 0.1
+# Dynamo sees the inputs through the wrapper of wrappers.py, which names them by position.
+_WRAPPED_INPUT = re.compile(r"(?:L\['inputs'\]|inputs)\[(\d+)\]")
+
+
+class CapturedGraph:
+    """A callable frozen at the shapes of its examples; made by :func:`capture`.
+
+    Attributes:
+        name: says in errors which graph it is.
+        backend: name of the backend.
+        seconds: how long the capture took, its warm runs included.
+        bytes: by how much the memory in use grew (reserved on accelerators, resident on the host),
+            at least 0.
+        static_inputs: tensors at fixed addresses to fill in place; empty where the backend has
+            none.
+        input_specs: name, shape, dtype, device and stride of each input, or its constant.
+        settings: those of torch that it was captured under and has to run under.
+        is_loaded: whether it came from a store (:mod:`graphs.store`) instead of a compiler.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        backend: str,
+        frozen: Frozen,
+        inputs: InputsCheck,
+        settings: Settings,
+        seconds: float,
+        bytes: int,
+    ) -> None:
+        self.name = name
+        self.backend = backend
+        self.seconds = seconds
+        self.bytes = bytes
+        self.settings = settings
+        self.is_loaded = frozen.is_loaded
+        self.input_specs: tuple[InputSpec, ...] = inputs.specs
+        self.static_inputs: tuple[Tensor, ...] = frozen.static_inputs
+        self._frozen: Frozen | None = frozen
+        self._mismatch = inputs.mismatch
+        self._holds = _holds_of(frozen, inputs, settings)
+        self._call = frozen.direct.run if frozen.direct else frozen.run
+
+    def run(self, *inputs: Input) -> Any:
+        """Run the graph on inputs like its examples, and return what the callable returns.
+
+        Raises:
+            InputMismatch: an input differs in shape, dtype, device, stride or constant; the graph
+                did not run.
+            ModeMismatch: grad mode, threads or another setting differs; the graph did not run.
+            StaleGraph: something else that it depends on has changed, such as a global; the graph
+                did not run.
+            CaptureError: it is closed.
+        """
+        if not self._holds(inputs):
+            return self._run_otherwise(inputs)
+        try:
+            return self._call(*inputs)
+        except Exception as error:
+            self._refuse_if_stale(error)
+            raise
+
+    def _run_otherwise(self, inputs: tuple[Input, ...]) -> Any:
+        """Say what differs; where nothing does, go the long way, which knows or finds it right."""
+        now = Settings.current()
+        if now != self.settings:
+            changed = now.differences(self.settings)
+            raise ModeMismatch(self.name, f"{changed}; restore it, or capture again under it")
+        if mismatch := self._mismatch(inputs):
+            raise InputMismatch(self.name, mismatch)
+        if self._frozen is None:
+            self._refuse()
+        try:
+            return self._frozen.run(*inputs)
+        except Exception as error:
+            self._refuse_if_stale(error)
+            raise
+
+    def _refuse_if_stale(self, error: Exception) -> None:
+        reason = self._frozen.stale(error) if self._frozen else None
+        if reason is not None:
+            reason = _WRAPPED_INPUT.sub(lambda match: self.input_specs[int(match[1])].name, reason)
+            raise StaleGraph(self.name, f"no longer holds, capture it again: {reason}") from error
+
+    def close(self) -> None:
+        """Free what the graph holds; running it from now on is an error. May be called twice."""
+        if self._frozen is None:
+            return
+        frozen, self._frozen = self._frozen, None
+        self.static_inputs = ()
+        self._holds, self._call = _always, self._refuse
+        frozen.close()
+
+    def _refuse(self, *_: Input) -> NoReturn:
+        raise CaptureError(self.name, "is closed; capture it again to run it")
+
+    def __repr__(self) -> str:
+        state = "closed" if self._frozen is None else f"{self.seconds:.2f} s"
+        return f"CapturedGraph({self.name}, {self.backend}, {state})"
+
+
+def _holds_of(
+    frozen: Frozen, inputs: InputsCheck, settings: Settings
+) -> Callable[[tuple[Input, ...]], bool]:
+    # One evaluation of everything: what the backend's own guards look at is not looked at again.
+    direct, mismatch = frozen.direct, inputs.mismatch
+    if direct is None:
+        are_settings = settings.watch()
+        return lambda values: are_settings() and mismatch(values) is None
+    if not direct.unchecked:
+        return direct.holds
+    holds, rest = direct.holds, [(place, inputs.specs[place]) for place in direct.unchecked]
+    return lambda values: (
+        holds(values) and not any(spec.mismatch(values[place]) for place, spec in rest)
+    )
+
+
+def _always(_: tuple[Input, ...]) -> bool:
+    return True
+
+
+def capture(
+    callable: Callable[..., Any],
+    example_inputs: Sequence[Input],
+    *,
+    backend: str | Backend = "inductor",
+    name: str | None = None,
+    warm_runs: int = 1,
+    **options: Any,
+) -> CapturedGraph:
+    """Freeze a callable or `nn.Module` at the shapes of its example inputs.
+
+    The callable really runs on the examples, `warm_runs` times: what it writes in place is written.
+    It is up to the caller to give examples that do no harm (a cache slot that nobody uses). The
+    grad mode and the other :class:`~graphs.capture.settings.Settings` of this moment become part of
+    the graph.
+
+    Args:
+        callable: takes its inputs by position.
+        example_inputs: tensors, None and plain constants; the latter are captured with their value.
+        backend: a name out of :func:`available_backends`, or a backend object.
+        name: for errors; default: the callable's own name.
+        warm_runs: how often to run it; the first run compiles.
+        options: passed to the backend; `mode` and `options` of `torch.compile` for `inductor`.
+
+    Raises:
+        CaptureError: unknown or unavailable backend, a graph break (with the user's line), a
+            failing callable.
+        GraphBudgetExceeded: a strict :class:`~graphs.watch.sentinel.no_compile` is armed.
+        TypeError: an input is neither a tensor nor a plain constant, or the backend does not know
+            an option.
+        ValueError: `warm_runs` is below 1.
+    """
+    name = name or name_of(callable)
+    if warm_runs < 1:
+        raise ValueError(f"warm_runs is {warm_runs}; expected at least 1, since a capture is a run")
+    chosen = resolve(backend, name)
+    inputs = InputsCheck(callable, example_inputs)
+    note_capture(name)
+    settings = Settings.current()
+    devices = {value.device for value in example_inputs if isinstance(value, Tensor)}
+    before, start = bytes_in_use(devices), time.perf_counter()
+    frozen = chosen.capture(callable, example_inputs, name=name, warm_runs=warm_runs, **options)
+    _wait_for(devices)
+    seconds, grown = time.perf_counter() - start, bytes_in_use(devices) - before
+    return CapturedGraph(name, chosen.name, frozen, inputs, settings, seconds, max(0, grown))
+
+
+def median_seconds(graph: CapturedGraph, inputs: Sequence[Input], runs: int) -> float:
+    """Time up to `runs` runs of a graph, but end after a tenth of a second; the median of them."""
+    devices = {value.device for value in inputs if isinstance(value, Tensor)}
+    seconds: list[float] = []
+    while len(seconds) < runs and sum(seconds) < _LONG_ENOUGH:
+        start = time.perf_counter()
+        graph.run(*inputs)
+        _wait_for(devices)
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def available_backends() -> dict[str, str | None]:
+    """The names of all backends, each with None, or the reason why it does not work here."""
+    return {name: backend.available() for name, backend in BACKENDS.items()}
+
+
+def resolve(backend: str | Backend, name: str) -> Backend:
+    """The backend of that name, if it works here.
+
+    Raises:
+        CaptureError: it is unknown, or not available.
+    """
+    if isinstance(backend, str):
+        if backend not in BACKENDS:
+            raise CaptureError(
+                name, f"unknown backend {backend!r}; expected one of {', '.join(BACKENDS)}"
+            )
+        backend = BACKENDS[backend]
+    if reason := backend.available():
+        raise CaptureError(name, f"backend {backend.name!r} is not available: {reason}")
+    return backend
+
+
+def _wait_for(devices: set[torch.device]) -> None:
+    for device in devices:
+        if device.type not in ("cpu", "meta"):
+            torch.accelerator.synchronize(device)

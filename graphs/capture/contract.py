@@ -1,0 +1,144 @@
+"""The contract of a capture backend: what it is asked, and what a capture gives back.
+
+A backend is one object in one file, of a class derived from :class:`Backend`. It has to have a
+name and `capture`; everything else has a default.
+
+What a backend may rely on: inputs are tensors and plain constants; :func:`graphs.capture` compares
+the inputs of each later call with the examples before the graph runs, and takes care of settings,
+names, seconds and bytes.
+
+What it must keep: the graph computes what the callable computes, buffers and inputs changed in
+place included; with other guards than those on its inputs (a global, an attribute), a broken one
+never runs a stale graph in silence.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from graphs.capture.inputs import Input
+
+__all__ = ["Backend", "Direct", "Frozen"]
+
+
+def _nothing_to_close() -> None:
+    pass
+
+
+def _never_stale(_: Exception) -> str | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Direct:
+    """A short way to a graph, for a backend that has guards of its own.
+
+    Attributes:
+        holds: given the tuple of inputs, whether the graph may run on them now: nothing that it
+            depends on has changed, be it an input, a setting of torch, or anything else.
+        run: the graph, which checks nothing.
+        unchecked: places of the inputs that `holds` does not look at, since the graph does not use
+            them.
+    """
+
+    holds: Callable[[tuple[Any, ...]], bool]
+    run: Callable[..., Any]
+    unchecked: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """A callable as a backend froze it.
+
+    Attributes:
+        run: takes inputs like the examples, returns what the callable returns.
+        static_inputs: tensors at fixed addresses that `run` reads, for callers who fill them in
+            place; empty if it reads what it is given.
+        close: frees what the graph holds.
+        stale: given an exception of `run`, the reason if it means that the graph no longer holds,
+            else None.
+        direct: a way that is taken while it holds, instead of `run` and the checks before it; what
+            `run` then raises says why it no longer does.
+        is_loaded: whether it came from a store, and nothing was compiled.
+    """
+
+    run: Callable[..., Any]
+    static_inputs: tuple[Tensor, ...] = ()
+    close: Callable[[], None] = _nothing_to_close
+    stale: Callable[[Exception], str | None] = _never_stale
+    direct: Direct | None = None
+    is_loaded: bool = False
+
+
+class Backend(ABC):
+    """One way to freeze a callable.
+
+    Attributes:
+        name: what it is chosen by.
+    """
+
+    name: str
+
+    def available(self) -> str | None:
+        """None, or in one line why it cannot work here and what would make it work."""
+        return None
+
+    @abstractmethod
+    def capture(
+        self,
+        function: Callable[..., Any],
+        example_inputs: Sequence[Input],
+        *_: Any,
+        **settings: Any,
+    ) -> Frozen:
+        """Freeze `function` at the shapes of `example_inputs`.
+
+        Args:
+            function: really runs on the examples, `warm_runs` times.
+            example_inputs: in the order of its parameters.
+            settings: `name: str`, for errors; `warm_runs: int`, at least 1; and the backend's own
+                options, which it declares as keyword arguments, so that a wrong one is a TypeError.
+
+        Raises:
+            CaptureError: in one line the cause, and what the user can do about it; nothing half
+                captured is left in use.
+        """
+
+    def has(
+        self,
+        function: Callable[..., Any],
+        example_inputs: Sequence[Input],
+        *_: Any,
+        **options: Any,
+    ) -> bool:
+        """Whether a capture would find its graph in a store; `options` are those of `capture`."""
+        return False
+
+    def why_no_precompile(self) -> str:
+        """Why :meth:`precompile` does not work here, or an empty string."""
+        return f"backend {self.name!r} keeps nothing on disk"
+
+    def precompile(
+        self,
+        function: Callable[..., Any],
+        example_inputs: Sequence[Input],
+        *_: Any,
+        **settings: Any,
+    ) -> None:
+        """Compile into a cache on disk, from which a later capture is quick, and run nothing.
+
+        Called in forked processes; `settings` are `name` and the options of `capture`.
+
+        Raises:
+            NotImplementedError: see :meth:`why_no_precompile`.
+        """
+        raise NotImplementedError(self.why_no_precompile())
+
+    def prepare(self) -> None:
+        """Load once what every :meth:`precompile` needs, for forked processes to inherit."""
+        return

@@ -1,0 +1,93 @@
+"""The global settings of torch that a captured graph was made under, and may only run under."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+__all__ = ["Settings"]
+
+
+class Settings(NamedTuple):
+    """Settings outside the inputs that change what a callable computes or how it was compiled.
+
+    Attributes:
+        grad_enabled, inference_mode: of the calling thread.
+        threads: `torch.get_num_threads()`.
+        default_dtype: `torch.get_default_dtype()`.
+        deterministic: `off`, `on`, or `warn`, as `torch.use_deterministic_algorithms` sets it.
+        autocast: the devices for which it is enabled, each with its dtype, as `cpu:bfloat16`; else
+            `off`.
+        matmul_precision: of float32, as `torch.set_float32_matmul_precision` sets it.
+    """
+
+    grad_enabled: bool
+    inference_mode: bool
+    threads: int
+    default_dtype: torch.dtype
+    deterministic: str
+    autocast: str
+    matmul_precision: str
+
+    @classmethod
+    def current(cls) -> Settings:
+        """Read the settings of the calling thread."""
+        return cls(
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            torch.get_num_threads(),
+            torch.get_default_dtype(),
+            _deterministic(),
+            _autocast(),
+            torch.get_float32_matmul_precision(),
+        )
+
+    def watch(self) -> Callable[[], bool]:
+        """A check, of a fraction of a microsecond, that the settings are still these.
+
+        Made while they are. It may also say no where another setting changed that torch's own
+        guard knows of.
+        """
+        guard = _native_guard()
+        if guard is None:
+            return lambda: Settings.current() == self
+        check, is_inference, inference = (
+            guard.check,
+            torch.is_inference_mode_enabled,
+            self.inference_mode,
+        )
+        return lambda: check() and is_inference() is inference
+
+    def differences(self, captured: Settings) -> str:
+        """Say where these are not the captured settings: `grad_enabled is True, captured False`."""
+        return ", ".join(
+            f"{name} is {now}, captured {then}"
+            for name, now, then in zip(self._fields, self, captured, strict=True)
+            if now != then
+        )
+
+
+def _deterministic() -> str:
+    if not torch.are_deterministic_algorithms_enabled():
+        return "off"
+    return "warn" if torch.is_deterministic_algorithms_warn_only_enabled() else "on"
+
+
+def _autocast() -> str:
+    devices = ["cpu"]
+    if (accelerator := torch.accelerator.current_accelerator()) is not None:
+        devices.append(accelerator.type)
+    enabled = [device for device in devices if torch.is_autocast_enabled(device)]
+    dtypes = [str(torch.get_autocast_dtype(device)).removeprefix("torch.") for device in enabled]
+    return " ".join(map(":".join, zip(enabled, dtypes, strict=True))) or "off"
+
+
+def _native_guard() -> Any:
+    # Dynamo's own snapshot of these settings, compared in one call.
+    try:
+        from torch._C._dynamo.guards import GlobalStateGuard
+    except ImportError:
+        return None
+    return GlobalStateGuard()

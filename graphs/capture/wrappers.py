@@ -1,0 +1,43 @@
+"""Wrappers of a callable: with a code object of its own, for Dynamo; as an ``nn.Module``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+from torch import nn
+
+__all__ = ["as_module", "name_of", "with_own_code"]
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """The name of a function, or of the class of a module or another callable."""
+    return getattr(function, "__name__", None) or type(function).__name__
+
+
+def with_own_code(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """A function that calls `function` and shares no compile cache with any other.
+
+    Dynamo keeps, and counts, what it compiles by code object.
+    """
+
+    def call(*inputs: Any) -> Any:
+        return function(*inputs)
+
+    code = call.__code__.replace(co_name=name, co_qualname=name)
+    return FunctionType(code, call.__globals__, name, None, call.__closure__)
+
+
+def as_module(function: Callable[..., Any]) -> nn.Module:
+    """The function itself if it is a module, or else a module that calls it."""
+    return function if isinstance(function, nn.Module) else _Function(function)
+
+
+class _Function(nn.Module):
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self, *inputs: Any) -> Any:
+        return self._function(*inputs)

@@ -1,0 +1,139 @@
+"""The errors of this package, and how they quote what a user gave: in one short line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from graphs.buckets.axes import Bucket
+    from graphs.watch.compiles import CompileEvent
+
+__all__ = [
+    "BucketFileError",
+    "BucketOverflow",
+    "CaptureError",
+    "DemandFileError",
+    "GraphBudgetExceeded",
+    "InputMismatch",
+    "JournalError",
+    "ModeMismatch",
+    "NoOnnx",
+    "StaleGraph",
+    "StoreBusy",
+    "StoreError",
+    "UnsafeStore",
+    "clipped",
+    "parse_json",
+    "quoted",
+]
+
+
+class CaptureError(RuntimeError):
+    """A callable could not be captured, or a graph cannot run: `name` says which, `detail` why."""
+
+    def __init__(self, name: str, detail: str) -> None:
+        self.name = name
+        self.detail = detail
+        super().__init__(f"{name}: {detail}")
+
+
+class InputMismatch(CaptureError):
+    """An input differs from the captured one: shape, dtype, device, stride, constant, or number."""
+
+
+class ModeMismatch(CaptureError):
+    """A global setting of torch (grad mode, threads, ...) differs from what was captured."""
+
+
+class StaleGraph(CaptureError):
+    """Something outside the inputs that the graph depends on has changed; the graph did not run."""
+
+
+class NoOnnx(RuntimeError):
+    """A graph that cannot become an ONNX model, or that ONNX Runtime cannot run; says why."""
+
+
+class GraphBudgetExceeded(RuntimeError):
+    """Something would compile or be captured while a strict :class:`~graphs.no_compile` was armed.
+
+    Attributes:
+        event: what it was, with the function, its line and the guard or tensor that caused it.
+    """
+
+    def __init__(self, event: CompileEvent) -> None:
+        self.event = event
+        super().__init__(str(self))
+
+    def __str__(self) -> str:
+        return (
+            f"{self.event}; expected nothing to compile any more: {self.event.remedy}; or only "
+            "count it: no_compile(strict=False)"
+        )
+
+
+class BucketOverflow(ValueError):
+    """No bucket holds a need; `need` and the `largest` bucket are attributes."""
+
+    def __init__(self, need: Mapping[str, int], largest: Bucket, remedy: str = "") -> None:
+        self.need = dict(need)
+        self.largest = largest
+        wanted = " ".join(f"{name}={size}" for name, size in need.items())
+        remedy = remedy or "cut the step into smaller ones, or add a larger bucket"
+        super().__init__(f"need {wanted} fits no bucket, the largest is {largest}; {remedy}")
+
+
+class BucketFileError(ValueError):
+    """A bucket file that cannot be read; the message begins with `path:line:`."""
+
+
+class DemandFileError(ValueError):
+    """A demand file that cannot be read; the message begins with `path:line:`."""
+
+
+class JournalError(ValueError):
+    """A journal that cannot be used: another file, another warmup's, or of a newer version."""
+
+
+class StoreError(RuntimeError):
+    """A store that cannot be used: what was expected, what was found, and the remedy."""
+
+
+class UnsafeStore(StoreError):
+    """Someone else can write to the store, so what it holds must not be run."""
+
+
+class StoreBusy(StoreError):
+    """Another process kept the store locked longer than this one was willing to wait."""
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parse a JSON text that a user gave.
+
+    Raises:
+        ValueError: it is not JSON, or is nested too deeply, or has a number too long to be read;
+            the message is one short line.
+    """
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not valid JSON: {error.msg} at column {error.colno}") from None
+    except UnicodeDecodeError:
+        raise ValueError("not valid JSON: not UTF-8") from None
+    except RecursionError:
+        raise ValueError("JSON that is nested too deeply to be read") from None
+    except ValueError:  # Python's own limit for the digits of an integer
+        raise ValueError("JSON with a number of too many digits") from None
+
+
+def quoted(value: object, most: int = 80) -> str:
+    """`repr`, cut at about `most` characters, even of a text that is megabytes long."""
+    if isinstance(value, str):
+        return repr(value) if len(value) <= most else f"{value[:most]!r}..."
+    return clipped(repr(value), most)
+
+
+def clipped(text: str, most: int) -> str:
+    """A text cut at `most` characters, with `...` for the rest."""
+    return text if len(text) <= most else f"{text[:most]}..."

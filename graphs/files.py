@@ -1,0 +1,203 @@
+"""Files and folders that are whole or absent: written beside and renamed, deleted the same way."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any
+
+__all__ = [
+    "copy_whole",
+    "digest_of",
+    "digest_of_open",
+    "discard",
+    "files_in",
+    "open_regular",
+    "read_json",
+    "remove",
+    "sweep",
+    "sync_folder",
+    "visible",
+    "write_whole",
+]
+
+# Endings of hidden names that are being written or deleted, or were when a process was killed.
+_LEFTOVER = (".new", ".trash")
+_MOST_JSON = 64 << 20
+
+
+def digest_of(path: Path) -> str:
+    """SHA-256 of a file."""
+    with path.open("rb") as file:
+        return digest_of_open(file)
+
+
+def digest_of_open(file: IO[bytes]) -> str:
+    """SHA-256 of the rest of a file that is open."""
+    return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
+
+
+@contextmanager
+def open_regular(path: Path | str, folder: int | None = None) -> Iterator[IO[bytes]]:
+    """A file for reading; never waits, as for the other end of a pipe.
+
+    Args:
+        path: of the file.
+        folder: descriptor of the folder that `path` is relative to.
+
+    Raises:
+        OSError: it cannot be opened, or is a link or a folder.
+        ValueError: it is a pipe, a device or the like.
+    """
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+
+    with open(path, "rb", opener=opener) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ValueError(f"{path} is neither a file nor a folder")
+        yield file
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file that may be damaged in any way.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is not a file or not JSON, is nested too deeply, or is larger than 64 MiB.
+    """
+    with open_regular(path) as file:
+        data = file.read(_MOST_JSON + 1)
+    if len(data) > _MOST_JSON:
+        raise ValueError(f"{path.name} is larger than {_MOST_JSON} bytes")
+    try:
+        return json.loads(data)
+    except RecursionError:
+        raise ValueError(f"{path.name} is nested too deeply") from None
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file completely or not at all, even across a crash.
+
+    Raises:
+        OSError: it cannot be written; what was at `path` before is still there.
+    """
+    fresh = _beside(path, ".new")
+    try:
+        with fresh.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.replace(path)
+    except BaseException:
+        fresh.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def copy_whole(source: Path, target: Path) -> None:
+    """Copy a file, or the files of a folder, to where nothing is yet, and sync it to the disk.
+
+    Raises:
+        OSError: it cannot be read or written.
+        ValueError: there is something other than files and folders in it.
+    """
+    target.mkdir(mode=0o700)
+    if source.is_file():
+        _copy(source, target / source.name)
+    else:
+        for name, path in files_in(source).items():
+            _make_folders(target, Path(name).parent)
+            _copy(path, target / name)
+    for folder, _, _ in os.walk(target):
+        sync_folder(Path(folder))
+
+
+def files_in(folder: Path) -> dict[str, Path]:
+    """The files below a folder, by their name relative to it.
+
+    Raises:
+        ValueError: a link, a pipe or the like is in it.
+    """
+    found: dict[str, Path] = {}
+    for root, folders, names in os.walk(folder):
+        for name in (*folders, *names):
+            path = Path(root, name)
+            mode = path.lstat().st_mode
+            if stat.S_ISREG(mode):
+                found[path.relative_to(folder).as_posix()] = path
+            elif not stat.S_ISDIR(mode):
+                raise ValueError(f"{path} is neither a file nor a folder")
+    return dict(sorted(found.items()))
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder, if it is there; a kill may leave part of a folder."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def discard(path: Path) -> None:
+    """Remove a file or a folder, if it is there; under its name it is never seen in part.
+
+    Raises:
+        OSError: it cannot be moved away; it is still whole.
+    """
+    trash = _beside(path, ".trash")
+    try:
+        path.rename(trash)
+    except FileNotFoundError:
+        return
+    with suppress(OSError):  # what is in the trash is removed by the next sweep, at the latest
+        remove(trash)
+
+
+def sweep(folder: Path) -> None:
+    """Remove what killed processes left in a folder half written or half deleted.
+
+    To be called while no other process writes to the folder.
+    """
+    for path in folder.glob(".*"):
+        if path.name.endswith(_LEFTOVER):
+            with suppress(OSError):
+                remove(path)
+
+
+def visible(folder: Path) -> list[Path]:
+    """What a folder holds under names that are not hidden, sorted."""
+    return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder survive a crash."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _beside(path: Path, ending: str) -> Path:
+    # Hidden, in the same file system, and another name for each thread of each process.
+    return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}{ending}")
+
+
+def _make_folders(top: Path, below: Path) -> None:
+    for parts in range(1, len(below.parts) + 1):
+        top.joinpath(*below.parts[:parts]).mkdir(mode=0o700, exist_ok=True)
+
+
+def _copy(source: Path, target: Path) -> None:
+    with source.open("rb") as given, target.open("xb") as file:
+        shutil.copyfileobj(given, file, 1 << 20)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,122 @@
+"""A planning problem: needs in cells, their cost, the budget, and the buckets to choose among."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from graphs.buckets.axes import Axis
+from graphs.planner.budget import Expenses
+from graphs.planner.cells import Cells, CostOf, compress, jittered
+from graphs.planner.cost import CostModel, Floats
+from graphs.planner.demand import Demand, Points
+from graphs.planner.region import Region
+
+__all__ = ["Problem", "problem_of", "region_of"]
+
+_CELLS = 2500
+_SIZES_OF_ONE_AXIS = 20_000
+_CHECKED = 2000
+_JITTER_SHARE = 0.25
+_JITTER_SPREAD = 0.1
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Needs to be served, and what they can be served from.
+
+    Args:
+        cells: the needs.
+        cost: of points.
+        top: ``[axes]`` the maximum, always a bucket.
+        expenses: what buckets take of the budget.
+        candidates: ``[m, axes]``.
+    """
+
+    cells: Cells
+    cost: CostOf
+    top: Points
+    expenses: Expenses
+    candidates: Points
+
+
+def region_of(
+    demand: Demand, axes: Sequence[Axis], legal: Callable[[Mapping[str, Any]], Any] | None
+) -> Region:
+    """The legal needs of a demand; ValueError for an axis that it does not have."""
+    names = demand.names
+    given = {axis.name: axis for axis in axes}
+    if unknown := [name for name in given if name not in names]:
+        raise ValueError(
+            f"expected axes of the demand ({', '.join(names)}), got {', '.join(unknown)}: "
+            "leave them out"
+        )
+    low, high = demand.points.min(axis=0), demand.points.max(axis=0)
+    ends = zip(names, low.tolist(), high.tolist(), strict=True)
+    return Region([given.get(name, Axis(name, *end)) for name, *end in ends], legal)
+
+
+def problem_of(
+    demand: Demand, region: Region, model: CostModel, expenses: Expenses, seed: int
+) -> Problem:
+    """The needs of a demand in cells, and the buckets that may be chosen for them.
+
+    Raises:
+        ValueError: a need outside the axes, a cost that is negative, zero for all, or falling.
+    """
+    needs = demand.histogram()
+    _check_inside(needs, region)
+
+    def cost(points: Points) -> Floats:
+        return model.of(region.names, points)
+
+    points, weights, count = needs.points, needs.weights, _SIZES_OF_ONE_AXIS
+    if len(region.names) > 1:
+        count = _CELLS
+        points, weights = jittered(
+            points,
+            weights,
+            region.top,
+            share=_JITTER_SHARE,
+            spread=_JITTER_SPREAD,
+            seed=seed,
+            allows=region.allows,
+        )
+    _check_cost(needs.points[:: 1 + len(needs) // _CHECKED], cost, region.top)
+    cells = compress(points, weights, cost, count)
+    candidates = np.unique(np.concatenate([cells.corners, cells.joins]), axis=0)
+    return Problem(cells, cost, region.top, expenses, candidates)
+
+
+def _check_inside(needs: Demand, region: Region) -> None:
+    outside = (needs.points > region.top).any(axis=1)
+    if outside.any():
+        need = dict(zip(needs.names, needs.points[int(outside.argmax())].tolist(), strict=True))
+        limits = ", ".join(f"{axis.name} <= {axis.high}" for axis in region.axes)
+        raise ValueError(f"expected needs with {limits}, got {need}: raise the axis")
+
+
+def _check_cost(points: Points, cost: CostOf, top: Points) -> None:
+    """Whether it rises, tried at each point: to the next size of each axis, and to the maximum."""
+    own = cost(points)
+    if not own.any():
+        raise ValueError("expected needs that cost something, got a cost of 0: correct the cost")
+    larger = [np.broadcast_to(top, points.shape)]
+    for axis in range(points.shape[1]):
+        sizes = np.unique(np.append(points[:, axis], top[axis]))
+        next_one = np.minimum(np.searchsorted(sizes, points[:, axis], "right"), len(sizes) - 1)
+        larger.append(points.copy())
+        larger[-1][:, axis] = sizes[next_one]
+    for above in larger:
+        costs = cost(above)
+        falls = own > costs * (1 + 1e-9)
+        if falls.any():
+            at = int(falls.argmax())
+            raise ValueError(
+                f"expected a cost that never falls where a size grows, got {own[at]:g} for "
+                f"{tuple(points[at].tolist())} and {costs[at]:g} for "
+                f"{tuple(above[at].tolist())}: correct the cost"
+            )

@@ -1,0 +1,1 @@
+"""Warmup: every bucket captured before the first request, within budgets, and reported."""

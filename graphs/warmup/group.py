@@ -1,0 +1,70 @@
+"""A warmup of several members: a model's step, and the small graphs around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
+
+from graphs.warmup.report import BucketEvent, WarmupReport
+
+__all__ = ["WarmupGroup"]
+
+
+class Warmable(Protocol):
+    """A member of a group: a :class:`~graphs.WarmupManager`, or what holds some, or a group."""
+
+    @property
+    def pending(self) -> int:
+        """How many buckets its next warmup has to capture."""
+
+    def warmup(self, progress: Callable[[BucketEvent], None] | None = None) -> WarmupReport:
+        """Capture them."""
+
+
+class WarmupGroup:
+    """Members that are warmed up one after the other, with one progress and one report.
+
+    Each keeps its own buckets, order and budgets, and serves by itself.
+
+    Args:
+        members: in the order of their warmup.
+    """
+
+    def __init__(self, *members: Warmable) -> None:
+        self._members = members
+
+    @property
+    def pending(self) -> int:
+        """How many buckets are not captured yet."""
+        return sum(member.pending for member in self._members)
+
+    def warmup(self, progress: Callable[[BucketEvent], None] | None = None) -> WarmupReport:
+        """Capture what is not captured yet; the report is of all buckets of all members.
+
+        Args:
+            progress: called with an event per bucket, counted through all members; only the last
+                of them says how much time is left, since each estimates no more than its own.
+
+        Raises:
+            GraphBudgetExceeded: a strict `no_compile` is armed.
+        """
+        total, done = self.pending, 0
+        reports = []
+        for member in self._members:
+            pending = member.pending
+            is_last = done + pending == total
+            reports.append(member.warmup(progress and _counted(progress, done, total, is_last)))
+            done += pending
+        results = tuple(result for report in reports for result in report.results)
+        return WarmupReport(results, sum(report.elapsed_seconds for report in reports))
+
+
+def _counted(
+    progress: Callable[[BucketEvent], None], done: int, total: int, is_last: bool
+) -> Callable[[BucketEvent], None]:
+    def tell(event: BucketEvent) -> None:
+        eta = event.eta_seconds if is_last else None
+        progress(replace(event, index=event.index + done, total=total, eta_seconds=eta))
+
+    return tell

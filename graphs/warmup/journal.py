@@ -1,0 +1,136 @@
+"""The journal of a warmup: a small file of outcomes, for the next process to plan with."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from graphs.buckets.axes import Bucket
+from graphs.errors import JournalError, parse_json, quoted
+from graphs.files import write_whole
+from graphs.warmup.report import BucketResult
+
+__all__ = ["Journal"]
+
+_log = logging.getLogger(__name__)
+
+_FORM = "graphs warmup journal"
+_VERSION = 1
+_NO_JOURNAL = "is not a warmup journal: give another path, or remove it"
+
+
+@dataclass(frozen=True)
+class _Entry:
+    status: str
+    seconds: float
+
+
+class Journal:
+    """Outcomes of buckets, in a file that stays readable whenever the process is killed.
+
+    One JSON object a line: what is warmed up, then a line when a capture starts and one when it is
+    done. A last line that is cut off is ignored. It holds measurements only, no compiled code.
+
+    Args:
+        path: the file; it is made, or continued if it is of the same warmup.
+        name: of the callable.
+        backend: name of the backend.
+        axes: names of the axes.
+
+    Raises:
+        JournalError: the file is something else; it is left as it is.
+        OSError: it cannot be read or written.
+    """
+
+    def __init__(self, path: str | Path, name: str, backend: str, axes: Iterable[str]) -> None:
+        self.path = Path(path)
+        self._head = {
+            "form": _FORM,
+            "version": _VERSION,
+            "name": name,
+            "backend": backend,
+            "axes": [*axes],
+        }
+        self._entries: dict[Bucket, _Entry] = {}
+        self._is_broken = False
+        if lines := self._lines():
+            self._read(lines)
+        self._rewrite()
+
+    @property
+    def suspects(self) -> list[Bucket]:
+        """The buckets that failed, or during whose capture the process died."""
+        return [b for b, entry in self._entries.items() if entry.status in ("failed", "started")]
+
+    @property
+    def seconds(self) -> Mapping[Bucket, float]:
+        """How long each bucket took that was captured."""
+        captured = ((b, e) for b, e in self._entries.items() if e.status == "captured")
+        return {bucket: entry.seconds for bucket, entry in captured}
+
+    def start(self, bucket: Bucket) -> None:
+        """Note that a capture begins."""
+        self._append({"bucket": dict(bucket), "status": "started"})
+
+    def done(self, result: BucketResult) -> None:
+        """Note how it ended; for a skipped bucket, what was known stays."""
+        if result.status != "skipped":
+            self._append({**asdict(result), "bucket": dict(result.bucket)})
+
+    def _append(self, line: dict[str, Any]) -> None:
+        self._learn(line)
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:  # a full disk costs the next warmup its estimate, not this one
+            if not self._is_broken:
+                _log.warning("%s is not continued: %s", self.path, error)
+            self._is_broken = True
+
+    def _learn(self, line: dict[str, Any]) -> None:
+        bucket = Bucket(**line["bucket"])
+        self._entries[bucket] = _Entry(str(line["status"]), float(line.get("seconds", 0.0)))
+
+    def _lines(self) -> list[str]:
+        try:
+            return self.path.read_text("utf-8").splitlines() if self.path.exists() else []
+        except UnicodeDecodeError as error:
+            raise JournalError(f"{self.path} {_NO_JOURNAL}") from error
+
+    def _read(self, lines: list[str]) -> None:
+        head = _parsed(lines[0])
+        if not isinstance(head, dict) or head.get("form") != _FORM:
+            raise JournalError(f"{self.path} {_NO_JOURNAL}")
+        for key, expected in self._head.items():
+            if head.get(key) != expected:
+                raise JournalError(
+                    f"{self.path} has {key} {quoted(head.get(key))}, expected {quoted(expected)}: "
+                    "give another path, or remove it"
+                )
+        for place, text in enumerate(lines[1:], start=2):
+            try:
+                self._learn(parse_json(text))
+            except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
+                if place < len(lines):
+                    raise JournalError(f"{self.path}:{place} is not readable: remove it") from error
+
+    def _rewrite(self) -> None:
+        # Without a line that is cut off, to which nothing must be appended; by a rename, so that
+        # there always is a whole file.
+        lines: list[dict[str, Any]] = [self._head]
+        for bucket, entry in self._entries.items():
+            lines.append({"bucket": dict(bucket), **asdict(entry)})
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(self.path, text.encode())
+
+
+def _parsed(text: str) -> object:
+    try:
+        return parse_json(text)
+    except ValueError:
+        return None

@@ -1,0 +1,306 @@
+"""The warmup manager: captures every bucket before the first request, then serves by bucket."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, TypeAlias, get_args
+
+import torch
+
+from graphs.buckets.axes import Bucket
+from graphs.buckets.space import BucketSpace
+from graphs.capture.capture import CapturedGraph
+from graphs.capture.contract import Backend
+from graphs.capture.inputs import Input
+from graphs.capture.wrappers import name_of
+from graphs.errors import BucketOverflow, CaptureError, InputMismatch, ModeMismatch, StaleGraph
+from graphs.warmup.capturing import Capturing
+from graphs.warmup.report import BucketEvent, BucketResult, WarmupReport
+from graphs.warmup.schedule import Order, Schedule, Usage, in_order
+
+__all__ = ["WarmupManager"]
+
+_log = logging.getLogger(__name__)
+
+Overflow: TypeAlias = Literal["error", "split", "eager", "compile"]
+Progress: TypeAlias = Callable[[BucketEvent], None]
+
+
+class WarmupManager:
+    """One captured graph per bucket: `warmup()` makes them, `bucket()` chooses, `run()` runs.
+
+    Capture and serving both happen under `torch.no_grad()`.
+
+    Args:
+        module: the callable or `nn.Module` to capture.
+        buckets: the shapes to capture it at.
+        make_inputs: makes the example inputs of a bucket, in the order of the callable's
+            parameters. The callable really runs on them, so they must do no harm.
+        backend: a name out of :func:`~graphs.available_backends`, or a backend object.
+        order: `largest_first` (by the space's cost), `smallest_first`, `most_used` (the largest,
+            then by `usage`), `given`, or a key function of a bucket.
+        usage: how often each need came, for `most_used`: `{Bucket(tokens=37): 120, ...}`.
+        budget_seconds, budget_bytes: no capture is begun once a warmup took so long, or once all
+            graphs together take so much; what is left is listed as skipped.
+        workers: how many processes compile, this one included. More than one for backend
+            `inductor` only, which then needs `make_inputs` to work in a forked process; elsewhere
+            they are not used, and the log says why.
+        journal: a file for the outcome of each bucket, with its seconds. A later process that is
+            given it captures last what failed or was killed, and knows how long the rest takes.
+        timed_runs: how many runs of each graph are timed after its capture, for `report.cost`;
+            less if they take longer than a tenth of a second. They run the callable for real.
+        overflow: what happens to a need that no captured bucket holds. `error` and `split` raise
+            :class:`~graphs.BucketOverflow`, and with `split` that is expected: the caller cuts the
+            step. `eager` runs the callable itself; `compile` captures a bucket of just that size.
+            The last two are fallbacks.
+        strict: a fallback is an error; otherwise it is counted, and logged once with its reason.
+        name: for errors and logs; default: the callable's name.
+        options: passed on to the backend.
+
+    Attributes:
+        report: of all buckets so far, None before the first warmup.
+        overflows: how many needs no captured bucket held.
+        degraded: how many needs went to a larger bucket, since their own is not captured.
+        fallbacks: how many runs were eager or captured late.
+
+    Raises:
+        ValueError: an unknown `order` or `overflow`, a negative budget, or less than one worker.
+        CaptureError: the backend is unknown, or does not work here.
+        graphs.warmup.journal.JournalError: the journal is another file, or another warmup's.
+    """
+
+    def __init__(
+        self,
+        module: Callable[..., Any],
+        buckets: BucketSpace,
+        make_inputs: Callable[[Bucket], Sequence[Input]],
+        *,
+        backend: str | Backend = "inductor",
+        order: Order = "largest_first",
+        usage: Usage | None = None,
+        budget_seconds: float | None = None,
+        budget_bytes: int | None = None,
+        workers: int = 1,
+        journal: str | Path | None = None,
+        timed_runs: int = 3,
+        overflow: Overflow = "error",
+        strict: bool = True,
+        name: str = "",
+        **options: Any,
+    ) -> None:
+        if overflow not in get_args(Overflow):
+            raise ValueError(f"overflow is {overflow!r}; expected one of {get_args(Overflow)}")
+        self.buckets = buckets
+        self.name = name or name_of(module)
+        self.overflows = self.degraded = self.fallbacks = 0
+        self._module = module
+        self._order = in_order(buckets, order, usage)
+        self._capturing = Capturing(
+            self.name,
+            module,
+            make_inputs,
+            backend,
+            options,
+            axes=buckets.names,
+            budget_seconds=budget_seconds,
+            budget_bytes=budget_bytes,
+            workers=workers,
+            journal=journal,
+            timed_runs=timed_runs,
+        )
+        self._overflow = overflow
+        self._strict = strict
+        self._graphs: dict[Bucket, CapturedGraph] = {}
+        self._results: dict[Bucket, BucketResult] = {}
+        self._hits: dict[Bucket, int] = {}
+        self._serving: BucketSpace | None = None
+        self._elapsed_seconds = 0.0
+        self._logged: set[str] = set()
+
+    def warmup(self, progress: Progress | None = None) -> WarmupReport:
+        """Capture every bucket that is not captured yet, and report on all of them.
+
+        A bucket that fails is reported and its needs go to the next larger one. After an
+        interruption (Ctrl-C) what was captured stays and serves; calling `warmup` again goes on
+        where it stopped.
+
+        Args:
+            progress: called with a :class:`~graphs.BucketEvent` when a bucket starts, and when it
+                is done.
+
+        Raises:
+            GraphBudgetExceeded: a strict `no_compile` is armed.
+        """
+        waiting = [bucket for bucket in self._order if bucket not in self._graphs]
+        todo = self._capturing.suspects_last(waiting)
+        schedule = Schedule(todo, self.buckets.cost, self._capturing.measured)
+        tell: Progress = progress or (lambda event: None)
+        at = 0, todo[0] if todo else self.buckets.largest
+        try:
+            with closing(self._capturing.shared_out(todo)) as work:
+                for at in enumerate(work):
+                    self._do(*at, schedule, tell)
+        except BaseException as error:
+            index, bucket = at
+            text = type(error).__name__
+            tell(schedule.event(bucket, index, "interrupted", error=text, name=self.name))
+            raise
+        finally:
+            self._elapsed_seconds += schedule.elapsed()
+            self._serve(self._graphs)
+        return self.report or WarmupReport((), 0.0)
+
+    def _do(self, index: int, bucket: Bucket, schedule: Schedule, tell: Progress) -> None:
+        tell(schedule.event(bucket, index, "started", name=self.name))
+        size = sum(graph.bytes for graph in self._graphs.values())
+        graph, result = self._capturing.attempt(bucket, schedule.elapsed(), size)
+        if graph is not None:
+            self._graphs[bucket] = graph
+        self._results[bucket] = result
+        schedule.done(result)
+        tell(schedule.event(bucket, index, result.status, **result.outcome()))
+
+    @property
+    def report(self) -> WarmupReport | None:
+        """The outcome of every bucket that a warmup has reached, or None before the first."""
+        if not self._results:
+            return None
+        results = (self._results[bucket] for bucket in self._order if bucket in self._results)
+        return WarmupReport(tuple(results), self._elapsed_seconds)
+
+    @property
+    def pending(self) -> int:
+        """How many buckets are not captured yet."""
+        return sum(bucket not in self._graphs for bucket in self.buckets)
+
+    def bucket(self, **need: int) -> Bucket:
+        """Choose the cheapest captured bucket that holds `need`, and count the hit.
+
+        Raises:
+            BucketOverflow: no captured bucket holds it, and the policy is not a permitted fallback.
+            CaptureError: nothing is captured.
+            ValueError: an axis is missing or unknown, or a value is negative.
+        """
+        if self._serving is None:
+            raise CaptureError(self.name, "no bucket is captured; call warmup() first")
+        try:
+            chosen = self._serving.pick(**need)
+        except BucketOverflow as overflow:
+            chosen = self._overflown(need, overflow)
+        else:
+            if len(self._serving) < len(self.buckets):
+                self._note_degraded(need, chosen)
+        self._hits[chosen] = self._hits.get(chosen, 0) + 1
+        return chosen
+
+    def run(self, bucket: Bucket, *inputs: Input) -> Any:
+        """Run the graph of a captured bucket on inputs of its shapes.
+
+        Raises:
+            InputMismatch, ModeMismatch, StaleGraph: see :meth:`graphs.CapturedGraph.run`; unless
+                `strict`, a stale graph is a fallback to the callable itself.
+            CaptureError: the bucket is not captured.
+        """
+        graph = self._graphs.get(bucket)
+        if graph is None:
+            return self._run_uncaptured(bucket, inputs)
+        try:
+            if torch.is_grad_enabled():
+                with torch.no_grad():
+                    return graph.run(*inputs)
+            return graph.run(*inputs)
+        except StaleGraph as error:
+            if self._strict:
+                raise
+            return self._run_eagerly(inputs, str(error))
+
+    def __call__(self, need: Mapping[str, int], *inputs: Input) -> Any:
+        """Choose the bucket of `need` and run it; `inputs` have the shapes of that bucket.
+
+        Raises:
+            BucketOverflow, CaptureError: as :meth:`bucket` and :meth:`run`, with the need in the
+                message.
+        """
+        bucket = self.bucket(**need)
+        try:
+            return self.run(bucket, *inputs)
+        except (InputMismatch, ModeMismatch, StaleGraph) as error:
+            raise type(error)(f"need {_text(need)}", error.detail) from error
+
+    @property
+    def hits(self) -> Mapping[Bucket, int]:
+        """How often each captured bucket was chosen, and each bucket that a fallback served."""
+        return MappingProxyType(self._hits)
+
+    def never_hit(self) -> list[Bucket]:
+        """The captured buckets that were never chosen, in the order of the space."""
+        return [b for b in self.buckets if b in self._graphs and not self._hits[b]]
+
+    def close(self) -> None:
+        """Free all graphs. A later warmup captures them again."""
+        for graph in self._graphs.values():
+            graph.close()
+        self._graphs.clear()
+        self._serve(())
+
+    def _serve(self, captured: Iterable[Bucket]) -> None:
+        buckets = [*captured]
+        cost = self.buckets.cost
+        self._serving = BucketSpace(self.buckets.names, buckets, cost) if buckets else None
+        for bucket in buckets:
+            self._hits.setdefault(bucket, 0)
+
+    def _note_degraded(self, need: Mapping[str, int], chosen: Bucket) -> None:
+        own = self.buckets.pick(**need)
+        if own in self._graphs or chosen == own:
+            return
+        self.degraded += 1
+        result = self._results.get(own)
+        reason = f"{result.status}: {result.error}" if result else "not captured yet"
+        self._log_once(f"{self._capturing.graph_name(own)} is {reason}; its needs go to {chosen}")
+
+    def _overflown(self, need: Mapping[str, int], overflow: BucketOverflow) -> Bucket:
+        self.overflows += 1
+        if self._overflow in ("error", "split"):
+            raise overflow
+        if self._strict:
+            remedy = (
+                f"strict=True forbids overflow={self._overflow!r}; cut the step or capture more"
+            )
+            raise BucketOverflow(overflow.need, overflow.largest, remedy)
+        exact = Bucket(**{name: need[name] for name in self.buckets.names})
+        if self._overflow == "compile":
+            self.fallbacks += 1
+            self._log_once("a need above the captured buckets is captured late", f": {exact}")
+            self._graphs[exact] = self._capturing.capture(exact)
+            self._serve(self._graphs)
+        return exact
+
+    def _run_uncaptured(self, bucket: Bucket, inputs: tuple[Input, ...]) -> Any:
+        if self._overflow == "eager" and not self._strict and bucket not in self.buckets:
+            return self._run_eagerly(inputs, "a need above the captured buckets", f": {bucket}")
+        result = self._results.get(bucket)
+        reason = f"{result.status}: {result.error}" if result else "not captured"
+        raise CaptureError(
+            self._capturing.graph_name(bucket),
+            f"{reason}; choose a bucket with bucket(), after warmup()",
+        )
+
+    def _run_eagerly(self, inputs: tuple[Input, ...], reason: str, detail: str = "") -> Any:
+        self.fallbacks += 1
+        self._log_once(f"runs eagerly: {reason}", detail)
+        with torch.no_grad():
+            return self._module(*inputs)
+
+    def _log_once(self, reason: str, detail: str = "") -> None:
+        if reason not in self._logged:
+            self._logged.add(reason)
+            _log.warning("%s: %s%s; further ones are counted only", self.name, reason, detail)
+
+
+def _text(need: Mapping[str, int]) -> str:
+    return " ".join(f"{name}={size}" for name, size in need.items())

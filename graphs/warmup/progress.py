@@ -1,0 +1,122 @@
+"""Displays of a warmup: a live bar on a terminal, a plain line per bucket elsewhere."""
+
+from __future__ import annotations
+
+from typing import IO, TYPE_CHECKING, Any, Protocol
+
+from graphs.warmup.report import BucketEvent
+
+if TYPE_CHECKING:
+    from typing import Self
+
+__all__ = ["progress_for"]
+
+
+class ProgressDisplay(Protocol):
+    """Takes events, and cleans up at the last one or at the end of a `with` statement."""
+
+    def __call__(self, event: BucketEvent) -> None:
+        """Show an event."""
+
+    def __enter__(self) -> Self:
+        """Return the display itself."""
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Leave the terminal as it was."""
+
+
+def progress_for(stream: IO[str], title: str = "warmup") -> ProgressDisplay:
+    """Choose a display: live if `stream` is a terminal and rich is installed, else plain lines.
+
+    manager.warmup(progress_for(sys.stderr))
+    """
+    if stream.isatty():
+        try:
+            return LiveProgress(stream, title)
+        except ImportError:
+            pass
+    return PlainProgress(stream, title)
+
+
+class PlainProgress:
+    """A line per bucket: `warmup 3/12 tokens=64: 1.52 s, 3.1 MiB, about 14 s left`."""
+
+    def __init__(self, stream: IO[str], title: str = "warmup") -> None:
+        self._stream = stream
+        self._title = title
+
+    def __call__(self, event: BucketEvent) -> None:
+        """Write the line of an event."""
+        if event.status != "started":
+            place = f"{self._title} {event.index + 1}/{event.total} {event.bucket}"
+            print(f"{place}: {_outcome(event)}{_rest(event)}", file=self._stream, flush=True)
+
+    def __enter__(self) -> Self:
+        """Return the display itself."""
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Nothing to clean up."""
+
+
+class LiveProgress:
+    """A live bar with the bucket at work, seconds per bucket and time left.
+
+    Raises:
+        ImportError: rich is not installed.
+    """
+
+    def __init__(self, stream: IO[str], title: str = "warmup") -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        self._bar = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[note]}", markup=False),
+            console=Console(file=stream),
+        )
+        self._title = title
+        self._task: Any = None
+        self._last = ""
+
+    def __call__(self, event: BucketEvent) -> None:
+        """Move the bar."""
+        if self._task is None:
+            self._task = self._bar.add_task(self._title, total=event.total, note="")
+            self._bar.start()
+        if event.status == "started":
+            self._show(event.index, f"{event.bucket}{self._last}{_rest(event)}")
+        else:
+            self._last = f" (last {event.seconds:.1f} s)"
+            if event.status in ("failed", "skipped"):
+                line = f"{event.bucket}: {_outcome(event)}"
+                self._bar.console.print(line, markup=False, highlight=False)
+            done = event.index + (event.status != "interrupted")
+            self._show(done, f"{event.elapsed_seconds:.1f} s{self._last}{_rest(event)}")
+        if event.is_last:
+            self._bar.stop()
+
+    def _show(self, completed: int, note: str) -> None:
+        self._bar.update(self._task, completed=completed, note=note, refresh=True)
+
+    def __enter__(self) -> Self:
+        """Return the display itself."""
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Stop the bar, also after an exception."""
+        self._bar.stop()
+
+
+def _outcome(event: BucketEvent) -> str:
+    if event.status == "captured":
+        return f"{event.seconds:.2f} s, {event.bytes / 2**20:.1f} MiB"
+    return f"{event.status}: {event.error}"
+
+
+def _rest(event: BucketEvent) -> str:
+    if event.eta_seconds is None or event.is_last:
+        return ""
+    return f", about {event.eta_seconds:.0f} s left"

@@ -1,0 +1,150 @@
+"""Outcomes of a warmup, bucket by bucket: events while it runs, and the report at the end."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, TypeAlias
+
+from graphs.buckets.axes import Bucket
+
+__all__ = ["BucketEvent", "BucketResult", "WarmupReport"]
+
+Status: TypeAlias = Literal["captured", "failed", "skipped"]
+EventStatus: TypeAlias = Literal["started", "captured", "failed", "skipped", "interrupted"]
+
+
+@dataclass(frozen=True)
+class BucketResult:
+    """The outcome of one bucket.
+
+    Attributes:
+        status: `captured`; `failed`, with the cause in `error`; `skipped`, since the budget was
+            spent.
+        seconds: how long the capture took, or took to fail.
+        bytes: by how much the memory in use grew.
+        compiles: how often Dynamo compiled.
+        error: one line, empty if captured.
+        run_seconds: median time of one run of the graph after its capture; None if not measured.
+        name: of the callable.
+        is_loaded: whether the graph came from a store, and was not compiled.
+    """
+
+    bucket: Bucket
+    status: Status
+    seconds: float = 0.0
+    bytes: int = 0
+    compiles: int = 0
+    error: str = ""
+    run_seconds: float | None = None
+    name: str = ""
+    is_loaded: bool = False
+
+    def outcome(self) -> dict[str, Any]:
+        """The fields of an event beside bucket and status."""
+        names = ("seconds", "bytes", "compiles", "error", "name")
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True)
+class BucketEvent:
+    """Told to `progress` when a bucket is `started`, and when it is done.
+
+    `interrupted` comes last when the warmup is cut short by an exception such as KeyboardInterrupt.
+
+    Attributes:
+        index: of the bucket in the order of this warmup, from 0.
+        total: how many buckets this warmup has.
+        seconds: of this bucket.
+        elapsed_seconds: since the warmup began.
+        eta_seconds: what the rest takes, by what the done buckets took and what an earlier warmup
+            measured; None while neither is known.
+        name: of the callable.
+    """
+
+    bucket: Bucket
+    status: EventStatus
+    index: int
+    total: int
+    elapsed_seconds: float
+    eta_seconds: float | None = None
+    seconds: float = 0.0
+    bytes: int = 0
+    compiles: int = 0
+    error: str = ""
+    name: str = ""
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no event follows."""
+        done = self.status != "started" and self.index == self.total - 1
+        return done or self.status == "interrupted"
+
+
+@dataclass(frozen=True)
+class WarmupReport:
+    """All buckets of a warmup; `str` is a summary, and a line for each that is not captured."""
+
+    results: tuple[BucketResult, ...]
+    elapsed_seconds: float
+
+    @property
+    def captured(self) -> tuple[BucketResult, ...]:
+        """The buckets that can serve."""
+        return self._with("captured")
+
+    @property
+    def failed(self) -> tuple[BucketResult, ...]:
+        """The buckets whose capture failed."""
+        return self._with("failed")
+
+    @property
+    def skipped(self) -> tuple[BucketResult, ...]:
+        """The buckets that the budget left no time for."""
+        return self._with("skipped")
+
+    @property
+    def loaded(self) -> tuple[BucketResult, ...]:
+        """The buckets whose graphs came from a store."""
+        return tuple(result for result in self.results if result.is_loaded)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds spent on all buckets."""
+        return sum(result.seconds for result in self.results)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes by which the memory in use grew."""
+        return sum(result.bytes for result in self.results)
+
+    @property
+    def compiles(self) -> int:
+        """How often Dynamo compiled."""
+        return sum(result.compiles for result in self.results)
+
+    @property
+    def cost(self) -> tuple[tuple[Bucket, float], ...]:
+        """Measured seconds of one run, of each bucket that was measured: what a planner reads."""
+        return tuple((r.bucket, r.run_seconds) for r in self.results if r.run_seconds is not None)
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain dicts, lists, numbers and strings."""
+        return {
+            "seconds": self.seconds,
+            "elapsed_seconds": self.elapsed_seconds,
+            "bytes": self.bytes,
+            "compiles": self.compiles,
+            "buckets": [{**asdict(r), "bucket": dict(r.bucket)} for r in self.results],
+        }
+
+    def __str__(self) -> str:
+        lines = [
+            f"{len(self.captured)} of {len(self.results)} buckets captured in "
+            f"{self.elapsed_seconds:.1f} s, "
+            f"{self.compiles} compiles, {self.bytes / 2**20:.1f} MiB"
+        ]
+        lines += [f"  {r.bucket}: {r.status}: {r.error}" for r in (*self.failed, *self.skipped)]
+        return "\n".join(lines)
+
+    def _with(self, status: Status) -> tuple[BucketResult, ...]:
+        return tuple(result for result in self.results if result.status == status)

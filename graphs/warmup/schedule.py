@@ -1,0 +1,138 @@
+"""The order of captures, and an estimate of the time that the rest takes."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+from graphs.buckets.axes import Bucket
+from graphs.buckets.space import BucketSpace
+from graphs.errors import BucketOverflow
+from graphs.warmup.report import BucketEvent, BucketResult, EventStatus
+
+__all__ = ["Order", "Schedule", "Usage", "in_order"]
+
+Order: TypeAlias = (
+    "Literal['largest_first', 'smallest_first', 'most_used', 'given'] | Callable[[Bucket], Any]"
+)
+Usage: TypeAlias = "Mapping[Bucket, int]"
+
+
+def in_order(buckets: BucketSpace, order: Order, usage: Usage | None = None) -> list[Bucket]:
+    """Sort the buckets of a space: by its cost, by use, as given, or by a key function.
+
+    With `most_used`, `usage` counts needs (buckets count as needs of their size): a bucket's use is
+    that of the needs that go to it, equal ones come in the order of cost, and the largest bucket
+    comes first nevertheless, so that every need has a bucket from then on.
+
+    Raises:
+        ValueError: an unknown order, or `most_used` without a usage, or the other way round.
+    """
+    if (order == "most_used") != (usage is not None):
+        raise ValueError(
+            f"order is {order!r} and usage is {'not ' if usage is None else ''}given; expected "
+            "order='most_used' together with usage={need: count}, or neither"
+        )
+    if order == "given":
+        return list(buckets)
+    if order in ("largest_first", "smallest_first"):
+        largest = order == "largest_first"
+        return sorted(buckets, key=lambda b: (buckets.cost(b), b.sizes), reverse=largest)
+    if usage is not None:
+        used = _uses(buckets, usage)
+        first = buckets.largest
+        return sorted(buckets, key=lambda b: (b != first, -used[b], buckets.cost(b), b.sizes))
+    if callable(order):
+        return sorted(buckets, key=order)
+    raise ValueError(
+        f"order is {order!r}; expected 'largest_first', 'smallest_first', 'most_used', 'given' or "
+        "a key function"
+    )
+
+
+def _uses(buckets: BucketSpace, usage: Usage) -> dict[Bucket, int]:
+    used = dict.fromkeys(buckets, 0)
+    for need, count in usage.items():
+        try:
+            used[buckets.pick(**need)] += count
+        except BucketOverflow:
+            continue  # the caller cuts such a need
+    return used
+
+
+class Schedule:
+    """The buckets of one warmup, the time it has taken, and an estimate of the rest.
+
+    A capture takes a time of its own (tracing, compiling) and one that grows with the bucket's cost
+    (running it): both are fitted to the buckets that are done. For a bucket that an earlier warmup
+    measured, those seconds are taken instead, times how much slower this warmup has been so far.
+
+    Args:
+        buckets: in the order of this warmup.
+        cost: of a bucket.
+        measured: seconds of earlier captures.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        cost: Callable[[Bucket], float],
+        measured: Mapping[Bucket, float] | None = None,
+    ) -> None:
+        self.buckets = buckets
+        self._cost = cost
+        self._measured = dict(measured or {})
+        self._start = time.perf_counter()
+        self._done: dict[Bucket, float] = {}
+        self._left = dict.fromkeys(buckets)
+
+    def elapsed(self) -> float:
+        """Seconds since the warmup began."""
+        return time.perf_counter() - self._start
+
+    def done(self, result: BucketResult) -> None:
+        """Learn from a bucket that is done."""
+        self._left.pop(result.bucket)
+        if result.status != "skipped":
+            self._done[result.bucket] = result.seconds
+
+    def event(self, bucket: Bucket, index: int, status: EventStatus, **outcome: Any) -> BucketEvent:
+        """The event that `bucket`, number `index` of the warmup, has reached `status`."""
+        return BucketEvent(
+            bucket,
+            status,
+            index,
+            total=len(self.buckets),
+            elapsed_seconds=self.elapsed(),
+            eta_seconds=self._eta(),
+            **outcome,
+        )
+
+    def _eta(self) -> float | None:
+        pace = self._pace()
+        known = [self._measured[bucket] for bucket in self._left if bucket in self._measured]
+        unknown = [bucket for bucket in self._left if bucket not in self._measured]
+        if unknown and not self._done:
+            return None
+        if not known and not self._done:
+            return None if self._left else 0.0
+        return pace * sum(known) + (self._fitted(unknown) if unknown else 0.0)
+
+    def _pace(self) -> float:
+        both = [bucket for bucket in self._done if self._measured.get(bucket)]
+        before = sum(self._measured[bucket] for bucket in both)
+        return sum(self._done[bucket] for bucket in both) / before if before else 1.0
+
+    def _fitted(self, buckets: Sequence[Bucket]) -> float:
+        costs = [self._cost(bucket) for bucket in self._done]
+        seconds = [*self._done.values()]
+        rate = 0.0
+        with contextlib.suppress(statistics.StatisticsError):  # all costs are equal, or nearly
+            # No faster than if there were no time of its own: nothing takes less than no time.
+            slope = statistics.linear_regression(costs, seconds).slope
+            rate = min(max(0.0, slope), statistics.fmean(seconds) / statistics.fmean(costs))
+        fixed = statistics.fmean(seconds) - rate * statistics.fmean(costs)
+        return sum(fixed + rate * self._cost(bucket) for bucket in buckets)

@@ -1,0 +1,149 @@
+"""Forked processes that compile some of the buckets, so that this one finds them in the cache.
+
+Tracing and lowering a graph is Python, of which a process runs one thread at a time: only other
+processes make use of other cores. A worker is a copy of this process, module and weights included,
+that compiles and runs nothing; what it makes goes to the compile cache on disk. Nothing depends on
+it: a worker that fails, hangs or dies leaves its buckets to this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from typing import Self
+
+__all__ = ["Workers", "one_thread", "why_no_workers"]
+
+_RECORD = struct.Struct("i")
+
+
+def why_no_workers() -> str:
+    """Why this process cannot fork workers, or an empty string."""
+    if not hasattr(os, "fork") or sys.platform == "darwin":
+        return "this system has no safe fork"
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return "CUDA is in use, which a fork does not survive"
+    return ""
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch compute with one thread: in a forked process, others would wait for ever.
+
+    OpenMP does not know that its threads did not survive the fork.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+class Workers:
+    """Shares a number of jobs with `count` forked processes.
+
+    Whoever is free takes a job from a pipe, so that none is done twice and none is lost.
+    Iteration gives the numbers of all jobs once: those that a worker is done with as soon as it is,
+    and else those that no worker has taken. Leaving the `with` statement ends the workers.
+
+    Args:
+        jobs: how many there are.
+        count: how many processes beside this one.
+        work: does a job, in a worker.
+        patience: after so many seconds in which this process had nothing to do and no worker got
+            done, they are given up.
+    """
+
+    def __init__(
+        self, jobs: int, count: int, work: Callable[[int], None], patience: float = 600.0
+    ) -> None:
+        self._jobs = jobs
+        self._patience = patience
+        self._count = min(count, jobs)  # a process without a job would be forked for nothing
+        self._work = work
+        self._pids: list[int] = []
+
+    def __enter__(self) -> Self:
+        self._queue, write_queue = os.pipe()
+        self._done, write_done = os.pipe()
+        os.set_blocking(self._queue, False)
+        os.set_blocking(write_queue, False)
+        with contextlib.suppress(BlockingIOError):  # jobs that do not fit are left to this process
+            for job in range(self._jobs):
+                os.write(write_queue, _RECORD.pack(job))
+        os.close(write_queue)
+        try:
+            for _ in range(self._count):
+                self._pids.append(self._fork(write_done))
+        finally:
+            os.close(write_done)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for pid in self._pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+        os.close(self._queue)
+        os.close(self._done)
+
+    def __iter__(self) -> Iterator[int]:
+        left = dict.fromkeys(range(self._jobs))
+        while left:
+            job = self._next()
+            if job is None:
+                break
+            if job in left:
+                del left[job]
+                yield job
+        yield from left
+
+    def _next(self) -> int | None:
+        if select.select([self._done], [], [], 0)[0]:
+            if (job := _read(self._done)) is not None:
+                return job
+            return _read(self._queue)  # all workers are gone
+        if (job := _read(self._queue)) is not None:
+            return job
+        if not select.select([self._done], [], [], self._patience)[0]:
+            return None
+        return _read(self._done)
+
+    def _fork(self, write_done: int) -> int:
+        pid = os.fork()
+        if pid:
+            return pid
+        try:  # from here on in the worker, which must never return
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            silent = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(silent, 1)
+            os.dup2(silent, 2)
+            # The processes that inductor starts for C++ belong to the parent.
+            torch._inductor.config.compile_threads = 1
+            while (job := _read(self._queue)) is not None:
+                with contextlib.suppress(Exception):
+                    self._work(job)
+                os.write(write_done, _RECORD.pack(job))
+        finally:
+            os._exit(0)
+
+
+def _read(pipe: int) -> int | None:
+    try:
+        record = os.read(pipe, _RECORD.size)
+    except BlockingIOError:
+        return None
+    return int(_RECORD.unpack(record)[0]) if len(record) == _RECORD.size else None

@@ -1,0 +1,1 @@
+"""Watching the compiler: what compiles, why, and that nothing does after warmup."""

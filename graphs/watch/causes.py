@@ -1,0 +1,130 @@
+"""Causes in one line: why torch compiled, could not compile, or rejects what it compiled.
+
+Dynamo writes its reasons to its log only, but they are in the locals of one of its frames. Reading
+them there is the one thing here that depends on the inside of torch: where it fails, the reason is
+empty and all else works.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from traceback import FrameSummary
+from types import CodeType, FrameType, TracebackType
+
+import torch
+
+from graphs.capture.wrappers import with_own_code
+from graphs.watch.guards import meaning_of
+
+__all__ = [
+    "CompileSite",
+    "describe_failure",
+    "reason_of",
+    "site_of_error",
+    "site_of_stack",
+    "user_line",
+    "users_line",
+]
+
+_TORCH = str(Path(torch.__file__).parent)
+_COMPILE_ID = re.compile(r"^\[?\d+/\d+(_\d+)?\]?:\s*")
+_GUARDED_AT = re.compile(r"  # (?:.*[/\\])?([^/\\]+:\d+) in ")
+_LONGEST = 400
+_ERROR_LINE = re.compile(r"\b(fatal )?error\b", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class CompileSite:
+    """What Dynamo is compiling, and which guard sent it there (empty for a first compile)."""
+
+    function: str
+    file: str
+    line: int
+    reason: str
+    remedy: str = ""
+
+
+def site_of_stack() -> CompileSite | None:
+    """What Dynamo is compiling in the calling thread, from inside one of its callbacks."""
+    return _site(_outward(sys._getframe(1)))
+
+
+def site_of_error(error: BaseException) -> CompileSite | None:
+    """What Dynamo was compiling when `error` was raised."""
+    return _site(_frames(error.__traceback__))
+
+
+def describe_failure(error: BaseException) -> str:
+    """Why a compile failed, in one line, after the user's file and line if torch knows them."""
+    file, line = user_line(error)
+    return (f"{file}:{line}: " if file else "") + reason_of(error)
+
+
+def reason_of(error: BaseException) -> str:
+    """The first meaningful line of why a compile failed."""
+    cause = getattr(error, "inner_exception", None) or error
+    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+    line = lines[0] if lines else ""
+    if type(cause).__name__ == "CppCompileError":
+        line = next((text for text in lines[1:] if _ERROR_LINE.search(text)), line)
+    if detail := next((text for text in lines if text.startswith("Explanation:")), ""):
+        line = f"{line}: {detail.removeprefix('Explanation:').strip()}"
+    kind = type(cause)
+    by_dynamo = kind.__module__.startswith("torch._dynamo")
+    text = line if by_dynamo and line else f"{kind.__name__}: {line}".rstrip(": ")
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+def user_line(error: BaseException) -> tuple[str, int]:
+    """File and line of the user's code that a compile failed at, empty and 0 if unknown."""
+    return users_line(getattr(error, "real_stack", None) or ())
+
+
+def users_line(stack: Sequence[FrameSummary]) -> tuple[str, int]:
+    """File and line of the innermost frame that is neither torch's nor the wrapper of a capture.
+
+    Where torch's own code was all there is, its innermost frame; empty and 0 for no frame.
+    """
+    frames = [frame for frame in stack if frame.filename != with_own_code.__code__.co_filename]
+    own = [frame for frame in frames if not frame.filename.startswith(_TORCH)]
+    innermost = (own or frames)[-1:]
+    return (innermost[0].filename, innermost[0].lineno or 0) if innermost else ("", 0)
+
+
+def _site(frames: Iterable[FrameType]) -> CompileSite | None:
+    for frame in frames:
+        code = frame.f_code
+        if code.co_name == "_compile" and code.co_filename.endswith("convert_frame.py"):
+            compiled, reason = frame.f_locals.get("code"), frame.f_locals.get("recompile_reason")
+            if isinstance(compiled, CodeType):
+                name = compiled.co_qualname.rpartition("<locals>.")[2]
+                where = (name, compiled.co_filename, compiled.co_firstlineno)
+                return CompileSite(*where, *_cause(str(reason or "")))
+    return None
+
+
+def _cause(reason: str) -> tuple[str, str]:
+    # Of several cached graphs, the first line is about the one that was compiled last.
+    line = reason.strip().split("\n")[0]
+    guard = _COMPILE_ID.sub("", line.split(" # ")[0]).strip()
+    if not guard:
+        return "", ""
+    words, remedy = meaning_of(guard)
+    place = _GUARDED_AT.search(line)
+    return words + (f" (guarded at {place[1]})" if place else ""), remedy
+
+
+def _outward(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _frames(traceback: TracebackType | None) -> Iterator[FrameType]:
+    while traceback is not None:
+        yield traceback.tb_frame
+        traceback = traceback.tb_next

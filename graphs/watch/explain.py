@@ -1,0 +1,179 @@
+"""An explanation of what torch.compile makes of a callable: graphs, breaks, and guards.
+
+Unlike `torch._dynamo.explain`, this does not reset Dynamo: graphs captured before stay compiled.
+"""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from graphs.capture.inputs import Input, parameter_names
+from graphs.capture.wrappers import name_of, with_own_code
+from graphs.watch.causes import reason_of, user_line, users_line
+from graphs.watch.guards import readable
+
+__all__ = ["BreakReport", "explain"]
+
+# Marks that torch itself puts on tensors, and the identity of imported modules and builtins.
+_NOISE = ("_dynamo_", "type=<class 'module'>", "type=<module ", "__builtins_dict__")
+_WRAPPED_INPUT = re.compile(r"L\['inputs'\]\[(\d+)\]")
+
+
+@dataclass(frozen=True)
+class Break:
+    """One graph break: why, and the user's line."""
+
+    reason: str
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        place = f"{self.file}:{self.line}: " if self.file else ""
+        code = linecache.getline(self.file, self.line).strip()
+        return f"{place}{self.reason}" + (f"\n    {code}" if code else "")
+
+
+@dataclass(frozen=True)
+class BreakReport:
+    """What :func:`explain` found; its `str` is meant to be read.
+
+    Attributes:
+        name: of the callable.
+        graphs: the FX graphs as text, one line for each node, in the order they were traced.
+        breaks: the graph breaks; none means that `fullgraph=True` works.
+        guards: the conditions under which the graphs hold, as Python expressions.
+    """
+
+    name: str
+    graphs: tuple[str, ...]
+    breaks: tuple[Break, ...]
+    guards: tuple[str, ...]
+
+    def text(self, *, graphs: bool = True, guards: bool = True) -> str:
+        """The report to read, with or without its graphs and its guards."""
+        counts = (
+            f"{len(self.graphs)} graph(s), {len(self.breaks)} break(s), {len(self.guards)} guard(s)"
+        )
+        lines = [f"{self.name}: {counts}"]
+        lines += [f"break {i}: {found}" for i, found in enumerate(self.breaks)]
+        if graphs:
+            lines += [f"graph {i}:\n{_indent(graph)}" for i, graph in enumerate(self.graphs)]
+        if guards and self.guards:
+            lines += ["guards:", *(f"    {guard}" for guard in self.guards)]
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.text()
+
+
+def explain(callable: Callable[..., Any], *inputs: Input) -> BreakReport:
+    """Trace a callable on `inputs` with static shapes, and report graphs, breaks and guards.
+
+    The callable really runs once on `inputs`, its graphs uncompiled, under the current grad mode;
+    it runs once more if torch makes no graph of it, to find out why. What other code has compiled
+    stays as it is.
+
+    Raises:
+        Exception: whatever the callable raises on these inputs.
+    """
+    name = name_of(callable)
+    names = dict(enumerate(parameter_names(callable, len(inputs))))
+    graphs: list[str] = []
+    guards: set[str] = set()
+
+    def record(graph: GraphModule, _: Any) -> Callable[..., Any]:
+        graphs.append(str(graph.graph))
+        return graph.forward
+
+    def record_guards(found: Iterable[Any]) -> None:
+        texts = (text for guard in found for text in _guard_texts(guard))
+        renamed = (_in_terms_of_user(text, name, names) for text in texts)
+        guards.update(readable(text) for text in renamed if "L['inputs']" not in text)
+
+    before = len(_break_reasons())
+    with _unlimited_recompiles():
+        _traced(with_own_code(callable, name), record, record_guards)(*inputs)
+    breaks = [_as_break(reason) for reason in _break_reasons()[before:]]
+    if not graphs and not breaks:
+        breaks = _why_no_graph(callable, name, inputs)
+    return BreakReport(name, tuple(graphs), tuple(dict.fromkeys(breaks)), tuple(sorted(guards)))
+
+
+def _traced(
+    function: Callable[..., Any],
+    compiler: Callable[..., Any],
+    on_guards: Callable[[Iterable[Any]], None],
+) -> Callable[..., Any]:
+    import torch._dynamo
+
+    isolate = "isolate_recompiles" in inspect.signature(torch.compile).parameters
+    settings: dict[str, Any] = {"isolate_recompiles": True} if isolate else {}
+    traced: Callable[..., Any] = torch._dynamo.optimize(
+        compiler, nopython=False, dynamic=False, guard_export_fn=on_guards, **settings
+    )(function)
+    return traced
+
+
+def _guard_texts(guard: Any) -> Iterator[str]:
+    value = guard.obj_weakref() if guard.obj_weakref is not None else None
+    if isinstance(value, torch.Tensor):
+        yield f"{guard.name} is {value.dtype}{list(value.shape)} on {value.device}".replace(
+            "torch.", ""
+        )
+    for text in guard.code_list or ():
+        if not any(noise in text for noise in _NOISE):
+            yield text
+
+
+def _in_terms_of_user(guard: str, name: str, names: Mapping[int, str]) -> str:
+    # Dynamo sees the callable and its inputs through the wrapper of graphs.capture.wrappers.
+    guard = guard.replace("L['function']", name)
+    return _WRAPPED_INPUT.sub(lambda match: names[int(match[1])], guard)
+
+
+def _break_reasons() -> list[Any]:
+    from torch._dynamo.utils import graph_break_reasons
+
+    return list(graph_break_reasons)
+
+
+def _as_break(reason: Any) -> Break:
+    text = str(reason.reason).strip().split("\n")[0]
+    return Break(text, *users_line(reason.user_stack))
+
+
+def _why_no_graph(
+    function: Callable[..., Any], name: str, inputs: tuple[Input, ...]
+) -> list[Break]:
+    # Where Dynamo gives up a whole function, only a full graph makes it say why.
+    try:
+        with _unlimited_recompiles():
+            torch.compile(with_own_code(function, name), backend="eager", fullgraph=True)(*inputs)
+    except torch._dynamo.exc.TorchDynamoException as error:
+        return [Break(reason_of(error), *user_line(error))]
+    return []
+
+
+def _unlimited_recompiles() -> AbstractContextManager[Any]:
+    # Functions that are called beyond a break are compiled by their own code object, on which
+    # entries pile up.
+    import torch._dynamo
+
+    many = 1 << 20
+    patched: AbstractContextManager[Any] = torch._dynamo.config.patch(
+        recompile_limit=many, accumulated_recompile_limit=many
+    )
+    return patched
+
+
+def _indent(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.splitlines())

@@ -1,0 +1,138 @@
+"""pytest plugin: tests that say how often something may compile, and that it has no graph break.
+
+Loaded by itself where the project is installed (entry point `pytest11`, under this module's name),
+else by `-p graphs.watch.pytest_plugin`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from graphs.capture.inputs import Input
+    from graphs.watch.compiles import CompileWatch
+    from graphs.watch.explain import BreakReport
+
+__all__ = ["CompileCounter", "assert_fullgraph", "compile_counter"]
+
+_BLIND = (
+    "torch._dynamo.reset() was called meanwhile, and what compiled after it was not seen: call it "
+    "before"
+)
+
+
+class CompileCounter:
+    """Counts the graphs that are compiled inside a `with` statement; the fixture `compile_counter`.
+
+    with compile_counter.expect(graphs=2):
+        for x in (torch.ones(2), torch.ones(3), torch.ones(2)):
+            compiled(x)
+    """
+
+    def expect(self, *, graphs: int, graph_breaks: int | None = None) -> _Expectation:
+        """Expect exactly so many new graphs, in all threads, and graph breaks if a number is given.
+
+        The `with` statement yields the :class:`~graphs.CompileWatch`, whose `events` say what
+        compiled and why.
+
+        Raises:
+            AssertionError: at the end, if there were more or fewer, with a line for each compile;
+                or if `torch._dynamo.reset()` was called meanwhile, after which nothing is seen.
+        """
+        return _Expectation(graphs, graph_breaks)
+
+
+class _Expectation:
+    def __init__(self, graphs: int, graph_breaks: int | None) -> None:
+        from graphs.watch.compiles import CompileWatch
+
+        self._graphs = graphs
+        self._graph_breaks = graph_breaks
+        self._watch = CompileWatch()
+
+    def __enter__(self) -> CompileWatch:
+        self._watch.start()
+        return self._watch
+
+    def __exit__(self, kind: object, *exc_info: object) -> None:
+        __tracebackhide__ = True
+        watch, is_blind = self._watch, self._watch.lost
+        watch.stop()
+        if kind is not None:
+            return
+        if is_blind:
+            raise AssertionError(_BLIND)
+        if watch.graphs != self._graphs:
+            raise AssertionError(_differs(f"{self._graphs} graph(s)", watch))
+        if self._graph_breaks not in (None, watch.graph_breaks):
+            raise AssertionError(_differs(f"{self._graph_breaks} graph break(s)", watch))
+
+
+@pytest.fixture
+def compile_counter() -> CompileCounter:
+    """Counts compiled graphs: `with compile_counter.expect(graphs=2): ...`."""
+    return CompileCounter()
+
+
+@pytest.fixture
+def assert_fullgraph() -> Callable[..., BreakReport]:
+    """`assert_fullgraph(callable, *inputs)`: it traces as one graph; each break with its line.
+
+    The callable really runs on the inputs, once, under the current grad mode. Returns the
+    :class:`~graphs.BreakReport`.
+    """
+
+    def check(callable: Callable[..., Any], *inputs: Input) -> BreakReport:
+        __tracebackhide__ = True
+        from graphs.watch.explain import explain
+
+        report = explain(callable, *inputs)
+        if report.breaks or len(report.graphs) != 1:
+            found = report.text(graphs=False, guards=False)
+            raise AssertionError(f"expected one full graph, got {found}")
+        return report
+
+    return check
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the marker known."""
+    config.addinivalue_line(
+        "markers", "max_graphs(n): the test fails if its body compiles more than n graphs"
+    )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Count what a test with the marker `max_graphs` compiles, its fixtures not counted."""
+    marker = item.get_closest_marker("max_graphs")
+    if marker is None:
+        return (yield)
+    most = _limit(marker)
+    from graphs.watch.compiles import CompileWatch
+
+    with CompileWatch() as watch:
+        result = yield
+        is_blind = watch.lost
+    if is_blind:
+        pytest.fail(_BLIND, pytrace=False)
+    if watch.graphs > most:
+        pytest.fail(_differs(f"at most {most} graph(s)", watch), pytrace=False)
+    return result
+
+
+def _limit(marker: pytest.Mark) -> int:
+    if len(marker.args) != 1 or marker.kwargs or type(marker.args[0]) is not int:
+        pytest.fail(
+            f"expected max_graphs(n) with one whole number, got {marker.args} {marker.kwargs}",
+            pytrace=False,
+        )
+    return int(marker.args[0])
+
+
+def _differs(expected: str, watch: CompileWatch) -> str:
+    head = f"expected {expected}, got {watch.graphs} with {watch.graph_breaks} graph break(s)"
+    return "\n".join([head + (":" if watch.events else ""), *(f"  {e}" for e in watch.events)])

@@ -1,0 +1,171 @@
+"""The sentinel: what compiles after warmup is an error with its cause, or a counted warning."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING
+
+from graphs.errors import GraphBudgetExceeded
+from graphs.watch.compiles import REMEDIES, CompileEvent, CompileWatch
+
+if TYPE_CHECKING:
+    from typing import Self
+
+__all__ = ["no_compile"]
+
+_log = logging.getLogger(__name__)
+
+# A late capture looks here; what is armed may be armed in any thread.
+_armed: tuple[no_compile, ...] = ()
+_arming = threading.RLock()
+
+
+class _ArmedAlready(RuntimeError):
+    """By somebody else, who goes on watching."""
+
+
+class no_compile:
+    """Context manager under which every compile of torch is an error that names its cause.
+
+    Caught are the first compile of a function, a recompile (new shape, dtype, stride, device, grad
+    or inference mode, thread count, default dtype, changed global or attribute), graph breaks (each
+    of which compiles), a backward that is compiled late, a CUDA graph that is recorded late, a
+    function that runs eagerly because its recompile limit is reached, a kernel for which this
+    process starts a C++ or CUDA compiler, and a late :func:`graphs.capture`. Watched is the thread
+    that arms it: others may warm up and compile meanwhile. Kernels that are built inside a library
+    (Triton's), or by another process, are not seen, nor is a backward that autograd runs in a
+    thread of its own (as it does on an accelerator), unless `all_threads`.
+
+        manager.warmup()
+        with no_compile():
+            serve()
+
+    Args:
+        strict: True raises :class:`GraphBudgetExceeded` before anything is compiled; False lets it
+            compile, counts it, and logs each cause once as a warning.
+        all_threads: whether what other threads compile, build and capture counts too.
+
+    Attributes:
+        events: everything seen so far, also after the end.
+        compiles, graph_breaks, late_captures, late_builds, limit_hits: how many of each. Graph
+            breaks are found while compiling, so in strict mode the compile is the error, and its
+            breaks stay uncounted.
+
+    May be nested: each counts what it sees until a strict one raises. `torch._dynamo.reset()`
+    blinds an armed one, which then says so at the end. After an exception or Ctrl-C at any line of
+    arming or disarming, :meth:`disarm` leaves nothing behind.
+    """
+
+    def __init__(self, strict: bool = True, *, all_threads: bool = False) -> None:
+        self.strict = strict
+        self._watch = CompileWatch(self._judge, all_threads=all_threads)
+        self._warned: set[tuple[str, str, int, str]] = set()
+
+    @property
+    def events(self) -> tuple[CompileEvent, ...]:
+        """Everything seen so far."""
+        return tuple(self._watch.events)
+
+    @property
+    def compiles(self) -> int:
+        """How many compiles began."""
+        return self._watch.compiles
+
+    @property
+    def graph_breaks(self) -> int:
+        """How many graph breaks the compiles met."""
+        return self._watch.graph_breaks
+
+    @property
+    def late_captures(self) -> int:
+        """How many times :func:`graphs.capture` was called."""
+        return self._count("capture")
+
+    @property
+    def late_builds(self) -> int:
+        """How many kernels were built and CUDA graphs recorded, outside of a compile."""
+        return self._count("build", "recording")
+
+    @property
+    def limit_hits(self) -> int:
+        """How many times torch refused to compile a function yet again."""
+        return self._count("refused recompile")
+
+    def arm(self) -> Self:
+        """Begin to watch. After an interruption call :meth:`disarm`.
+
+        Raises:
+            RuntimeError: it is armed already.
+        """
+        global _armed
+        with _arming:
+            if self in _armed:
+                raise _ArmedAlready("this no_compile is armed already; nest a second one instead")
+            _armed = (*_armed, self)
+            self._watch.start()
+        return self
+
+    def disarm(self) -> None:
+        """Stop watching and leave nothing behind in torch, also if it is armed in part or not."""
+        global _armed
+        with _arming:
+            if self._watch.lost:
+                _log.warning("torch._dynamo.reset() was called: compiles after it were not seen")
+            self._watch.stop()
+            _armed = tuple(sentinel for sentinel in _armed if sentinel is not self)
+
+    def __enter__(self) -> Self:
+        try:
+            return self.arm()
+        except _ArmedAlready:
+            raise
+        except BaseException:
+            self.disarm()
+            raise
+
+    def __exit__(self, *exc_info: object) -> None:
+        try:
+            self.disarm()
+        except BaseException:
+            self.disarm()
+            raise
+
+    def _count(self, *kinds: str) -> int:
+        return sum(event.kind in kinds for event in self._watch.events)
+
+    def _judge(self, event: CompileEvent) -> None:
+        if self.strict:
+            raise _passing_through_dynamo(event)
+        cause = (event.kind, event.file, event.line, event.function)
+        if cause not in self._warned:
+            self._warned.add(cause)
+            _log.warning("after warmup: %s; %s; more are counted only", event, event.remedy)
+
+
+def note_capture(name: str) -> None:
+    """Tell every armed sentinel that a graph is about to be captured.
+
+    Raises:
+        GraphBudgetExceeded: a strict one is armed.
+    """
+    for sentinel in _armed:
+        thread = threading.get_ident()
+        event = CompileEvent("capture", name, "", 0, "", thread, REMEDIES["capture"])
+        sentinel._watch.note(event)
+
+
+def _passing_through_dynamo(event: CompileEvent) -> GraphBudgetExceeded:
+    # Dynamo wraps what its callbacks raise in an internal error, except for its own kinds of
+    # exception.
+    if event.kind in ("build", "capture"):
+        return GraphBudgetExceeded(event)
+    from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
+
+    class Raised(GraphBudgetExceeded, TorchRuntimeError):
+        def __init__(self) -> None:
+            TorchDynamoException.__init__(self, str(event))
+            self.event = event
+
+    Raised.__name__ = Raised.__qualname__ = GraphBudgetExceeded.__name__
+    return Raised()

@@ -1,0 +1,19 @@
+"""A request served by a pool at once, and the copies of a pool performed at once."""
+
+from __future__ import annotations
+
+from compiled_attn.cache.blocks import BlockPool, BlockTable
+
+
+def perform_copies(pool: BlockPool) -> list[tuple[int, int]]:
+    """Says that all pending copies were performed, and returns them."""
+    return pool.pop_copies()
+
+
+def run(pool: BlockPool, name: str, tokens: list[int], salt: str | None = None) -> BlockTable:
+    """Add a request and compute all of its prompt."""
+    table = pool.add(name, tokens, salt=salt)
+    pool.reserve(name, len(tokens))
+    perform_copies(pool)
+    pool.commit(name, tokens, len(tokens))
+    return table

@@ -1,0 +1,334 @@
+"""Random events in any order: no content is lost, no two blocks alias, all counts agree.
+
+The caches are real; every block or position is tagged with a payload of its own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from compiled_attn.cache.blocks import BlockPool, OutOfBlocks, UnknownRequest
+from compiled_attn.cache.defrag import BlockSwap, OnlineDefragmenter
+from graphs import available_backends
+
+NAMES = "abcdef"
+PICK = st.integers(0, 50)
+
+
+class Cache:
+    """Flat slots of K and V that know what was written where."""
+
+    def __init__(self, blocks: int, size: int) -> None:
+        self.size = size
+        self.tensors = [torch.zeros(blocks * size, dtype=torch.int32) for _ in range(2)]
+        self.swap = BlockSwap(self.tensors, blocks, pad_sizes=(1, 3))
+        self.swap.warmup()
+
+    def write(self, place: int, offset: int, payload: int) -> None:
+        for sign, tensor in zip((1, -1), self.tensors, strict=True):
+            tensor[place * self.size + offset] = sign * payload
+
+    def read(self, place: int, offset: int = 0) -> int:
+        key, value = (int(tensor[place * self.size + offset]) for tensor in self.tensors)
+        assert key == -value
+        return key
+
+
+@dataclass
+class Row:
+    """A request as the model sees it."""
+
+    tokens: list[int]
+    length: int = 0
+    computed: int = 0
+
+    def payload(self, position: int) -> int:
+        """Different for all prefixes that occur."""
+        number = 1
+        for token in self.tokens[: position + 1]:
+            number = 3 * number + token
+        return number
+
+
+LIMITS = st.sampled_from([1, 2, 5, 64])
+BUDGETS = st.sampled_from([None, None, 2, 3, 5])
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """A pool with prefix sharing, whose tables are resolved; positions are tagged."""
+
+    @initialize(blocks=st.integers(2, 14), size=st.integers(1, 3), partial=st.booleans())
+    def make(self, blocks: int, size: int, partial: bool) -> None:
+        self.pool = BlockPool(blocks, size, partial_hits=partial and size > 1)
+        self.cache = Cache(blocks, size)
+        self.rows: dict[str, Row] = {}
+
+    def live(self, pick: int) -> str:
+        return list(self.rows)[pick % len(self.rows)]
+
+    def unused(self, pick: int) -> str:
+        names = [name for name in NAMES if name not in self.rows]
+        return names[pick % len(names)]
+
+    def place(self, name: str, position: int) -> tuple[int, int]:
+        number, offset = divmod(position, self.cache.size)
+        return self.pool.places.resolve(self.pool.table(name).blocks[number]), offset
+
+    def copy(self) -> None:
+        pairs = self.pool.pending_copies()
+        if pairs:
+            self.cache.swap.move(self.pool.places.resolve_all(pairs))
+            self.pool.copied(pairs)
+
+    @precondition(lambda self: len(self.rows) < len(NAMES))
+    @rule(pick=PICK, common=st.integers(0, 9), tail=st.lists(st.integers(0, 2), max_size=3))
+    def add(self, pick: int, common: int, tail: list[int]) -> None:
+        name, tokens = self.unused(pick), [1] * common + tail
+        table = self.pool.add(name, tokens)
+        self.rows[name] = Row(tokens, table.length, table.num_computed)
+        self.copy()
+
+    @precondition(lambda self: self.rows)
+    @rule(pick=PICK, more=st.integers(0, 6), tokens=st.lists(st.integers(0, 2), min_size=6))
+    def step(self, pick: int, more: int, tokens: list[int]) -> None:
+        """Reserves, copies what was shared, writes and commits."""
+        name = self.live(pick)
+        row = self.rows[name]
+        length = row.length + more
+        try:
+            self.pool.reserve(name, length)
+        except OutOfBlocks:
+            return
+        self.copy()
+        row.tokens += tokens[: max(0, length - len(row.tokens))]
+        row.length = length
+        for position in range(row.computed, length):
+            self.cache.write(*self.place(name, position), row.payload(position))
+        row.computed = length
+        self.pool.commit(name, row.tokens, length)
+
+    @precondition(lambda self: 0 < len(self.rows) < len(NAMES))
+    @rule(pick=PICK, child=PICK)
+    def fork(self, pick: int, child: int) -> None:
+        row, name = self.rows[self.live(pick)], self.unused(child)
+        self.pool.fork(self.live(pick), name)
+        self.rows[name] = Row(row.tokens[: row.length], row.length, row.computed)
+
+    @precondition(lambda self: self.rows)
+    @rule(pick=PICK, preempt=st.booleans())
+    def free(self, pick: int, preempt: bool) -> None:
+        name = self.live(pick)
+        (self.pool.preempt if preempt else self.pool.free)(name)
+        del self.rows[name]
+
+    @rule(limit=LIMITS, budget=BUDGETS)
+    def defragment(self, limit: int, budget: int | None) -> None:
+        """Moves at most ``limit`` blocks and writes at most ``budget``."""
+        per_block = self.cache.swap.bytes_per_block
+        max_bytes = None if budget is None else budget * per_block
+        defragmenter = OnlineDefragmenter(
+            self.pool.places, self.cache.swap, max_blocks=limit, max_bytes=max_bytes
+        )
+        before, used = self.pool.highest_used, self.pool.stats().used
+        report = defragmenter.defragment()
+        assert (report.range_before, report.range_after) == (before, self.pool.highest_used)
+        assert report.bytes == (report.moves + report.swaps) * per_block
+        assert report.moves <= limit and (max_bytes is None or report.bytes <= max_bytes)
+        assert used <= report.range_after <= before
+        if limit == 64 and budget is None:
+            assert report.range_after == used
+
+    @invariant()
+    def nothing_is_lost(self) -> None:
+        for name, row in self.rows.items():
+            for position in range(row.computed):
+                assert self.cache.read(*self.place(name, position)) == row.payload(position)
+        assert not any(tensor[: self.cache.size].any() for tensor in self.cache.tensors)
+
+    @invariant()
+    def nothing_aliases_and_counts_agree(self) -> None:
+        pool, places = self.pool, self.pool.places
+        held = Counter(block for name in self.rows for block in pool.table(name).blocks)
+        assert {b: int(n) for b, n in enumerate(pool.refcounts) if n} == held
+        where = [places.resolve(block) for block in range(pool.num_blocks)]
+        assert sorted(where) == list(range(pool.num_blocks)) and where[0] == 0
+        assert [places.unresolve(place) for place in where] == list(range(pool.num_blocks))
+        assert places.num_used == len(held)
+        assert places.highest_used == max((where[block] for block in held), default=0)
+
+
+TestPool = PoolMachine.TestCase
+TestPool.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+
+
+@dataclass
+class Scheduler:
+    """An allocator of its own, which hands out any free block, and the model of its requests."""
+
+    blocks: int
+    held: dict[str, list[int]] = field(default_factory=dict)
+    payloads: dict[int, int] = field(default_factory=dict)
+    written: int = 0
+
+    def free(self, without: set[str]) -> list[int]:
+        used = {b for name, row in self.held.items() if name not in without for b in row}
+        return [block for block in range(1, self.blocks) if block not in used]
+
+
+class OwnPlacesMachine(RuleBasedStateMachine):
+    """A scheduler that reports what it did; blocks are tagged."""
+
+    @initialize(blocks=st.integers(2, 14))
+    def make(self, blocks: int) -> None:
+        self.cache = Cache(blocks, 1)
+        self.scheduler = Scheduler(blocks)
+        self.defragmenter = OnlineDefragmenter(blocks, self.cache.swap, max_waste=0, min_gap=1)
+
+    @rule(
+        finished=st.sets(st.sampled_from(NAMES)),
+        wanted=st.dictionaries(st.sampled_from(NAMES), st.lists(PICK, max_size=4), max_size=3),
+        shared=st.lists(st.tuples(PICK, PICK), max_size=2),
+    )
+    def update(
+        self, finished: set[str], wanted: dict[str, list[int]], shared: list[tuple[int, int]]
+    ) -> None:
+        scheduler = self.scheduler
+        finished &= scheduler.held.keys()
+        free = scheduler.free(finished)
+        kept = {name: row for name, row in scheduler.held.items() if name not in finished}
+        new: dict[str, list[int]] = {}
+        for name, picks in wanted.items():
+            count = min(len(picks), len(free))
+            new[name] = [free.pop(pick % len(free)) for pick in picks[:count]]
+        fresh = [block for blocks in new.values() for block in blocks]
+        for to, which in shared:
+            live = sorted({block for row in kept.values() for block in row})
+            name = NAMES[to % len(NAMES)]
+            if live and live[which % len(live)] not in kept.get(name, []) + new.get(name, []):
+                new.setdefault(name, []).append(live[which % len(live)])
+        self.defragmenter.update(new, sorted(finished))
+        scheduler.held = kept
+        for name, blocks in new.items():
+            scheduler.held.setdefault(name, []).extend(blocks)
+        for block in fresh:
+            scheduler.written += 1
+            scheduler.payloads[block] = scheduler.written
+            self.cache.write(self.defragmenter.resolve(block), 0, scheduler.written)
+
+    @rule(pick=PICK, name=st.sampled_from(NAMES))
+    def misuse(self, pick: int, name: str) -> None:
+        """Calls that must fail; the invariants say that nothing changed."""
+        row = self.scheduler.held.get(name)
+        if row is None:
+            with pytest.raises(UnknownRequest):
+                self.defragmenter.update({"new": [1]}, [name])
+        elif row:
+            with pytest.raises(ValueError, match="already"):
+                self.defragmenter.update({"new": [1], name: [row[pick % len(row)]]})
+        with pytest.raises(ValueError, match="not in this cache"):
+            self.defragmenter.update({name: [self.scheduler.blocks]}, self.scheduler.held)
+
+    @rule(once=st.booleans())
+    def defragment(self, once: bool) -> None:
+        while self.defragmenter.is_due:
+            assert self.defragmenter.defragment().moves
+            if once:
+                return
+        assert self.defragmenter.places.highest_used == self.defragmenter.places.num_used
+
+    @invariant()
+    def nothing_is_lost_and_counts_agree(self) -> None:
+        held = {block for row in self.scheduler.held.values() for block in row}
+        where = self.defragmenter.resolve_all(np.array(sorted(held), dtype=np.int64))
+        assert len(set(where.tolist())) == len(held)
+        for block, place in zip(sorted(held), where.tolist(), strict=True):
+            assert self.cache.read(place) == self.scheduler.payloads[block]
+        places = self.defragmenter.places
+        assert places.num_used == len(held)
+        assert places.highest_used == max(where.tolist(), default=0)
+        gap = places.highest_used - len(held)
+        assert self.defragmenter.waste == (gap / places.highest_used if held else 0)
+
+
+TestOwnPlaces = OwnPlacesMachine.TestCase
+TestOwnPlaces.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+
+
+# The soak run
+
+
+@pytest.fixture(scope="module")
+def soak() -> ModuleType:
+    path = Path(__file__).resolve().parents[4] / "benchmarks/soak.py"
+    spec = importlib.util.spec_from_file_location("soak", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["soak"] = module  # dataclasses look it up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_ten_thousand_random_events_violate_nothing(soak, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["soak.py", "--events", "10000", "--seed", "3"])
+    assert soak.main() == 0
+    out = capsys.readouterr().out
+    assert "events          10000 in" in out
+    assert "violations      0" in out
+
+
+def test_a_soak_run_sees_every_kind_of_event_and_moves_blocks(soak):
+    run = soak.Soak(200, 2, seed=1)
+    run.run(3000, check_every=100)
+    assert all(run.counts[event] > 50 for event in soak.SHARES)
+    totals, stats = run.defragmenter.totals, run.pool.stats()
+    assert totals.moves > totals.swaps > 100
+    assert min(stats.copies, stats.evictions, stats.hit_tokens, run.counts["due"]) > 20
+
+
+@pytest.mark.parametrize("harm", ["content", "place", "count"])
+def test_a_soak_run_ends_with_an_error_where_something_is_wrong(soak, harm, monkeypatch, capsys):
+    check = soak.Soak.check
+
+    def harmed(run):
+        block = run.pool.table(next(name for name, s in run.streams.items() if s.length)).blocks[0]
+        place = run.pool.places.resolve(block)
+        if harm == "content":
+            run.cache[0][place * run.size] += 1
+        elif harm == "place":
+            run.pool.places.swap([(place, place % (run.pool.num_blocks - 1) + 1)])
+        else:
+            run.pool._blocks.refs[block] += 1
+        check(run)
+
+    monkeypatch.setattr(soak.Soak, "check", harmed)
+    monkeypatch.setattr(sys, "argv", ["soak.py", "--events", "2000"])
+    assert soak.main() == 1
+    assert "violation after" in capsys.readouterr().err
+
+
+def backends() -> list[object]:
+    slow = ("aoti", "onnxrt")
+    works = [name for name, reason in available_backends().items() if reason is None]
+    marks = {name: [pytest.mark.slow] if name in slow else [] for name in works}
+    return [pytest.param(name, marks=marks[name]) for name in works if name != "ortmodule"]
+
+
+@pytest.mark.parametrize("backend", backends())
+def test_random_events_violate_nothing_in_graphs_of_any_backend(backend, soak):
+    run = soak.Soak(60, 2, seed=2, backend=backend, pad_sizes=(4,))
+    run.run(400, check_every=20)
+    totals = run.defragmenter.totals
+    assert totals.moves > totals.swaps > 20
+    assert run.pool.stats().copies > 5

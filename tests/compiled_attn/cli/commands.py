@@ -1,0 +1,28 @@
+"""A command as the console script runs it, and how it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+
+class Outcome(NamedTuple):
+    """Exit code, stdout and stderr."""
+
+    code: int
+    out: str
+    err: str
+
+
+Command = Callable[..., Outcome]
+
+
+def assert_refused(outcome: Outcome, *parts: str) -> None:
+    """Exit code 2, and nothing but one line on stderr that holds all the parts."""
+    lines = [line for line in outcome.err.splitlines() if line.startswith("compiled-attn: error:")]
+    assert outcome.code == 2, outcome.err
+    assert len(lines) == 1 and lines[0] == outcome.err.splitlines()[-1]
+    for part in parts:
+        assert part in lines[0]
+    assert "Traceback" not in outcome.err
+    assert outcome.out == ""

@@ -1,0 +1,68 @@
+"""Fixtures of the tests of the command: it, a small model, a trace, and options for both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from compiled_attn.cli import main
+from tests.compiled_attn.cli.commands import Command, Outcome
+
+
+@pytest.fixture
+def no_store_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("compiled_attn.cli.store.default_store", lambda: tmp_path / "store")
+
+
+@pytest.fixture
+def command(no_store_at_home: None, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs the command as the console script does."""
+
+    def run(*arguments: object) -> Outcome:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main([str(argument) for argument in arguments])
+        assert isinstance(ended.value.code, int)
+        return Outcome(ended.value.code, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=256,
+        initializer_range=0.2,
+        eos_token_id=None,
+    )
+    path = tmp_path_factory.mktemp("model")
+    LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.csv"
+    rows = [f"{0.001 * i:.3f},{20 + 3 * i},{18 + i}" for i in range(6)]
+    path.write_text("\n".join(["arrival_s,prompt_tokens,output_tokens", *rows]) + "\n")
+    return path
+
+
+@pytest.fixture
+def small(model_dir: Path, trace: Path) -> list[object]:
+    """Options of a job that takes a second."""
+    return [
+        *("run", "--model", model_dir, "--trace", trace, "--backend", "eager"),
+        *("--max-tokens-per-step", 32, "--max-seqs", 4, "--block-size", 8, "--max-graphs", 6),
+    ]

@@ -1,0 +1,56 @@
+"""The help of the command, and the commands that it has of `graphs`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("typer", reason="needs the extra cli")
+
+from compiled_attn.cli import main
+
+_HEAVY = "torch", "transformers", "numpy", "compiled_attn.engine.engine"
+
+
+def ended(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as raised:
+        main([str(argument) for argument in arguments])
+    return raised.value.code
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["plan", "--help"]])
+def test_help_imports_nothing_that_takes_seconds(arguments):
+    code = f"""
+import atexit, sys
+from compiled_attn.cli import main
+atexit.register(lambda: print("loaded:", [name for name in {_HEAVY} if name in sys.modules]))
+main({arguments})
+"""
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "Usage: compiled-attn" in shown.stdout and "loaded: []" in shown.stdout
+
+
+def test_explain_prints_breaks_with_the_users_line(tmp_path, capsys):
+    path = tmp_path / "attention_user.py"
+    path.write_text("def broken(x):\n    print('side effect')\n    return x * 2\n")
+    assert ended("explain", f"{path}:broken", "--input", "2") == 1
+    assert f"break 0: {path}:2: " in capsys.readouterr().out
+
+
+def test_explain_has_its_own_help_and_the_errors_of_the_command(capsys):
+    assert ended("explain", "--help") == 0
+    shown = capsys.readouterr().out
+    assert "Usage: compiled-attn explain" in shown and "--guards" in shown
+    assert ended("explain", "missing.py:f", "--input", "2") == 2
+    assert capsys.readouterr().err == "compiled-attn: error: no such file: missing.py\n"
+
+
+def test_cache_looks_at_the_store_of_the_command(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("compiled_attn.cli.store.default_store", lambda: tmp_path / "none")
+    assert ended("cache", "ls") == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"compiled-attn: error: there is no store in {tmp_path / 'none'}")
+    assert ended("cache", "prune", "--help") == 0
+    assert "Usage: compiled-attn cache prune" in capsys.readouterr().out

@@ -1,0 +1,53 @@
+"""The view of a serving engine, on a terminal and on none."""
+
+from __future__ import annotations
+
+from io import StringIO
+
+import pytest
+
+pytest.importorskip("typer", reason="needs the extra cli")
+pytest.importorskip("transformers", reason="needs the extra hf")
+
+from rich.console import Console
+
+from compiled_attn.cli.live import ServingView, serving_view, status_line
+from compiled_attn.engine import StepInfo
+
+
+def step(elapsed_s: float, finished: int = 1) -> StepInfo:
+    return StepInfo(
+        running=3,
+        waiting=4,
+        blocks_used=50,
+        blocks_total=80,
+        finished=finished,
+        generated_tokens=1200,
+        elapsed_s=elapsed_s,
+    )
+
+
+def test_the_status_line_tells_speed_queue_and_blocks() -> None:
+    assert status_line(step(2.0)) == "600 tokens/s, 3 running, 4 waiting, 50/80 blocks"
+    assert status_line(step(0.0)).startswith("0 tokens/s")
+
+
+def test_plain_output_is_a_line_now_and_then() -> None:
+    stream = StringIO()
+    with serving_view(9, Console(file=stream, width=40)) as view:
+        assert type(view) is ServingView
+        for seconds in (0.1, 4.9, 5.0, 6.0, 9.9, 10.2):
+            view(step(seconds))
+    assert stream.getvalue().splitlines() == [
+        "5 s: 1/9 requests, 240 tokens/s, 3 running, 4 waiting, 50/80 blocks",
+        "10 s: 1/9 requests, 118 tokens/s, 3 running, 4 waiting, 50/80 blocks",
+    ]
+
+
+def test_a_terminal_shows_one_live_line() -> None:
+    stream = StringIO()
+    console = Console(file=stream, force_terminal=True, width=120)
+    with serving_view(9, console) as view:
+        view(step(2.0, finished=9))
+    assert "9/9" in stream.getvalue()
+    assert "600 tokens/s, 3 running, 4 waiting, 50/80 blocks" in stream.getvalue()

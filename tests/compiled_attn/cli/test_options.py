@@ -1,0 +1,54 @@
+"""An option is declared once: commands, settings of the engine and their help agree."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+pytest.importorskip("typer", reason="needs the extra cli")
+
+import typer
+
+from compiled_attn.cli.app import app
+from compiled_attn.cli.options import PlanOptions, RunOptions, settings_of, taking
+from compiled_attn.engine.config import EngineConfig
+
+SETTINGS = {each.name: each for each in fields(EngineConfig)}
+
+
+@pytest.mark.parametrize(("name", "kind"), [("run", RunOptions), ("plan", PlanOptions)])
+def test_an_option_of_the_engine_has_its_default_and_its_meaning(name, kind):
+    command = typer.main.get_command(app).commands[name]
+    shown = {parameter.name: parameter for parameter in command.params}
+    common = shown.keys() & SETTINGS.keys()
+    assert len(common) >= 7
+    for each in common - {"max_graphs"}:  # `run` has one for each bucket of a file
+        assert shown[each].default == SETTINGS[each].default
+        assert shown[each].help == SETTINGS[each].metadata["help"]
+    assert {each.name for each in fields(kind)} == shown.keys() - {"help"}
+
+
+def test_settings_of_the_engine_are_told_from_other_options():
+    given = settings_of(PlanOptions(max_seqs=7, out=None))
+    assert given["max_seqs"] == 7 and given["backend"] == "inductor"
+    assert given.keys() <= SETTINGS.keys() and "out" not in given
+    assert EngineConfig(**given).max_seqs == 7
+
+
+def test_a_command_gets_its_options_as_one_object():
+    taken: list[PlanOptions] = []
+    small = typer.Typer()
+
+    @small.command()
+    @taking(PlanOptions)
+    def command(options: PlanOptions) -> int:
+        taken.append(options)
+        return 4
+
+    assert small(["--max-seqs", "5", "--requests", "9"], standalone_mode=False) == 4
+    assert taken == [PlanOptions(max_seqs=5, requests=9)]
+
+
+def test_every_setting_says_what_it_means():
+    assert not [name for name, each in SETTINGS.items() if not each.metadata["help"].endswith(".")]

@@ -1,0 +1,157 @@
+"""Bad input of ``compiled-attn run``: one line, exit code 2; and its help."""
+
+from __future__ import annotations
+
+import builtins
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("typer", reason="needs the extra cli")
+pytest.importorskip("transformers", reason="needs the extra hf")
+
+
+import compiled_attn
+from tests.compiled_attn.cli.commands import Command, assert_refused
+
+
+def test_an_unknown_or_unreadable_model_is_refused(command: Command, tmp_path: Path) -> None:
+    outcome = command("run", "--model", tmp_path / "none")
+    assert_refused(outcome, str(tmp_path / "none"), "no such directory")
+    (tmp_path / "config.json").write_text("{oops")
+    assert_refused(command("run", "--model", tmp_path), "not a valid JSON file")
+
+
+def test_a_bad_trace_line_is_refused_with_its_number(
+    command: Command, small: list[object], trace: Path
+) -> None:
+    trace.write_text(trace.read_text() + "9.0,-3,1\n")
+    assert_refused(command(*small), f"{trace}, line 8: prompt_tokens", "got -3")
+    small[4] = trace.parent / "none.csv"
+    assert_refused(command(*small), "none.csv: cannot be read: No such file")
+
+
+def test_a_request_beyond_the_context_is_refused(command: Command, small: list[object]) -> None:
+    assert_refused(command(*small, "--scale", 9), "context 256", "scale")
+
+
+def test_a_pool_too_small_for_one_request_is_refused(command: Command, small: list[object]) -> None:
+    assert_refused(command(*small, "--num-blocks", 4), "3 blocks", "num_blocks", "at least")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("axes: tokens shared unique logits\n(32, 0, -8, 4)\n", ":2:"),
+        ("axes: tokens blocks\n(32, 8)\n", "axes"),
+        ("axes: tokens shared unique logits\n(32, 0, 1, 4)\n", "unique"),
+    ],
+)
+def test_a_bad_bucket_file_is_refused(
+    command: Command, small: list[object], tmp_path: Path, content: str, message: str
+) -> None:
+    path = tmp_path / "buckets"
+    path.write_text(content)
+    assert_refused(command(*small, "--buckets", path), message)
+
+
+def test_more_buckets_than_graphs_are_refused(
+    command: Command, small: list[object], tmp_path: Path
+) -> None:
+    path = tmp_path / "buckets"
+    path.write_text("axes: tokens shared unique logits\n[2, 4, 8, 32], 32, 128, 4\n")
+    assert_refused(command(*small, "--max-graphs", 3, "--buckets", path), "max_graphs", "4")
+
+
+def test_a_missing_compiler_is_refused_with_the_remedy(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reason = "no working C++ compiler found; install one or use eager"
+    monkeypatch.setattr(
+        "compiled_attn.cli.inputs.available_backends", lambda: {"inductor": reason, "eager": None}
+    )
+    assert_refused(command("run"), "--backend inductor", reason)
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        (["--backend", "magic"], ["unknown --backend magic", "eager", "inductor"]),
+        (["--dtype", "int4"], ["unknown --dtype int4", "float32, bfloat16"]),
+        (["--demand", "poem"], ["unknown demand 'poem'", "chat, code, rag"]),
+        (["--speed", "0"], ["--speed above 0"]),
+        (["--requests", "0"], ["--requests"]),
+        (["--requests", "few"], ["--requests"]),
+        (["--scale", "-1"], ["scale must be a positive number, got -1.0"]),
+        (["--max-seqs", "0"], ["max_seqs"]),
+        (["--max-seqs", "300"], ["max_seqs", "max_tokens_per_step", "300"]),
+        (["--num-blocks", "1"], ["num_blocks"]),
+        (["--max-graphs", "0"], ["max_graphs"]),
+        (["--temperature", "-1"], ["temperature", "-1.0"]),
+        (["--top-p", "0"], ["top_p"]),
+        (["--check", "2", "--temperature", "1"], ["--check compares greedy decoding"]),
+        (["--json", "/nowhere/result.json"], ["/nowhere/result.json", "No such file or directory"]),
+        (["--num-blocks", "99999999999"], ["not enough memory", "--num-blocks"]),
+        (["--num-blocks", "9" * 20], ["not enough memory", "--num-blocks", " bytes, which this"]),
+        (["--block-size", "9" * 20], ["not enough memory", "block_size", " bytes, which this"]),
+        (
+            ["--max-tokens-per-step", "9" * 20, "--kernel", "portable", "--num-blocks", "99999"],
+            ["not enough memory", "--max-tokens-per-step"],
+        ),
+        (["--requests", "9" * 20], ["--requests"]),
+        (["--seed", "9" * 30], ["--seed"]),
+        (["--scale", "1e300"], ["choose a smaller scale"]),
+        (["--trace", "x.csv", "--demand", "chat"], ["--trace and --demand"]),
+        (["--store", "x", "--no-store"], ["--store and --no-store"]),
+        (["--store", "/dev/null"], ["/dev/null"]),
+        (["--warmup-workers", "0"], ["warmup_workers >= 1, got 0"]),
+        (["--warmup-journal", "/dev/null/journal"], ["/dev/null"]),
+        (["--colour"], ["--colour"]),
+        (["surplus"], ["surplus"]),
+    ],
+)
+def test_bad_options_are_refused_in_one_line(
+    command: Command, options: list[str], parts: list[str]
+) -> None:
+    assert_refused(command("run", *options), *parts)
+
+
+def test_an_unknown_command_is_refused(command: Command) -> None:
+    assert_refused(command("serve"), "serve")
+
+
+def test_without_a_command_the_help_is_shown(command: Command) -> None:
+    outcome = command()
+    assert "Usage: compiled-attn" in outcome.out and outcome.err == ""
+
+
+def test_version_and_help(command: Command) -> None:
+    outcome = command("--version")
+    assert (outcome.code, outcome.out) == (0, f"compiled-attn {compiled_attn.__version__}\n")
+    for arguments in (["--help"], ["run", "--help"]):
+        assert command(*arguments).code == 0
+
+
+def test_the_help_names_every_option_of_the_command(command: Command) -> None:
+    names = (
+        "model trace demand requests scale seed speed concurrency temperature top-k top-p dtype "
+        "backend max-tokens-per-step max-seqs block-size num-blocks buckets max-graphs check "
+        "strict no-strict report json store no-store warmup-workers warmup-journal"
+    )
+    text = command("run", "--help").out
+    assert [name for name in names.split() if f"--{name}" not in text] == []
+
+
+def test_without_its_extra_the_command_says_what_to_install(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = builtins.__import__
+
+    def without_typer(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "typer":
+            raise ModuleNotFoundError("No module named 'typer'", name="typer")
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without_typer)
+    assert_refused(command("--version"), "typer", "pip install 'compiled-attn[cli,hf]'")

@@ -1,0 +1,328 @@
+"""``compiled-attn run``: what it serves, proves and writes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("typer", reason="needs the extra cli")
+pytest.importorskip("transformers", reason="needs the extra hf")
+
+from transformers import LlamaForCausalLM
+
+from compiled_attn.cli.options import RunOptions
+from compiled_attn.engine import Engine
+from compiled_attn.hf.proof import CheckReport, Difference
+from compiled_attn.ops import NativeOps
+from graphs.backends.eager import EagerBackend
+from graphs.capture.contract import Frozen
+from tests.compiled_attn.cli.commands import Command, assert_refused
+
+KEYS = {
+    "graphs",
+    "graph_breaks",
+    "compiles_after_warmup",
+    "fallbacks",
+    "warmup_seconds",
+    "requests",
+    "generated_tokens",
+    "tokens_per_second",
+    "ttft_ms",
+    "step_ms",
+    "padding_waste",
+    "preemptions",
+    "blocks_high_water",
+    "checked_requests",
+    "mismatched_tokens",
+    "torch",
+    "backend",
+}
+
+
+def test_a_run_serves_checks_and_writes_every_promised_key(
+    command: Command, small: list[object], tmp_path: Path
+) -> None:
+    outcome = command(*small, "--check", 3, "--json", tmp_path / "result.json")
+    assert outcome.code == 0, outcome.err
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert set(result) >= KEYS
+    assert set(result["ttft_ms"]) == set(result["step_ms"]) == {"p50", "p99", "max"}
+    assert (result["requests"], result["generated_tokens"]) == (6, sum(range(18, 24)))
+    assert (result["checked_requests"], result["mismatched_tokens"]) == (3, 0)
+    assert (result["compiles_after_warmup"], result["graph_breaks"], result["fallbacks"]) == (
+        0,
+        0,
+        0,
+    )
+    assert result["backend"] == "eager" and result["torch"] == torch.__version__
+    assert re.search(r"mismatched tokens\W+0\b", outcome.out)
+    assert "6 requests, lengths scaled by 1: 165 prompt tokens, 123 to generate" in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("kernel", "axes"),
+    [("native", ("tokens", "requests")), ("portable", ("tokens", "shared", "unique", "logits"))],
+)
+def test_a_run_writes_its_report_and_the_demand_that_a_plan_is_made_from(
+    command: Command, small: list[object], tmp_path: Path, kernel: str, axes: tuple[str, ...]
+) -> None:
+    demand, result = tmp_path / "demand.jsonl", tmp_path / "result.json"
+    outcome = command(
+        *small, "--kernel", kernel, "--defrag-waste", 0, "--record-demand", demand,
+        "--report", tmp_path / "report", "--json", result,
+    )  # fmt: skip
+    assert outcome.code == 0, outcome.err
+    steps = [json.loads(line) for line in demand.read_text().splitlines()]
+    figures = json.loads(result.read_text())
+    assert len(steps) == figures["steps"]
+    assert all(set(step) == set(axes) for step in steps)
+    assert sum(step["tokens"] for step in steps) == figures["computed_tokens"]
+    assert figures["memory"]["defrag_moves"] > 0
+    page = (tmp_path / "report" / "report.html").read_text()
+    assert "<svg" in page and "http://" not in page.replace("http://www.w3.org", "")
+
+
+def test_json_and_report_say_what_was_served_how_and_on_what(
+    command: Command, small: list[object], model_dir: Path, tmp_path: Path
+) -> None:
+    outputs = ["--json", tmp_path / "result.json", "--report", tmp_path / "page"]
+    assert command(*small, "--top-p", 0.5, *outputs).code == 0
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["model"] == {
+        "class": "LlamaForCausalLM",
+        "source": str(model_dir),
+        "parameters": sum(
+            p.numel() for p in LlamaForCausalLM.from_pretrained(model_dir).parameters()
+        ),
+    }
+    assert (result["dtype"], result["threads"]) == ("float32", torch.get_num_threads())
+    options = result["options"]
+    assert (options["top_p"], options["max_seqs"], options["backend"]) == (0.5, 4, "eager")
+    assert options["model"] == str(model_dir) and options["num_blocks"] is None
+    assert set(options) == {field.name for field in fields(RunOptions)}
+    assert result["machine"]["cpu"] and result["versions"]["compiled-attn"]
+    assert result["date"].endswith("+00:00")
+    page = (tmp_path / "page" / "report.html").read_text()
+    for told in (result["date"], "LlamaForCausalLM", result["machine"]["cpu"], str(model_dir)):
+        assert told in page
+
+
+@pytest.mark.parametrize(("checks", "shown"), [(0, "–"), (2, "0")])
+def test_mismatches_are_a_dash_where_nothing_was_checked(
+    command: Command, small: list[object], tmp_path: Path, checks: int, shown: str
+) -> None:
+    outcome = command(*small, "--check", checks, "--report", tmp_path / "page")
+    assert outcome.code == 0
+    terminal = "-" if shown == "–" else shown
+    assert re.search(rf"mismatched tokens\W+{terminal}\s*│?\n", outcome.out)
+    page = (tmp_path / "page" / "report.html").read_text()
+    assert re.search(rf"mismatched tokens</dt>\s*<dd[^>]*>{shown}<", page)
+
+
+def test_a_small_pool_forces_preemptions_and_changes_no_token(
+    command: Command, small: list[object], tmp_path: Path
+) -> None:
+    path = tmp_path / "result.json"
+    outcome = command(*small, "--num-blocks", 10, "--check", 6, "--json", path)
+    result = json.loads(path.read_text())
+    assert outcome.code == 0, outcome.err
+    assert result["preemptions"] > 0
+    assert (result["checked_requests"], result["mismatched_tokens"]) == (6, 0)
+
+
+@pytest.mark.parametrize("kernel", ["auto", "native", "portable"])
+def test_the_kernel_and_why_it_was_taken_are_in_table_and_report(
+    command: Command, small: list[object], tmp_path: Path, kernel: str
+) -> None:
+    path = tmp_path / "result.json"
+    outcome = command(*small, "--kernel", kernel, "--check", 3, "--json", path)
+    assert outcome.code == 0, outcome.err
+    result = json.loads(path.read_text())
+    wanted = "sdpa" if kernel == "portable" else "native"
+    assert (result["kernel"], result["mismatched_tokens"]) == (wanted, 0)
+    note = result["kernel_notes"]["native"]
+    assert note and re.search(rf"kernel\W+{wanted}\b.*{re.escape(note)}", outcome.out)
+
+
+def test_why_a_kernel_could_not_be_built_is_told_whole_and_counts_as_a_fallback(
+    command: Command, small: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    why = "expected g++ to build the kernel, but it failed (1): " + "a long reason; " * 9 + "end"
+    failed = NativeOps("compiled_attn", "reference", why_not_native=why)
+    monkeypatch.setattr("compiled_attn.engine.kernel.load", lambda: failed)
+    path = tmp_path / "result.json"
+    outcome = command(*small, "--no-strict", "--json", path)
+    assert outcome.code == 0 and f"native kernel: {why}\n" in outcome.out
+    assert json.loads(path.read_text())["fallbacks"] == 1
+    refused = command(*small)
+    assert_refused(refused, why, "--kernel portable")
+    assert refused.err.count("portable") == 2  # one remedy, in Python's words and the command's
+
+
+def test_an_unknown_kernel_is_refused(command: Command, small: list[object]) -> None:
+    assert_refused(command(*small, "--kernel", "cuda"), "'auto', 'native', 'portable'", "cuda")
+
+
+def test_the_default_model_serves_a_drawn_demand(command: Command, tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    outcome = command(
+        *("run", "--backend", "eager", "--requests", 3, "--scale", 0.02, "--max-graphs", 2),
+        *("--demand", "rag", "--num-blocks", 200, "--check", 1, "--json", path),
+    )
+    assert outcome.code == 0, outcome.err
+    assert json.loads(path.read_text())["checked_requests"] == 1
+
+
+def test_open_and_closed_loop_and_sampling_serve_all_requests(
+    command: Command, small: list[object]
+) -> None:
+    for options in (
+        ["--speed", 2],
+        ["--concurrency", 1],
+        ["--temperature", 0.8, "--top-k", 20, "--top-p", 0.9],
+        ["--dtype", "bfloat16", "--no-strict"],
+    ):
+        outcome = command(*small, *options)
+        assert outcome.code == 0, outcome.err
+        assert re.search(r"requests\W+6\b", outcome.out)
+
+
+def test_a_bucket_file_says_what_is_captured(
+    command: Command, small: list[object], tmp_path: Path
+) -> None:
+    buckets, path = tmp_path / "buckets", tmp_path / "result.json"
+    buckets.write_text("axes: tokens shared unique logits\n[4, 32], [0, 32], 128, 4\n")
+    outcome = command(*small[:-2], "--buckets", buckets, "--json", path)
+    assert outcome.code == 0, outcome.err
+    assert json.loads(path.read_text())["graphs"] == 4
+
+
+def test_a_run_tells_how_many_graphs_came_from_the_store(
+    command: Command, small: list[object], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Loading(EagerBackend):
+        def capture(self, *args: Any, **kwargs: Any) -> Frozen:
+            return replace(super().capture(*args, **kwargs), is_loaded=True)
+
+    @contextmanager
+    def stored(backend: str, store: Path | None) -> Iterator[Loading]:
+        assert store == tmp_path / "mine"
+        yield Loading()
+
+    monkeypatch.setattr("compiled_attn.cli.run.stored_backend", stored)
+    path = tmp_path / "result.json"
+    outcome = command(*small, "--store", tmp_path / "mine", "--json", path)
+    result = json.loads(path.read_text())
+    assert outcome.code == 0 and f"{result['graphs']} from the store" in outcome.out
+    assert result["graphs_loaded"] == result["graphs"] > 1
+    assert all(row["from_store"] for row in result["buckets"])
+    assert result["backend"] == "eager"
+    command(*small, "--no-store", "--json", path)
+    assert json.loads(path.read_text())["graphs_loaded"] == 0
+
+
+@pytest.mark.slow
+def test_a_second_start_loads_every_graph_and_serves_the_same_tokens(
+    command: Command, small: list[object], tmp_path: Path
+) -> None:
+    path, job = tmp_path / "result.json", [*small[:6], "inductor", *small[7:-1], 2]
+    job += ["--warmup-workers", 2]
+    results = []
+    for _ in range(2):
+        outcome = command(*job, "--check", 2, "--json", path)
+        assert outcome.code == 0, outcome.err
+        results.append(json.loads(path.read_text()))
+    assert [r["graphs_loaded"] for r in results] == [0, 2]
+    assert [r["mismatched_tokens"] for r in results] == [0, 0]
+    assert (tmp_path / "store" / "artifacts").is_dir()
+
+
+def test_a_journal_is_written_and_one_of_another_warmup_is_refused(
+    command: Command, small: list[object], tmp_path: Path
+) -> None:
+    journal = tmp_path / "warmup.jsonl"
+    assert command(*small, "--warmup-journal", journal).code == 0
+    lines = [json.loads(line) for line in journal.read_text().splitlines()]
+    assert (lines[0]["name"], lines[0]["backend"]) == ("step", "eager")
+    assert lines[-1]["status"] == "captured"
+    other = [*small[:6], "aot_eager", *small[7:]]
+    assert_refused(command(*other, "--warmup-journal", journal), "has backend 'eager'")
+
+
+def test_a_mismatch_is_shown_with_both_logits_and_fails_the_run(
+    command: Command, small: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    difference = Difference(3, 7, 11, 12, 0.5, 0.25)
+    report = CheckReport(1, 9, 2, mismatches=[difference], ties=[difference])
+    monkeypatch.setattr("compiled_attn.cli.run.check", lambda *_, **__: report)
+    outcome = command(*small, "--check", 1)
+    assert outcome.code == 1
+    assert f"mismatch: {difference}" in outcome.out and f"tie: {difference}" in outcome.out
+
+
+def test_an_interrupt_ends_cleanly_with_the_report_so_far(
+    command: Command, small: list[object], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    generate = Engine.generate
+
+    def interrupted(self: Engine, *args: Any, **kwargs: Any) -> Any:
+        results = generate(self, *args, **kwargs)
+        yield next(results)
+        yield next(results)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Engine, "generate", interrupted)
+    outcome = command(*small, "--check", 2, "--json", tmp_path / "result.json")
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert outcome.code == 130
+    assert result["requests"] >= 2 and result["checked_requests"] == 0
+    assert "interrupted; this is the report so far" in outcome.err
+    assert "Traceback" not in outcome.err
+
+
+def test_an_interrupted_warmup_reports_too(
+    command: Command, small: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Engine, "warmup", interrupt)
+    outcome = command(*small)
+    assert outcome.code == 130
+    assert re.search(r"graphs captured\W+0 in", outcome.out)
+
+
+def test_a_model_that_cannot_compute_a_step_is_refused_with_the_cause(
+    command: Command, small: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise NotImplementedError("no kernel for this model")
+
+    monkeypatch.setattr("compiled_attn.hf.attention.unified_attention", broken)
+    outcome = command(*small)
+    assert_refused(outcome, "fails on a flattened step", "no kernel for this model")
+
+
+def test_a_compile_while_serving_fails_the_run_with_its_cause_and_report(
+    command: Command, small: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    advance = Engine._advance
+
+    def compiling(self: Engine) -> None:
+        with self.sentinel:
+            torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+        advance(self)
+
+    monkeypatch.setattr(Engine, "_advance", compiling)
+    strict, loose = command(*small), command(*small, "--no-strict")
+    assert strict.code == 1 and "expected nothing to compile any more" in strict.err
+    assert re.search(r"requests\W+0\b", strict.out)
+    assert loose.code == 0 and re.search(r"compiles after warmup\W+[1-9]", loose.out)

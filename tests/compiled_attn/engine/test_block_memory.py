@@ -1,0 +1,90 @@
+"""The kept tables are what the pool says, whatever happened to the requests between two steps."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from compiled_attn.cache.blocks import BlockPool, OutOfBlocks, UnknownRequest
+from compiled_attn.cache.defrag.report import DefragTotals
+from compiled_attn.engine.block_memory import BlockMemory, StepTables
+from tests.compiled_attn.engine.counting import CONFIG, Counting
+from tests.interrupts import count_lines, interrupted_at
+
+EVENT = st.tuples(st.sampled_from(["add", "grow", "fork", "free"]), st.integers(0, 5))
+
+
+@given(steps=st.lists(st.lists(EVENT, max_size=6), min_size=1, max_size=12), seed=st.integers(0, 9))
+@settings(deadline=None, max_examples=60)
+def test_after_any_events_the_rows_are_the_places_of_the_pool(steps, seed):
+    pool = BlockPool(24, 4, partial_hits=True, min_partial_tokens=1)
+    tables = StepTables(pool, max_requests=6, max_blocks=20)
+    for number, events in enumerate(steps):
+        for kind, name in events:
+            with contextlib.suppress(OutOfBlocks, ValueError, KeyError):
+                _happen(pool, kind, name, seed)
+        if number % 3 == 2 and (pairs := pool.places.compaction(2)):
+            pool.places.swap(pairs)
+        table = tables.of(pool.requests)
+        for request in pool.requests:
+            row, blocks = table.row(request), pool.table(request).blocks
+            kept = table.blocks[row, : table.lengths[row]]
+            assert kept.tolist() == pool.places.resolve_all(blocks).tolist()
+
+
+def _happen(pool: BlockPool, kind: str, name: int, seed: int) -> None:
+    if kind == "add":
+        prompt = [(seed * n) % 3 for n in range(4 + 3 * name)]
+        pool.add(name, prompt)
+        pool.reserve(name, len(prompt))
+        pool.copied(pool.pending_copies())
+        pool.commit(name, prompt, len(prompt))
+    elif kind == "grow":
+        pool.append(name, 3)
+    elif kind == "fork":
+        pool.fork(name, (name + 1) % 6)
+    else:
+        pool.free(name)
+
+
+def test_a_request_that_is_not_in_the_pool_has_no_row():
+    with pytest.raises(UnknownRequest):
+        StepTables(BlockPool(8, 4), 2, 4).of(["nobody"])
+
+
+def test_only_what_is_new_is_resolved(monkeypatch):
+    pool = BlockPool(30, 4)
+    for name in range(3):
+        pool.add(name)
+        pool.reserve(name, 20)
+    tables, asked = StepTables(pool, 6, 10), []
+    resolve = pool.places.resolve_all
+    monkeypatch.setattr(
+        pool.places, "resolve_all", lambda blocks: asked.append(len(blocks)) or resolve(blocks)
+    )
+    tables.of(range(3))
+    pool.append(1, 1)
+    tables.of(range(3))
+    tables.of(range(3))
+    assert asked == [5, 5, 5, 1]
+
+
+def test_a_reset_interrupted_at_any_line_keeps_what_was_counted():
+    def counted() -> BlockMemory:
+        memory = BlockMemory(Counting(), replace(CONFIG, defrag_waste=0.5))
+        memory.pool.add("a")
+        memory.pool.reserve("a", 30)
+        memory.defragmenter.totals = DefragTotals(calls=5)
+        return memory
+
+    for place in range(count_lines(counted().reset)):
+        memory = counted()
+        with contextlib.suppress(KeyboardInterrupt), interrupted_at(place) as cut:
+            memory.reset()
+        memory.reset()
+        counts = memory.stats().allocations, memory.defragmenter.totals.calls
+        assert counts == (8, 5), cut.where

@@ -1,0 +1,407 @@
+"""Building and keeping the kernels, mostly with a compiler that only pretends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from compiled_attn.ops import NativeUnavailable
+from compiled_attn.ops.cpu.build import _run_all, build, find_compiler
+from compiled_attn.ops.cpu.libraries import turn
+from compiled_attn.ops.schema import SOURCES, schemas
+from graphs.errors import StoreBusy
+from graphs.store.lock import Lock
+
+COMPILER = """#!/bin/sh
+# Notes each call, sleeps as long as the file "seconds" says, writes what is behind -o.
+here=$(dirname "$0")
+if [ "$1" = --version ]; then cat "$here/version"; exit 0; fi
+echo "$@" >> "$here/calls"
+if [ -f "$here/broken" ]; then echo "error: no such thing"; exit 7; fi
+sleep "$(cat "$here/seconds")"
+while [ $# -gt 1 ]; do [ "$1" = -o ] && out=$2; shift; done
+echo library > "$out"
+"""
+BUILD = """
+import sys
+from pathlib import Path
+from compiled_attn.ops import build
+made = build("portable", "test", folder=Path(sys.argv[1]), compiler=sys.argv[2])
+print(made.library, made.seconds > 0)
+"""
+
+
+@pytest.fixture
+def compiler(tmp_path) -> Path:
+    path = tmp_path / "compiler" / "c++"
+    path.parent.mkdir()
+    path.write_text(COMPILER)
+    path.chmod(0o755)
+    (path.parent / "version").write_text("pretender 1.0")
+    (path.parent / "seconds").write_text("0")
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    return tmp_path / "cache"
+
+
+def _calls(compiler: Path) -> int:
+    calls = compiler.parent / "calls"
+    return len(calls.read_text().splitlines()) if calls.exists() else 0
+
+
+def _process(folder: Path, compiler: Path) -> subprocess.Popen[str]:
+    root = str(Path(__file__).parents[4])
+    return subprocess.Popen(
+        [sys.executable, "-c", BUILD, str(folder), str(compiler)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": root},
+        start_new_session=True,
+    )
+
+
+def test_a_second_build_of_the_same_is_taken_from_the_cache(folder, compiler):
+    first = build("portable", "test", folder=folder, compiler=str(compiler))
+    assert _calls(compiler) == 3  # two units and a link
+    second = build("portable", "test", folder=folder, compiler=str(compiler))
+    assert second.library == first.library and second.seconds == 0.0
+    assert _calls(compiler) == 3
+
+
+def test_whatever_the_library_depends_on_gives_it_another_name(folder, compiler, tmp_path):
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    for path in SOURCES.iterdir():
+        (sources / path.name).write_bytes(path.read_bytes())
+
+    def name(isa="portable", namespace="test", **options) -> str:
+        made = build(
+            isa, namespace, folder=folder, compiler=str(compiler), sources=sources, **options
+        )
+        return made.library.name
+
+    names = [name(), name("avx2"), name(namespace="other"), name(debug=True)]
+    names.append(name(sanitize=("address",)))
+    with (sources / "schema.h").open("a") as file:
+        file.write("// changed\n")
+    names.append(name())
+    (compiler.parent / "version").write_text("pretender 1.1")
+    names.append(name())
+    assert len(set(names)) == len(names)
+
+
+def test_another_torch_gives_the_library_another_name(folder, compiler, monkeypatch):
+    first = build("portable", "test", folder=folder, compiler=str(compiler))
+    monkeypatch.setattr("torch.__version__", "2.99")
+    assert build("portable", "test", folder=folder, compiler=str(compiler)).library != first.library
+
+
+def test_processes_that_want_the_same_build_it_once(folder, compiler):
+    (compiler.parent / "seconds").write_text("0.3")
+    processes = [_process(folder, compiler) for _ in range(3)]
+    told = [process.communicate()[0].split() for process in processes]
+    assert len({path for path, _ in told}) == 1
+    assert sorted(built for _, built in told).count("True") == 1
+    assert _calls(compiler) == 3
+
+
+def test_a_killed_build_leaves_nothing_that_counts(folder, compiler):
+    (compiler.parent / "seconds").write_text("60")
+    process = _process(folder, compiler)
+    while _calls(compiler) < 2:
+        assert process.poll() is None
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert not list(folder.glob("*.so")) and list(folder.glob(".portable*"))
+    (compiler.parent / "seconds").write_text("0")
+    made = build("portable", "test", folder=folder, compiler=str(compiler))
+    assert made.library.read_text() == "library\n" and not list(folder.glob(".portable*"))
+
+
+def test_a_library_that_is_not_whole_is_built_again(folder, compiler):
+    made = build("portable", "test", folder=folder, compiler=str(compiler))
+    made.library.write_text("lib")
+    again = build("portable", "test", folder=folder, compiler=str(compiler))
+    assert again.library.read_text() == "library\n" and again.seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("what", "other"), [("machine", "riscv64"), ("libc_ver", ("glibc", "9.99"))]
+)
+def test_another_system_gives_the_library_another_name(folder, compiler, monkeypatch, what, other):
+    first = build("portable", "test", folder=folder, compiler=str(compiler))
+    monkeypatch.setattr(f"platform.{what}", lambda: other)
+    assert build("portable", "test", folder=folder, compiler=str(compiler)).library != first.library
+
+
+def _age(library: Path, days: float) -> None:
+    then = time.time() - days * 24 * 3600
+    os.utime(library.with_suffix(".sha256"), (then, then))
+
+
+def test_libraries_that_nobody_took_for_a_month_are_removed_by_the_next_build(folder, compiler):
+    def made(namespace: str) -> Path:
+        return build("portable", namespace, folder=folder, compiler=str(compiler)).library
+
+    unused, locked, recent = made("unused"), made("locked"), made("recent")
+    foreign = folder / "backup.so"
+    for path in (foreign, foreign.with_suffix(".sha256")):
+        path.touch()
+    for library, days in ((unused, 31), (locked, 31), (foreign, 99), (recent, 29)):
+        _age(library, days)
+    lock = Lock(locked.with_suffix(".lock"))
+    assert lock.take()
+    new = made("new")
+    lock.close()
+    assert not list(folder.glob(f"{unused.stem}*"))
+    assert all(path.exists() for path in (locked, recent, foreign, new))
+
+
+def test_a_library_that_is_taken_is_not_unused(folder, compiler):
+    made = build("portable", "test", folder=folder, compiler=str(compiler)).library
+    _age(made, 31)
+    assert build("portable", "test", folder=folder, compiler=str(compiler)).seconds == 0.0
+    build("portable", "other", folder=folder, compiler=str(compiler))
+    assert made.exists()
+
+
+def test_who_waited_for_a_lock_that_was_removed_takes_the_new_one(tmp_path):
+    library, entered = tmp_path / "library.so", threading.Event()
+
+    def enter() -> None:
+        with turn(library, 60.0):
+            other = Lock(library.with_suffix(".lock"))
+            if not other.take():
+                entered.set()
+            other.close()
+
+    removed = Lock(library.with_suffix(".lock"))
+    assert removed.take()
+    thread = threading.Thread(target=enter)
+    thread.start()
+    removed.path.unlink()
+    assert entered.wait(30.0)  # though the removed lock is still held
+    thread.join()
+    removed.close()
+
+
+def test_a_turn_that_does_not_come_is_an_error(tmp_path):
+    library = tmp_path / "library.so"
+    with turn(library, 1.0), pytest.raises(StoreBusy, match="locked for 0 s"), turn(library, 0.0):
+        pass
+
+
+def test_only_the_owner_can_change_a_library_and_leftover_files_go(folder, compiler):
+    made = build("portable", "test", folder=folder, compiler=str(compiler)).library
+    assert made.stat().st_mode & 0o777 == 0o700
+    made.unlink()
+    leftover = folder / f".{made.stem}.sha256.1.new"
+    leftover.touch()
+    assert build("portable", "test", folder=folder, compiler=str(compiler)).library == made
+    assert not leftover.exists()
+
+
+@pytest.mark.parametrize("seal", [b"", b"\xff\xfe\x00", b"0" * 64])
+def test_a_library_with_a_broken_seal_is_built_again(folder, compiler, seal):
+    made = build("portable", "test", folder=folder, compiler=str(compiler))
+    made.library.with_suffix(".sha256").write_bytes(seal)
+    again = build("portable", "test", folder=folder, compiler=str(compiler))
+    assert again.library == made.library and again.seconds > 0
+    assert build("portable", "test", folder=folder, compiler=str(compiler)).seconds == 0.0
+
+
+def test_without_a_home_the_kernel_is_unavailable(compiler, monkeypatch):
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", home)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    with pytest.raises(NativeUnavailable, match=r"got none: Could not determine home directory"):
+        build("portable", "test", compiler=str(compiler))
+    assert _calls(compiler) == 0
+
+
+def test_an_error_of_the_compiler_is_told_and_nothing_is_kept(folder, compiler):
+    (compiler.parent / "broken").touch()
+    with pytest.raises(NativeUnavailable, match=r"failed \(7\): error: no such thing"):
+        build("portable", "test", folder=folder, compiler=str(compiler))
+    assert not list(folder.glob("*.so")) and not list(folder.glob(".portable*"))
+
+
+def test_a_compiler_that_does_not_exist_is_told(folder):
+    with pytest.raises(NativeUnavailable, match=r"/no/such/compiler --version fails"):
+        build("portable", "test", folder=folder, compiler="/no/such/compiler")
+
+
+def test_a_command_that_cannot_start_stops_those_that_did(monkeypatch):
+    started, popen = [], subprocess.Popen
+
+    def start(*args, **kwargs):
+        started.append(popen(*args, **kwargs))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    with pytest.raises(NativeUnavailable, match="expected to run /no/such/compiler"):
+        _run_all([["sleep", "600"], ["/no/such/compiler"]])
+    assert [process.returncode for process in started] == [-signal.SIGKILL]
+
+
+def test_a_folder_that_others_can_write_to_is_refused(folder, compiler):
+    folder.mkdir()
+    folder.chmod(0o777)
+    with pytest.raises(NativeUnavailable, match="writable by others"):
+        build("portable", "test", folder=folder, compiler=str(compiler))
+    assert _calls(compiler) == 0
+
+
+@pytest.mark.parametrize("suffix", [".so", ".sha256"])
+def test_a_library_or_seal_that_is_a_link_is_refused(folder, compiler, tmp_path, suffix):
+    """Also one to the very library that was built: what it leads to can be exchanged later."""
+    made = build("portable", "test", folder=folder, compiler=str(compiler)).library
+    path = made.with_suffix(suffix)
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(NativeUnavailable, match=rf"{path.name} is a link.*remove it"):
+        build("portable", "test", folder=folder, compiler=str(compiler))
+    path.unlink()
+    assert build("portable", "test", folder=folder, compiler=str(compiler)).library == made
+    assert not made.is_symlink()
+
+
+def test_a_library_behind_a_link_to_the_folder_is_named_by_where_it_is(folder, compiler, tmp_path):
+    """The link is followed once; the folder that is used is the one that was checked."""
+    (tmp_path / "link").symlink_to(folder)
+    folder.mkdir(mode=0o700)
+    made = build("portable", "test", folder=tmp_path / "link", compiler=str(compiler))
+    assert made.library.parent == folder.resolve()
+    folder.chmod(0o777)
+    with pytest.raises(NativeUnavailable, match="writable by others"):
+        build("portable", "test", folder=tmp_path / "link", compiler=str(compiler))
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
+@pytest.mark.parametrize("suffix", [".so", ".sha256"])
+def test_a_library_of_another_user_is_refused(folder, compiler, suffix):
+    made = build("portable", "test", folder=folder, compiler=str(compiler)).library
+    os.chown(made.with_suffix(suffix), 12345, 12345)
+    with pytest.raises(NativeUnavailable, match="belongs to user 12345"):
+        build("portable", "test", folder=folder, compiler=str(compiler))
+
+
+def test_a_library_that_others_can_write_to_is_refused(folder, compiler):
+    made = build("portable", "test", folder=folder, compiler=str(compiler)).library
+    made.chmod(0o722)
+    with pytest.raises(NativeUnavailable, match=r"writable by others \(mode 722\)"):
+        build("portable", "test", folder=folder, compiler=str(compiler))
+
+
+def test_what_a_killed_build_of_another_version_left_is_removed_unless_it_goes_on(folder, compiler):
+    folder.mkdir(mode=0o700)
+    dead, alive = (f"portable-{letter * 32}" for letter in "ab")
+    for name in (dead, alive):
+        (folder / f".{name}.work").mkdir()
+        (folder / f".{name}.work" / "library.so").touch()
+    (folder / ".something.else").touch()
+    lock = Lock(folder / f"{alive}.lock")
+    assert lock.take()
+    build("portable", "test", folder=folder, compiler=str(compiler))
+    lock.close()
+    assert not list(folder.glob(f"*{dead}*"))
+    assert (folder / f".{alive}.work").exists() and (folder / ".something.else").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path, compiler):
+    (tmp_path / "file").touch()
+    with pytest.raises(NativeUnavailable, match="expected a folder of your own"):
+        build("portable", "test", folder=tmp_path / "file" / "cache", compiler=str(compiler))
+
+
+def test_both_schemas_come_from_the_cpp_sources():
+    assert set(schemas()) == {"paged_attention", "paged_attention_"}
+    assert all("\n" not in text and text.endswith("lse)") for text in schemas().values())
+
+
+NO_COMPILER = """
+import logging, sys, torch
+from compiled_attn import ops as native
+from tests.compiled_attn.ops.native_scene import assert_right, scene
+records = []
+logging.getLogger("compiled_attn").addHandler(h := logging.Handler())
+h.emit = lambda record: records.append(record.getMessage())
+try:
+    native.load(strict=True)
+except native.NativeUnavailable as error:
+    print("strict:", error)
+ops = [native.load(), native.load()]
+assert native.unavailable() == ops[0].why_not_native and ops[0] is ops[1]
+step = scene([(1, 9), (3, 3)])
+assert_right(torch.ops.compiled_attn.paged_attention(*step.arguments), step)
+print(ops[0].isa, len(records), records[0])
+"""
+
+
+STEP_DOWN = """
+import logging, torch
+from pathlib import Path
+from compiled_attn.ops import NativeUnavailable, available_isas, load, unavailable
+from compiled_attn.ops import paged_attention as op
+records, best, build = [], available_isas()[0], op.build
+logging.getLogger("compiled_attn").addHandler(h := logging.Handler())
+h.emit = lambda record: records.append(record.getMessage())
+def refuse(isa, *args, **kwargs):
+    if isa in ("newest", "newer"):
+        raise NativeUnavailable(f"{isa} is not known")
+    return build(isa, *args, **kwargs)
+op.build, op.available_isas = refuse, lambda: ["newest", "newer", best]
+ops = load(strict=True)
+assert ops.isa == best and ops.build.isa == best and ops.why_not_native is None
+assert unavailable() is None and load() is ops
+assert hasattr(torch.ops.compiled_attn, "paged_attention")
+print(ops.why_not_best, records == [
+    f"the native kernel is built for {best}, not for newest: newest is not known"
+])
+try:
+    load("newest")
+except NativeUnavailable as error:
+    print("by name:", error)
+"""
+
+
+def test_an_instruction_set_that_cannot_be_built_gives_way_to_the_next_best():
+    try:
+        find_compiler()
+    except NativeUnavailable as error:
+        pytest.skip(str(error))
+    root = str(Path(__file__).parents[4])
+    done = subprocess.run(
+        [sys.executable, "-c", STEP_DOWN],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": root},
+    )
+    assert done.returncode == 0, done.stderr
+    down, by_name = done.stdout.splitlines()
+    assert down == "newest is not known True" and by_name == "by name: newest is not known"
+
+
+def test_without_a_compiler_python_serves_says_so_once_and_strict_refuses(tmp_path):
+    root = str(Path(__file__).parents[4])
+    environment = {"PATH": str(tmp_path), "HOME": str(tmp_path), "PYTHONPATH": root}
+    done = subprocess.run(
+        [sys.executable, "-c", NO_COMPILER], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    strict, lenient = done.stdout.splitlines()
+    assert strict.startswith("strict: expected a C++ compiler") and "install g++" in strict
+    assert lenient.startswith("reference 1 the native kernel is not used: expected a C++ compiler")

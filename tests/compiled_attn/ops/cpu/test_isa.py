@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from compiled_attn.ops.cpu.isa import ISAS, available_isas, best_isa, flags_of
+
+AVX2 = "fpu avx avx2 fma f16c"
+AVX512 = f"{AVX2} avx512f avx512bw avx512dq avx512vl"
+
+
+@pytest.mark.parametrize(
+    ("flags", "machine", "wanted"),
+    [
+        (f"{AVX512} avx512_bf16 avx512vbmi avx512_vnni", "x86_64", [*list(ISAS)[:3], "portable"]),
+        (AVX512, "x86_64", ["avx512", "avx2", "portable"]),
+        (f"{AVX2} avx512f avx512_bf16", "x86_64", ["avx2", "portable"]),
+        (AVX2.replace("fma", ""), "x86_64", ["portable"]),
+        ("", "aarch64", ["neon", "portable"]),
+        ("", "riscv64", ["portable"]),
+    ],
+)
+def test_instruction_sets_follow_from_what_the_processor_says(tmp_path, flags, machine, wanted):
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(f"processor : 0\nflags\t\t: {flags}\n\nprocessor : 1\nflags\t\t: {flags}\n")
+    assert available_isas(cpuinfo, machine) == wanted
+
+
+def test_without_cpuinfo_torch_is_asked(monkeypatch):
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX2")
+    assert available_isas(Path("/nowhere"), "x86_64") == ["avx2", "portable"]
+
+
+def test_this_processor_has_an_instruction_set_that_is_known():
+    assert best_isa() in ISAS and available_isas()[-1] == "portable"
+
+
+def test_an_unknown_instruction_set_is_refused():
+    with pytest.raises(ValueError, match=r"expected an instruction set of .*got 'sse9'"):
+        flags_of("sse9")
+
+
+def test_flags_are_those_of_the_features():
+    assert flags_of("portable") == flags_of("neon") == []  # what every compiler takes
+    assert flags_of("avx2") == ["-mavx2", "-mfma", "-mf16c"]
+    assert "-mavx512bf16" in flags_of("avx512_bf16") and "-mavx512bf16" not in flags_of("avx512")

@@ -1,0 +1,50 @@
+"""Runs every case of the ops in a sanitizer build; started by test_native_sanitizers.py."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from compiled_attn.ops import NativeOps, load
+from tests.compiled_attn.ops.native_cases import CASES, MIXED
+from tests.compiled_attn.ops.native_scene import Scene, assert_right, scene
+from tests.compiled_attn.ops.test_reference import BAD_NUMBERS, BAD_SHAPES, WRITES, _new_tokens
+
+
+def main(isa: str) -> None:
+    """All cases, all writes, all errors; ends the process if a sanitizer finds something."""
+    ops = load(isa, sanitize=("address", "undefined"))
+    for case in CASES.values():
+        step = scene(**case)
+        assert_right(ops.paged_attention(*step.arguments, **step.options), step)
+    for case in WRITES.values():
+        step = scene(MIXED, padding=2, padded_requests=1, poison=0.5, **case)
+        assert_right(_write(ops, step), step)
+    for spoil in (*BAD_NUMBERS.values(), *BAD_SHAPES.values()):
+        step = scene(MIXED)
+        spoil(step)
+        try:
+            ops.paged_attention(*step.arguments, **step.options)
+        except RuntimeError:
+            continue
+        raise AssertionError("a bad call was served")
+    for case in ({}, {"cache_dtype": torch.int8}, {"dim": 7, "dtype": torch.bfloat16}):
+        step = scene([(3, 9), (90, 300)], **case)
+        spoilt = step.options.get("value_scale", step.value_cache)
+        spoilt[step.block_table[:2, 2].long(), 0] = torch.nan  # of keys that later rows see alone
+        out, _ = ops.paged_attention(*step.arguments, **step.options)
+        assert out[0].isfinite().all() and out[2].isnan().any()
+    print("clean", len(CASES), len(WRITES))
+
+
+def _write(ops: NativeOps, step: Scene) -> tuple[torch.Tensor, torch.Tensor]:
+    key, value, slots = _new_tokens(step)
+    return ops.paged_attention_(
+        step.query, key, value, step.key_cache, step.value_cache, slots, *step.step,
+        **step.options,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

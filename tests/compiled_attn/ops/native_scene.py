@@ -1,0 +1,171 @@
+"""Random steps over a paged cache, and what must come of them: dense attention in float64."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compiled_attn.cache.quantisation import QUANTISED, dequantise, quantise
+
+FLOAT_TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+"""Largest error of an output, with values of about 1: some units in the last place."""
+
+
+@dataclass
+class Scene:
+    """One step: the arguments of an op, and what its caches really hold, in float64."""
+
+    query: Tensor
+    key_cache: Tensor
+    value_cache: Tensor
+    block_table: Tensor
+    seq_lens: Tensor
+    query_start_loc: Tensor
+    scale: float
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def step(self) -> tuple[Any, ...]:
+        """Arguments after the caches."""
+        return self.block_table, self.seq_lens, self.query_start_loc, self.scale
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """Positional arguments of `paged_attention`."""
+        return self.query, self.key_cache, self.value_cache, *self.step
+
+    def rows(self, request: int, which: str = "key") -> Tensor:
+        """The keys or values of a request, ``[seq_len, Hk, D]`` in float64."""
+        cache, scale = getattr(self, f"{which}_cache"), self.options.get(f"{which}_scale")
+        size = cache.shape[1]
+        length = int(self.seq_lens[request])
+        rows = []
+        for position in range(length):
+            block, slot = int(self.block_table[request, position // size]), position % size
+            row = cache[block, slot]
+            rows.append(row if scale is None else dequantise(row, scale[block, slot]))
+        shape = (0, *cache.shape[2:])
+        return torch.stack(rows).double() if rows else torch.zeros(shape, dtype=torch.float64)
+
+
+def scene(
+    requests: list[tuple[int, int]],
+    *,
+    heads: int = 4,
+    kv_heads: int = 2,
+    dim: int = 16,
+    value_dim: int | None = None,
+    size: int = 4,
+    dtype: torch.dtype = torch.float32,
+    cache_dtype: torch.dtype | None = None,
+    layout: str = "NHD",
+    padding: int = 0,
+    padded_requests: int = 0,
+    seed: int = 0,
+    poison: float | None = math.nan,
+    **options: Any,
+) -> Scene:
+    """A step of requests ``(query_len, seq_len)`` over blocks in random order.
+
+    Slots that no request has hold ``poison``; so do the query rows of padding.
+    """
+    gen = torch.Generator().manual_seed(seed)
+    cache_dtype = cache_dtype or dtype
+    used = [-(-length // size) for _, length in requests]
+    blocks, width = sum(used) + 3, max([*used, 1]) + 2
+    order = (torch.randperm(blocks - 1, generator=gen) + 1).int()
+    table = torch.full((len(requests) + padded_requests, width), 2**30, dtype=torch.int32)
+    for request, count in enumerate(used):
+        table[request, :count] = order[sum(used[:request]) :][:count]
+    tokens = sum(count for count, _ in requests)
+    query = torch.randn(tokens + padding, heads, dim, generator=gen).to(dtype)
+    if poison is not None:
+        query[tokens:] = poison
+    lengths = torch.tensor([n for _, n in requests] + [0] * padded_requests).int()
+    starts = torch.tensor([0] + [n for n, _ in requests] + [0] * padded_requests).cumsum(0).int()
+    step = Scene(query, query, query, table, lengths, starts, dim**-0.5, options)
+    for which, size_of_row in (("key", dim), ("value", value_dim or dim)):
+        rows = torch.randn(blocks, size, kv_heads, size_of_row, generator=gen)
+        cache, row_scale = _stored(rows, cache_dtype)
+        if poison is not None:
+            _poison(cache, row_scale, step, size, poison)
+        setattr(step, f"{which}_cache", _laid_out(cache, layout))
+        if row_scale is not None:
+            step.options[f"{which}_scale"] = row_scale
+    return step
+
+
+def _stored(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    return quantise(rows, dtype) if dtype in QUANTISED else (rows.to(dtype), None)
+
+
+def _poison(cache: Tensor, scale: Tensor | None, step: Scene, size: int, poison: float) -> None:
+    free = torch.ones(cache.shape[:2], dtype=torch.bool)
+    for request, length in enumerate(step.seq_lens.tolist()):
+        for position in range(length):
+            free[step.block_table[request, position // size], position % size] = False
+    if scale is None:
+        cache[free] = poison
+    else:
+        scale[free] = poison
+
+
+def _laid_out(cache: Tensor, layout: str) -> Tensor:
+    if layout == "HND":
+        return cache.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "strided":  # one of two layers, with room behind every row
+        shape = (*cache.shape[:2], 2, cache.shape[2], cache.shape[3] + 3)
+        wide = torch.zeros(shape, dtype=torch.float32).to(cache.dtype)
+        view = wide[:, :, 1, :, : cache.shape[3]]
+        view.copy_(cache)
+        return view
+    return cache
+
+
+def dense(step: Scene) -> tuple[Tensor, Tensor]:
+    """What `paged_attention` must give, in float64."""
+    options = step.options
+    tokens, heads, _ = step.query.shape
+    group = heads // step.key_cache.shape[2]
+    sinks = options.get("sinks")
+    out = torch.zeros(tokens, heads, step.value_cache.shape[3], dtype=torch.float64)
+    lse = torch.full((tokens, heads), -math.inf, dtype=torch.float64)
+    if sinks is not None:
+        lse[:] = sinks
+    for request, length in enumerate(step.seq_lens.tolist()):
+        begin, end = step.query_start_loc[request : request + 2].tolist()
+        key, value = step.rows(request), step.rows(request, "value")
+        for row in range(begin, end):
+            own = length - (end - begin) + row - begin
+            last = own if options.get("causal", True) else length - 1
+            first = 0 if options.get("window") is None else max(0, own - options["window"] + 1)
+            for head in range(heads):
+                seen = torch.arange(first, max(last + 1, first))
+                scores = key[seen, head // group] @ step.query[row, head].double() * step.scale
+                if options.get("softcap"):
+                    scores = options["softcap"] * torch.tanh(scores / options["softcap"])
+                if options.get("alibi_slopes") is not None:
+                    scores = scores + options["alibi_slopes"][head].double() * (seen - own)
+                if sinks is not None:
+                    scores = torch.cat((scores, sinks[head : head + 1].double()))
+                if not len(scores):
+                    continue
+                lse[row, head] = torch.logsumexp(scores, 0)
+                weights = torch.exp(scores - lse[row, head])[: len(seen)]
+                out[row, head] = weights @ value[seen, head // group]
+    return out, lse
+
+
+def assert_right(result: tuple[Tensor, Tensor], step: Scene, *, factor: float = 1.0) -> None:
+    """Raises unless outputs and log-sum-exps are those of `dense`."""
+    out, lse = result
+    want, want_lse = dense(step)
+    tolerance = FLOAT_TOLERANCE[step.query.dtype] * factor
+    assert out.dtype == step.query.dtype and lse.dtype == torch.float32
+    assert out.is_contiguous() and lse.is_contiguous()
+    torch.testing.assert_close(out.double(), want, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=tolerance, atol=tolerance)

@@ -1,0 +1,111 @@
+"""What the kernel does at its edges: rounding, sizes of zero, shared memory, modes of threads."""
+
+import math
+import threading
+
+import pytest
+import torch
+
+from tests.compiled_attn.ops.native_scene import assert_right, scene
+
+T, H, HK, D = 9, 4, 2, 64
+
+
+def step(dtype=torch.float32):
+    """A prompt of T tokens in block 1, to be written and attended."""
+    query, key, value = (torch.randn(T, heads, D).to(dtype) for heads in (H, HK, HK))
+    caches = [torch.zeros(4, 16, HK, D, dtype=dtype) for _ in range(2)]
+    slots = torch.arange(16, 16 + T)
+    ints = ([[1]], [T], [0, T])
+    return [query, key, value, *caches, slots, *(torch.tensor(i, dtype=torch.int32) for i in ints)]
+
+
+@pytest.mark.parametrize("which", ["heads", "dim"])
+def test_sizes_of_zero_are_refused(ops, which):
+    query, _, _, key_cache, value_cache, _, *ints = step()
+    if which == "heads":
+        query = query[:, :0]
+    else:
+        query, key_cache = query[..., :0], key_cache[..., :0]
+    with pytest.raises(RuntimeError, match="expected"):
+        ops.paged_attention(query, key_cache, value_cache, *ints, 0.1)
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_reading_from_the_cache_that_is_written_is_refused(ops, which):
+    arguments = step()
+    arguments[which] = arguments[3].flatten(0, 1)[:T]
+    with pytest.raises(RuntimeError, match=r"apart from key_cache, got shared memory"):
+        ops.paged_attention_(*arguments, 0.1)
+    assert not arguments[3].any()
+
+
+def test_an_expanded_cache_is_not_written(ops):
+    arguments = step()
+    arguments[4] = torch.zeros(1, 16, HK, D).expand(4, 16, HK, D)
+    with pytest.raises(RuntimeError, match=r"value_cache with memory for each element"):
+        ops.paged_attention_(*arguments, 0.1)
+
+
+def test_codes_are_subnormal_whatever_the_thread_makes_of_subnormals(ops):
+    query = torch.zeros(1, 1, 16)
+    keys = torch.zeros(2, 16, 1, 16, dtype=torch.float8_e4m3fn)
+    values = torch.full((2, 16, 1, 16), 3, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    scale = torch.ones(2, 16, 1)
+    ints = [torch.tensor(i, dtype=torch.int32) for i in ([[1]], [5], [0, 1])]
+    scales = {"key_scale": scale, "value_scale": scale}
+    want, _ = ops.paged_attention(query, keys, values, *ints, 1.0, **scales)
+    assert want[0, 0, 0] == 3 * 2.0**-9
+    try:
+        torch.set_flush_denormal(True)
+        got, _ = ops.paged_attention(query, keys, values, *ints, 1.0, **scales)
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("rows", [3, 300])
+def test_a_row_that_sees_nothing_is_zero_beside_infinite_values(ops, rows):
+    key_cache, value_cache = torch.randn(2, 16, 1, 16), torch.randn(2, 16, 1, 16)
+    value_cache[1, 1] = torch.inf
+    ints = [torch.tensor(i, dtype=torch.int32) for i in ([[1]], [2], [0, rows])]
+    out, lse = ops.paged_attention(torch.randn(rows, 1, 16), key_cache, value_cache, *ints, 1.0)
+    assert not out[: rows - 2].any() and lse[: rows - 2].isneginf().all()
+
+
+def test_the_number_of_threads_is_torchs_in_every_thread(ops):
+    before = torch.get_num_threads()
+    arguments = step()
+    results = []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            call = threading.Thread(
+                target=lambda: results.append(ops.paged_attention_(*arguments, 0.1)[0])
+            )
+            call.start()
+            call.join()
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("sink", [math.nan, math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_of_no_request_are_zero_whatever_the_sinks_are(ops, sink, dtype):
+    sinks = torch.tensor([0.0, sink])
+    query = torch.randn(6, 2, 32).to(dtype)
+    cache = torch.randn(3, 4, 1, 32).to(dtype)
+    ints = [torch.tensor(i, dtype=torch.int32) for i in ([[1]], [2], [2, 4])]
+    out, lse = ops.paged_attention(query, cache, cache, *ints, 0.1, sinks=sinks)
+    for token in (0, 1, 4, 5):
+        assert not out[token].any()
+        assert torch.equal(lse[token].nan_to_num(7.0), sinks.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("window", [20, None])
+def test_a_band_of_many_tiles_is_that_of_dense_attention(ops, window):
+    # 96 rows of 32 heads on each of 16 KV heads are 2 bands of 8 tiles; the first rows see nothing.
+    sinks = torch.linspace(-2, 2, 512)
+    step = scene([(96, 90)], heads=512, kv_heads=16, dim=16, window=window, sinks=sinks)
+    assert_right(ops.paged_attention(*step.arguments, **step.options), step)

@@ -1,0 +1,403 @@
+"""The ops against dense attention: the Python reference, and every kernel this machine can run."""
+
+from __future__ import annotations
+
+import math
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+
+from compiled_attn.cache.quantisation import QUANTISED, quantise
+from compiled_attn.ops import (
+    KernelArgumentError,
+    NativeOps,
+    NativeUnavailable,
+    available_isas,
+    load,
+)
+from compiled_attn.ops.cpu.build import find_compiler
+from tests.compiled_attn.ops.native_cases import CASES, MIXED
+from tests.compiled_attn.ops.native_scene import Scene, assert_right, dense, scene
+
+ISAS = ["reference", *available_isas()]
+
+
+@pytest.fixture(params=ISAS, scope="module")
+def ops(request) -> NativeOps:
+    try:
+        find_compiler()
+    except NativeUnavailable as error:
+        pytest.skip(str(error)) if request.param != "reference" else None
+    return load(request.param)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_is_that_of_dense_attention(ops, name):
+    step = scene(**CASES[name])
+    assert_right(ops.paged_attention(*step.arguments, **step.options), step)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_steps_are_those_of_dense_attention(ops, seed):
+    gen = torch.Generator().manual_seed(seed)
+
+    def draw(*choices):
+        return choices[int(torch.randint(len(choices), (1,), generator=gen))]
+
+    requests = []
+    for _ in range(draw(1, 3, 6)):
+        length = draw(1, 5, 17, 64, 130)
+        requests.append((draw(1, min(length, 4), length), length))
+    kv_heads = draw(1, 2, 3)
+    heads = kv_heads * draw(1, 2, 5)
+    options = {"window": draw(None, 1, 9), "softcap": draw(None, 3.0)}
+    if draw(True, False):
+        options["sinks"] = torch.randn(heads, generator=gen)
+    if draw(True, False):
+        options["alibi_slopes"] = torch.rand(heads, generator=gen)
+    step = scene(
+        requests,
+        heads=heads,
+        kv_heads=kv_heads,
+        dim=draw(8, 24, 64, 128),
+        size=draw(1, 4, 16, 32),
+        cache_dtype=draw(None, torch.int8, torch.float8_e4m3fn),
+        dtype=draw(torch.float32, torch.bfloat16),
+        layout=draw("NHD", "HND"),
+        padding=draw(0, 2),
+        padded_requests=draw(0, 2),
+        seed=seed,
+        **options,
+    )
+    assert_right(ops.paged_attention(*step.arguments, **step.options), step)
+
+
+def test_a_query_of_fused_rows_may_have_any_outer_strides(ops):
+    step = scene(MIXED)
+    fused = torch.randn(step.query.shape[0], 9, 16)
+    step.query = fused[:, 2:6]
+    assert_right(ops.paged_attention(*step.arguments), step)
+
+
+def test_the_values_of_latents_may_be_a_view_of_the_keys(ops):
+    step = scene(MIXED, kv_heads=1, dim=24)
+    step.value_cache = step.key_cache[..., :16]
+    assert_right(ops.paged_attention(*step.arguments), step)
+
+
+def test_the_rows_of_a_wider_block_table_may_be_strided(ops):
+    step = scene(MIXED)
+    wide = torch.full((step.block_table.shape[0], 2 * step.block_table.shape[1]), -1)
+    wide = wide.int()
+    wide[:, : step.block_table.shape[1]] = step.block_table
+    step.block_table = wide[:, : step.block_table.shape[1]]
+    assert_right(ops.paged_attention(*step.arguments), step)
+
+
+def test_a_request_gets_the_same_bits_whatever_its_neighbours_and_threads(ops):
+    step = scene([(1, 300), (5, 40), (1, 31)], size=16, dim=64, kv_heads=1)
+    together, _ = ops.paged_attention(*step.arguments)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads + 1)
+        again, _ = ops.paged_attention(*step.arguments)
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(together, again)
+    starts = step.query_start_loc.tolist()
+    for request in range(3):
+        alone, _ = ops.paged_attention(
+            step.query[starts[request] : starts[request + 1]],
+            step.key_cache,
+            step.value_cache,
+            step.block_table[request : request + 1],
+            step.seq_lens[request : request + 1],
+            torch.tensor([0, starts[request + 1] - starts[request]]).int(),
+            step.scale,
+        )
+        assert torch.equal(alone, together[starts[request] : starts[request + 1]])
+
+
+def test_threads_may_call_at_once(ops):
+    steps = [scene([(1, 90), (20, 40)], size=16, dim=64, seed=seed) for seed in range(4)]
+    wanted = [ops.paged_attention(*step.arguments)[0] for step in steps]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(5):
+            outs = list(pool.map(lambda step: ops.paged_attention(*step.arguments)[0], steps))
+            assert all(torch.equal(out, want) for out, want in zip(outs, wanted, strict=True))
+
+
+def _new_tokens(step: Scene, seed: int = 5):
+    """Keys, values and slots of a step's tokens; padding goes to the null block."""
+    gen = torch.Generator().manual_seed(seed)
+    tokens, size = step.query.shape[0], step.key_cache.shape[1]
+    kv_heads = step.key_cache.shape[2]
+    key = torch.randn(tokens, kv_heads, step.query.shape[2], generator=gen).to(step.query.dtype)
+    value = torch.randn(tokens, kv_heads, step.value_cache.shape[3], generator=gen)
+    slots = torch.zeros(tokens, dtype=torch.int64)
+    for request, length in enumerate(step.seq_lens.tolist()):
+        begin, end = step.query_start_loc[request : request + 2].tolist()
+        for row in range(begin, end):
+            position = length - (end - row)
+            slots[row] = step.block_table[request, position // size] * size + position % size
+    return key, value.to(step.query.dtype), slots
+
+
+WRITES = {
+    "float32": {},
+    "bfloat16": {"dtype": torch.bfloat16, "dim": 64},
+    "float16": {"dtype": torch.float16},
+    "HND": {"layout": "HND"},
+    "strided": {"layout": "strided"},
+    "int8": {"cache_dtype": torch.int8},
+    "int8 of bfloat16": {"cache_dtype": torch.int8, "dtype": torch.bfloat16, "dim": 80},
+    "e4m3": {"cache_dtype": torch.float8_e4m3fn},
+    "e5m2 of bfloat16": {"cache_dtype": torch.float8_e5m2, "dtype": torch.bfloat16},
+    "e4m3 HND": {"cache_dtype": torch.float8_e4m3fn, "layout": "HND"},
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_new_tokens_are_written_bit_for_bit_and_then_seen(ops, name):
+    step = scene(MIXED, padding=2, padded_requests=1, poison=0.5, **WRITES[name])
+    key, value, slots = _new_tokens(step)
+    before = {name: tensor.clone() for name, tensor in _storage(step).items()}
+    query = step.query.clone()
+    result = ops.paged_attention_(
+        step.query, key, value, step.key_cache, step.value_cache, slots, *step.step,
+        **step.options,
+    )  # fmt: skip
+    assert torch.equal(step.query, query)
+    _expect_written(step, before, slots, {"key": key, "value": value})
+    assert_right(result, step)
+
+
+def _storage(step: Scene) -> dict[str, torch.Tensor]:
+    names = ("key_scale", "value_scale")
+    scales = {name: step.options[name] for name in names if name in step.options}
+    return {"key_cache": step.key_cache, "value_cache": step.value_cache, **scales}
+
+
+def _expect_written(step, before, slots, new) -> None:
+    size = step.key_cache.shape[1]
+    real = slots > 0
+    at = slots[real] // size, slots[real] % size
+    touched = torch.zeros(step.key_cache.shape[:2], dtype=torch.bool)
+    touched[slots // size, slots % size] = True
+    for which, rows in new.items():
+        cache = getattr(step, f"{which}_cache")
+        rows = rows[real]
+        if cache.dtype in QUANTISED:
+            rows, scales = quantise(rows, cache.dtype)
+            now = step.options[f"{which}_scale"]
+            assert torch.equal(now[at], scales)
+            assert torch.equal(now[~touched], before[f"{which}_scale"][~touched])
+        kept, was = (x.contiguous().view(torch.uint8) for x in (cache, before[f"{which}_cache"]))
+        assert torch.equal(kept[~touched], was[~touched])
+        stored = (
+            cache.view(torch.uint8)[at].view(cache.dtype)
+            if cache.dtype.itemsize == 1
+            else cache[at]
+        )
+        assert torch.equal(stored.view(torch.uint8), rows.contiguous().view(torch.uint8))
+
+
+def test_a_step_of_padding_alone_writes_to_the_null_block_only(ops):
+    step = scene([], padding=4, padded_requests=3, poison=0.5)
+    key, value, slots = _new_tokens(step)
+    keys = step.key_cache.clone()
+    out, lse = ops.paged_attention_(
+        step.query, key, value, step.key_cache, step.value_cache, slots, *step.step
+    )
+    assert torch.equal(step.key_cache[1:], keys[1:])
+    assert not out.any() and (lse == -math.inf).all()
+
+
+BAD_NUMBERS = {
+    "a block of a request": lambda s: s.block_table.__setitem__((3, 1), 99),
+    "a negative block": lambda s: s.block_table.__setitem__((0, 0), -1),
+    "a length": lambda s: s.seq_lens.__setitem__(1, 1000),
+    "a negative length": lambda s: s.seq_lens.__setitem__(1, -1),
+    "falling offsets": lambda s: s.query_start_loc.__setitem__(2, 0),
+    "offsets beyond the tokens": lambda s: s.query_start_loc.__setitem__(-1, 99),
+    "a negative offset": lambda s: s.query_start_loc.__setitem__(0, -1),
+}
+
+
+@pytest.mark.parametrize("name", BAD_NUMBERS)
+def test_a_number_out_of_range_is_an_error_before_anything_is_written(ops, name):
+    step = scene(MIXED, poison=0.5)
+    key, value, slots = _new_tokens(step)
+    BAD_NUMBERS[name](step)
+    keys = step.key_cache.clone()
+    with pytest.raises(RuntimeError, match=r"expected .* got .*: "):
+        ops.paged_attention(*step.arguments)
+    with pytest.raises(RuntimeError, match=r"expected .* got .*: "):
+        ops.paged_attention_(
+            step.query, key, value, step.key_cache, step.value_cache, slots, *step.step
+        )
+    assert torch.equal(step.key_cache, keys)
+
+
+@pytest.mark.parametrize("slot", [-1, 10**6])
+def test_a_slot_out_of_range_is_an_error_before_anything_is_written(ops, slot):
+    step = scene(MIXED, poison=0.5)
+    key, value, slots = _new_tokens(step)
+    slots[3] = slot
+    keys, values = step.key_cache.clone(), step.value_cache.clone()
+    with pytest.raises(RuntimeError, match=rf"slot_mapping\[3\].*{slot}"):
+        ops.paged_attention_(
+            step.query, key, value, step.key_cache, step.value_cache, slots, *step.step
+        )
+    assert torch.equal(step.key_cache, keys) and torch.equal(step.value_cache, values)
+
+
+BAD_SHAPES = {
+    "a flat query": lambda s: setattr(s, "query", s.query[0]),
+    "a flat cache": lambda s: setattr(s, "key_cache", s.key_cache.flatten(0, 1)),
+    "another head size": lambda s: setattr(s, "query", s.query[..., :8].contiguous()),
+    "heads that do not divide": lambda s: setattr(s, "query", s.query[:, :3].contiguous()),
+    "fewer value blocks": lambda s: setattr(s, "value_cache", s.value_cache[1:]),
+    "a transposed query": lambda s: setattr(
+        s, "query", s.query.transpose(1, 2).contiguous().transpose(1, 2)
+    ),
+    "another dtype of the cache": lambda s: setattr(s, "key_cache", s.key_cache.half()),
+    "int64 tables": lambda s: setattr(s, "block_table", s.block_table.long()),
+    "int64 lengths": lambda s: setattr(s, "seq_lens", s.seq_lens.long()),
+    "too few offsets": lambda s: setattr(s, "query_start_loc", s.query_start_loc[1:]),
+    "a scale for floats": lambda s: s.options.update(key_scale=torch.ones(s.key_cache.shape[:3])),
+    "slopes of another size": lambda s: s.options.update(alibi_slopes=torch.ones(3)),
+    "sinks of float64": lambda s: s.options.update(sinks=torch.ones(4).double()),
+    "a window of nothing": lambda s: s.options.update(window=0),
+    "a window without causal": lambda s: s.options.update(window=3, causal=False),
+    "a negative cap": lambda s: s.options.update(softcap=-1.0),
+}
+
+
+@pytest.mark.parametrize("name", BAD_SHAPES)
+def test_arguments_that_do_not_fit_say_what_was_expected(ops, name):
+    step = scene(MIXED)
+    BAD_SHAPES[name](step)
+    with pytest.raises(RuntimeError, match=r"paged_attention: expected .*, got .*: "):
+        ops.paged_attention(*step.arguments, **step.options)
+
+
+def test_errors_of_the_reference_are_value_errors_too():
+    step = scene(MIXED)
+    step.seq_lens[0] = 10**6
+    with pytest.raises(KernelArgumentError) as caught:
+        load("reference").paged_attention(*step.arguments)
+    assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"window": 3, "causal": False}, "expected causal=True with a window, got False"),
+        ({"window": 0}, "expected window of at least 1, got 0"),
+    ],
+)
+def test_the_reference_says_whether_a_window_lacks_causal_or_is_empty(options, match):
+    step = scene(MIXED, **options)
+    with pytest.raises(KernelArgumentError, match=match):
+        load("reference").paged_attention(*step.arguments, **step.options)
+
+
+def test_the_reference_computes_float64():
+    step = scene(MIXED, poison=None)
+    for name in ("query", "key_cache", "value_cache"):
+        setattr(step, name, getattr(step, name).double())
+    out, _ = load("reference").paged_attention(*step.arguments)
+    assert out.dtype == torch.float64
+    torch.testing.assert_close(out, dense(step)[0], rtol=1e-12, atol=1e-12)
+
+
+def test_the_ops_pass_torchs_own_checks(ops):
+    step = scene(MIXED, poison=0.5, cache_dtype=torch.int8, padding=1)
+    key, value, slots = _new_tokens(step)
+    space = getattr(torch.ops, ops.namespace)
+    torch.library.opcheck(space.paged_attention.default, step.arguments, step.options)
+    arguments = (step.query, key, value, step.key_cache, step.value_cache, slots, *step.step)
+    torch.library.opcheck(space.paged_attention_.default, arguments, step.options)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_both_ops_compile_in_one_full_graph_and_write_through(ops, backend):
+    step = scene(MIXED, poison=0.5)
+    key, value, slots = _new_tokens(step)
+    tables = (step.block_table, step.seq_lens, step.query_start_loc)
+
+    def layer(query, key, value, key_cache, value_cache, slots, *tables):
+        out, _ = ops.paged_attention_(
+            query, key * 2, value, key_cache, value_cache, slots, *tables, step.scale
+        )
+        again, lse = ops.paged_attention(query, key_cache, value_cache, *tables, step.scale)
+        return out + again, lse
+
+    torch._dynamo.reset()
+    arguments = (step.query, key, value, step.key_cache, step.value_cache, slots, *tables)
+    compiled = torch.compile(layer, backend=backend, fullgraph=True, dynamic=False)
+    out, lse = compiled(*arguments)
+    assert_right((out / 2, lse), step)
+    assert torch.equal(step.key_cache[slots[0] // 4, slots[0] % 4], key[0] * 2)
+
+
+def test_new_numbers_of_the_same_shapes_compile_nothing(ops):
+    counter = CompileCounter()
+    torch._dynamo.reset()
+    step = scene(MIXED, poison=0.5)
+    compiled = torch.compile(
+        lambda *a: ops.paged_attention(*a, 0.25), backend=counter, fullgraph=True, dynamic=False
+    )
+    for length in (9, 4, 1):
+        step.seq_lens[0] = length
+        compiled(*step.arguments[:-1])
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("view", ["plain", "flat slots", "HND", "fused"])
+def test_a_compiled_step_does_not_copy_the_caches(ops, view):
+    step = scene(MIXED, poison=0.5)
+    key, value, slots = _new_tokens(step)
+    blocks, size, heads, dim = 4096, 4, 2, 16
+    storage = torch.zeros(2, blocks, size, heads, dim)
+    shapes = {
+        "plain": lambda x: x,
+        "flat slots": lambda x: x.view(-1, heads, dim).view(blocks, size, heads, dim),
+        "HND": lambda x: x.view(blocks, heads, size, dim).transpose(1, 2),
+        "fused": lambda x: x,
+    }
+    fused = storage.view(blocks, size, 2, heads, dim)
+
+    def layer(query, key, value, first, second, slots, *tables):
+        if view == "fused":
+            first, second = fused_views(first)
+        else:
+            first, second = shapes[view](first), shapes[view](second)
+        return ops.paged_attention_(query, key, value, first, second, slots, *tables, 0.25)[0]
+
+    def fused_views(whole):
+        return whole[:, :, 0], whole[:, :, 1]
+
+    torch._dynamo.reset()
+    caches = (fused, fused) if view == "fused" else (storage[0].clone(), storage[1].clone())
+    tables = (step.block_table, step.seq_lens, step.query_start_loc)
+    arguments = (step.query, key, value, *caches, slots, *tables)
+    _, codes = torch._inductor.utils.run_and_get_code(
+        torch.compile(layer, fullgraph=True, dynamic=False), *arguments
+    )
+    elements = caches[0].numel()
+    assert not _copies_of(codes, elements)
+
+
+def _copies_of(codes: list[str], elements: int) -> list[str]:
+    """Buffers of the size of a cache that generated code makes."""
+    lines = [line for code in codes for line in code.splitlines() if "empty_strided" in line]
+    sizes = (
+        [int(n) for n in line.partition("((")[2].partition(")")[0].split(",") if n.strip()]
+        for line in lines
+        if "((" in line
+    )
+    return [str(size) for size in sizes if math.prod(size) >= elements // 2]

@@ -1,0 +1,92 @@
+"""The table of running requests: the same step as from request objects, kept between steps."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from compiled_attn.step import BatchBuilder, Request, RequestTable
+from tests.oracle import Scene
+
+
+@given(st.integers(0, 2**32), st.integers(0, 5))
+@settings(deadline=None, max_examples=30)
+def test_rows_of_a_table_make_the_step_that_requests_make(seed, spare):
+    scene = Scene(seed).random()
+    made = [Request(r.tokens, r.context_len, r.block_table, 1) for r in scene.requests]
+    table = RequestTable(len(made) + spare, 40)
+    rows = [table.add(index, request.block_table) for index, request in enumerate(made)]
+    builder = BatchBuilder(64, 4)
+    by_rows = builder.plan_rows(
+        table,
+        rows,
+        [r.context_len for r in made],
+        [len(r.tokens) for r in made],
+        np.concatenate([r.tokens for r in made]),
+    )
+    by_requests = builder.plan(made)
+    assert by_rows.need == by_requests.need
+    for one, other in zip(by_rows.fill(), by_requests.fill(), strict=True):
+        assert one is other is None or torch.equal(one, other)
+
+
+def test_blocks_are_appended_and_rows_are_used_again():
+    table = RequestTable(2, 4)
+    row = table.add("a", [3])
+    table.add("b")
+    table.extend("a", [7, 5])
+    assert table.blocks[row, :3].tolist() == [3, 7, 5] and table.lengths[row] == 3
+    table.remove("a")
+    assert "a" not in table and table.add("c", [9]) == row
+    assert table.lengths[row] == 1
+
+
+def test_a_step_needs_as_many_tokens_as_its_lengths_say():
+    table = RequestTable(1, 4)
+    row = table.add("a", [3])
+    with pytest.raises(ValueError, match="2 tokens"):
+        BatchBuilder(8, 4).plan_rows(table, [row], [0], [2], [1])
+    with pytest.raises(ValueError, match="at least one request"):
+        BatchBuilder(8, 4).plan_rows(table, [], [], [], [])
+
+
+@pytest.mark.parametrize("short", ["context", "query", "logits", "is_prefill"])
+def test_every_request_is_listed_in_every_array(short):
+    table = RequestTable(2, 4)
+    given = {"rows": [table.add("a", [3]), table.add("b", [4])], "tokens": [7, 8]}
+    given |= {"context": [1, 1], "query": [1, 1], "logits": [1, 1], "is_prefill": [False, False]}
+    with pytest.raises(ValueError, match="of 2 rows, got"):
+        BatchBuilder(8, 4).plan_rows(table, **(given | {short: given[short][:1]}))
+
+
+def test_arrays_that_a_plan_was_made_from_may_change_before_it_is_filled():
+    table = RequestTable(2, 4)
+    rows = np.array([table.add("a", [3]), table.add("b", [4, 5])])
+    context, query, tokens = np.array([1, 5]), np.array([1, 2]), np.array([7, 8, 9])
+    plan = BatchBuilder(8, 4).plan_rows(table, rows, context, query, tokens)
+    for array in (rows, context, query, tokens):
+        array += 1
+    assert plan.fill().input_ids.tolist() == [7, 8, 9]
+    metadata = plan.attention_metadata(4)
+    assert metadata.seq_lens == [2, 7] and metadata.context_lens_tensor.tolist() == [1, 5]
+    assert metadata.block_tables.tolist() == [[3, 0], [4, 5]]
+
+
+def test_bad_calls_change_nothing():
+    table = RequestTable(1, 2)
+    table.add("a", [3])
+    before = table.blocks.copy(), table.lengths.copy()
+    with pytest.raises(ValueError, match="'a' has a row"):
+        table.add("a")
+    with pytest.raises(ValueError, match="no free row"):
+        table.add("b")
+    with pytest.raises(ValueError, match="at most 2 blocks"):
+        table.extend("a", [4, 5])
+    with pytest.raises(KeyError, match="add it first"):
+        table.remove("b")
+    assert np.array_equal(table.blocks, before[0]) and np.array_equal(table.lengths, before[1])
+    with pytest.raises(ValueError, match="at least 1"):
+        RequestTable(0, 4)

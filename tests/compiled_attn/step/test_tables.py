@@ -1,0 +1,49 @@
+"""Steps request by request: their ladder, and what a step may read."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from compiled_attn import BatchBuilder, Request
+from compiled_attn.step import StepLimits, Tables
+
+FORM = Tables(2, 32)
+
+
+def test_the_ladder_doubles_decodes_and_then_tokens():
+    space = FORM.ladder(StepLimits(256, 32, 100, 1000), 24)
+    shapes = sorted(bucket.sizes for bucket in space)
+    decodes = [(n, n) for n in (1, 2, 4, 8, 16, 32)]
+    assert shapes == [*decodes, (64, 32), (128, 32), (256, 32)]
+
+
+@pytest.mark.parametrize("limits", [(256, 32), (24, 5), (7, 7), (1, 1), (100, 1)])
+@pytest.mark.parametrize("budget", [1, 2, 3, 5, 24])
+def test_the_budget_is_kept_and_the_largest_step_has_a_bucket(limits, budget):
+    tokens, seqs = limits
+    space = FORM.ladder(StepLimits(tokens, seqs, 10, 100), budget)
+    assert len(space) <= budget
+    assert space.pick(tokens=tokens, requests=seqs) is not None
+
+
+@pytest.mark.parametrize("bad", [0, -1, 8])
+def test_a_block_that_is_read_must_be_one_of_the_cache(bad):
+    with pytest.raises(ValueError, match=r"block ids in 1\.\.7, got"):
+        BatchBuilder(8, 4).plan_tables([Request([1], 6, [bad, 3])])
+
+
+def test_entries_behind_the_blocks_that_are_read_are_ignored():
+    step = BatchBuilder(8, 4).plan_tables([Request([1], 6, [2, 3, -1, 99])]).fill()
+    assert step.block_tables.tolist() == [[2, 3]]
+
+
+def test_a_form_of_a_fixed_width_fills_tables_of_it():
+    form, builder = Tables(8, 4, width=5), BatchBuilder(8, 4)
+    plan = form.plan(builder.rows_of([Request([1], 6, [2, 3]), Request([5, 6], 0, [4])]))
+    step = plan.fill({"tokens": 4, "requests": 3})
+    assert step.block_tables.tolist() == [[2, 3, 0, 0, 0], [4, 0, 0, 0, 0], [0] * 5]
+    assert np.diff(step.query_start_loc).tolist() == [1, 2, 0]
+    assert form.padding({"tokens": 4, "requests": 3})[4].shape == step.block_tables.shape
+    with pytest.raises(ValueError, match="make it with width="):
+        Tables(8, 4).padding({"tokens": 4, "requests": 3})

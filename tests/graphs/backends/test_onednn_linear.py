@@ -1,0 +1,61 @@
+"""The oneDNN pass: takes linear layers of parameters, leaves the rest, changes rounding only."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch._inductor.utils import run_and_get_code
+
+from graphs import capture
+from graphs.backends.onednn_linear import for_cpu
+
+
+class Layers(nn.Module):
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.first = nn.Linear(24, 40, dtype=dtype)
+        self.second = nn.Linear(40, 8, bias=False, dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.relu(self.first(x))) @ torch.ones(8, 3, dtype=x.dtype)
+
+
+@pytest.fixture(autouse=True)
+def needs_onednn():
+    if not for_cpu():
+        pytest.skip("this torch has no MKL to replace, or no oneDNN to replace it with")
+
+
+def _calls(rows: int, dtype: torch.dtype = torch.float32) -> int:
+    module, x = Layers(dtype), torch.randn(rows, 24, dtype=dtype)
+    compiled = torch.compile(module, fullgraph=True, dynamic=False, options=for_cpu())
+    with torch.no_grad():
+        out, (code,) = run_and_get_code(compiled, x)
+    torch.testing.assert_close(
+        out, module(x), atol=1e-2 if dtype.itemsize == 2 else 1e-5, rtol=1e-2
+    )
+    return code.count("torch.ops.graphs.onednn_linear.default(")
+
+
+def test_linear_layers_with_and_without_bias_are_taken_and_other_matmuls_left():
+    assert _calls(rows=32) == 2
+
+
+@pytest.mark.parametrize(("rows", "dtype"), [(4, torch.float32), (32, torch.bfloat16)])
+def test_few_rows_and_other_dtypes_stay_with_torch(rows, dtype):
+    assert _calls(rows, dtype) == 0
+
+
+def test_a_captured_graph_follows_a_parameter_that_changes():
+    module, x = Layers(), torch.randn(16, 24)
+    with torch.no_grad():
+        graph = capture(module, (x,), options=for_cpu())
+        module.first.weight.mul_(0.5)
+        torch.testing.assert_close(graph.run(x), module(x), atol=1e-5, rtol=1e-5)
+
+
+def test_the_op_and_its_shape_function_agree():
+    inputs = (torch.randn(5, 6), torch.randn(7, 6), torch.randn(7))
+    torch.library.opcheck(torch.ops.graphs.onednn_linear.default, inputs)
+    torch.library.opcheck(torch.ops.graphs.onednn_linear.default, (*inputs[:2], None))

@@ -1,0 +1,101 @@
+import pytest
+import torch
+
+from graphs import Bucket, GraphBudgetExceeded, WarmupManager, explicit, no_compile
+from graphs.backends.eager import EagerBackend
+from graphs.backends.inductor import InductorBackend
+from graphs.warmup.workers import why_no_workers
+
+SPACE = explicit(["n"], [4, 2, 1])
+
+
+def rows_of(bucket):
+    return [torch.ones(bucket.n)]
+
+
+def double(x):
+    return x * 2
+
+
+def capturing(backend, workers=2):
+    return WarmupManager(double, SPACE, rows_of, backend=backend, workers=workers)._capturing
+
+
+def refusal(backend):
+    return capturing(backend)._prepare_workers()
+
+
+def test_a_backend_that_keeps_nothing_needs_no_workers(caplog):
+    assert refusal("eager") == "backend 'eager' keeps nothing on disk"
+    assert refusal("aot_eager") == "backend 'aot_eager' keeps nothing on disk"
+    assert [*capturing("eager").shared_out([*SPACE])] == [*SPACE]
+    assert "workers=2 compile nothing: backend 'eager' keeps nothing on disk" in caplog.text
+
+
+def test_without_inductors_cache_workers_are_of_no_use(monkeypatch):
+    monkeypatch.setattr(InductorBackend, "available", lambda self: None)
+    with torch._inductor.config.patch(fx_graph_cache=False):
+        assert "switched off (fx_graph_cache)" in refusal("inductor")
+    with torch._inductor.config.patch(force_disable_caches=True):
+        assert "switched off" in refusal("inductor")
+
+
+def test_a_backend_that_cannot_even_begin_leaves_each_bucket_to_tell_why(monkeypatch, caplog):
+    monkeypatch.setattr(InductorBackend, "available", lambda self: None)
+    manager = WarmupManager(double, SPACE, rows_of, workers=2)
+    monkeypatch.setattr(InductorBackend, "available", lambda self: "no compiler here")
+    report = manager.warmup()
+    assert len(report.failed) == 3
+    assert "no compiler here" in report.failed[0].error
+    assert "workers=2 compile nothing: backend 'inductor' is not available" in caplog.text
+
+
+def test_under_an_armed_sentinel_nothing_is_prepared(monkeypatch):
+    if why_no_workers():
+        pytest.skip(why_no_workers())
+    monkeypatch.setattr(InductorBackend, "available", lambda self: None)
+    manager = WarmupManager(double, SPACE, rows_of, workers=2)
+    with no_compile(), pytest.raises(GraphBudgetExceeded):
+        manager.warmup()
+
+
+class Stored(EagerBackend):
+    """Has the graphs of two rows and less, and compiles others beforehand."""
+
+    def has(self, function, inputs):
+        if len(inputs[0]) == 1:
+            raise OSError("a store that is gone")
+        return len(inputs[0]) <= 2
+
+    def why_no_precompile(self):
+        return "nothing to compile with"
+
+    def precompile(self, *_, **__):
+        raise AssertionError
+
+
+def test_what_a_store_has_comes_first_and_needs_no_workers(caplog):
+    assert capturing(Stored())._stored([*SPACE]) == [Bucket(n=2)]
+    assert capturing("eager")._stored([*SPACE]) == []
+    order = []
+    manager = WarmupManager(double, SPACE, rows_of, backend=Stored(), workers=2)
+    manager.warmup(lambda event: order.append(event.bucket.n) if event.seconds else None)
+    assert order == [2, 4, 1]
+    assert "workers=2 compile nothing: nothing to compile with" in caplog.text
+    caplog.clear()
+    WarmupManager(double, explicit(["n"], [2]), rows_of, backend=Stored(), workers=2).warmup()
+    assert not caplog.records
+
+
+@pytest.mark.skipif(bool(why_no_workers()), reason="no fork")
+@pytest.mark.parametrize("workers", [2, 3])
+def test_all_buckets_come_once_whatever_the_workers_do(workers):
+    class Failing(EagerBackend):
+        def why_no_precompile(self):
+            return ""
+
+        def precompile(self, *_, **__):
+            raise RuntimeError
+
+    found = [*capturing(Failing(), workers).shared_out([*SPACE])]
+    assert sorted(bucket.n for bucket in found) == [1, 2, 4]

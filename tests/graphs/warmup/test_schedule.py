@@ -1,0 +1,109 @@
+import pytest
+
+from graphs import Bucket, BucketResult, explicit, linear
+from graphs.warmup.schedule import Schedule, in_order
+
+SPACE = explicit(["n"], [4, 1, 9])
+
+
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [
+        ("given", [4, 1, 9]),
+        ("largest_first", [9, 4, 1]),
+        ("smallest_first", [1, 4, 9]),
+        (lambda bucket: abs(bucket.n - 4), [4, 1, 9]),
+    ],
+)
+def test_buckets_are_put_in_the_asked_order(order, expected):
+    assert [bucket.n for bucket in in_order(SPACE, order)] == expected
+
+
+def test_largest_is_by_the_cost_of_the_space():
+    space = explicit(["a", "b"], [(8, 1), (1, 9)]).with_cost(lambda bucket: bucket.a)
+    assert in_order(space, "largest_first")[0] == Bucket(a=8, b=1)
+
+
+def test_an_unknown_order_is_refused():
+    with pytest.raises(ValueError, match="order is 'fastest'; expected 'largest_first'"):
+        in_order(SPACE, "fastest")
+
+
+def test_most_used_counts_the_needs_that_go_to_each_bucket_after_the_largest():
+    usage = {Bucket(n=2): 5, Bucket(n=3): 5, Bucket(n=1): 9, Bucket(n=99): 1000}
+    assert [b.n for b in in_order(SPACE, "most_used", usage)] == [9, 4, 1]
+    usage[Bucket(n=0)] = 2
+    assert [b.n for b in in_order(SPACE, "most_used", usage)] == [9, 1, 4]
+
+
+def test_buckets_of_no_use_come_in_the_order_of_their_cost():
+    space = linear(n=(1, 1, 4))
+    assert [b.n for b in in_order(space, "most_used", {Bucket(n=3): 1})] == [4, 3, 1, 2]
+
+
+def test_most_used_and_a_usage_come_together():
+    with pytest.raises(ValueError, match="order is 'most_used' and usage is not given"):
+        in_order(SPACE, "most_used")
+    with pytest.raises(ValueError, match="order is 'given' and usage is given"):
+        in_order(SPACE, "given", {Bucket(n=1): 1})
+
+
+def test_what_an_earlier_warmup_measured_is_the_estimate_from_the_start():
+    measured = {Bucket(n=4): 8.0, Bucket(n=1): 2.0, Bucket(n=9): 20.0}
+    schedule = Schedule([*SPACE], SPACE.cost, measured)
+    event = schedule.event(Bucket(n=4), 0, "started")
+    assert event.eta_seconds == pytest.approx(30.0)
+    schedule.done(BucketResult(Bucket(n=4), "captured", seconds=2.0))
+    event = schedule.event(Bucket(n=4), 0, "captured")
+    assert event.eta_seconds == pytest.approx((2.0 + 20.0) / 4)
+
+
+def test_buckets_that_were_not_measured_are_fitted_beside_those_that_were():
+    schedule = Schedule([*SPACE], SPACE.cost, {Bucket(n=4): 8.0, Bucket(n=1): 2.0})
+    assert schedule.event(Bucket(n=4), 0, "started").eta_seconds is None
+    schedule.done(BucketResult(Bucket(n=4), "captured", seconds=8.0))
+    assert schedule.event(Bucket(n=4), 0, "captured").eta_seconds == pytest.approx(2.0 + 8.0)
+
+
+def test_the_estimate_fits_a_fixed_time_and_one_that_grows_with_cost():
+    space = explicit(["n"], [1, 2, 4, 9])
+    schedule = Schedule(in_order(space, "largest_first"), space.cost)
+    assert schedule.event(schedule.buckets[0], 0, "started").eta_seconds is None
+    schedule.done(BucketResult(Bucket(n=9), "captured", seconds=10.0 + 9))
+    assert schedule.event(schedule.buckets[0], 0, "captured").eta_seconds == pytest.approx(3 * 19.0)
+    schedule.done(BucketResult(Bucket(n=4), "failed", seconds=10.0 + 4))
+    event = schedule.event(schedule.buckets[1], 1, "failed", error="why")
+    assert event.eta_seconds == pytest.approx(10 + 2 + 10 + 1)
+    assert (event.bucket, event.index, event.total, event.error) == (Bucket(n=4), 1, 4, "why")
+
+
+def test_a_large_bucket_that_is_quick_does_not_make_the_estimate_negative():
+    space = explicit(["n"], [1, 4, 9])
+    schedule = Schedule(in_order(space, "largest_first"), space.cost)
+    schedule.done(BucketResult(Bucket(n=9), "captured", seconds=1.0))
+    schedule.done(BucketResult(Bucket(n=4), "captured", seconds=5.0))
+    assert schedule.event(schedule.buckets[1], 1, "captured").eta_seconds == pytest.approx(3.0)
+
+
+def test_a_first_bucket_that_loads_the_compiler_does_not_make_the_rest_look_slow():
+    space = explicit(["n"], [90, 95, 100])
+    schedule = Schedule(in_order(space, "largest_first"), space.cost)
+    schedule.done(BucketResult(Bucket(n=100), "captured", seconds=17.0))
+    schedule.done(BucketResult(Bucket(n=95), "captured", seconds=6.0))
+    event = schedule.event(schedule.buckets[1], 1, "captured")
+    assert event.eta_seconds == pytest.approx(90 * 11.5 / 97.5)
+
+
+def test_skipped_buckets_do_not_make_the_rest_look_cheap():
+    schedule = Schedule(in_order(SPACE, "largest_first"), SPACE.cost)
+    schedule.done(BucketResult(Bucket(n=9), "captured", seconds=9.0))
+    schedule.done(BucketResult(Bucket(n=4), "skipped"))
+    assert schedule.event(schedule.buckets[1], 1, "skipped").eta_seconds == pytest.approx(9.0)
+
+
+def test_costs_that_are_equal_but_for_rounding_make_an_estimate():
+    space = explicit(["n"], [1, 2, 3]).with_cost(lambda bucket: 1e30 + bucket.n * 1e14)
+    schedule = Schedule([*space], space.cost, {})
+    for size in (1, 2):
+        schedule.done(BucketResult(Bucket(n=size), "captured", seconds=2.0))
+    assert schedule.event(Bucket(n=2), 1, "captured").eta_seconds == pytest.approx(2.0)

@@ -1,0 +1,133 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from graphs.warmup.workers import Workers, one_thread, why_no_workers
+
+pytestmark = pytest.mark.skipif(bool(why_no_workers()), reason=why_no_workers() or "forks")
+
+
+def noting(folder):
+    def work(job):
+        (folder / f"{job}").write_text(str(os.getpid()))
+
+    return work
+
+
+def pids_in(folder):
+    return {int(file.read_text()) for file in folder.iterdir()}
+
+
+def test_every_job_comes_back_once_and_is_done_at_most_once(tmp_path):
+    with Workers(20, 2, noting(tmp_path)) as workers:
+        jobs = []
+        for job in workers:
+            jobs.append(job)
+            time.sleep(0.01)
+    assert sorted(jobs) == [*range(20)]
+    assert tmp_path.joinpath("19").exists() or len([*tmp_path.iterdir()]) < 20
+    assert os.getpid() not in pids_in(tmp_path)
+
+
+def test_without_workers_the_jobs_come_in_order():
+    with Workers(5, 0, lambda job: None) as workers:
+        assert [*workers] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("end", [lambda: os.kill(os.getpid(), signal.SIGKILL), lambda: sys.exit(3)])
+def test_the_jobs_of_a_worker_that_dies_are_left_to_this_process(end):
+    with Workers(4, 2, lambda job: end()) as workers:
+        assert sorted(workers) == [0, 1, 2, 3]
+
+
+def test_a_job_that_fails_in_a_worker_does_not_end_it(tmp_path):
+    def work(job):
+        noting(tmp_path)(job)
+        raise RuntimeError("no")
+
+    with Workers(3, 1, work) as workers:
+        end = time.monotonic() + 30
+        while len([*tmp_path.iterdir()]) < 3 and time.monotonic() < end:
+            time.sleep(0.02)
+        assert [*workers] == [0, 1, 2]
+    assert len([*tmp_path.iterdir()]) == 3
+
+
+def test_a_worker_that_hangs_is_given_up_and_ended():
+    with Workers(3, 1, lambda job: time.sleep(600), patience=0.2) as workers:
+        time.sleep(0.2)
+        assert sorted(workers) == [0, 1, 2]
+        (pid,) = workers._pids
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_an_error_in_the_with_statement_ends_the_workers_and_closes_the_pipes():
+    before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else None
+    with pytest.raises(KeyError), Workers(3, 2, lambda job: time.sleep(600)) as workers:
+        pids = workers._pids
+        raise KeyError
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    if before is not None:
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_one_thread_is_for_the_statement_only():
+    before = torch.get_num_threads()
+    with one_thread():
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == before
+
+
+SCRIPT = """
+import os, sys, torch
+from torch import nn
+from graphs import WarmupManager, linear
+class Step(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+    def forward(self, x):
+        return torch.tanh(self.linear(x)) * 2
+module = Step()
+torch.ones(512, 512) @ torch.ones(512, 512)  # the threads that a fork loses
+made = []
+def inputs_of(bucket):
+    made.append(os.getpid())
+    return [torch.ones(bucket.tokens, 32)]
+manager = WarmupManager(module, linear(tokens=(16, 16, 32)), inputs_of, workers=2)
+report = manager.warmup()
+assert len(report.captured) == 2, report
+assert set(made) == {os.getpid()}
+for bucket in manager.buckets:
+    x = torch.randn(bucket.tokens, 32)
+    torch.testing.assert_close(manager.run(bucket, x), module(x).detach())
+from torch._dynamo.utils import counters
+names = [("inductor", "fxgraph_cache_hit"), ("aot_autograd", "autograd_cache_hit")]
+print("hits", sum(counters[kind][name] for kind, name in names))
+"""
+
+
+def test_what_workers_compile_this_process_finds_in_the_cache(tmp_path):
+    from graphs import available_backends
+
+    if reason := available_backends()["inductor"]:
+        pytest.skip(reason)
+    env = {
+        **os.environ,
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
+        "TORCHINDUCTOR_VEC_ISA_OK": "1",  # or else it builds a kernel for each to see
+        "OMP_NUM_THREADS": "2",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[-1]) >= 1

@@ -1,0 +1,568 @@
+import contextlib
+import dataclasses
+import logging
+import subprocess
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from graphs import GraphBudgetExceeded, ModeMismatch, capture, no_compile
+from graphs.capture.wrappers import with_own_code
+from graphs.watch import hooks
+from graphs.watch import sentinel as sentinel_module
+from tests.interrupts import count_lines, interrupted_at
+
+FACTOR = 2
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.offset = 1
+        self.factors = [1]
+        self.activation = torch.sin
+        self.dropout = nn.Dropout()
+        self.eval()
+
+    def forward(self, x, power=1):
+        for factor in self.factors:
+            x = x * factor
+        return self.dropout(self.activation(x) * FACTOR + self.offset) ** power
+
+
+def warm(function, *inputs, **options):
+    compiled = torch.compile(function, backend="eager", dynamic=False, **options)
+    compiled(*inputs)
+    return compiled
+
+
+def with_new_shape(compiled, module):
+    compiled(torch.ones(3, 4))
+
+
+def with_new_rank(compiled, module):
+    compiled(torch.ones(4, 4, 4))
+
+
+def with_new_dtype(compiled, module):
+    compiled(torch.ones(4, 4, dtype=torch.float64))
+
+
+def with_new_stride(compiled, module):
+    compiled(torch.ones(4, 4).t())
+
+
+def on_another_device(compiled, module):
+    compiled(torch.ones(4, 4, device="meta"))
+
+
+def with_a_gradient(compiled, module):
+    compiled(torch.ones(4, 4, requires_grad=True))
+
+
+def with_a_tensor_subclass(compiled, module):
+    compiled(nn.Parameter(torch.ones(4, 4)))
+
+
+def with_another_constant(compiled, module):
+    compiled(torch.ones(4, 4), 2)
+
+
+def under_another_grad_mode(compiled, module):
+    with torch.no_grad():
+        compiled(torch.ones(4, 4))
+
+
+def in_inference_mode(compiled, module):
+    with torch.inference_mode():
+        compiled(torch.ones(4, 4))
+
+
+def with_a_tensor_of_inference_mode(compiled, module):
+    with torch.inference_mode():
+        x = torch.ones(4, 4)
+    compiled(x)
+
+
+def under_autocast(compiled, module):
+    with torch.autocast("cpu"):
+        compiled(torch.ones(4, 4))
+
+
+def inside_a_device_context(compiled, module):
+    x = torch.ones(4, 4)
+    with torch.device("meta"):
+        compiled(x)
+
+
+def with_more_threads(compiled, module):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        compiled(torch.ones(4, 4))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def with_another_default_dtype(compiled, module):
+    x = torch.ones(4, 4)
+    torch.set_default_dtype(torch.float64)
+    try:
+        compiled(x)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def with_another_determinism(compiled, module):
+    torch.use_deterministic_algorithms(True)
+    try:
+        compiled(torch.ones(4, 4))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def after_a_changed_attribute(compiled, module):
+    module.offset = 5
+    compiled(torch.ones(4, 4))
+
+
+def after_a_changed_list(compiled, module):
+    module.factors.append(5)
+    compiled(torch.ones(4, 4))
+
+
+def after_a_changed_function(compiled, module):
+    module.activation = torch.cos
+    compiled(torch.ones(4, 4))
+
+
+def in_training_mode(compiled, module):
+    module.train()
+    compiled(torch.ones(4, 4))
+
+
+def after_a_changed_global(compiled, module):
+    globals()["FACTOR"] = 7
+    compiled(torch.ones(4, 4))
+
+
+def with_a_new_callable(compiled, module):
+    torch.compile(lambda x: x - 1, backend="eager")(torch.ones(4, 4))
+
+
+def with_a_graph_break(compiled, module):
+    def broken(x):
+        torch._dynamo.graph_break()
+        return x + 1
+
+    torch.compile(broken, backend="eager")(torch.ones(4, 4))
+
+
+class Case(NamedTuple):
+    change: Callable[..., None]
+    cause: str
+    remedy: str
+    kind: str = "recompile"
+
+
+CASES = [
+    Case(with_new_shape, "'x' size mismatch at index 0. expected 4, actual 3", "pad it"),
+    Case(with_new_rank, "'x' rank mismatch. expected 2, actual 3", "number of dimensions"),
+    Case(with_new_dtype, "'x' dtype mismatch. expected Float, actual Double", "convert it"),
+    Case(with_new_stride, "'x' stride mismatch at index 0. expected 4, actual 1", ".contiguous()"),
+    Case(on_another_device, "'x' is on another device: expected cpu, actual meta", "move it"),
+    Case(with_a_gradient, "'x' requires_grad mismatch", "detach it"),
+    Case(with_a_tensor_subclass, "'x' is a Parameter", "class of tensor of the warmup"),
+    Case(with_another_constant, "power is no longer 1", "warm up with the value that serves"),
+    Case(under_another_grad_mode, "grad mode changed", "same one, such as torch.no_grad()"),
+    Case(in_inference_mode, "grad mode changed (no_grad, inference_mode)", "torch.no_grad()"),
+    Case(with_a_tensor_of_inference_mode, "inference mode changed", "serve under the same one"),
+    Case(under_autocast, "autocast was switched", "same autocast setting"),
+    Case(inside_a_device_context, "torch function mode", "inside the same ones"),
+    Case(with_more_threads, "the thread count changed", "set_num_threads: set it before"),
+    Case(with_another_default_dtype, "the default dtype changed", "set it before the warmup"),
+    Case(with_another_determinism, "determinism setting changed", "set it before the warmup"),
+    Case(after_a_changed_attribute, "self.offset is no longer 1", "make it a tensor"),
+    Case(after_a_changed_list, "len(self.factors) is no longer 1", "make it a tensor"),
+    Case(after_a_changed_function, "self.activation has another object", "leave it as it was"),
+    Case(in_training_mode, "self.dropout.training is no longer False", "leave it as it was"),
+    Case(after_a_changed_global, "global FACTOR is no longer 2", "pass it as a tensor"),
+    Case(with_a_new_callable, "compile of <lambda>", "call it once in the warmup", "compile"),
+    Case(with_a_graph_break, "compile of broken", "call it once in the warmup", "compile"),
+]
+EACH_CASE = pytest.mark.parametrize("case", CASES, ids=lambda case: case.change.__name__)
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled_and_factor_restored():
+    torch._dynamo.reset()
+    yield
+    globals()["FACTOR"] = 2
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+@EACH_CASE
+def test_a_late_compile_is_an_error_that_names_its_cause_and_the_remedy(case, fullgraph):
+    module = Scaled()
+    compiled = warm(module, torch.ones(4, 4), fullgraph=fullgraph)
+    with no_compile() as sentinel:
+        compiled(torch.ones(4, 4))
+        with pytest.raises(GraphBudgetExceeded) as caught:
+            case.change(compiled, module)
+    text = str(caught.value)
+    assert case.cause in text and case.remedy in text and "\n" not in text
+    assert f"({__file__}:" in text
+    assert caught.value.event.kind == case.kind
+    assert [event.kind for event in sentinel.events] == [case.kind]
+
+
+@EACH_CASE
+def test_a_late_compile_is_counted_and_warned_of_once_otherwise(case, caplog):
+    module = Scaled()
+    compiled = warm(module, torch.ones(4, 4))
+    with caplog.at_level("WARNING", "graphs"), no_compile(strict=False) as sentinel:
+        case.change(compiled, module)
+    assert sentinel.compiles >= 1
+    assert sentinel.events[0].kind == case.kind
+    assert case.cause in caplog.messages[0] and case.remedy in caplog.messages[0]
+    assert len(caplog.messages) == len({event.function for event in sentinel.events})
+
+
+def test_the_same_cause_is_logged_once_and_counted_each_time(caplog):
+    compiled = warm(lambda x: x + 1, torch.ones(1))
+    with caplog.at_level("WARNING", "graphs"), no_compile(strict=False) as sentinel:
+        for size in range(2, 6):
+            compiled(torch.ones(size))
+    assert sentinel.compiles == 4
+    assert len(caplog.messages) == 1
+
+
+def test_graph_breaks_are_counted_when_they_are_let_through():
+    with no_compile(strict=False) as sentinel:
+        with_a_graph_break(None, None)
+    assert sentinel.graph_breaks == 1
+    assert sentinel.compiles == 2
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_function_beyond_its_recompile_limit_does_not_run_eagerly_unseen(strict):
+    with torch._dynamo.config.patch(recompile_limit=1):
+        compiled = warm(lambda x: x + 1, torch.ones(1))
+        with no_compile(strict=strict) as sentinel:
+            if strict:
+                with pytest.raises(GraphBudgetExceeded, match="refused recompile"):
+                    compiled(torch.ones(2))
+            else:
+                assert compiled(torch.ones(2)).tolist() == [2, 2]
+    assert (sentinel.limit_hits, sentinel.compiles) == (1, 0)
+
+
+def test_nothing_is_compiled_by_a_strict_refusal_and_all_works_again_afterwards():
+    compiled = warm(Scaled(), torch.ones(4, 4))
+    for _ in range(2):
+        with no_compile(), pytest.raises(GraphBudgetExceeded):
+            compiled(torch.ones(3, 4))
+    assert compiled(torch.ones(3, 4)).shape == (3, 4)
+    with no_compile():
+        compiled(torch.ones(3, 4))
+        compiled(torch.ones(4, 4))
+
+
+def test_a_backward_that_is_compiled_late_is_named():
+    function = torch.compile(lambda x: x.sin().sum(), backend="aot_eager", dynamic=False)
+    loss = function(torch.ones(3, requires_grad=True))
+    with no_compile(), pytest.raises(GraphBudgetExceeded, match="run its backward in the warmup"):
+        loss.backward()
+
+
+def test_a_kernel_that_is_built_late_is_an_error_before_the_compiler_starts(tmp_path):
+    source, library = tmp_path / "kernel.cpp", tmp_path / "kernel.so"
+    source.write_text("int nothing;")
+    command = ["c++", "-shared", str(source), "-o", str(library)]
+    with (
+        no_compile() as sentinel,
+        pytest.raises(GraphBudgetExceeded, match=r"build of kernel.cpp; .*: build it before serv"),
+    ):
+        subprocess.run(command)
+    assert (sentinel.late_builds, sentinel.compiles) == (1, 0)
+    assert not library.exists()
+
+
+def test_a_kernel_that_is_built_late_is_counted_otherwise(caplog):
+    with caplog.at_level("WARNING", "graphs"), no_compile(strict=False) as sentinel:
+        for _ in range(2):
+            subprocess.run(["cc", "no such file.c"], capture_output=True)
+    assert sentinel.late_builds == 2
+    assert caplog.messages == [
+        "after warmup: build of no such file.c; build it before serving, by running it once in the "
+        "warmup; more are counted only"
+    ]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_late_capture_is_caught_for_every_backend(backend):
+    ran = torch.zeros(1)
+    with no_compile(), pytest.raises(GraphBudgetExceeded, match=r"capture of decode\[tokens=3\]"):
+        capture(lambda x: ran.add_(x), [torch.ones(1)], backend=backend, name="decode[tokens=3]")
+    assert ran.item() == 0
+    with no_compile(strict=False) as sentinel:
+        capture(lambda x: ran.add_(x), [torch.ones(1)], backend=backend)
+    assert sentinel.late_captures == 1 and ran.item() == 1
+
+
+@pytest.fixture
+def graph():
+    with torch.no_grad():
+        yield capture(Scaled(), [torch.ones(4, 4)], backend="aot_eager", name="decode[tokens=4]")
+
+
+def test_a_captured_graph_whose_guard_fails_is_named(graph):
+    globals()["FACTOR"] = 9
+    with no_compile(), pytest.raises(GraphBudgetExceeded) as caught:
+        graph.run(torch.ones(4, 4))
+    text = str(caught.value)
+    assert f"recompile of decode[tokens=4]: global {__name__}.FACTOR is no longer 2" in text
+    assert f"(guarded at {Path(__file__).name}:" in text
+
+
+def test_a_changed_attribute_of_a_captured_module_is_named_as_its_own():
+    module = Scaled()
+    with torch.no_grad():
+        graph = capture(module, [torch.ones(4, 4)], backend="aot_eager", name="decode")
+        module.offset = 3
+        with no_compile(), pytest.raises(GraphBudgetExceeded) as caught:
+            graph.run(torch.ones(4, 4))
+    assert "recompile of decode: attribute offset is no longer 1" in str(caught.value)
+
+
+def test_a_captured_graph_catches_another_thread_count_or_grad_mode_itself(graph):
+    with no_compile() as sentinel:
+        graph.run(torch.ones(4, 4))
+        with torch.enable_grad(), pytest.raises(ModeMismatch, match="grad_enabled"):
+            graph.run(torch.ones(4, 4))
+        threads = torch.get_num_threads()
+        torch.set_num_threads(threads + 1)
+        try:
+            with pytest.raises(ModeMismatch, match="threads"):
+                graph.run(torch.ones(4, 4))
+        finally:
+            torch.set_num_threads(threads)
+    assert sentinel.events == ()
+
+
+def everything():
+    """What is in torch, its log and ours while a sentinel is armed."""
+    return state(), hooks._listeners, hooks._deaf, sentinel_module._armed
+
+
+def state():
+    handler = torch._dynamo.callback.callback_handler
+    return (
+        [*handler.start_callbacks],
+        [*handler.end_callbacks],
+        [*logging.getLogger("torch._dynamo.convert_frame").handlers],
+        vars(torch._dynamo.eval_frame._stance).copy(),
+        torch._dynamo.config.save_config(),
+    )
+
+
+def test_it_leaves_no_state_behind_also_after_an_error():
+    compiled = warm(lambda x: x + 1, torch.ones(1))
+    before = state()
+    with no_compile(strict=False), no_compile():
+        with pytest.raises(GraphBudgetExceeded):
+            compiled(torch.ones(2))
+        assert state() != before
+    with pytest.raises(ZeroDivisionError), no_compile():
+        _ = 1 / 0
+    assert state() == before
+    capture(lambda x: x, [torch.ones(1)], backend="eager")
+
+
+def test_they_nest_and_may_end_in_any_order():
+    compiled = warm(lambda x: x + 1, torch.ones(1))
+    outer, inner = no_compile(strict=False).arm(), no_compile(strict=True).arm()
+    with pytest.raises(GraphBudgetExceeded):
+        compiled(torch.ones(2))
+    outer.disarm()
+    with pytest.raises(GraphBudgetExceeded):
+        compiled(torch.ones(2))
+    inner.disarm()
+    compiled(torch.ones(2))
+    assert (outer.compiles, inner.compiles) == (1, 2)
+
+
+def test_a_strict_one_outside_is_not_relaxed_from_inside():
+    compiled = warm(lambda x: x + 1, torch.ones(1))
+    with no_compile(), no_compile(strict=False), pytest.raises(GraphBudgetExceeded):
+        compiled(torch.ones(2))
+
+
+def test_it_can_be_armed_and_disarmed_by_hand_and_again():
+    compiled = warm(lambda x: x + 1, torch.ones(1))
+    sentinel = no_compile(strict=False)
+    compiled(torch.ones(2))
+    sentinel.arm()
+    with pytest.raises(RuntimeError, match="armed already"):
+        sentinel.arm()
+    compiled(torch.ones(3))
+    sentinel.disarm()
+    sentinel.disarm()
+    compiled(torch.ones(4))
+    with sentinel:
+        compiled(torch.ones(5))
+    assert sentinel.compiles == 2
+
+
+def errors_in_another_thread(work):
+    errors = []
+
+    def guarded():
+        try:
+            work()
+        except RuntimeError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=guarded)
+    thread.start()
+    thread.join()
+    return errors
+
+
+def build():
+    subprocess.run(["cc", "nothing.c"], capture_output=True)
+
+
+def late_capture():
+    capture(lambda x: x, [torch.ones(1)], backend="eager")
+
+
+def a_first_compile():
+    warm(with_own_code(lambda x: x - 5, "minus_five"), torch.ones(1))
+
+
+@pytest.mark.parametrize("work", [a_first_compile, build, late_capture])
+def test_what_other_threads_do_is_theirs_unless_the_process_is_watched(work):
+    with no_compile() as sentinel:
+        assert errors_in_another_thread(work) == []
+        assert sentinel.events == ()
+        with pytest.raises(GraphBudgetExceeded):
+            work()
+    with no_compile(all_threads=True) as sentinel:
+        (error,) = errors_in_another_thread(work)
+    assert isinstance(error, GraphBudgetExceeded)
+    assert [event.thread == threading.get_ident() for event in sentinel.events] == [False]
+
+
+def test_a_late_build_is_seen_while_another_thread_compiles():
+    inside, done = threading.Event(), threading.Event()
+
+    def slow_compiler(graph, inputs):
+        inside.set()
+        done.wait(60)
+        return graph.forward
+
+    def compile_slowly():
+        torch.compile(lambda x: x + 9, backend=slow_compiler)(torch.ones(2))
+
+    thread = threading.Thread(target=compile_slowly)
+    with no_compile() as sentinel:
+        thread.start()
+        try:
+            assert inside.wait(60)
+            with pytest.raises(GraphBudgetExceeded, match=r"build of nothing\.c"):
+                build()
+        finally:
+            done.set()
+            thread.join()
+    assert [event.kind for event in sentinel.events] == ["build"]
+
+
+def test_a_sentinel_that_ends_in_the_middle_of_a_compile_does_not_blind_the_next_one(monkeypatch):
+    compiled = warm(lambda x: x + 1, torch.ones(1))
+    first, second = no_compile(all_threads=True), no_compile(all_threads=True)
+
+    ears = dataclasses.replace(first._watch._ears, started=lambda trigger: first.disarm())
+    monkeypatch.setattr(first._watch, "_ears", ears)
+    first.arm()
+    with second, pytest.raises(GraphBudgetExceeded):
+        compiled(torch.ones(2))
+    assert len(second.events) == 1
+
+
+def lines_of(work):
+    """Runs `work` once to its end, then yields a context for each line that can be interrupted."""
+    work()  # what is done once in a process is not counted
+    count = count_lines(work)
+    for n in range(count):
+        with contextlib.suppress(KeyboardInterrupt), interrupted_at(n) as cut:
+            work()
+        if n == count - 1 and not cut.was_raised:
+            return  # the way out of a `with` block, which is part of the next place: there is none
+        assert cut.was_raised
+        yield cut.where
+
+
+def arm_and_disarm(sentinel):
+    sentinel.arm()
+    sentinel.disarm()
+
+
+def enter_and_leave(sentinel):
+    with sentinel:
+        pass
+
+
+@pytest.mark.parametrize("use", [arm_and_disarm, enter_and_leave])
+@pytest.mark.parametrize("others", [0, 1], ids=["alone", "beside another"])
+def test_after_an_interrupt_at_any_line_disarm_leaves_nothing_and_it_can_be_armed_again(
+    use, others
+):
+    compiled = warm(lambda x: x + 1, torch.ones(1))
+    with contextlib.ExitStack() as stack:
+        for _ in range(others):
+            stack.enter_context(no_compile(strict=False, all_threads=True))
+        before = everything()
+        sentinel = no_compile()
+        places = []
+        for where in lines_of(lambda: use(sentinel)):
+            sentinel.disarm()
+            assert everything() == before, where
+            with sentinel, pytest.raises(GraphBudgetExceeded):
+                compiled(torch.ones(len(places) + 2))
+            assert everything() == before, where
+            places.append(where)
+    assert len({place.split(":")[0] for place in places}) >= 3  # the sentinel, its watch, the hooks
+
+
+def test_an_interrupt_while_entering_leaves_nothing_even_without_a_disarm(caplog):
+    before, sentinel, n = everything(), no_compile(), 0
+    while True:
+        with contextlib.suppress(KeyboardInterrupt), interrupted_at(n) as cut:
+            sentinel.__enter__()
+        if not cut.was_raised:
+            break
+        assert everything() == before, cut.where
+        n += 1
+    sentinel.disarm()
+    assert n > 20 and not caplog.messages
+
+
+def test_a_build_is_heard_of_once_after_an_interrupt_at_any_line_of_listening():
+    sentinel = no_compile()
+    for _ in lines_of(lambda: arm_and_disarm(sentinel)):
+        sentinel.disarm()
+    with no_compile(strict=False) as sentinel:
+        build()
+    assert sentinel.late_builds == 1
+
+
+def test_a_reset_of_dynamo_meanwhile_is_told(caplog):
+    with caplog.at_level("WARNING", "graphs"), no_compile():
+        torch._dynamo.reset()
+    assert "compiles after it were not seen" in caplog.text

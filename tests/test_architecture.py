@@ -1,0 +1,90 @@
+"""The house stays as drawn: floors, no circles, small files, names that say what a thing is."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = sorted(
+    path for each in ("graphs", "compiled_attn") for path in (ROOT / each).rglob("*.py")
+)
+
+
+def _module(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {_module(path): path for path in SOURCES}
+
+
+def _imports(body: list[ast.stmt]) -> Iterator[str]:
+    """Modules of ours that are imported when a module is: not in functions, not for types."""
+    for node in body:
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                yield full if full in MODULES else node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.Try):
+            yield from _imports([*node.body, *(s for each in node.handlers for s in each.body)])
+
+
+IMPORTS = {
+    name: {each for each in _imports(ast.parse(path.read_text()).body) if each in MODULES}
+    for name, path in MODULES.items()
+}
+
+
+def test_the_ground_floor_knows_nothing_of_attention():
+    assert not {name: found for name, found in IMPORTS.items() if name.startswith("graphs")
+                for each in found if each.startswith("compiled_attn")}  # fmt: skip
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    state: dict[str, bool] = {}  # False while a module is being looked at
+
+    def visit(name: str, way: tuple[str, ...]) -> None:
+        if state.get(name) is False:
+            pytest.fail(" -> ".join([*way[way.index(name) :], name]))
+        if name in state:
+            return
+        state[name] = False
+        for each in sorted(IMPORTS[name]):
+            visit(each, (*way, name))
+        state[name] = True
+
+    for name in IMPORTS:
+        visit(name, ())
+
+
+def test_a_file_can_be_read_in_five_minutes():
+    sizes = {name: len(path.read_text().splitlines()) for name, path in MODULES.items()}
+    assert not {name: size for name, size in sizes.items() if size > 400}
+
+
+def test_a_module_begins_with_what_it_is():
+    begun = {name: (ast.get_docstring(ast.parse(path.read_text())) or "").split(" ")[0]
+             for name, path in MODULES.items()}  # fmt: skip
+    asking = {"", "What", "Which", "Whether", "Where", "Why", "How", "Who", "Says", "Gives"}
+    assert not {name: word for name, word in begun.items() if word in asking}
+
+
+def test_only_what_is_installed_with_an_extra_is_imported_late():
+    """The cores need torch and numpy alone."""
+    allowed = {"torch", "numpy", "graphs", "compiled_attn", *sys.stdlib_module_names}
+    extras = ("compiled_attn.cli", "compiled_attn.hf", "compiled_attn.engine", "graphs.cli",
+              "graphs.report", "graphs.store", "compiled_attn.models", "compiled_attn.workloads",
+              "graphs.backends.onnx", "graphs.watch.pytest_plugin", "graphs.__main__")  # fmt: skip
+    found = {
+        name: {each.split(".")[0] for each in _imports(ast.parse(path.read_text()).body)} - allowed
+        for name, path in MODULES.items()
+        if not name.startswith(extras)
+    }
+    assert not {name: each for name, each in found.items() if each}
