@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from compiled_attn.lazy import lazy_names
+from graphs.lazy import lazy_names
 
 if TYPE_CHECKING:
     from compiled_attn.attention.merge import lse, merge, merge_online

@@ -12,10 +12,11 @@ In short:
 
 from __future__ import annotations
 
-import importlib
 import sys
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from graphs.lazy import lazy_names
 
 if TYPE_CHECKING:
     from graphs.buckets.axes import Axis, Bucket
@@ -40,6 +41,26 @@ if TYPE_CHECKING:
     from graphs.watch.compiles import CompileEvent, CompileWatch
     from graphs.watch.explain import BreakReport, explain
     from graphs.watch.sentinel import no_compile
+else:
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "buckets.axes": "Axis Bucket",
+            "buckets.file": "from_file to_file",
+            "buckets.ladders": "explicit exponential linear",
+            "buckets.space": "BucketSpace",
+            "capture.capture": "CapturedGraph available_backends capture",
+            "errors": "BucketFileError BucketOverflow CaptureError GraphBudgetExceeded "
+            "InputMismatch JournalError ModeMismatch StaleGraph",
+            "warmup.group": "WarmupGroup",
+            "warmup.manager": "WarmupManager",
+            "warmup.progress": "progress_for",
+            "warmup.report": "BucketEvent BucketResult WarmupReport",
+            "watch.compiles": "CompileEvent CompileWatch",
+            "watch.explain": "BreakReport explain",
+            "watch.sentinel": "no_compile",
+        },
+    )
 
 __all__ = [
     "Axis",
@@ -74,41 +95,11 @@ __all__ = [
     "to_file",
 ]
 
-_MODULES = {
-    "graphs.buckets.axes": "Axis Bucket",
-    "graphs.buckets.file": "from_file to_file",
-    "graphs.buckets.ladders": "explicit exponential linear",
-    "graphs.buckets.space": "BucketSpace",
-    "graphs.capture.capture": "CapturedGraph available_backends capture",
-    "graphs.errors": "BucketFileError BucketOverflow CaptureError GraphBudgetExceeded "
-    "InputMismatch JournalError ModeMismatch StaleGraph",
-    "graphs.warmup.group": "WarmupGroup",
-    "graphs.warmup.manager": "WarmupManager",
-    "graphs.warmup.progress": "progress_for",
-    "graphs.warmup.report": "BucketEvent BucketResult WarmupReport",
-    "graphs.watch.compiles": "CompileEvent CompileWatch",
-    "graphs.watch.explain": "BreakReport explain",
-    "graphs.watch.sentinel": "no_compile",
-}
-_HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
-
-
-def __getattr__(name: str) -> Any:
-    # Imported when it is first asked for: torch takes seconds, which no command's help should.
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
-
 
 class _Package(ModuleType):
     def __setattr__(self, name: str, value: object) -> None:
         # Python binds a subpackage to its name, which for `capture` is that of the function.
-        if not (name in _HOMES and isinstance(value, ModuleType)):
+        if not (name in __all__ and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 
 

@@ -158,7 +158,8 @@ class BlockMemory:
             return self._past
 
     def _renew(self, pool: BlockPool, past: PoolStats | None) -> None:
-        tables = StepTables(pool, 2 * self._config.max_seqs, self._executor.sizing.table_width)
+        running = min(self._config.max_seqs, pool.num_blocks - 1)  # each holds a block
+        tables = StepTables(pool, 2 * running, self._executor.sizing.table_width)
         defragmenter = self._new_defragmenter(pool)
         if defragmenter is not None and self.defragmenter is not None:
             defragmenter.totals = self.defragmenter.totals

@@ -60,6 +60,7 @@ class Engine:
         ConfigError, graphs.CaptureError, ValueError: see `LocalExecutor`; or the executor was made
             with another configuration.
         RuntimeError: another engine has the executor.
+        TypeError: it is neither a model nor an executor.
 
     Example::
 
@@ -72,16 +73,19 @@ class Engine:
     def __init__(
         self, model: Executor | PreTrainedModel, config: EngineConfig | None = None
     ) -> None:
-        self.executor = executor = (
-            LocalExecutor(model, config) if isinstance(model, PreTrainedModel) else model
-        )
+        executor = LocalExecutor(model, config) if isinstance(model, PreTrainedModel) else model
+        if not hasattr(executor, "attach"):
+            raise TypeError(
+                "expected a causal language model of transformers or an executor, got "
+                f"{type(model).__name__}: load one with compiled_attn.models.load_model"
+            )
+        self.executor = executor
         self.config = config = config or executor.config
         if config != executor.config:
             raise ConfigError(
                 "expected the configuration that the executor was made with, got another one: "
                 "leave it out"
             )
-        executor.attach()
         self.memory = BlockMemory(self.executor, config)
         self.scheduler = Scheduler(self.pool, config.max_tokens_per_step, config.max_seqs)
         self.tally = Tally([*self.sizing.buckets], self.sizing.buckets.cost)
@@ -95,6 +99,7 @@ class Engine:
         self._changes = Changes(self._recover)
         self.restarts = 0
         self.prompt_tokens = 0
+        executor.attach()  # last: what failed before leaves it to another engine
 
     @property
     def sizing(self) -> Sizing:

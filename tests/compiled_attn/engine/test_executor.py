@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from compiled_attn.engine import ConfigError, Engine, EngineConfig, SamplingParams
 from compiled_attn.engine.local import LocalExecutor
@@ -67,3 +68,9 @@ def test_where_nothing_can_be_captured_the_error_is_of_the_steps(strict):
             CaptureError, match=r"step\[.* compiler missing; 3 of 3 buckets .* mend"
         ):
             engine.warmup()
+
+
+@pytest.mark.parametrize("wrong", ["a/model", torch.nn.Linear(2, 2), None])
+def test_what_is_neither_model_nor_executor_is_refused_in_one_line(wrong):
+    with pytest.raises(TypeError, match=r"expected a causal language model .*load_model$"):
+        Engine(wrong)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
-import signal
 
-import numpy as np
 import pytest
 import torch
 
@@ -136,43 +134,6 @@ def test_an_interrupt_between_two_tokens_of_a_stream_loses_none():
                 break
         assert told == wanted[: len(told)] and len(told) >= 2
         assert not engine.open_requests
-
-
-def test_real_signals_at_any_moment_lose_no_token():
-    engine = _engine(num_blocks=20)
-
-    class Alarm(BaseException):
-        pass
-
-    def ring(*_):
-        raise Alarm
-
-    before = signal.signal(signal.SIGALRM, ring)
-    rng, told, of, rang = np.random.default_rng(2), {}, {}, 0
-    try:
-        for _ in range(150):
-            while len(engine.open_requests) < 4:
-                which = len(of) % 3
-                of[engine.submit(PROMPTS[which], PARAMS)] = which
-            events = []
-            try:
-                signal.setitimer(signal.ITIMER_REAL, float(rng.uniform(1e-4, 8e-3)))
-                events = engine.step()
-                signal.setitimer(signal.ITIMER_REAL, 0)
-            except Alarm:
-                rang += 1
-            for event in events:
-                told.setdefault(event.request_id, []).append(event.token)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    for request, tokens in _rest(engine).items():
-        told.setdefault(request, []).extend(tokens)
-    wanted = [plain_generate(engine.executor.module.model, prompt, 5) for prompt in PROMPTS]
-    assert rang > 5 and set(told) == set(of)
-    # A signal after the last line of step() may take its events from the caller, never others.
-    assert sum(told[request] != wanted[which] for request, which in of.items()) <= rang // 10
-    assert engine.pool.stats().used == 0
 
 
 def test_after_an_interrupted_step_nothing_listens_for_compiles(monkeypatch):

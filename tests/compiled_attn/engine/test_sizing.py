@@ -43,7 +43,8 @@ def test_a_step_has_no_more_requests_than_blocks_and_no_more_tokens_than_their_c
 
 
 def test_an_engine_whose_steps_are_brought_down_serves(model):
-    engine = Engine(model, EngineConfig(**SMALL, max_tokens_per_step=10**12, backend="eager"))
+    most = {**SMALL, "max_tokens_per_step": 10**12, "max_seqs": 10**12}
+    engine = Engine(model, EngineConfig(**most, backend="eager"))
     engine.warmup()
     results = list(engine.generate([[1, 2, 3], [4, 5]]))
     assert all(len(result.tokens) == 16 for result in results)
