@@ -20,7 +20,7 @@ from torch import Tensor
 from compiled_attn.errors import NativeUnavailable
 from compiled_attn.ops import reference
 from compiled_attn.ops.cpu.build import Build, build
-from compiled_attn.ops.cpu.isa import available_isas
+from compiled_attn.ops.cpu.isa import ask_permission, available_isas
 from compiled_attn.ops.schema import schemas
 
 __all__ = ["NAMESPACE", "REFERENCE", "NativeOps", "load", "unavailable"]
@@ -67,6 +67,7 @@ def load(
     strict: bool = False,
     debug: bool = False,
     sanitize: Sequence[str] = (),
+    plain_tiles: bool = False,
     folder: Path | None = None,
 ) -> NativeOps:
     """Builds the kernels if they are not in the cache, loads them, and registers the ops.
@@ -81,19 +82,32 @@ def load(
             once. A variant that is asked for by name is always strict.
         debug: symbols, no optimisation, checks in the kernels.
         sanitize: sanitizers to build with; their runtime must be preloaded.
+        plain_tiles: products of tiles in plain C++, as AMX would give them.
         folder: where libraries are kept, see `build.build`.
 
     Raises:
         NativeUnavailable: there is no compiler, it fails, or the folder is not safe (strict, or a
             variant).
     """
-    return _LOADER.load(isa, strict, debug, tuple(sanitize), folder)
+    return _LOADER.load(isa, strict, _Variant(debug, tuple(sanitize), plain_tiles), folder)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def unavailable() -> str | None:
     """Why the ops are not native in this process, or None; builds them on the first call."""
     return load().why_not_native
+
+
+@dataclass(frozen=True)
+class _Variant:
+    debug: bool
+    sanitize: tuple[str, ...]
+    plain_tiles: bool
+
+    def words(self) -> list[str]:
+        """The words of its namespace."""
+        flags = {"debug": self.debug, "plain_tiles": self.plain_tiles}
+        return [*(word for word, is_set in flags.items() if is_set), *self.sanitize]
 
 
 class _Loader:
@@ -108,19 +122,15 @@ class _Loader:
         self,
         isa: str | None,
         strict: bool,
-        debug: bool,
-        sanitize: tuple[str, ...],
+        variant: _Variant,
         folder: Path | None,
     ) -> NativeOps:
-        variant = [isa] if isa else []
-        variant += [*(["debug"] if debug else []), *sanitize]
-        namespace = "_".join([NAMESPACE, *variant])
+        words = [*([isa] if isa else []), *variant.words()]
+        namespace = "_".join([NAMESPACE, *words])
         with self._lock:
             ops = self._ops.get(namespace)
             if ops is None:
-                ops = self._register(
-                    namespace, isa, strict or bool(variant), debug, sanitize, folder
-                )
+                ops = self._register(namespace, isa, strict or bool(words), variant, folder)
                 self._ops[namespace] = ops
         if strict and ops.why_not_native is not None:
             raise NativeUnavailable(ops.why_not_native)
@@ -131,8 +141,7 @@ class _Loader:
         namespace: str,
         isa: str | None,
         strict: bool,
-        debug: bool,
-        sanitize: tuple[str, ...],
+        variant: _Variant,
         folder: Path | None,
     ) -> NativeOps:
         fragment = torch.library.Library(namespace, "FRAGMENT")
@@ -141,7 +150,7 @@ class _Loader:
         if isa != REFERENCE:
             try:
                 isas = [isa] if isa else available_isas()
-                ops = _first_that_builds(isas, namespace, debug, sanitize, folder)
+                ops = _first_that_builds(isas, namespace, variant, folder)
             except NativeUnavailable as error:
                 if strict:
                     raise
@@ -159,15 +168,11 @@ _LOADER = _Loader()
 
 
 def _first_that_builds(
-    isas: Sequence[str],
-    namespace: str,
-    debug: bool,
-    sanitize: tuple[str, ...],
-    folder: Path | None,
+    isas: Sequence[str], namespace: str, variant: _Variant, folder: Path | None
 ) -> NativeOps:
     """Builds and loads the first instruction set that can be.
 
-    An old compiler may not know the best one of a new processor.
+    An old compiler may not know the best one of a new processor, nor an old system its registers.
 
     Raises:
         NativeUnavailable: none can be; it is the error of the first.
@@ -175,7 +180,8 @@ def _first_that_builds(
     first: Exception | None = None
     for isa in isas:
         try:
-            made = build(isa, namespace, folder=folder, debug=debug, sanitize=sanitize)
+            ask_permission(isa)
+            made = build(isa, namespace, folder=folder, **vars(variant))
             torch.ops.load_library(str(made.library))
         except (NativeUnavailable, OSError) as error:
             first = first or error

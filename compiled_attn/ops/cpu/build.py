@@ -84,6 +84,7 @@ def build(
     folder: Path | None = None,
     debug: bool = False,
     sanitize: Sequence[str] = (),
+    plain_tiles: bool = False,
     compiler: str | None = None,
     sources: Path = SOURCES,
 ) -> Build:
@@ -100,6 +101,7 @@ def build(
         folder: where libraries are kept; None: `default_folder`.
         debug: symbols, no optimisation, checks in the kernels.
         sanitize: sanitizers, as ``-fsanitize`` takes them.
+        plain_tiles: products of tiles in plain C++, bit for bit what AMX gives; for tests.
         compiler: None: `find_compiler`.
         sources: folder of the C++ sources.
 
@@ -110,7 +112,7 @@ def build(
     if why := why_no_locks():
         raise NativeUnavailable(f"expected locks between processes, but {why}: use Linux or macOS")
     compiler = compiler or find_compiler()
-    plan = _Plan(compiler, sources, isa, namespace, debug, tuple(sanitize))
+    plan = _Plan(compiler, sources, isa, namespace, debug, tuple(sanitize), plain_tiles)
     home = folder
     try:
         home = home or default_folder()
@@ -133,6 +135,7 @@ class _Plan:
     namespace: str
     debug: bool
     sanitize: tuple[str, ...]
+    plain_tiles: bool
 
     def name(self) -> str:
         """The library's name: its instruction set and the hash of all that it depends on."""
@@ -153,7 +156,9 @@ class _Plan:
         if unit == _UNITS[0]:
             # Only the kernel may use the instruction set: what headers inline in the other unit
             # would else be taken by the linker for both.
-            return [*flags, *flags_of(self.isa), "-fopenmp", *(() if checked else ("-O3",))]
+            tiles = ["-DCOMPILED_ATTN_PLAIN_TILES"] if self.plain_tiles else []
+            own = [*flags_of(self.isa), "-fopenmp", *tiles]
+            return [*flags, *own, *(() if checked else ("-O3",))]
         headers = _torch_folder() / "include"
         own = [f"-I{headers}", f"-DCOMPILED_ATTN_NAMESPACE={self.namespace}"]
         return [*flags, *own, *(() if checked else ("-O1",))]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import platform
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,14 +11,18 @@ from types import MappingProxyType
 
 import torch
 
-__all__ = ["ISAS", "available_isas", "best_isa", "flags_of"]
+from compiled_attn.errors import NativeUnavailable
+
+__all__ = ["ISAS", "ask_permission", "available_isas", "best_isa", "flags_of"]
 
 _AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
+_AVX512_BF16 = ("avx512_bf16", "avx512vbmi", "avx512_vnni")
 _AVX2 = ("avx2", "fma", "f16c")
 
 ISAS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "avx512_bf16": (*_AVX512, *_AVX2, "avx512_bf16", "avx512vbmi", "avx512_vnni"),
+        "amx_bf16": (*_AVX512, *_AVX2, *_AVX512_BF16, "amx_tile", "amx_bf16"),
+        "avx512_bf16": (*_AVX512, *_AVX2, *_AVX512_BF16),
         "avx512": (*_AVX512, *_AVX2),
         "avx2": _AVX2,
         "neon": ("asimd",),
@@ -24,6 +30,9 @@ ISAS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 """Every instruction set, best first, and the processor's features that it needs."""
+
+# arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILE_DATA) of Linux, 5.16 or newer.
+_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 
 _X86 = ("x86_64", "AMD64", "amd64")
 _ARM = ("aarch64", "arm64")
@@ -40,6 +49,26 @@ def best_isa() -> str:
     return available_isas()[0]
 
 
+def ask_permission(isa: str) -> None:
+    """Asks the system for the tile registers, where an instruction set has them.
+
+    It is for all threads, and stays for the life of the process.
+
+    Raises:
+        NativeUnavailable: the system refuses; instructions on tiles would end the process.
+    """
+    if "amx_tile" not in ISAS[isa]:
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    arguments = (ctypes.c_long(each) for each in (_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA))
+    if libc.syscall(*arguments):
+        raise NativeUnavailable(
+            "expected Linux to permit the tile registers of this processor (AMX), but it says: "
+            f"{os.strerror(ctypes.get_errno())}; take Linux 5.16 or newer, and no thread with an "
+            "alternate signal stack of less than 16 KiB"
+        )
+
+
 def flags_of(isa: str) -> list[str]:
     """Compiler flags of an instruction set.
 
@@ -50,7 +79,11 @@ def flags_of(isa: str) -> list[str]:
         raise ValueError(f"expected an instruction set of {[*ISAS]}, got {isa!r}: choose one")
     if isa == "neon":
         return []  # part of every 64-bit ARM
-    return [f"-m{feature.replace('_', '')}" for feature in ISAS[isa]]
+    return [f"-m{_flag_name(feature)}" for feature in ISAS[isa]]
+
+
+def _flag_name(feature: str) -> str:
+    return feature.replace("_", "-" if feature.startswith("amx") else "")
 
 
 def _features(cpuinfo: Path, machine: str) -> set[str]:

@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "float_mode.h"
+#include "matrix_rows.h"
 #include "merge.h"
 #include "plan.h"
 #include "write.h"
@@ -81,41 +82,38 @@ bool write_tokens(const Args& args, int threads) {
   });
 }
 
-// What a thread computes parts with; tiles are big, so made when first needed.
-template <class Math, class Units>
+// What a thread computes parts with; many rows need much memory, so made when first needed.
+template <class Few, class Many>
 class Worker {
  public:
   explicit Worker(const Args& args) : args_(args) {}
 
   void run(const Part& part, const Results& results) {
-    const int64_t rows =
-        (args_.query_start_loc[part.request + 1] - args_.query_start_loc[part.request]) *
-        (args_.heads / args_.kv_heads);
-    if (Plan::is_few(rows)) {
-      if (!few_) few_ = std::make_unique<FewRows<Math>>(args_);
+    if (Plan::is_few(args_, part.request, Many::kLeastRows)) {
+      if (!few_) few_ = std::make_unique<Few>(args_);
       few_->run(part, results);
     } else {
-      if (!tiles_) tiles_ = std::make_unique<Tiles<Units>>(args_);
-      tiles_->run(part, results);
+      if (!many_) many_ = std::make_unique<Many>(args_);
+      many_->run(part, results);
     }
   }
 
  private:
   const Args& args_;
-  std::unique_ptr<FewRows<Math>> few_;
-  std::unique_ptr<Tiles<Units>> tiles_;
+  std::unique_ptr<Few> few_;
+  std::unique_ptr<Many> many_;
 };
 
-template <class Math, class Units>
+template <class Few, class Many>
 bool attend(const Args& args, int threads) {
-  const Plan plan(args);
+  const Plan plan(args, Many::kLeastRows, Many::kEnoughBands);
   Scratch scratch;
   Results results{args, nullptr, nullptr};
   scratch.take(results.sums, plan.rows * args.value_dim);
   scratch.take(results.running, plan.rows);
   if (args.slot_mapping && !write_tokens(args, threads)) return false;
   const bool is_done = in_parallel(plan.parts.size(), threads, [&] {
-    return [&, worker = Worker<Math, Units>(args)](int64_t i) mutable {
+    return [&, worker = Worker<Few, Many>(args)](int64_t i) mutable {
       worker.run(plan.parts[i], results);
     };
   });
@@ -131,22 +129,29 @@ bool attend(const Args& args, int threads) {
 }
 
 bool attend(const Args& args, int threads) {
+  const bool is_bfloat16 = args.query_dtype == kBFloat16 && args.cache_dtype == kBFloat16;
 #if CA_HAS_BFLOAT16_DOT
-  if (args.query_dtype == kBFloat16 && args.cache_dtype == kBFloat16)
-    return attend<InPairs, PairUnits>(args, threads);
+  using FewPairs = FewRows<InPairs>;
+#else
+  using FewPairs = FewRows<InFloats<BFloat16>>;
+#endif
+#if CA_HAS_TILES
+  if (is_bfloat16) return attend<FewPairs, MatrixRows>(args, threads);
+#elif CA_HAS_BFLOAT16_DOT
+  if (is_bfloat16) return attend<FewPairs, Tiles<PairUnits>>(args, threads);
 #endif
 #if CA_HAS_INTEGER_DOT
   if (args.query_dtype == kBFloat16 && args.cache_dtype == kInt8)
-    return attend<InDigits, FloatUnits<int8_t>>(args, threads);
+    return attend<FewRows<InDigits>, Tiles<FloatUnits<int8_t>>>(args, threads);
 #endif
   return by_dtype(args.cache_dtype, [&](auto* type) {
     using Element = std::remove_pointer_t<decltype(type)>;
 #if CA_HAS_CODE_TABLES
     if constexpr (is_quantised<Element> && !std::is_same_v<Element, int8_t>)
       if (args.query_dtype == kBFloat16)
-        return attend<InCodes<Element>, FloatUnits<Element>>(args, threads);
+        return attend<FewRows<InCodes<Element>>, Tiles<FloatUnits<Element>>>(args, threads);
 #endif
-    return attend<InFloats<Element>, FloatUnits<Element>>(args, threads);
+    return attend<FewRows<InFloats<Element>>, Tiles<FloatUnits<Element>>>(args, threads);
   });
 }
 

@@ -15,7 +15,6 @@ namespace compiled_attn {
 constexpr int64_t kKeysOfSplit = 1024;      // few rows: enough to be worth a start
 constexpr int64_t kKeysOfTileSplit = 2048;  // tiles, where a request has few of them
 constexpr int64_t kEnoughTiles = 8;
-constexpr int64_t kEnoughBands = 32;
 
 // Parts that differ in their keys only, in order, to be merged.
 struct Group {
@@ -27,17 +26,21 @@ struct Plan {
   std::vector<Group> groups;
   int64_t rows = 0;  // of the results to be merged
 
-  explicit Plan(const PagedAttentionArgs& args) : group_(args.heads / args.kv_heads) {
+  // least: rows of a KV head that are many; enough: bands of a request that each pack its keys.
+  Plan(const PagedAttentionArgs& args, int64_t least, int64_t enough)
+      : group_(args.heads / args.kv_heads), enough_(enough) {
     for (int64_t r = 0; r < args.requests; ++r) {
       const Request request(args, r);
-      if (is_few(request.rows * group_))
+      if (is_few(args, r, least))
         few(request, r);
       else
         tiled(request, r);
     }
   }
 
-  static bool is_few(int64_t folded_rows) { return folded_rows <= kMostRows; }
+  static bool is_few(const PagedAttentionArgs& args, int64_t r, int64_t least) {
+    return Request(args, r).rows * (args.heads / args.kv_heads) < least;
+  }
 
  private:
   void few(const Request& request, int64_t r) {
@@ -49,7 +52,7 @@ struct Plan {
     const int64_t rows = request.rows * group_;
     const int64_t tiles = (rows + kTileRows - 1) / kTileRows * request.args.kv_heads;
     const int64_t split = tiles < kEnoughTiles ? kKeysOfTileSplit : INT64_MAX;
-    const int64_t band = std::clamp<int64_t>(tiles / kEnoughBands, 1, kTilesOfBand) * kTileRows;
+    const int64_t band = std::clamp<int64_t>(tiles / enough_, 1, kTilesOfBand) * kTileRows;
     // The last rows see most: what takes longest is taken first.
     for (int64_t row = (rows - 1) / band * band; row >= 0; row -= band)
       for (int64_t h = 0; h < request.args.kv_heads; ++h)
@@ -72,7 +75,7 @@ struct Plan {
     }
   }
 
-  int64_t group_;
+  int64_t group_, enough_;
 };
 
 }  // namespace compiled_attn

@@ -41,9 +41,13 @@ class Spoilt {
       }
   }
 
+  CA_INLINE bool is_spoilt(int64_t h, int64_t t) const {
+    return wanted && is_spoilt_[h * Capacity + t];
+  }
+
   // A value, or zeros for one that is spoilt.
   CA_INLINE const Element* value(const Element* row, int64_t h, int64_t t) const {
-    return wanted && is_spoilt_[h * Capacity + t] ? zeros_ : row;
+    return is_spoilt(h, t) ? zeros_ : row;
   }
 
   // Overwrites what belongs to spoilt tokens: scores, or scales.

@@ -7,6 +7,7 @@
 
 #include "bfloat16_dot.h"
 #include "elements.h"
+#include "few_rows.h"
 #include "output.h"
 #include "scratch.h"
 #include "spoilt.h"
@@ -93,6 +94,9 @@ class Tiles {
   static constexpr int kUnit = Units::kUnit;
 
  public:
+  static constexpr int64_t kLeastRows = kMostRows + 1;
+  static constexpr int64_t kEnoughBands = 32;
+
   explicit Tiles(const PagedAttentionArgs& args)
       : args_(args),
         group_(args.heads / args.kv_heads),
