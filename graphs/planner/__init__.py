@@ -6,7 +6,7 @@ from graphs.errors import DemandFileError
 from graphs.planner.budget import Budget
 from graphs.planner.cost import CostModel
 from graphs.planner.demand import Demand
-from graphs.planner.demand_file import DemandRecorder, read_demand, write_demand
+from graphs.planner.demand_file import read_demand
 from graphs.planner.drift import DriftWatch
 from graphs.planner.planning import plan
 from graphs.planner.report import BucketUse, Judgement, PlanReport, judge
@@ -17,12 +17,10 @@ __all__ = [
     "CostModel",
     "Demand",
     "DemandFileError",
-    "DemandRecorder",
     "DriftWatch",
     "Judgement",
     "PlanReport",
     "judge",
     "plan",
     "read_demand",
-    "write_demand",
 ]

@@ -11,8 +11,8 @@ import numpy as np
 from graphs.buckets.axes import Axis
 from graphs.planner.budget import Expenses
 from graphs.planner.cells import Cells, CostOf, compress, jittered
-from graphs.planner.cost import CostModel, Floats
-from graphs.planner.demand import Demand, Points
+from graphs.planner.cost import CostModel
+from graphs.planner.demand import Demand, Floats, Points
 from graphs.planner.region import Region
 
 __all__ = ["Problem", "problem_of", "region_of"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -128,24 +127,6 @@ class PlanReport:
     def judge(self, demand: Demand) -> Judgement:
         """What the buckets do to another demand."""
         return judge(self.space, demand, self.cost)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The report as JSON-able values."""
-        return {
-            "space": self.space.to_json(),
-            "waste": self.waste,
-            "lower_bound": self.lower_bound,
-            "guard": self.guard,
-            "rho": self.rho,
-            "guards": self.guards,
-            "steps": self.steps,
-            "uses": [
-                {"bucket": list(use.bucket.sizes), "share": use.share, "waste": use.waste}
-                for use in self.uses
-            ],
-            "seconds": self.seconds,
-            "bytes": self.bytes,
-        }
 
     def __str__(self) -> str:
         lines = [
