@@ -15,8 +15,7 @@ import numpy as np
 from compiled_attn.workloads.arrival import Arrival, fit, scaled
 from compiled_attn.workloads.families import Family, within
 from compiled_attn.workloads.simulate import SimulatedEngine, simulate
-from compiled_attn.workloads.simulated.scheduler import SimulatedScheduler
-from compiled_attn.workloads.simulated.steps import MixedSteps
+from compiled_attn.workloads.simulated.steps import SimulatedSteps
 from compiled_attn.workloads.synthetic import KINDS, synthetic
 from graphs.planner import Demand
 from graphs.planner.region import Region
@@ -83,7 +82,7 @@ def broad_demand(wanted: Family, seed: int = 0) -> Demand:
 def full_speed(
     arrivals: Sequence[Arrival],
     engine: SimulatedEngine,
-    steps: type[SimulatedScheduler] = MixedSteps,
+    steps: type[SimulatedSteps] = SimulatedSteps,
 ) -> float:
     """The multiple of the given speed at which requests arrive just as fast as they are served."""
     duration = arrivals[-1].arrival_s - arrivals[0].arrival_s
