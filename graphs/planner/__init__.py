@@ -7,9 +7,8 @@ from graphs.planner.budget import Budget
 from graphs.planner.cost import CostModel
 from graphs.planner.demand import Demand
 from graphs.planner.demand_file import read_demand
-from graphs.planner.drift import DriftWatch
 from graphs.planner.planning import plan
-from graphs.planner.report import BucketUse, Judgement, PlanReport, judge
+from graphs.planner.report import BucketUse, DriftWatch, Judgement, PlanReport, judge
 
 __all__ = [
     "BucketUse",

@@ -90,9 +90,9 @@ def jittered(
     weights: Floats,
     high: Points,
     *,
-    share: float,
-    spread: float,
     seed: int,
+    share: float = 0.25,
+    spread: float = 0.1,
     allows: Callable[[Points], NDArray[np.bool_]] | None = None,
 ) -> tuple[Points, Floats]:
     """The needs and copies of them with sizes off by some per cent, which weigh ``share`` of all.
@@ -103,9 +103,9 @@ def jittered(
     Args:
         points, weights: ``[n, axes]`` and ``[n]``.
         high: ``[axes]`` the limits.
+        seed: of the random numbers.
         share: between 0 and 1.
         spread: standard deviation of the logarithm of a size.
-        seed: of the random numbers.
         allows: which points are legal; a copy that is not stays where it was.
     """
     rng = np.random.default_rng(seed)

@@ -86,7 +86,8 @@ def _plane(rows: Sequence[BucketRow]) -> Chart | None:
     for row in rows:
         at.setdefault((row.sizes.get(x, 0), row.sizes.get(y, 0)), []).append(row)
     figure, plot = drawing(4.2 if y else 1.6, "sizes", "sizes")
-    most, tooltips = max(map(_hits, at.values())) or 1, {}
+    most = max(map(_hits, at.values())) or 1
+    tooltips: dict[str, str] = {}
     for place, group in sorted(at.items(), key=lambda item: -_hits(item[1])):  # small ones on top
         name = f"mark{len(tooltips)}"
         tooltips[name] = "\n".join(map(_tooltip, group))

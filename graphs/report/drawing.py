@@ -6,7 +6,7 @@ import html
 import io
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from graphs.report.tables import number
 
@@ -21,7 +21,7 @@ _NAMES = ("text", "muted", "grid", "card", "accent", "soft", "second", "third", 
 COLOURS = {
     name: f"#fe00{place:02x}" for place, name in enumerate((*_NAMES, "w0", "w1", "w2", "w3", "w4"))
 }
-_STYLE = {
+_STYLE: Any = {
     "svg.fonttype": "none",
     "text.parse_math": False,
     "font.size": 9,
@@ -40,7 +40,8 @@ def style() -> AbstractContextManager[None]:
     """Within it, matplotlib draws as the page wants it."""
     from matplotlib import rc_context
 
-    return rc_context(_STYLE)  # type: ignore[arg-type]
+    context: AbstractContextManager[None] = rc_context(_STYLE)
+    return context
 
 
 def drawing(inches: float, x: str = "linear", y: str = "linear") -> tuple[Figure, Axes]:
