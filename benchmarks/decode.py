@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="write a PNG")
     options = parser.parse_args()
     if options.plot and find_spec("matplotlib") is None:
-        parser.error("expected matplotlib for --plot, found none: pip install -e '.[plot]'")
+        parser.error("expected matplotlib for --plot, found none: pip install -e '.[report]'")
     print(f"# torch {torch.__version__}, {'hot' if options.hot else 'cold'} KV, pool on huge pages")
     print(f"{'dtype':>13} block context reqs threads  of read  GB/s  Mtok/s  speed over")
     plotted: dict[str, dict[str, dict[str, float]]] = {}

@@ -69,7 +69,8 @@ class Scene:
 def scenes(trace: Trace, arrivals: list[Arrival], load: float) -> Iterator[Scene]:
     for name, family_of in FAMILIES.items():
         kind = family_of(ENGINE, trace.context)
-        speed = load * full_speed(arrivals, ENGINE, kind.steps)
+        at_once = simulate(arrivals, ENGINE, speed=None, steps=kind.steps)
+        speed = load * full_speed(arrivals, at_once)
         started = time.perf_counter()
         needs = simulate(arrivals, ENGINE, speed=speed, steps=kind.steps).needs
         took = time.perf_counter() - started

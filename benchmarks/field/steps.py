@@ -2,45 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
-from compiled_attn.workloads.simulated.requests import SimulatedRequest
-from compiled_attn.workloads.simulated.scheduler import SimulatedScheduler
+from compiled_attn.engine.scheduler import ScheduledTokens, Scheduler
+from compiled_attn.workloads.simulated.steps import SimulatedSteps
 
 
-class SeparateSteps(SimulatedScheduler):
+class OneKind(Scheduler):
+    """One prompt's chunk, or else all decodes."""
+
+    prefills = False
+
+    def schedule(self) -> list[ScheduledTokens]:
+        step: list[ScheduledTokens] = []
+        started = [sequence for sequence in self.running if sequence.remaining > 1]
+        if not started and len(self.running) < (limit := self.max_seqs):
+            self.max_seqs = len(self.running) + 1
+            self._admit(step, self.max_tokens)
+            self.max_seqs = limit
+        self.prefills = bool(started or step)
+        for sequence in started[:1] if started else [*self.running] if not step else []:
+            count = min(sequence.remaining, self.max_tokens)
+            if sequence in self.running and self._reserve_or_preempt(sequence, count, step):
+                step.append(ScheduledTokens(sequence, count))
+        return step
+
+
+class SeparateSteps(SimulatedSteps):
     """One prompt's chunk, or else all decodes."""
 
     axes: ClassVar = {"decode": ("sequences", "blocks"), "prefill": ("tokens", "context")}
+    scheduler_type = OneKind
 
-    def step(self) -> float:
-        """Schedule and compute one step; returns its seconds."""
-        if not self.prefilling:
-            self.admit(self.engine.max_tokens)
-        if self.prefilling:
-            return self._prefill(next(iter(self.prefilling)))
-        return self._decode()
-
-    def _prefill(self, request: SimulatedRequest) -> float:
-        context = request.computed
-        count = min(request.known - context, self.engine.max_tokens)
-        missing = -(-(context + count) // self.size) - len(request.blocks)
-        if not self.make_room(request, missing):
-            return 0.0
-        self.grow(request, context + count)
-        self.needs["prefill"].append((count, -(-context // self.size)))
-        request.computed += count
-        self.commit(request)
-        self.after_chunk(request)
-        time = self.engine.time
-        return time.base + time.token * count + time.pair * count * (count + context)
-
-    def _decode(self) -> float:
-        self.begin_blocks()
-        if not self.decoding:
-            return 0.0
-        tokens, held = self.decoding, self.pool.shared + self.pool.unique
+    def note(self, step: Sequence[ScheduledTokens]) -> float:
+        """Note what a step needs; returns its seconds."""
+        time, size = self.engine.time, self.engine.block_size
+        if self.scheduler.prefills:
+            (part,) = step
+            count, context = part.count, part.sequence.computed
+            self.needs["prefill"].append((count, -(-context // size)))
+            return time.base + time.token * count + time.pair * count * (count + context)
+        tokens, held = len(step), sum(self.blocks_read(step))
         self.needs["decode"].append((tokens, held))
-        self.advance()
-        time = self.engine.time
-        return time.base + time.token * tokens + time.block_slot * self.size * held
+        return time.base + time.token * tokens + time.block_slot * size * held

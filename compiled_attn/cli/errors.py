@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Iterator
 
 import graphs.cli.errors
 from compiled_attn.errors import ConfigError, OutOfBlocks
@@ -34,11 +35,5 @@ def bad_input() -> Iterator[None]:
         ) from error
 
 
-def exit_code_of(command: Callable[[], int | None]) -> int:
-    """Run a command; tell a known error in one line on stderr, and let an unknown one through."""
-    return graphs.cli.errors.exit_code_of(command, _KNOWN, _PROGRAM)
-
-
-def tell(problem: object, code: int) -> int:
-    """Print a problem as one line on stderr, if there is anything to say; returns ``code``."""
-    return graphs.cli.errors.tell(problem, code, _PROGRAM)
+exit_code_of = functools.partial(graphs.cli.errors.exit_code_of, known=_KNOWN, program=_PROGRAM)
+tell = functools.partial(graphs.cli.errors.tell, program=_PROGRAM)

@@ -16,9 +16,9 @@ from compiled_attn.engine import EngineConfig
 from compiled_attn.engine.kernel import chosen_kernel
 from compiled_attn.engine.sizing import FORMS, Sizing, step_limits, work_of
 from compiled_attn.workloads import read_trace
-from compiled_attn.workloads.comparison import Comparison, compare
 from compiled_attn.workloads.default_demand import default_demand
 from compiled_attn.workloads.families import Family, family, within
+from compiled_attn.workloads.ladders import Comparison, compare
 from compiled_attn.workloads.simulate import SimulatedEngine, simulate
 from graphs import to_file
 from graphs.planner import CostModel, Demand, PlanReport, read_demand

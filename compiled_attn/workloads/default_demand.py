@@ -14,9 +14,7 @@ import numpy as np
 
 from compiled_attn.workloads.arrival import Arrival, fit, scaled
 from compiled_attn.workloads.families import Family, within
-from compiled_attn.workloads.simulate import SimulatedEngine, simulate
-from compiled_attn.workloads.simulated.scheduler import SimulatedScheduler
-from compiled_attn.workloads.simulated.steps import MixedSteps
+from compiled_attn.workloads.simulate import SimulatedEngine, Simulation, simulate
 from compiled_attn.workloads.synthetic import KINDS, synthetic
 from graphs.planner import Demand
 from graphs.planner.region import Region
@@ -24,7 +22,7 @@ from graphs.planner.region import Region
 __all__ = ["broad_demand", "default_demand", "full_speed"]
 
 _REQUESTS = 400
-_LOADS = (0.5, 1.0, None)
+_LOADS = (0.5, 1.0)
 _FOLLOW_UPS = 0.8
 _STEPS = 5000  # of each workload, evenly drawn
 _WORTH_STRETCHING = 1.5
@@ -47,10 +45,12 @@ def default_demand(
     longest = min(context, engine.blocks * engine.block_size)
     parts: list[Demand] = []
     for arrivals in _workloads(kinds, longest, seed):
-        fastest = full_speed(arrivals, engine, wanted.steps)
-        for load in _LOADS:
-            speed = None if load is None else load * fastest
-            needs = simulate(arrivals, engine, speed=speed, steps=wanted.steps).needs
+        at_once = simulate(arrivals, engine, speed=None, steps=wanted.steps)
+        fastest = full_speed(arrivals, at_once)
+        loaded = (
+            simulate(arrivals, engine, speed=load * fastest, steps=wanted.steps) for load in _LOADS
+        )
+        for needs in (found.needs for found in (*loaded, at_once)):
             if wanted.name in needs:
                 found = within(needs[wanted.name], wanted.axes)[0]
                 parts.append(found[:: 1 + len(found) // _STEPS])
@@ -80,14 +80,15 @@ def broad_demand(wanted: Family, seed: int = 0) -> Demand:
     return Demand(wanted.names, points, 1 / np.maximum(own, own[own > 0].min()))
 
 
-def full_speed(
-    arrivals: Sequence[Arrival],
-    engine: SimulatedEngine,
-    steps: type[SimulatedScheduler] = MixedSteps,
-) -> float:
-    """The multiple of the given speed at which requests arrive just as fast as they are served."""
+def full_speed(arrivals: Sequence[Arrival], at_once: Simulation) -> float:
+    """The multiple of the given speed at which requests arrive just as fast as they are served.
+
+    Args:
+        arrivals: the requests.
+        at_once: what serving them took when all were offered at once.
+    """
     duration = arrivals[-1].arrival_s - arrivals[0].arrival_s
-    return duration / simulate(arrivals, engine, speed=None, steps=steps).seconds or 1.0
+    return duration / at_once.seconds or 1.0
 
 
 def _workloads(kinds: Sequence[str], longest: int, seed: int) -> Iterator[list[Arrival]]:

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from compiled_attn.workloads.simulate import SimulatedEngine
-from compiled_attn.workloads.simulated.scheduler import SimulatedScheduler
-from compiled_attn.workloads.simulated.steps import MixedSteps
+from compiled_attn.workloads.simulated.steps import SimulatedSteps
 from graphs.buckets.axes import Axis
 from graphs.planner import CostModel, Demand
 
@@ -42,7 +41,7 @@ class Family:
     legal: Callable[[Mapping[str, Any]], Any]
     cost: CostModel
     usual: Mapping[str, int] = field(default_factory=dict)
-    steps: type[SimulatedScheduler] = MixedSteps
+    steps: type[SimulatedSteps] = SimulatedSteps
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The ladders that serving engines capture today, of as many graphs as are wanted.
+"""The ladders that serving engines capture today, beside a plan of as many graphs.
 
 Rules and default parameters are those of vLLM's plugin for Gaudi
 (``vllm_gaudi.extension.bucketing``: exponential, padding-aware of pull request 762, unified).
@@ -9,18 +9,59 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
-from compiled_attn.workloads.families import Family
+from compiled_attn.workloads.families import Family, within
 from graphs.buckets.ladders import explicit, exponential, linear, padding_aware
 from graphs.buckets.space import BucketSpace
+from graphs.planner import Demand, Judgement, PlanReport, judge, plan
 
-__all__ = ["highest", "ladders_within", "reachable", "unified"]
+__all__ = ["Comparison", "compare", "highest", "ladders_within", "reachable", "unified"]
 
 Points: TypeAlias = Mapping[str, int]
 
 _FINE = 64  # steps of a padding-aware axis
 _MORE = 8  # times as many buckets may a ladder have before the unreachable ones are left out
+
+
+class Comparison(NamedTuple):
+    """A plan, and what it and other strategies (by name, the plan last) do to unseen needs."""
+
+    plan: PlanReport
+    judged: dict[str, Judgement]
+
+
+def compare(
+    family: Family,
+    first: Demand,
+    second: Demand,
+    max_graphs: int,
+    *,
+    others: Mapping[str, BucketSpace] | None = None,
+    rho: float | None = 3.0,
+) -> Comparison:
+    """Judge the ladders of the field, others, and a fitted plan, all of at most ``max_graphs``.
+
+    Args:
+        family: axes, legal needs and cost.
+        first: what the plan is fitted on, less what no legal bucket holds; the ladders know the
+            limits only.
+        second: what all are judged on; a step that must be cut counts as missed.
+        max_graphs: buckets of each at most.
+        others: further buckets to judge, by name.
+        rho: of the plan's guard; None: no guard.
+
+    Raises:
+        ValueError: what `graphs.planner.plan` and `judge` raise.
+    """
+    kept = family.foreseen(within(first, family.axes)[0])
+    fitted = plan(kept, family.cost, max_graphs, axes=family.axes, legal=family.legal, rho=rho)
+    spaces = {**ladders_within(family, max_graphs), **(others or {})}
+    judged = {
+        name: judge(space.with_cost(family.cost), second, family.cost)
+        for name, space in spaces.items()
+    }
+    return Comparison(fitted, {**judged, "fitted plan": fitted.judge(second)})
 
 
 def ladders_within(family: Family, max_graphs: int) -> dict[str, BucketSpace]:

@@ -1,9 +1,7 @@
-"""The needs of an engine's steps for a demand, without a model: 100,000 steps in seconds.
+"""The needs of an engine's steps for a demand, without a model.
 
-The simulated engine schedules as `compiled_attn.engine.Scheduler` does: decodes first, then prompts
-in chunks, first come first served, prefixes found block by block, the newest request preempted when
-blocks run out. Decodes advance all at once, and counts change only where a request comes, goes or
-begins a block; so a step costs microseconds. Time passes by :class:`StepTime`.
+The engine's own scheduler decides each step, over a pool that counts blocks and finds prefixes in
+whole ones. Time passes by :class:`StepTime`.
 """
 
 from __future__ import annotations
@@ -16,9 +14,8 @@ import numpy as np
 
 from compiled_attn.workloads.arrival import Arrival
 from compiled_attn.workloads.simulated.engine import SimulatedEngine, StepTime
-from compiled_attn.workloads.simulated.requests import Chains, SimulatedRequest
-from compiled_attn.workloads.simulated.scheduler import SimulatedScheduler
-from compiled_attn.workloads.simulated.steps import MixedSteps
+from compiled_attn.workloads.simulated.requests import sequences
+from compiled_attn.workloads.simulated.steps import SimulatedSteps
 from graphs.planner import Demand
 
 __all__ = ["SimulatedEngine", "Simulation", "StepTime", "simulate"]
@@ -47,7 +44,7 @@ def simulate(
     *,
     speed: float | None = 1.0,
     concurrency: int | None = None,
-    steps: type[SimulatedScheduler] = MixedSteps,
+    steps: type[SimulatedSteps] = SimulatedSteps,
 ) -> Simulation:
     """Serve ``arrivals`` without computing anything.
 
@@ -69,16 +66,16 @@ def simulate(
         raise ValueError(f"expected concurrency >= 1 or None, got {concurrency}: raise it")
     for arrival in arrivals:
         _check_fits(arrival, engine)
-    run, chains = steps(engine), Chains(engine.block_size)
-    requests = [SimulatedRequest(index, a, chains.keys(a)) for index, a in enumerate(arrivals)]
+    run = steps(engine)
     times = [0.0 if speed is None else a.arrival_s / speed for a in arrivals]
-    run.serve(deque(zip(times, requests, strict=True)), concurrency or len(requests))
+    queue = deque(zip(times, sequences(arrivals, engine.block_size), strict=True))
+    run.serve(queue, concurrency or len(queue))
     needs = {
         name: Demand(axes, np.array(run.needs[name], np.int64))
         for name, axes in run.axes.items()
         if run.needs[name]
     }
-    return Simulation(needs, run.seconds, run.preemptions)
+    return Simulation(needs, run.seconds, run.scheduler.preemptions)
 
 
 def _check_fits(arrival: Arrival, engine: SimulatedEngine) -> None:

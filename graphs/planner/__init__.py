@@ -6,10 +6,9 @@ from graphs.errors import DemandFileError
 from graphs.planner.budget import Budget
 from graphs.planner.cost import CostModel
 from graphs.planner.demand import Demand
-from graphs.planner.demand_file import DemandRecorder, read_demand, write_demand
-from graphs.planner.drift import DriftWatch
+from graphs.planner.demand_file import read_demand
 from graphs.planner.planning import plan
-from graphs.planner.report import BucketUse, Judgement, PlanReport, judge
+from graphs.planner.report import BucketUse, DriftWatch, Judgement, PlanReport, judge
 
 __all__ = [
     "BucketUse",
@@ -17,12 +16,10 @@ __all__ = [
     "CostModel",
     "Demand",
     "DemandFileError",
-    "DemandRecorder",
     "DriftWatch",
     "Judgement",
     "PlanReport",
     "judge",
     "plan",
     "read_demand",
-    "write_demand",
 ]

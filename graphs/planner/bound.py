@@ -19,8 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphs.planner.cells import CostOf, dominates
-from graphs.planner.cost import Floats
-from graphs.planner.demand import Points, Weights
+from graphs.planner.demand import Floats, Points
 
 __all__ = ["lower_bound"]
 
@@ -32,7 +31,7 @@ _ROUNDING = 1e-6  # of sums in float32
 
 
 def lower_bound(
-    points: Points, weights: Weights, cost: CostOf, top: Points, count: int, reached: float
+    points: Points, weights: Floats, cost: CostOf, top: Points, count: int, reached: float
 ) -> float:
     """A cost that no ``count`` buckets with ``top`` among them can fall below.
 
@@ -59,7 +58,7 @@ class _Needs:
     Shape (n groups): corners ``[n, axes]``; weights, own (cost of the needs themselves) ``[n]``.
     """
 
-    def __init__(self, points: Points, weights: Weights, cost: CostOf) -> None:
+    def __init__(self, points: Points, weights: Floats, cost: CostOf) -> None:
         own = weights * cost(points)
         groups: list[tuple[float, int, NDArray[np.int64]]] = []
         numbers = itertools.count()

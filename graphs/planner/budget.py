@@ -9,8 +9,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from graphs.planner.cost import CostModel, Floats
-from graphs.planner.demand import Points
+from graphs.planner.cost import CostModel
+from graphs.planner.demand import Floats, Points
 
 __all__ = ["Budget", "Expense", "Expenses"]
 
@@ -64,12 +64,11 @@ class Expenses:
         seconds: Expense | None = None,
         bytes: Expense | None = None,
     ) -> None:
-        self._names = names
-        self._models: list[CostModel] = []
-        limits = [float(budget.graphs)] if budget.graphs is not None else []
         self.counts_only = budget.seconds is None and budget.bytes is None
-        self._has_graphs = bool(limits)
+        self._names = names
+        self._models: list[tuple[CostModel, float]] = []
         for name, limit, expense in (
+            ("graphs", budget.graphs, lambda bucket: 1.0),
             ("seconds", budget.seconds, seconds),
             ("bytes", budget.bytes, bytes),
         ):
@@ -80,13 +79,9 @@ class Expenses:
                     f"expected a function {name}=bucket -> {name} beside a budget in {name}, got "
                     "none: pass one, fitted to a warmup for example"
                 )
-            self._models.append(expense if isinstance(expense, CostModel) else CostModel(expense))
-            limits.append(float(limit))
-        self._limits = np.array(limits)
+            self._models.append((CostModel.of_any(expense), float(limit)))
 
     def of(self, points: Points) -> Floats:
         """Shares of the limits that buckets take: ``[n, limits]``."""
-        columns = [np.ones(len(points))] if self._has_graphs else []
-        columns += [model.of(self._names, points) for model in self._models]
-        shares: Floats = np.stack(columns, axis=1) / self._limits
-        return shares
+        shares = [model.of(self._names, points) / limit for model, limit in self._models]
+        return np.stack(shares, axis=1)

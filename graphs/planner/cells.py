@@ -10,13 +10,11 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from graphs.planner.cost import Floats
-from graphs.planner.demand import Points, Weights
+from graphs.planner.demand import Floats, Points
 
 __all__ = ["Cells", "CostOf", "best_cut", "compress", "dominates", "jittered"]
 
 CostOf: TypeAlias = Callable[[Points], Floats]
-Rows: TypeAlias = NDArray[np.int64]
 
 _COPIES = 4
 _OFTEN = 0.02
@@ -30,7 +28,7 @@ class Cells(NamedTuple):
     """
 
     corners: Points
-    weights: Weights
+    weights: Floats
     joins: Points
 
 
@@ -42,14 +40,10 @@ class Cut(NamedTuple):
     size: int
 
 
-def best_cut(points: Points, weights: Weights, cost: CostOf, top: Points | None = None) -> Cut:
-    """The cut of a group of needs that saves most, where all pay for the least bucket so far.
+def best_cut(points: Points, weights: Floats, cost: CostOf, top: Points | None = None) -> Cut:
+    """The cut that saves most of needs ``[n, axes]`` with ``weights [n]``.
 
-    Args:
-        points: ``[n, axes]``.
-        weights: ``[n]``.
-        cost: of points.
-        top: ``[axes]`` the bucket that they pay for; None: the least that holds them all.
+    All pay for the bucket ``top [axes]``; None: the least that holds them all.
     """
     top = points.max(axis=0) if top is None else top
     paid = float(cost(top[None])[0])
@@ -69,13 +63,13 @@ def best_cut(points: Points, weights: Weights, cost: CostOf, top: Points | None 
     return best
 
 
-def compress(points: Points, weights: Weights, cost: CostOf, count: int) -> Cells:
+def compress(points: Points, weights: Floats, cost: CostOf, count: int) -> Cells:
     """At most ``count`` cells, cut where rounding needs up to their corner costs most."""
-    leaves: list[tuple[float, int, Rows, Cut]] = []
+    leaves: list[tuple[float, int, Points, Cut]] = []
     joins: list[Points] = []
     numbers = itertools.count()  # no two leaves compare by their rows
 
-    def add(rows: Rows) -> None:
+    def add(rows: Points) -> None:
         cut = best_cut(points[rows], weights[rows], cost)
         heapq.heappush(leaves, (-cut.saving, next(numbers), rows, cut))
 
@@ -93,27 +87,26 @@ def compress(points: Points, weights: Weights, cost: CostOf, count: int) -> Cell
 
 def jittered(
     points: Points,
-    weights: Weights,
+    weights: Floats,
     high: Points,
     *,
-    share: float,
-    spread: float,
     seed: int,
+    share: float = 0.25,
+    spread: float = 0.1,
     allows: Callable[[Points], NDArray[np.bool_]] | None = None,
-) -> tuple[Points, Weights]:
+) -> tuple[Points, Floats]:
     """The needs and copies of them with sizes off by some per cent, which weigh ``share`` of all.
 
     Tomorrow's needs lie near today's, and sometimes above the largest of them. A size at its limit
     stays, and so does one that occurs often: a full step, no context.
 
     Args:
-        points: ``[n, axes]``.
-        weights: ``[n]``.
+        points, weights: ``[n, axes]`` and ``[n]``.
         high: ``[axes]`` the limits.
+        seed: of the random numbers.
         share: between 0 and 1.
         spread: standard deviation of the logarithm of a size.
-        seed: of the random numbers.
-        allows: which points ``[n, axes]`` are legal; a copy that is not stays where it was.
+        allows: which points are legal; a copy that is not stays where it was.
     """
     rng = np.random.default_rng(seed)
     stays = (points == high) | np.stack([_often(sizes, weights) for sizes in points.T], axis=1)
@@ -129,7 +122,7 @@ def jittered(
     return np.concatenate(together), np.concatenate(parts)
 
 
-def _often(sizes: Rows, weights: Weights) -> NDArray[np.bool_]:
+def _often(sizes: Points, weights: Floats) -> NDArray[np.bool_]:
     _, which = np.unique(sizes, return_inverse=True)
     shares = np.bincount(which.reshape(-1), weights) / weights.sum()
     frequent: NDArray[np.bool_] = (shares >= _OFTEN)[which.reshape(-1)]

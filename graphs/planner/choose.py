@@ -10,8 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from graphs.planner.cells import best_cut
-from graphs.planner.cost import Floats
-from graphs.planner.demand import Points
+from graphs.planner.demand import Floats, Points
 from graphs.planner.problem import Problem
 from graphs.planner.serving import Serving
 

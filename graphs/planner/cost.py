@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from graphs.buckets.axes import Bucket
+from graphs.planner.demand import Floats, Points
 
-__all__ = ["CostModel", "Floats"]
+__all__ = ["CostModel"]
 
-Floats: TypeAlias = NDArray[np.float64]
-
-_SWEEPS = 3000
+_SWEEPS, _CHUNK = 3000, 1024
 
 
 class CostModel:
@@ -37,9 +35,11 @@ class CostModel:
         self._takes_arrays: bool | None = None
 
     @classmethod
-    def product(cls) -> CostModel:
-        """The product of all sizes, each at least 1: the default of a `BucketSpace`."""
-        return cls(lambda need: math.prod(np.maximum(size, 1) for size in need.values()))
+    def of_any(cls, cost: CostModel | Callable[[Mapping[str, Any]], Any] | None) -> CostModel:
+        """A model as it is, or of a formula; None: the product of all sizes, each at least 1."""
+        if cost is None:
+            return cls(lambda need: math.prod(np.maximum(size, 1) for size in need.values()))
+        return cost if isinstance(cost, CostModel) else cls(cost)
 
     @classmethod
     def fitted(cls, measured: Iterable[tuple[Mapping[str, int], float]]) -> CostModel:
@@ -72,15 +72,8 @@ class CostModel:
         """The cost of one bucket or need."""
         return float(self._formula(need))
 
-    def of(self, names: Sequence[str], points: NDArray[np.int64]) -> Floats:
-        """The costs of points.
-
-        Args:
-            names: the axes.
-            points: ``[n, axes]`` sizes.
-
-        Returns:
-            ``[n]`` costs.
+    def of(self, names: Sequence[str], points: Points) -> Floats:
+        """The costs ``[n]`` of points ``[n, axes]`` over the named axes.
 
         Raises:
             ValueError: a cost is negative or not finite.
@@ -96,7 +89,7 @@ class CostModel:
             )
         return costs
 
-    def _at_once(self, names: Sequence[str], points: NDArray[np.int64]) -> Floats | None:
+    def _at_once(self, names: Sequence[str], points: Points) -> Floats | None:
         columns = dict(zip(names, points.T.astype(np.float64), strict=True))
         try:
             costs = np.broadcast_to(self._formula(columns), len(points)).astype(np.float64)
@@ -128,7 +121,8 @@ class _Fit:
     def __call__(self, need: Mapping[str, Any]) -> Any:
         columns = [np.atleast_1d(np.asarray(need[name], np.float64)) for name in self._names]
         given = np.stack(np.broadcast_arrays(*columns), axis=1)
-        costs = np.concatenate([self._costs(given[at : at + 1024]) for at in _chunks(len(given))])
+        chunks = range(0, max(len(given), 1), _CHUNK)
+        costs = np.concatenate([self._costs(given[at : at + _CHUNK]) for at in chunks])
         return costs if np.ndim(next(iter(need.values()))) else float(costs[0])
 
     def _costs(self, given: Floats) -> Floats:
@@ -143,10 +137,6 @@ class _Fit:
         sizes = points / self._scale
         one, two = np.triu_indices(sizes.shape[1])
         return np.hstack([np.ones((len(sizes), 1)), sizes, sizes[:, one] * sizes[:, two]])
-
-
-def _chunks(count: int) -> range:
-    return range(0, max(count, 1), 1024)
 
 
 def _non_negative_least_squares(rows: Floats, target: Floats) -> Floats:

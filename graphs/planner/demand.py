@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from graphs.buckets.axes import Axis, whole
+from graphs.buckets.axes import Axis
 
-__all__ = ["Demand", "Points", "Weights"]
+__all__ = ["Demand", "Floats", "Points"]
 
+Floats: TypeAlias = NDArray[np.float64]
 Points: TypeAlias = NDArray[np.int64]
-Weights: TypeAlias = NDArray[np.float64]
 
 _LARGEST = 10**12
 
@@ -51,28 +51,6 @@ class Demand:
         self.weights = _checked_weights(len(self.points), weights)
 
     @classmethod
-    def of(cls, needs: Iterable[Mapping[str, int]]) -> Demand:
-        """The demand of needs as the engine names them: ``[{"tokens": 37, "blocks": 80}, ...]``.
-
-        Raises:
-            ValueError: no need, or needs over different axes.
-            TypeError: a size that is not a whole number.
-        """
-        rows: list[list[int]] = []
-        names: tuple[str, ...] = ()
-        for need in needs:
-            names = names or tuple(need)
-            if set(need) != set(names):
-                raise ValueError(
-                    f"expected needs over {', '.join(names)}, got one over {', '.join(need)}: "
-                    "make one demand for each set of axes"
-                )
-            rows.append([whole(name, need[name]) for name in names])
-        if not rows:
-            raise ValueError("expected at least one need, got none: record or simulate steps")
-        return cls(names, rows)
-
-    @classmethod
     def mixture(cls, demands: Sequence[Demand], shares: Sequence[float] | None = None) -> Demand:
         """One demand in which each of ``demands`` has its share of the weight, by default equal.
 
@@ -88,13 +66,9 @@ class Demand:
                 f"expected {len(demands)} positive shares, one for each demand, got {given}"
             )
         names = demands[0].names
-        return cls(
-            names,
-            np.concatenate([demand.project(names).points for demand in demands]),
-            np.concatenate(
-                [d.weights * (s / d.total) for d, s in zip(demands, given, strict=True)]
-            ),
-        )
+        points = [demand.project(names).points for demand in demands]
+        weights = [d.weights * (s / d.total) for d, s in zip(demands, given, strict=True)]
+        return cls(names, np.concatenate(points), np.concatenate(weights))
 
     @property
     def total(self) -> float:
@@ -174,7 +148,7 @@ def _checked_points(names: tuple[str, ...], points: ArrayLike) -> Points:
     return checked
 
 
-def _checked_weights(count: int, weights: ArrayLike | None) -> Weights:
+def _checked_weights(count: int, weights: ArrayLike | None) -> Floats:
     given = np.ones(count) if weights is None else np.array(weights, np.float64)
     if given.shape != (count,) or not (np.isfinite(given) & (given > 0)).all():
         raise ValueError(

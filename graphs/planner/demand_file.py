@@ -1,81 +1,24 @@
-"""Demands as files: JSON lines, as an engine records them step by step, or CSV."""
+"""Files of demands: JSON lines, as an engine records them step by step, or CSV."""
 
 from __future__ import annotations
 
-import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
-from types import TracebackType
+from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 import numpy as np
 
 from graphs.buckets.axes import whole
 from graphs.errors import DemandFileError, clipped, parse_json, quoted
-from graphs.files import write_whole
 from graphs.planner.demand import Demand
 
-__all__ = ["DemandRecorder", "read_demand", "write_demand"]
+__all__ = ["read_demand"]
 
 _COUNT = "count"
 _LONGEST = 300  # characters of a reason
 
 Row = tuple[dict[str, int], float]
-
-
-class DemandRecorder:
-    """Writes the need of each step to a file as it occurs, one JSON object a line.
-
-    Equal needs in a row become one line with their count. Closed at the end of a ``with`` block.
-
-    Args:
-        path: of the file; what it held is replaced.
-
-    Raises:
-        OSError: the file cannot be written.
-
-    Example::
-
-        with DemandRecorder("demand.jsonl") as recorder:
-            recorder.record({"tokens": 37, "blocks": 80})
-        demand = read_demand("demand.jsonl")
-    """
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115
-        self._need: dict[str, int] = {}
-        self._count = 0
-
-    def record(self, need: Mapping[str, int]) -> None:
-        """Note the need of one step."""
-        if need != self._need:
-            self._write()
-            self._need = dict(need)
-        self._count += 1
-
-    def close(self) -> None:
-        """Write what is outstanding and close the file; a second call does nothing."""
-        if not self._file.closed:
-            self._write()
-            self._file.close()
-
-    def _write(self) -> None:
-        if self._count:
-            self._file.write(_line(self._need, self._count))
-        self._count = 0
-
-    def __enter__(self) -> DemandRecorder:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def read_demand(path: str | os.PathLike[str]) -> Demand:
@@ -113,35 +56,6 @@ def read_demand(path: str | os.PathLike[str]) -> Demand:
         return Demand(names, np.array(needs, np.int64), counts)
     except (ValueError, OverflowError) as error:
         raise DemandFileError(f"{path}: {clipped(str(error), _LONGEST)}") from None
-
-
-def write_demand(demand: Demand, path: str | os.PathLike[str]) -> None:
-    """Write a demand, as CSV where the name ends in ``.csv``, or else as JSON lines.
-
-    The file appears complete or not at all.
-
-    Raises:
-        OSError: the file cannot be written.
-        ValueError: CSV of a demand that has an axis called ``count``.
-    """
-    target = Path(path)
-    rows = zip(demand.points.tolist(), demand.weights.tolist(), strict=True)
-    if target.suffix.lower() == ".csv":
-        if _COUNT in demand.names:
-            raise ValueError(f"expected no axis called {_COUNT} for CSV, got one: use JSON lines")
-        lines = [",".join([*demand.names, _COUNT]) + "\n"]
-        lines += [",".join([*map(str, row), f"{_number(count)}"]) + "\n" for row, count in rows]
-    else:
-        lines = [_line(dict(zip(demand.names, row, strict=True)), count) for row, count in rows]
-    write_whole(target, "".join(lines).encode())
-
-
-def _line(need: Mapping[str, int], count: float) -> str:
-    return json.dumps({"need": dict(need), _COUNT: _number(count)}) + "\n"
-
-
-def _number(count: float) -> int | float:
-    return int(count) if count == int(count) else count
 
 
 def _rows(file: TextIO, path: str | os.PathLike[str]) -> Iterator[tuple[int, Row]]:

@@ -8,7 +8,7 @@ from graphs.planner.budget import Budget
 from graphs.planner.choose import grow, improve, start
 from graphs.planner.demand import Points
 from graphs.planner.guard import guard
-from graphs.planner.one_axis import best_sizes
+from graphs.planner.one_axis import best_buckets
 from graphs.planner.problem import Problem
 from graphs.planner.region import Region
 
@@ -68,16 +68,9 @@ def _best(problem: Problem, budget: Budget, reserve: float) -> Points:
     """Buckets for the demand, the maximum first; a share of the budget is left over."""
     if problem.top.shape == (1,) and problem.expenses.counts_only:
         count = _graphs(budget, 1.0) - _graphs(budget, reserve)
-        return _exact(problem, count)
+        cells = problem.cells
+        return best_buckets(cells.corners, cells.weights, problem.cost, problem.top, count)[::-1]
     return _near_optimal(problem, budget, reserve)
-
-
-def _exact(problem: Problem, count: int) -> Points:
-    sizes = np.unique(np.append(problem.cells.corners[:, 0], problem.top))
-    weights = np.zeros(len(sizes))
-    weights[np.searchsorted(sizes, problem.cells.corners[:, 0])] = problem.cells.weights
-    taken = best_sizes(problem.cost(sizes[:, None]), weights, count)
-    return np.asarray(sizes[taken[::-1]][:, None])
 
 
 def _near_optimal(problem: Problem, budget: Budget, reserve: float) -> Points:

@@ -10,11 +10,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from graphs.planner.cells import CostOf, dominates
-from graphs.planner.cost import Floats
-from graphs.planner.demand import Points
+from graphs.planner.demand import Floats, Points
 from graphs.planner.region import Grid, Region
 from graphs.planner.serving import cheapest
 
@@ -82,18 +80,15 @@ class _Task(NamedTuple):
         paid = costs[cheapest(buckets, costs, high)]
         return cls(high, least[some], cost(high), paid, cost)
 
-    def is_fine(self, rho: float) -> bool:
-        """Whether every box could have a bucket of its own."""
-        return bool((self.most <= rho * self.least * _MORE).all())
-
 
 def _cover(tasks: Sequence[_Task], rho: float, most: int) -> Points | None:
     """The fewest buckets that any of several greedy covers finds; None where all need too many.
 
-    The covers differ in the boxes, and in how much more they care for expensive needs. Where all
-    boxes are too coarse to answer for their least need, they answer for their largest.
+    The covers differ in the boxes, and in how much more they care for expensive needs. Boxes are
+    fine where each could have a bucket of its own; where all are too coarse to answer for their
+    least need, they answer for their largest.
     """
-    fine = [task for task in tasks if task.is_fine(rho)]
+    fine = [task for task in tasks if (task.most <= rho * task.least * _MORE).all()]
     usable = fine or [task._replace(least=task.most) for task in tasks]
     best: Points | None = None
     for task in usable:
@@ -131,7 +126,7 @@ def _next(high: Points, own: Floats, cost: CostOf, rho: float, emphasis: int) ->
 
 def _trials(high: Points, own: Floats, target: int) -> Points:
     """Joins of the target with others of up to about its cost; the target itself is the first."""
-    others: NDArray[np.int64] = np.argsort(-own, kind="stable")
+    others = np.argsort(-own, kind="stable")
     step = -(-len(others) // _TRIALS)
     joins = np.maximum(high[target], high[others[::step]])
     return np.concatenate([high[target][None], joins])

@@ -10,11 +10,28 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from graphs.planner.cost import Floats
+from graphs.planner.cells import CostOf
+from graphs.planner.demand import Floats, Points
 
-__all__ = ["best_sizes"]
+__all__ = ["best_buckets", "best_sizes"]
 
 Indices = NDArray[np.int64]
+
+
+def best_buckets(points: Points, weights: Floats, cost: CostOf, top: Points, count: int) -> Points:
+    """At most ``count`` buckets ``[k, 1]``, ascending and ``top`` the last, of the least cost.
+
+    Args:
+        points, weights: distinct needs ``[n, 1]`` up to ``top``, and ``[n]``.
+        cost: of points.
+        top: ``[1]``.
+        count: at least 1.
+    """
+    sizes = np.unique(np.append(points[:, 0], top))
+    needed = np.zeros(len(sizes))
+    needed[np.searchsorted(sizes, points[:, 0])] = weights
+    taken = best_sizes(cost(sizes[:, None]), needed, count)
+    return np.asarray(sizes[taken][:, None])
 
 
 def best_sizes(costs: Floats, weights: Floats, count: int) -> Indices:

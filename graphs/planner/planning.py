@@ -16,7 +16,7 @@ from graphs.planner.budget import Budget, Expense, Expenses
 from graphs.planner.cost import CostModel
 from graphs.planner.demand import Demand, Points
 from graphs.planner.fit import fitted, guarded
-from graphs.planner.one_axis import best_sizes
+from graphs.planner.one_axis import best_buckets
 from graphs.planner.problem import Problem, problem_of, region_of
 from graphs.planner.report import PlanReport, judge
 
@@ -72,7 +72,7 @@ def plan(
     if rho is not None and not 1 < rho < math.inf:
         raise ValueError(f"expected rho above 1, or None for no guard, got {rho}: 3 is usual")
     limits = budget if isinstance(budget, Budget) else Budget(graphs=budget)
-    model = _model_of(cost)
+    model = CostModel.of_any(cost)
     region = region_of(demand, axes, legal)
     expenses = Expenses(region.names, limits, seconds, bytes)
     problem = problem_of(demand, region, model, expenses, seed)
@@ -97,12 +97,6 @@ def plan(
     )
 
 
-def _model_of(cost: CostModel | Callable[[Mapping[str, Any]], Any] | None) -> CostModel:
-    if cost is None:
-        return CostModel.product()
-    return cost if isinstance(cost, CostModel) else CostModel(cost)
-
-
 def _space(axes: Sequence[Axis], buckets: Points, cost: CostModel) -> BucketSpace:
     names = tuple(axis.name for axis in axes)
     lows = np.minimum([axis.low for axis in axes], buckets.min(axis=0)).tolist()
@@ -113,16 +107,13 @@ def _space(axes: Sequence[Axis], buckets: Points, cost: CostModel) -> BucketSpac
 def _bound(demand: Demand, problem: Problem, waste: float) -> float:
     """No buckets within the budget waste less; on one axis some do waste just as much."""
     needs, top = demand.histogram(), problem.top
-    own = float(problem.cost(needs.points) @ needs.weights)
-    count = _most_buckets(problem, needs.points)
+    points, weights, cost = needs.points, needs.weights, problem.cost
+    own = float(cost(points) @ weights)
+    count = _most_buckets(problem, points)
     if len(top) > 1:
-        reached = own * (1 + waste)
-        return lower_bound(needs.points, needs.weights, problem.cost, top, count, reached) / own - 1
-    sizes = np.unique(np.append(needs.points[:, 0], top))
-    weights = np.append(needs.weights, np.zeros(len(sizes) - len(needs)))
-    costs = problem.cost(sizes[:, None])
-    taken = best_sizes(costs, weights, count)
-    paid = costs[taken][np.searchsorted(taken, np.arange(len(sizes)))] @ weights
+        return lower_bound(points, weights, cost, top, count, own * (1 + waste)) / own - 1
+    best = best_buckets(points, weights, cost, top, count)
+    paid = cost(best)[np.searchsorted(best[:, 0], points[:, 0])] @ weights
     return float(paid) / own - 1
 
 

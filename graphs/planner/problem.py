@@ -11,8 +11,8 @@ import numpy as np
 from graphs.buckets.axes import Axis
 from graphs.planner.budget import Expenses
 from graphs.planner.cells import Cells, CostOf, compress, jittered
-from graphs.planner.cost import CostModel, Floats
-from graphs.planner.demand import Demand, Points
+from graphs.planner.cost import CostModel
+from graphs.planner.demand import Demand, Floats, Points
 from graphs.planner.region import Region
 
 __all__ = ["Problem", "problem_of", "region_of"]
@@ -20,8 +20,6 @@ __all__ = ["Problem", "problem_of", "region_of"]
 _CELLS = 2500
 _SIZES_OF_ONE_AXIS = 20_000
 _CHECKED = 2000
-_JITTER_SHARE = 0.25
-_JITTER_SPREAD = 0.1
 
 
 @dataclass(frozen=True)
@@ -76,15 +74,7 @@ def problem_of(
     points, weights, count = needs.points, needs.weights, _SIZES_OF_ONE_AXIS
     if len(region.names) > 1:
         count = _CELLS
-        points, weights = jittered(
-            points,
-            weights,
-            region.top,
-            share=_JITTER_SHARE,
-            spread=_JITTER_SPREAD,
-            seed=seed,
-            allows=region.allows,
-        )
+        points, weights = jittered(points, weights, region.top, seed=seed, allows=region.allows)
     _check_cost(needs.points[:: 1 + len(needs) // _CHECKED], cost, region.top)
     cells = compress(points, weights, cost, count)
     candidates = np.unique(np.concatenate([cells.corners, cells.joins]), axis=0)

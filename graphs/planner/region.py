@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from graphs.buckets.axes import Axis, Bucket
 from graphs.planner.cells import CostOf
-from graphs.planner.cost import Floats
-from graphs.planner.demand import Points
+from graphs.planner.demand import Floats, Points
 
 __all__ = ["Grid", "Region"]
 

@@ -1,9 +1,9 @@
-"""Judgements of bucket sets on a demand, and the report of a plan with what it promises."""
+"""Judgements of buckets on a demand, the report of a plan, and a watch over what it promises."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -13,7 +13,10 @@ from graphs.planner.cost import CostModel
 from graphs.planner.demand import Demand
 from graphs.planner.serving import cheapest
 
-__all__ = ["BucketUse", "Judgement", "PlanReport", "judge"]
+__all__ = ["BucketUse", "DriftWatch", "Judgement", "PlanReport", "judge"]
+
+_FACTOR = 2.0
+_LEAST = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,24 +132,6 @@ class PlanReport:
         """What the buckets do to another demand."""
         return judge(self.space, demand, self.cost)
 
-    def to_dict(self) -> dict[str, Any]:
-        """The report as JSON-able values."""
-        return {
-            "space": self.space.to_json(),
-            "waste": self.waste,
-            "lower_bound": self.lower_bound,
-            "guard": self.guard,
-            "rho": self.rho,
-            "guards": self.guards,
-            "steps": self.steps,
-            "uses": [
-                {"bucket": list(use.bucket.sizes), "share": use.share, "waste": use.waste}
-                for use in self.uses
-            ],
-            "seconds": self.seconds,
-            "bytes": self.bytes,
-        }
-
     def __str__(self) -> str:
         lines = [
             f"{len(self.space)} buckets, waste {self.waste:.1%} (at least {self.lower_bound:.1%}), "
@@ -155,3 +140,58 @@ class PlanReport:
         by_share = sorted(self.uses, key=lambda use: -use.share)
         lines += [f"{u.bucket}  {u.share:.1%} of steps, waste {u.waste:.2%}" for u in by_share]
         return "\n".join(lines)
+
+
+class DriftWatch:
+    """Watches the running waste, and flags when it exceeds twice what the plan promised.
+
+    The waste is that of about the last ``window`` steps: older ones fade. Nothing is flagged before
+    ``after`` steps, because a plan should not be replaced on less; nor below 2 %, because nothing
+    would be won.
+
+    Args:
+        plan: what the engine runs.
+        after: steps before anything is flagged.
+        window: steps that count.
+
+    Raises:
+        ValueError: ``after`` or ``window`` is below 1.
+
+    Example::
+
+        watch = DriftWatch(report)
+        if watch.record(need, bucket):
+            print(watch)  # once; then plan again, from what was recorded
+    """
+
+    def __init__(self, plan: PlanReport, *, after: int = 10_000, window: int = 10_000) -> None:
+        if after < 1 or window < 1:
+            raise ValueError(f"expected after >= 1 and window >= 1, got {after} and {window}")
+        self.steps = 0
+        self.has_drifted = False
+        self._plan, self._after = plan, after
+        self._fade = 1 - 1 / window
+        self._paid = self._own = 0.0
+
+    @property
+    def waste(self) -> float:
+        """The running waste."""
+        return self._paid / self._own - 1 if self._own else 0.0
+
+    def record(self, need: Mapping[str, int], bucket: Mapping[str, int]) -> bool:
+        """Note a step; True once, at the step at which the flag goes up."""
+        self._paid = self._paid * self._fade + self._plan.cost(bucket)
+        self._own = self._own * self._fade + self._plan.cost(need)
+        self.steps += 1
+        limit = max(_FACTOR * self._plan.waste, _LEAST)
+        if self.has_drifted or self.steps < self._after or self.waste <= limit:
+            return False
+        self.has_drifted = True
+        return True
+
+    def __str__(self) -> str:
+        state = "drifted: " if self.has_drifted else ""
+        return (
+            f"{state}waste {self.waste:.1%} over the last steps of {self.steps:,}, "
+            f"{self._plan.waste:.1%} was promised"
+        )

@@ -6,8 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphs.planner.cells import CostOf, dominates
-from graphs.planner.cost import Floats
-from graphs.planner.demand import Points, Weights
+from graphs.planner.demand import Floats, Points
 
 __all__ = ["Serving", "cheapest"]
 
@@ -17,14 +16,10 @@ class Serving:
 
     The first bucket is the maximum: it holds every cell, is never removed and never shrinks.
 
-    Args:
-        corners: ``[n, axes]`` cells.
-        weights: ``[n]``.
-        cost: of points.
-        buckets: ``[k, axes]``.
+    Shape: corners of the cells ``[n, axes]``, weights ``[n]``, buckets ``[k, axes]``.
     """
 
-    def __init__(self, corners: Points, weights: Weights, cost: CostOf, buckets: Points) -> None:
+    def __init__(self, corners: Points, weights: Floats, cost: CostOf, buckets: Points) -> None:
         self.corners, self.weights, self._cost = corners, weights, cost
         self._set(buckets)
 
@@ -94,10 +89,7 @@ class Serving:
 def cheapest(buckets: Points, costs: Floats, points: Points) -> NDArray[np.int64]:
     """The cheapest bucket that holds each point, as `BucketSpace.pick` finds it: ``[n]``, or -1.
 
-    Args:
-        buckets: ``[k, axes]``.
-        costs: ``[k]``.
-        points: ``[n, axes]``.
+    Shape: buckets ``[k, axes]``, costs ``[k]``, points ``[n, axes]``.
     """
     order = np.lexsort((*buckets.T[::-1], costs))
     which = np.empty(len(points), np.int64)

@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from graphs.files import write_whole
-from graphs.report.bars import step_times, warmup_seconds
-from graphs.report.plane import plane
+from graphs.report.charts import charts
 from graphs.report.rows import bucket_rows
-from graphs.report.series import series_charts
 from graphs.report.tables import facts, tables
 
-__all__ = ["write_report"]
+__all__ = ["check_libraries", "write_report"]
 
 
 def write_report(folder: str | Path, report: Mapping[str, Any], title: str = "Report") -> Path:
@@ -25,7 +23,8 @@ def write_report(folder: str | Path, report: Mapping[str, Any], title: str = "Re
         report: JSON-able values by name. Single values stand at the top, a mapping becomes a table,
             and so does a list of mappings, with a column per key. Two keys are drawn as well:
             `buckets`, a list of rows (see :class:`graphs.report.rows.BucketRow`), and `series`,
-            values over time (see :func:`graphs.report.series.series_charts`).
+            values over time: entries with a `title`, an ascending `x`, `lines` (as many values by
+            name), and perhaps `x_label`, `y_label` and a `limit`.
         title: heading of the page.
 
     Returns:
@@ -36,7 +35,7 @@ def write_report(folder: str | Path, report: Mapping[str, Any], title: str = "Re
         OSError: the folder cannot be made or written to.
         TypeError, ValueError: a value is not JSON-able, or not finite, or lines of a series have
             different lengths; nothing is written.
-        ImportError: jinja2 (extra `report`) is not installed; nothing is written.
+        ImportError: jinja2 or matplotlib (extra `report`) is not installed; nothing is written.
     """
     text = json.dumps(dict(report), indent=2, allow_nan=False)
     page = _render(report, title)
@@ -47,13 +46,21 @@ def write_report(folder: str | Path, report: Mapping[str, Any], title: str = "Re
     return target / "report.html"
 
 
-def _render(report: Mapping[str, Any], title: str) -> str:
+def check_libraries() -> None:
+    """Raise ImportError, with the extra to install, where a page cannot be made."""
     try:
-        import jinja2
+        import jinja2  # noqa: F401
+        import matplotlib  # noqa: F401
     except ImportError as error:
         raise ImportError(
-            "the report needs jinja2: pip install 'compiled-attn[report]'", name="jinja2"
+            f"the report needs {error.name}: pip install 'compiled-attn[report]'", name=error.name
         ) from error
+
+
+def _render(report: Mapping[str, Any], title: str) -> str:
+    check_libraries()
+    import jinja2
+
     templates = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
         autoescape=True,
@@ -61,13 +68,9 @@ def _render(report: Mapping[str, Any], title: str) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    rows = bucket_rows(report)
     return templates.get_template("page.html").render(
         title=title,
         facts=facts(report),
-        plane=plane(rows),
-        warmup=warmup_seconds(rows),
-        steps=step_times(rows),
-        series=series_charts(report),
+        charts=charts(report, bucket_rows(report)),
         tables=list(tables(report)),
     )

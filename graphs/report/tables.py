@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from graphs.report.scale import number
-
-__all__ = ["Table", "facts", "tables"]
+__all__ = ["Table", "facts", "number", "tables"]
 
 _DRAWN = ("series",)
 
@@ -46,6 +45,17 @@ def tables(report: Mapping[str, Any]) -> Iterator[Table]:
             yield Table(_heading(name), (), tuple(map(_row, pairs)))
         elif isinstance(value, list | tuple):
             yield _of_list(_heading(name), value)
+
+
+def number(value: float | int | None) -> str:
+    """A value in few digits: 1,234, 12.3, 0.0042; a dash for none."""
+    if value is None:
+        return "–"
+    if isinstance(value, int) or (float(value).is_integer() and abs(value) < 1e15):
+        return f"{int(value):,}"
+    digits = min(6, max(0, 2 - math.floor(math.log10(abs(value)))))
+    text = f"{value:,.{digits}f}"
+    return text.rstrip("0").rstrip(".") if digits else text
 
 
 def _of_list(name: str, values: Sequence[Any]) -> Table:

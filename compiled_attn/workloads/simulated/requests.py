@@ -1,46 +1,50 @@
-"""Requests on their way through the simulated engine, and the names of their blocks."""
+"""The requests of a simulated engine: tokens that are counted only, and names for their blocks."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from typing import cast
+
+from compiled_attn.engine.sampling import SamplingParams
+from compiled_attn.engine.sequence import Sequence as EngineSequence
 from compiled_attn.workloads.arrival import Arrival
 
-__all__ = ["BlockKey", "Chains", "SimulatedRequest"]
+__all__ = ["BlockKey", "CountedTokens", "sequences"]
 
 BlockKey = tuple[int, int]
 
 
-class Chains:
-    """Names for the full prompt blocks that other prompts may have too."""
+class CountedTokens:
+    """So many tokens of a request; block ``number`` has a name, that of ``chain`` or its own."""
 
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
-        self._nodes: dict[tuple[int, int, int], int] = {}
+    __slots__ = ("chain", "index", "length")
 
-    def keys(self, arrival: Arrival) -> list[BlockKey]:
-        """One name for each full block that ids cover; prompts that begin alike share them."""
-        size, hashed = self._block_size, arrival.hash_block
-        if not arrival.prefix_ids:
-            return []
-        node, chain = 0, []
-        for prefix_id in arrival.prefix_ids:
-            node = self._nodes.setdefault((node, prefix_id, hashed), len(self._nodes) + 1)
-            chain.append(node)
-        covered = min(arrival.prompt_tokens, len(chain) * hashed)
-        return [(chain[-(-(at + 1) * size // hashed) - 1], at) for at in range(covered // size)]
+    def __init__(self, index: int, length: int, chain: list[BlockKey]) -> None:
+        self.index, self.length, self.chain = index, length, chain
 
-
-class SimulatedRequest:
-    """A request on its way: ``known`` tokens, of them ``computed`` at decode number ``since``."""
-
-    __slots__ = ("blocks", "chain", "computed", "index", "keyed", "known", "left", "since", "stamp")
-
-    def __init__(self, index: int, arrival: Arrival, chain: list[BlockKey]) -> None:
-        self.index, self.chain = index, chain
-        self.known, self.left = arrival.prompt_tokens, arrival.output_tokens
-        self.computed = self.keyed = self.stamp = 0
-        self.since: int | None = None
-        self.blocks: list[int] = []
+    def __len__(self) -> int:
+        return self.length
 
     def key(self, number: int) -> BlockKey:
-        """The name of a full block: its chain's, or its own."""
+        """The name of a full block: prompts that begin alike share names."""
         return self.chain[number] if number < len(self.chain) else (-1 - self.index, number)
+
+
+def sequences(arrivals: Sequence[Arrival], block_size: int) -> Iterator[EngineSequence]:
+    """The sequences of a demand, of `CountedTokens`, which the engine's scheduler only counts."""
+    nodes: dict[tuple[int, int, int], int] = {}
+    for index, arrival in enumerate(arrivals):
+        tokens = CountedTokens(index, arrival.prompt_tokens, _chain(arrival, block_size, nodes))
+        sampling = SamplingParams(max_new_tokens=arrival.output_tokens)
+        counted = cast("list[int]", tokens)
+        yield EngineSequence(index, counted, arrival.prompt_tokens, sampling, 0.0)
+
+
+def _chain(arrival: Arrival, size: int, nodes: dict[tuple[int, int, int], int]) -> list[BlockKey]:
+    """A name for each full block that prefix ids cover."""
+    node, chain, hashed = 0, [], arrival.hash_block
+    for prefix_id in arrival.prefix_ids:
+        node = nodes.setdefault((node, prefix_id, hashed), len(nodes) + 1)
+        chain.append(node)
+    covered = min(arrival.prompt_tokens, len(chain) * hashed)
+    return [(chain[-(-(at + 1) * size // hashed) - 1], at) for at in range(covered // size)]

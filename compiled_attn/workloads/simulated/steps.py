@@ -1,74 +1,94 @@
-"""One simulated step, of prompts and decodes together."""
+"""The steps of a simulated engine: scheduled by the engine's scheduler, noted, and not computed."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections import deque
+from collections.abc import Sequence
+from typing import ClassVar, cast
 
-from compiled_attn.workloads.simulated.requests import SimulatedRequest
-from compiled_attn.workloads.simulated.scheduler import SimulatedScheduler
+from compiled_attn.cache.blocks import BlockPool
+from compiled_attn.engine.scheduler import ScheduledTokens, Scheduler
+from compiled_attn.engine.sequence import Sequence as EngineSequence
+from compiled_attn.workloads.simulated.engine import SimulatedEngine
+from compiled_attn.workloads.simulated.pool import SimulatedPool
+from compiled_attn.workloads.simulated.requests import CountedTokens
 
-__all__ = ["MixedSteps"]
+__all__ = ["SimulatedSteps"]
 
 
-class MixedSteps(SimulatedScheduler):
-    """All decodes, then the rest of started prompts, then new ones, as far as tokens go."""
+class SimulatedSteps:
+    """A run of the simulated engine, step by step; a subclass may schedule and note others.
 
-    axes: ClassVar = {
+    ``axes`` are those of the needs that are noted, by family.
+    """
+
+    axes: ClassVar[dict[str, tuple[str, ...]]] = {
         "engine": ("tokens", "shared", "unique", "logits"),
         "table": ("tokens", "requests"),
     }
+    scheduler_type: ClassVar[type[Scheduler]] = Scheduler
 
-    def step(self) -> float:
-        """Schedule and compute one step; returns its seconds."""
-        undisturbed = self.begin_blocks()
-        parts: dict[SimulatedRequest, int] = {}
-        for request in list(self.prefilling):
-            count = min(request.known - request.computed, self._room(parts))
-            if not count or request not in self.running:
-                continue
-            length, before = request.computed + count, len(self.running)
-            if self.make_room(request, -(-length // self.size) - len(request.blocks)):
-                self.grow(request, length)
-                parts[request] = count
-            if len(self.running) != before:
-                undisturbed = False
-                parts = {r: n for r, n in parts.items() if r in self.running}
-        while undisturbed and (count := self.admit(self._room(parts))):
-            parts[next(reversed(self.running))] = count
-        return self._compute(parts)
-
-    def _room(self, parts: dict[SimulatedRequest, int]) -> int:
-        return self.engine.max_tokens - self.decoding - sum(parts.values())
-
-    def _compute(self, parts: dict[SimulatedRequest, int]) -> float:
-        if not parts and not self.decoding:
-            return 0.0
-        shared, unique = self._blocks(parts)
-        tokens = self.decoding + sum(parts.values())
-        requests = self.decoding + len(parts)  # each has a row of logits
-        self.needs["engine"].append((tokens, shared, unique, requests))
-        self.needs["table"].append((tokens, requests))
-        for request, count in parts.items():
-            request.computed += count
-            self.commit(request)
-        self.advance()
-        for request in parts:
-            self.after_chunk(request)
-        time = self.engine.time
-        pairs = time.pair * tokens * (tokens + shared * self.size)
-        return time.base + time.token * tokens + pairs + time.block_slot * self.size * unique
-
-    def _blocks(self, parts: dict[SimulatedRequest, int]) -> tuple[int, int]:
-        """Shared and unique blocks; a part of one token reads as a decode does."""
-        single = [request for request, count in parts.items() if count == 1]
-        for request in single:
-            self.pool.read(request.blocks)
-        found = self.pool.counts(
-            block
-            for request, count in parts.items()
-            if count > 1
-            for block in request.blocks[: -(-request.computed // self.size)]
+    def __init__(self, engine: SimulatedEngine) -> None:
+        self.engine = engine
+        self.pool = SimulatedPool(engine.blocks, engine.block_size)
+        self.scheduler = self.scheduler_type(
+            cast("BlockPool", self.pool), engine.max_tokens, engine.max_seqs
         )
-        for request in single:
-            self.pool.unread(request.blocks)
+        self.needs: dict[str, list[tuple[int, ...]]] = {name: [] for name in self.axes}
+        self.seconds = 0.0
+
+    def serve(self, queue: deque[tuple[float, EngineSequence]], limit: int) -> None:
+        """Run until every sequence has finished, at most ``limit`` of them at the same time."""
+        now, offered, finished, total = 0.0, 0, 0, len(queue)
+        while finished < total:
+            while queue and queue[0][0] <= now and offered - finished < limit:
+                self.scheduler.add(queue.popleft()[1])
+                offered += 1
+            if offered == finished:
+                now = queue[0][0]
+                continue
+            if step := self.scheduler.schedule():
+                seconds = self.note(step)
+                finished += self._compute(step)
+                now += seconds
+                self.seconds += seconds
+
+    def note(self, step: Sequence[ScheduledTokens]) -> float:
+        """Note what a step needs; returns its seconds."""
+        time, size = self.engine.time, self.engine.block_size
+        tokens = sum(part.count for part in step)
+        shared, unique = self.blocks_read(step)
+        self.needs["engine"].append((tokens, shared, unique, len(step)))
+        self.needs["table"].append((tokens, len(step)))
+        pairs = time.pair * tokens * (tokens + shared * size)
+        return time.base + time.token * tokens + pairs + time.block_slot * size * unique
+
+    def blocks_read(self, step: Sequence[ScheduledTokens]) -> tuple[int, int]:
+        """Shared and unique blocks; a prompt's chunk of one token reads as a decode does."""
+        pool, context, once = self.pool, [], []
+        for part in step:
+            sequence = part.sequence
+            if part.count == 1:
+                pool.read(sequence.request_id)
+                if not part.wants_logits:
+                    once.append(sequence.request_id)
+            elif sequence.computed:
+                blocks = pool.tables[sequence.request_id].blocks
+                context += blocks[: -(-sequence.computed // pool.block_size)]
+        found = pool.counts(context)
+        for request_id in once:
+            pool.unread(request_id)
         return found
+
+    def _compute(self, step: Sequence[ScheduledTokens]) -> int:
+        """Every sequence whose tokens are all computed gets one more; returns how many ended."""
+        sampled = [part.sequence for part in step if part.wants_logits]
+        for part in step:
+            self.scheduler.commit(part)
+        ended = 0
+        for sequence in sampled:
+            cast("CountedTokens", sequence.tokens).length += 1
+            if sequence.generated == sequence.sampling.max_new_tokens:
+                self.scheduler.finish(sequence)
+                ended += 1
+        return ended

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from compiled_attn.workloads import Arrival, synthetic
-from compiled_attn.workloads.comparison import compare
 from compiled_attn.workloads.default_demand import broad_demand, default_demand, full_speed
 from compiled_attn.workloads.families import FAMILIES, family, within
-from compiled_attn.workloads.ladders import ladders_within
+from compiled_attn.workloads.ladders import compare, ladders_within
 from compiled_attn.workloads.simulate import SimulatedEngine, simulate
 from graphs.planner import Demand, judge, plan
 
@@ -98,8 +97,10 @@ def test_a_default_demand_is_seeded_and_needs_kinds():
 
 def test_full_speed_keeps_the_engine_just_busy():
     arrivals = [Arrival(10.0 * at, 8, 4) for at in range(20)]
-    speed = full_speed(arrivals, ENGINE)
-    assert speed == pytest.approx(190.0 / simulate(arrivals, ENGINE, speed=None).seconds)
+    at_once = simulate(arrivals, ENGINE, speed=None)
+    assert full_speed(arrivals, at_once) == pytest.approx(190.0 / at_once.seconds)
+    kept_busy = simulate(arrivals, ENGINE, speed=full_speed(arrivals, at_once))
+    assert len(kept_busy.needs["table"]) >= len(at_once.needs["table"])
 
 
 def test_a_comparison_judges_the_plan_last_and_all_on_the_second_needs():

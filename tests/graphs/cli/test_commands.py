@@ -147,6 +147,19 @@ def test_bad_input_is_one_line_and_exit_code_2(model, arguments, message, capsys
     assert re.search(message, error), error
 
 
+def test_a_library_that_the_report_lacks_is_told_before_anything_is_captured(
+    model, capsys, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    options = ["--buckets", "rows.txt", "--backend", "eager", "--report", "page"]
+    assert run_command(["warmup", f"{model}:full", *options]) == 2
+    captured = capsys.readouterr()
+    assert captured.err == (
+        "graphs: error: the report needs matplotlib: pip install 'compiled-attn[report]'\n"
+    )
+    assert captured.out == "" and not Path("page").exists()
+
+
 STOPS = """
 import sys
 import torch

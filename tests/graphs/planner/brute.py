@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from graphs import Axis, Bucket
-from graphs.planner import Demand
+from graphs.planner import Demand, PlanReport
 
 Cost = Callable[[dict[str, int]], float]
 
@@ -51,3 +52,8 @@ def every_need(axes: Sequence[Axis], legal: Callable[[Bucket], bool]) -> Iterato
     for point in itertools.product(*(range(axis.low, axis.high + 1) for axis in axes)):
         if legal(need := Bucket.of(names, point)):
             yield need
+
+
+def figures(report: PlanReport) -> dict[str, Any]:
+    """All that a plan says, so that two can be compared: cost models have no equality."""
+    return {**vars(report), "cost": None, "space": report.space.to_json()}

@@ -34,8 +34,8 @@ def test_a_constant_costs_the_same_everywhere():
 
 
 def test_the_product_counts_a_size_of_zero_as_one():
-    assert CostModel.product().of(NAMES, SOME).tolist() == [1, 21, 60]
-    assert CostModel.product()({"a": 4, "b": 0}) == 4
+    assert CostModel.of_any(None).of(NAMES, SOME).tolist() == [1, 21, 60]
+    assert CostModel.of_any(None)({"a": 4, "b": 0}) == 4
 
 
 measurements = st.dictionaries(

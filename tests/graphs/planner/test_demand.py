@@ -10,9 +10,8 @@ from graphs.planner import Demand
 STEPS = Demand(("tokens", "blocks"), [(1, 4), (37, 80), (1, 4), (8, 0)], [1, 2, 3, 4])
 
 
-def test_a_demand_of_mappings_has_their_axes_and_order():
-    demand = Demand.of([{"tokens": 3, "blocks": 1}, {"blocks": 9, "tokens": 2}])
-    assert demand == Demand(("tokens", "blocks"), [(3, 1), (2, 9)])
+def test_a_demand_tells_its_size_weight_and_largest_needs():
+    demand = Demand(("tokens", "blocks"), [(3, 1), (2, 9)])
     assert demand.total == 2 and len(demand) == 2
     assert demand.largest == {"tokens": 3, "blocks": 9}
 
@@ -68,13 +67,6 @@ def test_a_demand_cannot_be_written_to():
         (lambda: Demand(("a",), [[1]], [0]), ValueError, "expected 1 positive finite weights"),
         (lambda: Demand(("a",), [[1]], [1, 1]), ValueError, "one for each need, got"),
         (lambda: Demand(("a",), [[1]], [float("inf")]), ValueError, "positive finite weights"),
-        (lambda: Demand.of([]), ValueError, "expected at least one need, got none: record"),
-        (
-            lambda: Demand.of([{"a": 1}, {"b": 1}]),
-            ValueError,
-            "expected needs over a, got one",
-        ),
-        (lambda: Demand.of([{"a": 1.5}]), TypeError, "a=1.5 is not a whole number"),
         (lambda: Demand.mixture([]), ValueError, "expected demands over the same axes, got none"),
         (
             lambda: Demand.mixture([STEPS, Demand(("n",), [[1]])]),

@@ -1,18 +1,39 @@
-"""What the charts show, before a template draws it."""
+"""The charts: what they draw and tell."""
 
 from __future__ import annotations
 
-import numpy as np
+import re
+
 import pytest
 
-from graphs.report.bars import step_times, warmup_seconds
-from graphs.report.plane import plane, widest_axes
+pytest.importorskip("matplotlib", reason="needs the extra report")
+
+from graphs.report.charts import charts, look, widest_axes
 from graphs.report.rows import BucketRow, bucket_rows, short_names
-from graphs.report.series import series_charts, thinned
 
 
 def rows(*given):
     return bucket_rows({"buckets": list(given)})
+
+
+def chart_of(title, *given):
+    """The chart of that title of these buckets, or None."""
+    return next((chart for chart in charts({}, rows(*given)) if chart.title == title), None)
+
+
+def tooltips(svg):
+    return set(re.findall(r"<title>(.*?)</title>", svg, re.DOTALL))
+
+
+def texts(svg):
+    return re.findall(r"<text[^>]*>(.*?)</text>", svg)
+
+
+def width_of(svg, tooltip):
+    """The width of the mark with that tooltip, from the corners of its outline."""
+    outline = re.search(rf"<title>{re.escape(tooltip)}</title>.*? d=\"(.*?)\"", svg, re.DOTALL)[1]
+    across = [float(x) for x in re.findall(r"-?[\d.]+", outline)[::2]]
+    return max(across) - min(across)
 
 
 def test_a_row_takes_its_sizes_from_its_name_or_from_sizes():
@@ -43,67 +64,71 @@ def test_the_widest_axes_have_the_most_sizes_and_a_constant_one_is_none():
 
 
 def test_the_plane_tells_hits_waste_never_hit_and_lost_apart():
-    found = plane(
-        rows(
-            {"bucket": "a=1 b=1", "hits": 100, "waste": 0.05},
-            {"bucket": "a=2 b=1", "hits": 25, "waste": 0.9},
-            {"bucket": "a=4 b=1", "hits": 0},
-            {"bucket": "a=1 b=2", "status": "failed", "error": "boom"},
-        )
+    found = chart_of(
+        "Buckets",
+        {"bucket": "a=1 b=1", "hits": 100, "waste": 0.05},
+        {"bucket": "a=2 b=1", "hits": 25, "waste": 0.9},
+        {"bucket": "a=4 b=1", "hits": 0},
+        {"bucket": "a=1 b=2", "status": "failed", "error": "boom"},
     )
-    marks = {mark.text: mark for mark in found["marks"]}
-    assert {text: mark.kind for text, mark in marks.items()} == {
-        "a=1 b=1: 100 hits, 5% padding": "w0",
-        "a=2 b=1: 25 hits, 90% padding": "w4",
-        "a=4 b=1: never hit": "never",
-        "a=1 b=2: failed, boom": "lost",
-    }
-    assert (found["captured"], found["never_hit"], found["lost"]) == (3, 1, 1)
-    often, seldom = marks["a=1 b=1: 100 hits, 5% padding"], marks["a=2 b=1: 25 hits, 90% padding"]
-    assert (often.radius - 5) / (seldom.radius - 5) == pytest.approx(2)  # four times the area
-    assert often.x < seldom.x and often.y > marks["a=1 b=2: failed, boom"].y
+    often, seldom = "a=1 b=1: 100 hits, 5% padding", "a=2 b=1: 25 hits, 90% padding"
+    assert tooltips(found.svg) == {often, seldom, "a=4 b=1: never hit", "a=1 b=2: failed, boom"}
+    legend = ["padding under 10 %", "padding above", "never hit", "not captured"]
+    assert [text for text in texts(found.svg) if text in legend] == legend
+    assert found.lead.startswith("3 captured, 1 of them never hit, 1 not captured.")
+    # Areas, less that of a mark without hits, are as 4 to 1.
+    areas = [width_of(found.svg, mark) ** 2 for mark in (often, seldom, "a=4 b=1: never hit")]
+    assert (areas[0] - areas[2]) / (areas[1] - areas[2]) == pytest.approx(4, rel=1e-3)
 
 
-def test_buckets_at_one_place_share_a_mark_with_the_mean_waste():
-    found = plane(
-        rows(
-            {"bucket": "a=1 b=1 c=0", "hits": 30, "waste": 0.8},
-            {"bucket": "a=1 b=1 c=8", "hits": 10, "waste": 0.0},
-            {"bucket": "a=2 b=4 c=8", "hits": 0},
-            {"bucket": "a=4 b=2 c=8", "hits": 0},
-        )
-    )
-    (shared,) = [mark for mark in found["marks"] if "\n" in mark.text]
-    assert shared.kind == "w3"  # 60 %
-    assert found["is_shared"] and len(found["marks"]) == 3
+@pytest.mark.parametrize(
+    ("group", "expected"),
+    [
+        ([{"waste": 0.8, "hits": 30}, {"waste": 0.0, "hits": 10}], "padding to 75 %"),  # the mean
+        ([{"waste": 0.05, "hits": 3}], "padding under 10 %"),
+        ([{"waste": 0.75, "hits": 3}], "padding above"),
+        ([{"hits": 0}, {"status": "failed"}], "never hit"),
+        ([{"status": "failed"}], "not captured"),
+        ([{"hits": 2}], "hit"),
+        ([{}], "hit"),
+    ],
+)
+def test_a_mark_looks_like_what_its_buckets_went_through(group, expected):
+    assert look(rows(*({"bucket": "a=1", **each} for each in group))) == expected
+
+
+def test_buckets_at_one_place_share_a_mark():
+    places = [("a=1 b=1 c=0", 30), ("a=1 b=1 c=8", 10), ("a=2 b=4 c=8", 0), ("a=4 b=2 c=8", 0)]
+    found = chart_of("Buckets", *({"bucket": name, "hits": hits} for name, hits in places))
+    assert "a=1 b=1 c=0: 30 hits\na=1 b=1 c=8: 10 hits" in tooltips(found.svg)
+    assert len(tooltips(found.svg)) == 3
 
 
 def test_one_axis_is_a_line_and_no_sizes_are_no_plane():
-    found = plane(rows({"bucket": "rows=1", "hits": 1}, {"bucket": "rows=8", "hits": 2}))
-    assert found["axes"] == ["rows"] and found["y"] is None
-    assert {mark.y for mark in found["marks"]} == {50}
-    assert {mark.kind for mark in found["marks"]} == {"hit"}
-    assert plane(rows({"bucket": "large"})) is None
+    found = chart_of("Buckets", {"bucket": "rows=1", "hits": 1}, {"bucket": "rows=8", "hits": 2})
+    assert "rows" in texts(found.svg) and found.svg.count("ytick_") == 0
+    assert chart_of("Buckets", {"bucket": "large"}) is None
 
 
-def test_warmup_bars_are_on_one_axis_with_the_cold_seconds():
-    found = warmup_seconds(
-        rows(
-            {"bucket": "a=1", "warmup_seconds": 0.5, "cold_seconds": 4.0},
-            {"bucket": "a=2", "warmup_seconds": 1.0, "cold_seconds": 5.0},
-            {"bucket": "a=3", "warmup_seconds": 9.0, "status": "failed"},
-        )
+def test_warmup_bars_stand_beside_their_seconds_with_the_cold_ones():
+    found = chart_of(
+        "Warmup",
+        {"bucket": "a=1", "warmup_seconds": 0.5, "cold_seconds": 4.0},
+        {"bucket": "a=2", "warmup_seconds": 1.0, "cold_seconds": 5.0},
+        {"bucket": "a=3", "warmup_seconds": 9.0, "status": "failed"},
     )
-    assert [bar["name"] for bar in found["shown"]] == ["a=2", "a=1"]
-    assert [(bar["width"], bar["cold_width"]) for bar in found["shown"]] == [(20, 100), (10, 80)]
-    assert (found["total"], found["cold_total"], found["has_cold"]) == ("1.5", "9", True)
-    assert warmup_seconds(rows({"bucket": "a=1"})) is None
+    told = texts(found.svg)
+    assert [text for text in told if text.startswith("a=")] == ["a=2", "a=1"]
+    assert [text for text in told if ", cold " in text] == ["1 s, cold 5 s", "0.5 s, cold 4 s"]
+    assert found.lead.endswith(": 1.5 s in all, 9 s cold.") and "this start" in told
+    assert chart_of("Warmup", {"bucket": "a=1"}) is None
 
 
-def test_many_bars_are_folded_away():
-    found = warmup_seconds(rows(*({"bucket": f"a={i}", "warmup_seconds": i} for i in range(1, 40))))
-    assert len(found["shown"]) == 24 and len(found["folded"]) == 15
-    assert found["shown"][0]["name"] == "a=39" and found["folded"][-1]["name"] == "a=1"
+def test_of_many_bars_the_longest_are_shown():
+    found = chart_of("Warmup", *({"bucket": f"a={i}", "warmup_seconds": i} for i in range(1, 40)))
+    names = [text for text in texts(found.svg) if text.startswith("a=")]
+    assert names == [f"a={i}" for i in range(39, 15, -1)]
+    assert "These are 24 of 39; all are in the table below." in found.lead
 
 
 def timed(name, steps, p50, p99, most):
@@ -111,21 +136,19 @@ def timed(name, steps, p50, p99, most):
 
 
 def test_step_times_are_sorted_by_use_and_leave_out_what_never_ran():
-    found = step_times(
-        rows(timed("a=1", 2, 1, 2, 4), timed("a=2", 5, 2, 3, 5), timed("a=3", 0, 0, 0, 0))
+    found = chart_of(
+        "Step times", timed("a=1", 2, 1, 2, 4), timed("a=2", 5, 2, 3, 5), timed("a=3", 0, 0, 0, 0)
     )
-    assert [row["name"] for row in found["shown"]] == ["a=2", "a=1"]
-    assert not found["scale"].is_log
-    first = found["shown"][0]
-    assert (first["p50"], first["p99"], first["max"]) == (40, 60, 100)
-    assert first["text"] == "a=2: 5 steps, p50 2 ms, p99 3 ms, max 5 ms"
-    assert step_times(rows({"bucket": "a=1", "hits": 3})) is None
+    told = texts(found.svg)
+    assert [text for text in told if text.startswith("a=")] == ["a=2", "a=1"]
+    assert [text for text in told if text.endswith("steps")] == ["2 ms, 5 steps", "1 ms, 2 steps"]
+    assert {"0", "1", "5"} <= set(told), "a linear axis begins at 0"
+    assert chart_of("Step times", {"bucket": "a=1", "hits": 3}) is None
 
 
 def test_step_times_far_apart_are_on_a_logarithmic_axis():
-    found = step_times(rows(timed("a=1", 2, 1, 2, 4), timed("a=2", 5, 200, 300, 500)))
-    assert found["scale"].is_log
-    assert found["shown"][1]["p50"] == 0
+    found = chart_of("Step times", timed("a=1", 2, 1, 2, 4), timed("a=2", 5, 200, 300, 500))
+    assert {"1", "10", "100"} <= set(texts(found.svg)) and "0" not in texts(found.svg)
 
 
 def chart(**changes):
@@ -134,19 +157,18 @@ def chart(**changes):
     return {"title": "Blocks", "x": x, "lines": lines, **changes}
 
 
-def test_a_series_has_its_lines_on_common_axes():
-    (found,) = series_charts({"series": [chart(limit=100, x_label="s")]})
-    assert [line["path"] for line in found["lines"]] == ["0,100 50,50 100,0", "0,90 50,40 100,0"]
-    assert [line["peak"] for line in found["lines"]] == ["100", "100"]
-    assert (found["limit"], found["limit_at"]) == ("100", 0)
-    assert found["columns"][-1]["text"] == "5 s\nin use 50\nhighest 60"
-    assert series_charts({"series": [chart(x=[])]}) == series_charts({}) == []
+def test_a_series_has_its_lines_and_a_limit_on_common_axes():
+    (found,) = charts({"series": [chart(limit=100, x_label="s", y_label="blocks")]}, [])
+    told = texts(found.svg)
+    assert {"in use, peak 100", "highest, peak 100", "limit 100", "s", "blocks"} <= set(told)
+    assert found.title == "Blocks" and found.lead == ""
+    assert charts({"series": [chart(x=[])]}, []) == charts({}, []) == []
 
 
 def test_a_limit_far_above_the_lines_is_told_and_not_drawn():
-    (found,) = series_charts({"series": [chart(limit=2048)]})
-    assert (found["limit"], found["limit_at"]) == ("2,048", None)
-    assert found["y"].high == 100
+    (found,) = charts({"series": [chart(limit=2048)]}, [])
+    assert found.lead == "The limit, 2,048, is above the chart."
+    assert "limit 2,048" not in texts(found.svg) and "100" in texts(found.svg)
 
 
 @pytest.mark.parametrize(
@@ -159,16 +181,21 @@ def test_a_limit_far_above_the_lines_is_told_and_not_drawn():
 )
 def test_a_series_that_does_not_fit_is_an_error_with_its_title(changes, message):
     with pytest.raises(ValueError, match=f"series 'Blocks': .*{message}"):
-        series_charts({"series": [chart(**changes)]})
+        charts({"series": [chart(**changes)]}, [])
 
 
-def test_thinning_keeps_every_peak_and_both_ends():
-    x = np.arange(10_000.0)
-    y = np.sin(x)
-    y[1234], y[7777] = 50, -50
-    thin_x, thin_y = thinned(x, y, 100)
-    assert len(thin_x) <= 202 and (np.diff(thin_x) > 0).all()
-    assert {1234.0, 7777.0, 0.0, 9999.0} <= set(thin_x.tolist())
-    assert thin_y.max() == 50 and thin_y.min() == -50
-    same_x, same_y = thinned(x[:150], y[:150], 100)
-    assert same_x.tolist() == x[:150].tolist() and same_y.tolist() == y[:150].tolist()
+def test_a_long_line_is_thinned_and_keeps_its_peaks():
+    y = [i % 7 for i in range(100_000)]
+    y[77_777] = 1000
+    (found,) = charts({"series": [chart(x=list(range(100_000)), lines={"a": y})]}, [])
+    assert len(found.svg) < 300_000 and "a, peak 1,000" in texts(found.svg)
+    heights = [float(at) for at in re.findall(r"L [\d.]+ ([\d.]+)", found.svg)]
+    spike = sorted(set(heights))[1]  # the least is that of the frame
+    assert heights.count(spike) <= 3
+
+
+def test_colours_are_those_of_the_page_and_text_stays_text():
+    evil = '<b>$x$ & "y" a=1'
+    found = chart_of("Buckets", {"bucket": evil, "hits": 3})
+    assert "#fe00" not in found.svg and "var(--accent)" in found.svg
+    assert "<b>" not in found.svg and "&lt;b&gt;$x$ &amp;" in found.svg

@@ -1,0 +1,220 @@
+"""Charts of a report: buckets, step times, warmup, and values over time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from graphs.report.drawing import COLOURS, as_svg, drawing, style
+from graphs.report.rows import BucketRow, short_names
+from graphs.report.tables import number
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["Chart", "charts"]
+
+_SHOWN = 24  # rows of bars
+_WIDE = 20  # between the slowest and the fastest, above which only a logarithm shows both
+_NEAR = 3  # a limit further above the highest value than this would press the lines flat
+_LINES = ("accent", "second", "third", "fourth")
+_WASTE = {0.0: "under 10 %", 0.1: "to 25 %", 0.25: "to 50 %", 0.5: "to 75 %", 0.75: "above"}
+_MARKS: dict[str, dict[str, Any]] = {
+    **{
+        f"padding {told}": {"color": COLOURS[f"w{place}"], "edgecolor": COLOURS["edge"]}
+        for place, told in enumerate(_WASTE.values())
+    },
+    "hit": {"color": COLOURS["accent"], "edgecolor": COLOURS["card"]},
+    "never hit": {"color": COLOURS["card"], "edgecolor": COLOURS["muted"], "linestyle": "--"},
+    "not captured": {"color": COLOURS["muted"], "marker": "x"},
+}
+
+
+class Chart(NamedTuple):
+    """A chart as SVG, and in words what it shows."""
+
+    title: str
+    lead: str
+    svg: str
+
+
+def charts(report: Mapping[str, Any], rows: Sequence[BucketRow]) -> list[Chart]:
+    """A chart of everything that can be drawn.
+
+    Raises:
+        ValueError: a line of a series has another length than its ``x``, there is none, or there
+            are too many.
+    """
+    with style():
+        found = [_plane(rows), _step_times(rows), _warmup(rows)]
+        found += [_series(chart) for chart in report.get("series") or () if chart.get("x")]
+    return [chart for chart in found if chart is not None]
+
+
+def widest_axes(rows: Sequence[BucketRow]) -> list[str]:
+    """The one or two axes with the most different sizes, the widest first."""
+    sizes: dict[str, set[int]] = {}
+    for row in rows:
+        for axis, size in row.sizes.items():
+            sizes.setdefault(axis, set()).add(size)
+    ranked = sorted(sizes, key=lambda axis: (-len(sizes[axis]), -max(sizes[axis])))
+    return [axis for axis in ranked[:2] if len(sizes[axis]) > 1] or ranked[:1]
+
+
+def look(group: Sequence[BucketRow]) -> str:
+    """The look of the mark of these buckets, as the legend tells it."""
+    if not any(row.is_captured for row in group):
+        return "not captured"
+    if any(row.hits is not None for row in group) and not _hits(group):
+        return "never hit"
+    known = [(row.waste, row.hits) for row in group if row.waste is not None and row.hits]
+    if not known:
+        return "hit"
+    mean = sum(waste * hits for waste, hits in known) / sum(hits for _, hits in known)
+    return f"padding {next(told for least, told in reversed(_WASTE.items()) if mean >= least)}"
+
+
+def _plane(rows: Sequence[BucketRow]) -> Chart | None:
+    """The buckets on their two widest axes; those with the same two sizes share a mark."""
+    rows = [row for row in rows if row.sizes]
+    if not rows:
+        return None
+    x, y = (*widest_axes(rows), "")[:2]
+    at: dict[tuple[int, int], list[BucketRow]] = {}
+    for row in rows:
+        at.setdefault((row.sizes.get(x, 0), row.sizes.get(y, 0)), []).append(row)
+    figure, plot = drawing(4.2 if y else 1.6, "sizes", "sizes")
+    most = max(map(_hits, at.values())) or 1
+    tooltips: dict[str, str] = {}
+    for place, group in sorted(at.items(), key=lambda item: -_hits(item[1])):  # small ones on top
+        name = f"mark{len(tooltips)}"
+        tooltips[name] = "\n".join(map(_tooltip, group))
+        area = 40 + 460 * _hits(group) / most
+        plot.scatter(*place, area, gid=name, **_MARKS[look(group)])
+    for kind, drawn in _MARKS.items():
+        if kind in map(look, at.values()):
+            plot.scatter([], [], 60, label=kind, **drawn)
+    plot.set(xlabel=x, ylabel=y)
+    plot.yaxis.set_visible(bool(y))
+    captured = [row for row in rows if row.is_captured]
+    lead = (
+        f"{len(captured)} captured, {sum(row.hits == 0 for row in captured)} of them never hit, "
+        f"{len(rows) - len(captured)} not captured. The area of a mark is how often it was hit; "
+        f"buckets that differ on other axes only share one."
+    )
+    return Chart("Buckets", lead, as_svg(figure, f"Buckets by {x} {y}", tooltips))
+
+
+def _step_times(rows: Sequence[BucketRow]) -> Chart | None:
+    """Median, 99th percentile and maximum of each bucket, the most used first."""
+    known = [row for row in rows if row.hits and row.step_ms.get("p50", 0) > 0]
+    known.sort(key=lambda row: -(row.hits or 0))
+    times = np.array([_percentiles(row) for row in known])
+    scale = "log" if len(times) and times.max() > _WIDE * times.min() else "linear"
+
+    def draw(plot: Axes, shown: int) -> list[str]:
+        p50, p99, most = times[:shown].T
+        at = range(shown)
+        plot.hlines(at, p99, most, COLOURS["muted"], label="to the maximum")
+        plot.plot(most, at, "|", color=COLOURS["muted"])
+        plot.hlines(at, p50, p99, COLOURS["soft"], lw=6, label="to the 99th percentile")
+        plot.plot(p50, at, "o", color=COLOURS["accent"], label="median")
+        if scale == "linear":
+            plot.set_xlim(0, 1.05 * times.max())
+        plot.set(xlabel="milliseconds")
+        return [f"{number(row.step_ms['p50'])} ms, {number(row.hits)} steps" for row in known]
+
+    return _bars(
+        "Step times", "Of a step by bucket, the most used first.", known, rows, draw, scale
+    )
+
+
+def _warmup(rows: Sequence[BucketRow]) -> Chart | None:
+    """Seconds of each capture, the longest first, and behind them the cold ones where known."""
+    known = [row for row in rows if row.warmup_seconds is not None and row.is_captured]
+    known.sort(key=lambda row: -max(row.warmup_seconds or 0, row.cold_seconds or 0))
+    warm = [row.warmup_seconds or 0.0 for row in known]
+    cold = [row.cold_seconds or 0.0 for row in known]
+
+    def draw(plot: Axes, shown: int) -> list[str]:
+        if any(cold):
+            told = "cold, with nothing cached"
+            plot.barh(range(shown), cold[:shown], 0.8, color=COLOURS["soft"], label=told)
+        plot.barh(range(shown), warm[:shown], 0.5, color=COLOURS["accent"], label="this start")
+        plot.set(xlabel="seconds")
+        ends = (f", cold {number(seconds)} s" if seconds else "" for seconds in cold)
+        return [f"{number(s)} s{end}" for s, end in zip(warm, ends, strict=True)]
+
+    lead = f"To capture each bucket, the longest first: {number(round(sum(warm), 2))} s in all"
+    lead += f", {number(round(sum(cold), 2))} s cold." if any(cold) else "."
+    return _bars("Warmup", lead, known, rows, draw)
+
+
+def _bars(
+    title: str,
+    lead: str,
+    known: Sequence[BucketRow],
+    rows: Sequence[BucketRow],
+    draw: Callable[[Axes, int], list[str]],
+    scale: str = "linear",
+) -> Chart | None:
+    """A line for each of the first buckets; ``draw`` draws so many and returns their figures."""
+    shown = min(len(known), _SHOWN)
+    if not shown:
+        return None
+    figure, plot = drawing(0.9 + 0.26 * shown, scale)
+    for place, text in enumerate(draw(plot, shown)[:shown]):
+        plot.text(1.01, place, text, va="center", transform=plot.get_yaxis_transform())
+    names = short_names(rows)
+    plot.set_yticks(range(shown), [names[row.name] for row in known[:shown]], family="monospace")
+    plot.set_ylim(shown - 0.5, -0.5)
+    plot.grid(False, axis="y")
+    if len(known) > shown:
+        lead += f" These are {shown} of {len(known)}; all are in the table below."
+    return Chart(title, lead, as_svg(figure, title))
+
+
+def _series(chart: Mapping[str, Any]) -> Chart:
+    """Lines over time; a limit is drawn too unless it is far above them."""
+    title, x = str(chart.get("title", "")), np.asarray(chart["x"], np.float64)
+    lines = {str(name): np.asarray(y, np.float64) for name, y in chart.get("lines", {}).items()}
+    if not lines or any(line.shape != x.shape for line in lines.values()):
+        shapes = ", ".join(f"{name} has {len(line)}" for name, line in lines.items()) or "no line"
+        raise ValueError(f"series {title!r}: expected lines of {len(x)} values, got {shapes}")
+    if len(lines) > len(_LINES):
+        raise ValueError(
+            f"series {title!r}: expected at most {len(_LINES)} lines, got {len(lines)}: make two"
+        )
+    figure, plot = drawing(2.8)
+    for (name, line), colour in zip(lines.items(), _LINES, strict=False):
+        peak = number(float(line.max()))
+        plot.plot(x, line, color=COLOURS[colour], label=f"{name}, peak {peak}")
+    plot.set(xlabel=str(chart.get("x_label", "")), ylabel=str(chart.get("y_label", "")))
+    limit, highest = chart.get("limit"), max(float(line.max()) for line in lines.values())
+    is_near = limit is not None and limit <= _NEAR * highest
+    if is_near:
+        plot.axhline(limit, color=COLOURS["muted"], ls="--", label=f"limit {number(limit)}")
+    plot.set_ylim(bottom=min(0.0, *plot.get_ylim()))
+    lead = "" if limit is None or is_near else f"The limit, {number(limit)}, is above the chart."
+    return Chart(title, lead, as_svg(figure, title))
+
+
+def _hits(group: Sequence[BucketRow]) -> int:
+    return sum(row.hits or 0 for row in group)
+
+
+def _percentiles(row: BucketRow) -> tuple[float, float, float]:
+    p50 = row.step_ms["p50"]
+    p99 = row.step_ms.get("p99", p50)
+    return p50, p99, row.step_ms.get("max", p99)
+
+
+def _tooltip(row: BucketRow) -> str:
+    if not row.is_captured:
+        return f"{row.name}: {row.status}" + (f", {row.error}" if row.error else "")
+    parts = [] if row.hits is None else [f"{number(row.hits)} hits" if row.hits else "never hit"]
+    if row.waste is not None and row.hits:
+        parts.append(f"{row.waste:.0%} padding")
+    return f"{row.name}: {', '.join(parts) or 'captured'}"
