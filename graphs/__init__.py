@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from graphs.warmup.manager import WarmupManager
     from graphs.warmup.progress import progress_for
     from graphs.warmup.report import BucketEvent, BucketResult, WarmupReport
-    from graphs.watch.compiles import CompileEvent, CompileWatch
+    from graphs.watch.compiles import CompileWatch
+    from graphs.watch.events import CompileEvent
     from graphs.watch.explain import BreakReport, explain
     from graphs.watch.sentinel import no_compile
 else:
@@ -56,7 +57,8 @@ else:
             "warmup.manager": "WarmupManager",
             "warmup.progress": "progress_for",
             "warmup.report": "BucketEvent BucketResult WarmupReport",
-            "watch.compiles": "CompileEvent CompileWatch",
+            "watch.compiles": "CompileWatch",
+            "watch.events": "CompileEvent",
             "watch.explain": "BreakReport explain",
             "watch.sentinel": "no_compile",
         },

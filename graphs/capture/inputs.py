@@ -11,6 +11,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from graphs.capture.wrappers import tensors_of
+
 __all__ = [
     "DistinctInputs",
     "Input",
@@ -135,17 +137,14 @@ def _native_check(examples: Sequence[Input]) -> Callable[..., bool] | None:
 def memory_shared_by(function: Callable[..., Any], inputs: Sequence[Input]) -> str:
     """Say which input overlaps another, or a parameter or buffer of the callable; else empty."""
     names = parameter_names(function, len(inputs))
-    given = [(n, *_range(v)) for n, v in zip(names, inputs, strict=True) if _has_memory(v)]
-    for (name, start, end), (other, other_start, other_end) in combinations(given, 2):
-        if start < other_end and other_start < end:
+    given = [(n, _range(v)) for n, v in zip(names, inputs, strict=True) if _has_memory(v)]
+    for (name, one), (other, two) in combinations(given, 2):
+        if _overlap(one, two):
             return f"inputs '{name}' and '{other}' share memory"
-    if isinstance(function, nn.Module):
-        for named in (function.named_parameters(), function.named_buffers()):
-            for own, tensor in named:
-                start, end = _range(tensor) if _has_memory(tensor) else (0, 0)
-                for name, other_start, other_end in given:
-                    if start < other_end and other_start < end:
-                        return f"input '{name}' shares memory with '{own}'"
+    for own, tensor in tensors_of(function):
+        for name, one in given:
+            if _has_memory(tensor) and _overlap(one, _range(tensor)):
+                return f"input '{name}' shares memory with '{own}'"
     return ""
 
 
@@ -201,6 +200,10 @@ def _range(tensor: Any) -> tuple[int, int]:
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     elements = 1 + sum((size - 1) * stride for size, stride in steps)
     return tensor.data_ptr(), tensor.data_ptr() + elements * tensor.element_size()
+
+
+def _overlap(one: tuple[int, int], two: tuple[int, int]) -> bool:
+    return one[0] < two[1] and two[0] < one[1]
 
 
 def _short(value: object) -> str:

@@ -6,14 +6,21 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-__all__ = ["as_module", "name_of", "with_own_code"]
+__all__ = ["as_module", "name_of", "tensors_of", "with_own_code"]
 
 
 def name_of(function: Callable[..., Any]) -> str:
     """The name of a function, or of the class of a module or another callable."""
     return getattr(function, "__name__", None) or type(function).__name__
+
+
+def tensors_of(function: Callable[..., Any]) -> list[tuple[str, Tensor]]:
+    """The parameters and buffers of a module by name; a callable that is none has none."""
+    if not isinstance(function, nn.Module):
+        return []
+    return [*function.named_parameters(), *function.named_buffers()]
 
 
 def with_own_code(function: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,18 +44,17 @@ class InductorCache:
             cache.seal()
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, factors: Mapping[str, Any] | None = None) -> None:
         self.folder = folder
         self.key = folder.name
-        self._factors: dict[str, Any] = {}
+        self._factors = factors
         self._lock: Lock | None = None
         self._digested: dict[str, tuple[int, int]] = {}
 
     @classmethod
     def of(cls, parent: Path, factors: Mapping[str, Any]) -> InductorCache:
         """The cache of an environment, made if there is none."""
-        cache = cls(parent / key_of(factors))
-        cache._factors = dict(factors)
+        cache = cls(parent / key_of(factors), dict(factors))
         cache._make()
         return cache
 
@@ -126,36 +125,29 @@ class InductorCache:
         self._make()
         for folder in (self.folder, self.files):
             refuse_others(folder)
-        lock = Lock(self.folder / "lock")
-        try:
+        problems = {}
+        with closing(Lock(self.folder / "lock")) as lock:
             is_only_user = lock.take()
             with self._sealing():
                 sealed = self._read_seal()
-            looked_at = {
-                name: self._problem(name, sealed, is_only_user) for name in _names_in(self.files)
-            }
-            problems = {name: problem for name, problem in looked_at.items() if problem}
-            for name, problem in problems.items():
-                remove(self.files / name)
-                if problem != _UNSEALED:
-                    _log.warning("%s: %s is thrown away: %s", self.files, name, problem)
+            for name in [*_names_in(self.files)]:
+                if problem := self._problem(name, sealed, is_only_user):
+                    problems[name] = problem
+                    remove(self.files / name)
+                    if problem != _UNSEALED:
+                        _log.warning("%s: %s is thrown away: %s", self.files, name, problem)
             if unsealed := [*problems.values()].count(_UNSEALED):
                 _log.warning("%s: %d files are thrown away: %s", self.files, unsealed, _UNSEALED)
-        finally:
-            lock.close()
         return problems
 
     def clear(self) -> int:
         """Remove it, unless a process is using it; returns the number of bytes removed."""
-        lock = Lock(self.folder / "lock")
-        try:
+        with closing(Lock(self.folder / "lock")) as lock:
             if not lock.take():
                 return 0
             size = self.bytes
             discard(self.folder)
             return size
-        finally:
-            lock.close()
 
     def _problem(self, name: str, sealed: Mapping[str, str], is_only_user: bool) -> str:
         try:

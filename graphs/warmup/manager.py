@@ -13,12 +13,13 @@ import torch
 
 from graphs.buckets.axes import Bucket
 from graphs.buckets.space import BucketSpace
-from graphs.capture.capture import CapturedGraph
+from graphs.capture.capture import CapturedGraph, resolve
 from graphs.capture.contract import Backend
 from graphs.capture.inputs import Input
 from graphs.capture.wrappers import name_of
 from graphs.errors import BucketOverflow, CaptureError, InputMismatch, ModeMismatch, StaleGraph
 from graphs.warmup.capturing import Capturing
+from graphs.warmup.journal import Journal
 from graphs.warmup.report import BucketEvent, BucketResult, WarmupReport
 from graphs.warmup.schedule import Order, Schedule, Usage, in_order
 
@@ -99,18 +100,18 @@ class WarmupManager:
         self.overflows = self.degraded = self.fallbacks = 0
         self._module = module
         self._order = in_order(buckets, order, usage)
+        chosen = resolve(backend, self.name)
         self._capturing = Capturing(
             self.name,
             module,
             make_inputs,
-            backend,
+            chosen,
             options,
-            axes=buckets.names,
-            budget_seconds=budget_seconds,
-            budget_bytes=budget_bytes,
-            workers=workers,
-            journal=journal,
-            timed_runs=timed_runs,
+            None if journal is None else Journal(journal, self.name, chosen.name, buckets.names),
+            budget_seconds,
+            budget_bytes,
+            workers,
+            timed_runs,
         )
         self._overflow = overflow
         self._strict = strict
@@ -162,7 +163,8 @@ class WarmupManager:
             self._graphs[bucket] = graph
         self._results[bucket] = result
         schedule.done(result)
-        tell(schedule.event(bucket, index, result.status, **result.outcome()))
+        told = {name: getattr(result, name) for name in ("seconds", "bytes", "compiles", "error")}
+        tell(schedule.event(bucket, index, result.status, **told, name=self.name))
 
     @property
     def report(self) -> WarmupReport | None:

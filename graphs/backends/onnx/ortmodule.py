@@ -24,8 +24,11 @@ class OrtModuleBackend(Backend):
 
     def available(self) -> str | None:
         """Needs a torch-ort that imports with this torch; version 1.19.2 does not with 2.13."""
-        reason = _import_error()
-        return reason and f"{reason}; use backend 'onnxrt'"
+        try:
+            _ort_module()
+            return None
+        except Exception as error:
+            return f"{_why_not(error)}; use backend 'onnxrt'"
 
     def capture(
         self,
@@ -57,19 +60,9 @@ def _ort_module() -> Any:
     return importlib.import_module("torch_ort").ORTModule
 
 
-def _import_error() -> str | None:
-    try:
-        _ort_module()
-    except ModuleNotFoundError as error:
-        if error.name == "torch_ort":
-            return "torch-ort is not installed"
-        return _why(error)
-    except Exception as error:
-        return _why(error)
-    return None
-
-
-def _why(error: Exception) -> str:
+def _why_not(error: Exception) -> str:
+    if isinstance(error, ModuleNotFoundError) and error.name == "torch_ort":
+        return "torch-ort is not installed"
     text = str(error).strip().splitlines()
     return (
         f"torch-ort does not import with torch {torch.__version__} "
