@@ -71,18 +71,20 @@ class AotiBackend(Backend):
         if needs_gradients(function, example_inputs):
             raise CaptureError(name, "a package has no gradients; capture under torch.no_grad()")
         folder = Path(package_path or tempfile.mkdtemp(prefix="graphs-aoti-"))
+
+        def close() -> None:
+            if package_path is None:
+                shutil.rmtree(folder, ignore_errors=True)
+
         try:
             build(function, example_inputs, folder, options)
             run = load(folder, function)
             for _ in range(warm_runs):
                 run(*example_inputs)
         except Exception as error:
-            if package_path is None:
-                shutil.rmtree(folder, ignore_errors=True)
+            close()
             raise CaptureError(name, describe_failure(error)) from error
-        if package_path is not None:
-            return Frozen(run, stale=why_stale)
-        return Frozen(run, close=lambda: shutil.rmtree(folder, ignore_errors=True), stale=why_stale)
+        return Frozen(run, close=close, stale=why_stale)
 
     def load(self, function: Callable[..., Any], path: str | Path, *, name: str) -> Frozen:
         """Load what a capture of the same callable left in `path`; nothing is compiled or run.

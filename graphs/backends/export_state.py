@@ -79,7 +79,7 @@ class State:
             StateChanged: one has another shape, dtype, device or stride.
         """
         tensors = [tensors[key] for tensors, key in self._first]
-        if self._check.mismatch(tensors) is not None:
+        if not self._check.fits(*tensors):
             for spec, tensor in zip(self.specs, tensors, strict=True):
                 if difference := spec.mismatch(tensor):
                     raise StateChanged(difference)

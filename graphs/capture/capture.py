@@ -121,10 +121,10 @@ def _holds_of(
     frozen: Frozen, inputs: InputsCheck, settings: Settings
 ) -> Callable[[tuple[Input, ...]], bool]:
     # One evaluation of everything: what the backend's own guards look at is not looked at again.
-    direct, mismatch = frozen.direct, inputs.mismatch
+    direct = frozen.direct
     if direct is None:
-        are_settings = settings.watch()
-        return lambda values: are_settings() and mismatch(values) is None
+        are_settings, fits, count = settings.watch(), inputs.fits, len(inputs.specs)
+        return lambda values: are_settings() and len(values) == count and fits(*values)
     if not direct.unchecked:
         return direct.holds
     holds, rest = direct.holds, [(place, inputs.specs[place]) for place in direct.unchecked]

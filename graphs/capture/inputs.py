@@ -82,6 +82,10 @@ class InputSpec:
 class InputsCheck:
     """A comparison of inputs with the examples of a capture: about 1 us for a dozen that fit.
 
+    Attributes:
+        specs: of the examples.
+        fits: whether inputs, as many as the examples, certainly are like them.
+
     Raises:
         TypeError: an example is neither a tensor nor a plain constant.
     """
@@ -89,19 +93,22 @@ class InputsCheck:
     def __init__(self, function: Callable[..., Any], examples: Sequence[Input]) -> None:
         names = parameter_names(function, len(examples))
         self.specs = tuple(InputSpec.of(n, v) for n, v in zip(names, examples, strict=True))
-        self._fits = _native_check(examples)
+        self.fits = _native_check(examples) or self._fit
 
     def mismatch(self, inputs: Sequence[object]) -> str | None:
         """Name the first input that differs from its example, or return None."""
-        if self._fits is not None and self._fits(*inputs):
-            return None
         if len(inputs) != len(self.specs):
             names = ", ".join(spec.name for spec in self.specs)
             return f"{len(inputs)} inputs, captured {len(self.specs)} ({names})"
+        if self.fits(*inputs):
+            return None
         for spec, value in zip(self.specs, inputs, strict=True):
             if difference := spec.mismatch(value):
                 return difference
         return None
+
+    def _fit(self, *inputs: object) -> bool:
+        return not any(spec.mismatch(v) for spec, v in zip(self.specs, inputs, strict=True))
 
 
 def _native_check(examples: Sequence[Input]) -> Callable[..., bool] | None:
@@ -116,15 +123,12 @@ def _native_check(examples: Sequence[Input]) -> Callable[..., bool] | None:
     if not tensors or not all(type(value) in (Tensor, nn.Parameter) for value in tensors):
         return None
     guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    if len(tensors) == len(examples):
+        return guards.check
     constants = [(i, v) for i, v in enumerate(examples) if not isinstance(v, Tensor)]
     places = [i for i, value in enumerate(examples) if isinstance(value, Tensor)]
-    count = len(examples)
 
     def fits(*inputs: Any) -> bool:
-        if len(inputs) != count:
-            return False
-        if not constants:
-            return guards.check(*inputs)
         for place, value in constants:
             given = inputs[place]
             if given is not value and (type(given) is not type(value) or given != value):

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from graphs.errors import StoreBusy, UnsafeStore
 from graphs.files import digest_of, digest_of_open, discard, read_json, remove, sweep, write_whole
-from graphs.store.factors import key_of
 from graphs.store.lock import Lock, locked
 from graphs.store.safety import is_of_user, open_own, refuse_others
 
@@ -42,26 +41,25 @@ class InductorCache:
             os.environ.update(cache.environment)
             ...
             cache.seal()
+
+    Args:
+        folder: named by the key of the environment.
+        factors: of the environment; the folder is made if there is none.
+
+    Attributes:
+        files: the folder that inductor is to use.
     """
 
     def __init__(self, folder: Path, factors: Mapping[str, Any] | None = None) -> None:
         self.folder = folder
         self.key = folder.name
+        self.files = folder / "files"
+        self._seal = folder / "sealed.json"
         self._factors = factors
         self._lock: Lock | None = None
         self._digested: dict[str, tuple[int, int]] = {}
-
-    @classmethod
-    def of(cls, parent: Path, factors: Mapping[str, Any]) -> InductorCache:
-        """The cache of an environment, made if there is none."""
-        cache = cls(parent / key_of(factors), dict(factors))
-        cache._make()
-        return cache
-
-    @property
-    def files(self) -> Path:
-        """What inductor is to use as its cache."""
-        return self.folder / "files"
+        if factors:
+            self._make()
 
     @property
     def environment(self) -> dict[str, str]:
@@ -180,7 +178,9 @@ class InductorCache:
         told = self.folder / "factors.json"
         if self._factors and not told.exists():
             with self._sealing():
-                write_whole(told, json.dumps(self._factors, indent=1, sort_keys=True).encode())
+                write_whole(
+                    told, json.dumps(dict(self._factors), indent=1, sort_keys=True).encode()
+                )
 
     @contextmanager
     def _sealing(self) -> Iterator[None]:
@@ -199,10 +199,6 @@ class InductorCache:
             lock.close()
             time.sleep(0.01)
         raise StoreBusy(f"{self.folder} was locked for {_PATIENCE:g} s: wait, or use another store")
-
-    @property
-    def _seal(self) -> Path:
-        return self.folder / "sealed.json"
 
     def _read_seal(self) -> dict[str, str]:
         try:

@@ -184,7 +184,7 @@ class ArtifactStore:
 
     def inductor_cache(self, factors: Mapping[str, Any]) -> InductorCache:
         """The compile cache of inductor for an environment; see there how to use it."""
-        return InductorCache.of(self.path / "inductor", factors)
+        return InductorCache(self.path / "inductor" / key_of(factors), factors)
 
     def inductor_caches(self) -> list[InductorCache]:
         """The compile caches of all environments."""

@@ -39,11 +39,11 @@ class Capturing:
     make_inputs: Callable[[Bucket], Sequence[Input]]
     backend: Backend
     options: Mapping[str, Any]
-    journal: Journal | None
     budget_seconds: float | None
     budget_bytes: int | None
     workers: int
     timed_runs: int
+    journal: Journal | None = None
 
     def __post_init__(self) -> None:
         least = {"budget_seconds": 0, "budget_bytes": 0, "workers": 1, "timed_runs": 0}
@@ -88,10 +88,7 @@ class Capturing:
     ) -> tuple[CapturedGraph | None, BucketResult]:
         """Capture a bucket, unless a budget is spent, and time it; an error becomes its result.
 
-        Args:
-            bucket: to capture.
-            elapsed: seconds since the warmup began.
-            bytes: of all graphs so far.
+        `elapsed` are the seconds since the warmup began, `bytes` those of all graphs so far.
 
         Raises:
             GraphBudgetExceeded: a strict `no_compile` is armed.

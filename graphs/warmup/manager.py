@@ -107,12 +107,13 @@ class WarmupManager:
             make_inputs,
             chosen,
             options,
-            None if journal is None else Journal(journal, self.name, chosen.name, buckets.names),
             budget_seconds,
             budget_bytes,
             workers,
             timed_runs,
         )
+        if journal is not None:  # a file is not touched before all else is found right
+            self._capturing.journal = Journal(journal, self.name, chosen.name, buckets.names)
         self._overflow = overflow
         self._strict = strict
         self._graphs: dict[Bucket, CapturedGraph] = {}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from graphs.capture.contract import Backend, Frozen
 from graphs.capture.inputs import Input
-from graphs.capture.wrappers import as_module
+from graphs.capture.wrappers import as_module, writes_seen
 from graphs.errors import CaptureError
 
 __all__ = ["OrtModuleBackend"]
@@ -71,9 +71,7 @@ def _why_not(error: Exception) -> str:
 
 
 def _changed_in_place(module: nn.Module, inputs: Sequence[Input]) -> str:
-    tensors = dict(module.named_buffers())
-    tensors |= {f"input {i}": value for i, value in enumerate(inputs) if isinstance(value, Tensor)}
-    tensors = {name: tensor for name, tensor in tensors.items() if not tensor.is_inference()}
-    before = {name: tensor._version for name, tensor in tensors.items()}
+    named = [(f"input {i}", value) for i, value in enumerate(inputs) if isinstance(value, Tensor)]
+    written = writes_seen([*module.named_buffers(), *named])
     module(*inputs)
-    return ", ".join(name for name, tensor in tensors.items() if tensor._version != before[name])
+    return written()
