@@ -232,7 +232,7 @@ class WarmupManager:
         try:
             return self.run(bucket, *inputs)
         except (InputMismatch, ModeMismatch, StaleGraph) as error:
-            raise type(error)(f"need {_text(need)}", error.detail) from error
+            raise type(error)(f"need {Bucket(**need)}", error.detail) from error
 
     @property
     def hits(self) -> Mapping[Bucket, int]:
@@ -303,7 +303,3 @@ class WarmupManager:
         if reason not in self._logged:
             self._logged.add(reason)
             _log.warning("%s: %s%s; further ones are counted only", self.name, reason, detail)
-
-
-def _text(need: Mapping[str, int]) -> str:
-    return " ".join(f"{name}={size}" for name, size in need.items())
