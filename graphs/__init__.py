@@ -19,81 +19,57 @@ from typing import TYPE_CHECKING
 from graphs.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from graphs.buckets.axes import Axis, Bucket
-    from graphs.buckets.file import from_file, to_file
-    from graphs.buckets.ladders import explicit, exponential, linear
-    from graphs.buckets.space import BucketSpace
-    from graphs.capture.capture import CapturedGraph, available_backends, capture
-    from graphs.errors import (
-        BucketFileError,
-        BucketOverflow,
-        CaptureError,
-        GraphBudgetExceeded,
-        InputMismatch,
-        JournalError,
-        ModeMismatch,
-        StaleGraph,
-    )
-    from graphs.warmup.group import WarmupGroup
-    from graphs.warmup.manager import WarmupManager
-    from graphs.warmup.progress import progress_for
-    from graphs.warmup.report import BucketEvent, BucketResult, WarmupReport
-    from graphs.watch.compiles import CompileEvent, CompileWatch
-    from graphs.watch.explain import BreakReport, explain
-    from graphs.watch.sentinel import no_compile
-else:
-    __getattr__, __dir__ = lazy_names(
-        __name__,
-        {
-            "buckets.axes": "Axis Bucket",
-            "buckets.file": "from_file to_file",
-            "buckets.ladders": "explicit exponential linear",
-            "buckets.space": "BucketSpace",
-            "capture.capture": "CapturedGraph available_backends capture",
-            "errors": "BucketFileError BucketOverflow CaptureError GraphBudgetExceeded "
-            "InputMismatch JournalError ModeMismatch StaleGraph",
-            "warmup.group": "WarmupGroup",
-            "warmup.manager": "WarmupManager",
-            "warmup.progress": "progress_for",
-            "warmup.report": "BucketEvent BucketResult WarmupReport",
-            "watch.compiles": "CompileEvent CompileWatch",
-            "watch.explain": "BreakReport explain",
-            "watch.sentinel": "no_compile",
-        },
-    )
+    from graphs.buckets.axes import Axis as Axis
+    from graphs.buckets.axes import Bucket as Bucket
+    from graphs.buckets.file import from_file as from_file
+    from graphs.buckets.file import to_file as to_file
+    from graphs.buckets.ladders import explicit as explicit
+    from graphs.buckets.ladders import exponential as exponential
+    from graphs.buckets.ladders import linear as linear
+    from graphs.buckets.space import BucketSpace as BucketSpace
+    from graphs.capture.capture import CapturedGraph as CapturedGraph
+    from graphs.capture.capture import available_backends as available_backends
+    from graphs.capture.capture import capture as capture
+    from graphs.errors import BucketFileError as BucketFileError
+    from graphs.errors import BucketOverflow as BucketOverflow
+    from graphs.errors import CaptureError as CaptureError
+    from graphs.errors import GraphBudgetExceeded as GraphBudgetExceeded
+    from graphs.errors import InputMismatch as InputMismatch
+    from graphs.errors import JournalError as JournalError
+    from graphs.errors import ModeMismatch as ModeMismatch
+    from graphs.errors import StaleGraph as StaleGraph
+    from graphs.warmup.group import WarmupGroup as WarmupGroup
+    from graphs.warmup.manager import WarmupManager as WarmupManager
+    from graphs.warmup.progress import progress_for as progress_for
+    from graphs.warmup.report import BucketEvent as BucketEvent
+    from graphs.warmup.report import BucketResult as BucketResult
+    from graphs.warmup.report import WarmupReport as WarmupReport
+    from graphs.watch.compiles import CompileWatch as CompileWatch
+    from graphs.watch.events import CompileEvent as CompileEvent
+    from graphs.watch.explain import BreakReport as BreakReport
+    from graphs.watch.explain import explain as explain
+    from graphs.watch.sentinel import no_compile as no_compile
 
-__all__ = [
-    "Axis",
-    "BreakReport",
-    "Bucket",
-    "BucketEvent",
-    "BucketFileError",
-    "BucketOverflow",
-    "BucketResult",
-    "BucketSpace",
-    "CaptureError",
-    "CapturedGraph",
-    "CompileEvent",
-    "CompileWatch",
-    "GraphBudgetExceeded",
-    "InputMismatch",
-    "JournalError",
-    "ModeMismatch",
-    "StaleGraph",
-    "WarmupGroup",
-    "WarmupManager",
-    "WarmupReport",
-    "available_backends",
-    "capture",
-    "explain",
-    "explicit",
-    "exponential",
-    "from_file",
-    "linear",
-    "no_compile",
-    "progress_for",
-    "to_file",
-]
+_PLACES = {
+    "buckets.axes": "Axis Bucket",
+    "buckets.file": "from_file to_file",
+    "buckets.ladders": "explicit exponential linear",
+    "buckets.space": "BucketSpace",
+    "capture.capture": "CapturedGraph available_backends capture",
+    "errors": "BucketFileError BucketOverflow CaptureError GraphBudgetExceeded "
+    "InputMismatch JournalError ModeMismatch StaleGraph",
+    "warmup.group": "WarmupGroup",
+    "warmup.manager": "WarmupManager",
+    "warmup.progress": "progress_for",
+    "warmup.report": "BucketEvent BucketResult WarmupReport",
+    "watch.compiles": "CompileWatch",
+    "watch.events": "CompileEvent",
+    "watch.explain": "BreakReport explain",
+    "watch.sentinel": "no_compile",
+}
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_names(__name__, _PLACES)
+__all__ = sorted(" ".join(_PLACES.values()).split())
 
 
 class _Package(ModuleType):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import secrets
 import shutil
@@ -12,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
+
+from graphs.errors import parse_json
 
 __all__ = [
     "copy_whole",
@@ -22,6 +23,7 @@ __all__ = [
     "open_regular",
     "read_json",
     "remove",
+    "short_digest",
     "sweep",
     "sync_folder",
     "visible",
@@ -42,6 +44,11 @@ def digest_of(path: Path) -> str:
 def digest_of_open(file: IO[bytes]) -> str:
     """SHA-256 of the rest of a file that is open."""
     return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
+
+
+def short_digest(text: str) -> str:
+    """The first 16 digits of the SHA-256 of a text."""
+    return hashlib.sha256(text.encode(errors="replace")).hexdigest()[:16]
 
 
 @contextmanager
@@ -77,10 +84,7 @@ def read_json(path: Path) -> Any:
         data = file.read(_MOST_JSON + 1)
     if len(data) > _MOST_JSON:
         raise ValueError(f"{path.name} is larger than {_MOST_JSON} bytes")
-    try:
-        return json.loads(data)
-    except RecursionError:
-        raise ValueError(f"{path.name} is nested too deeply") from None
+    return parse_json(data)
 
 
 def write_whole(path: Path, data: bytes) -> None:

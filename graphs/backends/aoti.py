@@ -11,7 +11,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import zip_longest
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from graphs.backends.export_state import (
-    State,
-    StateChanged,
     Stateless,
+    constant_of,
     constants_of_others,
     needs_gradients,
+    restored,
     why_stale,
 )
 from graphs.backends.inductor import InductorBackend
@@ -37,7 +37,6 @@ __all__ = ["AotiBackend", "build", "load"]
 
 _PACKAGE = "graph.pt2"
 _LAYOUT = "graph.json"
-_CONSTANTS = (bool, int, float, str, type(None))
 
 
 class AotiBackend(Backend):
@@ -72,18 +71,20 @@ class AotiBackend(Backend):
         if needs_gradients(function, example_inputs):
             raise CaptureError(name, "a package has no gradients; capture under torch.no_grad()")
         folder = Path(package_path or tempfile.mkdtemp(prefix="graphs-aoti-"))
+
+        def close() -> None:
+            if package_path is None:
+                shutil.rmtree(folder, ignore_errors=True)
+
         try:
             build(function, example_inputs, folder, options)
             run = load(folder, function)
             for _ in range(warm_runs):
                 run(*example_inputs)
         except Exception as error:
-            if package_path is None:
-                shutil.rmtree(folder, ignore_errors=True)
+            close()
             raise CaptureError(name, describe_failure(error)) from error
-        if package_path is not None:
-            return Frozen(run, stale=why_stale)
-        return Frozen(run, close=lambda: shutil.rmtree(folder, ignore_errors=True), stale=why_stale)
+        return Frozen(run, close=close, stale=why_stale)
 
     def load(self, function: Callable[..., Any], path: str | Path, *, name: str) -> Frozen:
         """Load what a capture of the same callable left in `path`; nothing is compiled or run.
@@ -127,7 +128,7 @@ def build(
     torch._inductor.aoti_compile_and_package(
         program,
         package_path=str(folder / _PACKAGE),
-        inductor_configs=None if options is None else dict(options),
+        inductor_configs=dict(options) if options else None,
     )
     (folder / _LAYOUT).write_text(layout)
 
@@ -143,41 +144,29 @@ def load(folder: Path, function: Callable[..., Any]) -> Callable[..., Any]:
     if not path.is_file():
         raise FileNotFoundError(f"there is no {path}: capture it again")
     layout = json.loads((folder / _LAYOUT).read_text())
-    state = State(function)
-    for built, own in zip_longest(layout["state"], state.layout()):
-        if built != own:
-            raise ValueError(f"the package was built with {built}, got {own}: capture it again")
-    call = torch._inductor.aoti_load_package(str(path)).loader.run
-    places, leaves = layout["inputs"], layout["leaves"]
-    spec = pytree.treespec_loads(layout["spec"])
-    is_one_tensor = leaves == [None] and spec.is_leaf()
-    distinct = DistinctInputs(function, places)
-
-    def run(*inputs: Input) -> Any:
-        if shared := distinct.mismatch(inputs):
-            raise StateChanged(f"{shared}, captured apart")
-        given = [inputs[place] for place in places] + state.now()
-        results = call(given)
-        if is_one_tensor:
-            return results[0]
-        return pytree.tree_unflatten(_values(leaves, given, iter(results)), spec)
-
-    return run
+    takes = [["input", i] for i in layout["inputs"]]
+    takes += [["state", i] for i in range(len(layout["state"]))]
+    layout |= {"tensors": layout["inputs"], "takes": takes}
+    layout["leaves"] = [*_leaves(layout["leaves"], takes)]
+    return restored(
+        function, layout, lambda: torch._inductor.aoti_load_package(str(path)).loader.run
+    )
 
 
-def _values(leaves: list[Any], given: list[Any], made: Iterator[Tensor]) -> Iterator[Any]:
+def _leaves(leaves: list[Any], takes: list[list[Any]]) -> Iterator[list[Any]]:
+    made = count()
     for leaf in leaves:
         if leaf is None:
-            yield next(made)
+            yield ["made", next(made)]
         else:
-            yield given[leaf] if isinstance(leaf, int) else leaf[0]
+            yield takes[leaf] if isinstance(leaf, int) else ["constant", leaf[0]]
 
 
 def _layout(stateless: Stateless) -> dict[str, Any]:
     returned = stateless.returned
     for leaf in returned.leaves:
-        if isinstance(leaf, list) and not isinstance(leaf[0], _CONSTANTS):
-            raise ValueError(f"returns a {type(leaf[0]).__name__}; expected tensors and constants")
+        if isinstance(leaf, list):
+            constant_of(leaf[0])
     return {
         "inputs": stateless.places,
         "state": stateless.state.layout(),

@@ -15,7 +15,7 @@ What a user has to know:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -30,7 +30,7 @@ from graphs.capture.inputs import Input
 from graphs.errors import CaptureError
 from graphs.watch.causes import describe_failure
 
-__all__ = ["CudaGraphBackend", "Recorder", "Recording"]
+__all__ = ["CudaGraphBackend", "CudaRecorder", "Recording"]
 
 
 class Recording(NamedTuple):
@@ -41,20 +41,8 @@ class Recording(NamedTuple):
     close: Callable[[], None]
 
 
-class Recorder(Protocol):
-    """What records the work of a device; its graphs share one memory pool."""
-
-    device: str
-
-    def warm(self, call: Callable[[], Any], runs: int) -> None:
-        """Run `call` for real on a stream of its own."""
-
-    def record(self, call: Callable[[], Any]) -> Recording:
-        """Record what `call` does; on a device, that runs nothing."""
-
-
 class CudaRecorder:
-    """Records with `torch.cuda.CUDAGraph`."""
+    """Records the work of a device with `torch.cuda.CUDAGraph`, in one memory pool."""
 
     device = "cuda"
 
@@ -72,32 +60,26 @@ class CudaRecorder:
         torch.cuda.synchronize()
 
     def record(self, call: Callable[[], Any]) -> Recording:
-        """Record into the pool of this recorder."""
+        """Record what `call` does, which runs nothing."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             outputs = call()
         return Recording(graph.replay, outputs, graph.reset)
 
 
-class _Memory:
-    # What the graphs of one callable share.
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder = recorder
-        self.inputs = StaticInputs()
-
-
 class CudaGraphBackend(Backend):
     """Captures with CUDA graphs, over compiled or eager code.
 
     Args:
-        recorder: makes what records, once for each callable.
+        recorder: makes what records, once for each callable: a :class:`CudaRecorder`, or a double.
     """
 
     name = "cudagraph"
 
-    def __init__(self, recorder: Callable[[], Recorder] = CudaRecorder) -> None:
+    def __init__(self, recorder: Callable[[], CudaRecorder] = CudaRecorder) -> None:
         self._recorder = recorder
-        self._memories: WeakKeyDictionary[Any, _Memory] = WeakKeyDictionary()
+        self._shared: WeakKeyDictionary[Any, tuple[CudaRecorder, StaticInputs]]
+        self._shared = WeakKeyDictionary()
 
     def available(self) -> str | None:
         """Needs a CUDA device, unless something else records."""
@@ -127,18 +109,18 @@ class CudaGraphBackend(Backend):
                 name, "a recorded graph has no gradients; capture under torch.no_grad()"
             )
         try:
-            memory = self._memory_of(function)
-            _expect_on(memory.recorder.device, example_inputs)
-            statics = memory.inputs.of(example_inputs)
+            recorder, buffers = self._shared_by(function)
+            _expect_on(recorder.device, example_inputs)
+            statics = buffers.of(example_inputs)
             writes = _Writes(example_inputs, statics)
             call = function
             if compiler != "eager":
                 inner = InductorBackend(compiler, compiler)
                 call = inner.capture(function, statics, name=name, warm_runs=1).run
                 warm_runs -= 1
-            memory.recorder.warm(lambda: call(*statics), max(1, warm_runs))
+            recorder.warm(lambda: call(*statics), max(1, warm_runs))
             writes.find()
-            recording = memory.recorder.record(lambda: call(*statics))
+            recording = recorder.record(lambda: call(*statics))
             writes.give_back(example_inputs)
         except CaptureError:
             raise
@@ -148,14 +130,14 @@ class CudaGraphBackend(Backend):
         tensors = tuple(value for value in statics if isinstance(value, Tensor))
         return Frozen(replay, tensors, close=replay.close, stale=why_stale)
 
-    def _memory_of(self, function: Callable[..., Any]) -> _Memory:
+    def _shared_by(self, function: Callable[..., Any]) -> tuple[CudaRecorder, StaticInputs]:
+        """What the graphs of one callable share."""
         try:
-            memory = self._memories.get(function)
-            if memory is None:
-                memory = self._memories[function] = _Memory(self._recorder())
-            return memory
+            if function not in self._shared:
+                self._shared[function] = self._recorder(), StaticInputs()
+            return self._shared[function]
         except TypeError:  # it can be no key: its graphs share nothing
-            return _Memory(self._recorder())
+            return self._recorder(), StaticInputs()
 
 
 class _Writes:
@@ -182,7 +164,7 @@ class _Writes:
         """
         for place, (version, content) in self._before.items():
             static: Any = self._statics[place]
-            if static._version != version or not _same_bits(static, content):
+            if static._version != version or not torch.equal(_bytes(static), _bytes(content)):
                 self.places.append(place)
                 if self._storages.count(self._storages[place]) > 1:
                     raise ValueError(
@@ -242,10 +224,6 @@ class _Replay:
             both = zip(self._state.specs, now, self._addresses, strict=True)
             moved = [spec.name for spec, tensor, address in both if tensor.data_ptr() != address]
             raise StateChanged(f"tensor '{moved[0]}' lies elsewhere; write to it in place")
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(_bytes(one), _bytes(other))
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -1,23 +1,26 @@
-"""A callable as a function of all the tensors that it reads, for `torch.export`."""
+"""A callable as a function of all the tensors that it reads, and back, once that is compiled."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from graphs.capture.inputs import Input, InputsCheck, InputSpec
+from graphs.capture.inputs import DistinctInputs, Input, InputsCheck, InputSpec
 
 __all__ = [
     "State",
     "StateChanged",
     "Stateless",
+    "constant_of",
     "constants_of_others",
     "needs_gradients",
+    "restored",
     "why_stale",
 ]
 
@@ -59,6 +62,16 @@ class State:
             for spec in self.specs
         ]
 
+    def expect(self, built: Sequence[Sequence[str]]) -> None:
+        """Check that the tensors are those that a package was built with: a :meth:`layout`.
+
+        Raises:
+            ValueError: one is not.
+        """
+        for there, own in zip_longest(built, self.layout()):
+            if there != own:
+                raise ValueError(f"the package was built with {there}, got {own}: capture it again")
+
     def now(self) -> list[Tensor]:
         """The tensors, also those put in the place of others since.
 
@@ -66,7 +79,7 @@ class State:
             StateChanged: one has another shape, dtype, device or stride.
         """
         tensors = [tensors[key] for tensors, key in self._first]
-        if self._check.mismatch(tensors) is not None:
+        if not self._check.fits(*tensors):
             for spec, tensor in zip(self.specs, tensors, strict=True):
                 if difference := spec.mismatch(tensor):
                     raise StateChanged(difference)
@@ -137,6 +150,55 @@ class Stateless(nn.Module):
             for leaf in leaves
         ]
         return tuple(made)
+
+
+def constant_of(leaf: object) -> object:
+    """What a callable returned, if it is a constant that JSON can hold.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if isinstance(leaf, (bool, int, float, str, type(None))):
+        return leaf
+    raise ValueError(f"returns a {type(leaf).__name__}; expected tensors and constants")
+
+
+def restored(
+    function: Callable[..., Any],
+    layout: Mapping[str, Any],
+    load: Callable[[], Callable[[list[Tensor]], Sequence[Any]]],
+) -> Callable[..., Any]:
+    """What calls a compiled graph of single tensors as the callable was called that it is of.
+
+    Args:
+        function: that callable, whose state is read anew at each call.
+        layout: what the graph `takes`, `["input", i]` or `["state", i]` for each tensor; the
+            `leaves` that are returned, each one of these, `["made", i]` or `["constant", value]`,
+            and in `spec` how they are nested; which inputs are `tensors`; :meth:`State.layout`.
+        load: gives the graph, if the state is as it was.
+
+    Raises:
+        ValueError: the state is not as it was.
+    """
+    state = State(function)
+    state.expect(layout["state"])
+    graph, leaves, spec = load(), layout["leaves"], pytree.treespec_loads(layout["spec"])
+    is_one_tensor = leaves == [["made", 0]] and spec.is_leaf()
+    takes = [(kind == "state", i) for kind, i in layout["takes"]]
+    distinct = DistinctInputs(function, layout["tensors"])
+
+    def run(*inputs: Input) -> Any:
+        if shared := distinct.mismatch(inputs):
+            raise StateChanged(f"{shared}, captured apart")
+        own: Sequence[Any] = state.now()
+        made = graph([own[i] if is_own else inputs[i] for is_own, i in takes])
+        if is_one_tensor:
+            return made[0]
+        sources = {"made": made, "input": inputs, "state": own}
+        values = (v if kind == "constant" else sources[kind][v] for kind, v in leaves)
+        return pytree.tree_unflatten(values, spec)
+
+    return run
 
 
 def needs_gradients(function: Callable[..., Any], inputs: Sequence[Input]) -> bool:

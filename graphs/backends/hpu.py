@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from graphs.backends.inductor import InductorBackend
 from graphs.capture.contract import Backend, Frozen
 from graphs.capture.inputs import Input
-from graphs.capture.wrappers import as_module
+from graphs.capture.wrappers import as_module, writes_seen
 from graphs.errors import CaptureError
 from graphs.watch.causes import describe_failure
 
@@ -59,13 +59,15 @@ class HpuBackend(Backend):
         """
         if mode == "auto":
             mode = "lazy" if _is_lazy() else "eager"
-        views = _Views(function, example_inputs)
+        named = [(f"input {i}", v) for i, v in enumerate(example_inputs) if isinstance(v, Tensor)]
+        named += function.named_buffers() if isinstance(function, nn.Module) else ()
+        written_since = writes_seen(each for each in named if each[1]._is_view())
         if mode == "lazy":
             frozen = _record(function, example_inputs, name, warm_runs)
         else:
             compiled = InductorBackend(self.name, "hpu_backend")
             frozen = compiled.capture(function, example_inputs, name=name, warm_runs=warm_runs)
-        if written := views.written():
+        if written := written_since():
             raise CaptureError(
                 name,
                 f"{written} is a view and is written in place, which an HPU graph loses: "
@@ -96,22 +98,6 @@ def _record(
     except Exception as error:
         raise CaptureError(name, describe_failure(error)) from error
     return Frozen(run)
-
-
-class _Views:
-    # The inputs and buffers that are views, to see whether one of them is written to.
-    def __init__(self, function: Callable[..., Any], inputs: Sequence[Input]) -> None:
-        tensors = [(f"input {i}", v) for i, v in enumerate(inputs) if isinstance(v, Tensor)]
-        if isinstance(function, nn.Module):
-            tensors += function.named_buffers()
-        self._versions = [
-            (name, tensor, tensor._version)
-            for name, tensor in tensors
-            if tensor._is_view() and not tensor.is_inference()
-        ]
-
-    def written(self) -> str:
-        return ", ".join(name for name, t, version in self._versions if t._version != version)
 
 
 def _bridge() -> Any:

@@ -64,16 +64,10 @@ class InductorBackend(Backend):
         options: Mapping[str, Any] | None = None,
     ) -> Frozen:
         """Compile in the first run; `mode` and `options` are those of `torch.compile`."""
-        frozen, _ = freeze(
-            function,
-            example_inputs,
-            self._compiler,
-            name=name,
-            warm_runs=warm_runs,
-            mode=mode,
-            options=options,
-        )
-        return frozen
+        how = {"mode": mode, "options": options and dict(options)}
+        return freeze(
+            function, example_inputs, self._compiler, name=name, warm_runs=warm_runs, **how
+        )[0]
 
     def why_no_precompile(self) -> str:
         """Why inductor's cache on disk cannot be used, or an empty string."""
@@ -115,17 +109,18 @@ def freeze(
     *,
     name: str,
     warm_runs: int,
-    mode: str | None = None,
-    options: Mapping[str, Any] | None = None,
+    **how: Any,
 ) -> tuple[Frozen, Any]:
     """Compile in the first of `warm_runs` runs: the graph, and what that run returned.
+
+    `how` are `mode` and `options` of `torch.compile`.
 
     Raises:
         CaptureError: a graph break, or the callable or the compiler failed.
     """
     own = with_own_code(function, name)
     try:
-        compiled = _compile_once(own, compiler, mode, options)
+        compiled = _compile_once(own, compiler, **how)
         with without_records():
             result = compiled(*example_inputs)
         direct = direct_path(own, example_inputs)
@@ -153,7 +148,7 @@ def compile_only(
 
         return refuse
 
-    compiled = _compile_once(with_own_code(function, name), compile_and_refuse, None, None)
+    compiled = _compile_once(with_own_code(function, name), compile_and_refuse)
     with without_records(), contextlib.suppress(_Compiled):
         compiled(*example_inputs)
 
@@ -164,29 +159,22 @@ class _Compiled(Exception):
 
 def _inductor(mode: str | None, options: Mapping[str, Any] | None) -> Callable[..., Any]:
     """The compiler that `torch.compile(backend="inductor")` uses."""
-    mode = "default" if mode is None and options is None else mode
-    given = None if options is None else dict(options)
-    compiler: Callable[..., Any] = torch._TorchCompileInductorWrapper(mode, given, False)
+    compiler: Callable[..., Any]
+    compiler = torch._TorchCompileInductorWrapper(mode, options and dict(options), False)
     return compiler
 
 
 def _compile_once(
     function: Callable[..., Any],
     compiler: str | Callable[..., Any],
-    mode: str | None,
-    options: Mapping[str, Any] | None,
+    **how: Any,
 ) -> Callable[..., Any]:
-    settings: dict[str, Any] = {
-        "fullgraph": True,
-        "dynamic": False,
-        "mode": mode,
-        "options": None if options is None else dict(options),
-    }
+    settings: dict[str, Any]
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
-        settings |= {"isolate_recompiles": True, "recompile_limit": 1, "backend": compiler}
+        settings = {"isolate_recompiles": True, "recompile_limit": 1, "backend": compiler, **how}
     else:
-        settings |= {"backend": _OneGraph(compiler, mode, options), "mode": None, "options": None}
-    return torch.compile(function, **settings)
+        settings = {"backend": _OneGraph(compiler, **how)}
+    return torch.compile(function, fullgraph=True, dynamic=False, **settings)
 
 
 class _OneGraph:
@@ -195,8 +183,8 @@ class _OneGraph:
     def __init__(
         self,
         compiler: str | Callable[..., Any],
-        mode: str | None,
-        options: Mapping[str, Any] | None,
+        mode: str | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         from torch._dynamo import lookup_backend
 

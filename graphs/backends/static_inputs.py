@@ -24,26 +24,18 @@ class StaticInputs:
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[int, torch.device], Tensor] = {}
-        self.allocated_bytes = 0
 
     def of(self, examples: Sequence[Input]) -> list[Input]:
         """What a graph is captured on: constants as they are, tensors at fixed addresses, filled.
 
         A tensor keeps its shape and strides.
         """
-        with (
-            torch.inference_mode(False),
-            torch.no_grad(),
-        ):  # an inference tensor has no version, so its writes are not seen
+        # An inference tensor has no version, so its writes would not be seen.
+        with torch.inference_mode(False), torch.no_grad():
             return [
-                self._filled(place, value) if isinstance(value, Tensor) else value
+                self._view(place, value).copy_(value) if isinstance(value, Tensor) else value
                 for place, value in enumerate(examples)
             ]
-
-    def _filled(self, place: int, value: Tensor) -> Tensor:
-        static = self._view(place, value)
-        static.copy_(value)
-        return static
 
     def _view(self, place: int, like: Tensor) -> Tensor:
         extent = 1 + sum((n - 1) * step for n, step in zip(like.shape, like.stride(), strict=True))
@@ -57,5 +49,4 @@ class StaticInputs:
             size = max(_ALIGNMENT, math.ceil(needed / _ALIGNMENT) * _ALIGNMENT)
             buffer = torch.zeros(size, dtype=torch.uint8, device=device)
             self._buffers[place, device] = buffer
-            self.allocated_bytes += size
         return buffer

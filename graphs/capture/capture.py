@@ -77,29 +77,22 @@ class CapturedGraph:
                 did not run.
             CaptureError: it is closed.
         """
-        if not self._holds(inputs):
-            return self._run_otherwise(inputs)
+        call = self._call if self._holds(inputs) else self._long_way(inputs)
         try:
-            return self._call(*inputs)
+            return call(*inputs)
         except Exception as error:
             self._refuse_if_stale(error)
             raise
 
-    def _run_otherwise(self, inputs: tuple[Input, ...]) -> Any:
-        """Say what differs; where nothing does, go the long way, which knows or finds it right."""
+    def _long_way(self, inputs: tuple[Input, ...]) -> Callable[..., Any]:
+        """Say what differs; where nothing does, the way that knows or finds it right."""
         now = Settings.current()
         if now != self.settings:
             changed = now.differences(self.settings)
             raise ModeMismatch(self.name, f"{changed}; restore it, or capture again under it")
         if mismatch := self._mismatch(inputs):
             raise InputMismatch(self.name, mismatch)
-        if self._frozen is None:
-            self._refuse()
-        try:
-            return self._frozen.run(*inputs)
-        except Exception as error:
-            self._refuse_if_stale(error)
-            raise
+        return self._frozen.run if self._frozen else self._refuse
 
     def _refuse_if_stale(self, error: Exception) -> None:
         reason = self._frozen.stale(error) if self._frozen else None
@@ -113,7 +106,7 @@ class CapturedGraph:
             return
         frozen, self._frozen = self._frozen, None
         self.static_inputs = ()
-        self._holds, self._call = _always, self._refuse
+        self._holds, self._call = lambda _: True, self._refuse
         frozen.close()
 
     def _refuse(self, *_: Input) -> NoReturn:
@@ -128,20 +121,16 @@ def _holds_of(
     frozen: Frozen, inputs: InputsCheck, settings: Settings
 ) -> Callable[[tuple[Input, ...]], bool]:
     # One evaluation of everything: what the backend's own guards look at is not looked at again.
-    direct, mismatch = frozen.direct, inputs.mismatch
+    direct = frozen.direct
     if direct is None:
-        are_settings = settings.watch()
-        return lambda values: are_settings() and mismatch(values) is None
+        are_settings, fits, count = settings.watch(), inputs.fits, len(inputs.specs)
+        return lambda values: are_settings() and len(values) == count and fits(*values)
     if not direct.unchecked:
         return direct.holds
     holds, rest = direct.holds, [(place, inputs.specs[place]) for place in direct.unchecked]
     return lambda values: (
         holds(values) and not any(spec.mismatch(values[place]) for place, spec in rest)
     )
-
-
-def _always(_: tuple[Input, ...]) -> bool:
-    return True
 
 
 def capture(

@@ -26,14 +26,6 @@ from graphs.capture.inputs import Input
 __all__ = ["Backend", "Direct", "Frozen"]
 
 
-def _nothing_to_close() -> None:
-    pass
-
-
-def _never_stale(_: Exception) -> str | None:
-    return None
-
-
 @dataclass(frozen=True)
 class Direct:
     """A short way to a graph, for a backend that has guards of its own.
@@ -69,8 +61,8 @@ class Frozen:
 
     run: Callable[..., Any]
     static_inputs: tuple[Tensor, ...] = ()
-    close: Callable[[], None] = _nothing_to_close
-    stale: Callable[[Exception], str | None] = _never_stale
+    close: Callable[[], None] = lambda: None
+    stale: Callable[[Exception], str | None] = lambda _: None
     direct: Direct | None = None
     is_loaded: bool = False
 

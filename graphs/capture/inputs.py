@@ -11,6 +11,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from graphs.capture.wrappers import tensors_of
+
 __all__ = [
     "DistinctInputs",
     "Input",
@@ -80,6 +82,10 @@ class InputSpec:
 class InputsCheck:
     """A comparison of inputs with the examples of a capture: about 1 us for a dozen that fit.
 
+    Attributes:
+        specs: of the examples.
+        fits: whether inputs, as many as the examples, certainly are like them.
+
     Raises:
         TypeError: an example is neither a tensor nor a plain constant.
     """
@@ -87,19 +93,22 @@ class InputsCheck:
     def __init__(self, function: Callable[..., Any], examples: Sequence[Input]) -> None:
         names = parameter_names(function, len(examples))
         self.specs = tuple(InputSpec.of(n, v) for n, v in zip(names, examples, strict=True))
-        self._fits = _native_check(examples)
+        self.fits = _native_check(examples) or self._fit
 
     def mismatch(self, inputs: Sequence[object]) -> str | None:
         """Name the first input that differs from its example, or return None."""
-        if self._fits is not None and self._fits(*inputs):
-            return None
         if len(inputs) != len(self.specs):
             names = ", ".join(spec.name for spec in self.specs)
             return f"{len(inputs)} inputs, captured {len(self.specs)} ({names})"
+        if self.fits(*inputs):
+            return None
         for spec, value in zip(self.specs, inputs, strict=True):
             if difference := spec.mismatch(value):
                 return difference
         return None
+
+    def _fit(self, *inputs: object) -> bool:
+        return not any(spec.mismatch(v) for spec, v in zip(self.specs, inputs, strict=True))
 
 
 def _native_check(examples: Sequence[Input]) -> Callable[..., bool] | None:
@@ -114,15 +123,12 @@ def _native_check(examples: Sequence[Input]) -> Callable[..., bool] | None:
     if not tensors or not all(type(value) in (Tensor, nn.Parameter) for value in tensors):
         return None
     guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    if len(tensors) == len(examples):
+        return guards.check
     constants = [(i, v) for i, v in enumerate(examples) if not isinstance(v, Tensor)]
     places = [i for i, value in enumerate(examples) if isinstance(value, Tensor)]
-    count = len(examples)
 
     def fits(*inputs: Any) -> bool:
-        if len(inputs) != count:
-            return False
-        if not constants:
-            return guards.check(*inputs)
         for place, value in constants:
             given = inputs[place]
             if given is not value and (type(given) is not type(value) or given != value):
@@ -135,17 +141,14 @@ def _native_check(examples: Sequence[Input]) -> Callable[..., bool] | None:
 def memory_shared_by(function: Callable[..., Any], inputs: Sequence[Input]) -> str:
     """Say which input overlaps another, or a parameter or buffer of the callable; else empty."""
     names = parameter_names(function, len(inputs))
-    given = [(n, *_range(v)) for n, v in zip(names, inputs, strict=True) if _has_memory(v)]
-    for (name, start, end), (other, other_start, other_end) in combinations(given, 2):
-        if start < other_end and other_start < end:
+    given = [(n, _range(v)) for n, v in zip(names, inputs, strict=True) if _has_memory(v)]
+    for (name, one), (other, two) in combinations(given, 2):
+        if _overlap(one, two):
             return f"inputs '{name}' and '{other}' share memory"
-    if isinstance(function, nn.Module):
-        for named in (function.named_parameters(), function.named_buffers()):
-            for own, tensor in named:
-                start, end = _range(tensor) if _has_memory(tensor) else (0, 0)
-                for name, other_start, other_end in given:
-                    if start < other_end and other_start < end:
-                        return f"input '{name}' shares memory with '{own}'"
+    for own, tensor in tensors_of(function):
+        for name, one in given:
+            if _has_memory(tensor) and _overlap(one, _range(tensor)):
+                return f"input '{name}' shares memory with '{own}'"
     return ""
 
 
@@ -201,6 +204,10 @@ def _range(tensor: Any) -> tuple[int, int]:
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     elements = 1 + sum((size - 1) * stride for size, stride in steps)
     return tensor.data_ptr(), tensor.data_ptr() + elements * tensor.element_size()
+
+
+def _overlap(one: tuple[int, int], two: tuple[int, int]) -> bool:
+    return one[0] < two[1] and two[0] < one[1]
 
 
 def _short(value: object) -> str:

@@ -39,7 +39,7 @@ class Settings(NamedTuple):
             torch.is_inference_mode_enabled(),
             torch.get_num_threads(),
             torch.get_default_dtype(),
-            _deterministic(),
+            ("off", "warn", "on")[torch.get_deterministic_debug_mode()],
             _autocast(),
             torch.get_float32_matmul_precision(),
         )
@@ -67,12 +67,6 @@ class Settings(NamedTuple):
             for name, now, then in zip(self._fields, self, captured, strict=True)
             if now != then
         )
-
-
-def _deterministic() -> str:
-    if not torch.are_deterministic_algorithms_enabled():
-        return "off"
-    return "warn" if torch.is_deterministic_algorithms_warn_only_enabled() else "on"
 
 
 def _autocast() -> str:

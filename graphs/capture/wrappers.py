@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FunctionType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-__all__ = ["as_module", "name_of", "with_own_code"]
+__all__ = ["as_module", "name_of", "tensors_of", "with_own_code", "writes_seen"]
 
 
 def name_of(function: Callable[..., Any]) -> str:
     """The name of a function, or of the class of a module or another callable."""
     return getattr(function, "__name__", None) or type(function).__name__
+
+
+def tensors_of(function: Callable[..., Any]) -> list[tuple[str, Tensor]]:
+    """The parameters and buffers of a module by name; a callable that is none has none."""
+    if not isinstance(function, nn.Module):
+        return []
+    return [*function.named_parameters(), *function.named_buffers()]
+
+
+def writes_seen(tensors: Iterable[tuple[str, Tensor]]) -> Callable[[], str]:
+    """What names, when it is called later, those that were written to in place since."""
+    # A tensor of inference mode has no version.
+    before = [(name, t, t._version) for name, t in tensors if not t.is_inference()]
+    return lambda: ", ".join(name for name, t, version in before if t._version != version)
 
 
 def with_own_code(function: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,23 +43,17 @@ class StoredAoti(StoredBackend):
         """Load the package, or build it and store it; `options` are those of the backend."""
         settings: dict[str, Any] = {"name": name, "warm_runs": warm_runs}
         factors = self.factors(function, example_inputs, options)
-        if isinstance(factors, str):
-            self.not_stored(name, factors)
-            return self._aoti.capture(function, example_inputs, options=options, **settings)
-        frozen = self.restore(factors, function, example_inputs, **settings)
-        if frozen is not None:
-            return frozen
-        with tempfile.TemporaryDirectory(prefix="graphs-aoti-") as folder:
+
+        def make(folder: Path | None) -> tuple[Frozen, Callable[[], object]]:
             frozen = self._aoti.capture(
                 function, example_inputs, package_path=folder, options=options, **settings
             )
-            self.keep(
-                factors,
-                function,
-                lambda target: shutil.copytree(folder, target, dirs_exist_ok=True),
-                name=name,
-            )
-        return frozen
+            return frozen, lambda: None  # it is in its folder already
+
+        if isinstance(factors, str):
+            self.not_stored(name, factors)
+            return make(None)[0]
+        return self.load_or_store(factors, function, example_inputs, make, **settings)
 
     def read(self, folder: Path, function: Callable[..., Any]) -> Callable[..., Any]:
         """Load the package; nothing is compiled."""

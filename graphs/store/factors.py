@@ -6,20 +6,21 @@ import functools
 import hashlib
 import json
 import platform
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from graphs.capture.inputs import Input, InputsCheck
 from graphs.capture.settings import Settings
+from graphs.capture.wrappers import tensors_of
+from graphs.files import short_digest
 from graphs.store.sources import sources_of
 from graphs.store.values import digest_of_globals, digest_of_values
 
-__all__ = ["GraphFactors", "environment_factors", "graph_factors", "key_of"]
+__all__ = ["code_factors", "environment_factors", "graph_factors", "key_of"]
 
 
 def key_of(factors: Mapping[str, Any]) -> str:
@@ -72,35 +73,12 @@ def graph_factors(
         "inputs": [str(spec) for spec in InputsCheck(function, inputs).specs],
         "state": _state(function),
         "values": digest_of_values(function),
-        **(_code_factors(function, backend) if code is None else code),
+        **(code_factors(function, backend) if code is None else code),
     }
 
 
-class GraphFactors:
-    """:func:`graph_factors` of one backend, with a memory of the files behind each callable.
-
-    A capture imports modules and so changes which files can be reached: what counts is what a
-    process finds before its first capture of a callable.
-    """
-
-    def __init__(self, backend: str) -> None:
-        self._backend = backend
-        self._code: MutableMapping[Any, dict[str, Any]] = WeakKeyDictionary()
-
-    def of(
-        self, function: Callable[..., Any], inputs: Sequence[Input], options: Mapping[str, Any]
-    ) -> dict[str, Any] | None:
-        """As :func:`graph_factors`."""
-        try:
-            code = self._code.get(function)
-            if code is None:
-                code = self._code[function] = _code_factors(function, self._backend)
-        except TypeError:  # it has no hash, or cannot be referred to weakly
-            code = None
-        return graph_factors(function, inputs, backend=self._backend, options=options, code=code)
-
-
-def _code_factors(function: Callable[..., Any], backend: str) -> dict[str, Any]:
+def code_factors(function: Callable[..., Any], backend: str) -> dict[str, Any]:
+    """The files behind a callable, and the plain values in their globals."""
     sources, modules = sources_of(function, backend)
     return {"sources": sources, "globals": digest_of_globals(modules)}
 
@@ -117,8 +95,7 @@ def _cpu() -> str:
                 lines.setdefault(name.strip(), value.strip())
     except OSError:
         lines["processor"] = platform.processor()
-    digest = hashlib.sha256(json.dumps(lines).encode()).hexdigest()[:16]
-    model = lines.get("model name") or platform.machine()
+    model, digest = lines.get("model name") or platform.machine(), short_digest(json.dumps(lines))
     return f"{model}, {torch.backends.cpu.get_cpu_capability()}, flags {digest}"
 
 
@@ -136,13 +113,12 @@ def _accelerators() -> list[str]:
 def _state(function: Callable[..., Any]) -> str:
     if not isinstance(function, nn.Module):
         return ""
-    named = [*function.named_parameters(), *function.named_buffers()]
-    text = "\n".join(f"{name} {_spec(tensor)}" for name, tensor in named)
-    return f"{len(named)} tensors {hashlib.sha256(text.encode()).hexdigest()[:16]}"
-
-
-def _spec(tensor: Tensor) -> str:
-    return f"{tuple(tensor.shape)} {tensor.dtype} {tensor.device} {tensor.stride()}"
+    named = tensors_of(function)
+    text = "\n".join(
+        f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.device} {tensor.stride()}"
+        for name, tensor in named
+    )
+    return f"{len(named)} tensors {short_digest(text)}"
 
 
 def _options(options: Mapping[str, Any]) -> dict[str, str] | None:
@@ -166,7 +142,7 @@ def _text_of(value: Any) -> str | None:
         return None if inner is None else str(inner)
     if callable(identity := getattr(value, "uuid", None)):
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
-        return f"{kind} {hashlib.sha256(repr(identity()).encode()).hexdigest()[:16]}"
+        return f"{kind} {short_digest(repr(identity()))}"
     return None
 
 
@@ -188,4 +164,4 @@ def _settings_at(*_: bytes) -> str:
         for name, value in config.save_config_portable().items():
             if name != "aot_inductor.metadata":  # written by a compile, not a setting of it
                 told[f"{config.__name__}.{name}"] = _text_of(value) or type(value).__qualname__
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
+    return short_digest(json.dumps(told, sort_keys=True))

@@ -7,11 +7,17 @@ import functools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeAlias
 
 __all__ = ["Import", "SourceFile", "live_imports", "read_source"]
 
 _NEVER = "<not run on import>"
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_COMPOUND = (ast.stmt, ast.ExceptHandler, ast.match_case)
 _OPTIONAL = {"ImportError", "ModuleNotFoundError", "Exception", ""}
+
+
+_Part: TypeAlias = tuple[str, bool, ast.AST]
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,17 @@ def read_source(name: str, file: str, changed: int, size: int) -> SourceFile:
     except (SyntaxError, ValueError, RecursionError):  # for another Python: this cannot import it
         return source
     package = name if file.endswith("__init__.py") else name.rpartition(".")[0]
-    _Reader(source, package).read(tree.body)
+    for scope, is_optional, part in _parts(tree):
+        names = source.mentions.setdefault(scope, set())
+        if isinstance(part, _DEFINITIONS) and part.decorator_list:
+            source.registered.add(part.name)
+        for node in ast.walk(part):
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                bound = {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+                targets = tuple(_targets(node, package))
+                source.imports.append(Import(targets, frozenset(bound), scope, is_optional))
+            elif (mentioned := _identifier(node)) and scope != _NEVER:
+                names.add(mentioned)
     return source
 
 
@@ -90,58 +106,22 @@ def live_imports(
                 yield each
 
 
-class _Reader:
-    """Reads statements into a :class:`SourceFile`."""
-
-    def __init__(self, source: SourceFile, package: str) -> None:
-        self._source = source
-        self._package = package
-
-    def read(
-        self, statements: Iterable[ast.stmt], scope: str = "", is_optional: bool = False
-    ) -> None:
-        """Statements at the top of the file, or in what encloses them there."""
-        for node in statements:
-            if isinstance(node, (ast.Import, ast.ImportFrom)):
-                self._add(node, scope, is_optional)
-            elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-                self._definition(node)
-            elif isinstance(node, ast.If) and _is_never(node.test):
-                self.read(node.body, _NEVER)
-                self.read(node.orelse, scope, is_optional)
-            elif not _is_list_of_names(node):
-                is_try = isinstance(node, ast.Try) and any(map(_catches_import, node.handlers))
-                self._compound(node, scope, is_optional or is_try)
-
-    def _compound(self, node: ast.AST, scope: str, is_optional: bool) -> None:
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.stmt):
-                self.read([child], scope, is_optional)
-            elif isinstance(child, (ast.ExceptHandler, ast.match_case)):
-                self._compound(child, scope, is_optional)
-            else:
-                self._mention(scope, child)
-
-    def _definition(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> None:
-        if node.decorator_list:
-            self._source.registered.add(node.name)
-        self._mention(node.name, node)
-        head = node.bases if isinstance(node, ast.ClassDef) else [node.args]
-        for part in (*node.decorator_list, *head):  # runs on import
-            self._mention("", part)
-
-    def _mention(self, scope: str, tree: ast.AST) -> None:
-        names = self._source.mentions.setdefault(scope, set())
-        for node in ast.walk(tree):
-            if isinstance(node, (ast.Import, ast.ImportFrom)):
-                self._add(node, scope, is_optional=False)
-            elif (name := _identifier(node)) and scope != _NEVER:
-                names.add(name)
-
-    def _add(self, node: ast.Import | ast.ImportFrom, scope: str, is_optional: bool) -> None:
-        bound = (alias.asname or alias.name.partition(".")[0] for alias in node.names)
-        targets = tuple(_targets(node, self._package))
-        self._source.imports.append(Import(targets, frozenset(bound), scope, is_optional))
+def _parts(node: ast.AST, scope: str = "", is_optional: bool = False) -> Iterator[_Part]:
+    """The code of a file in parts: the scope of each, and whether an import in it may fail."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, _DEFINITIONS):
+            head = child.bases if isinstance(child, ast.ClassDef) else [child.args]
+            yield child.name, False, child
+            yield from (("", False, part) for part in (*child.decorator_list, *head))  # on import
+        elif isinstance(child, ast.If) and _is_never(child.test):
+            yield from _parts(ast.Module(child.body, []), _NEVER)
+            yield from _parts(ast.Module(child.orelse, []), scope, is_optional)
+        elif isinstance(child, _COMPOUND) and not isinstance(child, (ast.Import, ast.ImportFrom)):
+            is_try = isinstance(child, ast.Try) and any(map(_catches_import, child.handlers))
+            if not _is_list_of_names(child):
+                yield from _parts(child, scope, is_optional or is_try)
+        else:
+            yield scope, is_optional, child
 
 
 def _targets(node: ast.Import | ast.ImportFrom, package: str) -> Iterator[str]:
@@ -168,7 +148,7 @@ def _is_never(test: ast.expr) -> bool:
     return ast.unparse(test) in ("__name__ == '__main__'", "TYPE_CHECKING", "typing.TYPE_CHECKING")
 
 
-def _is_list_of_names(node: ast.stmt) -> bool:
+def _is_list_of_names(node: ast.AST) -> bool:
     targets = node.targets if isinstance(node, ast.Assign) else []
     return any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets)
 

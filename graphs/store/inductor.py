@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from graphs.backends.export_state import State, StateChanged
+from graphs.backends.export_state import State, constant_of, restored
 from graphs.backends.inductor import InductorBackend, compile_only, freeze
 from graphs.capture.contract import Frozen
-from graphs.capture.inputs import DistinctInputs, Input, memory_shared_by
+from graphs.capture.inputs import Input, memory_shared_by
 from graphs.store.store import ArtifactStore
 from graphs.store.stored import StoredBackend
 
@@ -29,7 +29,6 @@ __all__ = ["StoredInductor"]
 
 _GRAPH = "graph.bin"
 _LAYOUT = "graph.json"
-_CONSTANTS = (bool, int, float, str, type(None))
 
 
 class StoredInductor(StoredBackend, InductorBackend):
@@ -74,20 +73,14 @@ class StoredInductor(StoredBackend, InductorBackend):
         if isinstance(factors, str):
             self.not_stored(name, factors)
             return super().capture(function, example_inputs, mode=mode, options=options, **settings)
-        loaded = self.restore(factors, function, example_inputs, **settings)
-        if loaded is not None:
-            self._seal()  # another environment has kernels of its own, compiled as they load
-            return loaded
-        compiler = _Keeping(options or {})
-        frozen, result = freeze(function, example_inputs, compiler, **settings)
-        self.keep(
-            factors,
-            function,
-            lambda folder: compiler.write(folder, function, example_inputs, result),
-            name=name,
-        )
-        compiler.forget()
-        self._seal()
+
+        def make(folder: Path) -> tuple[Frozen, Callable[[], object]]:
+            compiler = _Keeping(options or {})
+            frozen, result = freeze(function, example_inputs, compiler, **settings)
+            return frozen, lambda: compiler.write(folder, function, example_inputs, result)
+
+        frozen = self.load_or_store(factors, function, example_inputs, make, **settings)
+        self._seal()  # also of one that was loaded: another environment compiles its kernels then
         return frozen
 
     def has(
@@ -123,7 +116,8 @@ class StoredInductor(StoredBackend, InductorBackend):
         Raises:
             ValueError: the parameters and buffers of `function` are not those it was compiled for.
         """
-        return _load(folder, function)
+        layout = json.loads((folder / _LAYOUT).read_bytes())
+        return restored(function, layout, lambda: _load(folder / _GRAPH))
 
     def _factors(
         self,
@@ -184,13 +178,12 @@ class _Keeping:
         Raises:
             ValueError: a later process could not know whose a tensor is.
         """
-        layout = self._layout(function, examples, result)
+        try:
+            layout = self._layout(function, examples, result)
+        finally:
+            self._inputs = self._outputs = ()  # nobody needs the tensors of the first run any more
         self._artifact.save(path=str(folder / _GRAPH), format="binary")
         (folder / _LAYOUT).write_text(json.dumps(layout), "utf-8")
-
-    def forget(self) -> None:
-        """Let go of the tensors of the first run."""
-        self._inputs = self._outputs = ()
 
     def _layout(
         self, function: Callable[..., Any], examples: Sequence[Input], result: Any
@@ -209,36 +202,18 @@ class _Keeping:
         places = known | {id(tensor): ["made", i] for i, tensor in enumerate(self._outputs)}
         return {
             "takes": [known[id(tensor)] for tensor in self._inputs],
-            "leaves": [places.get(id(leaf)) or _constant(leaf) for leaf in leaves],
+            "leaves": [places.get(id(leaf)) or ["constant", constant_of(leaf)] for leaf in leaves],
             "spec": pytree.treespec_dumps(spec),
             "tensors": [i for i, value in enumerate(examples) if isinstance(value, Tensor)],
             "state": state.layout(),
         }
 
 
-def _load(folder: Path, function: Callable[..., Any]) -> Callable[..., Any]:
-    layout = json.loads((folder / _LAYOUT).read_bytes())
-    state = State(function)
-    if layout["state"] != state.layout():
-        raise ValueError("its parameters and buffers are others")
+def _load(path: Path) -> Callable[[list[Tensor]], Sequence[Any]]:
     inductor: Any = torch._inductor
     with _known_processor(), _no_headers():
-        graph = inductor.CompiledArtifact.load(path=str(folder / _GRAPH), format="binary")
-    takes = [(kind == "state", i) for kind, i in layout["takes"]]
-    leaves, spec = layout["leaves"], pytree.treespec_loads(layout["spec"])
-    is_one_tensor = leaves == [["made", 0]] and spec.is_leaf()
-    distinct = DistinctInputs(function, layout["tensors"])
-
-    def run(*inputs: Input) -> Any:
-        if shared := distinct.mismatch(inputs):
-            raise StateChanged(f"{shared}, captured apart")
-        own = state.now()
-        made = graph(*[own[i] if is_own else inputs[i] for is_own, i in takes])
-        if is_one_tensor:
-            return made[0]
-        return pytree.tree_unflatten(_results(leaves, made, inputs, own), spec)
-
-    return run
+        graph = inductor.CompiledArtifact.load(path=str(path), format="binary")
+    return lambda tensors: graph(*tensors)
 
 
 @contextlib.contextmanager
@@ -272,20 +247,6 @@ def _no_headers() -> Iterator[None]:
         yield
     finally:
         codecache._precompile_header = precompile
-
-
-def _results(
-    leaves: Sequence[Any], made: Sequence[Any], inputs: Sequence[Any], own: Sequence[Any]
-) -> Iterator[Any]:
-    sources = {"made": made, "input": inputs, "state": own}
-    for kind, value in leaves:
-        yield value if kind == "constant" else sources[kind][value]
-
-
-def _constant(leaf: Any) -> list[Any]:
-    if not isinstance(leaf, _CONSTANTS):
-        raise ValueError(f"returns a {type(leaf).__name__}; expected tensors and constants")
-    return ["constant", leaf]
 
 
 def _values_of(part: Any) -> Iterator[Any]:

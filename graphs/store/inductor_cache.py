@@ -7,13 +7,12 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphs.errors import StoreBusy, UnsafeStore
 from graphs.files import digest_of, digest_of_open, discard, read_json, remove, sweep, write_whole
-from graphs.store.factors import key_of
 from graphs.store.lock import Lock, locked
 from graphs.store.safety import is_of_user, open_own, refuse_others
 
@@ -42,27 +41,25 @@ class InductorCache:
             os.environ.update(cache.environment)
             ...
             cache.seal()
+
+    Args:
+        folder: named by the key of the environment.
+        factors: of the environment; the folder is made if there is none.
+
+    Attributes:
+        files: the folder that inductor is to use.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, factors: Mapping[str, Any] | None = None) -> None:
         self.folder = folder
         self.key = folder.name
-        self._factors: dict[str, Any] = {}
+        self.files = folder / "files"
+        self._seal = folder / "sealed.json"
+        self._factors = factors
         self._lock: Lock | None = None
         self._digested: dict[str, tuple[int, int]] = {}
-
-    @classmethod
-    def of(cls, parent: Path, factors: Mapping[str, Any]) -> InductorCache:
-        """The cache of an environment, made if there is none."""
-        cache = cls(parent / key_of(factors))
-        cache._factors = dict(factors)
-        cache._make()
-        return cache
-
-    @property
-    def files(self) -> Path:
-        """What inductor is to use as its cache."""
-        return self.folder / "files"
+        if factors:
+            self._make()
 
     @property
     def environment(self) -> dict[str, str]:
@@ -126,36 +123,29 @@ class InductorCache:
         self._make()
         for folder in (self.folder, self.files):
             refuse_others(folder)
-        lock = Lock(self.folder / "lock")
-        try:
+        problems = {}
+        with closing(Lock(self.folder / "lock")) as lock:
             is_only_user = lock.take()
             with self._sealing():
                 sealed = self._read_seal()
-            looked_at = {
-                name: self._problem(name, sealed, is_only_user) for name in _names_in(self.files)
-            }
-            problems = {name: problem for name, problem in looked_at.items() if problem}
-            for name, problem in problems.items():
-                remove(self.files / name)
-                if problem != _UNSEALED:
-                    _log.warning("%s: %s is thrown away: %s", self.files, name, problem)
+            for name in [*_names_in(self.files)]:
+                if problem := self._problem(name, sealed, is_only_user):
+                    problems[name] = problem
+                    remove(self.files / name)
+                    if problem != _UNSEALED:
+                        _log.warning("%s: %s is thrown away: %s", self.files, name, problem)
             if unsealed := [*problems.values()].count(_UNSEALED):
                 _log.warning("%s: %d files are thrown away: %s", self.files, unsealed, _UNSEALED)
-        finally:
-            lock.close()
         return problems
 
     def clear(self) -> int:
         """Remove it, unless a process is using it; returns the number of bytes removed."""
-        lock = Lock(self.folder / "lock")
-        try:
+        with closing(Lock(self.folder / "lock")) as lock:
             if not lock.take():
                 return 0
             size = self.bytes
             discard(self.folder)
             return size
-        finally:
-            lock.close()
 
     def _problem(self, name: str, sealed: Mapping[str, str], is_only_user: bool) -> str:
         try:
@@ -188,7 +178,9 @@ class InductorCache:
         told = self.folder / "factors.json"
         if self._factors and not told.exists():
             with self._sealing():
-                write_whole(told, json.dumps(self._factors, indent=1, sort_keys=True).encode())
+                write_whole(
+                    told, json.dumps(dict(self._factors), indent=1, sort_keys=True).encode()
+                )
 
     @contextmanager
     def _sealing(self) -> Iterator[None]:
@@ -207,10 +199,6 @@ class InductorCache:
             lock.close()
             time.sleep(0.01)
         raise StoreBusy(f"{self.folder} was locked for {_PATIENCE:g} s: wait, or use another store")
-
-    @property
-    def _seal(self) -> Path:
-        return self.folder / "sealed.json"
 
     def _read_seal(self) -> dict[str, str]:
         try:

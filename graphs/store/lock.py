@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from io import FileIO
 from pathlib import Path
@@ -65,8 +65,7 @@ def locked(path: Path, *, shared: bool, seconds: float) -> Iterator[None]:
     Raises:
         StoreBusy: others held it for all of `seconds`.
     """
-    lock = Lock(path)
-    try:
+    with closing(Lock(path)) as lock:
         end = time.monotonic() + seconds
         while not lock.take(shared=shared):
             if time.monotonic() > end:
@@ -76,5 +75,3 @@ def locked(path: Path, *, shared: bool, seconds: float) -> Iterator[None]:
                 )
             time.sleep(_POLL_SECONDS)
         yield
-    finally:
-        lock.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib.metadata
 import inspect
 import sys
@@ -12,22 +11,22 @@ from pathlib import Path
 from types import CodeType, MappingProxyType, ModuleType
 from typing import Any
 
+from graphs.files import digest_of, short_digest
 from graphs.store.imports import Import, SourceFile, live_imports, read_source
 from graphs.store.modules import file_of, is_own
 from graphs.store.values import is_machinery, values_in
 
 __all__ = ["sources_of"]
 
-_GRAPHS = __name__.partition(".")[0]
-_EXPORTED = ("graphs.backends.export_state", "graphs.capture.inputs")
+_GRAPHS = "graphs"
+_EXPORTED = (
+    "graphs.backends.export_state",
+    "graphs.capture.inputs",
+    "graphs.capture.wrappers",
+)
 MAKERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "inductor": (
-            "graphs.capture.wrappers",
-            "graphs.backends.inductor",
-            "graphs.store.inductor",
-            *_EXPORTED,
-        ),
+        "inductor": ("graphs.backends.inductor", "graphs.store.inductor", *_EXPORTED),
         "aoti": ("graphs.backends.aoti", *_EXPORTED),
     }
 )
@@ -54,7 +53,11 @@ def sources_of(
         name = kind.__module__
         if file_of(name) is None and (code := _code_of(kind)) is not None:
             found[f"{name}:{kind.__qualname__}"] = code
-        elif _is_of_graphs(name) and not is_machinery(name) and (file := file_of(name)) is not None:
+        elif (
+            _package(name) == _GRAPHS
+            and not is_machinery(name)
+            and (file := file_of(name)) is not None
+        ):
             found[name] = _digest(file)
     modules = [sys.modules[name] for name in files if name in sys.modules]
     return dict(sorted(found.items())), modules
@@ -68,7 +71,7 @@ def _reached(function: Callable[..., Any], kinds: list[Any]) -> tuple[list[str],
     todo = [*used]
     while todo:
         name = todo.pop()
-        if not name or name in files or _is_of_graphs(name) or not is_own(name):
+        if not name or name in files or _package(name) == _GRAPHS or not is_own(name):
             continue
         files[name] = _read(name)
         todo += [target for each in files[name].imports for target in each.targets]
@@ -79,9 +82,7 @@ def _reached(function: Callable[..., Any], kinds: list[Any]) -> tuple[list[str],
         entries = {(kind.__module__, kind.__qualname__.partition(".")[0]) for kind in kinds}
         imports = live_imports(files, entries)
     used += [target for each in imports for target in each.targets]
-    packages = {name.partition(".")[0] for name in used} - {
-        name.partition(".")[0] for name in files
-    }
+    packages = {*map(_package, used)} - {*map(_package, files)}
     return sorted(files), packages - {_GRAPHS}
 
 
@@ -103,10 +104,6 @@ def _kinds(function: Callable[..., Any]) -> list[Any]:
         else:
             kinds |= dict.fromkeys((value if isinstance(value, type) else type(value)).__mro__)
     return [kind for kind in kinds if getattr(kind, "__module__", None)]
-
-
-def _is_of_graphs(name: str) -> bool:
-    return _package(name) == _GRAPHS
 
 
 def _package(name: str) -> str:
@@ -132,14 +129,13 @@ def _distributions() -> Mapping[str, list[str]]:
 
 
 def _digest(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+    return digest_of(file)[:16]
 
 
 def _code_of(kind: Any) -> str | None:
     functions = [kind] if inspect.isfunction(kind) else vars(kind).values()
     codes = [value.__code__ for value in functions if inspect.isfunction(value)]
-    texts = [_text_of(code) for code in codes]
-    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16] if texts else None
+    return short_digest("\n".join(map(_text_of, codes))) if codes else None
 
 
 def _text_of(code: CodeType) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +128,9 @@ class ArtifactStore:
                 write_label(fresh, about or {})
                 write_manifest(fresh, factors)
                 with self._locked(shared=False):
-                    self._commit(fresh, self._artifacts / key)
+                    discard(self._artifacts / key)
+                    fresh.rename(self._artifacts / key)
+                    sync_folder(self._artifacts)
                     self._evict(self.max_bytes)
         except OSError as error:
             _log.warning("%s: %s is not stored: %s", self.path, key[:12], error)
@@ -182,7 +184,7 @@ class ArtifactStore:
 
     def inductor_cache(self, factors: Mapping[str, Any]) -> InductorCache:
         """The compile cache of inductor for an environment; see there how to use it."""
-        return InductorCache.of(self.path / "inductor", factors)
+        return InductorCache(self.path / "inductor" / key_of(factors), factors)
 
     def inductor_caches(self) -> list[InductorCache]:
         """The compile caches of all environments."""
@@ -198,20 +200,12 @@ class ArtifactStore:
 
     def _sweep_if_alone(self) -> None:
         # What others are busy with is not waited for: a later one sweeps.
-        with suppress(OSError):  # a store on a read-only disk
-            lock = Lock(self.path / ".lock")
-            try:
-                if lock.take():
-                    for name in ("", "artifacts", "inductor"):
-                        sweep(self.path / name)
-                    sweep_unfinished(self.path / "unfinished")
-            finally:
-                lock.close()
-
-    def _commit(self, fresh: Path, folder: Path) -> None:
-        discard(folder)
-        fresh.rename(folder)
-        sync_folder(self._artifacts)
+        # A store on a read-only disk raises OSError.
+        with suppress(OSError), closing(Lock(self.path / ".lock")) as lock:
+            if lock.take():
+                for name in ("", "artifacts", "inductor"):
+                    sweep(self.path / name)
+                sweep_unfinished(self.path / "unfinished")
 
     def _evict(self, limit: int) -> None:
         kept: list[Entry | InductorCache] = [*self.entries(), *self.inductor_caches()]

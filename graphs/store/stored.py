@@ -6,14 +6,16 @@ import logging
 import tempfile
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from graphs.backends.export_state import why_stale
 from graphs.capture.contract import Backend, Frozen
 from graphs.capture.inputs import Input
 from graphs.errors import CaptureError
-from graphs.store.factors import GraphFactors
+from graphs.store.factors import code_factors, graph_factors
 from graphs.store.label import describe
 from graphs.store.misses import Misses
 from graphs.store.store import ArtifactStore
@@ -41,7 +43,9 @@ class StoredBackend(Backend):
         self.store = store
         self.loaded = self.stored = 0
         self.misses = Misses()
-        self._graph_factors = GraphFactors(self.name)
+        # A capture imports modules and so changes which files can be reached: what counts is what a
+        # process finds before its first capture of a callable.
+        self._code: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
 
     @abstractmethod
     def read(self, folder: Path, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -54,58 +58,67 @@ class StoredBackend(Backend):
         options: Mapping[str, Any] | None,
     ) -> dict[str, Any] | str:
         """Everything that a graph depends on, or why it cannot be stored."""
-        factors = self._graph_factors.of(function, examples, options or {})
+        code = None
+        with suppress(TypeError):  # it has no hash, or cannot be referred to weakly
+            if function not in self._code:
+                self._code[function] = code_factors(function, self.name)
+            code = self._code[function]
+        factors = graph_factors(
+            function, examples, backend=self.name, options=options or {}, code=code
+        )
         return _UNTOLD if factors is None else factors
 
-    def restore(
+    def load_or_store(
         self,
         factors: Mapping[str, Any],
         function: Callable[..., Any],
         examples: Sequence[Input],
+        make: Callable[[Path], tuple[Frozen, Callable[[], object]]],
         *,
         name: str,
         warm_runs: int,
-    ) -> Frozen | None:
-        """The graph of these factors, run `warm_runs` times; None where it has to be made.
+    ) -> Frozen:
+        """The graph of these factors out of the store, run `warm_runs` times; or else made, stored.
+
+        Args:
+            make: captures the graph, and returns also what puts it into the folder that it is
+                given. What fails in storing is only logged, as the graph works.
 
         Raises:
             CaptureError: the graph that was stored fails on the examples.
         """
-        try:
-            is_there = self.store.has(factors)
-            with self.store.use(factors) as folder:
-                run = self.read(folder, function) if folder else None
-            if run is None:
-                if not is_there:  # or else it was thrown away, which was logged
-                    self.misses.note(self.store, factors, name)
-                return None
-        except Exception as error:  # a store that is busy or gone, a torch that cannot read it
-            _log.warning("%s: compiled again, not loaded: %s", name, describe_failure(error))
-            return None
-        try:
-            for _ in range(warm_runs):
-                run(*examples)
-        except Exception as error:
-            raise CaptureError(name, describe_failure(error)) from error
-        self.loaded += 1
-        return Frozen(run, stale=why_stale, is_loaded=True)
-
-    def keep(
-        self,
-        factors: Mapping[str, Any],
-        function: Callable[..., Any],
-        write: Callable[[Path], object],
-        *,
-        name: str,
-    ) -> None:
-        """Store what `write` puts into a folder; what fails is only logged, as the graph works."""
-        try:
-            with tempfile.TemporaryDirectory(prefix="graphs-store-") as folder:
-                write(Path(folder))
+        run = self._found(factors, function, name)
+        if run is not None:
+            try:
+                for _ in range(warm_runs):
+                    run(*examples)
+            except Exception as error:
+                raise CaptureError(name, describe_failure(error)) from error
+            self.loaded += 1
+            return Frozen(run, stale=why_stale, is_loaded=True)
+        with tempfile.TemporaryDirectory(prefix="graphs-store-") as folder:
+            frozen, write = make(Path(folder))
+            try:
+                write()
                 self.stored += self.store.put(factors, folder, about=describe(function, name))
-        except Exception as error:
-            self.not_stored(name, describe_failure(error))
+            except Exception as error:
+                self.not_stored(name, describe_failure(error))
+        return frozen
 
     def not_stored(self, name: str, reason: str) -> None:
         """Log that the next process has to make a graph again, and why."""
         _log.warning("%s: not stored: %s", name, reason)
+
+    def _found(
+        self, factors: Mapping[str, Any], function: Callable[..., Any], name: str
+    ) -> Callable[..., Any] | None:
+        try:
+            is_there = self.store.has(factors)
+            with self.store.use(factors) as folder:
+                if folder:
+                    return self.read(folder, function)
+            if not is_there:  # or else it was thrown away, which was logged
+                self.misses.note(self.store, factors, name)
+        except Exception as error:  # a store that is busy or gone, a torch that cannot read it
+            _log.warning("%s: compiled again, not loaded: %s", name, describe_failure(error))
+        return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 
 from graphs.files import remove, visible
@@ -46,13 +46,10 @@ def sweep_unfinished(folder: Path) -> None:
     # The lock comes before what it locks and goes after it: without one, no process is at work.
     paths = {path.with_suffix("") if path.suffix == _LOCK else path for path in visible(folder)}
     for path in paths:
-        lock = Lock(_lock_of(path))
-        try:
+        with closing(Lock(_lock_of(path))) as lock:
             if lock.take():
                 remove(path)
                 lock.path.unlink(missing_ok=True)
-        finally:
-            lock.close()
 
 
 def _lock_of(path: Path) -> Path:

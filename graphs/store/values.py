@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from graphs.files import short_digest
 from graphs.store.modules import file_of, is_own
 
 __all__ = ["digest_of_globals", "digest_of_values", "is_machinery", "values_in"]
@@ -84,10 +84,7 @@ def _is_plain(value: Any, depth: int = _DEPTH) -> bool:
 
 
 def _digest(lines: Iterator[str]) -> str:
-    digest = hashlib.sha256()
-    for line in lines:
-        digest.update(line.encode(errors="replace") + b"\n")
-    return digest.hexdigest()[:16]
+    return short_digest("".join(f"{line}\n" for line in lines))
 
 
 def _of(value: Any, path: str, depth: int, seen: dict[int, Any]) -> Iterator[str]:

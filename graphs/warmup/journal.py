@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,6 @@ _log = logging.getLogger(__name__)
 _FORM = "graphs warmup journal"
 _VERSION = 1
 _NO_JOURNAL = "is not a warmup journal: give another path, or remove it"
-
-
-@dataclass(frozen=True)
-class _Entry:
-    status: str
-    seconds: float
 
 
 class Journal:
@@ -48,14 +42,9 @@ class Journal:
 
     def __init__(self, path: str | Path, name: str, backend: str, axes: Iterable[str]) -> None:
         self.path = Path(path)
-        self._head = {
-            "form": _FORM,
-            "version": _VERSION,
-            "name": name,
-            "backend": backend,
-            "axes": [*axes],
-        }
-        self._entries: dict[Bucket, _Entry] = {}
+        self._head: dict[str, Any] = {"form": _FORM, "version": _VERSION}
+        self._head |= {"name": name, "backend": backend, "axes": [*axes]}
+        self._entries: dict[Bucket, tuple[str, float]] = {}  # status and seconds
         self._is_broken = False
         if lines := self._lines():
             self._read(lines)
@@ -64,13 +53,14 @@ class Journal:
     @property
     def suspects(self) -> list[Bucket]:
         """The buckets that failed, or during whose capture the process died."""
-        return [b for b, entry in self._entries.items() if entry.status in ("failed", "started")]
+        return [b for b, (status, _) in self._entries.items() if status in ("failed", "started")]
 
     @property
     def seconds(self) -> Mapping[Bucket, float]:
         """How long each bucket took that was captured."""
-        captured = ((b, e) for b, e in self._entries.items() if e.status == "captured")
-        return {bucket: entry.seconds for bucket, entry in captured}
+        return {
+            b: seconds for b, (status, seconds) in self._entries.items() if status == "captured"
+        }
 
     def start(self, bucket: Bucket) -> None:
         """Note that a capture begins."""
@@ -93,7 +83,7 @@ class Journal:
 
     def _learn(self, line: dict[str, Any]) -> None:
         bucket = Bucket(**line["bucket"])
-        self._entries[bucket] = _Entry(str(line["status"]), float(line.get("seconds", 0.0)))
+        self._entries[bucket] = str(line["status"]), float(line.get("seconds", 0.0))
 
     def _lines(self) -> list[str]:
         try:
@@ -121,9 +111,9 @@ class Journal:
     def _rewrite(self) -> None:
         # Without a line that is cut off, to which nothing must be appended; by a rename, so that
         # there always is a whole file.
-        lines: list[dict[str, Any]] = [self._head]
-        for bucket, entry in self._entries.items():
-            lines.append({"bucket": dict(bucket), **asdict(entry)})
+        lines = [self._head]
+        for bucket, (status, seconds) in self._entries.items():
+            lines.append({"bucket": dict(bucket), "status": status, "seconds": seconds})
         text = "".join(json.dumps(line) + "\n" for line in lines)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(self.path, text.encode())

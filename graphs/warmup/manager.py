@@ -13,12 +13,13 @@ import torch
 
 from graphs.buckets.axes import Bucket
 from graphs.buckets.space import BucketSpace
-from graphs.capture.capture import CapturedGraph
+from graphs.capture.capture import CapturedGraph, resolve
 from graphs.capture.contract import Backend
 from graphs.capture.inputs import Input
 from graphs.capture.wrappers import name_of
 from graphs.errors import BucketOverflow, CaptureError, InputMismatch, ModeMismatch, StaleGraph
 from graphs.warmup.capturing import Capturing
+from graphs.warmup.journal import Journal
 from graphs.warmup.report import BucketEvent, BucketResult, WarmupReport
 from graphs.warmup.schedule import Order, Schedule, Usage, in_order
 
@@ -99,19 +100,20 @@ class WarmupManager:
         self.overflows = self.degraded = self.fallbacks = 0
         self._module = module
         self._order = in_order(buckets, order, usage)
+        chosen = resolve(backend, self.name)
         self._capturing = Capturing(
             self.name,
             module,
             make_inputs,
-            backend,
+            chosen,
             options,
-            axes=buckets.names,
-            budget_seconds=budget_seconds,
-            budget_bytes=budget_bytes,
-            workers=workers,
-            journal=journal,
-            timed_runs=timed_runs,
+            budget_seconds,
+            budget_bytes,
+            workers,
+            timed_runs,
         )
+        if journal is not None:  # a file is not touched before all else is found right
+            self._capturing.journal = Journal(journal, self.name, chosen.name, buckets.names)
         self._overflow = overflow
         self._strict = strict
         self._graphs: dict[Bucket, CapturedGraph] = {}
@@ -162,7 +164,8 @@ class WarmupManager:
             self._graphs[bucket] = graph
         self._results[bucket] = result
         schedule.done(result)
-        tell(schedule.event(bucket, index, result.status, **result.outcome()))
+        told = {name: getattr(result, name) for name in ("seconds", "bytes", "compiles", "error")}
+        tell(schedule.event(bucket, index, result.status, **told, name=self.name))
 
     @property
     def report(self) -> WarmupReport | None:
@@ -229,7 +232,7 @@ class WarmupManager:
         try:
             return self.run(bucket, *inputs)
         except (InputMismatch, ModeMismatch, StaleGraph) as error:
-            raise type(error)(f"need {_text(need)}", error.detail) from error
+            raise type(error)(f"need {Bucket(**need)}", error.detail) from error
 
     @property
     def hits(self) -> Mapping[Bucket, int]:
@@ -300,7 +303,3 @@ class WarmupManager:
         if reason not in self._logged:
             self._logged.add(reason)
             _log.warning("%s: %s%s; further ones are counted only", self.name, reason, detail)
-
-
-def _text(need: Mapping[str, int]) -> str:
-    return " ".join(f"{name}={size}" for name, size in need.items())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import IO, TYPE_CHECKING, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any
 
 from graphs.warmup.report import BucketEvent
 
@@ -12,20 +12,7 @@ if TYPE_CHECKING:
 __all__ = ["progress_for"]
 
 
-class ProgressDisplay(Protocol):
-    """Takes events, and cleans up at the last one or at the end of a `with` statement."""
-
-    def __call__(self, event: BucketEvent) -> None:
-        """Show an event."""
-
-    def __enter__(self) -> Self:
-        """Return the display itself."""
-
-    def __exit__(self, *exc_info: object) -> None:
-        """Leave the terminal as it was."""
-
-
-def progress_for(stream: IO[str], title: str = "warmup") -> ProgressDisplay:
+def progress_for(stream: IO[str], title: str = "warmup") -> PlainProgress:
     """Choose a display: live if `stream` is a terminal and rich is installed, else plain lines.
 
     manager.warmup(progress_for(sys.stderr))
@@ -39,27 +26,28 @@ def progress_for(stream: IO[str], title: str = "warmup") -> ProgressDisplay:
 
 
 class PlainProgress:
-    """A line per bucket: `warmup 3/12 tokens=64: 1.52 s, 3.1 MiB, about 14 s left`."""
+    """A line per bucket: `warmup 3/12 tokens=64: 1.52 s, 3.1 MiB, about 14 s left`.
+
+    Takes events, and cleans up at the last one or at the end of a `with` statement.
+    """
 
     def __init__(self, stream: IO[str], title: str = "warmup") -> None:
         self._stream = stream
         self._title = title
 
     def __call__(self, event: BucketEvent) -> None:
-        """Write the line of an event."""
         if event.status != "started":
             place = f"{self._title} {event.index + 1}/{event.total} {event.bucket}"
             print(f"{place}: {_outcome(event)}{_rest(event)}", file=self._stream, flush=True)
 
     def __enter__(self) -> Self:
-        """Return the display itself."""
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """Nothing to clean up."""
+        pass
 
 
-class LiveProgress:
+class LiveProgress(PlainProgress):
     """A live bar with the bucket at work, seconds per bucket and time left.
 
     Raises:
@@ -67,6 +55,7 @@ class LiveProgress:
     """
 
     def __init__(self, stream: IO[str], title: str = "warmup") -> None:
+        super().__init__(stream, title)
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
@@ -77,12 +66,10 @@ class LiveProgress:
             TextColumn("{task.fields[note]}", markup=False),
             console=Console(file=stream),
         )
-        self._title = title
         self._task: Any = None
         self._last = ""
 
     def __call__(self, event: BucketEvent) -> None:
-        """Move the bar."""
         if self._task is None:
             self._task = self._bar.add_task(self._title, total=event.total, note="")
             self._bar.start()
@@ -101,12 +88,7 @@ class LiveProgress:
     def _show(self, completed: int, note: str) -> None:
         self._bar.update(self._task, completed=completed, note=note, refresh=True)
 
-    def __enter__(self) -> Self:
-        """Return the display itself."""
-        return self
-
     def __exit__(self, *exc_info: object) -> None:
-        """Stop the bar, also after an exception."""
         self._bar.stop()
 
 

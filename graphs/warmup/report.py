@@ -39,11 +39,6 @@ class BucketResult:
     name: str = ""
     is_loaded: bool = False
 
-    def outcome(self) -> dict[str, Any]:
-        """The fields of an event beside bucket and status."""
-        names = ("seconds", "bytes", "compiles", "error", "name")
-        return {name: getattr(self, name) for name in names}
-
 
 @dataclass(frozen=True)
 class BucketEvent:

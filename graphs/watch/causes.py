@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from traceback import FrameSummary
-from types import CodeType, FrameType, TracebackType
+from traceback import FrameSummary, walk_stack, walk_tb
+from types import CodeType, FrameType
 
 import torch
 
@@ -42,20 +42,20 @@ class CompileSite:
     """What Dynamo is compiling, and which guard sent it there (empty for a first compile)."""
 
     function: str
-    file: str
-    line: int
-    reason: str
+    file: str = ""
+    line: int = 0
+    reason: str = ""
     remedy: str = ""
 
 
 def site_of_stack() -> CompileSite | None:
     """What Dynamo is compiling in the calling thread, from inside one of its callbacks."""
-    return _site(_outward(sys._getframe(1)))
+    return _site(walk_stack(sys._getframe(1)))
 
 
 def site_of_error(error: BaseException) -> CompileSite | None:
     """What Dynamo was compiling when `error` was raised."""
-    return _site(_frames(error.__traceback__))
+    return _site(walk_tb(error.__traceback__))
 
 
 def describe_failure(error: BaseException) -> str:
@@ -95,8 +95,8 @@ def users_line(stack: Sequence[FrameSummary]) -> tuple[str, int]:
     return (innermost[0].filename, innermost[0].lineno or 0) if innermost else ("", 0)
 
 
-def _site(frames: Iterable[FrameType]) -> CompileSite | None:
-    for frame in frames:
+def _site(frames: Iterable[tuple[FrameType, int]]) -> CompileSite | None:
+    for frame, _ in frames:
         code = frame.f_code
         if code.co_name == "_compile" and code.co_filename.endswith("convert_frame.py"):
             compiled, reason = frame.f_locals.get("code"), frame.f_locals.get("recompile_reason")
@@ -116,15 +116,3 @@ def _cause(reason: str) -> tuple[str, str]:
     words, remedy = meaning_of(guard)
     place = _GUARDED_AT.search(line)
     return words + (f" (guarded at {place[1]})" if place else ""), remedy
-
-
-def _outward(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def _frames(traceback: TracebackType | None) -> Iterator[FrameType]:
-    while traceback is not None:
-        yield traceback.tb_frame
-        traceback = traceback.tb_next

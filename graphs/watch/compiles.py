@@ -1,70 +1,45 @@
-"""A watch over what one thread, or all of them, compile, record and build."""
+"""A watch over what one thread, or all of them, compile, record and build.
+
+Torch, its log and Python's audit are hooked once, while anybody watches: who watches is a tuple
+that is replaced whole, so that threads may come and go while another one compiles. Everything here
+may be interrupted at any line: :meth:`CompileWatch.stop`, called again, leaves nothing behind.
+
+`torch.utils.cpp_extension`, inductor and others also build outside of Dynamo's view, but they start
+a compiler, and Python audits that (event `subprocess.Popen`). A kernel that is only loaded from a
+cache, or is built by another process, does not count as a build.
+"""
 
 from __future__ import annotations
 
+import logging
+import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Any
 
-from graphs.capture.wrappers import with_own_code
-from graphs.watch import hooks
+from graphs.watch.builds import build_of
 from graphs.watch.causes import CompileSite, site_of_stack
+from graphs.watch.events import CompileEvent, Kind, event_at
 
-__all__ = ["CompileEvent", "CompileWatch"]
+if TYPE_CHECKING:
+    from typing import Self
 
-Kind: TypeAlias = Literal[
-    "compile",
-    "recompile",
-    "refused recompile",
-    "backward",
-    "recording",
-    "build",
-    "capture",
-]
+__all__ = ["CompileWatch"]
 
-REMEDIES: dict[Kind, str] = {
-    "compile": "call it once in the warmup, or capture it with graphs.capture",
-    "recompile": "capture this case in the warmup",
-    "refused recompile": "capture this case in the warmup",
-    "backward": "run its backward in the warmup too, or serve under torch.no_grad()",
-    "recording": "run this case twice in the warmup, where its graph is recorded",
-    "build": "build it before serving, by running it once in the warmup",
-    "capture": "capture this case in the warmup",
-}
+_log = logging.getLogger(__name__)
+
 _TRIGGERS: dict[str, Kind] = {"LAZY_BACKWARD": "backward", "CUDAGRAPH_RECORDING": "recording"}
+_LIMIT_LOG = "torch._dynamo.convert_frame"
+_ASK = "graphs.watch.compiles.is_audited"
+
+_watching: tuple[CompileWatch, ...] = ()
+_blinded: tuple[CompileWatch, ...] = ()
+# Reentrant, for a signal handler that stops a watch while this thread begins one.
+_changing = threading.RLock()
 
 
-@dataclass(frozen=True)
-class CompileEvent:
-    """One compile, or what stands for one.
-
-    Attributes:
-        kind: `compile` of a new function; `recompile` after a guard failed; `refused recompile`,
-            where a function had used up its recompiles, so that torch runs it eagerly or raises;
-            `backward`, of a gradient, which torch compiles when it is first needed; `recording`, of
-            a CUDA graph; `build`, of a kernel by a C++ or CUDA compiler outside of any compile;
-            `capture`, a late :func:`graphs.capture`.
-        function: its name, or the name of the captured graph, or what is built.
-        file, line: where the function is, empty and 0 if unknown.
-        reason: the guard or tensor that caused it, empty for a first compile.
-        thread: identifier of the compiling thread.
-        remedy: what to do about it.
-    """
-
-    kind: Kind
-    function: str
-    file: str
-    line: int
-    reason: str
-    thread: int
-    remedy: str = ""
-
-    def __str__(self) -> str:
-        place = f" ({self.file}:{self.line})" if self.file else ""
-        return f"{self.kind} of {self.function}{place}" + (
-            f": {self.reason}" if self.reason else ""
-        )
+class _StartedAlready(RuntimeError):
+    """By somebody else, who goes on watching."""
 
 
 class CompileWatch:
@@ -77,14 +52,13 @@ class CompileWatch:
             watch. Work that a compile hands to threads and processes of torch is part of it.
 
     Attributes:
-        events: the events so far.
         graphs: how many graphs Dynamo made; fewer than compiles, where a function had no operator.
         graph_breaks: how many graph breaks the compiles met.
 
     Torch compiles in one thread at a time. A compile inside another compile is not seen apart, nor
     is one that begins while another thread compiles a backward or records a CUDA graph of torch's.
-    `torch._dynamo.reset()` removes the callbacks: then `lost` is true. After an interruption at any
-    moment :meth:`stop` leaves nothing behind.
+    `torch._dynamo.reset()` removes the callbacks: then `lost` is true, and its end is
+    logged as a warning. After an interruption at any moment :meth:`stop` leaves nothing behind.
     """
 
     def __init__(
@@ -93,50 +67,80 @@ class CompileWatch:
         *,
         all_threads: bool = True,
     ) -> None:
-        self.events: list[CompileEvent] = []
         self.graphs = 0
         self.graph_breaks = 0
+        self._events: list[CompileEvent] = []
         self._on_event = on_event
         self._all_threads = all_threads
         self._thread = 0
         self._before = (0, 0)
         self._is_compiling = False
-        self._ears = hooks.Listener(self._started, self._ended, self._limit_hit, self._built)
+
+    @property
+    def events(self) -> tuple[CompileEvent, ...]:
+        """Everything seen so far, also after the end."""
+        return tuple(self._events)
 
     @property
     def compiles(self) -> int:
         """How many compiles began."""
-        return sum(event.kind in ("compile", "recompile", "backward") for event in self.events)
+        return self.count("compile", "recompile", "backward")
 
     @property
     def lost(self) -> bool:
         """Whether `torch._dynamo.reset()` has blinded a started watch."""
-        return hooks.is_deaf(self._ears)
+        return self in _blinded or (self in _watching and not _is_hooked())
+
+    def count(self, *kinds: Kind) -> int:
+        """How many events of these kinds were seen."""
+        return sum(event.kind in kinds for event in self._events)
 
     def start(self) -> None:
-        """Begin to see compiles."""
-        self._thread = threading.get_ident()
-        hooks.listen(self._ears)
+        """Begin to see compiles. After an interruption call :meth:`stop`.
+
+        Raises:
+            RuntimeError: it is started already.
+        """
+        global _watching, _blinded
+        with _changing:
+            if self in _watching:
+                raise _StartedAlready(
+                    f"this {type(self).__name__} is armed already; nest a second one instead"
+                )
+            self._thread = threading.get_ident()
+            if not _is_hooked():  # torch._dynamo.reset() took the hooks away from those before
+                _blinded = _watching
+            _hook()
+            _watching = (*_watching, self)
 
     def stop(self) -> None:
         """Stop seeing compiles, leaving nothing behind in torch. May be called twice."""
-        hooks.unlisten(self._ears)
+        global _watching, _blinded
+        with _changing:
+            if self.lost:
+                _log.warning("torch._dynamo.reset() was called: compiles after it were not seen")
+            _watching = tuple(other for other in _watching if other is not self)
+            _blinded = tuple(other for other in _blinded if other is not self)
+            if not _watching:
+                _unhook()
         self._is_compiling = False
 
     def note(self, event: CompileEvent) -> None:
-        """Take an event that torch does not know of."""
+        """Take an event, if it is of a thread that is watched."""
         if self._watches(event.thread):
-            self.events.append(event)
+            self._events.append(event)
             if self._on_event is not None:
                 self._on_event(event)
 
-    def __enter__(self) -> CompileWatch:
+    def __enter__(self) -> Self:
         try:
             self.start()
+            return self  # inside, for an interrupt here
+        except _StartedAlready:
+            raise
         except BaseException:
             self.stop()
             raise
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         try:
@@ -153,10 +157,8 @@ class CompileWatch:
             return
         self._before = _graphs_and_breaks()
         site = site_of_stack()
-        if trigger == "DYNAMO":
-            self.note(_event("recompile" if site and site.reason else "compile", site))
-        else:
-            self.note(_event(_TRIGGERS.get(trigger, "build"), site))
+        first: Kind = "recompile" if site and site.reason else "compile"
+        self.note(event_at(first if trigger == "DYNAMO" else _TRIGGERS.get(trigger, "build"), site))
         self._is_compiling = True
 
     def _ended(self) -> None:
@@ -166,20 +168,89 @@ class CompileWatch:
             self.graphs += max(0, graphs - self._before[0])
             self.graph_breaks += max(0, breaks - self._before[1])
 
-    def _limit_hit(self) -> None:
-        self.note(_event("refused recompile", site_of_stack()))
-
     def _built(self, what: str) -> None:
         if not self._is_compiling:  # or else it is part of the compile that was noted
-            self.note(_event("build", CompileSite(what, "", 0, "")))
+            self.note(event_at("build", CompileSite(what)))
 
 
-def _event(kind: Kind, site: CompileSite | None) -> CompileEvent:
-    site = site or CompileSite("a function", "", 0, "")
-    # A captured graph runs behind a wrapper of ours, whose name says more than its place.
-    place = ("", 0) if site.file == with_own_code.__code__.co_filename else (site.file, site.line)
-    remedy = site.remedy or REMEDIES[kind]
-    return CompileEvent(kind, site.function, *place, site.reason, threading.get_ident(), remedy)
+def watching() -> tuple[CompileWatch, ...]:
+    """All that are started, in any thread."""
+    return _watching
+
+
+def _is_hooked() -> bool:
+    return _tell_started in _handler().start_callbacks
+
+
+def _hook() -> None:
+    for callbacks, ours in _callbacks():
+        if ours not in callbacks:
+            callbacks.append(ours)
+    if not _is_audited():
+        sys.addaudithook(_audit)
+    logging.getLogger(_LIMIT_LOG).addHandler(_refusals)
+
+
+def _unhook() -> None:
+    if "torch._dynamo.callback" not in sys.modules:  # nobody has ever watched
+        return
+    logging.getLogger(_LIMIT_LOG).removeHandler(_refusals)
+    for callbacks, ours in _callbacks():
+        if ours in callbacks:
+            callbacks.remove(ours)
+
+
+def _callbacks() -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    handler = _handler()
+    return (handler.start_callbacks, _tell_started), (handler.end_callbacks, _tell_ended)
+
+
+def _handler() -> Any:
+    # torch._dynamo takes seconds to import: not before someone compiles or watches.
+    import torch._dynamo
+
+    return torch._dynamo.callback.callback_handler
+
+
+def _tell_started(args: Any) -> None:
+    for watch in _watching:
+        watch._started(args.callback_trigger.name)
+
+
+def _tell_ended(_: Any) -> None:
+    for watch in _watching:
+        watch._ended()
+
+
+def _is_audited() -> bool:
+    # Asked, not remembered: an interrupt between hooking and remembering would hook twice.
+    answers: list[bool] = []
+    sys.audit(_ASK, answers)
+    return bool(answers)
+
+
+def _audit(event: str, args: tuple[Any, ...]) -> None:
+    # It can never be taken out again, so it does nothing while nobody watches.
+    if event == _ASK:
+        args[0].append(True)
+    if event != "subprocess.Popen" or not _watching:
+        return
+    command = args[1]
+    if isinstance(command, (list, tuple)) and (built := build_of(command)):
+        for watch in _watching:
+            watch._built(built)
+
+
+class _Refusals(logging.Handler):
+    # A function that has used up its recompiles runs eagerly from then on; torch says so in its log
+    # and nowhere else.
+    def emit(self, record: logging.LogRecord) -> None:
+        if str(record.msg).startswith("torch._dynamo hit config."):
+            for watch in _watching:
+                watch.note(event_at("refused recompile", site_of_stack()))
+
+
+_refusals = _Refusals(logging.WARNING)
 
 
 def _graphs_and_breaks() -> tuple[int, int]:

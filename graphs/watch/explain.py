@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from textwrap import indent
 from typing import Any
 
 import torch
@@ -66,7 +67,7 @@ class BreakReport:
         lines = [f"{self.name}: {counts}"]
         lines += [f"break {i}: {found}" for i, found in enumerate(self.breaks)]
         if graphs:
-            lines += [f"graph {i}:\n{_indent(graph)}" for i, graph in enumerate(self.graphs)]
+            lines += [f"graph {i}:\n{indent(graph, '    ')}" for i, graph in enumerate(self.graphs)]
         if guards and self.guards:
             lines += ["guards:", *(f"    {guard}" for guard in self.guards)]
         return "\n".join(lines)
@@ -173,7 +174,3 @@ def _unlimited_recompiles() -> AbstractContextManager[Any]:
         recompile_limit=many, accumulated_recompile_limit=many
     )
     return patched
-
-
-def _indent(text: str) -> str:
-    return "\n".join(f"    {line}" for line in text.splitlines())

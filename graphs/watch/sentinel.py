@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import logging
-import threading
 from typing import TYPE_CHECKING
 
 from graphs.errors import GraphBudgetExceeded
-from graphs.watch.compiles import REMEDIES, CompileEvent, CompileWatch
+from graphs.watch.causes import CompileSite
+from graphs.watch.compiles import CompileWatch, watching
+from graphs.watch.events import CompileEvent, event_at
 
 if TYPE_CHECKING:
     from typing import Self
 
-__all__ = ["no_compile"]
+__all__ = ["no_compile", "note_capture"]
 
 _log = logging.getLogger(__name__)
 
-# A late capture looks here; what is armed may be armed in any thread.
-_armed: tuple[no_compile, ...] = ()
-_arming = threading.RLock()
 
-
-class _ArmedAlready(RuntimeError):
-    """By somebody else, who goes on watching."""
-
-
-class no_compile:
+class no_compile(CompileWatch):
     """Context manager under which every compile of torch is an error that names its cause.
 
     Caught are the first compile of a function, a recompile (new shape, dtype, stride, device, grad
@@ -58,81 +51,33 @@ class no_compile:
     """
 
     def __init__(self, strict: bool = True, *, all_threads: bool = False) -> None:
+        super().__init__(self._judge, all_threads=all_threads)
         self.strict = strict
-        self._watch = CompileWatch(self._judge, all_threads=all_threads)
         self._warned: set[tuple[str, str, int, str]] = set()
-
-    @property
-    def events(self) -> tuple[CompileEvent, ...]:
-        """Everything seen so far."""
-        return tuple(self._watch.events)
-
-    @property
-    def compiles(self) -> int:
-        """How many compiles began."""
-        return self._watch.compiles
-
-    @property
-    def graph_breaks(self) -> int:
-        """How many graph breaks the compiles met."""
-        return self._watch.graph_breaks
 
     @property
     def late_captures(self) -> int:
         """How many times :func:`graphs.capture` was called."""
-        return self._count("capture")
+        return self.count("capture")
 
     @property
     def late_builds(self) -> int:
         """How many kernels were built and CUDA graphs recorded, outside of a compile."""
-        return self._count("build", "recording")
+        return self.count("build", "recording")
 
     @property
     def limit_hits(self) -> int:
         """How many times torch refused to compile a function yet again."""
-        return self._count("refused recompile")
+        return self.count("refused recompile")
 
     def arm(self) -> Self:
-        """Begin to watch. After an interruption call :meth:`disarm`.
-
-        Raises:
-            RuntimeError: it is armed already.
-        """
-        global _armed
-        with _arming:
-            if self in _armed:
-                raise _ArmedAlready("this no_compile is armed already; nest a second one instead")
-            _armed = (*_armed, self)
-            self._watch.start()
+        """As :meth:`start`; returns itself."""
+        self.start()
         return self
 
     def disarm(self) -> None:
-        """Stop watching and leave nothing behind in torch, also if it is armed in part or not."""
-        global _armed
-        with _arming:
-            if self._watch.lost:
-                _log.warning("torch._dynamo.reset() was called: compiles after it were not seen")
-            self._watch.stop()
-            _armed = tuple(sentinel for sentinel in _armed if sentinel is not self)
-
-    def __enter__(self) -> Self:
-        try:
-            return self.arm()
-        except _ArmedAlready:
-            raise
-        except BaseException:
-            self.disarm()
-            raise
-
-    def __exit__(self, *exc_info: object) -> None:
-        try:
-            self.disarm()
-        except BaseException:
-            self.disarm()
-            raise
-
-    def _count(self, *kinds: str) -> int:
-        return sum(event.kind in kinds for event in self._watch.events)
+        """As :meth:`stop`: leaves nothing behind, also if it is armed in part or not at all."""
+        self.stop()
 
     def _judge(self, event: CompileEvent) -> None:
         if self.strict:
@@ -149,10 +94,9 @@ def note_capture(name: str) -> None:
     Raises:
         GraphBudgetExceeded: a strict one is armed.
     """
-    for sentinel in _armed:
-        thread = threading.get_ident()
-        event = CompileEvent("capture", name, "", 0, "", thread, REMEDIES["capture"])
-        sentinel._watch.note(event)
+    for watch in watching():
+        if isinstance(watch, no_compile):
+            watch.note(event_at("capture", CompileSite(name)))
 
 
 def _passing_through_dynamo(event: CompileEvent) -> GraphBudgetExceeded:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from graphs.capture.contract import Backend, Frozen
 from graphs.capture.inputs import Input
-from graphs.capture.wrappers import as_module
+from graphs.capture.wrappers import as_module, writes_seen
 from graphs.errors import CaptureError
 
 __all__ = ["OrtModuleBackend"]
@@ -24,8 +24,11 @@ class OrtModuleBackend(Backend):
 
     def available(self) -> str | None:
         """Needs a torch-ort that imports with this torch; version 1.19.2 does not with 2.13."""
-        reason = _import_error()
-        return reason and f"{reason}; use backend 'onnxrt'"
+        try:
+            _ort_module()
+            return None
+        except Exception as error:
+            return f"{_why_not(error)}; use backend 'onnxrt'"
 
     def capture(
         self,
@@ -57,19 +60,9 @@ def _ort_module() -> Any:
     return importlib.import_module("torch_ort").ORTModule
 
 
-def _import_error() -> str | None:
-    try:
-        _ort_module()
-    except ModuleNotFoundError as error:
-        if error.name == "torch_ort":
-            return "torch-ort is not installed"
-        return _why(error)
-    except Exception as error:
-        return _why(error)
-    return None
-
-
-def _why(error: Exception) -> str:
+def _why_not(error: Exception) -> str:
+    if isinstance(error, ModuleNotFoundError) and error.name == "torch_ort":
+        return "torch-ort is not installed"
     text = str(error).strip().splitlines()
     return (
         f"torch-ort does not import with torch {torch.__version__} "
@@ -78,9 +71,7 @@ def _why(error: Exception) -> str:
 
 
 def _changed_in_place(module: nn.Module, inputs: Sequence[Input]) -> str:
-    tensors = dict(module.named_buffers())
-    tensors |= {f"input {i}": value for i, value in enumerate(inputs) if isinstance(value, Tensor)}
-    tensors = {name: tensor for name, tensor in tensors.items() if not tensor.is_inference()}
-    before = {name: tensor._version for name, tensor in tensors.items()}
+    named = [(f"input {i}", value) for i, value in enumerate(inputs) if isinstance(value, Tensor)]
+    written = writes_seen([*module.named_buffers(), *named])
     module(*inputs)
-    return ", ".join(name for name, tensor in tensors.items() if tensor._version != before[name])
+    return written()

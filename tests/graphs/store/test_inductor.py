@@ -228,7 +228,6 @@ SCRIPT = """
 import sys, os, torch
 from torch import nn
 from graphs import capture
-from graphs.watch.hooks import Listener, listen
 from graphs.watch.compiles import CompileWatch
 from graphs.store import ArtifactStore, StoredInductor, environment_factors
 
@@ -236,8 +235,12 @@ torch.set_grad_enabled(False)
 torch.manual_seed(0)
 store = ArtifactStore(sys.argv[1])
 built = []
-listen(Listener(built=built.append))
-with store.inductor_cache(environment_factors()) as cache, CompileWatch() as watch:
+
+class Watch(CompileWatch):
+    def _built(self, what):  # also what is built inside of a compile
+        built.append(what)
+
+with store.inductor_cache(environment_factors()) as cache, Watch() as watch:
     os.environ.update(cache.environment)
     backend = StoredInductor(store, cache.seal)
     net = nn.Sequential(nn.Linear(4, 4), nn.GELU())

@@ -103,11 +103,11 @@ def test_a_store_that_has_nothing_like_it_is_no_warning(store, tmp_path, caplog)
 def plain(monkeypatch):
     """Inductor that compiles nothing, and artifacts that are one file."""
 
-    def keep(self, factors, function, write, *, name):
-        self.stored += self.store.put(factors, __file__)
+    def write(self, folder, *_):
+        (folder / "graph").write_text("nothing")
 
     monkeypatch.setattr("graphs.store.inductor.freeze", lambda f, *_, **__: (Frozen(f), None))
-    monkeypatch.setattr(StoredInductor, "keep", keep)
+    monkeypatch.setattr("graphs.store.inductor._Keeping.write", write)
     monkeypatch.setattr(StoredInductor, "read", lambda self, folder, function: function)
 
 

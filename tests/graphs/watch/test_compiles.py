@@ -1,11 +1,12 @@
 import logging
 import subprocess
+import sys
 import threading
 
 import pytest
 import torch
 
-from graphs import CompileEvent, CompileWatch
+from graphs import CompileWatch
 
 
 def compiled(function):
@@ -152,7 +153,18 @@ def test_a_reset_of_dynamo_is_noticed():
     watch.stop()
 
 
-def test_an_event_reads_as_one_line():
-    event = CompileEvent("recompile", "decode", "model.py", 7, "tensor 'x' size mismatch", 0)
-    assert str(event) == "recompile of decode (model.py:7): tensor 'x' size mismatch"
-    assert str(CompileEvent("capture", "decode", "", 0, "", 0)) == "capture of decode"
+def test_builds_are_heard_of_until_the_end():
+    with CompileWatch() as watch:
+        subprocess.run(["cc", "--version"], capture_output=True)
+        subprocess.run([sys.executable, "-c", ""])
+        subprocess.run(["cc", "nothing.c"], capture_output=True)
+    subprocess.run(["cc", "nothing.c"], capture_output=True)
+    assert [(event.kind, event.function) for event in watch.events] == [("build", "nothing.c")]
+
+
+def test_what_on_event_raises_stops_a_build():
+    def refuse(event):
+        raise RuntimeError(f"no {event.function}")
+
+    with CompileWatch(refuse), pytest.raises(RuntimeError, match=r"no nothing\.c"):
+        subprocess.Popen(["cc", "nothing.c"])
