@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from compiled_attn.arguments import whole
 from compiled_attn.cache.blocks.places import BlockPlaces
 from compiled_attn.cache.defrag.holders import Holders
 from compiled_attn.cache.defrag.report import DefragReport, DefragTotals, Move, report_of
-from compiled_attn.cache.whole import whole
 
 __all__ = ["BlockCopies", "OnlineDefragmenter"]
 

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from compiled_attn.cache.whole import whole
+from compiled_attn.arguments import whole
 from graphs import Bucket, BucketEvent, CaptureError, WarmupManager, WarmupReport, explicit
 from graphs.capture.contract import Backend
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from compiled_attn.arguments import whole
 from compiled_attn.cache.defrag.rows import block_rows, check_disjoint, extent_of
 from compiled_attn.cache.kv_cache import PagedKVCache
-from compiled_attn.cache.whole import whole
 
 __all__ = ["CacheMemory"]
 
