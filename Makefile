@@ -34,7 +34,7 @@ test: lint
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
 
 test-all: lint
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m ""
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m "" --hypothesis-profile=all
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

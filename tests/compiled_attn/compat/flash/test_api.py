@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
@@ -63,7 +63,13 @@ def upstream(seed: int) -> Case:
     ).make()
 
 
-@pytest.mark.parametrize("seed", range(48))
+def seeds(count: int) -> list[Any]:
+    """Points of the grid; dense attention in float64 takes seconds for the largest of them."""
+    marks = dict.fromkeys((0, 9, 38, 39), pytest.mark.slow)
+    return [pytest.param(seed, marks=marks.get(seed, ())) for seed in range(count)]
+
+
+@pytest.mark.parametrize("seed", seeds(48))
 def test_the_grid_of_upstreams_test_holds_its_tolerance(seed: int) -> None:
     check(upstream(seed), flash_attn_with_kvcache)
 
@@ -105,20 +111,18 @@ def cases(draw: Any) -> Case:
     ).make()
 
 
-@settings(max_examples=250)
 @given(cases())
 def test_any_combination_equals_the_oracle_amid_poison(case: Case) -> None:
     check(case, flash_attn_with_kvcache)
 
 
-@settings(max_examples=100)
 @given(cases())
 def test_the_reference_equals_the_oracle_amid_poison(case: Case) -> None:
     check(case, flash_attn_with_kvcache_reference)
 
 
 @pytest.mark.parametrize("form", [attend_plain, attend_fused, attend_sdpa])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(12))
 def test_every_form_of_the_slice_equals_the_oracle(
     form: Any, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
