@@ -12,7 +12,7 @@ from torch import Tensor
 
 from compiled_attn.attention.metadata import UnifiedMetadata
 from compiled_attn.step.form import ModelWork, StepLimits
-from compiled_attn.step.rows import (
+from compiled_attn.step.requests import (
     Ints,
     StepRows,
     block_tables,

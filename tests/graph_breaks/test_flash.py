@@ -90,7 +90,7 @@ def test_an_int_length_that_grows_does_not_compile_each_step() -> None:
     assert counter.frame_count <= 2
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.slow), "aot_eager"])
 @pytest.mark.parametrize("seed", range(6))
 def test_compiled_calls_equal_the_reference_and_show_their_writes(backend: str, seed: int) -> None:
     sizes: dict[str, Any] = [

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-import compiled_attn.engine.kernel as kernel_module
+import compiled_attn.engine.local as kernel_module
 from compiled_attn.engine import ConfigError, Engine, EngineConfig, SamplingParams
 from compiled_attn.ops import NativeOps
 from graphs import explicit

@@ -103,7 +103,7 @@ def test_tokens_of_no_request_are_zero_whatever_the_sinks_are(ops, sink, dtype):
         assert torch.equal(lse[token].nan_to_num(7.0), sinks.nan_to_num(7.0))
 
 
-@pytest.mark.parametrize("window", [20, None])
+@pytest.mark.parametrize("window", [20, pytest.param(None, marks=pytest.mark.slow)])
 def test_a_band_of_many_tiles_is_that_of_dense_attention(ops, window):
     # 96 rows of 32 heads on each of 16 KV heads are 2 bands of 8 tiles; the first rows see nothing.
     sinks = torch.linspace(-2, 2, 512)
