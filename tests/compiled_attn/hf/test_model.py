@@ -10,6 +10,7 @@ from compiled_attn.hf import ATTENTION_NAME, ModelRefused, PagedCausalLM, cache_
 from compiled_attn.step import Parts, Tables
 from tests.compiled_attn.hf.families import small_model
 from tests.compiled_attn.tiny import FAMILIES, tiny_model
+from tests.slow import slow_but
 
 SLOW = pytest.mark.slow
 
@@ -69,7 +70,7 @@ def test_a_batch_that_is_not_flattened_is_refused():
         )
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("gemma2", marks=SLOW), "gpt_oss"])
+@pytest.mark.parametrize("family", slow_but(("llama", "gpt_oss"), ("llama", "gemma2", "gpt_oss")))
 def test_a_step_is_one_graph_without_breaks_and_writes_the_cache_in_place(family):
     model = tiny_model(family)
     module = PagedCausalLM(model, cache_for(model, 16, 4))

@@ -17,6 +17,7 @@ from compiled_attn.attention.state import PartialAttention
 from compiled_attn.compat.flash import flash_attn_with_kvcache, flash_attn_with_kvcache_reference
 from compiled_attn.compat.flash.key_slice import attend_fused, attend_plain, attend_sdpa
 from tests.compiled_attn.compat.flash.cases import Case, check
+from tests.slow import slow_but
 
 CACHES = ("k_cache", "v_cache")
 HALVES = (torch.float16, torch.bfloat16)
@@ -63,13 +64,11 @@ def upstream(seed: int) -> Case:
     ).make()
 
 
-def seeds(count: int) -> list[Any]:
-    """Points of the grid; dense attention in float64 takes seconds for the largest of them."""
-    marks = dict.fromkeys((0, 9, 38, 39), pytest.mark.slow)
-    return [pytest.param(seed, marks=marks.get(seed, ())) for seed in range(count)]
+# Dense attention in float64 takes seconds for the largest points of the grid.
+QUICK = {*range(48)} - {0, 9, 38, 39}
 
 
-@pytest.mark.parametrize("seed", seeds(48))
+@pytest.mark.parametrize("seed", slow_but(QUICK, range(48)))
 def test_the_grid_of_upstreams_test_holds_its_tolerance(seed: int) -> None:
     check(upstream(seed), flash_attn_with_kvcache)
 
@@ -122,7 +121,7 @@ def test_the_reference_equals_the_oracle_amid_poison(case: Case) -> None:
 
 
 @pytest.mark.parametrize("form", [attend_plain, attend_fused, attend_sdpa])
-@pytest.mark.parametrize("seed", seeds(12))
+@pytest.mark.parametrize("seed", slow_but(QUICK, range(12)))
 def test_every_form_of_the_slice_equals_the_oracle(
     form: Any, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
