@@ -47,6 +47,9 @@ class BlockPool:
         key: of the hash that finds prefixes, 1 to 64 secret bytes; None draws a random one for this
             pool. Give one where digests must be equal in several processes.
 
+    Attributes:
+        refcounts: live, read-only, ``[num_blocks]`` int32; a pending copy counts for its source.
+
     Example::
 
         pool = BlockPool(num_blocks=100, block_size=16)
@@ -72,8 +75,8 @@ class BlockPool:
         self._index = PrefixIndex(self.block_size, worth if partial_hits else None, key=key)
         self._blocks = BlockAllocator(self.num_blocks, self._index)
         self._tables: dict[Hashable, BlockTable] = {}
-        self._refcounts = np.frombuffer(self._blocks.refs, dtype=np.int32)
-        self._refcounts.flags.writeable = False
+        self.refcounts: NDArray[np.int32] = np.frombuffer(self._blocks.refs, dtype=np.int32)
+        self.refcounts.flags.writeable = False
         self._queried_tokens = 0
         self._hit_tokens = 0
         self._partial_hit_tokens = 0
@@ -93,11 +96,6 @@ class BlockPool:
     def places(self) -> BlockPlaces:
         """Where each block lies in the cache: resolve and swap, leave the states to the pool."""
         return self._blocks.places
-
-    @property
-    def refcounts(self) -> NDArray[np.int32]:
-        """Live, read-only, ``[num_blocks]`` int32; a pending copy counts for its source."""
-        return self._refcounts
 
     @property
     def requests(self) -> list[Hashable]:
