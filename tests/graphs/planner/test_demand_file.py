@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphs import from_file, to_file
@@ -17,6 +17,7 @@ rows = st.lists(
 )
 
 
+@settings(deadline=None, max_examples=60)
 @given(rows, st.sampled_from(["demand.csv", "demand.jsonl"]))
 def test_what_is_written_is_read(tmp_path_factory, rows, name):
     demand = Demand(("a", "b"), [row[:2] for row in rows], [row[2] for row in rows])
