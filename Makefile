@@ -30,11 +30,14 @@ help:
 run: $(VENV)/.installed-run
 	$(BIN)/compiled-attn run $(ARGS)
 
-test: lint
+# The kernels of the quick tests are built while mypy, which is one process, checks the types.
+test: $(VENV)/.installed-dev
+	@$(BIN)/python -c "from compiled_attn.ops import load; load(); load('portable')" 2>/dev/null & \
+	$(MAKE) --no-print-directory lint
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
 
 test-all: lint
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m ""
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m "" --hypothesis-profile=all
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

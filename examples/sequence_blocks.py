@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from compiled_attn.arguments import whole
 from compiled_attn.cache.blocks import BlockPool, OutOfBlocks
-from compiled_attn.cache.whole import whole
 
 Lengths: TypeAlias = Sequence[int] | NDArray[np.integer[Any]] | Tensor
 Mask: TypeAlias = Sequence[bool] | NDArray[np.bool_] | Tensor

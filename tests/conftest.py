@@ -9,8 +9,9 @@ import pytest
 import torch
 from hypothesis import settings
 
-settings.register_profile("project", deadline=None, derandomize=True)
-settings.load_profile("project")
+settings.register_profile("quick", deadline=None, derandomize=True, max_examples=40)
+settings.register_profile("all", settings.get_profile("quick"), max_examples=250)
+settings.load_profile("quick")
 
 
 def pytest_configure(config: pytest.Config) -> None:

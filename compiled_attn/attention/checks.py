@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compiled_attn.arguments.expect import FLOATS, INTS, Expect
-from compiled_attn.arguments.overlap import can_read
+from compiled_attn.arguments import FLOATS, INTS, Expect, can_read
 from compiled_attn.attention.call import UnifiedCall
 from compiled_attn.attention.metadata import UnifiedMetadata
 from compiled_attn.attention.numbers import check_numbers

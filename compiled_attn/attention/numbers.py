@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from compiled_attn.arguments.expect import slot_used_twice
+from compiled_attn.arguments import slot_used_twice
 from compiled_attn.attention.metadata import UnifiedMetadata
 
 __all__ = ["check_numbers"]

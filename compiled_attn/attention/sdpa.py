@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compiled_attn.arguments.expect import FLOATS
+from compiled_attn.arguments import FLOATS
 from compiled_attn.attention.nonfinite import for_added_mask
 from compiled_attn.attention.state import FMIN, PartialAttention
 from compiled_attn.ops.choose import AttentionTraits

@@ -27,7 +27,7 @@ from compiled_attn.engine import (
     SamplingParams,
     StepInfo,
 )
-from compiled_attn.engine.metrics import block_series
+from compiled_attn.engine.report import block_series
 from compiled_attn.hf.proof import CheckReport, check
 from compiled_attn.workloads import Arrival, prompts, read_trace, synthetic
 from graphs import (

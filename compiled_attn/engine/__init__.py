@@ -12,22 +12,24 @@ from graphs.lazy import lazy_names
 if TYPE_CHECKING:
     from compiled_attn.engine.config import ConfigError, EngineConfig
     from compiled_attn.engine.engine import Engine
-    from compiled_attn.engine.metrics import EngineReport, Percentiles, StepInfo, StepRecord
+    from compiled_attn.engine.report import EngineReport, StepInfo
     from compiled_attn.engine.sampling import SamplingParams, sample, sample_rows
     from compiled_attn.engine.scheduler import ScheduledTokens, Scheduler
     from compiled_attn.engine.sequence import GenerationResult, Sequence, Status, TokenEvent
     from compiled_attn.engine.stream import Stream
+    from compiled_attn.engine.tally import Percentiles, StepRecord
 else:
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
             "config": "ConfigError EngineConfig",
             "engine": "Engine",
-            "metrics": "EngineReport Percentiles StepInfo StepRecord",
+            "report": "EngineReport StepInfo",
             "sampling": "SamplingParams sample sample_rows",
             "scheduler": "ScheduledTokens Scheduler",
             "sequence": "GenerationResult Sequence Status TokenEvent",
             "stream": "Stream",
+            "tally": "Percentiles StepRecord",
         },
     )
 

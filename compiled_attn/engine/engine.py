@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from functools import partial
@@ -23,17 +24,15 @@ from compiled_attn.engine.block_memory import BlockMemory
 from compiled_attn.engine.config import ConfigError, EngineConfig
 from compiled_attn.engine.executor import Executor
 from compiled_attn.engine.local import LocalExecutor
-from compiled_attn.engine.metrics import EngineReport, StepInfo
 from compiled_attn.engine.outcome import Attempt, Changes, Outcome, outcome_of
-from compiled_attn.engine.prompts import check_settings, token_ids
-from compiled_attn.engine.report import info_of, report_of
+from compiled_attn.engine.prompts import Workload, check_settings, token_ids
+from compiled_attn.engine.report import EngineReport, StepInfo, info_of, report_of
 from compiled_attn.engine.sampling import NOT_FINITE, SamplingParams
 from compiled_attn.engine.scheduler import Scheduler
 from compiled_attn.engine.sequence import GenerationResult, Mailbox, Sequence, TokenEvent
 from compiled_attn.engine.sizing import Sizing
-from compiled_attn.engine.stream import Server, Stream, Streams, results_of
+from compiled_attn.engine.stream import Known, Stream, ended, results_of
 from compiled_attn.engine.tally import StepRecord, Tally
-from compiled_attn.engine.workload import Workload
 from graphs import WarmupReport, no_compile
 
 __all__ = ["Engine"]
@@ -95,7 +94,7 @@ class Engine:
         self._unwanted: set[int] = set()
         self._ids = itertools.count()
         self._mailbox: Mailbox[TokenEvent] = Mailbox()
-        self._streams = Streams()
+        self._streams: Known = []
         self._changes = Changes(self._recover)
         self.restarts = 0
         self.prompt_tokens = 0
@@ -244,16 +243,8 @@ class Engine:
         workload = Workload.of(prompts, sampling, salt, arrivals, concurrency)
         for each in zip(workload.prompts, workload.sampling, workload.salts, strict=True):
             self._check(*each, None)
-        server = Server(
-            self._enter,
-            self._advance,
-            self.abort,
-            self.info,
-            lambda: self.open_requests,
-            self._streams.refuse_second,
-        )
-        stream = Stream(server, workload, on_step)
-        self._streams.add(stream)
+        stream = Stream(self, workload, on_step)
+        self._streams = [*self._streams, (weakref.ref(stream), stream.mailbox)]
         return stream
 
     def info(self, elapsed_s: float) -> StepInfo:
@@ -367,12 +358,14 @@ class Engine:
 
     def _abort_unwanted(self) -> None:
         """Drops what `abort` named, and the requests of streams that have ended."""
-        unwanted, ended = set(self._unwanted), self._streams.ended()
-        for request_id, sequence in list(self._requests.items()) if unwanted or ended else ():
-            if request_id in unwanted or any(sequence.mailbox is box for box in ended):
+        if not self._unwanted and not self._streams:
+            return
+        unwanted, gone = set(self._unwanted), ended(self._streams)
+        for request_id, sequence in list(self._requests.items()) if unwanted or gone else ():
+            if request_id in unwanted or any(sequence.mailbox is box for box in gone):
                 self._changes.run(partial(self._drop, sequence))
         self._unwanted -= unwanted
-        self._streams.forget(ended)
+        self._streams = [each for each in self._streams if all(each[1] is not b for b in gone)]
 
     def _drop(self, sequence: Sequence, _: Attempt) -> None:
         del self._requests[sequence.request_id]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -15,14 +15,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from compiled_attn.cache.defrag import BlockSwap
-from compiled_attn.engine.config import EngineConfig
+from compiled_attn.engine.config import ConfigError, EngineConfig
 from compiled_attn.engine.executor import COPIES, ExecutorReport, FittedStep
-from compiled_attn.engine.kernel import chosen_kernel
 from compiled_attn.engine.sampling import sample_rows
 from compiled_attn.engine.scheduler import ScheduledTokens
-from compiled_attn.engine.sizing import Sizing, eos_tokens
+from compiled_attn.engine.sizing import FORMS, Form, Sizing, eos_tokens
 from compiled_attn.hf import PagedCausalLM, cache_for
-from compiled_attn.step import BatchBuilder, RequestTable
+from compiled_attn.ops import AttentionTraits, NativeKernel, load
+from compiled_attn.step import BatchBuilder, Parts, RequestTable, Tables
 from compiled_attn.step.form import Plan
 from graphs import (
     Bucket,
@@ -37,7 +37,9 @@ from graphs import (
 from graphs.backends.onednn_linear import for_cpu
 from graphs.capture.capture import resolve
 
-__all__ = ["LocalExecutor"]
+__all__ = ["ChosenKernel", "LocalExecutor", "chosen_kernel"]
+
+_BACKENDS = ("inductor", "aoti", "eager", "aot_eager")
 
 _log = logging.getLogger(__name__)
 
@@ -215,3 +217,60 @@ def _shorter(step: Sequence[ScheduledTokens]) -> list[ScheduledTokens]:
         return list(step[:-1])
     only = step[0]
     return [ScheduledTokens(only.sequence, only.count // 2)] if only.count > 1 else []
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenKernel:
+    """The kernel that is taken.
+
+    Args:
+        name: "native", or "portable".
+        notes: for the native kernel what it is here, or why it is not taken.
+        is_fallback: whether the native one would have been taken, but could not be built.
+    """
+
+    name: str
+    notes: Mapping[str, str] = field(default_factory=dict)
+    is_fallback: bool = False
+
+    @property
+    def form(self) -> Form:
+        """The form of its steps."""
+        return FORMS[self.name]
+
+
+def chosen_kernel(model: PreTrainedModel, config: EngineConfig) -> ChosenKernel:
+    """The kernel of an engine; builds the native one if it comes into question.
+
+    Raises:
+        ConfigError: it must be native and cannot; or it could be, but the build fails (strict).
+    """
+    if config.kernel == "portable":
+        return ChosenKernel("portable", {"native": "not asked for"})
+    lacks = _lacks(model, config)
+    is_fallback = lacks is None
+    if lacks is None:
+        ops = load()
+        if ops.build is not None:
+            built = f"built in {ops.build.seconds:.1f} s" if ops.build.seconds else "built before"
+            return ChosenKernel("native", {"native": f"{ops.isa}, {built}"})
+        lacks = ops.why_not_native or "not built"
+        if config.strict:
+            raise ConfigError(
+                f"the native kernel cannot be built here: {lacks}; or take kernel 'portable' "
+                "(--kernel portable)"
+            )
+    if config.kernel == "native":
+        raise ConfigError(f"kernel 'native' cannot serve here: {lacks}: take 'auto' or 'portable'")
+    _log.info("the engine takes portable attention, not the native kernel: %s", lacks)
+    return ChosenKernel("portable", {"native": lacks}, is_fallback)
+
+
+def _lacks(model: PreTrainedModel, config: EngineConfig) -> str | None:
+    weight = next(model.parameters())
+    if config.backend_name not in _BACKENDS:
+        return f"runs in graphs of {', '.join(_BACKENDS)}, not of {config.backend_name}"
+    if config.buckets is not None and set(config.buckets.names) == set(Parts.axes):
+        return f"has buckets over {', '.join(Tables.axes)}, not over {', '.join(Parts.axes)}"
+    dtypes = weight.dtype, weight.dtype
+    return NativeKernel().supports(AttentionTraits(weight.device.type, weight.dtype, dtypes))

@@ -2,16 +2,87 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
-from compiled_attn.engine.metrics import EngineReport, StepInfo, bucket_rows
+from compiled_attn.engine.tally import Percentiles, Series, StepRecord, Tally
+from graphs import WarmupReport
 
 if TYPE_CHECKING:
     from compiled_attn.engine.engine import Engine
 
-__all__ = ["info_of", "report_of"]
+__all__ = ["EngineReport", "StepInfo", "block_series", "info_of", "report_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepInfo:
+    """The engine's state after a step, for progress displays; ``step`` is that step."""
+
+    running: int
+    waiting: int
+    blocks_used: int
+    blocks_total: int
+    finished: int
+    generated_tokens: int
+    elapsed_s: float
+    step: StepRecord | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReport:
+    """Everything that ``compiled-attn run --json`` writes.
+
+    ``graphs`` counts the graphs of steps, ``graphs_loaded`` those of them that came from a store;
+    ``warmup_seconds`` includes the graphs that copy blocks.
+    ``buckets`` has a row per bucket: its warmup, how many steps ran in it, how long they took.
+    ``padding_waste`` is the padded share of computed tokens and of computed blocks.
+    ``graph_breaks`` and ``compiles_after_warmup`` come from the sentinel, ``fallbacks`` counts
+    every degraded bucket pick and a native kernel that failed to build, ``cut_steps`` the steps
+    that no bucket held whole. ``kernel`` is "native", or which portable kernel serves the causal
+    and shared parts; ``kernel_notes`` says why. ``memory`` has the copies of blocks: on write and
+    to defragment. ``requests`` counts those that finished, ``failed_requests`` those of them that
+    ended with an error, ``nonfinite_rows`` the rows of logits that were NaN or infinite, and
+    ``restarts`` how often an exception ended a step, after which all running requests were computed
+    again.
+    """
+
+    graphs: int
+    graph_breaks: int
+    compiles_after_warmup: int
+    fallbacks: int
+    warmup_seconds: float
+    requests: int
+    generated_tokens: int
+    tokens_per_second: float
+    ttft_ms: Percentiles
+    step_ms: Percentiles
+    padding_waste: dict[str, float]
+    preemptions: int
+    blocks_high_water: int
+    torch: str
+    backend: str
+    kernel: str
+    kernel_notes: dict[str, str]
+    steps: int
+    prompt_tokens: int
+    computed_tokens: int
+    prefix_hit_ratio: float
+    seconds: float
+    memory: dict[str, float] = field(default_factory=dict)
+    buckets: list[dict[str, object]] = field(default_factory=list)
+    graphs_loaded: int = 0
+    cut_steps: int = 0
+    failed_requests: int = 0
+    nonfinite_rows: int = 0
+    restarts: int = 0
+    checked_requests: int = 0
+    mismatched_tokens: int = 0
+
+    def to_dict(self) -> dict[str, object]:
+        """The report as JSON-able values."""
+        return asdict(self)
 
 
 def info_of(engine: Engine, elapsed_s: float) -> StepInfo:
@@ -64,5 +135,39 @@ def report_of(engine: Engine) -> EngineReport:
         memory=engine.memory.figures(),
         cut_steps=tally.count("cut_steps"),
         seconds=round(busy, 3),
-        buckets=bucket_rows(steps, tally),
+        buckets=_bucket_rows(steps, tally),
     )
+
+
+def block_series(blocks: Series, total: int) -> list[dict[str, object]]:
+    """Blocks in use and the highest place of one over the busy time, as `write_report` draws it."""
+    elapsed, used, highest = blocks.columns() or ((), (), ())
+    chart: dict[str, object] = {
+        "title": "Blocks of the cache",
+        "x": [round(seconds, 4) for seconds in elapsed],
+        "lines": {"in use": list(used), "highest place": list(highest)},
+    }
+    return [chart | {"x_label": "seconds", "y_label": "blocks", "limit": total}]
+
+
+def _bucket_rows(warmup: WarmupReport | None, tally: Tally) -> list[dict[str, object]]:
+    """A row per bucket of the warmup: status, warmup seconds, steps, padding, step times.
+
+    ``waste`` is the padded share of what its steps cost; None where it had none.
+    """
+    rows: list[dict[str, object]] = []
+    for result in warmup.results if warmup else ():
+        steps, waste, times = tally.of_bucket(result.bucket)
+        rows.append(
+            {
+                "bucket": str(result.bucket),
+                "status": result.status,
+                "warmup_seconds": round(result.seconds, 3),
+                "from_store": result.is_loaded,
+                "steps": steps,
+                "waste": waste,
+                "step_ms": asdict(times),
+                "error": result.error,
+            }
+        )
+    return rows

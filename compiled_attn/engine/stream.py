@@ -8,33 +8,19 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, TypeAlias
 
-from compiled_attn.engine.metrics import StepInfo
+from compiled_attn.engine.prompts import Workload
+from compiled_attn.engine.report import StepInfo
 from compiled_attn.engine.sequence import GenerationResult, Mailbox, TokenEvent
-from compiled_attn.engine.workload import Workload
 
-__all__ = ["Server", "Stream", "Streams", "results_of"]
+if TYPE_CHECKING:
+    from compiled_attn.engine.engine import Engine
 
+__all__ = ["Known", "Stream", "ended", "refuse_second", "results_of"]
 
-class Server(NamedTuple):
-    """What a stream needs of an engine.
-
-    Args:
-        enter: queues a request with the mailbox of its events and its index there; gives its id.
-        advance: computes one step for everybody.
-        abort: drops a request.
-        info: the state, so many seconds after the start.
-        open_requests: ids of the requests that wait or run.
-        refuse_second: raises RuntimeError if a stream is open.
-    """
-
-    enter: Callable[..., int]
-    advance: Callable[[], None]
-    abort: Callable[[int], None]
-    info: Callable[[float], StepInfo]
-    open_requests: Callable[[], set[int]]
-    refuse_second: Callable[[], None]
+Known: TypeAlias = "list[tuple[weakref.ref[Stream], Mailbox[TokenEvent]]]"
+"""The streams of an engine, of which at most one is open."""
 
 
 class Stream(Iterator[TokenEvent]):
@@ -45,7 +31,7 @@ class Stream(Iterator[TokenEvent]):
     others are computed along the way, and their events kept for them.
 
     Args:
-        server: the engine.
+        engine: what serves it, and keeps account of its streams.
         workload: requests that can all be served.
         on_step: called after every step.
 
@@ -55,12 +41,12 @@ class Stream(Iterator[TokenEvent]):
     """
 
     def __init__(
-        self, server: Server, workload: Workload, on_step: Callable[[StepInfo], None] | None
+        self, engine: Engine, workload: Workload, on_step: Callable[[StepInfo], None] | None
     ) -> None:
         self.mailbox: Mailbox[TokenEvent] = Mailbox()
-        self._server = server
+        self._engine = engine
         self._wishes: set[str] = set()
-        self._steps = _serve(server, workload, self.mailbox, on_step, self._wishes)
+        self._steps = _serve(engine, workload, self.mailbox, on_step, self._wishes)
 
     @property
     def is_open(self) -> bool:
@@ -77,7 +63,7 @@ class Stream(Iterator[TokenEvent]):
         self.mailbox.arrived()
         while not len(self.mailbox):
             if not (self.is_open or self.has_ended):
-                self._server.refuse_second()
+                refuse_second(self._engine._streams)
             next(self._steps)
         try:
             return self.mailbox.hand_out_first()
@@ -94,7 +80,7 @@ class Stream(Iterator[TokenEvent]):
 
 
 def _serve(
-    server: Server,
+    engine: Engine,
     workload: Workload,
     mailbox: Mailbox[TokenEvent],
     on_step: Callable[[StepInfo], None] | None,
@@ -112,7 +98,7 @@ def _serve(
             while queue and times[queue[0]] <= elapsed and len(in_flight) < limit:
                 at = queue.popleft()
                 in_flight.add(
-                    server.enter(
+                    engine._enter(
                         workload.prompts[at],
                         workload.sampling[at],
                         workload.salts[at],
@@ -124,46 +110,28 @@ def _serve(
             if not in_flight:
                 time.sleep(times[queue[0]] - elapsed)
                 continue
-            if in_flight & server.open_requests():
-                server.advance()
+            if in_flight & engine.open_requests:
+                engine._advance()
                 if on_step is not None:
-                    on_step(server.info(time.perf_counter() - started))
-            in_flight &= server.open_requests()
+                    on_step(engine.info(time.perf_counter() - started))
+            in_flight &= engine.open_requests
             yield
     finally:
-        for request_id in in_flight & server.open_requests():
-            server.abort(request_id)
+        for request_id in in_flight & engine.open_requests:
+            engine.abort(request_id)
 
 
-class Streams:
-    """The streams of an engine: at most one is open, and none leaves requests behind."""
+def refuse_second(known: Known) -> None:
+    """Raises RuntimeError if one of an engine's streams is open."""
+    if any((stream := ref()) is not None and stream.is_open for ref, _ in known):
+        raise RuntimeError(
+            "expected an idle engine, but it serves another stream: finish or close that first"
+        )
 
-    def __init__(self) -> None:
-        self._known: list[tuple[weakref.ref[Stream], Mailbox[TokenEvent]]] = []
 
-    def add(self, stream: Stream) -> None:
-        """Takes a stream that was made."""
-        self._known = [*self._known, (weakref.ref(stream), stream.mailbox)]
-
-    def refuse_second(self) -> None:
-        """Raises RuntimeError if one is open."""
-        streams = [ref() for ref, _ in self._known]
-        if any(stream is not None and stream.is_open for stream in streams):
-            raise RuntimeError(
-                "expected an idle engine, but it serves another stream: finish or close that first"
-            )
-
-    def ended(self) -> list[Mailbox[TokenEvent]]:
-        """Mailboxes of those that ended, whose requests nobody waits for any more."""
-        return [box for ref, box in self._known if (s := ref()) is None or s.has_ended]
-
-    def forget(self, ended: list[Mailbox[TokenEvent]]) -> None:
-        """Takes out streams that ended."""
-        self._known = [entry for entry in self._known if all(entry[1] is not b for b in ended)]
-
-    def __len__(self) -> int:
-        """How many streams are known."""
-        return len(self._known)
+def ended(known: Known) -> list[Mailbox[TokenEvent]]:
+    """Mailboxes of streams that ended, whose requests nobody waits for any more."""
+    return [box for ref, box in known if (stream := ref()) is None or stream.has_ended]
 
 
 def results_of(stream: Stream, *, in_order: bool) -> Iterator[GenerationResult]:

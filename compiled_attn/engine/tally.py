@@ -70,15 +70,7 @@ class Series:
         return list(zip(*self._points.values(), strict=True))
 
 
-_NAMES = (
-    "steps",
-    "seconds",
-    "requests",
-    "failed_requests",
-    "generated_tokens",
-    "nonfinite_rows",
-    "cut_steps",
-)
+_OF_STEP = ("seconds", "requests", "failed_requests", "generated_tokens", "nonfinite_rows")
 _AXES = ("tokens", "shared", "unique")
 
 
@@ -144,7 +136,8 @@ class Tally:
         self.last: StepRecord | None = None
         self._cost = cost
         self._row_of = {bucket: row for row, bucket in enumerate(buckets)}
-        names = [*_NAMES, *(f"{kind} {axis}" for kind in ("need", "bucket") for axis in _AXES)]
+        sizes = (f"{kind} {axis}" for kind in ("need", "bucket") for axis in _AXES)
+        names = ["steps", "cut_steps", *_OF_STEP, *sizes]
         self._place = {name: place for place, name in enumerate(names)}
         # Behind the names: the histogram of first tokens, then of each bucket cost and histogram.
         self._first = len(names)
@@ -179,15 +172,8 @@ class Tally:
 
     def _changes(self, step: StepRecord, row: int) -> list[tuple[int, float]]:
         is_cut = bool(step.wanted) and dict(step.wanted) != dict(step.need)
-        sums: dict[str, float] = {
-            "steps": 1,
-            "seconds": step.seconds,
-            "requests": step.requests,
-            "failed_requests": step.failed_requests,
-            "generated_tokens": step.generated_tokens,
-            "nonfinite_rows": step.nonfinite_rows,
-            "cut_steps": is_cut,
-        }
+        sums: dict[str, float] = {name: getattr(step, name) for name in _OF_STEP}
+        sums |= {"steps": 1, "cut_steps": is_cut}
         for axis in _AXES:
             sums[f"need {axis}"] = step.need.get(axis, 0)
             sums[f"bucket {axis}"] = dict(step.bucket).get(axis, 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compiled_attn.arguments.expect import FLOATS, Expect
+from compiled_attn.arguments import FLOATS, Expect
 from compiled_attn.cache.quantisation import QUANTISED
 from compiled_attn.errors import KernelArgumentError
 from compiled_attn.ops.call import NewTokens, PagedCall

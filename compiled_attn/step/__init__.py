@@ -16,9 +16,8 @@ Which part shows a token what, so that nothing is counted twice:
 from compiled_attn.step.builder import BatchBuilder
 from compiled_attn.step.form import ModelWork, StepForm, StepLimits
 from compiled_attn.step.metadata import AttentionMetadata
-from compiled_attn.step.parts import StepBatch
+from compiled_attn.step.parts import StepBatch, StepPlan
 from compiled_attn.step.parts_form import Parts
-from compiled_attn.step.parts_plan import StepPlan
 from compiled_attn.step.requests import Request, RequestTable
 from compiled_attn.step.tables import TableBatch, TablePlan, Tables
 

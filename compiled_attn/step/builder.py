@@ -8,11 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from compiled_attn.step.parts import StepBatch
+from compiled_attn.step.parts import StepBatch, StepPlan
 from compiled_attn.step.parts_form import Parts
-from compiled_attn.step.parts_plan import StepPlan
-from compiled_attn.step.requests import Request, RequestTable
-from compiled_attn.step.rows import Ints, StepRows, check_ids
+from compiled_attn.step.requests import Ints, Request, RequestTable, StepRows, check_ids
 from compiled_attn.step.tables import TablePlan, Tables
 
 __all__ = ["BatchBuilder"]

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from compiled_attn.attention.metadata import UnifiedMetadata
-from compiled_attn.step.rows import StepRows
+from compiled_attn.step.requests import StepRows
 from graphs import BucketSpace
 
 __all__ = [

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from compiled_attn.step.rows import Ints
+from compiled_attn.step.requests import Ints, StepRows, padded
 
 __all__ = ["AttentionMetadata"]
 
@@ -51,56 +50,36 @@ class AttentionMetadata:
 
     @staticmethod
     def of(
-        context: Ints,
-        query: Ints,
-        is_prefill: np.ndarray,
-        slots: Ints,
-        tables: Ints,
-        *,
-        requests: int,
-        tokens: int,
-        use_captured_graph: bool,
+        rows: StepRows, tables: Ints, *, requests: int, tokens: int, use_captured_graph: bool
     ) -> AttentionMetadata:
         """The metadata of a step, padded to ``requests`` and ``tokens``.
 
         Args:
-            context, query: ``[r]`` lengths of the real requests.
-            is_prefill: ``[r]`` bool.
-            slots: ``[t]`` slots of the real tokens.
+            rows: its requests and tokens.
             tables: ``[requests, W]`` block tables, padded already.
             requests, tokens: sizes to pad to.
             use_captured_graph: whether the step runs a captured graph.
         """
-        seq = context + query
-        padded_query, padded_seq = _padded(query, requests), _padded(seq, requests)
-        decode = ~is_prefill
+        query, prefill = rows.query, rows.is_prefill
+        seq = rows.context + query
+        seq_lens = padded(seq, requests)
         return AttentionMetadata(
-            num_prefills=int(is_prefill.sum()),
-            num_prefill_tokens=int(query[is_prefill].sum()),
-            num_decode_tokens=int(query[decode].sum()),
-            slot_mapping=torch.from_numpy(_padded(slots, tokens)),
-            seq_lens=padded_seq.tolist(),
-            seq_lens_tensor=_int32(padded_seq),
+            num_prefills=int(prefill.sum()),
+            num_prefill_tokens=int(query[prefill].sum()),
+            num_decode_tokens=int(query[~prefill].sum()),
+            slot_mapping=padded(rows.slots, tokens),
+            seq_lens=seq_lens.tolist(),
+            seq_lens_tensor=seq_lens.int(),
             max_query_len=int(query.max()),
-            max_prefill_seq_len=int(seq[is_prefill].max(initial=0)),
-            max_decode_seq_len=int(seq[decode].max(initial=0)),
-            query_start_loc=_int32(_running_sum(padded_query)),
-            seq_start_loc=_int32(_running_sum(padded_seq)),
-            context_lens_tensor=_int32(_padded(context, requests)),
-            block_tables=_int32(tables),
+            max_prefill_seq_len=int(seq[prefill].max(initial=0)),
+            max_decode_seq_len=int(seq[~prefill].max(initial=0)),
+            query_start_loc=_running_sum(padded(query, requests)),
+            seq_start_loc=_running_sum(seq_lens),
+            context_lens_tensor=padded(rows.context, requests).int(),
+            block_tables=torch.from_numpy(tables).int(),
             use_captured_graph=use_captured_graph,
         )
 
 
-def _padded(values: Ints, size: int) -> Ints:
-    padded = np.zeros(size, np.int64)
-    padded[: len(values)] = values
-    return padded
-
-
-def _running_sum(lengths: Ints) -> Ints:
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-
-
-def _int32(values: Ints) -> Tensor:
-    return torch.from_numpy(values.astype(np.int32))
+def _running_sum(lengths: Tensor) -> Tensor:
+    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()

@@ -1,4 +1,4 @@
-"""The tensors of one step in parts, and what attention makes of them."""
+"""A step in parts: before padding its plan, padded the tensors of a bucket."""
 
 from __future__ import annotations
 
@@ -6,14 +6,27 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from compiled_attn.attention.cached_blocks import usage_bias
 from compiled_attn.attention.metadata import UnifiedMetadata
-from compiled_attn.step.rows import checked_sizes
+from compiled_attn.step.metadata import AttentionMetadata
+from compiled_attn.step.requests import (
+    Ints,
+    StepRows,
+    block_tables,
+    check_holds,
+    checked_sizes,
+    logits_rows,
+    padded,
+)
 
-__all__ = ["StepBatch"]
+__all__ = ["BlockEntries", "StepBatch", "StepPlan"]
+
+_NONE: Ints = np.zeros(0, np.int64)
 
 
 class StepBatch(NamedTuple):
@@ -124,3 +137,156 @@ class StepBatch(NamedTuple):
         same = (group.unsqueeze(1) == group.unsqueeze(0)) & (group >= 0)
         visible = same & (position.unsqueeze(0) <= position.unsqueeze(1))
         return torch.where(visible, 0.0, -math.inf)
+
+
+class BlockEntries(NamedTuple):
+    """Cached blocks that the step reads, one entry per request and block, all ``[n]``."""
+
+    ids: Ints
+    owner: Ints
+    starts: Ints
+    usage: Ints
+
+    def where(self, mask: NDArray[np.bool_]) -> BlockEntries:
+        """The entries that a mask keeps."""
+        return BlockEntries(*(field[mask] for field in self))
+
+
+class StepPlan:
+    """A step that knows what it needs and can be padded to any bucket that holds it.
+
+    Args:
+        rows: its requests and tokens.
+        entries: the cached blocks they read.
+        shared: ``[n]`` bool, which entries are read by more than one query token.
+        block_size: slots in a block.
+    """
+
+    def __init__(
+        self, rows: StepRows, entries: BlockEntries, shared: NDArray[np.bool_], block_size: int
+    ) -> None:
+        self.rows = rows
+        self.block_size = block_size
+        self._several = rows.query > 1
+        self._unique, self._readers = entries, BlockEntries(*[_NONE] * 4)
+        self._first_reader = self._column = _NONE
+        if shared.any():
+            self._unique, self._readers = entries.where(~shared), entries.where(shared)
+            # A block may stand at different positions in different requests: each place is a
+            # column.
+            place = self._readers.ids * (int(entries.starts.max()) + 1) + self._readers.starts
+            _, self._first_reader, self._column = np.unique(
+                place, return_index=True, return_inverse=True
+            )
+        # Each query with unique blocks is a request of one token, and L bounds their number too.
+        owner = self._unique.owner  # ascending
+        self._unique_owners = owner[np.flatnonzero(np.diff(owner, prepend=-1))]
+        self.need = {
+            "tokens": len(rows.tokens),
+            "shared": len(self._first_reader),
+            "unique": len(self._unique.ids),
+            "logits": max(int(rows.logits.sum()), len(self._unique_owners)),
+        }
+
+    @property
+    def has_causal(self) -> bool:
+        """Whether some request has several new tokens."""
+        return bool(self._several.any())
+
+    def fill(self, bucket: Mapping[str, int] | None = None) -> StepBatch:
+        """The step padded to a bucket; None: to exactly what it needs.
+
+        Raises:
+            ValueError: the bucket is too small.
+        """
+        sizes, rows = self._sizes(bucket), self.rows
+        tokens = sizes["tokens"]
+        return StepBatch(
+            input_ids=padded(rows.tokens, tokens),
+            positions=padded(rows.positions, tokens),
+            slot_mapping=padded(rows.slots, tokens),
+            logits_index=padded(logits_rows(rows), sizes["logits"]),
+            causal_group=self._causal_group(tokens) if sizes["causal"] else None,
+            **(self._shared_part(tokens, sizes["shared"]) if sizes["shared"] else {}),
+            **(self._unique_part(sizes["unique"], sizes["logits"]) if sizes["unique"] else {}),
+        )
+
+    def attention_metadata(
+        self, block_size: int, bucket: Mapping[str, int] | None = None, *, tables: bool = True
+    ) -> AttentionMetadata:
+        """The step for `paged_attention_v1/v2` and for attention over variable lengths.
+
+        Args:
+            block_size: slots in a block, that of the builder.
+            bucket: sizes ``tokens``, ``requests`` and ``width`` (blocks of a table) to pad to for a
+                captured graph; a missing one is not padded. None: no padding.
+            tables: False leaves the block tables out of a step of first prefills, which read no
+                cache.
+
+        Raises:
+            ValueError: the bucket is too small, or the block size another.
+        """
+        if block_size != self.block_size:
+            raise ValueError(
+                f"expected block_size {self.block_size}, got {block_size}: "
+                "the step was planned for blocks of the builder's size"
+            )
+        rows = self.rows
+        used = -(-(rows.context + rows.query) // block_size)
+        need = {"tokens": len(rows.tokens), "requests": len(used), "width": int(used.max())}
+        sizes = {**need, **{axis: n for axis, n in (bucket or {}).items() if axis in need}}
+        check_holds(sizes, need)
+        leave_out = not tables and bool(rows.is_prefill.all()) and not rows.context.any()
+        return AttentionMetadata.of(
+            rows,
+            np.zeros((0, 0), np.int64)
+            if leave_out
+            else block_tables(rows, used, sizes["requests"], sizes["width"]),
+            requests=sizes["requests"],
+            tokens=sizes["tokens"],
+            use_captured_graph=bucket is not None,
+        )
+
+    def _sizes(self, bucket: Mapping[str, int] | None) -> dict[str, int]:
+        need = {**self.need, "causal": int(self.has_causal)}
+        if bucket is None:
+            return need
+        sizes = {**dict.fromkeys(self.need, 0), "causal": 1, **bucket}
+        check_holds(sizes, need)
+        return sizes
+
+    def _causal_group(self, tokens: int) -> Tensor:
+        if not self.has_causal:
+            return torch.full((tokens,), -1)
+        group = np.where(self._several, np.arange(len(self._several)), -1)
+        return padded(np.repeat(group, self.rows.query), tokens, fill=-1)
+
+    def _shared_part(self, tokens: int, size: int) -> dict[str, Tensor]:
+        readers, column, rows = self._readers, self._column, self.rows
+        usage = np.zeros((tokens, size), np.int32)
+        single = ~self._several[readers.owner]
+        usage[rows.first_row[readers.owner[single]], column[single]] = readers.usage[single]
+        for owner in np.unique(readers.owner[~single]):
+            mine = readers.owner == owner
+            row = np.zeros(size, np.int32)
+            row[column[mine]] = readers.usage[mine]
+            start = rows.first_row[owner]
+            usage[start : start + rows.query[owner]] = row
+        lengths = np.zeros(size, np.int64)
+        np.maximum.at(lengths, column, readers.usage)
+        return {
+            "shared_blocks": padded(readers.ids[self._first_reader], size),
+            "shared_usage": torch.from_numpy(usage),
+            "shared_starts": padded(readers.starts[self._first_reader], size),
+            "shared_lengths": torch.from_numpy(lengths),
+        }
+
+    def _unique_part(self, size: int, queries: int) -> dict[str, Tensor]:
+        first_row = self.rows.first_row
+        return {
+            "unique_blocks": padded(self._unique.ids, size),
+            "unique_mapping": padded(first_row[self._unique.owner], size),
+            "unique_usage": padded(self._unique.usage, size),
+            "unique_starts": padded(self._unique.starts, size),
+            "unique_queries": padded(first_row[self._unique_owners], queries, fill=-1),
+        }

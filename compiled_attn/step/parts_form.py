@@ -18,9 +18,8 @@ from torch import Tensor
 
 from compiled_attn.attention.metadata import UnifiedMetadata
 from compiled_attn.step.form import ModelWork, StepLimits
-from compiled_attn.step.parts import StepBatch
-from compiled_attn.step.parts_plan import BlockEntries, StepPlan
-from compiled_attn.step.rows import Ints, StepRows, check_ids
+from compiled_attn.step.parts import BlockEntries, StepBatch, StepPlan
+from compiled_attn.step.requests import Ints, StepRows, check_ids
 from graphs import BucketSpace, explicit
 
 __all__ = ["Parts"]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from compiled_attn.attention.metadata import UnifiedMetadata
 from compiled_attn.step.form import ModelWork, StepLimits
-from compiled_attn.step.rows import (
+from compiled_attn.step.requests import (
     Ints,
     StepRows,
     block_tables,
@@ -96,6 +96,7 @@ class TablePlan:
 
     Attributes:
         need: the sizes of a bucket that holds it.
+        tables: the blocks that the step reads, ``[R, W]``, padded with null block 0.
     """
 
     def __init__(self, rows: StepRows, used: Ints, width: int | None = None) -> None:
@@ -103,13 +104,8 @@ class TablePlan:
         # A bucket has as many rows of logits as requests.
         requests = max(len(rows.query), int(rows.logits.sum()))
         self.need = {"tokens": len(rows.tokens), "requests": requests}
-        self._tables = block_tables(rows, used, len(used), int(used.max()))
-        self._width = self._tables.shape[1] if width is None else width
-
-    @property
-    def tables(self) -> Ints:
-        """The blocks that the step reads, ``[R, W]``, padded with null block 0."""
-        return self._tables
+        self.tables = block_tables(rows, used, len(used), int(used.max()))
+        self._width = self.tables.shape[1] if width is None else width
 
     def fill(self, bucket: Mapping[str, int] | None = None, width: int | None = None) -> TableBatch:
         """The step padded to a bucket and to tables of ``width`` blocks; None: to its need.
@@ -117,7 +113,7 @@ class TablePlan:
         Raises:
             ValueError: the bucket or the width is too small.
         """
-        held, widest = self._tables.shape
+        held, widest = self.tables.shape
         sizes = {**(bucket or self.need), "width": self._width if width is None else width}
         check_holds(sizes, {**self.need, "width": widest})
         rows, tokens, requests = self.rows, sizes["tokens"], sizes["requests"]
@@ -126,7 +122,7 @@ class TablePlan:
         starts[1:] = len(rows.tokens)  # padded requests have no rows
         starts[1 : 1 + held] = np.cumsum(rows.query)
         tables = np.zeros((requests, sizes["width"]), np.int32)
-        tables[:held, :widest] = self._tables
+        tables[:held, :widest] = self.tables
         return TableBatch(
             padded(rows.tokens, tokens),
             padded(rows.positions, tokens),

@@ -22,6 +22,7 @@ from compiled_attn.compat.flash import (
 )
 from compiled_attn.ops import KernelChoice, rows
 from tests.compiled_attn.compat.flash.cases import Case, assert_close
+from tests.slow import slow_but
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler", "without_gradients")
 
@@ -90,7 +91,7 @@ def test_an_int_length_that_grows_does_not_compile_each_step() -> None:
     assert counter.frame_count <= 2
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", slow_but(("aot_eager",), ("eager", "aot_eager")))
 @pytest.mark.parametrize("seed", range(6))
 def test_compiled_calls_equal_the_reference_and_show_their_writes(backend: str, seed: int) -> None:
     sizes: dict[str, Any] = [

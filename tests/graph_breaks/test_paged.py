@@ -27,6 +27,7 @@ from compiled_attn.compat.paged import (
 )
 from graphs import capture
 from tests.compiled_attn.compat.paged.scene import CODES, Step, caches, put
+from tests.slow import slow_but
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -94,7 +95,7 @@ def assert_a_step_equals_the_reference(attention: PagedAttention, run: Any, seed
     assert torch.equal(attention.value_cache, value_cache)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_but(("packed",), LAYOUTS))
 @pytest.mark.parametrize("partition", [None, 32])
 def test_two_buckets_are_exactly_two_full_graphs(layout: str, partition: int | None) -> None:
     counter = CompileCounter()
@@ -142,7 +143,7 @@ def test_without_a_word_about_shapes_two_graphs_serve_every_bucket(
     assert counter.frame_count == 2
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_but(("packed", "HND"), LAYOUTS))
 def test_a_module_without_a_word_about_shapes_is_two_graphs(layout: str) -> None:
     counter = CompileCounter()
     attention = module(layout)
@@ -320,7 +321,7 @@ def test_a_step_updates_each_cache_by_index_put_alone(layout: str) -> None:
     assert cache_sized(aot_graph(module(layout), *inputs(2, 8))) == ["index_put", "index_put"]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_but(("packed", "HND"), LAYOUTS))
 def test_attention_without_a_write_makes_nothing_of_the_size_of_the_cache(layout: str) -> None:
     assert cache_sized(aot_graph(module(layout), *inputs(2, 8)[:3])) == []
 

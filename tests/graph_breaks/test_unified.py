@@ -19,6 +19,7 @@ from torch.fx import GraphModule
 from compiled_attn import BatchBuilder, PagedKVCache, StepBatch, UnifiedAttention
 from graphs import capture
 from tests.oracle import Scene, Shape, keep
+from tests.slow import slow_but
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler", "without_gradients")
 
@@ -155,8 +156,9 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_two_buckets_are_exactly_two_full_graphs(case):
+@pytest.mark.parametrize("name", slow_but(("floats", "alibi in chunks"), CASES))
+def test_two_buckets_are_exactly_two_full_graphs(name):
+    case = CASES[name]
     counter = CompileCounter()
     module = Step(case, Scene(0, case.shape).random())
     compiled = torch.compile(module, backend=counter, fullgraph=True, dynamic=False)
@@ -196,8 +198,9 @@ def test_inductor_equals_the_oracle_and_makes_nothing_of_the_size_of_the_cache(n
     assert "copy_(" not in code
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_only_the_writes_of_the_graph_have_the_size_of_the_cache(case):
+@pytest.mark.parametrize("name", slow_but(("floats", "fp8 latents", "alibi in chunks"), CASES))
+def test_only_the_writes_of_the_graph_have_the_size_of_the_cache(name):
+    case = CASES[name]
     scene = Scene(0, case.shape).random()
     module = Step(case, scene)
     graph = _aot_graph(module, _inputs(scene, BUCKETS[0]))

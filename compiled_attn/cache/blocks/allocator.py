@@ -6,11 +6,10 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from compiled_attn.cache.blocks.copies import PendingCopies
 from compiled_attn.cache.blocks.places import BlockPlaces
 from compiled_attn.cache.blocks.prefix import PrefixIndex
 
-__all__ = ["BlockAllocator"]
+__all__ = ["BlockAllocator", "PendingCopies"]
 
 
 class BlockAllocator:
@@ -125,3 +124,51 @@ class BlockAllocator:
     def _note_use(self, block: int) -> None:
         self.refs[block] = 1
         self.peak_used = max(self.peak_used, self.places.num_used)
+
+
+class PendingCopies:
+    """``source -> destination`` pairs; no source is ever a destination, so any order is right.
+
+    A source is pinned until its copies are performed or cancelled; the owner keeps a reference for
+    every pin.
+    """
+
+    def __init__(self) -> None:
+        self._source_of: dict[int, int] = {}
+        self._pins: dict[int, int] = {}
+
+    def source(self, block: int) -> int:
+        """Return the block with the content of ``block``: itself, unless it waits for a copy."""
+        return self._source_of.get(block, block)
+
+    def pins(self, block: int) -> int:
+        """Return how many pending copies read ``block``."""
+        return self._pins.get(block, 0)
+
+    def record(self, source: int, destination: int) -> None:
+        """Add a copy. ``source`` comes from :meth:`source`, ``destination`` is fresh."""
+        self._source_of[destination] = source
+        self._pins[source] = self.pins(source) + 1
+
+    def cancel(self, destination: int) -> int | None:
+        """Forget the copy into ``destination``; return the source it pinned, or None."""
+        source = self._source_of.pop(destination, None)
+        if source is not None:
+            self._unpin(source)
+        return source
+
+    def pairs(self) -> list[tuple[int, int]]:
+        """Return all ``(source, destination)`` pairs, oldest first."""
+        return [(source, destination) for destination, source in self._source_of.items()]
+
+    def __contains__(self, destination: int) -> bool:
+        return destination in self._source_of
+
+    def __len__(self) -> int:
+        return len(self._source_of)
+
+    def _unpin(self, source: int) -> None:
+        if self._pins[source] == 1:
+            del self._pins[source]
+        else:
+            self._pins[source] -= 1

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from compiled_attn.arguments import whole
 from compiled_attn.cache.blocks.place_set import PlaceSet
-from compiled_attn.cache.whole import whole
 
 __all__ = ["BlockPlaces"]
 

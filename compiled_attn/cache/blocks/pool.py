@@ -8,14 +8,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from compiled_attn.arguments import whole
 from compiled_attn.cache.blocks.allocator import BlockAllocator
-from compiled_attn.cache.blocks.commit import check_commit, publish, withdraw
-from compiled_attn.cache.blocks.growth import blocks_needed, fits, grow
 from compiled_attn.cache.blocks.places import BlockPlaces
 from compiled_attn.cache.blocks.prefix import PrefixIndex, PrefixMatch, Salt, Tokens, check_tokens
 from compiled_attn.cache.blocks.stats import PoolStats
 from compiled_attn.cache.blocks.table import BlockTable
-from compiled_attn.cache.whole import whole
 from compiled_attn.errors import DuplicateRequest, OutOfBlocks, UnknownRequest
 
 __all__ = ["BlockPool"]
@@ -49,6 +47,9 @@ class BlockPool:
         key: of the hash that finds prefixes, 1 to 64 secret bytes; None draws a random one for this
             pool. Give one where digests must be equal in several processes.
 
+    Attributes:
+        refcounts: live, read-only, ``[num_blocks]`` int32; a pending copy counts for its source.
+
     Example::
 
         pool = BlockPool(num_blocks=100, block_size=16)
@@ -74,8 +75,8 @@ class BlockPool:
         self._index = PrefixIndex(self.block_size, worth if partial_hits else None, key=key)
         self._blocks = BlockAllocator(self.num_blocks, self._index)
         self._tables: dict[Hashable, BlockTable] = {}
-        self._refcounts = np.frombuffer(self._blocks.refs, dtype=np.int32)
-        self._refcounts.flags.writeable = False
+        self.refcounts: NDArray[np.int32] = np.frombuffer(self._blocks.refs, dtype=np.int32)
+        self.refcounts.flags.writeable = False
         self._queried_tokens = 0
         self._hit_tokens = 0
         self._partial_hit_tokens = 0
@@ -95,11 +96,6 @@ class BlockPool:
     def places(self) -> BlockPlaces:
         """Where each block lies in the cache: resolve and swap, leave the states to the pool."""
         return self._blocks.places
-
-    @property
-    def refcounts(self) -> NDArray[np.int32]:
-        """Live, read-only, ``[num_blocks]`` int32; a pending copy counts for its source."""
-        return self._refcounts
 
     @property
     def requests(self) -> list[Hashable]:
@@ -160,9 +156,7 @@ class BlockPool:
     def can_reserve(self, request_id: Hashable, length: int) -> bool:
         """Whether ``reserve(request_id, length)`` would succeed now; no side effects."""
         table = self.table(request_id)
-        return fits(
-            table, blocks_needed(table, whole("length", length, 0), self._blocks), self._blocks
-        )
+        return table._fits(table._needs(whole("length", length, 0), self._blocks), self._blocks)
 
     def reserve(self, request_id: Hashable, length: int) -> list[int]:
         """Make the table hold positions ``< length``; all missing blocks are allocated, or none.
@@ -181,13 +175,13 @@ class BlockPool:
         """
         table = self.table(request_id)
         length = whole("length", length, 0)
-        needed = blocks_needed(table, length, self._blocks)
-        if not fits(table, needed, self._blocks):
+        needed = table._needs(length, self._blocks)
+        if not table._fits(needed, self._blocks):
             places = self.places
             raise OutOfBlocks(
                 request_id, length, needed, places.num_free, places.num_idle, self.num_blocks - 1
             )
-        added = grow(table, needed, self._blocks) if needed else []
+        added = table._grow(needed, self._blocks) if needed else []
         table.length = max(table.length, length)
         return added
 
@@ -213,8 +207,8 @@ class BlockPool:
         """
         table = self.table(request_id)
         length = whole("length", length, 0)
-        check_commit(table, tokens, length, self._blocks.copies)
-        publish(self._index, table, tokens, length)
+        table._check_commit(tokens, length, self._blocks.copies)
+        table._publish(self._index, tokens, length)
         table.num_computed = length
 
     def withdraw(self, request_id: Hashable, first: int = 0) -> None:
@@ -227,7 +221,7 @@ class BlockPool:
             request_id: the request.
             first: its first block that is withdrawn; those before it can be found as before.
         """
-        withdraw(self._index, self.table(request_id), whole("first", first, 0))
+        self.table(request_id)._withdraw(self._index, whole("first", first, 0))
 
     def fork(self, parent_id: Hashable, child_id: Hashable) -> BlockTable:
         """Register ``child_id`` with blocks, positions and salt of ``parent_id``; copies nothing.

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from compiled_attn.arguments import whole
 from compiled_attn.cache.blocks.partial_hits import TOKEN_BYTES, PartialIndex
-from compiled_attn.cache.whole import whole
 
 __all__ = ["PrefixIndex", "PrefixMatch", "Salt", "Tokens"]
 

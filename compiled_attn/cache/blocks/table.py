@@ -7,7 +7,10 @@ from collections.abc import Hashable, Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from compiled_attn.cache.whole import whole
+from compiled_attn.arguments import whole
+from compiled_attn.cache.blocks.allocator import BlockAllocator, PendingCopies
+from compiled_attn.cache.blocks.partial_hits import TOKEN_BYTES
+from compiled_attn.cache.blocks.prefix import PrefixIndex, Tokens, check_tokens, token_bytes
 
 __all__ = ["BlockTable"]
 
@@ -120,6 +123,95 @@ class BlockTable:
             f"num_computed={self.num_computed}, blocks={self.blocks})"
         )
 
+    def _needs(self, length: int, blocks: BlockAllocator) -> int:
+        """The blocks that holding ``length`` positions takes, that of a copy on write included."""
+        if length <= self.length:
+            return 0
+        return _count(length, self.block_size) - len(self.blocks) + self._shares_last(blocks)
+
+    def _fits(self, needed: int, blocks: BlockAllocator) -> bool:
+        """Whether ``needed`` blocks are there, the source of the last block's copy being one."""
+        if needed <= blocks.available:
+            return True
+        can_take_over = bool(self.blocks) and blocks.can_take_over(self.blocks[-1])
+        return can_take_over and needed == blocks.available + 1
+
+    def _grow(self, needed: int, blocks: BlockAllocator) -> list[int]:
+        """Adds ``needed`` blocks that fit; gives the new ids, a replacement of the last first."""
+        added = []
+        if self._shares_last(blocks):
+            last = self.blocks[-1]
+            added = [blocks.copy(last)]
+            blocks.release(last)
+            needed -= 1
+        elif needed > blocks.available:
+            added = [blocks.take_over(self.blocks[-1])]
+        if added:
+            self.blocks[-1] = self._array[len(self.blocks) - 1] = added[0]
+        fresh = [blocks.allocate() for _ in range(needed)]
+        self._extend(fresh)
+        return added + fresh
+
+    def _shares_last(self, blocks: BlockAllocator) -> bool:
+        """Whether the next position is in a block that another table holds too."""
+        return self.length % self.block_size != 0 and blocks.is_shared(self.blocks[-1])
+
+    def _check_commit(self, tokens: Tokens, length: int, copies: PendingCopies) -> None:
+        """Raises what `BlockPool.commit` raises."""
+        if not self.num_computed <= length <= self.length:
+            raise ValueError(
+                f"expected a length between {self.num_computed} (computed) and {self.length} "
+                f"(reserved) for request {self.request_id!r}, got {length}: "
+                "reserve before, and commit only forward"
+            )
+        check_tokens(tokens)
+        if len(tokens) < length:
+            raise ValueError(
+                f"expected at least {length} tokens for request {self.request_id!r}, "
+                f"got {len(tokens)}: pass the prompt too"
+            )
+        written = slice(self.num_computed // self.block_size, _count(length, self.block_size))
+        if length > self.num_computed and copies:
+            waiting = [block for block in self.blocks[written] if block in copies]
+            if waiting:
+                raise RuntimeError(
+                    f"expected the blocks of request {self.request_id!r} to be copied before they "
+                    f"are written, got blocks {waiting} waiting: perform pending_copies() before "
+                    "each step, and say so with copied()"
+                )
+
+    def _publish(self, index: PrefixIndex, tokens: Tokens, length: int) -> None:
+        """Lets the blocks that become full with ``length`` computed positions be found, or parts
+        of one. Nothing of a table that was withdrawn is.
+        """
+        key, start, stop = self._key, self._num_keyed, self._findable(index, length)
+        if key is None or stop <= start * self.block_size:
+            return
+        size = self.block_size * TOKEN_BYTES
+        # All tokens before the first insertion: a bad one must change nothing.
+        data = token_bytes(tokens[start * self.block_size : stop])
+        for number, block in enumerate(self.blocks[start : _count(stop, self.block_size)]):
+            key = index.put(key, data[number * size : (number + 1) * size], block)
+        self._key, self._num_keyed = key, stop // self.block_size
+
+    def _withdraw(self, index: PrefixIndex, first: int) -> None:
+        """Lets none of the blocks from the ``first`` on be found.
+
+        Without a key no later block of the table, and of none forked from it, has one.
+        """
+        self._key = None
+        for block in self.blocks[first:]:
+            index.withdraw(block)
+
+    def _findable(self, index: PrefixIndex, length: int) -> int:
+        """Up to which position blocks are indexed once ``length`` positions are computed."""
+        full = length - length % self.block_size
+        if index.min_partial is None:
+            return full
+        before = max(0, self.num_computed - full)
+        step = index.min_partial
+        return length if (length - full) // step > before // step else full
+
     def _extend(self, blocks: Iterable[int]) -> None:
         start = len(self.blocks)
         self.blocks.extend(blocks)
@@ -130,11 +222,11 @@ class BlockTable:
             self._array = grown
         self._array[start:count] = self.blocks[start:]
 
-    def _replace_last(self, block: int) -> None:
-        self.blocks[-1] = block
-        self._array[len(self.blocks) - 1] = block
-
     def _clear(self) -> None:
         self._array.fill(0)
         self.blocks.clear()
         self.length = self.num_computed = self.num_cached_tokens = 0
+
+
+def _count(length: int, block_size: int) -> int:
+    return -(-length // block_size)

@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from compiled_attn.arguments import whole
 from compiled_attn.cache.blocks.places import BlockPlaces
 from compiled_attn.cache.defrag.holders import Holders
-from compiled_attn.cache.defrag.report import DefragReport, DefragTotals, Move, report_of
-from compiled_attn.cache.whole import whole
+from compiled_attn.cache.defrag.report import DefragReport, DefragTotals, Move
 
 __all__ = ["BlockCopies", "OnlineDefragmenter"]
 
@@ -53,8 +53,7 @@ class OnlineDefragmenter:
     Args:
         places: of a `BlockPool`, which keeps them up to date; or the number of blocks, for a
             scheduler with an allocator of its own, which calls :meth:`update`.
-        swap: a `BlockSwap` of the cache, warmed up before the first :meth:`defragment`. It stays
-            open when this is closed.
+        swap: a `BlockSwap` of the cache, warmed up before the first :meth:`defragment`.
         max_waste: :attr:`is_due` above this share of unused places in the range, 0 to 1.
         min_gap: and not before so many places of it are unused.
         max_blocks: used blocks that one call takes down, at most.
@@ -101,15 +100,14 @@ class OnlineDefragmenter:
         self.totals = DefragTotals()
         self._swap = swap
         self._holders = None if isinstance(places, BlockPlaces) else Holders(self.places)
-        self._is_closed = False
 
     def resolve(self, block: int) -> int:
         """The place of a block; ``ValueError`` for -1 and every other id that is not there."""
-        return self._open().resolve(block)
+        return self.places.resolve(block)
 
     def unresolve(self, place: int) -> int:
         """The block at a place; ``ValueError`` for a place that is not there."""
-        return self._open().unresolve(place)
+        return self.places.unresolve(place)
 
     def resolve_all(self, blocks: ArrayLike) -> NDArray[np.signedinteger[Any]]:
         """The places of block ids of any shape, such as a block table; padding 0 stays 0.
@@ -117,7 +115,7 @@ class OnlineDefragmenter:
         Raises:
             ValueError, TypeError: see `BlockPlaces.resolve_all`.
         """
-        return self._open().resolve_all(blocks)
+        return self.places.resolve_all(blocks)
 
     def update(
         self,
@@ -142,9 +140,8 @@ class OnlineDefragmenter:
             ValueError: a request finished twice in one call, or got a block that it holds already
                 or that does not exist.
             TypeError: a block is no integer.
-            RuntimeError: the places are a pool's, or it is closed.
+            RuntimeError: the places are a pool's.
         """
-        self._open()
         if self._holders is None:
             raise RuntimeError(
                 "expected places of its own, got those of a pool, which keeps them up to date: "
@@ -155,7 +152,7 @@ class OnlineDefragmenter:
     @property
     def waste(self) -> float:
         """Share of the places from 1 to the highest used one that are not in use."""
-        highest = self._open().highest_used
+        highest = self.places.highest_used
         return self._gap / highest if highest else 0.0
 
     @property
@@ -168,7 +165,7 @@ class OnlineDefragmenter:
 
         Costs as much as it plans, whatever the size of the cache.
         """
-        places = self._open()
+        places = self.places
         left = math.inf if self.max_bytes is None else self.max_bytes // self._swap.bytes_per_block
         moves = []
         for source, destination in places.compaction(int(min(self.max_blocks, left))):
@@ -186,7 +183,7 @@ class OnlineDefragmenter:
         out of date after it.
 
         Raises:
-            RuntimeError: it or the swap is closed, or the swap is not warmed up.
+            RuntimeError: the swap is closed, or not warmed up.
             Exception: a copy failed, or the call was interrupted, at whatever line. It happened, or
                 it did not: every block worth keeping has its content where it lies.
         """
@@ -200,14 +197,11 @@ class OnlineDefragmenter:
             self.places.swap(pairs)
         finally:
             self.places.settle()
-        after = self.places.highest_used
-        report = report_of(moves, self._swap.bytes_per_block, before, after)
+        written = sum(move.written_blocks for move in moves) * self._swap.bytes_per_block
+        swaps, after = sum(move.is_swap for move in moves), self.places.highest_used
+        report = DefragReport(len(moves), swaps, written, before, after)
         self.totals = self.totals.plus(report)
         return report
-
-    def close(self) -> None:
-        """Using it from now on is an error; the swap stays open. May be called twice."""
-        self._is_closed = True
 
     def __repr__(self) -> str:
         return (
@@ -230,11 +224,6 @@ class OnlineDefragmenter:
     @property
     def _gap(self) -> int:
         return self.places.highest_used - self.places.num_used
-
-    def _open(self) -> BlockPlaces:
-        if self._is_closed:
-            raise RuntimeError("expected an open defragmenter, got a closed one: make a new one")
-        return self.places
 
 
 def _checked_bytes(max_bytes: int | None, least: int) -> int | None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
+from compiled_attn.arguments import whole
 from compiled_attn.cache.blocks.places import BlockPlaces
-from compiled_attn.cache.whole import whole
 from compiled_attn.errors import UnknownRequest
 
 __all__ = ["Holders"]

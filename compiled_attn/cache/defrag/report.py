@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -63,10 +62,3 @@ class DefragTotals:
             self.swaps + report.swaps,
             self.bytes + report.bytes,
         )
-
-
-def report_of(moves: Sequence[Move], bytes_per_block: int, before: int, after: int) -> DefragReport:
-    """The report on moves that were made."""
-    written = sum(move.written_blocks for move in moves)
-    swaps = sum(move.is_swap for move in moves)
-    return DefragReport(len(moves), swaps, written * bytes_per_block, before, after)

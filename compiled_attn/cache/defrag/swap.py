@@ -10,10 +10,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from compiled_attn.cache.defrag.lists import PaddedLists
-from compiled_attn.cache.defrag.pairs import Pairs, move_pairs, single_places, swap_pairs
-from compiled_attn.cache.defrag.rows import twin
-from compiled_attn.cache.defrag.tensors import CacheMemory
+from compiled_attn.cache.defrag.lists import (
+    PaddedLists,
+    Pairs,
+    move_pairs,
+    single_places,
+    swap_pairs,
+)
+from compiled_attn.cache.defrag.rows import CacheMemory, twin
 from compiled_attn.cache.kv_cache import PagedKVCache
 from graphs import BucketEvent, WarmupGroup, WarmupReport
 from graphs.capture.contract import Backend

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compiled_attn.arguments.expect import slot_used_twice
+from compiled_attn.arguments import slot_used_twice
 from compiled_attn.compat.flash.call import FlashCall
 from compiled_attn.compat.flash.checks import expect, expect_room
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from compiled_attn.arguments.expect import FLOATS, INTS, Expect, is_number
+from compiled_attn.arguments import FLOATS, INTS, Expect, is_number
 from compiled_attn.compat.flash.call import FlashCall
 from compiled_attn.errors import FlashArgumentError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compiled_attn.arguments.overlap import can_read
+from compiled_attn.arguments import can_read
 from compiled_attn.attention.merge import lse, merge, merge_online
 from compiled_attn.attention.rotary import apply_rotary
 from compiled_attn.attention.state import PartialAttention

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compiled_attn.arguments.expect import FLOATS, INTS, is_number
-from compiled_attn.arguments.overlap import can_read
+from compiled_attn.arguments import FLOATS, INTS, can_read, is_number
 from compiled_attn.compat.paged.block_tables import lost_rows, unknown_blocks
 from compiled_attn.compat.paged.call import CacheWrite, DecodeCall
 from compiled_attn.compat.paged.layouts import axes, expect, key_shape, value_shape

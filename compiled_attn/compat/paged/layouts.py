@@ -11,7 +11,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from compiled_attn.arguments.expect import Expect
+from compiled_attn.arguments import Expect
 from compiled_attn.errors import PagedArgumentError
 
 __all__ = [

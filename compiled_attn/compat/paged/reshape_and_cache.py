@@ -8,8 +8,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from compiled_attn.arguments.expect import FLOATS, INTS, slot_used_twice
-from compiled_attn.arguments.overlap import can_read
+from compiled_attn.arguments import FLOATS, INTS, can_read, slot_used_twice
 from compiled_attn.compat.paged.call import CacheWrite
 from compiled_attn.compat.paged.checks import check_caches
 from compiled_attn.compat.paged.layouts import Layout, axes, expect, packing

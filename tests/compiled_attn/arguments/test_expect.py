@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compiled_attn.arguments.expect import Expect, is_number, slot_used_twice
+from compiled_attn.arguments import Expect, is_number, slot_used_twice
 
 EXPECT = Expect(ValueError, TypeError, "op: ", "match the query")
 ROWS = torch.zeros(3, 4)

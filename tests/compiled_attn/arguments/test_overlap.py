@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from compiled_attn.arguments.expect import Expect
-from compiled_attn.arguments.overlap import can_read, overlap
+from compiled_attn.arguments import Expect, can_read, overlap
 from tests.compiled_attn.arguments.overlap_calls import NATIVE, PORTABLE, Call, wrong
 
 # What shares memory

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -88,13 +89,13 @@ SLOW = pytest.mark.slow
 
 
 def _cases() -> Iterator[Any]:
-    quick = {("inductor", "flash"), ("aoti", "flash")}
-    for module in MODULES:
-        for backend in ("aot_eager", "cudagraph", "onnxrt"):
-            yield pytest.param(module, backend, id=f"{module}-{backend}")
-        for backend in ("inductor", "aoti"):
-            marks = () if (backend, module) in quick else (SLOW,)
-            yield pytest.param(module, backend, marks=marks, id=f"{module}-{backend}")
+    quick = {("inductor", "flash"), ("onnxrt", "unified")}
+    for module, backend in product(
+        MODULES, ("aot_eager", "cudagraph", "onnxrt", "inductor", "aoti")
+    ):
+        is_quick = backend in ("aot_eager", "cudagraph") or (backend, module) in quick
+        marks = () if is_quick else (SLOW,)
+        yield pytest.param(module, backend, marks=marks, id=f"{module}-{backend}")
 
 
 def _captured(backend: str, module: nn.Module, inputs: Inputs) -> Any:

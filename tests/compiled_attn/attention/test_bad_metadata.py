@@ -142,7 +142,7 @@ def test_bad_metadata_is_refused_with_a_remedy_and_nothing_is_written(changes, e
 
 
 @given(at=st.integers(0, 8), other=st.integers(0, 8), int32=st.booleans())
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_any_two_tokens_with_one_slot_are_refused(at, other, int32):
     call = Call()
     slots = call.arguments["metadata"].slot_mapping

@@ -125,7 +125,7 @@ def test_lengths_say_what_is_read_as_numbers(kernel):
 
 
 @given(st.integers(0, 2**32))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_sums_of_parts_are_those_of_each_row_alone(seed):
     torch.manual_seed(seed)
     parts, owner = torch.randn(9, 2, 3), torch.randint(0, 4, (9,))

@@ -93,7 +93,6 @@ def _assert_same(ours: Tensor, theirs: Tensor, unit: float, up_to: float = SAME_
     st.sampled_from([None, 1, 2]),
     st.integers(0, 5),
 )
-@settings(deadline=None, max_examples=120)
 def test_the_error_is_a_small_multiple_of_eager_attentions(kernel, scene, chunk, padding):
     expected, lse = scene.expected()
     out = run(scene, attend=KERNELS[kernel], shared_chunk=chunk, padding=padding).out
@@ -104,7 +103,6 @@ def test_the_error_is_a_small_multiple_of_eager_attentions(kernel, scene, chunk,
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @given(scenes(torch.float32, torch.bfloat16, torch.float16))
-@settings(deadline=None, max_examples=60)
 def test_statistics_are_float32_whatever_the_query_is(kernel, scene):
     _, lse = scene.expected()
     ours = run(scene, attend=KERNELS[kernel]).lse
@@ -120,7 +118,7 @@ def test_statistics_are_float32_whatever_the_query_is(kernel, scene):
     scenes(torch.float32, caches=(None, *LARGEST)),
     st.lists(st.integers(1, 70), min_size=2, max_size=3),
 )
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_results_do_not_depend_on_the_bucket(kernel, scene, paddings):
     expected, lse = scene.expected()
     exact_fit = run(scene, attend=KERNELS[kernel])
@@ -132,7 +130,7 @@ def test_results_do_not_depend_on_the_bucket(kernel, scene, paddings):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @given(st.data())
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_half_precision_depends_on_the_bucket_by_a_rounding_at_most(dtype, data):
     scene = data.draw(scenes(dtype))
     exact_fit, padded = run(scene), run(scene, padding=19)
@@ -143,7 +141,7 @@ def test_half_precision_depends_on_the_bucket_by_a_rounding_at_most(dtype, data)
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @given(scenes(torch.float32, caches=(None, *LARGEST)), st.randoms(use_true_random=False))
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_results_do_not_depend_on_where_blocks_lie(kernel, scene, random):
     expected, lse = scene.expected()
     here = run(scene, attend=KERNELS[kernel])
@@ -161,7 +159,7 @@ def test_results_do_not_depend_on_where_blocks_lie(kernel, scene, random):
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @given(scenes(torch.float32, caches=(None, *LARGEST)))
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_results_do_not_depend_on_the_neighbours_in_the_batch(kernel, scene):
     together = run(scene, attend=KERNELS[kernel])
     expected, lse = scene.expected()
@@ -182,7 +180,7 @@ def test_results_do_not_depend_on_the_neighbours_in_the_batch(kernel, scene):
     latent=st.booleans(),
     boundaries=st.sets(st.integers(1, 39), max_size=6),
 )
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_a_quantised_prompt_does_not_depend_on_its_chunks(
     cache_dtype, seed, block_size, latent, boundaries
 ):

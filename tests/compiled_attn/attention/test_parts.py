@@ -33,7 +33,7 @@ def _seeded() -> None:
 
 @pytest.mark.parametrize("kernel", ATTENDS)
 @given(st.integers(0, 2**32), st.integers(1, 9), st.integers(1, 1200), st.integers(1, 3))
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 def test_attend_equals_dense_attention_with_rows_that_see_nothing(
     kernel, seed, tokens, keys, group
 ):
@@ -171,7 +171,7 @@ def test_shared_usages_bias_and_chunks_agree(kernel, chunk):
 
 
 @given(st.integers(0, 2**32), st.integers(1, 5))
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_merging_any_split_of_the_keys_equals_attention_over_all(seed, splits):
     torch.manual_seed(seed)
     q, k, v = random_qkv(4, 30)

@@ -46,7 +46,6 @@ BLOCKS = {1: 128, 7: 64, 16: 40, 32: 32, 128: 28, 256: 28}
     lists_queries=st.booleans(),
     poison=st.sampled_from([math.nan, math.inf, -math.inf]),
 )
-@settings(deadline=None, max_examples=120)
 def test_any_mixed_batch_is_exact(
     kernel, seed, block_size, head_dim, kv_heads, group, dtype, window, poison, **options
 ):
@@ -155,7 +154,7 @@ def test_an_uninterrupted_run_equals_one_resumed_at_any_token():
     boundaries=st.sets(st.integers(1, 39), max_size=6),
 )
 @example(seed=0, block_size=7, boundaries=set(range(1, 40)))  # a token at a time
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_chunks_with_any_boundaries_equal_one_prompt(seed, block_size, boundaries):
     scene = Scene(seed, Shape(block_size, dtype=torch.float64)).add(0, 40)
     expected, _ = scene.expected()

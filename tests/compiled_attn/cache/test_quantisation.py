@@ -48,7 +48,7 @@ def _rows(seed: int, dtype: torch.dtype, spread: float) -> Tensor:
 
 @pytest.mark.parametrize("dtype", QUANTISED)
 @given(st.integers(0, 2**32), st.sampled_from(FLOATS), st.sampled_from([0.0, 1.0, 3.0]))
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_codes_are_the_nearest_and_the_largest_element_has_the_largest(dtype, seed, source, spread):
     rows = _rows(seed, source, spread)
     codes, scale = quantise(rows, dtype)
@@ -61,7 +61,7 @@ def test_codes_are_the_nearest_and_the_largest_element_has_the_largest(dtype, se
 
 @pytest.mark.parametrize("dtype", QUANTISED)
 @given(st.integers(0, 2**32), st.sampled_from(FLOATS), st.sampled_from([0.0, 1.0, 3.0]))
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_the_error_of_an_element_is_at_most_half_a_step(dtype, seed, source, spread):
     rows = _rows(seed, source, spread)
     codes, scale = quantise(rows, dtype)

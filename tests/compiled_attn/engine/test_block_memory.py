@@ -6,7 +6,7 @@ import contextlib
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from compiled_attn.cache.blocks import BlockPool, OutOfBlocks, UnknownRequest
@@ -19,7 +19,6 @@ EVENT = st.tuples(st.sampled_from(["add", "grow", "fork", "free"]), st.integers(
 
 
 @given(steps=st.lists(st.lists(EVENT, max_size=6), min_size=1, max_size=12), seed=st.integers(0, 9))
-@settings(deadline=None, max_examples=60)
 def test_after_any_events_the_rows_are_the_places_of_the_pool(steps, seed):
     pool = BlockPool(24, 4, partial_hits=True, min_partial_tokens=1)
     tables = StepTables(pool, max_requests=6, max_blocks=20)

@@ -12,6 +12,7 @@ from compiled_attn import StepBatch
 from compiled_attn.engine import ConfigError, Engine, EngineConfig, SamplingParams
 from graphs import CaptureError, GraphBudgetExceeded, explicit
 from tests.compiled_attn.tiny import plain_generate, tiny_model
+from tests.slow import slow_but
 
 AXES = ("tokens", "shared", "unique", "logits")
 
@@ -104,10 +105,11 @@ def test_preemption_in_a_small_pool_changes_no_token():
     assert engine.pool.stats().used == 0
 
 
-def test_captured_graphs_of_a_compiler_serve_without_a_compile():
+@pytest.mark.parametrize("backend", slow_but(("aot_eager",), ("aot_eager", "inductor")))
+def test_captured_graphs_of_a_compiler_serve_without_a_compile(backend):
     model, prompts = tiny_model(), _prompts(5)
     buckets = explicit(AXES, [(24, 32, 128, 4), (4, 8, 128, 4)])
-    engine = _engine(model, backend="inductor", buckets=buckets)
+    engine = _engine(model, backend=backend, buckets=buckets)
     results = {r.index: r for r in engine.generate(prompts, SamplingParams(max_new_tokens=6))}
     report = engine.report()
     assert (report.graphs, report.compiles_after_warmup, report.graph_breaks) == (2, 0, 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from compiled_attn.cache.blocks import BlockPool
@@ -183,7 +183,6 @@ def test_a_sequence_that_failed_leaves_nothing_in_the_prefix_index():
     budget=st.integers(4, 40),
     num_blocks=st.integers(12, 40),
 )
-@settings(deadline=None, max_examples=150)
 def test_every_request_finishes_with_all_its_tokens_and_no_block_leaks(
     requests, budget, num_blocks
 ):

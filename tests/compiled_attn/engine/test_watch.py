@@ -95,7 +95,7 @@ def test_a_step_in_another_thread_does_not_excuse_a_late_compile_in_this_one():
 
 
 def test_two_engines_and_the_user_take_turns_in_one_thread():
-    first = _engine(tiny_model())
+    first = _engine(tiny_model(), "eager")
     first.warmup()
     tokens = first.stream(PROMPTS, SAMPLING)
     next(tokens)

@@ -10,6 +10,9 @@ from compiled_attn.hf import ATTENTION_NAME, ModelRefused, PagedCausalLM, cache_
 from compiled_attn.step import Parts, Tables
 from tests.compiled_attn.hf.families import small_model
 from tests.compiled_attn.tiny import FAMILIES, tiny_model
+from tests.slow import slow_but
+
+SLOW = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +70,7 @@ def test_a_batch_that_is_not_flattened_is_refused():
         )
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("family", slow_but(("llama", "gpt_oss"), ("llama", "gemma2", "gpt_oss")))
 def test_a_step_is_one_graph_without_breaks_and_writes_the_cache_in_place(family):
     model = tiny_model(family)
     module = PagedCausalLM(model, cache_for(model, 16, 4))
@@ -82,8 +85,17 @@ def test_a_step_is_one_graph_without_breaks_and_writes_the_cache_in_place(family
     assert model.config._attn_implementation == ATTENTION_NAME
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "gemma4_text", "nemotron"])
-@pytest.mark.parametrize("form", [Parts(16, 4), Tables(16, 4, 2)], ids=["parts", "tables"])
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [
+        ("deepseek_v3", Parts(16, 4)),
+        ("gemma4_text", Tables(16, 4, 2)),
+        ("nemotron", Parts(16, 4)),
+        pytest.param("deepseek_v3", Tables(16, 4, 2), marks=SLOW),
+        pytest.param("gemma4_text", Parts(16, 4), marks=SLOW),
+        pytest.param("nemotron", Tables(16, 4, 2), marks=SLOW),
+    ],
+)
 def test_latents_shared_keys_and_carried_steps_are_one_graph_too(family, form, request):
     if isinstance(form, Tables):
         request.getfixturevalue("ops")

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.compiled_attn.ops.native_scene import assert_right, scene
+from tests.slow import slow_but
 
 T, H, HK, D = 9, 4, 2, 64
 
@@ -103,7 +104,7 @@ def test_tokens_of_no_request_are_zero_whatever_the_sinks_are(ops, sink, dtype):
         assert torch.equal(lse[token].nan_to_num(7.0), sinks.nan_to_num(7.0))
 
 
-@pytest.mark.parametrize("window", [20, None])
+@pytest.mark.parametrize("window", slow_but((20,), (20, None)))
 def test_a_band_of_many_tiles_is_that_of_dense_attention(ops, window):
     # 96 rows of 32 heads on each of 16 KV heads are 2 bands of 8 tiles; the first rows see nothing.
     sinks = torch.linspace(-2, 2, 512)

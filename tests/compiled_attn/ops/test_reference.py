@@ -21,16 +21,28 @@ from compiled_attn.ops.cpu.build import find_compiler
 from tests.compiled_attn.ops.native_cases import CASES, MIXED
 from tests.compiled_attn.ops.native_scene import Scene, assert_right, dense, scene
 
-ISAS = ["reference", *available_isas()]
+BEST, *OTHERS = available_isas()
+SLOW = [pytest.param(isa, marks=pytest.mark.slow) for isa in OTHERS]
 
 
-@pytest.fixture(params=ISAS, scope="module")
-def ops(request) -> NativeOps:
+def _loaded(isa: str) -> NativeOps:
     try:
         find_compiler()
     except NativeUnavailable as error:
-        pytest.skip(str(error)) if request.param != "reference" else None
-    return load(request.param)
+        pytest.skip(str(error)) if isa != "reference" else None
+    return load(isa)
+
+
+@pytest.fixture(params=["reference", BEST, *SLOW[:-1], *OTHERS[-1:]], scope="module")
+def ops(request) -> NativeOps:
+    """The reference and every kernel; what is between the best and the plain one is slow."""
+    return _loaded(request.param)
+
+
+@pytest.fixture(params=["reference", BEST, *SLOW], scope="module")
+def traced(request) -> NativeOps:
+    """The same for what a compiler sees of an op, which is one for all kernels."""
+    return _loaded(request.param)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -314,26 +326,26 @@ def test_the_reference_computes_float64():
     torch.testing.assert_close(out, dense(step)[0], rtol=1e-12, atol=1e-12)
 
 
-def test_the_ops_pass_torchs_own_checks(ops):
+def test_the_ops_pass_torchs_own_checks(traced):
     step = scene(MIXED, poison=0.5, cache_dtype=torch.int8, padding=1)
     key, value, slots = _new_tokens(step)
-    space = getattr(torch.ops, ops.namespace)
+    space = getattr(torch.ops, traced.namespace)
     torch.library.opcheck(space.paged_attention.default, step.arguments, step.options)
     arguments = (step.query, key, value, step.key_cache, step.value_cache, slots, *step.step)
     torch.library.opcheck(space.paged_attention_.default, arguments, step.options)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_both_ops_compile_in_one_full_graph_and_write_through(ops, backend):
+def test_both_ops_compile_in_one_full_graph_and_write_through(traced, backend):
     step = scene(MIXED, poison=0.5)
     key, value, slots = _new_tokens(step)
     tables = (step.block_table, step.seq_lens, step.query_start_loc)
 
     def layer(query, key, value, key_cache, value_cache, slots, *tables):
-        out, _ = ops.paged_attention_(
+        out, _ = traced.paged_attention_(
             query, key * 2, value, key_cache, value_cache, slots, *tables, step.scale
         )
-        again, lse = ops.paged_attention(query, key_cache, value_cache, *tables, step.scale)
+        again, lse = traced.paged_attention(query, key_cache, value_cache, *tables, step.scale)
         return out + again, lse
 
     torch._dynamo.reset()
@@ -344,12 +356,15 @@ def test_both_ops_compile_in_one_full_graph_and_write_through(ops, backend):
     assert torch.equal(step.key_cache[slots[0] // 4, slots[0] % 4], key[0] * 2)
 
 
-def test_new_numbers_of_the_same_shapes_compile_nothing(ops):
+def test_new_numbers_of_the_same_shapes_compile_nothing(traced):
     counter = CompileCounter()
     torch._dynamo.reset()
     step = scene(MIXED, poison=0.5)
     compiled = torch.compile(
-        lambda *a: ops.paged_attention(*a, 0.25), backend=counter, fullgraph=True, dynamic=False
+        lambda *a: traced.paged_attention(*a, 0.25),
+        backend=counter,
+        fullgraph=True,
+        dynamic=False,
     )
     for length in (9, 4, 1):
         step.seq_lens[0] = length
@@ -358,7 +373,7 @@ def test_new_numbers_of_the_same_shapes_compile_nothing(ops):
 
 
 @pytest.mark.parametrize("view", ["plain", "flat slots", "HND", "fused"])
-def test_a_compiled_step_does_not_copy_the_caches(ops, view):
+def test_a_compiled_step_does_not_copy_the_caches(traced, view):
     step = scene(MIXED, poison=0.5)
     key, value, slots = _new_tokens(step)
     blocks, size, heads, dim = 4096, 4, 2, 16
@@ -376,7 +391,7 @@ def test_a_compiled_step_does_not_copy_the_caches(ops, view):
             first, second = fused_views(first)
         else:
             first, second = shapes[view](first), shapes[view](second)
-        return ops.paged_attention_(query, key, value, first, second, slots, *tables, 0.25)[0]
+        return traced.paged_attention_(query, key, value, first, second, slots, *tables, 0.25)[0]
 
     def fused_views(whole):
         return whole[:, :, 0], whole[:, :, 1]

@@ -62,7 +62,7 @@ def test_a_block_at_two_places_stands_in_two_columns():
 
 
 @given(st.integers(0, 2**32), st.integers(0, 9))
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_padding_points_at_the_null_block_and_is_in_range(seed, extra):
     scene = Scene(seed).random()
     plan = BatchBuilder(64, 4).plan(scene.requests)

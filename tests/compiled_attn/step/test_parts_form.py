@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from compiled_attn.step import ModelWork, Parts, StepLimits
@@ -18,7 +18,6 @@ FORM = Parts(2, 32)
     pool=st.integers(1, 3000),
     graphs=st.integers(1, 40),
 )
-@settings(deadline=None, max_examples=60)
 def test_the_budget_is_kept_and_the_largest_step_has_a_bucket(tokens, seqs, context, pool, graphs):
     seqs = min(seqs, tokens)
     space = FORM.ladder(StepLimits(tokens, seqs, context, pool), graphs)

@@ -13,7 +13,7 @@ from tests.oracle import Scene
 
 
 @given(st.integers(0, 2**32), st.integers(0, 5))
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_rows_of_a_table_make_the_step_that_requests_make(seed, spare):
     scene = Scene(seed).random()
     made = [Request(r.tokens, r.context_len, r.block_table, 1) for r in scene.requests]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("transformers", reason="needs the extra hf")
@@ -59,7 +59,6 @@ lengths = st.tuples(st.integers(1, 60), st.integers(1, 12))
 sizes = st.tuples(st.integers(1, 24), st.integers(0, 12), st.integers(1, 9), st.integers(10, 80))
 
 
-@settings(deadline=None, max_examples=150)
 @given(st.lists(lengths, min_size=1, max_size=12), sizes, st.lists(st.integers(0, 2), max_size=40))
 def test_each_step_needs_what_the_scheduler_makes_of_it(requests, sizes, ids):
     max_seqs, more_tokens, block_size, blocks = sizes

@@ -46,7 +46,7 @@ def test_a_byte_order_mark_and_windows_line_ends_do_no_harm(tmp_path):
     assert [b.a for b in from_file(path)] == [1, 2]
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.lists(st.tuples(st.integers(0, 10**9), st.integers(0, 99)), min_size=1, max_size=30))
 def test_what_is_written_reads_back_the_same(tmp_path_factory, sizes):
     space = explicit(["tokens", "shared"], sizes)

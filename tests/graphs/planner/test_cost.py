@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from graphs.planner import CostModel
@@ -43,7 +43,6 @@ measurements = st.dictionaries(
 )
 
 
-@settings(deadline=None, max_examples=80)
 @given(measurements)
 def test_a_fit_never_falls_and_stays_between_the_measurements(measured):
     fit = CostModel.fitted(({"a": a, "b": b}, s) for (a, b), s in measured.items())

@@ -29,7 +29,7 @@ def worst(report, axes, legal):
     return max(cost(report.space.pick(**n)) / cost(n) for n in needs if cost(n))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), min_size=1, max_size=5),
     st.sampled_from(sorted(LEGAL)),
@@ -91,7 +91,7 @@ def test_a_legality_that_takes_no_arrays_is_asked_need_by_need():
     assert figures(slow) == figures(fast)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     st.lists(st.tuples(st.integers(1, 25), st.integers(1, 25)), min_size=0, max_size=6),
     st.sampled_from(sorted(LEGAL)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from graphs import Axis
@@ -16,7 +16,6 @@ demands = st.dictionaries(st.integers(1, 40), st.integers(1, 9), min_size=1, max
 costs = st.sampled_from([lambda n: n["n"], lambda n: 7 + n["n"], lambda n: n["n"] ** 2 + 1])
 
 
-@settings(deadline=None, max_examples=150)
 @given(demands, costs, st.integers(1, 5))
 def test_the_plan_wastes_as_little_as_the_best_of_all_sets(needs, cost, graphs):
     demand = Demand(("n",), [[n] for n in needs], list(needs.values()))
@@ -27,7 +26,6 @@ def test_the_plan_wastes_as_little_as_the_best_of_all_sets(needs, cost, graphs):
     assert len(report.space) <= graphs
 
 
-@settings(deadline=None, max_examples=60)
 @given(demands, st.integers(41, 60), st.integers(1, 4))
 def test_a_maximum_above_all_needs_takes_one_of_the_buckets(needs, high, graphs):
     demand = Demand(("n",), [[n] for n in needs], list(needs.values()))
@@ -37,7 +35,6 @@ def test_a_maximum_above_all_needs_takes_one_of_the_buckets(needs, high, graphs)
     assert report.space.largest.n == high
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     st.lists(st.floats(0, 10), min_size=1, max_size=30),
     st.lists(st.integers(0, 5), min_size=30, max_size=30),

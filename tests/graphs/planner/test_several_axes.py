@@ -33,7 +33,6 @@ def largest(needs):
     return tuple(max(column) for column in zip(*needs, strict=True))
 
 
-@settings(deadline=None, max_examples=80)
 @given(demands, st.integers(1, 3))
 def test_no_plan_is_better_than_the_best_and_the_bound_is_below_both(needs, graphs):
     demand = demand_of(needs)
@@ -44,7 +43,7 @@ def test_no_plan_is_better_than_the_best_and_the_bound_is_below_both(needs, grap
     assert report.lower_bound <= report.waste + 1e-6
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(demands, st.floats(1.0, 3.0))
 def test_a_budget_in_seconds_is_kept_and_its_bound_holds(needs, times):
     demand, top = demand_of(needs), largest(needs)
@@ -64,7 +63,7 @@ def test_a_budget_in_seconds_is_kept_and_its_bound_holds(needs, times):
     assert report.lower_bound <= best + 1e-6
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(demands, st.integers(1, 9), st.floats(1.0, 6.0), st.sampled_from([None, 2.0, 3.0]))
 def test_no_limit_of_several_is_exceeded(needs, graphs, times, rho):
     top = largest(needs)
@@ -82,7 +81,6 @@ def test_no_limit_of_several_is_exceeded(needs, graphs, times, rho):
     assert report.space.pick(a=top[0], b=top[1]).sizes == top
 
 
-@settings(deadline=None, max_examples=60)
 @given(demands, st.integers(1, 6), st.integers(12, 20), st.integers(12, 20))
 def test_the_maximum_is_always_a_bucket(needs, graphs, high_a, high_b):
     axes = [Axis("a", 1, high_a), Axis("b", 0, high_b)]
@@ -155,7 +153,7 @@ def test_a_measured_cost_plans_nearly_as_well_as_the_formula_that_it_measured():
     assert theirs.waste < 1.25 * planned(25).waste
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(demands, st.integers(1, 6))
 def test_cells_hold_all_needs_and_their_weight(needs, count):
     demand = demand_of(needs)

@@ -17,6 +17,7 @@ import pytest
 import graphs.store
 from graphs.store import ArtifactStore
 from graphs.store.store import _checked
+from tests.slow import slow_but
 
 SIZE = 3000
 _CHANGES = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate", "os.utime"}
@@ -117,7 +118,7 @@ def assert_goes_on(path, source):
     assert store.entries() == [] and store.inductor_caches() == []
 
 
-@pytest.mark.parametrize("work", WORK)
+@pytest.mark.parametrize("work", slow_but(("replace", "compile_cache", "throw_away"), WORK))
 def test_a_kill_at_any_change_of_the_disk_leaves_entries_whole_or_not_there(
     work, template, tmp_path
 ):

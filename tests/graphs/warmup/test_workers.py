@@ -115,6 +115,7 @@ print("hits", sum(counters[kind][name] for kind, name in names))
 """
 
 
+@pytest.mark.slow
 def test_what_workers_compile_this_process_finds_in_the_cache(tmp_path):
     from graphs import available_backends
 

@@ -357,4 +357,4 @@ class BlockPlacesMachine(RuleBasedStateMachine):
 
 
 TestBlockPlaces = BlockPlacesMachine.TestCase
-TestBlockPlaces.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestBlockPlaces.settings = settings(stateful_step_count=40)

@@ -4,7 +4,7 @@ nothing."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -346,29 +346,6 @@ def test_a_swap_that_is_not_ready_is_an_error_and_changes_nothing():
     with pytest.raises(RuntimeError, match=r"call warmup\(\)"):
         defragmenter.defragment()
     assert accounts(defragmenter) == before
-
-
-def test_use_after_close_is_an_error_and_the_swap_stays_open():
-    defragmenter = own()
-    defragmenter.update({"a": [33]})
-    before = accounts(defragmenter)
-    defragmenter.close()
-    defragmenter.close()
-    uses: list[Callable[[], Any]] = [
-        defragmenter.defragment,
-        defragmenter.plan,
-        lambda: defragmenter.is_due,
-        lambda: defragmenter.waste,
-        lambda: defragmenter.resolve(1),
-        lambda: defragmenter.unresolve(1),
-        lambda: defragmenter.resolve_all([1]),
-        lambda: defragmenter.update({}, ["a"]),
-    ]
-    for use in uses:
-        with pytest.raises(RuntimeError, match="closed"):
-            use()
-    assert accounts(defragmenter) == before
-    defragmenter._swap.swap([(1, 2)])
 
 
 def test_its_repr_says_how_it_goes():

@@ -170,7 +170,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestPool.settings = settings(stateful_step_count=40)
 
 
 @dataclass
@@ -263,7 +263,7 @@ class OwnPlacesMachine(RuleBasedStateMachine):
 
 
 TestOwnPlaces = OwnPlacesMachine.TestCase
-TestOwnPlaces.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestOwnPlaces.settings = settings(stateful_step_count=40)
 
 
 # The soak run

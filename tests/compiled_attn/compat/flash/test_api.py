@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
@@ -17,6 +17,7 @@ from compiled_attn.attention.state import PartialAttention
 from compiled_attn.compat.flash import flash_attn_with_kvcache, flash_attn_with_kvcache_reference
 from compiled_attn.compat.flash.key_slice import attend_fused, attend_plain, attend_sdpa
 from tests.compiled_attn.compat.flash.cases import Case, check
+from tests.slow import slow_but
 
 CACHES = ("k_cache", "v_cache")
 HALVES = (torch.float16, torch.bfloat16)
@@ -63,7 +64,11 @@ def upstream(seed: int) -> Case:
     ).make()
 
 
-@pytest.mark.parametrize("seed", range(48))
+# Dense attention in float64 takes seconds for the largest points of the grid.
+QUICK = {*range(48)} - {0, 9, 38, 39}
+
+
+@pytest.mark.parametrize("seed", slow_but(QUICK, range(48)))
 def test_the_grid_of_upstreams_test_holds_its_tolerance(seed: int) -> None:
     check(upstream(seed), flash_attn_with_kvcache)
 
@@ -105,20 +110,18 @@ def cases(draw: Any) -> Case:
     ).make()
 
 
-@settings(max_examples=250)
 @given(cases())
 def test_any_combination_equals_the_oracle_amid_poison(case: Case) -> None:
     check(case, flash_attn_with_kvcache)
 
 
-@settings(max_examples=100)
 @given(cases())
 def test_the_reference_equals_the_oracle_amid_poison(case: Case) -> None:
     check(case, flash_attn_with_kvcache_reference)
 
 
 @pytest.mark.parametrize("form", [attend_plain, attend_fused, attend_sdpa])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", slow_but(QUICK, range(12)))
 def test_every_form_of_the_slice_equals_the_oracle(
     form: Any, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,7 +65,6 @@ def steps(**fixed) -> st.SearchStrategy[Step]:
     return st.builds(build, **(drawn | {name: st.just(v) for name, v in fixed.items()}))
 
 
-@settings(max_examples=60)
 @given(steps())
 def test_every_form_is_exact_over_random_steps(step: Step) -> None:
     step.assert_exact(_v1(step))
@@ -73,7 +72,6 @@ def test_every_form_is_exact_over_random_steps(step: Step) -> None:
     step.assert_exact(_reference(step))
 
 
-@settings(max_examples=60)
 @given(steps())
 def test_the_form_for_compiled_graphs_is_exact_over_random_steps(step: Step) -> None:
     # Run eagerly here; what the compiler makes of it is in tests/graph_breaks/test_paged.py.

@@ -12,6 +12,7 @@ from graphs import CaptureError, StaleGraph, capture
 from graphs.backends.onnx import onnxrt
 from graphs.backends.onnx import session as onnx_session
 from graphs.backends.onnx.onnxrt import OnnxrtBackend, compiled_attn_ort
+from tests.slow import slow_but
 
 PROJECT = Path(__file__).parents[4] / "pyproject.toml"
 BACKEND = OnnxrtBackend()
@@ -90,13 +91,17 @@ def test_a_cache_that_nobody_reads_beside_the_write_is_updated_where_it_lies(fun
     assert_equals_eager(function, graph)
 
 
-@pytest.mark.parametrize("function", [read_beside_write, read_of_a_view_beside_write])
+@pytest.mark.parametrize(
+    "function",
+    [read_beside_write, pytest.param(read_of_a_view_beside_write, marks=pytest.mark.slow)],
+)
 def test_a_cache_that_is_read_beside_the_write_is_copied_back(function, sessions):
     graph = capture(function, tensors(), backend=BACKEND)
     assert sessions[0].copied_back and not sessions[0].in_place
     assert_equals_eager(function, graph)
 
 
+@pytest.mark.slow
 def test_without_the_check_of_its_readers_an_old_cache_is_read_after_the_write(monkeypatch):
     monkeypatch.setattr(onnx_session, "may_alias", lambda *_: True)
     graph = capture(read_beside_write, tensors(), backend=BACKEND)
@@ -223,7 +228,7 @@ def test_a_missing_package_is_the_reason(monkeypatch):
     assert BACKEND.available() == "onnx not installed; pip install 'compiled-attn[ort]'"
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("dtype", slow_but((torch.int32,), (torch.int32, torch.int64)))
 def test_indices_of_any_width_are_taken(dtype):
     def taken(cache, where):
         cache[where] = cache[where] + 1
