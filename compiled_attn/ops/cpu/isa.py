@@ -57,7 +57,7 @@ def ask_permission(isa: str) -> None:
     Raises:
         NativeUnavailable: the system refuses; instructions on tiles would end the process.
     """
-    if "amx_tile" not in ISAS[isa]:
+    if "amx_tile" not in ISAS.get(isa, ()):
         return
     libc = ctypes.CDLL(None, use_errno=True)
     arguments = (ctypes.c_long(each) for each in (_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA))

@@ -13,8 +13,8 @@ inline void write_output(const PagedAttentionArgs& args, int64_t at, const float
   const float sink = args.sinks ? args.sinks[at % args.heads] : -INFINITY;
   const float maximum = std::max(state.maximum, sink);
   const float origin = maximum == -INFINITY ? 0.0f : maximum;
-  const float factor = std::exp(state.maximum - origin);
-  const float total = state.total * factor + std::exp(sink - origin);
+  const float factor = state.maximum == origin ? 1.0f : std::exp(state.maximum - origin);
+  const float total = state.total * factor + (args.sinks ? std::exp(sink - origin) : 0.0f);
   args.lse[at] = origin + std::log(total);  // -inf for the empty sum
   const float weight = total == 0 ? 0.0f : factor / total;
   by_dtype(args.query_dtype, [&](auto* type) {

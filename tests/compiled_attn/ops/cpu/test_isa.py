@@ -4,16 +4,19 @@ from pathlib import Path
 
 import pytest
 
-from compiled_attn.ops.cpu.isa import ISAS, available_isas, best_isa, flags_of
+from compiled_attn.errors import NativeUnavailable
+from compiled_attn.ops.cpu.isa import ISAS, ask_permission, available_isas, best_isa, flags_of
 
 AVX2 = "fpu avx avx2 fma f16c"
 AVX512 = f"{AVX2} avx512f avx512bw avx512dq avx512vl"
+BF16 = "avx512_bf16 avx512vbmi avx512_vnni"
 
 
 @pytest.mark.parametrize(
     ("flags", "machine", "wanted"),
     [
-        (f"{AVX512} avx512_bf16 avx512vbmi avx512_vnni", "x86_64", [*list(ISAS)[:3], "portable"]),
+        (f"{AVX512} {BF16} amx_bf16 amx_tile", "x86_64", [*list(ISAS)[:4], "portable"]),
+        (f"{AVX512} {BF16} amx_tile", "x86_64", [*list(ISAS)[1:4], "portable"]),
         (AVX512, "x86_64", ["avx512", "avx2", "portable"]),
         (f"{AVX2} avx512f avx512_bf16", "x86_64", ["avx2", "portable"]),
         (AVX2.replace("fma", ""), "x86_64", ["portable"]),
@@ -45,3 +48,22 @@ def test_flags_are_those_of_the_features():
     assert flags_of("portable") == flags_of("neon") == []  # what every compiler takes
     assert flags_of("avx2") == ["-mavx2", "-mfma", "-mf16c"]
     assert "-mavx512bf16" in flags_of("avx512_bf16") and "-mavx512bf16" not in flags_of("avx512")
+    assert flags_of("amx_bf16")[-2:] == ["-mamx-tile", "-mamx-bf16"]
+
+
+class Refusing:
+    """A C library whose system has no tile registers to give."""
+
+    def __init__(self, *_, **__) -> None:
+        self.asked = []
+
+    def syscall(self, *arguments) -> int:
+        self.asked.append([argument.value for argument in arguments])
+        return -1
+
+
+def test_a_system_that_refuses_tile_registers_is_told_before_a_kernel_runs(monkeypatch):
+    monkeypatch.setattr("compiled_attn.ops.cpu.isa.ctypes.CDLL", Refusing)
+    ask_permission("avx512_bf16")  # needs none
+    with pytest.raises(NativeUnavailable, match=r"expected Linux to permit the tile registers"):
+        ask_permission("amx_bf16")

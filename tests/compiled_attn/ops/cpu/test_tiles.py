@@ -1,0 +1,119 @@
+"""Many rows of bfloat16 in tiles: the plain form, and that the registers give the same bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from compiled_attn.ops import NativeOps, NativeUnavailable, available_isas, load
+from compiled_attn.ops.cpu.build import find_compiler
+from tests.compiled_attn.ops.native_cases import CASES
+from tests.compiled_attn.ops.native_scene import Scene, assert_right, scene
+
+AMX = "amx_bf16"
+WITHOUT = next(isa for isa in available_isas() if isa != AMX)
+# Around tiles of 16 and 32 rows and keys, chunks of 256 keys, bands of 1,536 rows.
+EDGES = [(3, 3), (4, 40), (5, 257), (8, 16), (9, 300), (16, 256), (33, 33), (64, 600)]
+OF_BFLOAT16 = [
+    name for name, case in CASES.items() if case.get("dtype", torch.bfloat16) == torch.bfloat16
+]
+
+
+def _loaded(isa: str, *, plain: bool) -> NativeOps:
+    try:
+        find_compiler()
+    except NativeUnavailable as error:
+        pytest.skip(str(error))
+    return load(isa, plain_tiles=plain)
+
+
+@pytest.fixture(scope="module")
+def plain() -> NativeOps:
+    return _loaded(WITHOUT, plain=True)
+
+
+def _scene(requests=EDGES, **options) -> Scene:
+    return scene(requests, **{"dtype": torch.bfloat16, "heads": 8, "kv_heads": 2, **options})
+
+
+@pytest.mark.parametrize("name", OF_BFLOAT16)
+def test_a_step_is_that_of_dense_attention(plain, name):
+    step = scene(**{**CASES[name], "dtype": torch.bfloat16})
+    assert_right(plain.paged_attention(*step.arguments, **step.options), step)
+
+
+@pytest.mark.parametrize("dim", [7, 16, 40, 64, 200])
+@pytest.mark.parametrize("heads", [2, 6, 10])
+def test_any_size_of_head_and_group(plain, dim, heads):
+    step = _scene(dim=dim, heads=heads, value_dim=48, poison=float("nan"))
+    assert_right(plain.paged_attention(*step.arguments, **step.options), step)
+
+
+@pytest.mark.parametrize("window", [None, 1, 20, 300])
+@pytest.mark.parametrize("form", ["plain", "softcap", "ALiBi", "sinks", "not causal", "scale"])
+def test_every_form_of_scores(plain, window, form):
+    options = {
+        "softcap": {"softcap": 2.0},
+        "ALiBi": {"alibi_slopes": torch.rand(8)},
+        "sinks": {"sinks": torch.randn(8)},
+        "not causal": {"causal": False},
+    }.get(form, {})
+    if form == "not causal" and window:
+        pytest.skip("windows are causal")
+    step = _scene(window=window, **options)
+    if form == "scale":
+        step.scale = -step.scale
+    assert_right(plain.paged_attention(*step.arguments, **step.options), step)
+
+
+def test_a_prompt_of_several_bands(plain):
+    step = _scene([(900, 1000)], heads=2, kv_heads=1, dim=32)
+    assert_right(plain.paged_attention(*step.arguments, **step.options), step)
+
+
+def test_a_request_gets_the_same_bits_whatever_its_neighbours(plain):
+    step = _scene()
+    together, _ = plain.paged_attention(*step.arguments)
+    starts = step.query_start_loc.tolist()
+    for request in range(len(EDGES)):
+        first, end = starts[request], starts[request + 1]
+        alone, _ = plain.paged_attention(
+            step.query[first:end],
+            step.key_cache,
+            step.value_cache,
+            step.block_table[request : request + 1],
+            step.seq_lens[request : request + 1],
+            torch.tensor([0, end - first]).int(),
+            step.scale,
+        )
+        assert torch.equal(alone, together[first:end])
+
+
+def test_a_nan_reaches_the_rows_that_see_it_and_no_other(plain):
+    step = _scene([(40, 300)])
+    clean, _ = plain.paged_attention(*step.arguments)
+    slots = step.block_table[0].repeat_interleave(step.key_cache.shape[1]).long()
+    offset = torch.arange(len(slots)) % step.key_cache.shape[1]
+    late = 280  # seen by the last 20 rows
+    step.value_cache[slots[late], offset[late]] = float("nan")
+    spoilt, _ = plain.paged_attention(*step.arguments)
+    assert torch.equal(spoilt[:20], clean[:20])
+    assert spoilt[20:].isnan().all()
+
+
+@pytest.mark.skipif(AMX not in available_isas(), reason="needs a processor with AMX")
+@pytest.mark.parametrize("kind", ["normal", "subnormal", "huge"])
+def test_the_registers_give_the_bits_of_the_plain_form(kind):
+    try:
+        hardware = _loaded(AMX, plain=False)
+    except NativeUnavailable as error:
+        pytest.skip(str(error))
+    step = _scene(sinks=torch.randn(8), dim=72)
+    size = {"normal": 1.0, "subnormal": 2.0**-128, "huge": 2.0**62}[kind]
+    step.query *= size
+    step.value_cache *= size
+    run = _loaded(AMX, plain=True).paged_attention(*step.arguments, **step.options)
+    for plain, tiles in zip(
+        run, hardware.paged_attention(*step.arguments, **step.options), strict=True
+    ):
+        assert torch.equal(plain, tiles)
