@@ -50,12 +50,15 @@ class StepTables:
             self._forget_places()
         for request_id in request_ids:
             table = self._pool.table(request_id)
-            count, last = len(table.blocks), table.blocks[-1] if table.blocks else 0
+            blocks = table.blocks
+            count, last = len(blocks), blocks[-1] if blocks else 0
             before, known, known_last = self._seen.get(request_id, (None, 0, 0))
+            if before is table and known == count and known_last == last:
+                continue
             if before is not table:
                 self._begin(request_id)
                 known = 0
-            elif known and table.blocks[known - 1] != known_last:
+            elif known and blocks[known - 1] != known_last:
                 known -= 1
             if known < count:
                 places = self._pool.places.resolve_all(table.array[known:count])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from compiled_attn.cache.blocks import BlockPool
 from compiled_attn.engine.sequence import Sequence, Status
@@ -18,12 +18,11 @@ from compiled_attn.engine.sequence import Sequence, Status
 __all__ = ["ScheduledTokens", "Scheduler"]
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledTokens:
+class ScheduledTokens(NamedTuple):
     """The next ``count`` uncomputed tokens of a sequence."""
 
     sequence: Sequence
-    count: int
+    count: int  # type: ignore[assignment]  # not the method of a tuple
 
     @property
     def tokens(self) -> list[int]:
@@ -34,7 +33,8 @@ class ScheduledTokens:
     @property
     def wants_logits(self) -> bool:
         """Whether the chunk reaches the last known token, so that the next one can be sampled."""
-        return self.count == self.sequence.remaining
+        sequence = self.sequence
+        return self.count == len(sequence.tokens) - sequence.computed
 
 
 class Scheduler:
@@ -85,21 +85,27 @@ class Scheduler:
 
     def schedule(self) -> list[ScheduledTokens]:
         """The next step; blocks for its tokens are reserved. Empty only if there is no work."""
-        step: list[ScheduledTokens] = []
+        step: dict[Sequence, ScheduledTokens] = {}
         before, room = self.preemptions, self.max_tokens
-        # Stable: sequences of one kind stay in order of admission.
-        for sequence in sorted(self.running, key=lambda s: s.remaining > 1):
-            count = min(sequence.remaining, room)
+        for sequence in self._decodes_first():
+            count = len(sequence.tokens) - sequence.computed
+            if count > room:
+                count = room
             if not count or sequence.status is not Status.RUNNING:
                 continue
-            if self._reserve_or_preempt(sequence, count, step):
-                step.append(ScheduledTokens(sequence, count))
+            while not self.pool.try_reserve(sequence.request_id, sequence.computed + count):
+                victim = self.running[-1]
+                self._preempt(victim)
+                if victim is sequence:
+                    break
+                if victim in step:
+                    room += step.pop(victim).count
+            else:
+                step[sequence] = ScheduledTokens(sequence, count)
                 room -= count
-            if self.preemptions != before:  # it may have taken parts out
-                room = self.max_tokens - sum(part.count for part in step)
         if self.preemptions == before:
             self._admit(step, room)
-        return step
+        return [*step.values()]
 
     def commit(self, part: ScheduledTokens) -> None:
         """Declares tokens of a step computed: their full blocks can be shared from now on."""
@@ -123,18 +129,13 @@ class Scheduler:
             self.waiting.remove(sequence)
         sequence.status = Status.FINISHED
 
-    def _reserve_or_preempt(
-        self, sequence: Sequence, count: int, step: list[ScheduledTokens]
-    ) -> bool:
-        """Whether the sequence got its blocks; False if it had to give up its own."""
-        while not self.pool.can_reserve(sequence.request_id, sequence.computed + count):
-            victim = self.running[-1]
-            self._preempt(victim)
-            step[:] = [part for part in step if part.sequence is not victim]
-            if victim is sequence:
-                return False
-        self.pool.reserve(sequence.request_id, sequence.computed + count)
-        return True
+    def _decodes_first(self) -> list[Sequence]:
+        """Those that run; sequences of one kind in order of admission."""
+        running = self.running
+        prompts = [each for each in running if len(each.tokens) - each.computed > 1]
+        if not prompts:
+            return [*running]
+        return [each for each in running if len(each.tokens) - each.computed <= 1] + prompts
 
     def _preempt(self, sequence: Sequence) -> None:
         self.pool.preempt(sequence.request_id)
@@ -143,7 +144,7 @@ class Scheduler:
         self.waiting.appendleft(sequence)
         self.preemptions += 1
 
-    def _admit(self, step: list[ScheduledTokens], room: int) -> None:
+    def _admit(self, step: dict[Sequence, ScheduledTokens], room: int) -> None:
         while self.waiting and len(self.running) < self.max_seqs:
             sequence = self.waiting[0]
             if room < 1 or not self._has_blocks(sequence):
@@ -155,7 +156,7 @@ class Scheduler:
             self.waiting.popleft()
             self.running.append(sequence)
             sequence.status = Status.RUNNING
-            step.append(ScheduledTokens(sequence, count))
+            step[sequence] = ScheduledTokens(sequence, count)
             room -= count
 
     def _has_blocks(self, sequence: Sequence) -> bool:

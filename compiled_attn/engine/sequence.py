@@ -140,11 +140,11 @@ class Sequence:
 
     def event(self, token: int, now_s: float) -> TokenEvent:
         """What is told once ``token`` is the next one; changes nothing."""
-        reason = self._reason_after(token)
-        if reason is None:
+        generated = len(self.tokens) - self.prompt_len
+        if token not in self.stop_tokens and generated + 1 < self.sampling.max_new_tokens:
             return TokenEvent(self.index, token, None, self.request_id)
-        generated = [*self.tokens[self.prompt_len :], token]
-        result = self._result(generated, reason, now_s)
+        reason = "stop" if token in self.stop_tokens else "length"
+        result = self._result([*self.tokens[self.prompt_len :], token], reason, now_s)
         return TokenEvent(self.index, token, result, self.request_id)
 
     def failure(self, error: str, now_s: float) -> TokenEvent:
@@ -157,11 +157,6 @@ class Sequence:
         self.tokens[place:] = [token]
         if self.first_token_s is None:
             self.first_token_s = now_s
-
-    def _reason_after(self, token: int) -> str | None:
-        if token in self.stop_tokens:
-            return "stop"
-        return "length" if self.generated + 1 >= self.sampling.max_new_tokens else None
 
     def _result(
         self, generated: list[int], reason: str, now_s: float, error: str = ""

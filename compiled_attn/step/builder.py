@@ -10,7 +10,14 @@ from numpy.typing import NDArray
 
 from compiled_attn.step.parts import StepBatch, StepPlan
 from compiled_attn.step.parts_form import Parts
-from compiled_attn.step.requests import Ints, Request, RequestTable, StepRows, check_ids
+from compiled_attn.step.requests import (
+    Ints,
+    Request,
+    RequestTable,
+    StepRows,
+    block_ids,
+    check_ids,
+)
 from compiled_attn.step.tables import TablePlan, Tables
 
 __all__ = ["BatchBuilder"]
@@ -140,8 +147,9 @@ class BatchBuilder:
             raise ValueError("expected at least one request in a step, got none")
         tables = [np.asarray(request.block_table, np.int64) for request in requests]
         held = np.array([len(table) for table in tables], np.int64)
+        longest = np.zeros(held.max(initial=0), np.int64)
         return self._rows(
-            np.concatenate(tables),
+            block_ids(np.concatenate([*tables, longest])),
             np.cumsum(held) - held,
             held,
             np.array([request.context_len for request in requests], np.int64),
@@ -153,7 +161,7 @@ class BatchBuilder:
 
     def _rows(
         self,
-        blocks: Ints,
+        blocks: NDArray[np.int32],
         base: Ints,
         held: Ints,
         context: Ints,
@@ -166,7 +174,7 @@ class BatchBuilder:
         first = np.cumsum(query) - query
         positions = np.repeat(context - first, query) + np.arange(len(tokens))
         number, offset = np.divmod(positions, self.block_size)
-        written = blocks[np.repeat(base, query) + number]
+        written = blocks[np.repeat(base, query) + number].astype(np.int64)
         check_ids(written, self.num_blocks)
         slots = written * self.block_size + offset
         self._check_slots(slots)

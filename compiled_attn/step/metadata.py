@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from compiled_attn.step.requests import Ints, StepRows, padded
+from compiled_attn.step.requests import StepRows, padded
 
 __all__ = ["AttentionMetadata"]
 
@@ -50,7 +52,12 @@ class AttentionMetadata:
 
     @staticmethod
     def of(
-        rows: StepRows, tables: Ints, *, requests: int, tokens: int, use_captured_graph: bool
+        rows: StepRows,
+        tables: NDArray[np.int32],
+        *,
+        requests: int,
+        tokens: int,
+        use_captured_graph: bool,
     ) -> AttentionMetadata:
         """The metadata of a step, padded to ``requests`` and ``tokens``.
 
@@ -76,7 +83,7 @@ class AttentionMetadata:
             query_start_loc=_running_sum(padded(query, requests)),
             seq_start_loc=_running_sum(seq_lens),
             context_lens_tensor=padded(rows.context, requests).int(),
-            block_tables=torch.from_numpy(tables).int(),
+            block_tables=torch.from_numpy(tables),
             use_captured_graph=use_captured_graph,
         )
 

@@ -239,7 +239,7 @@ class StepPlan:
         leave_out = not tables and bool(rows.is_prefill.all()) and not rows.context.any()
         return AttentionMetadata.of(
             rows,
-            np.zeros((0, 0), np.int64)
+            np.zeros((0, 0), np.int32)
             if leave_out
             else block_tables(rows, used, sizes["requests"], sizes["width"]),
             requests=sizes["requests"],

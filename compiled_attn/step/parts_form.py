@@ -123,7 +123,8 @@ class Parts:
         index = np.arange(len(owner)) - first[owner]
         starts = index * self.block_size
         usage = np.minimum(visible[owner] - starts, self.block_size)
-        return BlockEntries(rows.blocks[rows.base[owner] + index], owner, starts, usage)
+        ids = rows.blocks[rows.base[owner] + index].astype(np.int64)
+        return BlockEntries(ids, owner, starts, usage)
 
     def _repeated(self, ids: Ints) -> NDArray[np.bool_]:
         # The last entry of a block wins its place; whoever did not win shares the block with it.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,9 +16,11 @@ __all__ = [
     "Request",
     "RequestTable",
     "StepRows",
+    "block_ids",
     "block_tables",
     "check_holds",
     "check_ids",
+    "check_tables",
     "checked_sizes",
     "logits_rows",
     "padded",
@@ -71,7 +73,7 @@ class RequestTable:
     def __init__(self, max_requests: int, max_blocks: int) -> None:
         if max_requests < 1 or max_blocks < 1:
             raise ValueError(f"expected sizes of at least 1, got {max_requests} and {max_blocks}")
-        self.blocks = np.zeros((max_requests, max_blocks), np.int64)
+        self.blocks = np.zeros((max_requests, max_blocks), np.int32)
         self.lengths = np.zeros(max_requests, np.int64)
         self._rows: dict[Hashable, int] = {}
         self._free = list(range(max_requests - 1, -1, -1))
@@ -117,7 +119,7 @@ class RequestTable:
                 f"{request_id!r}, got {start}: rows have no gaps"
             )
         self._check_room(request_id, start, len(blocks))
-        self.blocks[row, start : start + len(blocks)] = blocks
+        self.blocks[row, start : start + len(blocks)] = block_ids(blocks)
         self.lengths[row] = start + len(blocks)
 
     def remove(self, request_id: Hashable) -> None:
@@ -131,9 +133,10 @@ class RequestTable:
         Raises:
             KeyError: it has none.
         """
-        if request_id not in self._rows:
+        row = self._rows.get(request_id)
+        if row is None:
             raise KeyError(f"expected a request of the table, got {request_id!r}: add it first")
-        return self._rows[request_id]
+        return row
 
     def __contains__(self, request_id: Hashable) -> bool:
         return request_id in self._rows
@@ -149,13 +152,14 @@ class RequestTable:
 class StepRows(NamedTuple):
     """The requests of a step as arrays, and their new tokens flattened.
 
-    Request i's block table is ``blocks[base[i] : base[i] + held[i]]``.
+    Request i's block table is ``blocks[base[i] : base[i] + held[i]]``; behind each there are as
+    many entries more, of whatever value, as the longest has more blocks.
 
     Shape (R requests, T tokens): base, held, context, query, logits, is_prefill, first_row ``[R]``;
     tokens, positions, slots ``[T]``.
     """
 
-    blocks: Ints
+    blocks: NDArray[np.int32]
     base: Ints
     held: Ints
     context: Ints
@@ -168,15 +172,34 @@ class StepRows(NamedTuple):
     slots: Ints
 
 
-def block_tables(rows: StepRows, used: Ints, requests: int, width: int) -> Ints:
+def block_tables(rows: StepRows, used: Ints, requests: int, width: int) -> NDArray[np.int32]:
     """The first ``used [R]`` blocks of each request, padded with null block 0 to ``[requests,
     width]``.
     """
-    tables = np.zeros((requests, width), np.int64)
-    owner = np.repeat(np.arange(len(used)), used)
-    column = _ramps(np.zeros_like(used), used)
-    tables[owner, column] = rows.blocks[rows.base[owner] + column]
+    fewest, most = int(used.min()), int(used.max())
+    tables = np.zeros((requests, width), np.int32)
+    # Rows are copied whole, with what lies behind them, which is struck out.
+    windows = np.lib.stride_tricks.as_strided(
+        rows.blocks, (len(rows.blocks) - most + 1, most), 2 * rows.blocks.strides, writeable=False
+    )
+    tables[: len(used), :most] = windows[rows.base]
+    tables[: len(used), fewest:most][np.arange(fewest, most) >= used[:, None]] = 0
     return tables
+
+
+def block_ids(blocks: Sequence[int] | Ints) -> NDArray[np.int32]:
+    """Ids in 32 bits; one that has more is no block of any cache, and stays none."""
+    limits = np.iinfo(np.int32)
+    return np.asarray(blocks, np.int64).clip(limits.min, limits.max).astype(np.int32)
+
+
+def check_tables(tables: NDArray[np.int32], used: Ints, num_blocks: int) -> None:
+    """Raises ValueError unless the first ``used [R]`` entries of each row of ``[R, W]`` are ids of
+    blocks that requests can hold, the others being 0.
+    """
+    low, high, ids = tables.min(initial=0), tables.max(initial=0), int(used.sum())
+    if low < 0 or high >= num_blocks or np.count_nonzero(tables) != ids:
+        check_ids(tables[np.arange(tables.shape[1]) < used[:, None]], num_blocks)
 
 
 def logits_rows(rows: StepRows) -> Ints:
@@ -184,7 +207,7 @@ def logits_rows(rows: StepRows) -> Ints:
     return _ramps(rows.first_row + rows.query - rows.logits, rows.logits)
 
 
-def check_ids(ids: Ints, num_blocks: int) -> None:
+def check_ids(ids: NDArray[np.integer[Any]], num_blocks: int) -> None:
     """Raises ValueError unless all ids are those of blocks that requests can hold."""
     low, high = int(ids.min(initial=1)), int(ids.max(initial=1))
     if low < 1 or high >= num_blocks:
@@ -221,7 +244,7 @@ def check_holds(sizes: Mapping[str, int], need: Mapping[str, int]) -> None:
         )
 
 
-def padded(values: Ints, size: int, fill: int = 0) -> Tensor:
+def padded(values: NDArray[np.integer[Any]], size: int, fill: int = 0) -> Tensor:
     """Values as an int64 tensor of a size, filled up behind."""
     # A fresh array each time: tensors handed to one step are never written by the next.
     whole = np.empty(size, np.int64)

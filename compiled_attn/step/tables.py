@@ -17,7 +17,7 @@ from compiled_attn.step.requests import (
     StepRows,
     block_tables,
     check_holds,
-    check_ids,
+    check_tables,
     checked_sizes,
     logits_rows,
     padded,
@@ -184,7 +184,7 @@ class Tables:
         """See `StepForm.plan`."""
         used = -(-(rows.context + rows.query) // self.block_size)
         plan = TablePlan(rows, used, self.width)
-        check_ids(plan.tables[np.arange(plan.tables.shape[1]) < used[:, None]], self.num_blocks)
+        check_tables(plan.tables, used, self.num_blocks)
         return plan
 
     def padding(self, bucket: Mapping[str, int]) -> TableBatch:

@@ -185,6 +185,17 @@ class BlockPool:
         table.length = max(table.length, length)
         return added
 
+    def try_reserve(self, request_id: Hashable, length: int) -> bool:
+        """``reserve`` where that would succeed; else False, and nothing changes."""
+        table = self._tables.get(request_id)
+        if table is not None and table._extends_in_place(length, self._blocks):
+            table.length = length
+            return True
+        if not self.can_reserve(request_id, length):
+            return False
+        self.reserve(request_id, length)
+        return True
+
     def append(self, request_id: Hashable, n: int = 1) -> list[int]:
         """Reserve ``n`` more positions: ``reserve(request_id, length + n)``."""
         return self.reserve(request_id, self.table(request_id).length + whole("n", n, 0))

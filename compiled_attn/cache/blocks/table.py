@@ -129,6 +129,14 @@ class BlockTable:
             return 0
         return _count(length, self.block_size) - len(self.blocks) + self._shares_last(blocks)
 
+    def _extends_in_place(self, length: int, blocks: BlockAllocator) -> bool:
+        """Whether ``length`` more positions fit into the last block, which nobody else holds."""
+        held = self.blocks
+        return (
+            self.length < length <= len(held) * self.block_size
+            and blocks.refs[held[-1]] == 1
+        )
+
     def _fits(self, needed: int, blocks: BlockAllocator) -> bool:
         """Whether ``needed`` blocks are there, the source of the last block's copy being one."""
         if needed <= blocks.available:

@@ -59,10 +59,13 @@ class SimulatedPool:
         table = self.tables[request_id] = CountedTable(hits, self.block_size)
         return table
 
-    def can_reserve(self, request_id: int, length: int) -> bool:
-        """See `BlockPool.can_reserve`."""
+    def try_reserve(self, request_id: int, length: int) -> bool:
+        """See `BlockPool.try_reserve`."""
         missing = -(-length // self.block_size) - len(self.tables[request_id].blocks)
-        return missing <= 0 or missing <= self._available()
+        if missing > 0 and missing > self._available():
+            return False
+        self.reserve(request_id, length)
+        return True
 
     def reserve(self, request_id: int, length: int) -> None:
         """See `BlockPool.reserve`."""

@@ -1,0 +1,185 @@
+"""Host time of a step: all that an engine does around the graph, without a model.
+
+    python benchmarks/host.py [--against DIRECTORY] [--only TEXT]
+
+Scheduler, tables, plan, filled bucket, greedy sampling of a row of 8 logits, tokens and events: the
+engine as it is, whose graph is a stub. Decodes of 32 and 256 requests of 1k tokens and 1024 of 32k,
+blocks of 32; a step of 31 decodes beside a queue whose head, a prompt of 16k tokens that is in the
+prefix cache, waits for blocks. Milliseconds, medians.
+
+With ``--against`` in turns with a second process that imports the checkout in that directory: the
+time there over the time here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
+
+import torch
+
+from compiled_attn.engine import Engine, EngineConfig, SamplingParams
+from compiled_attn.engine.local import ChosenKernel, LocalExecutor
+from compiled_attn.engine.sizing import Sizing
+from compiled_attn.step import BatchBuilder, StepLimits, Tables
+from graphs import WarmupReport
+from graphs.report.surroundings import machine
+
+BLOCK, AHEAD = 32, 512  # a request grows by so many tokens at most while it is timed
+
+
+class WithoutModel(LocalExecutor):
+    """The executor of one process, whose graph gives the same logits whatever it is asked."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        assert config.context is not None and config.num_blocks is not None
+        width = -(-config.context // BLOCK)
+        form = Tables(config.num_blocks, BLOCK, width)
+        limits = StepLimits(
+            config.max_tokens_per_step, config.max_seqs, width, config.num_blocks - 1
+        )
+        buckets = form.ladder(limits, 24).with_cost(lambda bucket: float(sum(bucket.sizes)))
+        self.config, self.eos = config, frozenset()
+        self.sizing = Sizing(config.context, 1000, BLOCK, config.num_blocks, form, buckets)
+        self.kernel, self._builder = ChosenKernel("native"), BatchBuilder(config.num_blocks, BLOCK)
+        self.copies = SimpleNamespace(num_blocks=config.num_blocks, bytes_per_block=1)  # type: ignore[assignment]
+        logits = torch.zeros(config.max_seqs, 8)
+        self.graphs = SimpleNamespace(  # type: ignore[assignment]
+            bucket=buckets.pick, run=lambda bucket, *inputs: logits
+        )
+        self._has_told_cut = self._is_attached = False
+
+    def warmup(self, progress: object = None) -> WarmupReport:
+        """Nothing to capture."""
+        return WarmupReport((), 0.0)
+
+    def check_unchanged(self) -> None:
+        """There is no model."""
+
+
+def engine_of(requests: int, context: int, spare: int = 0) -> Engine:
+    """An engine that has that many requests of so many tokens, each with its first token."""
+    longest = -(-(context + AHEAD) // BLOCK)
+    config = EngineConfig(
+        max_tokens_per_step=max(2**16, requests),
+        max_seqs=requests + 1,
+        block_size=BLOCK,
+        num_blocks=1 + requests * longest + spare,
+        context=context + AHEAD,
+        partial_hits=False,
+    )
+    engine = Engine(WithoutModel(config))
+    engine.warmup()
+    for index in range(requests):  # each of a tenant of its own: none shares blocks
+        prompt = [(7 * n + index) % 1000 for n in range(context)]
+        engine.submit(prompt, SamplingParams(max_new_tokens=AHEAD), salt=str(index))
+    return started(engine)
+
+
+def started(engine: Engine) -> Engine:
+    """The engine once all that it has runs and decodes."""
+    while engine.scheduler.waiting or any(each.remaining > 1 for each in engine.scheduler.running):
+        engine.step()
+    return engine
+
+
+def with_queue(requests: int, context: int, prompt: int) -> Engine:
+    """An engine whose pool is full, and whose queue is headed by a prompt that is all cached."""
+    engine = engine_of(requests, context, spare=prompt // BLOCK + 1)
+    text = [n % 1000 for n in range(prompt)]
+    engine.scheduler.pool.add("cached", text)
+    engine.scheduler.pool.reserve("cached", prompt)
+    engine.scheduler.pool.commit("cached", text, prompt)
+    taken = engine.pool.available - 2  # what is left is less than a block for each that runs
+    engine.scheduler.pool.add("full")
+    engine.scheduler.pool.reserve("full", taken * BLOCK)
+    head = engine.scheduler.running[0]
+    made = type(head)(10**6, text, prompt, head.sampling, head.arrived_s, mailbox=head.mailbox)
+    engine._requests[made.request_id] = made
+    engine.scheduler.add(made)
+    return engine
+
+
+def cases() -> Iterator[tuple[str, Callable[[], Engine]]]:
+    """Name and maker of each engine."""
+    yield "32 x 1k", partial(engine_of, 32, 1024)
+    yield "256 x 1k", partial(engine_of, 256, 1024)
+    yield "31 x 1k, 16k waits", partial(with_queue, 31, 1024, 16384)
+    yield "1024 x 32k", partial(engine_of, 1024, 32768)
+
+
+def milliseconds(engine: Engine, steps: int = 10) -> float:
+    """Median of a few steps."""
+    times = []
+    for _ in range(steps):
+        start = time.perf_counter()
+        engine.step()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times) * 1e3
+
+
+def answer(options: argparse.Namespace) -> None:
+    """Tells each case and then, as often as it is asked, the time of its step."""
+    for name, make in cases():
+        if options.only not in name:
+            continue
+        input()
+        engine = make()
+        print(name, flush=True)
+        for _ in range(options.rounds):
+            input()
+            print(milliseconds(engine), flush=True)
+
+
+def other_process(options: argparse.Namespace) -> Callable[[], str]:
+    """The next answer of the other checkout."""
+    process = subprocess.Popen(
+        [sys.executable, __file__, "--answers", f"--rounds={options.rounds}",
+         f"--only={options.only}"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": options.against},
+    )  # fmt: skip
+    assert process.stdin is not None and process.stdout is not None
+    ask, told = process.stdin, process.stdout
+
+    def line() -> str:
+        print(file=ask, flush=True)
+        return told.readline().strip()
+
+    return line
+
+
+def main() -> None:
+    """Prints a row for each case, or answers a process that does."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--against", metavar="DIRECTORY", help="a checkout to compare with")
+    parser.add_argument("--only", default="", help="cases with this in their names")
+    parser.add_argument("--answers", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.answers:
+        return answer(options)
+    line = other_process(options) if options.against else None
+    print(f"# {machine()['cpu']}, blocks of {BLOCK}")
+    print(f"{'step':20} {'ms here':>8}" + (f"{'there / here':>14}" if line else ""))
+    for name, make in cases():
+        if options.only not in name:
+            continue
+        assert line is None or line() == name, "the other checkout has other cases"
+        engine = make()
+        pairs = [(milliseconds(engine), float(line()) if line else 1.0)
+                 for _ in range(options.rounds)]  # fmt: skip
+        here = statistics.median(pair[0] for pair in pairs)
+        ratio = statistics.median(there / mine for mine, there in pairs)
+        print(f"{name:20} {here:8.3f}" + (f"{ratio:14.2f}" if line else ""), flush=True)
+
+
+if __name__ == "__main__":
+    main()
