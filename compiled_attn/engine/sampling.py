@@ -7,11 +7,14 @@ import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+from compiled_attn.engine.ranking import RankedRows, RunningSum
+from compiled_attn.engine.uniform import uniforms
 
 __all__ = ["NOT_FINITE", "SamplingParams", "sample", "sample_rows"]
 
@@ -100,36 +103,95 @@ def sample_rows(
         params: R of them; None: the row is only looked at, and its most likely token given.
         steps: as in `sample`.
     """
-    best, tokens = logits.max(-1)  # NaN is the maximum of a row that has one
-    drawn: list[int | str] = list(tokens.tolist())
-    for row, (value, param, step) in enumerate(zip(best.tolist(), params, steps, strict=True)):
+    ranked = RankedRows(logits)
+    best, tokens = ranked.best()
+    drawn: list[int | str] = [*tokens]
+    random: list[_Draw] = []
+    for row, (value, param, step) in enumerate(zip(best, params, steps, strict=True)):
         if not math.isfinite(value):
             drawn[row] = NOT_FINITE
         elif param is not None and param.temperature > 0:
-            drawn[row] = _drawn(logits[row], param, step)
+            random.append(_Draw(row, param, step))
+    for draw, token in zip(random, _drawn(ranked, random), strict=True):
+        drawn[draw.row] = token
     return drawn
 
 
-def _drawn(logits: Tensor, params: SamplingParams, step: int) -> int | str:
+class _Draw(NamedTuple):
+    """A row whose token is drawn, how, and after how many others."""
+
+    row: int
+    params: SamplingParams
+    step: int
+
+
+def _drawn(ranked: RankedRows, draws: Sequence[_Draw]) -> Sequence[int | str]:
+    """All at once, or, where that fails, one by one: whatever fails is one request's alone."""
     try:
-        return _draw(logits.double(), params, step)
-    except Exception as error:  # whatever it is, it is this request's alone
-        return f"sampling failed: {type(error).__name__}: {error}"
+        return _tokens(ranked, draws) if draws else []
+    except Exception as error:
+        if len(draws) == 1:
+            return [f"sampling failed: {type(error).__name__}: {error}"]
+        return [token for draw in draws for token in _drawn(ranked, [draw])]
 
 
-def _draw(logits: Tensor, params: SamplingParams, step: int) -> int:
-    scaled = (logits - logits.max()) / params.temperature  # the largest is 0: nothing overflows
-    ordered, tokens = torch.sort(scaled, descending=True, stable=True)
-    if params.top_k:
-        ordered = ordered[: params.top_k]
-    probabilities = torch.softmax(ordered, -1)
-    before = probabilities.cumsum(-1) - probabilities
+def _tokens(ranked: RankedRows, draws: Sequence[_Draw]) -> list[int]:
+    """Each the token at a uniform place of the running sum of its row, the most likely first."""
+    uniform = uniforms([draw.params.seed or 0 for draw in draws], [draw.step for draw in draws])
+    few = np.array([ranked.is_few(draw.params.top_k) for draw in draws])
+    tokens = np.zeros(len(draws), np.int64)
+    if few.any():
+        tokens[few] = _of_few(
+            ranked, [d for d, is_few in zip(draws, few, strict=True) if is_few], uniform[few]
+        )
+    for at in np.flatnonzero(~few):
+        params = draws[at].params
+        tokens[at] = _of_all(ranked.row(draws[at].row), params, float(uniform[at]))
+    drawn: list[int] = tokens.tolist()
+    return drawn
+
+
+def _of_few(
+    ranked: RankedRows, draws: Sequence[_Draw], uniform: NDArray[np.float64]
+) -> NDArray[np.int64]:
+    """The tokens of rows of which only the first few are kept, all rows at once."""
+    params = [draw.params for draw in draws]
+    kept = np.array([each.top_k or ranked.vocab for each in params])
+    values, tokens = ranked.first(np.array([draw.row for draw in draws]), int(kept.max()))
+    temperature = np.array([[each.temperature] for each in params])
+    weights = np.exp(_scaled(values, values[:, :1], temperature))
+    weights[np.arange(weights.shape[1]) >= kept[:, None]] = 0
+    # Running sums, as their bits don't depend on how many tokens another row keeps.
+    sums = weights.cumsum(1)
     # A token stays if the more likely ones don't reach top_p yet: the first one always stays.
-    kept = probabilities[before < params.top_p].cumsum(-1)
-    key = 0 if params.seed is None else params.seed
-    uniform = np.random.Generator(np.random.Philox(key=key, counter=step)).random()
-    place = int(torch.searchsorted(kept, uniform * float(kept[-1]), right=True))
-    return int(tokens[min(place, len(kept) - 1)])
+    reached = np.array([[each.top_p] for each in params]) * sums[:, -1:]
+    weights[sums - weights >= reached] = 0
+    sums = weights.cumsum(1)
+    place = (sums <= uniform[:, None] * sums[:, -1:]).sum(1)
+    last = np.count_nonzero(weights, axis=1) - 1
+    drawn: NDArray[np.int64] = tokens[np.arange(len(draws)), np.minimum(place, last)]
+    return drawn
+
+
+def _of_all(values: NDArray[np.float64], params: SamplingParams, uniform: float) -> int:
+    """The token of a row ``[vocab]`` of which any number is kept."""
+    ranked = RunningSum(_scaled(values, values.max(), params.temperature))
+    if 0 < params.top_k < len(values):
+        ranked.cut_behind(params.top_k)
+    if params.top_p < 1:
+        ranked.cut_at(params.top_p * ranked.total)
+    return ranked.at(uniform * ranked.total)
+
+
+def _scaled(
+    values: NDArray[np.float64],
+    largest: NDArray[np.float64] | np.float64,
+    temperature: NDArray[np.float64] | float,
+) -> NDArray[np.float64]:
+    """Logits over the temperature, the largest of which is 0: their powers never overflow."""
+    with np.errstate(over="ignore"):
+        scaled: NDArray[np.float64] = (values - largest) / temperature
+    return scaled
 
 
 def _integer(value: object) -> int | None:

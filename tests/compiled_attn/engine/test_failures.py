@@ -123,14 +123,14 @@ def test_a_tiny_temperature_is_greedy(temperature):
 
 def test_what_fails_while_one_row_is_sampled_ends_that_request_alone(monkeypatch):
     engine, prompts = _engine(), _prompts(3)
-    draw = sampling_module._draw
+    draw = sampling_module.uniforms
 
-    def failing(logits, params, step):
-        if params.seed == 13 and step == 2:
+    def failing(seeds, steps):
+        if (13, 2) in zip(seeds, steps, strict=True):
             raise IndexError("no such place")
-        return draw(logits, params, step)
+        return draw(seeds, steps)
 
-    monkeypatch.setattr(sampling_module, "_draw", failing)
+    monkeypatch.setattr(sampling_module, "uniforms", failing)
     params = [SamplingParams(NEW, temperature=1.0, seed=seed) for seed in (12, 13, 14)]
     ended = list(engine.generate(prompts, params, in_order=True))
     assert [result.finish_reason for result in ended] == ["length", "error", "length"]

@@ -6,7 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from compiled_attn.engine import SamplingParams, sample
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from compiled_attn.engine import SamplingParams, sample, sample_rows
+from compiled_attn.engine.sampling import NOT_FINITE
 
 
 def _draws(logits: torch.Tensor, count: int, **params) -> np.ndarray:
@@ -106,3 +110,79 @@ def test_a_top_k_above_the_vocabulary_keeps_all():
     everything = [SamplingParams(temperature=1.0, seed=3)]
     logits = torch.randn(1, 20)
     assert sample(logits, params, [0]) == sample(logits, everything, [0])
+
+
+def by_sorting(logits: torch.Tensor, params: SamplingParams, step: int) -> int:
+    """The definition: the whole row sorted, cut, and drawn from with the request's own number."""
+    scaled = (logits.double() - logits.double().max()) / params.temperature
+    ordered, tokens = torch.sort(scaled, descending=True, stable=True)
+    if params.top_k:
+        ordered = ordered[: params.top_k]
+    probabilities = torch.softmax(ordered, -1)
+    before = probabilities.cumsum(-1) - probabilities
+    kept = probabilities[before < params.top_p].cumsum(-1)
+    uniform = np.random.Generator(np.random.Philox(key=params.seed, counter=step)).random()
+    place = int(torch.searchsorted(kept, uniform * float(kept[-1]), right=True))
+    return int(tokens[min(place, len(kept) - 1)])
+
+
+ROWS = st.tuples(
+    st.sampled_from([0.0, 0.02, 0.7, 1.0, 1.3, 50.0]),
+    st.sampled_from([0, 0, 1, 2, 7, 50, 1000, 1500, 10**9]),
+    st.sampled_from([1.0, 1.0, 0.9991, 0.8973, 0.5021, 1e-9]),
+    st.integers(0, 2**64 - 1),
+    st.integers(0, 300),
+)
+
+
+@given(
+    rows=st.lists(ROWS, min_size=1, max_size=6),
+    vocab=st.sampled_from([1, 5, 300, 2047, 2048, 2100, 5003]),
+    spread=st.sampled_from([0.0, 0.01, 3.0, 30.0]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]),
+    seed=st.integers(0, 99),
+)
+@settings(deadline=None)
+def test_each_token_is_that_of_the_sorted_row_whatever_its_neighbours(
+    rows, vocab, spread, dtype, seed
+):
+    logits = (spread * torch.randn(len(rows), vocab, generator=torch.Generator().manual_seed(seed)))
+    logits = logits.to(dtype)  # 16 bits: many are equal
+    if vocab > 2:
+        logits[0, vocab // 2 :] = -torch.inf
+    params = [SamplingParams(9, t, top_k=k, top_p=p, seed=s) for t, k, p, s, _ in rows]
+    steps = [row[-1] for row in rows]
+    expected = [
+        by_sorting(row, param, step) if param.temperature else int(row.argmax())
+        for row, param, step in zip(logits, params, steps, strict=True)
+    ]
+    assert sample(logits, params, steps) == expected
+    assert [sample(logits[n : n + 1], [params[n]], [steps[n]])[0] for n in range(len(rows))] == (
+        expected
+    )
+
+
+@pytest.mark.parametrize("kept", [{"top_k": 40}, {"top_p": 0.8}, {"top_k": 1100, "top_p": 0.9}])
+def test_draws_of_a_wide_vocabulary_follow_the_truncated_softmax(kept):
+    logits = 2 * torch.randn(3000, generator=torch.Generator().manual_seed(5))
+    ordered, tokens = logits.double().sort(descending=True)
+    probabilities = torch.softmax(ordered[: kept.get("top_k", 3000)], -1)
+    before = probabilities.cumsum(-1) - probabilities
+    probabilities = probabilities[before < kept.get("top_p", 1.0)]
+    count = 4000
+    params = [SamplingParams(temperature=1.0, seed=n, **kept) for n in range(count)]
+    drawn = np.bincount(sample(logits.expand(count, -1), params, [0] * count), minlength=3000)
+    assert drawn.sum() == drawn[tokens[: len(probabilities)].numpy()].sum()
+    expected = count * (probabilities / probabilities.sum()).numpy()
+    cumulated = np.abs(drawn[tokens[: len(expected)].numpy()].cumsum() - expected.cumsum())
+    assert cumulated.max() / count < 1.95 / np.sqrt(count)  # Kolmogorov-Smirnov, 0.1 %
+
+
+def test_a_row_that_is_nan_ends_alone_among_rows_of_a_wide_vocabulary():
+    logits = torch.randn(4, 5000)
+    logits[1, 4999] = torch.nan
+    logits[2, 7] = torch.inf
+    params = [SamplingParams(temperature=1.0, top_k=5, seed=3)] * 3 + [None]
+    rows = sample_rows(logits, params, [0] * 4)
+    assert rows[1] is rows[2] is NOT_FINITE
+    assert rows[0] == by_sorting(logits[0], params[0], 0) and rows[3] == int(logits[3].argmax())
