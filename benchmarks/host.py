@@ -97,11 +97,9 @@ def with_queue(requests: int, context: int, prompt: int) -> Engine:
     engine.scheduler.pool.add("cached", text)
     engine.scheduler.pool.reserve("cached", prompt)
     engine.scheduler.pool.commit("cached", text, prompt)
-    taken = engine.pool.available - 2  # what is left is less than a block for each that runs
-    engine.scheduler.pool.add("full")
-    engine.scheduler.pool.reserve("full", taken * BLOCK)
+    text += [0] * (engine.pool.available * BLOCK)  # more than there is room for
     head = engine.scheduler.running[0]
-    made = type(head)(10**6, text, prompt, head.sampling, head.arrived_s, mailbox=head.mailbox)
+    made = type(head)(10**6, text, len(text), head.sampling, head.arrived_s, mailbox=head.mailbox)
     engine._requests[made.request_id] = made
     engine.scheduler.add(made)
     return engine

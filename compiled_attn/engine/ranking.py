@@ -78,7 +78,7 @@ class RankedRows:
                 return np.concatenate([v for v, _ in each]), np.concatenate([i for _, i in each])
             chunks = torch.from_numpy(_ids(_largest(maxima, wanted))).to(at.device)
             members = self._members(chunks[:, :, None]).flatten(1)
-            found = self._logits[at[:, None], members]
+            found = self._take(at, members)
             # Chunks of one are told as often as the others have members: only the first counts.
             keys = _keys(found, members.cpu().numpy())
             alone = np.repeat(chunks.cpu().numpy() >= self._chunks, _CHUNK, axis=1)
@@ -86,13 +86,17 @@ class RankedRows:
             keys[alone] = np.iinfo(np.int64).min
         first = np.sort(_largest(keys, count), axis=1)[:, ::-1]
         ids = _ids(first)
-        values = self._logits[at[:, None], torch.from_numpy(ids).to(at.device)]
+        values = self._take(at, torch.from_numpy(ids).to(at.device))
         return values.double().cpu().numpy(), ids
 
     def row(self, row: int) -> NDArray[np.float64]:
         """The logits ``[vocab]`` of a row."""
         values: NDArray[np.float64] = self._logits[row].double().cpu().numpy()
         return values
+
+    def _take(self, rows: Tensor, tokens: Tensor) -> Tensor:
+        """The logits of ``tokens [n, m]`` of each of ``rows [n]``."""
+        return torch.take(self._logits, tokens + rows[:, None] * self.vocab)
 
     def _members(self, chunks: Tensor) -> Tensor:
         """The tokens ``[.., 32]`` of ``chunks [.., 1]``, ascending."""
@@ -160,8 +164,9 @@ class RunningSum:
 def _keys(values: Tensor, ids: NDArray[np.int64]) -> NDArray[np.int64]:
     """Integers in the order of the values, 32 bits, and of the ids turned round, 32 bits."""
     bits = (values.float().cpu() + 0.0).contiguous().view(torch.int32).numpy()  # no -0.0
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    keys: NDArray[np.int64] = (ordered.astype(np.int64) << 32) | (_LOW - ids)
+    keys: NDArray[np.int64] = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).astype(np.int64)
+    keys <<= 32
+    keys |= _LOW - ids
     return keys
 
 

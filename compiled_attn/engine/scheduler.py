@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from compiled_attn.cache.blocks import BlockPool
+from compiled_attn.cache.blocks.prefix import PromptKeys
 from compiled_attn.engine.sequence import Sequence, Status
 
 __all__ = ["ScheduledTokens", "Scheduler"]
@@ -55,6 +56,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.preemptions = 0
+        self._head: tuple[Sequence, int, PromptKeys] | None = None
 
     @property
     def has_work(self) -> bool:
@@ -81,6 +83,7 @@ class Scheduler:
         ordered = sorted(sequences, key=lambda sequence: sequence.request_id)
         for sequence in ordered:
             sequence.status, sequence.computed = Status.WAITING, 0
+        self._head = None  # its keys are those of the pool
         self.pool, self.running, self.waiting = pool, [], deque(ordered)
 
     def schedule(self) -> list[ScheduledTokens]:
@@ -147,9 +150,12 @@ class Scheduler:
     def _admit(self, step: dict[Sequence, ScheduledTokens], room: int) -> None:
         while self.waiting and len(self.running) < self.max_seqs:
             sequence = self.waiting[0]
-            if room < 1 or not self._has_blocks(sequence):
+            if room < 1:
                 return
-            table = self.pool.add(sequence.request_id, sequence.tokens, salt=sequence.salt)
+            prompt = self._prompt(sequence)
+            if not self._has_blocks(sequence, prompt):
+                return
+            table = self.pool.add(sequence.request_id, prompt, salt=sequence.salt)
             sequence.computed = table.num_cached_tokens
             count = min(sequence.remaining, room)
             self.pool.reserve(sequence.request_id, sequence.computed + count)
@@ -159,8 +165,17 @@ class Scheduler:
             step[sequence] = ScheduledTokens(sequence, count)
             room -= count
 
-    def _has_blocks(self, sequence: Sequence) -> bool:
+    def _prompt(self, sequence: Sequence) -> PromptKeys:
+        """The tokens of the head of the queue, which are hashed once while it waits."""
+        head, length = self._head, len(sequence.tokens)
+        if head is not None and head[0] is sequence and head[1] == length:
+            return head[2]
+        prompt = self.pool.prompt(sequence.tokens, salt=sequence.salt)
+        self._head = sequence, length, prompt
+        return prompt
+
+    def _has_blocks(self, sequence: Sequence, prompt: PromptKeys) -> bool:
         # One block for each running sequence stays free, or the next step would preempt again.
         spare = len(self.running) * self.pool.block_size
         length = len(sequence.tokens) + spare
-        return self.pool.can_allocate(length, sequence.tokens, salt=sequence.salt)
+        return self.pool.can_allocate(length, prompt, salt=sequence.salt)

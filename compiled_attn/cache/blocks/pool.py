@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from compiled_attn.arguments import whole
 from compiled_attn.cache.blocks.allocator import BlockAllocator
 from compiled_attn.cache.blocks.places import BlockPlaces
-from compiled_attn.cache.blocks.prefix import PrefixIndex, PrefixMatch, Salt, Tokens, check_tokens
+from compiled_attn.cache.blocks.prefix import PrefixIndex, PrefixMatch, PromptKeys, Salt, Tokens
 from compiled_attn.cache.blocks.stats import PoolStats
 from compiled_attn.cache.blocks.table import BlockTable
 from compiled_attn.errors import DuplicateRequest, OutOfBlocks, UnknownRequest
@@ -112,8 +112,20 @@ class BlockPool:
             raise UnknownRequest(request_id)
         return table
 
+    def prompt(self, tokens: Tokens, *, salt: Salt = None) -> PromptKeys:
+        """Return what `add` and `can_allocate` take for these tokens and this salt, hashed once.
+
+        For a request that waits: what is cached is looked up anew in each call. The tokens must
+        stay as they are.
+        """
+        return PromptKeys(self._index, tokens, salt)
+
     def add(
-        self, request_id: Hashable, tokens: Tokens | None = None, *, salt: Salt = None
+        self,
+        request_id: Hashable,
+        tokens: Tokens | PromptKeys | None = None,
+        *,
+        salt: Salt = None,
     ) -> BlockTable:
         """Register a request; hold the blocks of the longest cached prefix of its prompt.
 
@@ -124,8 +136,10 @@ class BlockPool:
 
         Args:
             request_id: any hashable name that is not in the pool.
-            tokens: prompt token ids ``[n]``, list or integer array; None looks nothing up.
-            salt: extra key; only requests with the same salt share blocks.
+            tokens: prompt token ids ``[n]``, list or integer array, or what :meth:`prompt` gave;
+                None looks nothing up.
+            salt: extra key; only requests with the same salt share blocks. A :meth:`prompt` has
+                one.
 
         Returns:
             The table, with ``length == num_computed == num_cached_tokens`` positions found.
@@ -137,20 +151,27 @@ class BlockPool:
             raise DuplicateRequest(request_id)
         table = BlockTable(request_id, self.block_size, self._index.root(salt))
         if tokens is not None:
-            self._take_hits(table, self._index.longest(_all_but_last(tokens), salt))
-            self._queried_tokens += len(tokens)
+            prompt = self._own(tokens, salt)
+            count = len(prompt.tokens)
+            self._take_hits(table, self._index.longest(prompt, limit=max(0, count - 1)))
+            self._queried_tokens += count
             self._hit_tokens += table.num_cached_tokens
         self._tables[request_id] = table
         return table
 
-    def can_allocate(self, length: int, tokens: Tokens | None = None, *, salt: Salt = None) -> bool:
+    def can_allocate(
+        self, length: int, tokens: Tokens | PromptKeys | None = None, *, salt: Salt = None
+    ) -> bool:
         """Whether ``add`` and then ``reserve`` of a new request would fit now; no side effects.
 
         Exact. A partial hit makes no difference: it takes a block that is needed anyway.
         """
         needed = -(-whole("length", length, 0) // self.block_size)
-        hits = [] if tokens is None else self._index.match(_all_but_last(tokens), salt)
-        idle = sum(not self._blocks.refs[block] for block in hits)
+        hits: list[int] = []
+        if tokens is not None:
+            prompt = self._own(tokens, salt)
+            hits = self._index.match(prompt, limit=max(0, len(prompt.tokens) - 1))
+        idle = len(hits) - int(np.count_nonzero(self.refcounts[hits])) if hits else 0
         return needed - len(hits) <= self.available - idle
 
     def can_reserve(self, request_id: Hashable, length: int) -> bool:
@@ -340,6 +361,16 @@ class BlockPool:
             self._blocks.acquire(block)
         table._extend(blocks)
 
+    def _own(self, tokens: Tokens | PromptKeys, salt: Salt) -> PromptKeys:
+        if not isinstance(tokens, PromptKeys):
+            return PromptKeys(self._index, tokens, salt)
+        if tokens.index is not self._index:
+            raise ValueError(
+                "expected a prompt of this pool, got one of another, whose hash differs: make it "
+                "with prompt() of the pool that is asked"
+            )
+        return tokens
+
     def _take_hits(self, table: BlockTable, match: PrefixMatch) -> None:
         self._hold(table, match.blocks)
         table._key, table._num_keyed = match.key, len(match.blocks)
@@ -349,11 +380,6 @@ class BlockPool:
             self._partial_hit_tokens += match.num_partial
             found += match.num_partial
         table.num_cached_tokens = table.num_computed = table.length = found
-
-
-def _all_but_last(tokens: Tokens) -> Tokens:
-    check_tokens(tokens)
-    return tokens[:-1]
 
 
 def _least_partial(block_size: int, given: int | None) -> int:

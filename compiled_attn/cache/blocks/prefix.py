@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple, TypeAlias
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from compiled_attn.arguments import whole
 from compiled_attn.cache.blocks.partial_hits import TOKEN_BYTES, PartialIndex
 
-__all__ = ["PrefixIndex", "PrefixMatch", "Salt", "Tokens"]
+__all__ = ["PrefixIndex", "PrefixMatch", "PromptKeys", "Salt", "Tokens"]
 
 Tokens: TypeAlias = Sequence[int] | NDArray[np.integer[Any]]
 Salt: TypeAlias = str | bytes | None
@@ -38,6 +38,36 @@ class PrefixMatch(NamedTuple):
     key: bytes
     source: int = 0
     num_partial: int = 0
+
+
+class PromptKeys:
+    """The keys of the full blocks of a prompt, each hashed when it is first asked for.
+
+    What is found under a key is looked up anew each time, so it is never out of date.
+
+    Args:
+        index: whose hash it is.
+        tokens: ``[n]`` token ids, which stay as they are.
+        salt: the extra key.
+    """
+
+    def __init__(self, index: PrefixIndex, tokens: Tokens, salt: Salt = None) -> None:
+        check_tokens(tokens)
+        self.index, self.tokens = index, tokens
+        self._made = [index.root(salt)]
+
+    def blocks(self, block_of: Mapping[bytes, int], limit: int) -> tuple[list[int], bytes]:
+        """The blocks of the longest prefix of the first ``limit`` tokens, and the key after it."""
+        blocks: list[int] = []
+        made, size = self._made, self.index.block_size
+        for number in range(limit // size):
+            if number + 1 == len(made):
+                made.append(self.index.next_key(made[number], self.tokens, number * size))
+            block = block_of.get(made[number + 1])
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks, made[len(blocks)]
 
 
 class PrefixIndex:
@@ -110,25 +140,33 @@ class PrefixIndex:
             )
         return self._digest(parent + token_bytes(block))
 
-    def match(self, tokens: Tokens, salt: Salt = None) -> list[int]:
+    def match(
+        self, tokens: Tokens | PromptKeys, salt: Salt = None, *, limit: int | None = None
+    ) -> list[int]:
         """Return the blocks of the longest indexed prefix of ``tokens``, full blocks only.
 
         Args:
-            tokens: token ids, ``[n]`` of any integer type.
-            salt: the extra key under which they were inserted.
+            tokens, salt, limit: see :meth:`longest`.
         """
-        return self._chain(tokens, salt)[0]
+        prompt = tokens if isinstance(tokens, PromptKeys) else PromptKeys(self, tokens, salt)
+        limit = len(prompt.tokens) if limit is None else limit
+        return prompt.blocks(self._block_of, limit)[0]
 
-    def longest(self, tokens: Tokens, salt: Salt = None) -> PrefixMatch:
+    def longest(
+        self, tokens: Tokens | PromptKeys, salt: Salt = None, *, limit: int | None = None
+    ) -> PrefixMatch:
         """Return the longest indexed prefix of ``tokens``, the beginning of a block included.
 
         Args:
-            tokens: token ids, ``[n]`` of any integer type.
-            salt: the extra key under which they were inserted.
+            tokens: token ids, ``[n]`` of any integer type, or the keys of them.
+            salt: the extra key under which they were inserted; keys have one.
+            limit: tokens that are looked at; None: all.
         """
-        blocks, key = self._chain(tokens, salt)
+        prompt = tokens if isinstance(tokens, PromptKeys) else PromptKeys(self, tokens, salt)
+        limit = len(prompt.tokens) if limit is None else limit
+        blocks, key = prompt.blocks(self._block_of, limit)
         start = len(blocks) * self.block_size
-        rest = tokens[start : start + self.block_size]
+        rest = prompt.tokens[start : min(limit, start + self.block_size)]
         if self.min_partial is None or len(rest) < self.min_partial:
             return PrefixMatch(blocks, key)
         source, count = self._partial.longest(key, token_bytes(rest))
@@ -211,19 +249,6 @@ class PrefixIndex:
 
     def _digest(self, data: bytes, person: bytes = b"") -> bytes:
         return blake2b(data, digest_size=_DIGEST_BYTES, key=self._hash_key, person=person).digest()
-
-    def _chain(self, tokens: Tokens, salt: Salt) -> tuple[list[int], bytes]:
-        blocks: list[int] = []
-        key = self.root(salt)
-        check_tokens(tokens)
-        for start in range(0, len(tokens) - self.block_size + 1, self.block_size):
-            child = self.next_key(key, tokens, start)
-            block = self._block_of.get(child)
-            if block is None:
-                break
-            blocks.append(block)
-            key = child
-        return blocks, key
 
 
 def check_tokens(tokens: Tokens) -> None:

@@ -43,6 +43,10 @@ class SimulatedPool:
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._index: dict[Hashable, list[int]] = {}
 
+    def prompt(self, tokens: CountedTokens, *, salt: None = None) -> CountedTokens:
+        """See `BlockPool.prompt`; nothing is hashed here."""
+        return tokens
+
     def can_allocate(self, length: int, tokens: CountedTokens, *, salt: None = None) -> bool:
         """See `BlockPool.can_allocate`."""
         hits = self._find(tokens)
