@@ -13,6 +13,8 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -73,21 +75,16 @@ def main() -> None:
     for count in options.rows:
         logits = 3 * torch.randn(count, options.vocab)
         for name, params in CASES.items():
-            many = [SamplingParams(**_settings(params), seed=seed) for seed in range(count)]
+            many = [replace(params, seed=seed) for seed in range(count)]
+            at_once = partial(sample, logits, many, [0] * count)
+            one_by_one = partial(by_sorting, logits, range(count), params)
             pairs = []
             for _ in range(options.rounds):
-                here, ours = milliseconds(lambda: sample(logits, many, [0] * count))
-                there, theirs = milliseconds(lambda: by_sorting(logits, range(count), params))
+                (here, ours), (there, theirs) = milliseconds(at_once), milliseconds(one_by_one)
                 assert ours == theirs
                 pairs.append((here, there / here))
-                if there > 1000 and len(pairs) == 3:
-                    break
             ms, ratio = (statistics.median(each) for each in zip(*pairs, strict=True))
             print(f"{name:34} {count:5} {ms:8.2f} {ratio:14.1f}", flush=True)
-
-
-def _settings(params: SamplingParams) -> dict[str, float]:
-    return {"temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p}
 
 
 if __name__ == "__main__":

@@ -48,11 +48,12 @@ class StepTables:
         """
         if self._swaps != self._pool.places.num_swaps:  # blocks were moved, by whomever
             self._forget_places()
+        table_of, seen = self._pool.table, self._seen
         for request_id in request_ids:
-            table = self._pool.table(request_id)
+            table = table_of(request_id)
             blocks = table.blocks
             count, last = len(blocks), blocks[-1] if blocks else 0
-            before, known, known_last = self._seen.get(request_id, (None, 0, 0))
+            before, known, known_last = seen.get(request_id, (None, 0, 0))
             if before is table and known == count and known_last == last:
                 continue
             if before is not table:
@@ -63,7 +64,7 @@ class StepTables:
             if known < count:
                 places = self._pool.places.resolve_all(table.array[known:count])
                 self._rows.write(request_id, known, places)
-            self._seen[request_id] = table, count, last
+            seen[request_id] = table, count, last
         return self._rows
 
     def _begin(self, request_id: Hashable) -> None:

@@ -61,7 +61,9 @@ class Outcome:
 
     def tell(self, sequence: Sequence, event: TokenEvent) -> None:
         """Adds what is told of a sequence."""
-        mail = self.mail.setdefault(sequence.mailbox, {})
+        mail = self.mail.get(sequence.mailbox)
+        if mail is None:
+            mail = self.mail[sequence.mailbox] = {}
         mail[self.number, sequence.request_id] = event
         if event.result is not None:
             self.ended.append((sequence, event.token is None))
@@ -92,10 +94,11 @@ def outcome_of(
         outcome.computed.append(part)
         if not part.wants_logits:
             continue
-        if not sequence.generated:
+        place = len(sequence.tokens)
+        if place == sequence.prompt_len:
             ttft_s.append(now_s - sequence.arrived_s)
         outcome.tell(sequence, sequence.event(row, now_s))
-        outcome.tokens.append((sequence, len(sequence.tokens), row))
+        outcome.tokens.append((sequence, place, row))
     outcome.record = replace(
         record,
         generated_tokens=len(outcome.tokens),

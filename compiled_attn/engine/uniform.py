@@ -36,7 +36,7 @@ def uniforms(seeds: Sequence[int], steps: Sequence[int]) -> NDArray[np.float64]:
         high0, low0 = _product(words[0], _FACTORS[0])
         high1, low1 = _product(words[2], _FACTORS[1])
         words = high1 ^ words[1] ^ key[0], low1, high0 ^ words[3] ^ key[1], low0
-    return (words[0] >> np.uint64(11)) * 2.0**-53
+    return (words[0] >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def _product(a: Words, b: np.uint64) -> tuple[Words, Words]:

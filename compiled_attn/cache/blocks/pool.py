@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Hashable, Iterable
 from typing import Any
 
@@ -238,10 +239,16 @@ class BlockPool:
             RuntimeError: a block that was written still waits for its copy (``pending_copies``).
         """
         table = self.table(request_id)
+        # Most steps add a token in the midst of a block, of which nothing is to be told.
+        is_quiet = table.num_computed <= length < table._quiet_below and length <= table.length
+        if is_quiet and type(tokens) is list and length <= len(tokens) and not self._blocks.copies:
+            table.num_computed = operator.index(length)
+            return
         length = whole("length", length, 0)
         table._check_commit(tokens, length, self._blocks.copies)
         table._publish(self._index, tokens, length)
         table.num_computed = length
+        table._quiet_below = table._next_findable(self._index, length)
 
     def withdraw(self, request_id: Hashable, first: int = 0) -> None:
         """Let no later prompt find the blocks that a request holds: they hold NaN, say.

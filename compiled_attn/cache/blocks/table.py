@@ -38,6 +38,7 @@ class BlockTable:
         "_array",
         "_key",
         "_num_keyed",
+        "_quiet_below",
         "block_size",
         "blocks",
         "length",
@@ -58,6 +59,8 @@ class BlockTable:
         # follows; None where a block in between has none, so that no later one can have any.
         self._key = key
         self._num_keyed = 0
+        # Up to here nothing that is computed is told the index, as of the last commit.
+        self._quiet_below = 0
 
     @property
     def array(self) -> NDArray[np.int64]:
@@ -132,10 +135,7 @@ class BlockTable:
     def _extends_in_place(self, length: int, blocks: BlockAllocator) -> bool:
         """Whether ``length`` more positions fit into the last block, which nobody else holds."""
         held = self.blocks
-        return (
-            self.length < length <= len(held) * self.block_size
-            and blocks.refs[held[-1]] == 1
-        )
+        return self.length < length <= len(held) * self.block_size and blocks.refs[held[-1]] == 1
 
     def _fits(self, needed: int, blocks: BlockAllocator) -> bool:
         """Whether ``needed`` blocks are there, the source of the last block's copy being one."""
@@ -220,6 +220,12 @@ class BlockTable:
         step = index.min_partial
         return length if (length - full) // step > before // step else full
 
+    def _next_findable(self, index: PrefixIndex, length: int) -> int:
+        """The next position above ``length`` up to which more can be found once it is computed."""
+        step = index.min_partial or self.block_size
+        inside = length % self.block_size
+        return length - inside + min(inside - inside % step + step, self.block_size)
+
     def _extend(self, blocks: Iterable[int]) -> None:
         start = len(self.blocks)
         self.blocks.extend(blocks)
@@ -233,7 +239,7 @@ class BlockTable:
     def _clear(self) -> None:
         self._array.fill(0)
         self.blocks.clear()
-        self.length = self.num_computed = self.num_cached_tokens = 0
+        self.length = self.num_computed = self.num_cached_tokens = self._quiet_below = 0
 
 
 def _count(length: int, block_size: int) -> int:

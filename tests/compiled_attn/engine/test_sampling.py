@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -146,7 +145,7 @@ ROWS = st.tuples(
 def test_each_token_is_that_of_the_sorted_row_whatever_its_neighbours(
     rows, vocab, spread, dtype, seed
 ):
-    logits = (spread * torch.randn(len(rows), vocab, generator=torch.Generator().manual_seed(seed)))
+    logits = spread * torch.randn(len(rows), vocab, generator=torch.Generator().manual_seed(seed))
     logits = logits.to(dtype)  # 16 bits: many are equal
     if vocab > 2:
         logits[0, vocab // 2 :] = -torch.inf
