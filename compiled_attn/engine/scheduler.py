@@ -129,6 +129,7 @@ class Scheduler:
             self.running.remove(sequence)
             self.pool.free(sequence.request_id)
         else:
+            self._head = None
             self.waiting.remove(sequence)
         sequence.status = Status.FINISHED
 
@@ -160,6 +161,7 @@ class Scheduler:
             count = min(sequence.remaining, room)
             self.pool.reserve(sequence.request_id, sequence.computed + count)
             self.waiting.popleft()
+            self._head = None
             self.running.append(sequence)
             sequence.status = Status.RUNNING
             step[sequence] = ScheduledTokens(sequence, count)
