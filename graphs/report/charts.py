@@ -194,7 +194,7 @@ def _series(chart: Mapping[str, Any]) -> Chart:
     plot.set(xlabel=str(chart.get("x_label", "")), ylabel=str(chart.get("y_label", "")))
     limit, highest = chart.get("limit"), max(float(line.max()) for line in lines.values())
     is_near = limit is not None and limit <= _NEAR * highest
-    if is_near:
+    if limit is not None and is_near:
         plot.axhline(limit, color=COLOURS["muted"], ls="--", label=f"limit {number(limit)}")
     plot.set_ylim(bottom=min(0.0, *plot.get_ylim()))
     lead = "" if limit is None or is_near else f"The limit, {number(limit)}, is above the chart."

@@ -12,12 +12,15 @@ from tests.compiled_attn.ops.native_scene import Scene, assert_right, scene
 from tests.compiled_attn.ops.test_reference import BAD_NUMBERS, BAD_SHAPES, WRITES, _new_tokens
 
 
-def main(isa: str) -> None:
+def main(isa: str, tiles: str) -> None:
     """All cases, all writes, all errors; ends the process if a sanitizer finds something."""
-    ops = load(isa, sanitize=("address", "undefined"))
+    ops = load(isa, sanitize=("address", "undefined"), plain_tiles=tiles == "plain")
     for case in CASES.values():
         step = scene(**case)
         assert_right(ops.paged_attention(*step.arguments, **step.options), step)
+        if tiles == "plain":
+            step = scene(**{**case, "dtype": torch.bfloat16, "cache_dtype": None})
+            assert_right(ops.paged_attention(*step.arguments, **step.options), step)
     for case in WRITES.values():
         step = scene(MIXED, padding=2, padded_requests=1, poison=0.5, **case)
         assert_right(_write(ops, step), step)
@@ -47,4 +50,4 @@ def _write(ops: NativeOps, step: Scene) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -23,8 +23,10 @@ def _runtime(compiler: str, name: str) -> str:
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize("isa", available_isas())
-def test_every_case_is_clean_under_the_sanitizers(isa):
+@pytest.mark.parametrize(
+    ("isa", "tiles"), [(isa, "none") for isa in available_isas()] + [("portable", "plain")]
+)
+def test_every_case_is_clean_under_the_sanitizers(isa, tiles):
     try:
         asan = _runtime(find_compiler(), "libasan.so")
     except NativeUnavailable as error:
@@ -41,7 +43,7 @@ def test_every_case_is_clean_under_the_sanitizers(isa):
         "OMP_NUM_THREADS": "2",
     }
     done = subprocess.run(
-        [sys.executable, "-m", "tests.compiled_attn.ops.native_driver", isa],
+        [sys.executable, "-m", "tests.compiled_attn.ops.native_driver", isa, tiles],
         capture_output=True,
         text=True,
         env=environment,

@@ -12,8 +12,8 @@ from tests.compiled_attn.ops.native_scene import Scene, assert_right, scene
 
 AMX = "amx_bf16"
 WITHOUT = next(isa for isa in available_isas() if isa != AMX)
-# Around tiles of 16 and 32 rows and keys, chunks of 256 keys, bands of 1,536 rows.
-EDGES = [(3, 3), (4, 40), (5, 257), (8, 16), (9, 300), (16, 256), (33, 33), (64, 600)]
+# Around tiles of 16 and 32 rows and keys, chunks of 256 keys.
+EDGES = [(3, 3), (4, 40), (5, 257), (8, 16), (9, 300), (16, 256), (33, 33), (40, 520)]
 OF_BFLOAT16 = [
     name for name, case in CASES.items() if case.get("dtype", torch.bfloat16) == torch.bfloat16
 ]
@@ -42,14 +42,15 @@ def test_a_step_is_that_of_dense_attention(plain, name):
     assert_right(plain.paged_attention(*step.arguments, **step.options), step)
 
 
-@pytest.mark.parametrize("dim", [7, 16, 40, 64, 200])
-@pytest.mark.parametrize("heads", [2, 6, 10])
+@pytest.mark.parametrize("dim", [7, 40, 200])
+@pytest.mark.parametrize("heads", [2, 10])
 def test_any_size_of_head_and_group(plain, dim, heads):
-    step = _scene(dim=dim, heads=heads, value_dim=48, poison=float("nan"))
+    requests = [(9, 40), (33, 260)]
+    step = _scene(requests, dim=dim, heads=heads, value_dim=48, poison=float("nan"))
     assert_right(plain.paged_attention(*step.arguments, **step.options), step)
 
 
-@pytest.mark.parametrize("window", [None, 1, 20, 300])
+@pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("form", ["plain", "softcap", "ALiBi", "sinks", "not causal", "scale"])
 def test_every_form_of_scores(plain, window, form):
     options = {
@@ -66,8 +67,14 @@ def test_every_form_of_scores(plain, window, form):
     assert_right(plain.paged_attention(*step.arguments, **step.options), step)
 
 
+@pytest.mark.parametrize("window", [1, 16, 300])
+def test_windows_of_any_length(plain, window):
+    step = _scene([(40, 320), (9, 280)], window=window)
+    assert_right(plain.paged_attention(*step.arguments, **step.options), step)
+
+
 def test_a_prompt_of_several_bands(plain):
-    step = _scene([(900, 1000)], heads=2, kv_heads=1, dim=32)
+    step = _scene([(200, 300)], heads=2, kv_heads=1, dim=32)
     assert_right(plain.paged_attention(*step.arguments, **step.options), step)
 
 
@@ -103,7 +110,7 @@ def test_a_nan_reaches_the_rows_that_see_it_and_no_other(plain):
 
 @pytest.mark.skipif(AMX not in available_isas(), reason="needs a processor with AMX")
 @pytest.mark.parametrize("kind", ["normal", "subnormal", "huge"])
-def test_the_registers_give_the_bits_of_the_plain_form(kind):
+def test_the_registers_give_the_bits_of_the_plain_form(plain, kind):
     try:
         hardware = _loaded(AMX, plain=False)
     except NativeUnavailable as error:
@@ -112,8 +119,6 @@ def test_the_registers_give_the_bits_of_the_plain_form(kind):
     size = {"normal": 1.0, "subnormal": 2.0**-128, "huge": 2.0**62}[kind]
     step.query *= size
     step.value_cache *= size
-    run = _loaded(AMX, plain=True).paged_attention(*step.arguments, **step.options)
-    for plain, tiles in zip(
-        run, hardware.paged_attention(*step.arguments, **step.options), strict=True
-    ):
-        assert torch.equal(plain, tiles)
+    want = plain.paged_attention(*step.arguments, **step.options)
+    got = hardware.paged_attention(*step.arguments, **step.options)
+    assert all(torch.equal(*pair) for pair in zip(got, want, strict=True))
