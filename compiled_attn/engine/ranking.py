@@ -62,13 +62,16 @@ class RankedRows:
     def first(
         self, rows: NDArray[np.int64], count: int
     ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-        """Values and ids ``[n, count]`` of the first tokens of each of ``rows [n]``, in order."""
+        """Values and ids ``[n, count]`` of the first tokens of each of ``rows [n]``, ascending."""
         at = torch.from_numpy(rows).to(self._logits.device)
         count = min(count, self.vocab)
+        is_all = len(rows) == len(self._logits)
         if not self._chunks:
-            keys = _keys(self._logits[at], np.arange(self.vocab))
+            keys = _keys(self._logits if is_all else self._logits[at], np.arange(self.vocab))
         else:
-            maxima = _keys(self._maxima[at], np.arange(self._maxima.shape[1]))
+            maxima = _keys(
+                self._maxima if is_all else self._maxima[at], np.arange(self._maxima.shape[1])
+            )
             # With all whose maximum equals that of the last: in each may be a token of a lower id.
             kept = _largest(maxima, min(count, maxima.shape[1]))
             least = (kept.min(1) >> 32) << 32
@@ -95,7 +98,9 @@ class RankedRows:
         return values
 
     def _take(self, rows: Tensor, tokens: Tensor) -> Tensor:
-        """The logits of ``tokens [n, m]`` of each of ``rows [n]``."""
+        """The logits of ``tokens [n, m]`` of each of ``rows [n]``, none of which is there twice."""
+        if len(rows) == len(self._logits):  # all, in order
+            return self._logits.gather(1, tokens)
         return torch.take(self._logits, tokens + rows[:, None] * self.vocab)
 
     def _members(self, chunks: Tensor) -> Tensor:

@@ -144,7 +144,7 @@ def _tokens(ranked: RankedRows, draws: Sequence[_Draw]) -> list[int]:
         tokens[few] = _of_few(
             ranked, [d for d, is_few in zip(draws, few, strict=True) if is_few], uniform[few]
         )
-    for at in np.flatnonzero(~few):
+    for at in np.flatnonzero(~few).tolist():
         params = draws[at].params
         tokens[at] = _of_all(ranked.row(draws[at].row), params, float(uniform[at]))
     drawn: list[int] = tokens.tolist()
