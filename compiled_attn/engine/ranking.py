@@ -79,7 +79,9 @@ class RankedRows:
             if wanted > 2 * count + _FEW and len(rows) > 1:  # one row of equals is not for all
                 each = [self.first(rows[n : n + 1], count) for n in range(len(rows))]
                 return np.concatenate([v for v, _ in each]), np.concatenate([i for _, i in each])
-            chunks = torch.from_numpy(_ids(_largest(maxima, wanted))).to(at.device)
+            if wanted > kept.shape[1]:
+                kept = _largest(maxima, wanted)
+            chunks = torch.from_numpy(_ids(kept)).to(at.device)
             members = self._members(chunks[:, :, None]).flatten(1)
             found = self._take(at, members)
             # Chunks of one are told as often as the others have members: only the first counts.
