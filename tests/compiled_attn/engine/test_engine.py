@@ -349,7 +349,7 @@ def test_a_bucket_that_cannot_be_captured_is_an_error_when_strict_and_a_fallback
             tiny_model(),
             EngineConfig(24, 4, 4, num_blocks=128, backend="eager", **settings),
         )
-        engine.executor.graphs._capturing._make_inputs = broken
+        engine.executor.graphs._capturing.make_inputs = broken
         if strict:
             with pytest.raises(CaptureError, match="1 of 2 buckets"):
                 engine.warmup()

@@ -192,14 +192,14 @@ def test_a_request_that_a_warmup_lost_the_bucket_for_fails_alone():
     )
     engine = Engine(tiny_model(), config)
     long, short = engine.submit([1] * 120, PARAMS), engine.submit(PROMPTS[1], PARAMS)
-    make = engine.executor.graphs._capturing._make_inputs
+    make = engine.executor.graphs._capturing.make_inputs
 
     def broken(bucket):
         if bucket["tokens"] == 24:
             raise ValueError("no inputs for this one")
         return make(bucket)
 
-    engine.executor.graphs._capturing._make_inputs = broken
+    engine.executor.graphs._capturing.make_inputs = broken
     engine.warmup()
     results = {}
     while engine.has_work:
