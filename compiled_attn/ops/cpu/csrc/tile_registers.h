@@ -10,6 +10,11 @@
 
 #include "elements.h"
 
+#if defined(__AMX_TILE__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace compiled_attn {
 
 constexpr int kTile = 16;                        // rows, and floats or pairs of a row
@@ -19,10 +24,18 @@ constexpr int64_t kTilePairs = 2 * kTileFloats;  // elements of bfloat16
 #if defined(__AMX_TILE__) && defined(__AMX_BF16__) && !defined(COMPILED_ATTN_PLAIN_TILES)
 #define CA_HAS_TILES 1
 
+// Linux gives the registers to processes that ask: arch_prctl(ARCH_REQ_XCOMP_PERM, tile data).
+// Python asked before it took this library, and takes another where that is refused.
+inline void ask_for_tiles() {
+  static const long answer = syscall(SYS_arch_prctl, 0x1023, 18);
+  (void)answer;
+}
+
 // GCC's own intrinsics do not say that they read memory, so that stores may move past them.
 class TileRegisters {
  public:
   TileRegisters() {
+    ask_for_tiles();
     alignas(64) struct {
       uint8_t palette = 1, start_row = 0, reserved[14] = {};
       uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
