@@ -15,15 +15,13 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
+from native.against import answer, other_process
 from torch import Tensor
 
 from compiled_attn.attention.cached_blocks import usage_bias
@@ -105,52 +103,28 @@ def parts(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Run]]]:
         yield f"unique {queries} on {each * BLOCK}", run
 
 
-def answer(options: argparse.Namespace) -> None:
-    """The other process: a part's name, then its time in each round, each when asked for."""
-    for dtype in DTYPES:
-        for name, make in parts(dtype):
-            if options.only not in name:
-                continue
-            input()
-            run = make()
-            print(name, flush=True)
-            for _ in range(options.rounds):
-                input()
-                print(seconds(run), flush=True)
-
-
-def other_process(options: argparse.Namespace) -> Callable[[], str]:
-    """Starts `answer` on another checkout; the function asks it for a line."""
-    command = [sys.executable, __file__, "--answers", "--only", options.only]
-    process = subprocess.Popen(
-        [*command, "--rounds", str(options.rounds), "--threads", str(options.threads)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONPATH": options.against},
-    )  # fmt: skip
-    assert process.stdin is not None and process.stdout is not None
-    ask, told = process.stdin, process.stdout
-
-    def line() -> str:
-        print(file=ask, flush=True)
-        return told.readline().strip()
-
-    return line
+def chosen(only: str) -> list[tuple[str, Callable[[], Run]]]:
+    """Name and maker of each part that is asked for, of each dtype."""
+    return [
+        (f"{str(dtype)[6:]:>9} {name}", make)
+        for dtype in DTYPES
+        for name, make in parts(dtype)
+        if only in name
+    ]
 
 
 def print_parts(options: argparse.Namespace) -> None:
-    line = other_process(options) if options.against else None
+    told = "--only", options.only, "--rounds", str(options.rounds)
+    told += "--threads", str(options.threads)
+    line = other_process(options.against, *told) if options.against else None
     print(f"{'dtype':>9} {'part':30} ms here" + ("  here over there" if line else ""))
-    for dtype in DTYPES:
-        for name, make in parts(dtype):
-            if options.only not in name:
-                continue
-            assert line is None or line() == name, "the other checkout has other parts"
-            run = make()
-            pairs = [(seconds(run), float(line()) if line else 1.0) for _ in range(options.rounds)]
-            here = statistics.median(pair[0] for pair in pairs)
-            ratio = statistics.median(mine / theirs for mine, theirs in pairs)
-            told = f"{ratio:10.2f}" if line else ""
-            print(f"{str(dtype)[6:]:>9} {name:30} {here * 1e3:7.2f}{told}", flush=True)
+    for name, make in chosen(options.only):
+        assert line is None or line() == name.strip(), "the other checkout has other parts"
+        run = make()
+        pairs = [(seconds(run), float(line()) if line else 1.0) for _ in range(options.rounds)]
+        here = statistics.median(pair[0] for pair in pairs)
+        ratio = statistics.median(mine / theirs for mine, theirs in pairs)
+        print(f"{name:40} {here * 1e3:7.2f}" + (f"{ratio:10.2f}" if line else ""), flush=True)
 
 
 def main() -> None:
@@ -165,7 +139,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     with torch.no_grad():
         if options.answers:
-            return answer(options)
+            return answer(chosen(options.only), seconds, options.rounds)
         print(f"# inductor, {options.threads} threads, torch {torch.__version__}, hot keys")
         if not options.against:
             print_dense(options.rounds)

@@ -14,16 +14,14 @@ time there over the time here.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
 
 import torch
+from native.against import answer, other_process
 
 from compiled_attn.engine import Engine, EngineConfig, SamplingParams
 from compiled_attn.engine.local import ChosenKernel, LocalExecutor
@@ -105,7 +103,7 @@ def with_queue(requests: int, context: int, prompt: int) -> Engine:
     return engine
 
 
-def cases() -> Iterator[tuple[str, Callable[[], Engine]]]:
+def all_cases() -> Iterator[tuple[str, Callable[[], Engine]]]:
     """Name and maker of each engine."""
     yield "32 x 1k", partial(engine_of, 32, 1024)
     yield "256 x 1k", partial(engine_of, 256, 1024)
@@ -123,37 +121,6 @@ def milliseconds(engine: Engine, steps: int = 10) -> float:
     return statistics.median(times) * 1e3
 
 
-def answer(options: argparse.Namespace) -> None:
-    """Tells each case and then, as often as it is asked, the time of its step."""
-    for name, make in cases():
-        if options.only not in name:
-            continue
-        input()
-        engine = make()
-        print(name, flush=True)
-        for _ in range(options.rounds):
-            input()
-            print(milliseconds(engine), flush=True)
-
-
-def other_process(options: argparse.Namespace) -> Callable[[], str]:
-    """The next answer of the other checkout."""
-    process = subprocess.Popen(
-        [sys.executable, __file__, "--answers", f"--rounds={options.rounds}",
-         f"--only={options.only}"],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONPATH": options.against},
-    )  # fmt: skip
-    assert process.stdin is not None and process.stdout is not None
-    ask, told = process.stdin, process.stdout
-
-    def line() -> str:
-        print(file=ask, flush=True)
-        return told.readline().strip()
-
-    return line
-
-
 def main() -> None:
     """Prints a row for each case, or answers a process that does."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -162,14 +129,14 @@ def main() -> None:
     parser.add_argument("--only", default="", help="cases with this in their names")
     parser.add_argument("--answers", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    cases = [case for case in all_cases() if options.only in case[0]]
     if options.answers:
-        return answer(options)
-    line = other_process(options) if options.against else None
+        return answer(cases, milliseconds, options.rounds)
+    told = f"--rounds={options.rounds}", f"--only={options.only}"
+    line = other_process(options.against, *told) if options.against else None
     print(f"# {machine()['cpu']}, blocks of {BLOCK}")
     print(f"{'step':20} {'ms here':>8}" + (f"{'there / here':>14}" if line else ""))
-    for name, make in cases():
-        if options.only not in name:
-            continue
+    for name, make in cases:
         assert line is None or line() == name, "the other checkout has other cases"
         engine = make()
         pairs = [(milliseconds(engine), float(line()) if line else 1.0)

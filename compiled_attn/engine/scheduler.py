@@ -34,8 +34,7 @@ class ScheduledTokens(NamedTuple):
     @property
     def wants_logits(self) -> bool:
         """Whether the chunk reaches the last known token, so that the next one can be sampled."""
-        sequence = self.sequence
-        return self.count == len(sequence.tokens) - sequence.computed
+        return self.count == self.sequence.remaining
 
 
 class Scheduler:
@@ -91,9 +90,7 @@ class Scheduler:
         step: dict[Sequence, ScheduledTokens] = {}
         before, room = self.preemptions, self.max_tokens
         for sequence in self._decodes_first():
-            count = len(sequence.tokens) - sequence.computed
-            if count > room:
-                count = room
+            count = min(sequence.remaining, room)
             if not count or sequence.status is not Status.RUNNING:
                 continue
             while not self.pool.try_reserve(sequence.request_id, sequence.computed + count):
@@ -135,11 +132,7 @@ class Scheduler:
 
     def _decodes_first(self) -> list[Sequence]:
         """Those that run; sequences of one kind in order of admission."""
-        running = self.running
-        prompts = [each for each in running if len(each.tokens) - each.computed > 1]
-        if not prompts:
-            return [*running]
-        return [each for each in running if len(each.tokens) - each.computed <= 1] + prompts
+        return sorted(self.running, key=lambda sequence: sequence.remaining > 1)  # stable
 
     def _preempt(self, sequence: Sequence) -> None:
         self.pool.preempt(sequence.request_id)

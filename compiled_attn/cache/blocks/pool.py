@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Hashable, Iterable
 from typing import Any
 
@@ -240,9 +239,10 @@ class BlockPool:
         """
         table = self.table(request_id)
         # Most steps add a token in the midst of a block, of which nothing is to be told.
-        is_quiet = table.num_computed <= length < table._quiet_below and length <= table.length
-        if is_quiet and type(tokens) is list and length <= len(tokens) and not self._blocks.copies:
-            table.num_computed = operator.index(length)
+        is_plain = type(length) is int and type(tokens) is list
+        is_quiet = is_plain and table.num_computed <= length < table._quiet_below
+        if is_quiet and length <= min(table.length, len(tokens)) and not self._blocks.copies:
+            table.num_computed = length
             return
         length = whole("length", length, 0)
         table._check_commit(tokens, length, self._blocks.copies)

@@ -101,8 +101,7 @@ struct Columns {
   void scale(float* sums, int64_t dims) const {
     for (int64_t i = 0; i < dims * kTile; i += kTile)
       for (int w = 0; w < kTile; w += kLanes)
-        store(sums + i + w, load(sums + i + w) *
-                                               load(factors + w));
+        store(sums + i + w, load(sums + i + w) * load(factors + w));
   }
 };
 
@@ -162,7 +161,8 @@ class Sight {
 
   // Scores of key t, of the rows from c on.
   CA_INLINE Floats masked(Floats scores, int64_t t, int c) const {
-    const Ints key = all(int32_t(t)), low = load_as<Ints>(low_ + c), high = load_as<Ints>(high_ + c);
+    const Ints key = all(int32_t(t));
+    const Ints low = load_as<Ints>(low_ + c), high = load_as<Ints>(high_ + c);
     return either((key >= low) & (key < high), scores, all(-INFINITY));
   }
 

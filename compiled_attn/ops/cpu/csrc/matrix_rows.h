@@ -89,7 +89,8 @@ class MatrixRows {
   void take_chunk(int64_t h) {
     const int64_t count = padded<kColumns>(count_) / kColumns;
     for (int64_t u = 0; u < count + 2; ++u) {
-      MatrixUnit &first = units_[u % 3], &second = units_[(u + 2) % 3], &third = units_[(u + 1) % 3];
+      MatrixUnit &first = units_[u % 3], &second = units_[(u + 2) % 3];
+      const MatrixUnit& third = units_[(u + 1) % 3];
       if (u < count) begin(first, 2 * u);
       ask_for_next(h, u + 1, count + 2);
       const bool softens = u >= 1 && u <= count && !second.is_empty();

@@ -330,3 +330,14 @@ def test_the_reference_counts_are_a_live_view_that_cannot_be_written() -> None:
     assert counts.tolist() == [0, 1, 0, 0]
     with pytest.raises(ValueError, match="read-only"):
         counts[1] = 5
+
+
+@pytest.mark.parametrize("wrong", [6.0, "6", None])
+def test_a_length_that_is_no_integer_is_refused_in_the_midst_of_a_block_too(wrong):
+    pool, tokens = BlockPool(num_blocks=8, block_size=4), [1, 2, 3, 4, 5, 6]
+    pool.add("a", tokens)
+    pool.reserve("a", 6)
+    pool.commit("a", tokens, 5)
+    with pytest.raises(TypeError, match="expected an integer length"):
+        pool.commit("a", tokens, wrong)
+    assert pool.table("a").num_computed == 5
