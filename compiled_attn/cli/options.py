@@ -74,6 +74,8 @@ class ServingOptions:
     max_seqs: int = setting("max_seqs")
     block_size: int = setting("block_size")
     num_blocks: int | None = setting("num_blocks", metavar="N")
+    kv_memory: str | None = setting("kv_memory", metavar="SIZE")
+    kv_dtype: str = setting("kv_dtype")
 
 
 @dataclass(frozen=True, kw_only=True)

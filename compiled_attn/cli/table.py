@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -34,6 +35,7 @@ def _rows(report: EngineReport) -> Iterator[tuple[str, str]]:
     yield "backend", f"{report.backend}, torch {report.torch}"
     yield "kernel", _kernel(report)
     loaded = f", {report.graphs_loaded} from the store" if report.graphs_loaded else ""
+    yield "KV cache", _cache(report.kv_cache)
     yield "graphs captured", f"{report.graphs} in {report.warmup_seconds:.1f} s{loaded}"
     yield "compiles after warmup", str(report.compiles_after_warmup)
     yield "graph breaks", str(report.graph_breaks)
@@ -59,6 +61,12 @@ def _kernel(report: EngineReport) -> str:
     if report.kernel == "native":
         return f"native, {note}"
     return f"{report.kernel} (native: {note})" if _is_short(note) else f"{report.kernel}, see below"
+
+
+def _cache(size: Mapping[str, Any]) -> str:
+    if not size:
+        return "-"
+    return f"{size['dtype']}, {size['tokens']:,} tokens in {size['bytes'] / 1e6:,.0f} MB"
 
 
 def _is_short(note: str) -> bool:

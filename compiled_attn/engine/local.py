@@ -71,7 +71,9 @@ class LocalExecutor:
         self.kernel = chosen_kernel(model, config)
         self.sizing = sizing = Sizing.of(model, config, self.kernel.form)
         self.eos = eos_tokens(model)
-        self.cache = cache_for(model, sizing.num_blocks, sizing.block_size)
+        self.cache = cache_for(
+            model, sizing.num_blocks, sizing.block_size, dtype=config.cache_dtype
+        )
         self.module = PagedCausalLM(model, self.cache, sizing.form)
         self.graphs = WarmupManager(
             self.module,
@@ -272,5 +274,5 @@ def _lacks(model: PreTrainedModel, config: EngineConfig) -> str | None:
         return f"runs in graphs of {', '.join(_BACKENDS)}, not of {config.backend_name}"
     if config.buckets is not None and set(config.buckets.names) == set(Parts.axes):
         return f"has buckets over {', '.join(Tables.axes)}, not over {', '.join(Parts.axes)}"
-    dtypes = weight.dtype, weight.dtype
-    return NativeKernel().supports(AttentionTraits(weight.device.type, weight.dtype, dtypes))
+    kept = config.cache_dtype or weight.dtype
+    return NativeKernel().supports(AttentionTraits(weight.device.type, weight.dtype, (kept, kept)))
