@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -27,8 +28,10 @@ from compiled_attn.engine import (
     SamplingParams,
     StepInfo,
 )
+from compiled_attn.engine.local import LocalExecutor
 from compiled_attn.engine.report import block_series
 from compiled_attn.hf.proof import CheckReport, check
+from compiled_attn.hf.small_steps import kept_logits
 from compiled_attn.workloads import Arrival, prompts, read_trace, synthetic
 from graphs import (
     BucketOverflow,
@@ -67,7 +70,8 @@ def run_job(options: RunOptions) -> int:
 def _run(options: RunOptions, model: PreTrainedModel, backend: str | Backend) -> int:
     screen, facts = Console(stderr=True), facts_of(model, asdict(options))
     with bad_input():
-        engine = Engine(model, _config(options, backend))
+        executor = LocalExecutor(model, _config(options, backend))
+        engine = Engine(executor)
         arrivals = fitted_arrivals(options, _drawn_or_read(options), engine.sizing)
         view = serving_view(len(arrivals), screen)
         demand: list[str] = []
@@ -79,7 +83,7 @@ def _run(options: RunOptions, model: PreTrainedModel, backend: str | Backend) ->
         engine.warmup(progress_for(sys.stderr))
         with view:
             finished = [*results]
-        checked = _check(options, model, finished, screen)
+        checked = _check(options, executor, finished, screen)
     except KeyboardInterrupt:
         code = tell("interrupted; this is the report so far", INTERRUPTED)
     except _FAILURES as error:
@@ -166,16 +170,18 @@ def _recording(view: ServingView, demand: list[str]) -> Callable[[StepInfo], Non
 
 def _check(
     options: RunOptions,
-    model: PreTrainedModel,
+    executor: LocalExecutor,
     finished: Sequence[GenerationResult],
     screen: Console,
 ) -> CheckReport:
+    paged = executor.module
     with screen.status("checking") as status:
         return check(
-            model,
+            paged.model,
             finished,
             options.check,
             on_checked=lambda done, count: status.update(f"checking {done}/{count}"),
+            kept=partial(kept_logits, paged) if paged.cache.is_quantised else None,
         )
 
 

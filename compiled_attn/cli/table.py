@@ -19,7 +19,7 @@ def print_result(report: EngineReport, checked: CheckReport | None, console: Con
     table = Table(title="compiled-attn", title_justify="left", show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True, justify="right")
-    for name, value in _rows(report):
+    for name, value in _rows(report, checked or CheckReport()):
         table.add_row(name, value)
     console.print(table)
     if not _is_short(note := report.kernel_notes.get("native", "")):
@@ -30,7 +30,7 @@ def print_result(report: EngineReport, checked: CheckReport | None, console: Con
                 console.print(f"{kind}: {difference}", highlight=False, soft_wrap=True)
 
 
-def _rows(report: EngineReport) -> Iterator[tuple[str, str]]:
+def _rows(report: EngineReport, checked: CheckReport) -> Iterator[tuple[str, str]]:
     waste = report.padding_waste
     yield "backend", f"{report.backend}, torch {report.torch}"
     yield "kernel", _kernel(report)
@@ -53,7 +53,9 @@ def _rows(report: EngineReport) -> Iterator[tuple[str, str]]:
     yield "blocks high water", str(report.blocks_high_water)
     yield "blocks copied", _copies(report.memory)
     yield "checked requests", str(report.checked_requests)
-    yield "mismatched tokens", str(report.mismatched_tokens) if report.checked_requests else "-"
+    ties = f", {len(checked.ties)} ties in {checked.checked_tokens:,}" if checked.ties else ""
+    wrong = f"{report.mismatched_tokens}{ties}" if report.checked_requests else "-"
+    yield "mismatched tokens", wrong
 
 
 def _kernel(report: EngineReport) -> str:

@@ -6,16 +6,16 @@ counts itself, state that it keeps between tokens, a second call with other valu
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from compiled_attn.cache.kv_cache import PagedKVCache
 from compiled_attn.errors import ModelRefused
 from compiled_attn.hf.refused import plain_attention, refused
-from compiled_attn.step import BatchBuilder, Request
+from compiled_attn.hf.small_steps import small_cache, step_logits
+from compiled_attn.step import Request
 
 if TYPE_CHECKING:
     from compiled_attn.hf.model import PagedCausalLM
@@ -81,10 +81,17 @@ def check_equal(paged: PagedCausalLM, expected: Tensor) -> None:
 
 def _through(paged: PagedCausalLM, dtype: torch.dtype, like: Tensor) -> Tensor:
     """Logits ``[2, 6, vocab]`` of the two prompts, in two steps over a small cache of a dtype."""
-    actual, cache = torch.empty_like(like), _small_cache(paged.cache, dtype, like.device)
+    actual = torch.empty_like(like)
+    cache = small_cache(paged.cache, _NUM_BLOCKS, _BLOCK_SIZE, dtype)
+    prompts = _prompts(paged.model).tolist()
     try:
         for start, end in _STEPS:
-            actual[:, start:end] = _logits(paged, cache, start, end).view_as(actual[:, start:end])
+            requests = [
+                Request(prompt[start:end], start, table, num_logits=end - start)
+                for prompt, table in zip(prompts, _TABLES, strict=True)
+            ]
+            part = actual[:, start:end]
+            part[:] = step_logits(paged, cache, requests).view_as(part)
     except Exception as error:
         words = f"{type(error).__name__}: {error}".splitlines()[0]
         raise refused(paged.model, f"that fails on a flattened step ({words})") from error
@@ -96,35 +103,6 @@ def _distances(actual: Tensor, expected: Tensor) -> Tensor:
     rows, wanted = actual.double().flatten(0, 1), expected.double().flatten(0, 1)
     spread = (wanted - wanted.mean(-1, keepdim=True)).norm(dim=-1)
     return (rows - wanted).norm(dim=-1) / spread.clamp_min(1e-30)
-
-
-def _small_cache(cache: PagedKVCache, dtype: torch.dtype, device: torch.device) -> PagedKVCache:
-    """A cache of the same layers in another dtype."""
-    return PagedKVCache(
-        cache.num_layers,
-        _NUM_BLOCKS,
-        _BLOCK_SIZE,
-        cache.num_kv_heads,
-        cache.head_dim,
-        dtype=dtype,
-        device=device,
-        shapes=cache.shapes,
-    )
-
-
-def _logits(paged: PagedCausalLM, cache: PagedKVCache, start: int, end: int) -> Tensor:
-    prompts = _prompts(paged.model).tolist()
-    requests = [
-        Request(prompt[start:end], start, table, num_logits=end - start)
-        for prompt, table in zip(prompts, _TABLES, strict=True)
-    ]
-    form = paged.form.over(_NUM_BLOCKS, _BLOCK_SIZE, len(_TABLES[0]))
-    plan = form.plan(BatchBuilder(_NUM_BLOCKS, _BLOCK_SIZE).rows_of(requests))
-    step: Any = plan.fill()
-    device = cache.key(0).device
-    moved = type(step)(*(None if field is None else field.to(device) for field in step))
-    with torch.no_grad():
-        return paged.compute(moved, cache)
 
 
 def _prompts(model: PreTrainedModel) -> Tensor:
