@@ -14,7 +14,7 @@ _UNITS = {"": 1} | {
     for power, letter in enumerate("KMG", start=1)
     for suffix, base in (("iB", 1024), ("B", 1000))
 }
-_SIZE = re.compile(r"(\d+(?:\.\d+)?) *([a-z]*)", re.IGNORECASE)
+_SIZE = re.compile(r"(\d+(?:\.\d+(?= *[a-z]))?) *([a-z]*)", re.IGNORECASE)
 
 
 def byte_size(name: str, size: int | str) -> int:

@@ -129,7 +129,7 @@ def test_what_is_not_finite_in_a_cache_of_8_bits_is_found_and_hurts_no_other(kin
     assert engine.executor.finite_blocks(np.arange(1, 3)) == 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["int8", pytest.param("fp8", marks=pytest.mark.slow)])
 def test_captured_graphs_serve_8_bits_as_eager_does_and_compile_nothing(kind):
     model, prompts = tiny_model(), _prompts(3)
     eager = _tokens(_engine(model, kind), prompts)
