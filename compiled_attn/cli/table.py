@@ -68,7 +68,7 @@ def _kernel(report: EngineReport) -> str:
 def _cache(size: Mapping[str, Any]) -> str:
     if not size:
         return "-"
-    return f"{size['dtype']}, {size['tokens']:,} tokens in {size['bytes'] / 1e6:,.0f} MB"
+    return f"{size['dtype']}, {size['tokens']:,} tokens in {size['bytes'] / 2**20:,.1f} MiB"
 
 
 def _is_short(note: str) -> bool:

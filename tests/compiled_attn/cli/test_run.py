@@ -138,6 +138,27 @@ def test_a_small_pool_forces_preemptions_and_changes_no_token(
     assert (result["checked_requests"], result["mismatched_tokens"]) == (6, 0)
 
 
+@pytest.mark.parametrize(("kind", "dtype"), [("int8", "int8"), ("fp8", "float8_e4m3fn")])
+def test_a_run_in_8_bits_passes_its_check_and_says_what_the_cache_is(
+    command: Command, small: list[object], tmp_path: Path, kind: str, dtype: str
+) -> None:
+    path = tmp_path / "result.json"
+    outcome = command(
+        *small, "--kv-dtype", kind, "--kv-memory", "40KiB", "--check", 6, "--json", path
+    )
+    assert outcome.code == 0, outcome.err
+    result = json.loads(path.read_text())
+    assert (result["checked_requests"], result["mismatched_tokens"]) == (6, 0)
+    cache = result["kv_cache"]
+    assert (cache["dtype"], cache["why"]) == (dtype, "kv_memory")
+    block = 2 * 2 * (16 + 4) * 8  # keys and values of 2 layers, 16 bytes and a scale, 8 tokens
+    assert (cache["blocks"], cache["tokens"]) == (40 * 1024 // block, (40 * 1024 // block - 1) * 8)
+    assert re.search(rf"KV cache\W+{dtype}, {cache['tokens']:,} tokens in 0.0 MiB", outcome.out)
+    ties = len(result["ties"])
+    told = f"0, {ties} ties in {sum(range(18, 24))}" if ties else "0"
+    assert re.search(rf"mismatched tokens\W+{told}\s*│?\n", outcome.out)
+
+
 @pytest.mark.parametrize("kernel", ["auto", "native", "portable"])
 def test_the_kernel_and_why_it_was_taken_are_in_table_and_report(
     command: Command, small: list[object], tmp_path: Path, kernel: str
