@@ -102,7 +102,8 @@ def _distances(actual: Tensor, expected: Tensor) -> Tensor:
     """By how much each row differs, as a share of its spread."""
     rows, wanted = actual.double().flatten(0, 1), expected.double().flatten(0, 1)
     spread = (wanted - wanted.mean(-1, keepdim=True)).norm(dim=-1)
-    return (rows - wanted).norm(dim=-1) / spread.clamp_min(1e-30)
+    distances: Tensor = (rows - wanted).norm(dim=-1) / spread.clamp_min(1e-30)
+    return distances
 
 
 def _prompts(model: PreTrainedModel) -> Tensor:
