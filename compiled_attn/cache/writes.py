@@ -31,11 +31,7 @@ def _write(cache: Tensor, new: Tensor, slot_mapping: Tensor, scale: Tensor | Non
         cache.index_copy_(0, slots, kept)
         return kept
     codes, row_scales = quantise(new, cache.dtype)
-    _integers(cache).index_copy_(0, slots, _integers(codes))
+    # There is no index_copy_ of float8: its bytes are copied.
+    cache.view(torch.uint8).index_copy_(0, slots, codes.view(torch.uint8))
     scale.index_copy_(0, slots, row_scales)
     return dequantise(codes, row_scales)
-
-
-def _integers(codes: Tensor) -> Tensor:
-    """Floats of 8 bits as their bytes: there is no index_copy_ of the floats."""
-    return codes.view(torch.uint8) if codes.is_floating_point() else codes

@@ -143,6 +143,11 @@ class EngineConfig:
             raise ConfigError(f"expected a kernel of {CHOICES}, got {self.kernel!r}: choose one")
         if self.kv_dtype not in (kinds := ("auto", *KV_DTYPES)):
             raise ConfigError(f"expected a kv_dtype of {kinds}, got {self.kv_dtype!r}: choose one")
+        if self.kv_dtype in KV_DTYPES and self.backend_name == "onnxrt":
+            raise ConfigError(
+                f"expected kv_dtype 'auto' with backend onnxrt, got {self.kv_dtype!r}, which it "
+                "cannot capture: take another backend"
+            )
         if self.kv_bytes is not None and self.num_blocks is not None:
             raise ConfigError(
                 f"expected num_blocks or kv_memory, got both, {self.num_blocks} and "

@@ -182,6 +182,11 @@ def test_other_element_types_are_refused(kind):
         EngineConfig(kv_dtype=kind)
 
 
+def test_a_backend_that_cannot_capture_8_bits_is_refused_with_the_remedy():
+    with pytest.raises(ConfigError, match=r"backend onnxrt, got 'int8', .*another backend"):
+        EngineConfig(kv_dtype="int8", backend="onnxrt")
+
+
 def test_without_8_bits_tokens_are_those_of_plain_generate_bit_for_bit():
     model, prompts = tiny_model(), _prompts(3)
     engine = _engine(model, "auto")
