@@ -1,4 +1,4 @@
-"""What is faster on this machine, measured once and kept beside the kernel library.
+"""Choices that were measured on this machine, once, and are kept beside the kernel library.
 
 An instruction set does not tell: packed weights win by half on an Intel with AMX, and lose there
 by the dot products of AVX-512, which have half the rate that they have on an AMD.
