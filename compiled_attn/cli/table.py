@@ -35,7 +35,9 @@ def _rows(report: EngineReport, checked: CheckReport) -> Iterator[tuple[str, str
     yield "backend", f"{report.backend}, torch {report.torch}"
     yield "kernel", _kernel(report)
     loaded = f", {report.graphs_loaded} from the store" if report.graphs_loaded else ""
-    yield "KV cache", _cache(report.kv_cache)
+    if size := report.kv_cache:
+        yield "KV cache", _cache(size)
+        yield "its size is that of", str(size["why"])
     yield "graphs captured", f"{report.graphs} in {report.warmup_seconds:.1f} s{loaded}"
     yield "compiles after warmup", str(report.compiles_after_warmup)
     yield "graph breaks", str(report.graph_breaks)
@@ -67,8 +69,6 @@ def _kernel(report: EngineReport) -> str:
 
 
 def _cache(size: Mapping[str, Any]) -> str:
-    if not size:
-        return "-"
     return f"{size['dtype']}, {size['tokens']:,} tokens in {size['bytes'] / 2**20:,.1f} MiB"
 
 

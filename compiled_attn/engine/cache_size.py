@@ -95,11 +95,11 @@ def _blocks_within(given: int, block_bytes: int, config: EngineConfig) -> int:
 def _budgets(model: nn.Module) -> Iterator[tuple[int, str]]:
     """Bytes that a cache may have by default, each with its reason."""
     weights = sum(each.numel() * each.itemsize for each in model.parameters())
-    least = _LEAST_BYTES, "256 MiB"
+    least = _LEAST_BYTES, "256 MiB, the least"
     yield max(least, (_TIMES_WEIGHTS * weights, f"{_TIMES_WEIGHTS} times the weights"))
     if _is_on_cpu(model) and (free := free_bytes()) is not None:
         half = 1 << max(free // _FREE_SHARE, 1).bit_length() - 1
-        yield half, f"half of {free:,} free bytes, as a power of two"
+        yield half, f"half of {free / 2**30:.1f} GiB free, as a power of two"
 
 
 def _refuse_beyond_memory(

@@ -154,6 +154,7 @@ def test_a_run_in_8_bits_passes_its_check_and_says_what_the_cache_is(
     block = 2 * 2 * (16 + 4) * 8  # keys and values of 2 layers, 16 bytes and a scale, 8 tokens
     assert (cache["blocks"], cache["tokens"]) == (40 * 1024 // block, (40 * 1024 // block - 1) * 8)
     assert re.search(rf"KV cache\W+{dtype}, {cache['tokens']:,} tokens in 0.0 MiB", outcome.out)
+    assert re.search(r"its size is that of\W+kv_memory\b", outcome.out)
     ties = len(result["ties"])
     told = f"0, {ties} ties in {sum(range(18, 24))}" if ties else "0"
     assert re.search(rf"mismatched tokens\W+{told}\s*│?\n", outcome.out)
