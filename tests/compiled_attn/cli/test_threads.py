@@ -75,11 +75,10 @@ def test_where_there_is_room_for_all_they_wait_actively(unloaded, machine, spent
 
 
 def test_the_number_of_threads_by_default_is_that_of_openmp(unloaded, machine, monkeypatch):
-    machine(IDLE, BUSY, IDLE, IDLE)
-    monkeypatch.setenv("OMP_NUM_THREADS", "3,2")
-    assert choose_waiting(None).startswith("active")
-    monkeypatch.setenv("OMP_NUM_THREADS", "4")
-    assert choose_waiting(None).startswith("passive")
+    for wanted, chosen in (("3,2", "active"), ("4", "passive")):
+        machine(IDLE, BUSY, IDLE, IDLE)
+        monkeypatch.setenv("OMP_NUM_THREADS", wanted)
+        assert choose_waiting(None).startswith(chosen)
 
 
 def test_one_thread_waits_for_nobody(unloaded, machine):
