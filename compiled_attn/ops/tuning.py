@@ -1,4 +1,4 @@
-"""What is faster on this machine, measured once and kept beside the kernel library.
+"""Choices that were measured on this machine, once, and are kept beside the kernel library.
 
 An instruction set does not tell: packed weights win by half on an Intel with AMX, and lose there
 by the dot products of AVX-512, which have half the rate that they have on an AMD.
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from compiled_attn.ops import packed_linear
+from compiled_attn.ops.cpu.libraries import tuning_of
 from compiled_attn.ops.paged_attention import NativeOps, load
 from graphs.files import write_whole
 
@@ -88,7 +89,7 @@ def tuning() -> Tuning:
     """
     ops = load(strict=True)
     assert ops.build is not None
-    return Tuning(ops, ops.build.library.with_suffix(".tuning.json"))
+    return Tuning(ops, tuning_of(ops.build.library))
 
 
 def _read(file: Path | None) -> dict[str, float]:
