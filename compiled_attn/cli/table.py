@@ -34,7 +34,9 @@ def _rows(report: EngineReport) -> Iterator[tuple[str, str]]:
     yield "backend", f"{report.backend}, torch {report.torch}"
     yield "kernel", _kernel(report)
     loaded = f", {report.graphs_loaded} from the store" if report.graphs_loaded else ""
-    yield "graphs captured", f"{report.graphs} in {report.warmup_seconds:.1f} s{loaded}"
+    shared = report.compiled_graphs
+    of = f" of {shared} compiled" if shared != report.graphs else ""
+    yield "graphs captured", f"{report.graphs}{of} in {report.warmup_seconds:.1f} s{loaded}"
     yield "compiles after warmup", str(report.compiles_after_warmup)
     yield "graph breaks", str(report.graph_breaks)
     yield "fallbacks", str(report.fallbacks)

@@ -6,12 +6,14 @@ import contextlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from graphs.backends.direct import direct_path, without_records
 from graphs.backends.marks import marked
+from graphs.backends.vector_probe import one_probe
 from graphs.capture.contract import Backend, Frozen
 from graphs.capture.inputs import Input
 from graphs.capture.symbolic import SharedGraph, SymbolicSizes
@@ -68,19 +70,30 @@ class InductorBackend(Backend):
         options: Mapping[str, Any] | None = None,
     ) -> Frozen:
         """Compile in the first run; `mode` and `options` are those of `torch.compile`."""
-        runs: dict[str, Any] = {"name": name, "warm_runs": warm_runs}
-        how = {**runs, "mode": mode, "options": options and dict(options)}
+        how: dict[str, Any] = {"name": name, "warm_runs": warm_runs}
+        compiles = {"mode": mode, "options": options and dict(options)}
+        alone = partial(self.alone, function, example_inputs, **how, **compiles)
+        if symbolic is None:
+            return alone()
+        make = partial(self.shared, function, example_inputs, symbolic, **how, **compiles)
+        return symbolic.capture(example_inputs, make, alone, **how)
 
-        def alone() -> Frozen:
-            return freeze(function, example_inputs, self._compiler, **how)[0]
+    def alone(
+        self, function: Callable[..., Any], example_inputs: Sequence[Input], **how: Any
+    ) -> Frozen:
+        """A graph of fixed sizes; `how` are the arguments of `capture`."""
+        return freeze(function, example_inputs, self._compiler, **how)[0]
 
-        def make() -> tuple[SharedGraph, Frozen]:
-            dims = symbolic.dims if symbolic else ()
-            return shareable(
-                freeze(function, example_inputs, self._compiler, dims=dims, **how)[0]
-            )
-
-        return symbolic.capture(example_inputs, make, alone, **runs) if symbolic else alone()
+    def shared(
+        self,
+        function: Callable[..., Any],
+        example_inputs: Sequence[Input],
+        symbolic: SymbolicSizes,
+        **how: Any,
+    ) -> tuple[SharedGraph, Frozen]:
+        """A graph in which symbols stand for sizes of the inputs, and it for the examples."""
+        how |= {"dims": symbolic.dims}
+        return shareable(freeze(function, example_inputs, self._compiler, **how)[0])
 
     def why_no_symbolic(self) -> str:
         """An empty string: Dynamo has symbols for sizes."""
@@ -142,7 +155,7 @@ def freeze(
     own = with_own_code(function, name)
     try:
         compiled = _compile_once(own, compiler, **how)
-        with without_records(), marked(example_inputs, dims):
+        with without_records(), one_probe(), marked(example_inputs, dims):
             result = compiled(*example_inputs)
         direct = direct_path(own, example_inputs)
         for _ in range(warm_runs - 1):
@@ -155,7 +168,9 @@ def freeze(
 def shareable(frozen: Frozen) -> tuple[SharedGraph, Frozen]:
     """What :func:`freeze` made of symbolic sizes, for others to share and for its own examples."""
     if frozen.direct is None:
-        return SharedGraph(lambda _: "this torch keeps its guards elsewhere", lambda _: frozen), frozen
+        return SharedGraph(
+            lambda _: "this torch keeps its guards elsewhere", lambda _: frozen
+        ), frozen
     why_not = frozen.direct.why_not
     own = replace(frozen, direct=replace(frozen.direct, sees_sizes=False))
     return SharedGraph(lambda examples: why_not(tuple(examples)), lambda _: own), own
@@ -180,7 +195,12 @@ def compile_only(
         return refuse
 
     compiled = _compile_once(with_own_code(function, name), compile_and_refuse)
-    with without_records(), marked(example_inputs, dims), contextlib.suppress(_Compiled):
+    with (
+        without_records(),
+        one_probe(),
+        marked(example_inputs, dims),
+        contextlib.suppress(_Compiled),
+    ):
         compiled(*example_inputs)
 
 

@@ -13,7 +13,7 @@ from graphs.capture.inputs import Input
 from graphs.errors import CaptureError
 from graphs.watch.causes import describe_failure
 
-__all__ = ["SharedGraph", "SymbolicSizes", "sizes_that_differ"]
+__all__ = ["SharedGraph", "SymbolicSizes", "sizes_that_differ", "warmed"]
 
 _log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class SymbolicSizes:
         told = ""
         for place, graph in enumerate(self._graphs):
             if not (told := graph.why_not(examples)):
-                return self._named(_warmed(graph.at(examples), examples, name, warm_runs), place)
+                return self._named(warmed(graph.at(examples), examples, name, warm_runs), place)
         if self._refused:
             return replace(alone(), why_alone=self._refused)
         try:
@@ -112,7 +112,12 @@ def _size(others: Sequence[Input], place: int, dim: int, like: Tensor) -> int:
     return other.shape[dim] if is_alike else like.shape[dim]  # type: ignore[union-attr]
 
 
-def _warmed(frozen: Frozen, examples: Sequence[Input], name: str, runs: int) -> Frozen:
+def warmed(frozen: Frozen, examples: Sequence[Input], name: str, runs: int) -> Frozen:
+    """The graph, run on the examples.
+
+    Raises:
+        CaptureError: it fails on them.
+    """
     try:
         for _ in range(runs):
             frozen.run(*examples)
