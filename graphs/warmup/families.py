@@ -51,11 +51,11 @@ class Families:
                     f"symbolic has {min(unknown)!r}; expected axes of the buckets: "
                     f"{', '.join(bucket)}"
                 )
-            self._members.setdefault(self._kind(bucket), []).append(bucket)
+            self._members.setdefault(self.kind(bucket), []).append(bucket)
 
     def of(self, bucket: Bucket, inputs: Sequence[Input]) -> SymbolicSizes | None:
         """What a bucket with these inputs shares with its family; None if it has none."""
-        kind = self._kind(bucket)
+        kind = self.kind(bucket)
         if not self._has_others(bucket):
             return None
         if kind not in self._shared:
@@ -63,23 +63,24 @@ class Families:
             self._shared[kind] = SymbolicSizes(self._title(kind), dims)
         return self._shared[kind]
 
+    def kind(self, bucket: Bucket) -> Bucket:
+        """What the buckets of a family have in common; the bucket itself without symbolic axes."""
+        sizes = {a: min(n, _ANY) if a in self._axes else n for a, n in bucket.items()}
+        return Bucket(**sizes)
+
     def firsts(self, buckets: Iterable[Bucket]) -> list[Bucket]:
         """The buckets without one of their family before them."""
         first: dict[Bucket, Bucket] = {}
         for bucket in buckets:
-            first.setdefault(self._kind(bucket), bucket)
+            first.setdefault(self.kind(bucket), bucket)
         return [*first.values()]
 
     def forget(self) -> None:
         """Let go of what was shared."""
         self._shared.clear()
 
-    def _kind(self, bucket: Bucket) -> Bucket:
-        sizes = {a: min(n, _ANY) if a in self._axes else n for a, n in bucket.items()}
-        return Bucket(**sizes)
-
     def _has_others(self, bucket: Bucket) -> bool:
-        return any(other != bucket for other in self._members.get(self._kind(bucket), ()))
+        return any(other != bucket for other in self._members.get(self.kind(bucket), ()))
 
     def _title(self, kind: Bucket) -> str:
         told = (a if a in self._axes and n == _ANY else f"{a}={n}" for a, n in kind.items())
@@ -87,7 +88,7 @@ class Families:
 
     def _inputs_of_others(self, bucket: Bucket) -> Iterator[Sequence[Input]]:
         """Of one bucket of the family with another size, for each axis."""
-        members = self._members[self._kind(bucket)]
+        members = self._members[self.kind(bucket)]
         for axis in sorted(self._axes):
             other = next((each for each in members if each[axis] != bucket[axis]), None)
             if other is not None:

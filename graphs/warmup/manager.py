@@ -150,7 +150,8 @@ class WarmupManager:
         """
         waiting = [bucket for bucket in self._order if bucket not in self._graphs]
         todo = self._capturing.suspects_last(waiting)
-        schedule = Schedule(todo, self.buckets.cost, self._capturing.measured)
+        kind = self._capturing.families.kind
+        schedule = Schedule(todo, self.buckets.cost, self._capturing.measured, kind)
         tell: Progress = progress or (lambda event: None)
         at = 0, todo[0] if todo else self.buckets.largest
         try:

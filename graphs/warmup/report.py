@@ -109,7 +109,7 @@ class WarmupReport:
     @property
     def graphs(self) -> int:
         """How many compiled graphs serve the captured buckets."""
-        return len({result.graph for result in self.captured})
+        return len({result.graph or (result.name, result.bucket) for result in self.captured})
 
     @property
     def seconds(self) -> float:
@@ -143,10 +143,11 @@ class WarmupReport:
         }
 
     def __str__(self) -> str:
+        shared = f"{self.graphs} graphs, " if self.graphs < len(self.captured) else ""
         lines = [
             f"{len(self.captured)} of {len(self.results)} buckets captured in "
             f"{self.elapsed_seconds:.1f} s, "
-            f"{self.graphs} graphs, {self.compiles} compiles, {self.bytes / 2**20:.1f} MiB"
+            f"{shared}{self.compiles} compiles, {self.bytes / 2**20:.1f} MiB"
         ]
         lines += [f"  {r.bucket}: {r.why_alone}" for r in self.results if r.why_alone]
         lines += [f"  {r.bucket}: {r.status}: {r.error}" for r in (*self.failed, *self.skipped)]
