@@ -5,31 +5,29 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 __all__ = ["one_probe", "without_probes"]
+
+_PROGRAM = 'extern "C" void probe() {}\n'
 
 
 @contextlib.contextmanager
 def one_probe() -> Iterator[None]:
     """Let the first compile of a process probe the best instructions that work, and no others.
 
-    Inductor takes the best, but first builds programs for all of them, for seconds.
+    Inductor takes the best, but first builds programs for all of them, each with torch's headers,
+    for seconds. Here they are without: the first kernel is compiled with them anyway.
     """
-    from torch._inductor import config, cpu_vec_isa
+    from torch._inductor import cpu_vec_isa
 
-    names = "supported_vec_isa_list", "x86_isa_checker"
-    takes_best = config.cpp.simdlen is None and torch.backends.cpu.get_cpu_capability() == "AVX512"
-    if not takes_best or _is_probed() or not all(hasattr(cpu_vec_isa, name) for name in names):
+    if _is_probed() or not hasattr(cpu_vec_isa, "VecISA"):
         yield
         return
-    every: Any = cpu_vec_isa.supported_vec_isa_list
-    try:
-        cpu_vec_isa.supported_vec_isa_list = _UpToBest(every, cpu_vec_isa.x86_isa_checker())
+    with _best_only(), patch.object(cpu_vec_isa.VecISA, "_avx_code", _PROGRAM, create=True):
         yield
-    finally:
-        cpu_vec_isa.supported_vec_isa_list = every
 
 
 @contextlib.contextmanager
@@ -41,10 +39,25 @@ def without_probes() -> Iterator[None]:
         yield
         return
     try:
-        with config.patch({"cpp.vec_isa_ok": True}):
+        with _best_only(), config.patch({"cpp.vec_isa_ok": True}):
             yield
     finally:
         cpu_vec_isa.valid_vec_isa_list.cache_clear()
+
+
+@contextlib.contextmanager
+def _best_only() -> Iterator[None]:
+    from torch._inductor import config, cpu_vec_isa
+
+    names = "supported_vec_isa_list", "x86_isa_checker"
+    takes_best = config.cpp.simdlen is None and torch.backends.cpu.get_cpu_capability() == "AVX512"
+    if not takes_best or not all(hasattr(cpu_vec_isa, name) for name in names):
+        yield
+        return
+    every: Any = cpu_vec_isa.supported_vec_isa_list
+    best: Any = _UpToBest(every, cpu_vec_isa.x86_isa_checker())
+    with patch.object(cpu_vec_isa, "supported_vec_isa_list", best):
+        yield
 
 
 def _is_probed() -> bool:

@@ -11,9 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo.source import GetItemSource, LocalSource
 from torch._guards import TracingContext
-from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 from torch.utils import _pytree as pytree
 
 from graphs.backends.export_state import State, constant_of, restored, why_stale
@@ -57,6 +55,8 @@ def _restored(
 
 def _why_not(layout: Mapping[str, Any], examples: Sequence[Input]) -> str:
     """The first guard that does not hold, with inputs as `L['inputs'][i]`; or an empty string."""
+    from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
+
     inputs = {"L": {"inputs": [*examples]}}
     for guard in layout["guards"]:
         if not eval(guard, SYMPY_INTERP, inputs):
@@ -171,6 +171,8 @@ class Keeping:
         """What has to hold for the sizes of the inputs, as expressions of Python."""
         if self._shapes is None:
             return []
+        from torch._dynamo.source import GetItemSource, LocalSource  # who only loads needs none
+
         inputs = {place: i for place, (kind, i, *_) in enumerate(takes) if kind == "input"}
         guards: list[str] = self._shapes.produce_guards(
             [self._placeholders[place] for place in inputs],
