@@ -83,7 +83,7 @@ class LocalExecutor:
             backend=config.backend,
             strict=config.strict,
             workers=config.warmup_workers,
-            symbolic=() if backend.why_no_symbolic() else sizing.form.axes,
+            symbolic=() if backend.why_no_symbolic() else sizing.form.symbolic,
             journal=config.warmup_journal,
             name="step",
             **_backend_options(config.backend_name),
