@@ -220,7 +220,16 @@ def _backend_options(backend: str) -> dict[str, Any]:
 
 
 def _packs(config: EngineConfig, kernel: ChosenKernel) -> Callable[[Tensor], bool] | None:
-    """Which weights are to be packed; None: none of them."""
+    """Which weights are to be packed; None: none of them.
+
+    Raises:
+        ConfigError: they must be, and the kernel that does it is not there.
+    """
+    if config.weights == "packed" and kernel.name != "native":
+        raise ConfigError(
+            f"weights 'packed' are for the native kernel, got {kernel.name} "
+            f"({kernel.notes['native']}): take weights 'auto' or 'plain'"
+        )
     if config.weights == "plain" or kernel.name != "native":
         return None
     return can_pack if config.weights == "packed" else tuning().packs
