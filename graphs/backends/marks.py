@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental import _config as symbols
 
 from graphs.capture.inputs import Input
 
@@ -25,6 +26,7 @@ def marked(examples: Sequence[Input], dims: Sequence[Sequence[int]]) -> Iterator
     """
     both = [(x, own) for x, own in zip(examples, dims, strict=False) if isinstance(x, Tensor)]
     tensors = [(tensor, own) for tensor, own in both if own]
+    symbols: Any = importlib.import_module("torch.fx.experimental._config")
     with symbols.patch(use_duck_shape=not tensors and symbols.use_duck_shape):
         try:
             for tensor, own in tensors:

@@ -8,7 +8,7 @@ import json
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import zip_longest
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,9 @@ def graph_factors(
         "mode": {name: str(value) for name, value in Settings.current()._asdict().items()},
         "inputs": [
             str(_any_size(spec, own))
-            for spec, own in zip_longest(InputsCheck(function, inputs).specs, dims, fillvalue=())
+            for spec, own in zip(
+                InputsCheck(function, inputs).specs, chain(dims, repeat(())), strict=False
+            )
         ],
         "state": _state(function),
         "values": digest_of_values(function),

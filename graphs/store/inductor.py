@@ -127,7 +127,7 @@ class StoredInductor(StoredBackend, InductorBackend):
         options: Mapping[str, Any] | None = None,
     ) -> None:
         """Compile what the store lacks into inductor's cache on disk; runs and stores nothing."""
-        own = {"symbolic": symbolic, "options": options}
+        own: dict[str, Any] = {"symbolic": symbolic, "options": options}
         dims = symbolic.dims if symbolic else ()
         if mode is not None:
             super().precompile(function, example_inputs, name=name, mode=mode, **own)

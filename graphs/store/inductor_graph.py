@@ -58,10 +58,8 @@ def _why_not(layout: Mapping[str, Any], examples: Sequence[Input]) -> str:
     from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 
     inputs = {"L": {"inputs": [*examples]}}
-    for guard in layout["guards"]:
-        if not eval(guard, SYMPY_INTERP, inputs):
-            return guard
-    return ""
+    failed = (guard for guard in layout["guards"] if not eval(guard, SYMPY_INTERP, inputs))
+    return str(next(failed, ""))
 
 
 class Keeping:
@@ -90,7 +88,8 @@ class Keeping:
         if self._is_symbolic:
             nodes = graph.graph.find_nodes(op="placeholder")
             self._placeholders = [node.meta["example_value"] for node in nodes]
-            self._shapes = TracingContext.get().fake_mode.shape_env
+            tracing: Any = TracingContext.get()
+            self._shapes = tracing.fake_mode.shape_env
         self._artifact = torch._inductor.standalone_compile(
             graph,
             list(self._placeholders or example_inputs),  # the former have the symbols

@@ -62,7 +62,9 @@ def test_the_graph_is_whole_and_leaves_every_size_of_a_bucket_open() -> None:
     manager = WarmupManager(attend, SPACE, inputs_of, backend=backend, symbolic=AXES)
     report = manager.warmup()
     assert report.graphs == report.compiles == len(graphs) == 1
-    expecttest.assert_expected_inline(graphs[0], """\
+    expecttest.assert_expected_inline(
+        graphs[0],
+        """\
 placeholder [n0, 2, 8]
 placeholder [5, 4, 1, 8]
 placeholder [n1, 3]
@@ -71,7 +73,8 @@ placeholder [n3]
 placeholder [n4]
 getitem [n0, 2, 8]
 getitem [n4, 2, 8]
-mul [n4, 2, 8]""")
+mul [n4, 2, 8]""",
+    )
     for bucket in SPACE:
         inputs = inputs_of(bucket)
         torch.testing.assert_close(manager.run(bucket, *inputs), attend(*inputs))
