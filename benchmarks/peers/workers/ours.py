@@ -22,6 +22,11 @@ def start(options: argparse.Namespace) -> Serve:
     with stored_backend("inductor", options.state / "store") as backend:
         engine = Engine(model, EngineConfig(backend=backend, num_blocks=blocks))
         engine.warmup()
+    return serving(engine)
+
+
+def serving(engine: Engine) -> Serve:
+    """All requests at once, greedy, beyond the end of a text."""
 
     def serve(prompts: list[list[int]], new: list[int]) -> list[list[int]]:
         sampling = [SamplingParams(max_new_tokens=count, ignore_eos=True) for count in new]
