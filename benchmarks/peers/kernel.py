@@ -3,7 +3,8 @@
     PYTHONPATH=benchmarks:. python -m peers.kernel [--threads 1 2] [--dtypes bfloat16 float32]
 
 Runs in the environment of vLLM that `python -m peers` makes, and makes it; where that fails, vLLM
-is left out with the reason. 32 query heads on 8 KV heads of 128, blocks of 128. Decode: one query
+is left out with the reason. 32 query heads on 8 KV heads of 128, blocks of 128 on huge pages.
+Decode: one query
 token a request, blocks anywhere in a pool of 1 GiB, each step reads others (cold); shares are of a
 pass that only reads the same blocks. Prefill, a chunk on a past, and 16 decodes beside two chunks:
 operations a second of causal attention, SDPA with keys and values in a row (a chunk's with a mask).
@@ -95,7 +96,7 @@ def main() -> None:
     )
     parser.add_argument("--threads", type=int, nargs="+", default=[1])
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--torch-index", metavar="URL", help="has CPU builds of torch, for pip")
     parser.add_argument(
         "--cache", type=Path, metavar="DIR", default=cache_folder("compiled-attn-peers")

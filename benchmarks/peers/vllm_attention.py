@@ -8,6 +8,8 @@ import torch
 from native.scene import DIM, HEADS, KV_HEADS, Scene, Step
 from torch import Tensor
 
+from compiled_attn.cache import huge_pages
+
 _BLOCKS_AT_ONCE = 64
 
 
@@ -26,7 +28,7 @@ class VllmAttention:
         self.isa = _get_attn_isa(scene.dtype, scene.block_size, DIM)
         blocks = len(scene.key_cache)
         # Keys and values of a head of a block lie one after the other, as its engine has them.
-        cache = torch.zeros(blocks, KV_HEADS, 2 * scene.block_size, DIM, dtype=scene.dtype)
+        cache = huge_pages.zeros((blocks, KV_HEADS, 2 * scene.block_size, DIM), dtype=scene.dtype)
         self._key_cache, self._value_cache = cache.chunk(2, dim=2)
         for start in range(0, blocks, _BLOCKS_AT_ONCE):
             self._write(scene, start, min(start + _BLOCKS_AT_ONCE, blocks))
