@@ -70,6 +70,7 @@ class ServingOptions:
     dtype: str = option(_ENGINE, "float32", "float32 or bfloat16.")
     backend: str = setting("backend")
     kernel: str = setting("kernel")
+    weights: str = setting("weights")
     max_tokens_per_step: int = setting("max_tokens_per_step")
     max_seqs: int = setting("max_seqs")
     block_size: int = setting("block_size")

@@ -57,7 +57,8 @@ def _rows(report: EngineReport) -> Iterator[tuple[str, str]]:
 def _kernel(report: EngineReport) -> str:
     note = report.kernel_notes.get("native", "")
     if report.kernel == "native":
-        return f"native, {note}"
+        packed = report.kernel_notes.get("weights")
+        return f"native, {note}" + (f", {packed}" if packed else "")
     return f"{report.kernel} (native: {note})" if _is_short(note) else f"{report.kernel}, see below"
 
 

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ConfigError", "EngineConfig"]
 
+_WEIGHTS = ("auto", "packed", "plain")
+
 
 def setting(default: Any, meaning: str, *, least: int | None = None) -> Any:
     """A field whose meaning is also the help of the command's option of this name."""
@@ -74,6 +76,11 @@ class EngineConfig:
         "native (C++, buckets of tokens and requests), portable (torch alone), or auto: native "
         "where it can.",
     )
+    weights: str = setting(
+        "auto",
+        "Linear layers of bfloat16 on the native kernel: packed (rewritten in the order in which "
+        "they are read, in place), plain, or auto: packed where that was measured to be faster.",
+    )
     strict: bool = setting(
         True,
         "A compile after warmup or a fallback is an error, or else a counted warning; so is a "
@@ -107,6 +114,8 @@ class EngineConfig:
             raise ConfigError(f"expected defrag_waste in 0..1 or None, got {self.defrag_waste}")
         if self.kernel not in CHOICES:
             raise ConfigError(f"expected a kernel of {CHOICES}, got {self.kernel!r}: choose one")
+        if self.weights not in _WEIGHTS:
+            raise ConfigError(f"expected weights of {_WEIGHTS}, got {self.weights!r}: choose one")
         if self.max_seqs > self.max_tokens_per_step:
             raise ConfigError(
                 f"expected max_seqs <= max_tokens_per_step, got {self.max_seqs} > "

@@ -22,6 +22,8 @@ from compiled_attn.engine.scheduler import ScheduledTokens
 from compiled_attn.engine.sizing import FORMS, Form, Sizing, eos_tokens
 from compiled_attn.hf import PagedCausalLM, cache_for
 from compiled_attn.ops import AttentionTraits, NativeKernel, load
+from compiled_attn.ops.packed_linear import can_pack
+from compiled_attn.ops.tuning import tuning
 from compiled_attn.step import BatchBuilder, Parts, RequestTable, Tables
 from compiled_attn.step.form import Plan
 from graphs import (
@@ -72,7 +74,8 @@ class LocalExecutor:
         self.sizing = sizing = Sizing.of(model, config, self.kernel.form)
         self.eos = eos_tokens(model)
         self.cache = cache_for(model, sizing.num_blocks, sizing.block_size)
-        self.module = PagedCausalLM(model, self.cache, sizing.form)
+        packs = _packs(config, self.kernel)
+        self.module = PagedCausalLM(model, self.cache, sizing.form, packs)
         self.graphs = WarmupManager(
             self.module,
             sizing.buckets,
@@ -180,10 +183,14 @@ class LocalExecutor:
         return ExecutorReport(
             self.config.backend_name,
             self.kernel.name if native else self.module.kernel().name,
-            self.kernel.notes,
+            {**self.kernel.notes, **self._notes()},
             self.graphs.fallbacks + self.graphs.degraded + self.kernel.is_fallback,
             self.graphs.report,
         )
+
+    def _notes(self) -> dict[str, str]:
+        packed = self.module.packed
+        return {"weights": f"{packed} weights packed"} if packed else {}
 
     def _plan(self, parts: Sequence[ScheduledTokens], table: RequestTable) -> Plan:
         # Logits of every part, sampled or not: they show whether what it computed is finite.
@@ -209,6 +216,13 @@ class LocalExecutor:
 
 def _backend_options(backend: str) -> dict[str, Any]:
     return {"options": for_cpu()} if backend == "inductor" else {}
+
+
+def _packs(config: EngineConfig, kernel: ChosenKernel) -> Callable[[Tensor], bool] | None:
+    """Which weights are to be packed; None: none of them."""
+    if config.weights == "plain" or kernel.name != "native":
+        return None
+    return can_pack if config.weights == "packed" else tuning().packs
 
 
 def _shorter(step: Sequence[ScheduledTokens]) -> list[ScheduledTokens]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from compiled_attn.cache.kv_cache import KVShape
 from compiled_attn.hf.names import ATTENTION_NAME
 
-__all__ = ["absorb", "keep_latents", "latent_shape"]
+__all__ = ["absorb", "keep_latents", "latent_shape", "reads"]
 
 
 def latent_shape(module: Any) -> KVShape | None:
@@ -45,6 +45,12 @@ def _latents(module: Any, latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tens
     return key, key
 
 
+def reads(module: Any) -> Tensor:
+    """The weight that `absorb` takes apart, and which must lie as it was made."""
+    weight: Tensor = module.kv_b_proj.weight
+    return weight
+
+
 def absorb(module: Any, query: Tensor) -> tuple[Tensor, Tensor]:
     """The query in the space of the latents, and what takes the result back.
 
@@ -56,6 +62,6 @@ def absorb(module: Any, query: Tensor) -> tuple[Tensor, Tensor]:
         ``[1, H, T, R + rope]``; the value projection ``[H, R, Dv]``.
     """
     nope, rope = query.split((module.qk_nope_head_dim, module.qk_rope_head_dim), dim=-1)
-    weight = module.kv_b_proj.weight.unflatten(0, (query.shape[1], -1))
+    weight = reads(module).unflatten(0, (query.shape[1], -1))
     key, value = weight.split((module.qk_nope_head_dim, module.v_head_dim), dim=1)
     return torch.cat((torch.matmul(nope, key), rope), dim=-1), value.transpose(1, 2)

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+from collections.abc import Callable
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from compiled_attn.attention.by_parts import DENSE_KERNELS
 from compiled_attn.cache.kv_cache import PagedKVCache
+from compiled_attn.errors import ModelRefused
 from compiled_attn.hf.attention import ATTENTION_NAME, PagedStep
 from compiled_attn.hf.changes import ModelChanged, Snapshot
 from compiled_attn.hf.equality import check_equal, plain_logits
-from compiled_attn.hf.latent import keep_latents
+from compiled_attn.hf.latent import keep_latents, reads
 from compiled_attn.hf.layers import call_through, decoder_layers, restore
+from compiled_attn.hf.packed import pack_linears
 from compiled_attn.hf.recorder import takes_logits_to_keep
 from compiled_attn.hf.shapes import calls_by_layer, check_fits
 from compiled_attn.ops import AttentionTraits, Implementation, choose
 from compiled_attn.step import Parts, StepBatch, StepForm, TableBatch
 
 __all__ = ["PagedCausalLM"]
+
+_log = logging.getLogger(__name__)
 
 
 class PagedCausalLM(nn.Module):
@@ -36,6 +42,12 @@ class PagedCausalLM(nn.Module):
             region that a graph compiles once. A model that is refused is left as it was.
         cache: the paged cache, see `cache_for`.
         form: how steps become tensors; None: in parts, for plain torch.
+        packs: whether a weight ``[N, K]`` of a linear layer is to be packed, see
+            `compiled_attn.hf.packed`; None: none is. A model whose logits are then others keeps
+            its layers.
+
+    Attributes:
+        packed: how many weights were packed.
 
     Raises:
         ModelRefused: a layer does not attend once a step through `AttentionInterface` (recurrent
@@ -50,7 +62,11 @@ class PagedCausalLM(nn.Module):
     """
 
     def __init__(
-        self, model: PreTrainedModel, cache: PagedKVCache, form: StepForm | None = None
+        self,
+        model: PreTrainedModel,
+        cache: PagedKVCache,
+        form: StepForm | None = None,
+        packs: Callable[[Tensor], bool] | None = None,
     ) -> None:
         super().__init__()
         self.form: StepForm = form or Parts(cache.num_blocks, cache.block_size)
@@ -69,6 +85,7 @@ class PagedCausalLM(nn.Module):
             self._switch(undo)
             check_equal(self, expected)
             undo.pop_all()
+        self.packed = self._pack(packs, expected) if packs else 0
         self.remember()
 
     def forward(self, *inputs: Tensor | None) -> Tensor:
@@ -102,6 +119,22 @@ class PagedCausalLM(nn.Module):
             raise ModelChanged(
                 f"expected a {type(self.model).__name__} as it was at warmup, but {changed}"
             )
+
+    def _pack(self, packs: Callable[[Tensor], bool], expected: Tensor) -> int:
+        """Packs weights, unless that changes the logits by more than rounding; says how many."""
+        keeps_value = self.cache.keeps_value
+        taken_apart = [reads(m) for n, m in enumerate(self._attentions) if not keeps_value(n)]
+        with contextlib.ExitStack() as undo:
+            count = pack_linears(
+                self.model, undo, lambda w: packs(w) and all(w is not kept for kept in taken_apart)
+            )
+            try:
+                check_equal(self, expected)
+            except ModelRefused as error:
+                _log.warning("weights are not packed: %s", error)
+                return 0
+            undo.pop_all()
+        return count
 
     def _switch(self, undo: contextlib.ExitStack) -> None:
         """Makes the model attend to the paged cache, and says how to undo it."""

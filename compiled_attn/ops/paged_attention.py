@@ -1,4 +1,4 @@
-"""The ops ``torch.ops.compiled_attn.paged_attention`` and ``paged_attention_``, native or not.
+"""The ops ``paged_attention``, ``paged_attention_`` and ``packed_linear``, native or not.
 
 `load` gives torch one implementation of them a process: C++ for this processor, built on first use,
 or else the Python reference. A variant that is asked for by name (another instruction set, a debug
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from compiled_attn.errors import NativeUnavailable
-from compiled_attn.ops import reference
+from compiled_attn.ops import packed_linear, reference
 from compiled_attn.ops.cpu.build import Build, build
 from compiled_attn.ops.cpu.isa import ask_permission, available_isas
 from compiled_attn.ops.schema import schemas
@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class NativeOps:
-    """An implementation of both ops; their arguments are those of `reference.paged_attention`.
+    """An implementation of the ops; arguments are those of `reference.paged_attention`.
 
     Attributes:
         namespace: of the ops, below ``torch.ops``.
@@ -59,6 +59,11 @@ class NativeOps:
         """See `reference.paged_attention_`."""
         out, lse = getattr(torch.ops, self.namespace).paged_attention_(*args, **kwargs)
         return out, lse
+
+    def packed_linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """See `packed_linear.reference`."""
+        out: Tensor = getattr(torch.ops, self.namespace).packed_linear(input, weight, bias)
+        return out
 
 
 def load(
@@ -158,8 +163,7 @@ class _Loader:
                 ops = NativeOps(namespace, REFERENCE, why_not_native=str(error))
         if ops.isa == REFERENCE:
             _define_in_python(fragment)
-        for name in ("paged_attention", "paged_attention_"):
-            fake = _fake if name == "paged_attention" else _fake_write
+        for name, fake in _FAKES.items():
             torch.library.register_fake(f"{namespace}::{name}", fake, lib=fragment)
         return ops
 
@@ -194,13 +198,9 @@ def _first_that_builds(
 
 
 def _define_in_python(library: torch.library.Library) -> None:
-    implementations = {
-        "paged_attention": reference.paged_attention,
-        "paged_attention_": reference.paged_attention_,
-    }
     for name, schema in schemas().items():
         library.define(schema)
-        library.impl(name, implementations[name], "CPU")
+        library.impl(name, _IN_PYTHON[name], "CPU")
 
 
 def _fake(query: Tensor, key_cache: Tensor, value_cache: Tensor, *_: Any, **__: Any) -> Any:
@@ -211,3 +211,15 @@ def _fake(query: Tensor, key_cache: Tensor, value_cache: Tensor, *_: Any, **__: 
 
 def _fake_write(query: Tensor, key: Tensor, value: Tensor, *caches: Any, **_: Any) -> Any:
     return _fake(query, *caches)
+
+
+_IN_PYTHON = {
+    "paged_attention": reference.paged_attention,
+    "paged_attention_": reference.paged_attention_,
+    "packed_linear": packed_linear.reference,
+}
+_FAKES = {
+    "paged_attention": _fake,
+    "paged_attention_": _fake_write,
+    "packed_linear": packed_linear.fake,
+}

@@ -1,4 +1,4 @@
-"""The schemas of the two ops, which the C++ sources own."""
+"""The schemas of the ops, which the C++ sources own."""
 
 from __future__ import annotations
 

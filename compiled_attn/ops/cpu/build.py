@@ -27,7 +27,8 @@ from graphs.store.safety import refuse_unsafe
 
 __all__ = ["Build", "build", "default_folder", "find_compiler"]
 
-_UNITS = ("paged_attention.cpp", "op.cpp")
+_KERNELS = ("paged_attention.cpp", "packed_linear.cpp")
+_UNITS = (*_KERNELS, "op.cpp")
 _COMMON = (
     "-std=c++20",
     "-fPIC",
@@ -153,9 +154,9 @@ class _Plan:
     def compile_flags(self, unit: str) -> list[str]:
         checked = self.debug or self.sanitize
         flags = [*_COMMON, *(_CHECKED if checked else ()), *self._sanitizers()]
-        if unit == _UNITS[0]:
-            # Only the kernel may use the instruction set: what headers inline in the other unit
-            # would else be taken by the linker for both.
+        if unit in _KERNELS:
+            # Only kernels may use the instruction set: what headers inline in the other unit would
+            # else be taken by the linker for all.
             tiles = ["-DCOMPILED_ATTN_PLAIN_TILES"] if self.plain_tiles else []
             own = [*flags_of(self.isa), "-fopenmp", *tiles]
             return [*flags, *own, *(() if checked else ("-O3",))]
@@ -169,7 +170,7 @@ class _Plan:
         return ["-shared", "-fopenmp", "-Wl,-Bsymbolic", *self._sanitizers(), *torch_flags]
 
     def compile(self, work: Path) -> Path:
-        """Both units side by side, then the link; returns the library."""
+        """All units side by side, then the link; returns the library."""
         objects = {unit: str(work / f"{unit}.o") for unit in _UNITS}
         _run_all(
             [

@@ -6,9 +6,10 @@ import sys
 
 import torch
 
-from compiled_attn.ops import NativeOps, load
+from compiled_attn.ops import NativeOps, load, packed_linear
 from tests.compiled_attn.ops.native_cases import CASES, MIXED
 from tests.compiled_attn.ops.native_scene import Scene, assert_right, scene
+from tests.compiled_attn.ops.test_packed_linear import ROWS, SIZES, assert_product, layer
 from tests.compiled_attn.ops.test_reference import BAD_NUMBERS, BAD_SHAPES, WRITES, _new_tokens
 
 
@@ -38,6 +39,11 @@ def main(isa: str, tiles: str) -> None:
         spoilt[step.block_table[:2, 2].long(), 0] = torch.nan  # of keys that later rows see alone
         out, _ = ops.paged_attention(*step.arguments, **step.options)
         assert out[0].isfinite().all() and out[2].isnan().any()
+    for rows in ROWS:
+        for sizes in SIZES:
+            input, weight, bias = layer(rows, *sizes)
+            out = ops.packed_linear(input, packed_linear.pack(weight), bias)
+            assert_product(out, input, weight, bias)
     print("clean", len(CASES), len(WRITES))
 
 

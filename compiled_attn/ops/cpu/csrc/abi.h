@@ -1,6 +1,6 @@
-// The plain C interface of the paged attention kernels: pointers, strides in elements, sizes.
+// The plain C interface of the kernels: pointers, strides in elements, sizes.
 //
-// One translation unit is compiled for each instruction set; all of them export the same symbol.
+// Their translation units are compiled for each instruction set; all export the same symbols.
 #pragma once
 
 #include <cstdint>
@@ -66,7 +66,21 @@ struct PagedAttentionArgs {
   int32_t threads;  // 0: as many as OpenMP would take
 };
 
+// out = input x weight^T + bias, all of bfloat16, sums of float32.
+struct PackedLinearArgs {
+  const void* input;  // [rows, size_in], rows `input_row` elements apart
+  int64_t input_row;
+  const void* weight;  // [size_out / 16, size_in / 2, 16, 2]: pairs of inputs of 16 outputs
+  const void* bias;    // [size_out] or null
+  void* out;           // [rows, size_out], dense
+  int64_t rows, size_in, size_out;
+  int32_t threads;
+};
+
 }  // namespace compiled_attn
 
 extern "C" int32_t compiled_attn_paged_attention(const compiled_attn::PagedAttentionArgs* args,
                                                  int64_t error[4]);
+
+// kOk or kOutOfMemory.
+extern "C" int32_t compiled_attn_packed_linear(const compiled_attn::PackedLinearArgs* args);

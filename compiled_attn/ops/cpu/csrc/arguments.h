@@ -27,10 +27,23 @@ std::string text(const Parts&... parts) {
   return stream.str();
 }
 
+struct Refused : std::runtime_error {
+  using runtime_error::runtime_error;
+};
+
 [[noreturn]] inline void fail(const std::string& expected, const std::string& got,
                               const char* remedy) {
-  throw std::runtime_error(
-      text("paged_attention: expected ", expected, ", got ", got, ": ", remedy));
+  throw Refused(text("expected ", expected, ", got ", got, ": ", remedy));
+}
+
+// Names the op in what it refuses.
+template <typename Body>
+auto in_op(const char* name, const Body& body) {
+  try {
+    return body();
+  } catch (const Refused& error) {
+    throw std::runtime_error(text(name, ": ", error.what()));
+  }
 }
 
 template <typename Sizes>

@@ -1,4 +1,4 @@
-// The ops paged_attention and paged_attention_ through torch's stable ABI: no Python, no ATen.
+// The ops through torch's stable ABI: no Python, no ATen.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -186,10 +186,12 @@ Result paged_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tenso
                        Tensor seq_lens, Tensor query_start_loc, double scale, bool causal,
                        std::optional<int64_t> window, std::optional<double> softcap,
                        Maybe alibi_slopes, Maybe sinks, Maybe key_scale, Maybe value_scale) {
-  Options options{causal, window, softcap, alibi_slopes, sinks, key_scale, value_scale};
-  auto args = arguments_of(query, key_cache, value_cache, block_table, seq_lens, query_start_loc,
-                           scale, options);
-  return run(args, query);
+  return in_op("paged_attention", [&] {
+    Options options{causal, window, softcap, alibi_slopes, sinks, key_scale, value_scale};
+    auto args = arguments_of(query, key_cache, value_cache, block_table, seq_lens,
+                             query_start_loc, scale, options);
+    return run(args, query);
+  });
 }
 
 Result paged_attention_(Tensor query, Tensor key, Tensor value, Tensor key_cache,
@@ -197,35 +199,64 @@ Result paged_attention_(Tensor query, Tensor key, Tensor value, Tensor key_cache
                         Tensor seq_lens, Tensor query_start_loc, double scale, bool causal,
                         std::optional<int64_t> window, std::optional<double> softcap,
                         Maybe alibi_slopes, Maybe sinks, Maybe key_scale, Maybe value_scale) {
-  Options options{causal, window, softcap, alibi_slopes, sinks, key_scale, value_scale};
-  auto args = arguments_of(query, key_cache, value_cache, block_table, seq_lens, query_start_loc,
-                           scale, options);
-  check_shape("key", key, {args.tokens, args.kv_heads, args.head_dim});
-  check_shape("value", value, {args.tokens, args.kv_heads, args.value_dim});
-  for (auto [name, rows] : {std::pair{"key", &key}, std::pair{"value", &value}}) {
-    check_dtype(name, *rows, query.scalar_type());
-    check_rows(name, *rows);
-  }
-  check_dense("slot_mapping", slot_mapping, {args.tokens}, ScalarType::Long);
-  check_written("key_cache", key_cache);
-  check_written("value_cache", value_cache);
-  if (key_scale) check_written("key_scale", *key_scale);
-  if (value_scale) check_written("value_scale", *value_scale);
-  check_apart({{"query", query},
-               {"key", key},
-               {"value", value},
-               {"slot_mapping", slot_mapping},
-               {"block_table", block_table},
-               {"seq_lens", seq_lens},
-               {"query_start_loc", query_start_loc}},
-              {{"key_cache", key_cache},
-               {"value_cache", value_cache},
-               {"key_scale", key_scale},
-               {"value_scale", value_scale}});
-  args.key = rows_of(key);
-  args.value = rows_of(value);
-  args.slot_mapping = data_of<int64_t>(slot_mapping);
-  return run(args, query);
+  return in_op("paged_attention", [&] {
+    Options options{causal, window, softcap, alibi_slopes, sinks, key_scale, value_scale};
+    auto args = arguments_of(query, key_cache, value_cache, block_table, seq_lens, query_start_loc,
+                             scale, options);
+    check_shape("key", key, {args.tokens, args.kv_heads, args.head_dim});
+    check_shape("value", value, {args.tokens, args.kv_heads, args.value_dim});
+    for (auto [name, rows] : {std::pair{"key", &key}, std::pair{"value", &value}}) {
+      check_dtype(name, *rows, query.scalar_type());
+      check_rows(name, *rows);
+    }
+    check_dense("slot_mapping", slot_mapping, {args.tokens}, ScalarType::Long);
+    check_written("key_cache", key_cache);
+    check_written("value_cache", value_cache);
+    if (key_scale) check_written("key_scale", *key_scale);
+    if (value_scale) check_written("value_scale", *value_scale);
+    check_apart({{"query", query},
+                 {"key", key},
+                 {"value", value},
+                 {"slot_mapping", slot_mapping},
+                 {"block_table", block_table},
+                 {"seq_lens", seq_lens},
+                 {"query_start_loc", query_start_loc}},
+                {{"key_cache", key_cache},
+                 {"value_cache", value_cache},
+                 {"key_scale", key_scale},
+                 {"value_scale", value_scale}});
+    args.key = rows_of(key);
+    args.value = rows_of(value);
+    args.slot_mapping = data_of<int64_t>(slot_mapping);
+    return run(args, query);
+  });
+}
+
+Tensor packed_linear(Tensor input, Tensor weight, Maybe bias) {
+  return in_op("packed_linear", [&] {
+    check_shape("weight", weight, {kAny, kAny, 16, 2});
+    const int64_t size_in = 2 * weight.size(1), size_out = 16 * weight.size(0);
+    if (size_in % 32) {
+      fail("a multiple of 32 inputs", std::to_string(size_in), "leave such a layer as it is");
+    }
+    check_dense("weight", weight, {weight.size(0), weight.size(1), 16, 2}, ScalarType::BFloat16);
+    check_shape("input", input, {kAny, size_in});
+    check_dtype("input", input, ScalarType::BFloat16);
+    check_rows("input", input);
+    if (bias) check_dense("bias", *bias, {size_out}, ScalarType::BFloat16);
+
+    PackedLinearArgs args{};
+    args.rows = input.size(0), args.size_in = size_in, args.size_out = size_out;
+    args.input = input.const_data_ptr(), args.input_row = input.stride(0);
+    args.weight = weight.const_data_ptr();
+    args.bias = bias ? bias->const_data_ptr() : nullptr;
+    std::vector<int64_t> shape{args.rows, size_out};
+    Tensor out = torch::stable::new_empty(input, shape);
+    args.out = out.mutable_data_ptr();
+    args.threads = int32_t(torch::stable::get_num_threads());
+    if (compiled_attn_packed_linear(&args) != kOk) fail("scratch memory", "none", "free memory");
+    return out;
+  });
 }
 
 }  // namespace
@@ -234,9 +265,11 @@ Result paged_attention_(Tensor query, Tensor key, Tensor value, Tensor key_cache
 STABLE_TORCH_LIBRARY_FRAGMENT(COMPILED_ATTN_NAMESPACE, m) {
   m.def(compiled_attn::kPagedAttentionSchema);
   m.def(compiled_attn::kPagedAttentionWriteSchema);
+  m.def(compiled_attn::kPackedLinearSchema);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(COMPILED_ATTN_NAMESPACE, CPU, m) {
   m.impl("paged_attention", TORCH_BOX(&compiled_attn::paged_attention));
   m.impl("paged_attention_", TORCH_BOX(&compiled_attn::paged_attention_));
+  m.impl("packed_linear", TORCH_BOX(&compiled_attn::packed_linear));
 }

@@ -1,4 +1,4 @@
-// The schemas of both ops: compiled_attn/ops/schema.py reads them from here.
+// The schemas of the ops: compiled_attn/ops/schema.py reads them from here.
 #pragma once
 
 namespace compiled_attn {
@@ -21,5 +21,8 @@ constexpr const char* kPagedAttentionWriteSchema =
     Tensor? alibi_slopes=None, Tensor? sinks=None,
     Tensor(c!)? key_scale=None, Tensor(d!)? value_scale=None
   ) -> (Tensor out, Tensor lse))schema";
+
+constexpr const char* kPackedLinearSchema =
+    R"schema(packed_linear(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor)schema";
 
 }  // namespace compiled_attn

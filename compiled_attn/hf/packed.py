@@ -1,0 +1,156 @@
+"""The linear layers of a model with packed weights, in place of its own.
+
+The parameters stay the model's, in another order: no memory is needed twice. What goes in and out
+by ``state_dict`` has the order of plain weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from compiled_attn.ops import load, packed_linear
+
+__all__ = ["PackedEmbedding", "PackedLinear", "pack_linears"]
+
+Wanted = Callable[[Tensor], bool]
+
+
+class _Packed(nn.Module):
+    """A layer of a packed ``weight``, which `state_dict` gives and takes as a plain one."""
+
+    weight: Parameter
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight"] = packed_linear.unpack(self.weight.detach())
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *others: Any) -> None:
+        name = f"{prefix}weight"
+        if name in state:
+            plain = state[name].to(self.weight.dtype)
+            state = {**state, name: packed_linear.pack(plain.contiguous())}
+        super()._load_from_state_dict(state, prefix, *others)
+
+
+class PackedLinear(_Packed):
+    """A linear layer through the op ``packed_linear``.
+
+    Args:
+        linear: the layer that it takes the place of; its weight is packed already.
+
+    Shape:
+        - forward(``[..., in_features]``) -> ``[..., out_features]``
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight, self.bias = linear.weight, linear.bias
+        load()
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The layer's output."""
+        rows = input.flatten(0, -2)
+        out: Tensor = torch.ops.compiled_attn.packed_linear(rows, self.weight, self.bias)
+        return out.unflatten(0, input.shape[:-1])
+
+    def extra_repr(self) -> str:
+        """Sizes, as `torch.nn.Linear` has them."""
+        return f"in_features={self.in_features}, out_features={self.out_features}"
+
+
+class PackedEmbedding(_Packed):
+    """An embedding whose weight is that of a packed head.
+
+    Args:
+        embedding: the layer that it takes the place of; its weight is packed already.
+
+    Shape:
+        - forward(ids ``[...]``) -> ``[..., embedding_dim]``
+    """
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = embedding.num_embeddings, embedding.embedding_dim
+        self.weight = embedding.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """The rows of the ids."""
+        return packed_linear.rows(self.weight, ids)
+
+
+def pack_linears(
+    model: nn.Module, undo: contextlib.ExitStack, wanted: Wanted = packed_linear.can_pack
+) -> int:
+    """Packs the weights of a model's linear layers, each where it is; says how many are.
+
+    Left alone are weights that the op does not take, that something else than linear layers and
+    embeddings of torch's own classes has (adapters, quantised layers, scaled embeddings), and
+    layers with hooks.
+
+    Args:
+        model: is changed; for inference only, as the op has no backward.
+        undo: gets what makes the model what it was.
+        wanted: whether a weight ``[N, K]`` is to be packed, of those that can be.
+    """
+    homes = _homes(model)
+    for parameter, modules in _owners(model).values():
+        if not _is_of_plain_layers(modules) or not packed_linear.can_pack(parameter):
+            continue
+        if not wanted(parameter):
+            continue
+        undo.callback(_unpack, parameter)
+        parameter.data = packed_linear.pack(parameter.detach())
+        for module in modules:
+            _replace(module, homes[id(module)], undo)
+    return len({id(m.weight) for m in model.modules() if isinstance(m, PackedLinear)})
+
+
+def _owners(model: nn.Module) -> dict[int, tuple[Parameter, list[nn.Module]]]:
+    """Each memory of a parameter of its own, and the modules that have it."""
+    owners: dict[int, tuple[Parameter, list[nn.Module]]] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                owners.setdefault(parameter.data_ptr(), (parameter, []))[1].append(module)
+    return owners
+
+
+def _homes(model: nn.Module) -> dict[int, list[tuple[dict[str, Any], str]]]:
+    """Where each module hangs, by its id."""
+    homes = defaultdict(list)
+    for parent in model.modules():
+        for name, child in parent._modules.items():
+            homes[id(child)].append((parent._modules, name))
+    return homes
+
+
+def _is_of_plain_layers(modules: list[nn.Module]) -> bool:
+    return any(type(module) is nn.Linear for module in modules) and all(
+        (type(module) is nn.Linear or (type(module) is nn.Embedding and module.max_norm is None))
+        and not module._forward_hooks
+        and not module._forward_pre_hooks
+        and "forward" not in module.__dict__
+        for module in modules
+    )
+
+
+def _replace(
+    module: nn.Module, places: list[tuple[dict[str, Any], str]], undo: contextlib.ExitStack
+) -> None:
+    packed = PackedLinear(module) if isinstance(module, nn.Linear) else PackedEmbedding(module)
+    packed.train(module.training)
+    for children, name in places:
+        undo.callback(children.__setitem__, name, module)
+        children[name] = packed
+
+
+def _unpack(parameter: Parameter) -> None:
+    parameter.data = packed_linear.unpack(parameter.detach())

@@ -1,0 +1,153 @@
+// Rows of a linear layer in products of tiles.
+//
+// Weights are tiles as they are kept; rows are copied to tiles once, sixteen by sixteen, with zeros
+// behind the last. While a block is multiplied, the one before is rounded, and memory is asked for
+// that comes next: a tile that waits for its lines stops all others.
+#pragma once
+
+#include "linear_output.h"
+#include "scratch.h"
+#include "tile_registers.h"
+
+#if CA_HAS_TILES
+
+namespace compiled_attn {
+
+// Rows as tiles of kTile rows x kTile pairs.
+class InputTiles {
+ public:
+  InputTiles(const PackedLinearArgs& args, Scratch& scratch) : args_(args) {
+    scratch.take(data_, padded<kTile>(args.rows) * args.size_in);
+  }
+  const BFloat16* tiles_of(int64_t row) const { return data_ + row * args_.size_in; }
+
+  // Copies rows row .. row + kTile.
+  void fill(int64_t row) const {
+    constexpr std::size_t kBytes = 2 * kTile * sizeof(BFloat16);
+    for (int64_t i = 0; i < kTile; ++i) {
+      const auto* from = static_cast<const BFloat16*>(args_.input) + (row + i) * args_.input_row;
+      BFloat16* to = data_ + row * args_.size_in + i * 2 * kTile;
+      for (int64_t k = 0; k < args_.size_in; k += 2 * kTile, to += kTilePairs) {
+        if (row + i < args_.rows)
+          std::memcpy(to, from + k, kBytes);
+        else
+          std::memset(static_cast<void*>(to), 0, kBytes);
+      }
+    }
+  }
+
+ private:
+  const PackedLinearArgs& args_;
+  BFloat16* data_;
+};
+
+// A block of sums, on its way to the output.
+class LinearBlock {
+ public:
+  alignas(64) float sums[4][kTileFloats];
+
+  void begin(const PackedLinearArgs& args, int64_t row, int64_t rows, int64_t column, int panels) {
+    next_out_ = out_ = static_cast<BFloat16*>(args.out) + row * args.size_out + column;
+    size_out_ = args.size_out;
+    bias_ = bias_of(args, column);
+    rounded_ = 0, rows_ = rows, panels_ = panels;
+  }
+  // Asks for the next row of the output, which is written later.
+  CA_INLINE void ask() {
+    __builtin_prefetch(next_out_, 1, 2);
+    next_out_ += size_out_;
+  }
+  CA_INLINE void round_row() {
+    if (rounded_ == rows_) return;
+    const float* row = sums[rounded_ / kTile * panels_] + rounded_ % kTile * kTile;
+    for (int p = 0; p < panels_; ++p)
+      round_panel(row + p * kTileFloats, bias_ ? bias_ + p * kPanel : nullptr, out_ + p * kPanel);
+    out_ += size_out_, ++rounded_;
+  }
+  void round_rest() {
+    while (rounded_ < rows_) round_row();
+  }
+
+ private:
+  BFloat16 *out_, *next_out_;
+  const BFloat16* bias_;
+  int64_t size_out_, rounded_ = 0, rows_ = 0;
+  int panels_;  // tiles side by side
+};
+
+class LinearTiles {
+ public:
+  LinearTiles(const PackedLinearArgs& args, const InputTiles& inputs)
+      : args_(args), inputs_(inputs), panel_(kTile * args.size_in) {}
+
+  // Outputs of `count` panels for some rows; `begin` is a multiple of kTile.
+  void run(int64_t begin, int64_t end, int64_t panel, int64_t count) {
+    const bool is_wide = end - begin <= kTile;  // 1 x 4 tiles, else 2 x 2
+    const int64_t blocks = (end - begin + 2 * kTile - 1) / (2 * kTile);
+    next_ = weights_of(panel + (is_wide ? 4 : count));
+    lines_ = is_wide ? 4 * kTile : 2 * kTile / blocks;
+    int64_t row = begin;
+    for (; row + kTile < end; row += 2 * kTile) columns<2, 2>(row, end, panel, panel + count);
+    if (row < end) columns<1, 4>(row, end, panel, panel + count);
+    blocks_[!turn_].round_rest();
+  }
+
+ private:
+  template <int rows, int panels>
+  void columns(int64_t row, int64_t end, int64_t panel, int64_t panel_end) {
+    for (; panel + panels <= panel_end; panel += panels) block<rows, panels>(row, end, panel);
+    for (; panel < panel_end; ++panel) block<rows, 1>(row, end, panel);
+  }
+
+  // rows x panels tiles of sums, four at most.
+  template <int rows, int panels>
+  CA_INLINE void block(int64_t row, int64_t end, int64_t panel) {
+    const BFloat16 *a = inputs_.tiles_of(row), *b = weights_of(panel);
+    LinearBlock &now = blocks_[turn_], &before = blocks_[!turn_];
+    now.begin(args_, row, std::min<int64_t>(end - row, rows * kTile), panel * kPanel, panels);
+    tiles_.zero<0>(), tiles_.zero<1>(), tiles_.zero<2>(), tiles_.zero<3>();
+    for (int64_t k = 0; k < panel_; k += kTilePairs) {
+      for (int64_t i = 0; i < lines_; ++i, next_ += 2 * kTile) __builtin_prefetch(next_, 0, 2);
+      tiles_.load<4>(a + k), tiles_.load<6>(b + k);
+      tiles_.add_products<0, 4, 6>();
+      if constexpr (rows == 2) {
+        tiles_.load<5>(a + panel_ + k);
+        tiles_.add_products<panels, 5, 6>();
+      }
+      if constexpr (panels > 1) {
+        tiles_.load<7>(b + panel_ + k);
+        tiles_.add_products<1, 4, 7>();
+        if constexpr (rows == 2) tiles_.add_products<3, 5, 7>();
+      }
+      if constexpr (panels == 4) {
+        tiles_.load<6>(b + 2 * panel_ + k);
+        tiles_.add_products<2, 4, 6>();
+        tiles_.load<7>(b + 3 * panel_ + k);
+        tiles_.add_products<3, 4, 7>();
+      }
+      before.round_row(), before.round_row();
+      if (k < rows * kTile / 2 * kTilePairs) now.ask(), now.ask();
+    }
+    before.round_rest();
+    tiles_.store<0>(now.sums[0]), tiles_.store<1>(now.sums[1]);
+    tiles_.store<2>(now.sums[2]), tiles_.store<3>(now.sums[3]);
+    turn_ = !turn_;
+  }
+
+  const BFloat16* weights_of(int64_t panel) const {
+    return static_cast<const BFloat16*>(args_.weight) + panel * panel_;
+  }
+
+  const PackedLinearArgs& args_;
+  const InputTiles& inputs_;
+  TileRegisters tiles_;
+  int64_t panel_;         // elements
+  const BFloat16* next_;  // weights to ask for
+  int64_t lines_;         // of them at a time
+  LinearBlock blocks_[2];
+  bool turn_ = false;
+};
+
+}  // namespace compiled_attn
+
+#endif

@@ -1,0 +1,77 @@
+"""The op ``packed_linear``: a linear layer of bfloat16 whose weights lie in the order of their use.
+
+Sixteen outputs are a panel; within one, pairs of inputs follow each other, and in a pair the
+outputs. That is what the dot products of AVX-512 (``vdpbf16ps``) and the tiles of AMX
+(``tdpbf16ps``) take as it is, so that weights are read once, in the order of their addresses, and
+nothing is rearranged. vLLM and oneDNN pack weights for the same reason; here they take no more
+memory than before, see `compiled_attn.hf.packed`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+__all__ = ["can_pack", "fake", "pack", "reference", "rows", "unpack"]
+
+_PANEL = 16
+_INPUTS = 32  # of a tile
+
+
+def can_pack(weight: Tensor) -> bool:
+    """Whether ``weight [N, K]`` has the dtype and the sizes of the op: whole tiles on the CPU."""
+    return (
+        weight.dtype is torch.bfloat16
+        and weight.device.type == "cpu"
+        and weight.dim() == 2
+        and weight.shape[0] % _PANEL == 0
+        and weight.shape[1] % _INPUTS == 0
+        and weight.numel() > 0
+    )
+
+
+def pack(weight: Tensor) -> Tensor:
+    """``weight [N, K]`` in the order of the op, ``[N / 16, K / 2, 16, 2]``: a copy.
+
+    Raises:
+        ValueError: it is no weight of the op, see `can_pack`.
+    """
+    if not can_pack(weight):
+        raise ValueError(
+            f"expected a bfloat16 weight [N, K] on the CPU with N % {_PANEL} == 0 and K % {_INPUTS}"
+            f" == 0, got {weight.dtype} {[*weight.shape]} on {weight.device}: leave it as it is"
+        )
+    outputs, inputs = weight.shape
+    return weight.view(outputs // _PANEL, _PANEL, inputs // 2, 2).transpose(1, 2).contiguous()
+
+
+def unpack(weight: Tensor) -> Tensor:
+    """The weight ``[N, K]`` that ``weight [N / 16, K / 2, 16, 2]`` was packed from: a copy."""
+    panels, pairs = weight.shape[:2]
+    return weight.transpose(1, 2).reshape(panels * _PANEL, 2 * pairs)
+
+
+def rows(weight: Tensor, ids: Tensor) -> Tensor:
+    """Rows ``ids [...]`` of what was packed, ``[..., K]``: an embedding that a head shares."""
+    return weight[ids // _PANEL, :, ids % _PANEL].flatten(-2)
+
+
+def reference(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``input @ unpack(weight).T + bias``, sums in float32, rounded once.
+
+    Args:
+        input: ``[M, K]`` bfloat16, rows of any stride.
+        weight: ``[N / 16, K / 2, 16, 2]`` bfloat16, of `pack`.
+        bias: ``[N]`` bfloat16.
+
+    Returns:
+        ``[M, N]`` bfloat16.
+    """
+    wide = None if bias is None else bias.float()
+    return functional.linear(input.float(), unpack(weight).float(), wide).to(input.dtype)
+
+
+def fake(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The result's shape."""
+    return input.new_empty(input.shape[0], weight.shape[0] * _PANEL)

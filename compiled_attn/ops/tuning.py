@@ -1,0 +1,125 @@
+"""What is faster on this machine, measured once and kept beside the kernel library.
+
+An instruction set does not tell: packed weights win by half on an Intel with AMX, and lose there
+by the dot products of AVX-512, which have half the rate that they have on an AMD.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from compiled_attn.ops import packed_linear
+from compiled_attn.ops.paged_attention import NativeOps, load
+from graphs.files import write_whole
+
+__all__ = ["Tuning", "tuning"]
+
+_ROWS = (1, 16, 256)
+_FEW_ROWS = (1, 16)
+_LARGE = 1 << 23  # elements: a head, of which few rows are ever wanted
+_COLD_BYTES = 1 << 25  # of weights that are read in turn, so that no cache holds them all
+_ROUNDS = 3
+
+
+class Tuning:
+    """How many times as fast as plain weights packed ones are, by the sizes of a layer.
+
+    Args:
+        ops: the kernels that are measured.
+        file: where results are kept; None: nowhere.
+        measure: gives the ratio of ``weight [N, K]``.
+    """
+
+    def __init__(
+        self,
+        ops: NativeOps,
+        file: Path | None,
+        measure: Callable[[NativeOps, Tensor], float] | None = None,
+    ) -> None:
+        self._ops, self._file = ops, file
+        self._measure = measure or _ratio
+        self._known: dict[str, float] = _read(file)
+
+    @property
+    def results(self) -> Mapping[str, float]:
+        """Every ratio that is known, by ``threads, outputs x inputs``."""
+        return self._known
+
+    def packs(self, weight: Tensor) -> bool:
+        """Whether ``weight [N, K]``, which can be packed, is read faster if it is."""
+        outputs, inputs = weight.shape
+        key = f"{torch.get_num_threads()} threads, {outputs} x {inputs}"
+        if key not in self._known:
+            self._known[key] = round(self._measure(self._ops, weight), 3)
+            self._write()
+        return self._known[key] > 1
+
+    def forget(self) -> None:
+        """Measures everything again when it is next asked for."""
+        self._known.clear()
+
+    def _write(self) -> None:
+        if self._file is None:
+            return
+        try:
+            write_whole(self._file, json.dumps(self._known, indent=1).encode())
+        except OSError:
+            self._file = None  # a folder that is only read serves too
+
+
+def tuning() -> Tuning:
+    """Of the kernels of this process.
+
+    Raises:
+        NativeUnavailable: there are none.
+    """
+    ops = load(strict=True)
+    assert ops.build is not None
+    return Tuning(ops, ops.build.library.with_suffix(".tuning.json"))
+
+
+def _read(file: Path | None) -> dict[str, float]:
+    try:
+        known = json.loads(file.read_text()) if file else {}
+        return {str(key): float(ratio) for key, ratio in known.items()}
+    except (OSError, ValueError, AttributeError, TypeError):
+        return {}
+
+
+def _ratio(ops: NativeOps, weight: Tensor) -> float:
+    """The geometric mean over numbers of rows of the time of plain weights over that of packed."""
+    copies = max(1, min(64, _COLD_BYTES // (weight.numel() * weight.element_size())))
+    drawn = torch.randn(weight.shape, dtype=weight.dtype)  # zeros would run at a higher clock
+    plain = [drawn.clone() for _ in range(copies)]
+    packed = [packed_linear.pack(drawn) for _ in range(copies)]
+    ratios = []
+    with torch.no_grad():
+        for rows in _FEW_ROWS if weight.numel() > _LARGE else _ROWS:
+            input = torch.randn(rows, weight.shape[1], dtype=weight.dtype)
+            ratios.append(
+                _interleaved(
+                    lambda input=input: [functional.linear(input, each) for each in plain],
+                    lambda input=input: [ops.packed_linear(input, each) for each in packed],
+                )
+            )
+    return math.exp(statistics.fmean(map(math.log, ratios)))
+
+
+def _interleaved(first: Callable[[], object], second: Callable[[], object]) -> float:
+    """The median time of one over that of the other."""
+    times: tuple[list[float], list[float]] = ([], [])
+    for _ in range(_ROUNDS):
+        for each, spent in zip((first, second), times, strict=True):
+            started = time.perf_counter()
+            each()
+            spent.append(time.perf_counter() - started)
+    return statistics.median(times[0]) / statistics.median(times[1])

@@ -1,0 +1,134 @@
+"""Packed linear layers of a model: the same logits, the same state, and a way back."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from compiled_attn.hf import PagedCausalLM, cache_for
+from compiled_attn.hf.packed import PackedEmbedding, PackedLinear, pack_linears
+from compiled_attn.ops import load, packed_linear
+from tests.compiled_attn.hf.families import small_model
+
+
+class Small(nn.Module):
+    """Layers that are packed, and one of each kind that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(48, 64)
+        self.head = nn.Linear(64, 48, bias=False)
+        self.head.weight = self.embedding.weight
+        self.inner = nn.ModuleDict({"a": nn.Linear(64, 64), "b": nn.Linear(64, 32, bias=False)})
+        self.odd = nn.Linear(64, 24)
+        self.watched = nn.Linear(64, 32)
+        self.watched.register_forward_hook(lambda *_: None)
+        self.scaled = Scaled(48, 64)
+        self.of_scaled = nn.Linear(64, 48, bias=False)
+        self.of_scaled.weight = self.scaled.weight
+
+    def forward(self, ids: torch.Tensor) -> list[torch.Tensor]:
+        x = self.inner["a"](self.embedding(ids)) + self.scaled(ids)
+        return [self.head(x), self.inner["b"](x), self.odd(x), self.watched(x), self.of_scaled(x)]
+
+
+class Scaled(nn.Embedding):
+    """An embedding that does more than torch's."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * 2
+
+
+@pytest.fixture
+def model() -> Small:
+    load()
+    torch.manual_seed(0)
+    return Small().bfloat16().eval()
+
+
+IDS = torch.tensor([[3, 17, 47], [0, 16, 31]])
+
+
+def test_layers_and_what_they_share_are_packed_and_give_the_same(model):
+    with torch.no_grad():
+        before = model(IDS)
+        assert pack_linears(model, contextlib.ExitStack()) == 3
+        after = model(IDS)
+    assert isinstance(model.head, PackedLinear) and isinstance(model.embedding, PackedEmbedding)
+    assert model.head.weight is model.embedding.weight
+    assert isinstance(model.inner["a"], PackedLinear) and isinstance(model.inner["b"], PackedLinear)
+    for kept in (model.odd, model.watched, model.of_scaled):
+        assert type(kept) is nn.Linear
+    for one, other in zip(before, after, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+
+
+def test_the_weights_take_no_more_memory(model):
+    def size() -> int:
+        storages = {p.untyped_storage().data_ptr(): p.untyped_storage() for p in model.parameters()}
+        return sum(storage.nbytes() for storage in storages.values())
+
+    before, parameters = size(), [*model.parameters()]
+    pack_linears(model, contextlib.ExitStack())
+    assert size() == before
+    assert all(one is other for one, other in zip(parameters, model.parameters(), strict=True))
+
+
+def test_undoing_gives_the_layers_and_the_weights_back(model):
+    modules = dict(model.named_modules())
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    with contextlib.ExitStack() as undo:
+        pack_linears(model, undo)
+    assert all(module is modules[name] for name, module in model.named_modules())
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, weights[name]), name
+
+
+def test_the_state_that_goes_in_and_out_is_that_of_plain_weights(model):
+    plain = {name: value.clone() for name, value in model.state_dict().items()}
+    pack_linears(model, contextlib.ExitStack())
+    assert {name: value.shape for name, value in model.state_dict().items()} == {
+        name: value.shape for name, value in plain.items()
+    }
+    assert all(torch.equal(value, plain[name]) for name, value in model.state_dict().items())
+    other = {name: torch.randn_like(value) for name, value in plain.items()}
+    other["head.weight"] = other["embedding.weight"]
+    other["of_scaled.weight"] = other["scaled.weight"]
+    model.load_state_dict(other)
+    assert all(torch.equal(value, other[name]) for name, value in model.state_dict().items())
+
+
+def test_only_wanted_weights_are_packed(model):
+    assert pack_linears(model, contextlib.ExitStack(), lambda w: w.shape[0] == 32) == 1
+    assert type(model.head) is nn.Linear and isinstance(model.inner["b"], PackedLinear)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "deepseek_v3"])
+def test_a_served_model_is_packed_and_right(family):
+    model = small_model(family).to(torch.bfloat16)
+    paged = PagedCausalLM(model, cache_for(model, 5, 4), packs=packed_linear.can_pack)
+    kinds = {type(module) for module in model.modules()}
+    assert (paged.packed > 0) == (PackedLinear in kinds)
+    again = PagedCausalLM(model, cache_for(model, 5, 4), packs=packed_linear.can_pack)
+    assert again.packed == paged.packed
+
+
+def test_a_model_that_packing_would_change_keeps_its_layers(monkeypatch, caplog):
+    model = small_model("llama").to(torch.bfloat16)
+    modules = dict(model.named_modules())
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    pack = packed_linear.pack
+    monkeypatch.setattr(packed_linear, "pack", lambda weight: pack(-weight))
+    monkeypatch.setattr(packed_linear, "unpack", lambda weight: -_UNPACK(weight))
+    with caplog.at_level(logging.WARNING):
+        paged = PagedCausalLM(model, cache_for(model, 5, 4), packs=packed_linear.can_pack)
+    assert paged.packed == 0 and "weights are not packed" in caplog.text
+    assert all(module is modules[name] for name, module in model.named_modules())
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+
+
+_UNPACK = packed_linear.unpack

@@ -1,0 +1,170 @@
+"""Linear layers of packed weights against float64 products, in every form this machine can run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from compiled_attn.ops import NativeOps, NativeUnavailable, available_isas, load, packed_linear
+from compiled_attn.ops.cpu.build import find_compiler
+
+AMX = "amx_bf16"
+BEST, *OTHERS = available_isas()
+WITHOUT_TILES = next(isa for isa in available_isas() if isa != AMX)
+# Around a tile, two of them, and as many rows as are taken at once.
+ROWS = [1, 2, 15, 16, 17, 31, 33, 48, 64, 257]
+SIZES = [(16, 32), (48, 96), (80, 64), (144, 576), (16 * 13, 32)]
+
+
+def _loaded(isa: str, *, plain_tiles: bool = False) -> NativeOps:
+    try:
+        find_compiler()
+    except NativeUnavailable as error:
+        pytest.skip(str(error))
+    return load(isa, plain_tiles=plain_tiles)
+
+
+@pytest.fixture(
+    params=[
+        "reference",
+        BEST,
+        "tiles in plain C++",
+        *(pytest.param(isa, marks=pytest.mark.slow) for isa in OTHERS),
+    ],
+    scope="module",
+)
+def ops(request) -> NativeOps:
+    if request.param == "reference":
+        return load("reference")
+    is_plain = request.param not in available_isas()
+    return _loaded(WITHOUT_TILES if is_plain else request.param, plain_tiles=is_plain)
+
+
+def layer(rows: int, outputs: int, inputs: int, seed: int = 0) -> tuple[torch.Tensor, ...]:
+    chance = torch.Generator().manual_seed(seed)
+    drawn = (
+        torch.randn(shape, generator=chance).bfloat16()
+        for shape in ((rows, inputs), (outputs, inputs), (outputs,))
+    )
+    return tuple(drawn)
+
+
+def assert_product(out, input, weight, bias=None) -> None:
+    wanted = input.double() @ weight.double().T + (0 if bias is None else bias.double())
+    size = input.double().abs() @ weight.double().abs().T
+    # Half a unit in the last place of bfloat16, and rounding of the sums in float32.
+    assert out.dtype is torch.bfloat16
+    assert ((out.double() - wanted).abs() <= wanted.abs() * 2**-8 + size * 2e-6).all()
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(("outputs", "inputs"), SIZES)
+def test_a_layer_is_the_product_in_float64(ops, rows, outputs, inputs):
+    input, weight, bias = layer(rows, outputs, inputs)
+    packed = packed_linear.pack(weight)
+    assert_product(ops.packed_linear(input, packed), input, weight)
+    assert_product(ops.packed_linear(input, packed, bias), input, weight, bias)
+
+
+def test_rows_of_the_input_may_lie_apart(ops):
+    input, weight, _ = layer(20, 64, 192)
+    part = input[::2, 64:128]
+    assert_product(
+        ops.packed_linear(part, packed_linear.pack(weight[:, :64])), part, weight[:, :64]
+    )
+
+
+def test_no_rows_are_no_rows(ops):
+    input, weight, _ = layer(0, 32, 64)
+    assert ops.packed_linear(input, packed_linear.pack(weight)).shape == (0, 32)
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_a_row_that_is_not_finite_stays_alone(ops, poison):
+    input, weight, _ = layer(40, 48, 64)
+    packed = packed_linear.pack(weight)
+    clean = ops.packed_linear(input, packed)
+    input[17, 5] = poison
+    spoilt = ops.packed_linear(input, packed)
+    others = torch.arange(40) != 17
+    assert torch.equal(spoilt[others], clean[others])
+    assert not spoilt[17].isfinite().any()
+
+
+def test_the_number_of_threads_changes_no_bit(ops):
+    input, weight, bias = layer(300, 16 * 40, 96)
+    packed, before = packed_linear.pack(weight), torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = ops.packed_linear(input, packed, bias)
+        torch.set_num_threads(3)
+        assert torch.equal(ops.packed_linear(input, packed, bias), alone)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_registers_give_the_bits_of_plain_tiles():
+    if AMX not in available_isas():
+        pytest.skip("this processor has no AMX")
+    hardware, plain = _loaded(AMX), _loaded(WITHOUT_TILES, plain_tiles=True)
+    for rows in ROWS:
+        input, weight, bias = layer(rows, 80, 96, seed=rows)
+        packed = packed_linear.pack(weight)
+        assert torch.equal(
+            hardware.packed_linear(input, packed, bias), plain.packed_linear(input, packed, bias)
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"input": torch.zeros(3, 64)}, "input: BFloat16, got Float"),
+        ({"input": torch.zeros(3, 32).bfloat16()}, r"input: \[any, 64\], got \[3, 32\]"),
+        ({"input": torch.zeros(64).bfloat16()}, r"input: \[any, 64\], got \[64\]"),
+        ({"input": torch.zeros(64, 3).bfloat16().T}, "last stride 1"),
+        ({"weight": torch.zeros(2, 16, 32).bfloat16()}, r"weight: \[any, any, 16, 2\]"),
+        ({"weight": torch.zeros(2, 24, 16, 2).bfloat16()}, "a multiple of 32 inputs, got 48"),
+        ({"weight": torch.zeros(2, 32, 16, 2)}, "weight: BFloat16, got Float"),
+        ({"bias": torch.zeros(16).bfloat16()}, r"bias: \[32\], got \[16\]"),
+    ],
+)
+def test_wrong_tensors_are_refused(change, told):
+    ops = _loaded(BEST)
+    good = {"input": torch.zeros(3, 64).bfloat16(), "weight": torch.zeros(2, 32, 16, 2).bfloat16()}
+    with pytest.raises(RuntimeError, match=f"packed_linear: expected .*{told}"):
+        ops.packed_linear(**{**good, **change})
+
+
+def test_torch_finds_nothing_wrong_with_the_op():
+    input, weight, bias = layer(5, 32, 64)
+    load()
+    torch.library.opcheck(
+        torch.ops.compiled_attn.packed_linear.default,
+        (input, packed_linear.pack(weight), bias),
+        test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
+    )
+
+
+def test_unpacking_gives_the_weight_and_rows_of_it_back():
+    _, weight, _ = layer(1, 48, 96)
+    packed = packed_linear.pack(weight)
+    assert packed.shape == (3, 48, 16, 2)
+    assert torch.equal(packed_linear.unpack(packed), weight)
+    ids = torch.tensor([[0, 17, 47], [5, 5, 31]])
+    assert torch.equal(packed_linear.rows(packed, ids), weight[ids])
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        torch.zeros(32, 64),
+        torch.zeros(24, 64).bfloat16(),
+        torch.zeros(32, 48).bfloat16(),
+        torch.zeros(32).bfloat16(),
+        torch.zeros(32, 64, device="meta").bfloat16(),
+    ],
+)
+def test_other_weights_stay_as_they_are(weight):
+    assert not packed_linear.can_pack(weight)
+    with pytest.raises(ValueError, match="leave it as it is"):
+        packed_linear.pack(weight)
