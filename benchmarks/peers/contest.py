@@ -58,7 +58,7 @@ class Contest:
         try:
             return self.servers[name].serve(prompts, new)
         except PeerGone as error:
-            del self.servers[name]
+            self.servers.pop(name).close()
             self.gone[name] = str(error)
             return None
 

@@ -4,12 +4,11 @@
 
 Runs in the environment of vLLM that `python -m peers` makes, and makes it; where that fails, vLLM
 is left out with the reason. 32 query heads on 8 KV heads of 128, blocks of 128 on huge pages.
-Decode: one query
-token a request, blocks anywhere in a pool of 1 GiB, each step reads others (cold); shares are of a
-pass that only reads the same blocks. Prefill, a chunk on a past, and 16 decodes beside two chunks:
-operations a second of causal attention, SDPA with keys and values in a row (a chunk's with a mask).
-vLLM plans a step outside of what is timed, ours inside. Interleaved, medians; before it is timed,
-what vLLM computes is compared with ours.
+Decode: a query token a request, each step reads other blocks of a pool of 1 GiB (cold); shares are
+of a pass that only reads the same blocks. Prefill, a chunk after a past, and 16 decodes beside two
+chunks: operations a second of causal attention; SDPA has keys and values in a row, for a chunk a
+mask. vLLM plans a step outside of what is timed, ours inside. Interleaved, medians; what vLLM
+computes is first compared with ours.
 """
 
 from __future__ import annotations

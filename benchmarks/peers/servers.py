@@ -58,7 +58,11 @@ class Server:
                 command, env=environment, cwd=folder, text=True, start_new_session=True,
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file,
             )  # fmt: skip
-        versions = self._answer()["versions"]
+        try:
+            versions = self._answer()["versions"]
+        except BaseException:
+            self.close()
+            raise
         self.started = Started(time.perf_counter() - began, self._cpu_seconds(), versions)
         groups.send(self._process.pid, signal.SIGSTOP)
 
@@ -78,7 +82,7 @@ class Server:
         return groups.peak_bytes(self._process.pid)
 
     def close(self) -> None:
-        """Ends it, and all that it has started."""
+        """Ends it, and all that it has started; again does nothing."""
         groups.send(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
@@ -91,7 +95,6 @@ class Server:
             told: dict[str, Any] = json.loads(line)
             return told
         code = self._process.wait()
-        self.close()
         raise PeerGone(f"{_ended(code)}; {self._last_words()} (see {self._log})")
 
     def _last_words(self) -> str:
