@@ -16,6 +16,9 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 REQUIREMENTS := pyproject.toml constraints.txt
 
+# Tests start hundreds of processes; without it each compiles every module anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help run test test-all lint format bench bench-peers soak clean
 .NOTPARALLEL:
 
