@@ -7,6 +7,8 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 VENV ?= .venv
 # Arguments of the command that `make run` starts, e.g. make run ARGS="--demand code --check 10"
 ARGS ?= --scale 0.25 --check 4
+# Arguments of the comparison with other engines, e.g. make bench-peers PEERS="--dtypes float32 --warm"
+PEERS ?=
 # Processes that run the tests.
 JOBS ?= 2
 
@@ -14,7 +16,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 REQUIREMENTS := pyproject.toml constraints.txt
 
-.PHONY: help run test test-all lint format bench soak clean
+.PHONY: help run test test-all lint format bench bench-peers soak clean
 .NOTPARALLEL:
 
 help:
@@ -24,6 +26,7 @@ help:
 	@echo "make lint       ruff and mypy only"
 	@echo "make format     rewrite the sources as ruff formats them"
 	@echo "make bench      the benchmarks behind the README's numbers"
+	@echo "make bench-peers  the same requests through vLLM, OpenVINO and transformers; installs 5 GB"
 	@echo "make soak       a million random events on blocks, swaps and defragmenter; a million requests"
 	@echo "make clean      remove environments and caches"
 
@@ -50,6 +53,11 @@ format: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed-dev
 	@for script in $(filter-out benchmarks/soak%.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+bench-peers: export PYTHONPATH := benchmarks
+bench-peers: $(VENV)/.installed-dev
+	$(BIN)/python -m peers --torch-index $(TORCH_INDEX) $(PEERS)
+	$(BIN)/python -m peers.kernel --torch-index $(TORCH_INDEX)
 
 soak: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/soak.py

@@ -17,7 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+from peers.workers.batch import generate_batch
+from transformers import PreTrainedModel
 
 from compiled_attn import workloads as demand
 from compiled_attn.engine import Engine, EngineConfig, SamplingParams
@@ -58,29 +59,15 @@ def plain_generate(model: PreTrainedModel) -> Callable[[Requests], int]:
     return serve
 
 
-def generate_batch(model: PreTrainedModel, tokens: int) -> Callable[[Requests], int]:
-    """transformers' continuous batching with the sizes of our engine, SDPA attention."""
-    model.set_attn_implementation("sdpa")
-    sizes = ContinuousBatchingConfig(
-        page_size=32, num_blocks=2048, max_batch_tokens=tokens, max_requests_per_batch=32
-    )
-    greedy = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
+def batched(model: PreTrainedModel, tokens: int) -> Callable[[Requests], int]:
+    """transformers' continuous batching with the sizes of our engine."""
+    serve = generate_batch(model, tokens)
 
-    def serve(requests: Requests) -> int:
-        total = 0
-        with model.continuous_batching_context_manager(
-            generation_config=greedy, continuous_batching_config=sizes, block=True, timeout=5
-        ) as manager:
-            for prompt, new in requests:
-                manager.add_request(prompt, max_new_tokens=new)
-            for _ in requests:
-                result = None
-                while result is None:
-                    result = manager.get_result(timeout=1)
-                total += len(result.generated_tokens)
-        return total
+    def count(requests: Requests) -> int:
+        prompts, new = zip(*requests, strict=True)
+        return sum(map(len, serve([*prompts], [*new])))
 
-    return serve
+    return count
 
 
 def main() -> None:
@@ -106,7 +93,7 @@ def main() -> None:
     systems = {
         "ours": ours(default_model(), options.tokens),
         "generate": plain_generate(default_model()),
-        "generate_batch": generate_batch(default_model(), options.tokens),
+        "generate_batch": batched(default_model(), options.tokens),
     }
     rates: dict[str, list[float]] = {name: [] for name in systems}
     for round_ in range(options.rounds):

@@ -14,11 +14,10 @@ from __future__ import annotations
 import argparse
 
 import torch
-import torch.nn.functional as F
+from native import forms
 from native.limits import Limits
-from native.scene import DIM, KV_HEADS, Scene, Step
+from native.scene import Scene, Step
 from native.timing import medians
-from torch import Tensor
 
 from compiled_attn.ops import load
 
@@ -42,7 +41,7 @@ def main() -> None:
             cache.normal_()
         for length in options.lengths:
             step = scene.steps([length], [length + options.past], 1)[0]
-            sdpa = _sdpa(step)
+            sdpa = forms.causal_sdpa(step)
             for threads in options.threads:
                 torch.set_num_threads(threads)
                 peak = Limits(threads).flops(dtype)
@@ -62,22 +61,6 @@ def main() -> None:
 def _native(step: Step, isa: str):
     ops = load(isa)
     return lambda _: ops.paged_attention(*step.arguments)
-
-
-def _sdpa(step: Step):
-    queries, length = len(step.query), int(step.seq_lens[0])
-    query = step.query.transpose(0, 1).unsqueeze(0)
-    key, value = (torch.randn(1, KV_HEADS, length, DIM).to(query.dtype) for _ in range(2))
-    seen: Tensor | None = None
-    if length > queries:
-        seen = torch.ones(queries, length, dtype=torch.bool).tril(length - queries)
-
-    def run(_) -> Tensor:
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=seen, is_causal=seen is None, enable_gqa=True
-        )
-
-    return run
 
 
 if __name__ == "__main__":

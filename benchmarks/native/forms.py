@@ -53,6 +53,23 @@ def contiguous_sdpa(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(folded, key, value).reshape(query.shape)
 
 
+def causal_sdpa(step: Step) -> Callable[[object], Tensor]:
+    """SDPA of a prompt or, with a mask, its last tokens; keys in a row. Any argument is ignored."""
+    queries, length = len(step.query), int(step.seq_lens[0])
+    query = step.query.transpose(0, 1).unsqueeze(0)
+    key, value = (torch.randn(1, KV_HEADS, length, DIM).to(query.dtype) for _ in range(2))
+    seen: Tensor | None = None
+    if length > queries:
+        seen = torch.ones(queries, length, dtype=torch.bool).tril(length - queries)
+
+    def run(_: object) -> Tensor:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=seen, is_causal=seen is None, enable_gqa=True
+        )
+
+    return run
+
+
 def compiled(form: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A form under inductor, for fixed shapes."""
     return torch.compile(form, fullgraph=True, dynamic=False)

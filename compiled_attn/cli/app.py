@@ -60,9 +60,12 @@ def run(options: RunOptions) -> int:
     Ends with 1 if a token differs from plain generate or something compiled after warmup, with 2 on
     bad input, with 130 when interrupted.
     """
-    from compiled_attn.cli.run import run_job
+    from compiled_attn.cli.threads import choose_waiting
 
-    return run_job(options)
+    waiting = choose_waiting(options.threads)
+    from compiled_attn.cli.run import run_job  # loads torch, which reads how threads shall wait
+
+    return run_job(options, waiting)
 
 
 @app.command()

@@ -108,6 +108,13 @@ class RunOptions(ServingOptions):
         metavar="DIR",
     )
     no_store: bool = option(_ENGINE, False, "Compile all graphs, and keep none.", "--no-store")
+    threads: int | None = option(
+        _ENGINE,
+        None,
+        "Threads of torch that compute; by default torch's choice, one for each core.",
+        metavar="N",
+        min=1,
+    )
     warmup_workers: int = setting("warmup_workers", metavar="N")
     warmup_journal: Path | None = setting("warmup_journal", metavar="FILE")
     defrag_waste: float = setting("defrag_waste", metavar="SHARE")

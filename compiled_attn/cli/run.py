@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
+import torch
 from rich.console import Console
 from transformers import PreTrainedModel
 
@@ -51,24 +52,31 @@ __all__ = ["run_job"]
 _FAILURES = GraphBudgetExceeded, InputMismatch, ModeMismatch, StaleGraph, BucketOverflow
 
 
-def run_job(options: RunOptions) -> int:
+def run_job(options: RunOptions, waiting: str) -> int:
     """Run the main job as the options say, and return the exit code.
 
     Progress goes to stderr, the result to stdout. All input is looked at before the warmup begins.
+
+    Args:
+        options: of the command.
+        waiting: how threads wait for each other, see `compiled_attn.cli.threads`.
 
     Raises:
         UserError: the input is bad; nothing was started.
     """
     with bad_input():
         _refuse_contradictions(options)
+        if options.threads is not None:
+            torch.set_num_threads(options.threads)
         model = model_of(options, options.seed)
     store = stored_backend(options.backend, options.store)
     with contextlib.nullcontext(options.backend) if options.no_store else store as backend:
-        return _run(options, model, backend)
+        return _run(options, model, backend, waiting)
 
 
-def _run(options: RunOptions, model: PreTrainedModel, backend: str | Backend) -> int:
-    screen, facts = Console(stderr=True), facts_of(model, asdict(options))
+def _run(options: RunOptions, model: PreTrainedModel, backend: str | Backend, waiting: str) -> int:
+    screen, facts = Console(stderr=True), facts_of(model, asdict(options), waiting)
+    print(f"threads: {facts['threads']}; waiting: {waiting}", file=sys.stderr)
     with bad_input():
         executor = LocalExecutor(model, _config(options, backend))
         engine = Engine(executor)

@@ -69,7 +69,7 @@ class LocalExecutor:
 
     def __init__(self, model: PreTrainedModel, config: EngineConfig | None = None) -> None:
         self.config = config = config or EngineConfig()
-        resolve(config.backend, "step")  # before the model is touched
+        backend = resolve(config.backend, "step")  # before the model is touched
         self.kernel = chosen_kernel(model, config)
         self.sizing = sizing = Sizing.of(model, config, self.kernel.form)
         self.eos = eos_tokens(model)
@@ -85,6 +85,7 @@ class LocalExecutor:
             backend=config.backend,
             strict=config.strict,
             workers=config.warmup_workers,
+            symbolic=() if backend.why_no_symbolic() else sizing.form.symbolic,
             journal=config.warmup_journal,
             name="step",
             **_backend_options(config.backend_name),

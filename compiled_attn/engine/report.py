@@ -34,8 +34,9 @@ class StepInfo:
 class EngineReport:
     """Everything that ``compiled-attn run --json`` writes.
 
-    ``graphs`` counts the graphs of steps, ``graphs_loaded`` those of them that came from a store;
-    ``warmup_seconds`` includes the graphs that copy blocks.
+    ``graphs`` counts the captured buckets of steps, ``compiled_graphs`` what was compiled for them,
+    as buckets share a graph whose sizes are symbols, and ``graphs_loaded`` the buckets whose graph
+    came from a store; ``warmup_seconds`` includes the graphs that copy blocks.
     ``buckets`` has a row per bucket: its warmup, how many steps ran in it, how long they took.
     ``padding_waste`` is the padded share of computed tokens and of computed blocks.
     ``graph_breaks`` and ``compiles_after_warmup`` come from the sentinel, ``fallbacks`` counts
@@ -75,6 +76,7 @@ class EngineReport:
     kv_cache: dict[str, object] = field(default_factory=dict)
     buckets: list[dict[str, object]] = field(default_factory=list)
     graphs_loaded: int = 0
+    compiled_graphs: int = 0
     cut_steps: int = 0
     failed_requests: int = 0
     nonfinite_rows: int = 0
@@ -111,6 +113,7 @@ def report_of(engine: Engine) -> EngineReport:
     return EngineReport(
         graphs=len(steps.captured) if steps else 0,
         graphs_loaded=len(steps.loaded) if steps else 0,
+        compiled_graphs=steps.graphs if steps else 0,
         graph_breaks=sentinel.graph_breaks,
         compiles_after_warmup=sentinel.compiles + sentinel.late_builds,
         fallbacks=executor.fallbacks,
@@ -167,6 +170,8 @@ def _bucket_rows(warmup: WarmupReport | None, tally: Tally) -> list[dict[str, ob
                 "status": result.status,
                 "warmup_seconds": round(result.seconds, 3),
                 "from_store": result.is_loaded,
+                "graph": result.graph,
+                "why_alone": result.why_alone,
                 "steps": steps,
                 "waste": waste,
                 "step_ms": asdict(times),

@@ -90,11 +90,14 @@ def test_a_run_writes_its_report_and_the_demand_that_a_plan_is_made_from(
     assert "<svg" in page and "http://" not in page.replace("http://www.w3.org", "")
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_json_and_report_say_what_was_served_how_and_on_what(
     command: Command, small: list[object], model_dir: Path, tmp_path: Path
 ) -> None:
     outputs = ["--json", tmp_path / "result.json", "--report", tmp_path / "page"]
-    assert command(*small, "--top-p", 0.5, *outputs).code == 0
+    outcome = command(*small, "--top-p", 0.5, "--threads", 2, *outputs)
+    assert outcome.code == 0
+    assert "threads: 2; waiting: as it was when torch was loaded\n" in outcome.err
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["model"] == {
         "class": "LlamaForCausalLM",
@@ -103,7 +106,8 @@ def test_json_and_report_say_what_was_served_how_and_on_what(
             p.numel() for p in LlamaForCausalLM.from_pretrained(model_dir).parameters()
         ),
     }
-    assert (result["dtype"], result["threads"]) == ("float32", torch.get_num_threads())
+    assert (result["dtype"], result["threads"]) == ("float32", 2)
+    assert result["waiting"] == "as it was when torch was loaded"
     options = result["options"]
     assert (options["top_p"], options["max_seqs"], options["backend"]) == (0.5, 4, "eager")
     assert options["model"] == str(model_dir) and options["num_blocks"] is None

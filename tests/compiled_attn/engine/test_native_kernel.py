@@ -101,6 +101,8 @@ def test_captured_graphs_serve_without_a_compile_or_a_break():
     results = {r.index: r for r in engine.generate(prompts, SamplingParams(max_new_tokens=6))}
     report = engine.report()
     assert (report.graphs, report.compiles_after_warmup, report.graph_breaks) == (2, 0, 0)
+    assert report.compiled_graphs == 1
+    assert {row["graph"] for row in report.buckets} == {"step[tokens requests]"}
     for index, prompt in enumerate(prompts):
         assert results[index].tokens == plain_generate(model, prompt, 6)
 
