@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -16,8 +17,15 @@ settings.load_profile("quick")
 
 def pytest_configure(config: pytest.Config) -> None:
     """Share the cores between the processes of pytest-xdist, as each would take all of them."""
+    gc.disable()  # a quarter of the collection's time would go to looking through torch's modules
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     torch.set_num_threads(max(1, torch.get_num_threads() // workers))
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: the garbage collector needs not look at it."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -45,6 +45,7 @@ def keep(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Tenso
     if dtype not in LARGEST:
         return rows.to(dtype), None, rows.to(dtype)
     scale = rows.float().abs().amax(-1) / LARGEST[dtype]
+    scale = torch.where(scale == 0, 1.0, scale)  # zeros, in whatever scale
     scaled = rows.float() / scale[..., None]
     codes = (scaled.round() if dtype == torch.int8 else scaled).to(dtype)
     return codes, scale, codes.float() * scale[..., None]

@@ -6,13 +6,19 @@ and the int8 caches of inference engines; symmetric, without a zero point.
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 import torch
 from torch import Tensor
 
-__all__ = ["QUANTISED", "dequantise", "encode", "largest", "quantise"]
+__all__ = ["KV_DTYPES", "QUANTISED", "dequantise", "encode", "largest", "quantise"]
 
 QUANTISED = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 """Element types that need a scale."""
+
+KV_DTYPES = MappingProxyType({"int8": torch.int8, "fp8": torch.float8_e4m3fn})
+"""Those that an engine keeps keys and values in, by name: of the two fp8 the finer one, as the
+scale of each token and head already gives what range the other would."""
 
 
 def largest(dtype: torch.dtype) -> float:

@@ -9,7 +9,13 @@ import typer
 
 from compiled_attn import __version__
 from compiled_attn.cli.errors import exit_code_of
-from compiled_attn.cli.options import DEFAULT_STORE, PlanOptions, RunOptions, taking
+from compiled_attn.cli.options import (
+    DEFAULT_STORE,
+    PlanOptions,
+    RunOptions,
+    TuneOptions,
+    taking,
+)
 
 __all__ = ["app", "run_command"]
 
@@ -54,9 +60,12 @@ def run(options: RunOptions) -> int:
     Ends with 1 if a token differs from plain generate or something compiled after warmup, with 2 on
     bad input, with 130 when interrupted.
     """
-    from compiled_attn.cli.run import run_job
+    from compiled_attn.cli.threads import choose_waiting
 
-    return run_job(options)
+    waiting = choose_waiting(options.threads)
+    from compiled_attn.cli.run import run_job  # loads torch, which reads how threads shall wait
+
+    return run_job(options, waiting)
 
 
 @app.command()
@@ -71,6 +80,19 @@ def plan(options: PlanOptions) -> int:
     from compiled_attn.cli.plan import run_plan
 
     return run_plan(options)
+
+
+@app.command()
+@taking(TuneOptions)
+def tune(options: TuneOptions) -> int:
+    """Measure again which forms of a model's linear layers are fastest on this machine.
+
+    An engine measures what it does not know yet, and keeps it beside the kernel library; this
+    forgets all that and measures the layers of the model. Ends with 2 on bad input.
+    """
+    from compiled_attn.cli.tune import run_tune
+
+    return run_tune(options)
 
 
 @app.command(add_help_option=False, context_settings=_OF_GRAPHS)

@@ -17,17 +17,18 @@ __all__ = ["facts_of"]
 _PACKAGES = ("transformers", "numpy", "compiled-attn")
 
 
-def facts_of(model: PreTrainedModel, options: Mapping[str, Any]) -> dict[str, Any]:
+def facts_of(model: PreTrainedModel, options: Mapping[str, Any], waiting: str) -> dict[str, Any]:
     """The facts that stand beside the numbers of a run that begins now, as JSON-able values.
 
     Args:
         model: that is served.
         options: of the command, by name; ``model`` is its directory, None for the default model.
+        waiting: how threads wait for each other, see `compiled_attn.cli.threads`.
 
     Returns:
         ``model`` (its ``class``, ``source`` and number of ``parameters``), ``dtype`` of its
-        weights, ``options``, and what `graphs.report.surroundings` tells: ``date``, ``threads``,
-        ``machine``, ``versions``.
+        weights, ``options``, ``waiting``, and what `graphs.report.surroundings` tells: ``date``,
+        ``threads``, ``machine``, ``versions``.
     """
     plain = {name: _plain(value) for name, value in options.items()}
     return {
@@ -38,6 +39,7 @@ def facts_of(model: PreTrainedModel, options: Mapping[str, Any]) -> dict[str, An
         },
         "dtype": str(model.dtype).removeprefix("torch."),
         "options": plain,
+        "waiting": waiting,
         **surroundings(_PACKAGES),
     }
 

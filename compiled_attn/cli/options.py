@@ -13,7 +13,7 @@ import typer
 
 from compiled_attn.engine.config import EngineConfig
 
-__all__ = ["PlanOptions", "RunOptions", "ServingOptions", "settings_of", "taking"]
+__all__ = ["PlanOptions", "RunOptions", "ServingOptions", "TuneOptions", "settings_of", "taking"]
 
 DEFAULT_STORE = "~/.cache/compiled-attn"
 """The default store, as help tells it: where it is unless a variable or the platform differ."""
@@ -36,6 +36,21 @@ def setting(name: str, *, default: Any = ..., **told: Any) -> Any:
     declared = _SETTINGS[name]
     own = declared.default if default is ... else default
     return option(_ENGINE, own, declared.metadata["help"], **told)
+
+
+_MODEL = option(
+    _DEMAND,
+    None,
+    "Hugging Face causal LM; by default a small random Llama is built.",
+    metavar="DIR",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneOptions:
+    """The options of ``compiled-attn tune``."""
+
+    model: Path | None = _MODEL
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,12 +76,7 @@ class ServingOptions:
         metavar="N",
         min=1,
     )
-    model: Path | None = option(
-        _DEMAND,
-        None,
-        "Hugging Face causal LM; by default a small random Llama is built.",
-        metavar="DIR",
-    )
+    model: Path | None = _MODEL
     dtype: str = option(_ENGINE, "float32", "float32 or bfloat16.")
     backend: str = setting("backend")
     kernel: str = setting("kernel")
@@ -75,6 +85,8 @@ class ServingOptions:
     max_seqs: int = setting("max_seqs")
     block_size: int = setting("block_size")
     num_blocks: int | None = setting("num_blocks", metavar="N")
+    kv_memory: str | None = setting("kv_memory", metavar="SIZE")
+    kv_dtype: str = setting("kv_dtype")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +108,13 @@ class RunOptions(ServingOptions):
         metavar="DIR",
     )
     no_store: bool = option(_ENGINE, False, "Compile all graphs, and keep none.", "--no-store")
+    threads: int | None = option(
+        _ENGINE,
+        None,
+        "Threads of torch that compute; by default torch's choice, one for each core.",
+        metavar="N",
+        min=1,
+    )
     warmup_workers: int = setting("warmup_workers", metavar="N")
     warmup_journal: Path | None = setting("warmup_journal", metavar="FILE")
     defrag_waste: float = setting("defrag_waste", metavar="SHARE")

@@ -7,8 +7,10 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
+import torch
 from rich.console import Console
 from transformers import PreTrainedModel
 
@@ -27,8 +29,10 @@ from compiled_attn.engine import (
     SamplingParams,
     StepInfo,
 )
+from compiled_attn.engine.local import LocalExecutor
 from compiled_attn.engine.report import block_series
 from compiled_attn.hf.proof import CheckReport, check
+from compiled_attn.hf.small_steps import kept_logits
 from compiled_attn.workloads import Arrival, prompts, read_trace, synthetic
 from graphs import (
     BucketOverflow,
@@ -48,26 +52,34 @@ __all__ = ["run_job"]
 _FAILURES = GraphBudgetExceeded, InputMismatch, ModeMismatch, StaleGraph, BucketOverflow
 
 
-def run_job(options: RunOptions) -> int:
+def run_job(options: RunOptions, waiting: str) -> int:
     """Run the main job as the options say, and return the exit code.
 
     Progress goes to stderr, the result to stdout. All input is looked at before the warmup begins.
+
+    Args:
+        options: of the command.
+        waiting: how threads wait for each other, see `compiled_attn.cli.threads`.
 
     Raises:
         UserError: the input is bad; nothing was started.
     """
     with bad_input():
         _refuse_contradictions(options)
+        if options.threads is not None:
+            torch.set_num_threads(options.threads)
         model = model_of(options, options.seed)
     store = stored_backend(options.backend, options.store)
     with contextlib.nullcontext(options.backend) if options.no_store else store as backend:
-        return _run(options, model, backend)
+        return _run(options, model, backend, waiting)
 
 
-def _run(options: RunOptions, model: PreTrainedModel, backend: str | Backend) -> int:
-    screen, facts = Console(stderr=True), facts_of(model, asdict(options))
+def _run(options: RunOptions, model: PreTrainedModel, backend: str | Backend, waiting: str) -> int:
+    screen, facts = Console(stderr=True), facts_of(model, asdict(options), waiting)
+    print(f"threads: {facts['threads']}; waiting: {waiting}", file=sys.stderr)
     with bad_input():
-        engine = Engine(model, _config(options, backend))
+        executor = LocalExecutor(model, _config(options, backend))
+        engine = Engine(executor)
         arrivals = fitted_arrivals(options, _drawn_or_read(options), engine.sizing)
         view = serving_view(len(arrivals), screen)
         demand: list[str] = []
@@ -79,7 +91,7 @@ def _run(options: RunOptions, model: PreTrainedModel, backend: str | Backend) ->
         engine.warmup(progress_for(sys.stderr))
         with view:
             finished = [*results]
-        checked = _check(options, model, finished, screen)
+        checked = _check(options, executor, finished, screen)
     except KeyboardInterrupt:
         code = tell("interrupted; this is the report so far", INTERRUPTED)
     except _FAILURES as error:
@@ -166,16 +178,18 @@ def _recording(view: ServingView, demand: list[str]) -> Callable[[StepInfo], Non
 
 def _check(
     options: RunOptions,
-    model: PreTrainedModel,
+    executor: LocalExecutor,
     finished: Sequence[GenerationResult],
     screen: Console,
 ) -> CheckReport:
+    paged = executor.module
     with screen.status("checking") as status:
         return check(
-            model,
+            paged.model,
             finished,
             options.check,
             on_checked=lambda done, count: status.update(f"checking {done}/{count}"),
+            kept=partial(kept_logits, paged) if paged.cache.is_quantised else None,
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -18,7 +19,7 @@ def print_result(report: EngineReport, checked: CheckReport | None, console: Con
     table = Table(title="compiled-attn", title_justify="left", show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True, justify="right")
-    for name, value in _rows(report):
+    for name, value in _rows(report, checked or CheckReport()):
         table.add_row(name, value)
     console.print(table)
     if not _is_short(note := report.kernel_notes.get("native", "")):
@@ -29,12 +30,17 @@ def print_result(report: EngineReport, checked: CheckReport | None, console: Con
                 console.print(f"{kind}: {difference}", highlight=False, soft_wrap=True)
 
 
-def _rows(report: EngineReport) -> Iterator[tuple[str, str]]:
+def _rows(report: EngineReport, checked: CheckReport) -> Iterator[tuple[str, str]]:
     waste = report.padding_waste
     yield "backend", f"{report.backend}, torch {report.torch}"
     yield "kernel", _kernel(report)
     loaded = f", {report.graphs_loaded} from the store" if report.graphs_loaded else ""
-    yield "graphs captured", f"{report.graphs} in {report.warmup_seconds:.1f} s{loaded}"
+    if size := report.kv_cache:
+        yield "KV cache", _cache(size)
+        yield "its size is that of", str(size["why"])
+    shared = report.compiled_graphs
+    of = f" of {shared} compiled" if shared != report.graphs else ""
+    yield "graphs captured", f"{report.graphs}{of} in {report.warmup_seconds:.1f} s{loaded}"
     yield "compiles after warmup", str(report.compiles_after_warmup)
     yield "graph breaks", str(report.graph_breaks)
     yield "fallbacks", str(report.fallbacks)
@@ -51,7 +57,9 @@ def _rows(report: EngineReport) -> Iterator[tuple[str, str]]:
     yield "blocks high water", str(report.blocks_high_water)
     yield "blocks copied", _copies(report.memory)
     yield "checked requests", str(report.checked_requests)
-    yield "mismatched tokens", str(report.mismatched_tokens) if report.checked_requests else "-"
+    ties = f", {len(checked.ties)} ties in {checked.checked_tokens:,}" if checked.ties else ""
+    wrong = f"{report.mismatched_tokens}{ties}" if report.checked_requests else "-"
+    yield "mismatched tokens", wrong
 
 
 def _kernel(report: EngineReport) -> str:
@@ -60,6 +68,10 @@ def _kernel(report: EngineReport) -> str:
         packed = report.kernel_notes.get("weights")
         return f"native, {note}" + (f", {packed}" if packed else "")
     return f"{report.kernel} (native: {note})" if _is_short(note) else f"{report.kernel}, see below"
+
+
+def _cache(size: Mapping[str, Any]) -> str:
+    return f"{size['dtype']}, {size['tokens']:,} tokens in {size['bytes'] / 2**20:,.1f} MiB"
 
 
 def _is_short(note: str) -> bool:

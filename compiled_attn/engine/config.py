@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
+from compiled_attn.engine.byte_size import byte_size
 from compiled_attn.errors import ConfigError
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    import torch
 
     from compiled_attn.ops import KernelChoice
     from graphs import BucketSpace
@@ -37,9 +40,19 @@ class EngineConfig:
     block_size: int = setting(32, "Tokens in a block of the KV cache.", least=1)
     num_blocks: int | None = setting(
         None,
-        "Blocks of the KV cache, null block included; by default 256 MiB of them, but room for one "
-        "request of full context at least and for max_seqs of them at most.",
+        "Blocks of the KV cache, null block included; by default what kv_memory holds.",
         least=2,
+    )
+    kv_memory: int | str | None = setting(
+        None,
+        "Memory of the KV cache in place of num_blocks: bytes, or a size such as 2GiB; by default "
+        "four times the weights, but 256 MiB at least, and no more than half of the free memory "
+        "or what max_seqs requests of full context fill.",
+    )
+    kv_dtype: str = setting(
+        "auto",
+        "Keys and values in int8 or fp8 (e4m3), with a scale for each token and head, or auto: in "
+        "the model's dtype.",
     )
     context: int | None = setting(
         None, "Longest prompt plus generation; by default what the model was made for.", least=2
@@ -97,12 +110,26 @@ class EngineConfig:
     )
 
     @property
+    def cache_dtype(self) -> torch.dtype | None:
+        """Element type of keys and values; None: that of the model."""
+        from compiled_attn.cache.quantisation import KV_DTYPES
+
+        return KV_DTYPES.get(self.kv_dtype)
+
+    @property
+    def kv_bytes(self) -> int | None:
+        """`kv_memory` in bytes."""
+        return None if self.kv_memory is None else byte_size("kv_memory", self.kv_memory)
+
+    @property
     def backend_name(self) -> str:
         """Name of the backend, also of one that is an object."""
         return self.backend if isinstance(self.backend, str) else self.backend.name
 
     def __post_init__(self) -> None:
-        from compiled_attn.ops import CHOICES  # not above: a command's help needs no torch
+        # Not above: a command's help needs no torch.
+        from compiled_attn.cache.quantisation import KV_DTYPES
+        from compiled_attn.ops import CHOICES
 
         for each in fields(self):
             size, least = getattr(self, each.name), each.metadata["least"]
@@ -114,6 +141,18 @@ class EngineConfig:
             raise ConfigError(f"expected defrag_waste in 0..1 or None, got {self.defrag_waste}")
         if self.kernel not in CHOICES:
             raise ConfigError(f"expected a kernel of {CHOICES}, got {self.kernel!r}: choose one")
+        if self.kv_dtype not in (kinds := ("auto", *KV_DTYPES)):
+            raise ConfigError(f"expected a kv_dtype of {kinds}, got {self.kv_dtype!r}: choose one")
+        if self.kv_dtype in KV_DTYPES and self.backend_name == "onnxrt":
+            raise ConfigError(
+                f"expected kv_dtype 'auto' with backend onnxrt, got {self.kv_dtype!r}, which it "
+                "cannot capture: take another backend"
+            )
+        if self.kv_bytes is not None and self.num_blocks is not None:
+            raise ConfigError(
+                f"expected num_blocks or kv_memory, got both, {self.num_blocks} and "
+                f"{self.kv_memory!r}: leave one of them out"
+            )
         if self.weights not in _WEIGHTS:
             raise ConfigError(f"expected weights of {_WEIGHTS}, got {self.weights!r}: choose one")
         if self.max_seqs > self.max_tokens_per_step:

@@ -69,11 +69,13 @@ class LocalExecutor:
 
     def __init__(self, model: PreTrainedModel, config: EngineConfig | None = None) -> None:
         self.config = config = config or EngineConfig()
-        resolve(config.backend, "step")  # before the model is touched
+        backend = resolve(config.backend, "step")  # before the model is touched
         self.kernel = chosen_kernel(model, config)
         self.sizing = sizing = Sizing.of(model, config, self.kernel.form)
         self.eos = eos_tokens(model)
-        self.cache = cache_for(model, sizing.num_blocks, sizing.block_size)
+        self.cache = cache_for(
+            model, sizing.num_blocks, sizing.block_size, dtype=config.cache_dtype
+        )
         packs = _packs(config, self.kernel)
         self.module = PagedCausalLM(model, self.cache, sizing.form, packs)
         self.graphs = WarmupManager(
@@ -83,6 +85,7 @@ class LocalExecutor:
             backend=config.backend,
             strict=config.strict,
             workers=config.warmup_workers,
+            symbolic=() if backend.why_no_symbolic() else sizing.form.symbolic,
             journal=config.warmup_journal,
             name="step",
             **_backend_options(config.backend_name),
@@ -219,7 +222,16 @@ def _backend_options(backend: str) -> dict[str, Any]:
 
 
 def _packs(config: EngineConfig, kernel: ChosenKernel) -> Callable[[Tensor], bool] | None:
-    """Which weights are to be packed; None: none of them."""
+    """Which weights are to be packed; None: none of them.
+
+    Raises:
+        ConfigError: they must be, and the kernel that does it is not there.
+    """
+    if config.weights == "packed" and kernel.name != "native":
+        raise ConfigError(
+            f"weights 'packed' are for the native kernel, got {kernel.name} "
+            f"({kernel.notes['native']}): take weights 'auto' or 'plain'"
+        )
     if config.weights == "plain" or kernel.name != "native":
         return None
     return can_pack if config.weights == "packed" else tuning().packs
@@ -286,5 +298,5 @@ def _lacks(model: PreTrainedModel, config: EngineConfig) -> str | None:
         return f"runs in graphs of {', '.join(_BACKENDS)}, not of {config.backend_name}"
     if config.buckets is not None and set(config.buckets.names) == set(Parts.axes):
         return f"has buckets over {', '.join(Tables.axes)}, not over {', '.join(Parts.axes)}"
-    dtypes = weight.dtype, weight.dtype
-    return NativeKernel().supports(AttentionTraits(weight.device.type, weight.dtype, dtypes))
+    kept = config.cache_dtype or weight.dtype
+    return NativeKernel().supports(AttentionTraits(weight.device.type, weight.dtype, (kept, kept)))

@@ -34,15 +34,17 @@ class StepInfo:
 class EngineReport:
     """Everything that ``compiled-attn run --json`` writes.
 
-    ``graphs`` counts the graphs of steps, ``graphs_loaded`` those of them that came from a store;
-    ``warmup_seconds`` includes the graphs that copy blocks.
+    ``graphs`` counts the captured buckets of steps, ``compiled_graphs`` what was compiled for them,
+    as buckets share a graph whose sizes are symbols, and ``graphs_loaded`` the buckets whose graph
+    came from a store; ``warmup_seconds`` includes the graphs that copy blocks.
     ``buckets`` has a row per bucket: its warmup, how many steps ran in it, how long they took.
     ``padding_waste`` is the padded share of computed tokens and of computed blocks.
     ``graph_breaks`` and ``compiles_after_warmup`` come from the sentinel, ``fallbacks`` counts
     every degraded bucket pick and a native kernel that failed to build, ``cut_steps`` the steps
     that no bucket held whole. ``kernel`` is "native", or which portable kernel serves the causal
     and shared parts; ``kernel_notes`` says why. ``memory`` has the copies of blocks: on write and
-    to defragment. ``requests`` counts those that finished, ``failed_requests`` those of them that
+    to defragment, ``kv_cache`` the size of the cache and what decided it (`CacheSize`).
+    ``requests`` counts those that finished, ``failed_requests`` those of them that
     ended with an error, ``nonfinite_rows`` the rows of logits that were NaN or infinite, and
     ``restarts`` how often an exception ended a step, after which all running requests were computed
     again.
@@ -71,8 +73,10 @@ class EngineReport:
     prefix_hit_ratio: float
     seconds: float
     memory: dict[str, float] = field(default_factory=dict)
+    kv_cache: dict[str, object] = field(default_factory=dict)
     buckets: list[dict[str, object]] = field(default_factory=list)
     graphs_loaded: int = 0
+    compiled_graphs: int = 0
     cut_steps: int = 0
     failed_requests: int = 0
     nonfinite_rows: int = 0
@@ -109,6 +113,7 @@ def report_of(engine: Engine) -> EngineReport:
     return EngineReport(
         graphs=len(steps.captured) if steps else 0,
         graphs_loaded=len(steps.loaded) if steps else 0,
+        compiled_graphs=steps.graphs if steps else 0,
         graph_breaks=sentinel.graph_breaks,
         compiles_after_warmup=sentinel.compiles + sentinel.late_builds,
         fallbacks=executor.fallbacks,
@@ -133,6 +138,7 @@ def report_of(engine: Engine) -> EngineReport:
         computed_tokens=tally.count("need tokens"),
         prefix_hit_ratio=round(stats.hit_ratio, 4),
         memory=engine.memory.figures(),
+        kv_cache=engine.sizing.cache.to_dict() if engine.sizing.cache else {},
         cut_steps=tally.count("cut_steps"),
         seconds=round(busy, 3),
         buckets=_bucket_rows(steps, tally),
@@ -164,6 +170,8 @@ def _bucket_rows(warmup: WarmupReport | None, tally: Tally) -> list[dict[str, ob
                 "status": result.status,
                 "warmup_seconds": round(result.seconds, 3),
                 "from_store": result.is_loaded,
+                "graph": result.graph,
+                "why_alone": result.why_alone,
                 "steps": steps,
                 "waste": waste,
                 "step_ms": asdict(times),

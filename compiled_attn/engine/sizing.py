@@ -7,16 +7,14 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
+from compiled_attn.engine.cache_size import CacheSize, memory_for
 from compiled_attn.engine.config import ConfigError, EngineConfig
 from compiled_attn.engine.sampling import SamplingParams
-from compiled_attn.hf import cache_for, context_limit
+from compiled_attn.hf import context_limit
 from compiled_attn.step import ModelWork, Parts, StepForm, StepLimits, Tables
 from graphs import BucketOverflow, BucketSpace
-from graphs.capture.memory import machine_bytes
 
 __all__ = ["FORMS", "Form", "Sizing", "eos_tokens", "step_limits", "work_of"]
-
-_DEFAULT_KV_BYTES = 256 * 2**20
 
 Form = type[Tables] | type[Parts]
 
@@ -35,6 +33,7 @@ class Sizing:
         num_blocks: blocks of the cache, null block included.
         form: how steps become tensors.
         buckets: shapes to capture, with the form's cost.
+        cache: size of the cache and why it has it; None where nothing decided it.
     """
 
     context: int
@@ -43,6 +42,7 @@ class Sizing:
     num_blocks: int
     form: StepForm
     buckets: BucketSpace
+    cache: CacheSize | None = None
 
     @staticmethod
     def of(model: PreTrainedModel, config: EngineConfig, form: Form = Parts) -> Sizing:
@@ -52,13 +52,13 @@ class Sizing:
             ConfigError: the sizes do not fit the model or each other.
         """
         context = _context(model, config)
-        num_blocks = config.num_blocks or _affordable_blocks(model, config, context)
-        _refuse_cache_beyond_memory(model, config, num_blocks)
+        cache = CacheSize.of(model, config, context)
+        num_blocks = cache.blocks
         limits = step_limits(config, context, num_blocks)
         steps = form(num_blocks, config.block_size, limits.context_blocks)
         buckets = _buckets(config, steps, limits).with_cost(steps.cost(work_of(model)))
         vocab = model.config.get_text_config().vocab_size
-        sizing = Sizing(context, vocab, config.block_size, num_blocks, steps, buckets)
+        sizing = Sizing(context, vocab, config.block_size, num_blocks, steps, buckets, cache)
         sizing._refuse_steps_beyond_memory(model)
         return sizing
 
@@ -90,7 +90,7 @@ class Sizing:
         self._check_blocks(length, -(-(length - 1) // self.block_size))
 
     def _refuse_steps_beyond_memory(self, model: PreTrainedModel) -> None:
-        there = _memory_for(model)
+        there = memory_for(model)
         for bucket in self.buckets:
             if there is not None and (wanted := self.form.least_bytes(bucket)) > there:
                 raise ConfigError(
@@ -133,34 +133,6 @@ def _context(model: PreTrainedModel, config: EngineConfig) -> int:
     if limit and context > limit:
         raise ConfigError(f"expected context <= {limit} (the model's), got {context}")
     return int(context)
-
-
-def _affordable_blocks(model: PreTrainedModel, config: EngineConfig, context: int) -> int:
-    one_request = -(-context // config.block_size)
-    affordable = _DEFAULT_KV_BYTES // _bytes_per_block(model, config)
-    return 1 + min(config.max_seqs * one_request, max(one_request, affordable))
-
-
-def _bytes_per_block(model: PreTrainedModel, config: EngineConfig) -> int:
-    return cache_for(model, 2, 1).bytes_per_block * config.block_size
-
-
-def _refuse_cache_beyond_memory(
-    model: PreTrainedModel, config: EngineConfig, num_blocks: int
-) -> None:
-    """Before anything is allocated: the system would promise more memory than there is."""
-    there, wanted = _memory_for(model), num_blocks * _bytes_per_block(model, config)
-    if there is not None and wanted > there:
-        raise ConfigError(
-            f"not enough memory: expected a KV cache of at most {there:,} bytes, which this "
-            f"machine has, got {wanted:,} bytes for {num_blocks} blocks of {config.block_size} "
-            "tokens: lower num_blocks (--num-blocks), block_size or the context"
-        )
-
-
-def _memory_for(model: PreTrainedModel) -> int | None:
-    """Bytes of the memory that the model is in, None where nobody says."""
-    return machine_bytes() if next(model.parameters()).device.type == "cpu" else None
 
 
 def _buckets(config: EngineConfig, form: StepForm, limits: StepLimits) -> BucketSpace:

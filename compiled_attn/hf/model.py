@@ -34,7 +34,7 @@ class PagedCausalLM(nn.Module):
     Before it serves, a model is tried: it is run on three tokens to see how each layer calls
     attention, then two prompts of six tokens are computed by the unmodified model with eager
     attention, and again in two steps over a small paged cache. That is four forwards of 3
-    to 12 tokens.
+    to 12 tokens; over a cache of 8 bits two more of the last, whose logits must then be near.
 
     Args:
         model: any causal LM of transformers whose attention goes through `AttentionInterface`;
@@ -53,7 +53,8 @@ class PagedCausalLM(nn.Module):
         ModelRefused: a layer does not attend once a step through `AttentionInterface` (recurrent
             or convolution layers, attention code of the model's own, several calls), sees other
             tokens than those before it in a window (chunks, masks of its own); or the logits of
-            the paged steps are others than those of the unmodified model.
+            the paged steps are others than those of the unmodified model, or in a cache of 8 bits
+            far from them.
         ValueError: the cache is not one of this model.
 
     Shape:

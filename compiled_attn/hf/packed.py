@@ -17,7 +17,7 @@ from torch.nn import Parameter
 
 from compiled_attn.ops import load, packed_linear
 
-__all__ = ["PackedEmbedding", "PackedLinear", "pack_linears"]
+__all__ = ["PackedEmbedding", "PackedLinear", "pack_linears", "packable"]
 
 Wanted = Callable[[Tensor], bool]
 
@@ -25,7 +25,7 @@ Wanted = Callable[[Tensor], bool]
 class _Packed(nn.Module):
     """A layer of a packed ``weight``, which `state_dict` gives and takes as a plain one."""
 
-    weight: Parameter
+    weight: Tensor
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -34,8 +34,9 @@ class _Packed(nn.Module):
     def _load_from_state_dict(self, state: Any, prefix: str, *others: Any) -> None:
         name = f"{prefix}weight"
         if name in state:
-            plain = state[name].to(self.weight.dtype)
-            state = {**state, name: packed_linear.pack(plain.contiguous())}
+            plain = state[name].to(self.weight).contiguous()
+            if packed_linear.can_pack(plain):  # or else torch says what does not fit
+                state = {**state, name: packed_linear.pack(plain)}
         super()._load_from_state_dict(state, prefix, *others)
 
 
@@ -58,8 +59,9 @@ class PackedLinear(_Packed):
     def forward(self, input: Tensor) -> Tensor:
         """The layer's output."""
         rows = input.flatten(0, -2)
-        out: Tensor = torch.ops.compiled_attn.packed_linear(rows, self.weight, self.bias)
-        return out.unflatten(0, input.shape[:-1])
+        out = torch.ops.compiled_attn.packed_linear(rows, self.weight, self.bias)
+        shaped: Tensor = out.unflatten(0, input.shape[:-1])
+        return shaped
 
     def extra_repr(self) -> str:
         """Sizes, as `torch.nn.Linear` has them."""
@@ -100,26 +102,37 @@ def pack_linears(
         undo: gets what makes the model what it was.
         wanted: whether a weight ``[N, K]`` is to be packed, of those that can be.
     """
-    homes = _homes(model)
-    for parameter, modules in _owners(model).values():
-        if not _is_of_plain_layers(modules) or not packed_linear.can_pack(parameter):
-            continue
+    homes, owners = _homes(model), _owners(model)
+    for parameter in packable(model):
         if not wanted(parameter):
             continue
+        places = owners[parameter.data_ptr()]
         undo.callback(_unpack, parameter)
         parameter.data = packed_linear.pack(parameter.detach())
-        for module in modules:
+        for _, module in places:
             _replace(module, homes[id(module)], undo)
     return len({id(m.weight) for m in model.modules() if isinstance(m, PackedLinear)})
 
 
-def _owners(model: nn.Module) -> dict[int, tuple[Parameter, list[nn.Module]]]:
-    """Each memory of a parameter of its own, and the modules that have it."""
-    owners: dict[int, tuple[Parameter, list[nn.Module]]] = {}
+def packable(model: nn.Module) -> list[Parameter]:
+    """The weights of a model that `pack_linears` would pack."""
+    return [
+        owners[0][0]
+        for owners in _owners(model).values()
+        if len({id(parameter) for parameter, _ in owners}) == 1  # or else one would stay behind
+        and packed_linear.can_pack(owners[0][0])
+        and any(type(module) is nn.Linear for _, module in owners)
+        and all(_is_plain(module) for _, module in owners)
+    ]
+
+
+def _owners(model: nn.Module) -> dict[int, list[tuple[Parameter, nn.Module]]]:
+    """For each memory of parameters, these and the modules that have them."""
+    owners = defaultdict(list)
     for module in model.modules():
         for parameter in module._parameters.values():
             if parameter is not None:
-                owners.setdefault(parameter.data_ptr(), (parameter, []))[1].append(module)
+                owners[parameter.data_ptr()].append((parameter, module))
     return owners
 
 
@@ -132,20 +145,18 @@ def _homes(model: nn.Module) -> dict[int, list[tuple[dict[str, Any], str]]]:
     return homes
 
 
-def _is_of_plain_layers(modules: list[nn.Module]) -> bool:
-    return any(type(module) is nn.Linear for module in modules) and all(
-        (type(module) is nn.Linear or (type(module) is nn.Embedding and module.max_norm is None))
-        and not module._forward_hooks
-        and not module._forward_pre_hooks
-        and "forward" not in module.__dict__
-        for module in modules
-    )
+def _is_plain(module: nn.Module) -> bool:
+    if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
+        return False
+    is_embedding = type(module) is nn.Embedding and module.max_norm is None
+    return is_embedding or type(module) is nn.Linear
 
 
 def _replace(
     module: nn.Module, places: list[tuple[dict[str, Any], str]], undo: contextlib.ExitStack
 ) -> None:
-    packed = PackedLinear(module) if isinstance(module, nn.Linear) else PackedEmbedding(module)
+    kind: Any = PackedLinear if isinstance(module, nn.Linear) else PackedEmbedding
+    packed: nn.Module = kind(module)
     packed.train(module.training)
     for children, name in places:
         undo.callback(children.__setitem__, name, module)
@@ -153,4 +164,6 @@ def _replace(
 
 
 def _unpack(parameter: Parameter) -> None:
+    if parameter.dim() == 2:
+        return  # it was never packed: an interrupt came first
     parameter.data = packed_linear.unpack(parameter.detach())

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch import Tensor
 
-from compiled_attn.hf.rounding import last_logits, rounding_of
+from compiled_attn.hf.rounding import deviation_of, last_logits, rounding_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -113,6 +114,7 @@ def check(
     count: int,
     *,
     on_checked: Callable[[int, int], None] | None = None,
+    kept: Callable[[list[int]], Tensor] | None = None,
 ) -> CheckReport:
     """Generate ``count`` of the finished requests again, greedily and one at a time, and compare.
 
@@ -126,6 +128,8 @@ def check(
         results: finished requests that were decoded greedily.
         count: how many to compare, at most; 0 compares none.
         on_checked: called with (requests done, requests to do) after each.
+        kept: logits ``[vocab]`` behind a text over a cache of 8 bits, where that is what served:
+            what it makes of them is measured and counts as rounding.
 
     Raises:
         ValueError: ``count`` is negative.
@@ -136,7 +140,7 @@ def check(
     report = CheckReport()
     with _plain(model), torch.no_grad():
         for done, result in enumerate(chosen, start=1):
-            _compare(model, result, report)
+            _compare(model, result, report, kept)
             if on_checked is not None:
                 on_checked(done, len(chosen))
     return report
@@ -148,7 +152,12 @@ def _spread(results: Sequence[Finished], count: int) -> list[Finished]:
     return [ordered[place * len(ordered) // count] for place in range(count)]
 
 
-def _compare(model: PreTrainedModel, result: Finished, report: CheckReport) -> None:
+def _compare(
+    model: PreTrainedModel,
+    result: Finished,
+    report: CheckReport,
+    kept: Callable[[list[int]], Tensor] | None,
+) -> None:
     prompt, tokens = list(result.prompt), list(result.tokens)
     report.checked_requests += 1
     report.checked_tokens += len(tokens)
@@ -159,8 +168,8 @@ def _compare(model: PreTrainedModel, result: Finished, report: CheckReport) -> N
         if not different:
             return
         first = different[0]
-        tokens_here = tokens[first], plain[first - done]
-        difference = _difference(model, prompt + tokens[:first], result.index, first, *tokens_here)
+        text, tokens_here = prompt + tokens[:first], (tokens[first], plain[first - done])
+        difference = _difference(model, text, result.index, first, *tokens_here, kept)
         if not difference.is_tie:
             report.mismatches.append(difference)
             report.mismatched_tokens += len(different)
@@ -170,19 +179,29 @@ def _compare(model: PreTrainedModel, result: Finished, report: CheckReport) -> N
 
 
 def _difference(
-    model: Any, text: list[int], request: int, position: int, engine: int, plain: int
+    model: Any,
+    text: list[int],
+    request: int,
+    position: int,
+    engine: int,
+    plain: int,
+    kept: Callable[[list[int]], Tensor] | None,
 ) -> Difference:
     both = [engine, plain]
-    logits = last_logits(model, text)
+    exact = logits = last_logits(model, text)
     engine_logit, plain_logit = logits[both].tolist()
     bound = torch.finfo(model.dtype).eps / 2 * (abs(engine_logit) + abs(plain_logit))
+    deviations = []
     if (measured := rounding_of(model, text, logits)) is None:
         bound = TIE_TOLERANCE.get(model.dtype, 0.0) * logits.abs().max().item()
-        ends = logits[both]
-    else:  # the difference of two logits deviates more than one, by the root of 2
-        bound = max(bound, TIE_DEVIATIONS * math.sqrt(2) * measured.deviation)
-        ends = measured.exact[both]
-    distance = (ends[0] - ends[1]).abs().item()
+    else:
+        exact = measured.exact
+        deviations.append(measured.deviation)
+    if kept is not None:
+        deviations.append(deviation_of(kept(text), exact))
+    # The difference of two logits deviates more than one, by the root of 2.
+    bound = max([bound, *(TIE_DEVIATIONS * math.sqrt(2) * each for each in deviations)])
+    distance = (exact[engine] - exact[plain]).abs().item()
     return Difference(request, position, engine, plain, engine_logit, plain_logit, distance, bound)
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Rounding", "computed_in", "last_logits", "rounding_of"]
+__all__ = ["Rounding", "computed_in", "deviation_of", "last_logits", "rounding_of"]
 
 _log = logging.getLogger(__name__)
 
@@ -55,8 +55,13 @@ def rounding_of(model: Any, text: list[int], logits: Tensor) -> Rounding | None:
     except (RuntimeError, TypeError, ValueError, MemoryError) as error:
         _log.warning("the rounding of %s is not measured: %s", type(model).__name__, error)
         return None
+    return Rounding(exact, deviation_of(logits, exact))
+
+
+def deviation_of(logits: Tensor, exact: Tensor) -> float:
+    """Standard deviation of how far the finite ones of two rows ``[vocab]`` are from each other."""
     off = (logits - exact)[torch.isfinite(logits) & torch.isfinite(exact)]
-    return Rounding(exact, off.std(correction=0).item())
+    return off.std(correction=0).item()
 
 
 def last_logits(model: Any, text: list[int]) -> Tensor:

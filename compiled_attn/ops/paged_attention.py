@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -213,12 +213,12 @@ def _fake_write(query: Tensor, key: Tensor, value: Tensor, *caches: Any, **_: An
     return _fake(query, *caches)
 
 
-_IN_PYTHON = {
+_IN_PYTHON: dict[str, Callable[..., Any]] = {
     "paged_attention": reference.paged_attention,
     "paged_attention_": reference.paged_attention_,
     "packed_linear": packed_linear.reference,
 }
-_FAKES = {
+_FAKES: dict[str, Callable[..., Any]] = {
     "paged_attention": _fake,
     "paged_attention_": _fake_write,
     "packed_linear": packed_linear.fake,

@@ -1,4 +1,4 @@
-"""What is faster on this machine, measured once and kept beside the kernel library.
+"""Choices that were measured on this machine, once, and are kept beside the kernel library.
 
 An instruction set does not tell: packed weights win by half on an Intel with AMX, and lose there
 by the dot products of AVX-512, which have half the rate that they have on an AMD.
@@ -11,6 +11,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from compiled_attn.ops import packed_linear
+from compiled_attn.ops.cpu.libraries import tuning_of
 from compiled_attn.ops.paged_attention import NativeOps, load
 from graphs.files import write_whole
 
@@ -37,6 +39,9 @@ class Tuning:
         ops: the kernels that are measured.
         file: where results are kept; None: nowhere.
         measure: gives the ratio of ``weight [N, K]``.
+
+    Attributes:
+        file: as given; None once it could not be written.
     """
 
     def __init__(
@@ -45,7 +50,7 @@ class Tuning:
         file: Path | None,
         measure: Callable[[NativeOps, Tensor], float] | None = None,
     ) -> None:
-        self._ops, self._file = ops, file
+        self._ops, self.file = ops, file
         self._measure = measure or _ratio
         self._known: dict[str, float] = _read(file)
 
@@ -68,12 +73,12 @@ class Tuning:
         self._known.clear()
 
     def _write(self) -> None:
-        if self._file is None:
+        if self.file is None:
             return
         try:
-            write_whole(self._file, json.dumps(self._known, indent=1).encode())
+            write_whole(self.file, json.dumps(self._known, indent=1).encode())
         except OSError:
-            self._file = None  # a folder that is only read serves too
+            self.file = None  # a folder that is only read serves too
 
 
 def tuning() -> Tuning:
@@ -84,7 +89,7 @@ def tuning() -> Tuning:
     """
     ops = load(strict=True)
     assert ops.build is not None
-    return Tuning(ops, ops.build.library.with_suffix(".tuning.json"))
+    return Tuning(ops, tuning_of(ops.build.library))
 
 
 def _read(file: Path | None) -> dict[str, float]:
@@ -101,17 +106,21 @@ def _ratio(ops: NativeOps, weight: Tensor) -> float:
     drawn = torch.randn(weight.shape, dtype=weight.dtype)  # zeros would run at a higher clock
     plain = [drawn.clone() for _ in range(copies)]
     packed = [packed_linear.pack(drawn) for _ in range(copies)]
-    ratios = []
+    counts = _FEW_ROWS if weight.numel() > _LARGE else _ROWS
     with torch.no_grad():
-        for rows in _FEW_ROWS if weight.numel() > _LARGE else _ROWS:
-            input = torch.randn(rows, weight.shape[1], dtype=weight.dtype)
-            ratios.append(
-                _interleaved(
-                    lambda input=input: [functional.linear(input, each) for each in plain],
-                    lambda input=input: [ops.packed_linear(input, each) for each in packed],
-                )
+        ratios = [
+            _interleaved(
+                partial(_all, functional.linear, input, plain),
+                partial(_all, ops.packed_linear, input, packed),
             )
+            for input in (torch.randn(n, weight.shape[1], dtype=weight.dtype) for n in counts)
+        ]
     return math.exp(statistics.fmean(map(math.log, ratios)))
+
+
+def _all(linear: Callable[[Tensor, Tensor], Tensor], input: Tensor, weights: list[Tensor]) -> None:
+    for weight in weights:
+        linear(input, weight)
 
 
 def _interleaved(first: Callable[[], object], second: Callable[[], object]) -> float:

@@ -77,6 +77,10 @@ class StepForm(Protocol):
     def axes(self) -> tuple[str, ...]:
         """The sizes that a step is padded to."""
 
+    @property
+    def symbolic(self) -> tuple[str, ...]:
+        """Those of the axes whose sizes a graph may leave open, so that buckets share it."""
+
     def ladder(self, limits: StepLimits, max_graphs: int) -> BucketSpace:
         """Buckets for all steps within limits, ``max_graphs`` of them at most."""
 

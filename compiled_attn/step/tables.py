@@ -148,7 +148,7 @@ class Tables:
     block_size: int
     width: int | None = None
 
-    axes = _AXES
+    axes = symbolic = _AXES
 
     def ladder(self, limits: StepLimits, max_graphs: int) -> BucketSpace:
         """1, 2, 4 .. requests that decode, then more and more tokens.

@@ -67,13 +67,20 @@ def _direct_path(function: Any, examples: tuple[Input, ...]) -> Direct | None:
             and check({"inputs": inputs, name: called})
         )
 
+    def why_not(inputs: tuple[Any, ...]) -> str:
+        if holds(inputs):
+            return ""
+        found = guards.root.check_verbose({"inputs": inputs, name: called})
+        failed = [*found.verbose_code_parts, "a guard of the graph"]
+        return str(failed[0]).split("  #")[0].strip()
+
     with torch.set_grad_enabled(not torch.is_grad_enabled()):
         sees_modes = not holds(examples)
     if not sees_modes or not holds(examples) or holds((*examples, None)):
         return None
     run = FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)
     unchecked = [i for i in range(len(examples)) if not _is_guarded(holds, examples, i)]
-    return Direct(holds, run, tuple(unchecked))
+    return Direct(holds, run, tuple(unchecked), why_not)
 
 
 def _is_guarded(

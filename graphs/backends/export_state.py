@@ -166,15 +166,16 @@ def constant_of(leaf: object) -> object:
 def restored(
     function: Callable[..., Any],
     layout: Mapping[str, Any],
-    load: Callable[[], Callable[[list[Tensor]], Sequence[Any]]],
+    load: Callable[[], Callable[[list[Any]], Sequence[Any]]],
 ) -> Callable[..., Any]:
     """What calls a compiled graph of single tensors as the callable was called that it is of.
 
     Args:
         function: that callable, whose state is read anew at each call.
-        layout: what the graph `takes`, `["input", i]` or `["state", i]` for each tensor; the
-            `leaves` that are returned, each one of these, `["made", i]` or `["constant", value]`,
-            and in `spec` how they are nested; which inputs are `tensors`; :meth:`State.layout`.
+        layout: what the graph `takes`, `["input", i]` or `["state", i]` for each tensor and
+            `["size", i, dim]` for a size of an input; the `leaves` that are returned, each a tensor
+            of these, `["made", i]` or `["constant", value]`, and in `spec` how they are nested;
+            which inputs are `tensors`; :meth:`State.layout`.
         load: gives the graph, if the state is as it was.
 
     Raises:
@@ -184,14 +185,18 @@ def restored(
     state.expect(layout["state"])
     graph, leaves, spec = load(), layout["leaves"], pytree.treespec_loads(layout["spec"])
     is_one_tensor = leaves == [["made", 0]] and spec.is_leaf()
-    takes = [(kind == "state", i) for kind, i in layout["takes"]]
+    takes = [(kind == "state", i) for kind, i, *_ in layout["takes"]]
+    sizes = [(place, take[2]) for place, take in enumerate(layout["takes"]) if take[0] == "size"]
     distinct = DistinctInputs(function, layout["tensors"])
 
     def run(*inputs: Input) -> Any:
         if shared := distinct.mismatch(inputs):
             raise StateChanged(f"{shared}, captured apart")
         own: Sequence[Any] = state.now()
-        made = graph([own[i] if is_own else inputs[i] for is_own, i in takes])
+        given: list[Any] = [own[i] if is_own else inputs[i] for is_own, i in takes]
+        for place, dim in sizes:
+            given[place] = given[place].shape[dim]
+        made = graph(given)
         if is_one_tensor:
             return made[0]
         sources = {"made": made, "input": inputs, "state": own}

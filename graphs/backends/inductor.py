@@ -5,18 +5,23 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from graphs.backends.direct import direct_path, without_records
+from graphs.backends.marks import marked
+from graphs.backends.vector_probe import one_probe
 from graphs.capture.contract import Backend, Frozen
 from graphs.capture.inputs import Input
+from graphs.capture.symbolic import SharedGraph, SymbolicSizes
 from graphs.capture.wrappers import with_own_code
 from graphs.errors import CaptureError
 from graphs.watch.causes import describe_failure, site_of_error, site_of_stack
 
-__all__ = ["InductorBackend", "compile_only", "freeze"]
+__all__ = ["InductorBackend", "compile_only", "freeze", "shareable"]
 
 _NO_COMPILER = (
     "no working C++ compiler found; install one (Debian/Ubuntu: apt install g++, "
@@ -60,14 +65,39 @@ class InductorBackend(Backend):
         *,
         name: str,
         warm_runs: int,
+        symbolic: SymbolicSizes | None = None,
         mode: str | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> Frozen:
         """Compile in the first run; `mode` and `options` are those of `torch.compile`."""
-        how = {"mode": mode, "options": options and dict(options)}
-        return freeze(
-            function, example_inputs, self._compiler, name=name, warm_runs=warm_runs, **how
-        )[0]
+        how: dict[str, Any] = {"name": name, "warm_runs": warm_runs}
+        compiles = {"mode": mode, "options": options and dict(options)}
+        alone = partial(self.alone, function, example_inputs, **how, **compiles)
+        if symbolic is None:
+            return alone()
+        make = partial(self.shared, function, example_inputs, symbolic, **how, **compiles)
+        return symbolic.capture(example_inputs, make, alone, **how)
+
+    def alone(
+        self, function: Callable[..., Any], example_inputs: Sequence[Input], **how: Any
+    ) -> Frozen:
+        """A graph of fixed sizes; `how` are the arguments of `capture`."""
+        return freeze(function, example_inputs, self._compiler, **how)[0]
+
+    def shared(
+        self,
+        function: Callable[..., Any],
+        example_inputs: Sequence[Input],
+        symbolic: SymbolicSizes,
+        **how: Any,
+    ) -> tuple[SharedGraph, Frozen]:
+        """A graph in which symbols stand for sizes of the inputs, and it for the examples."""
+        how |= {"dims": symbolic.dims}
+        return shareable(freeze(function, example_inputs, self._compiler, **how)[0])
+
+    def why_no_symbolic(self) -> str:
+        """An empty string: Dynamo has symbols for sizes."""
+        return ""
 
     def why_no_precompile(self) -> str:
         """Why inductor's cache on disk cannot be used, or an empty string."""
@@ -85,6 +115,7 @@ class InductorBackend(Backend):
         example_inputs: Sequence[Input],
         *,
         name: str,
+        symbolic: SymbolicSizes | None = None,
         mode: str | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
@@ -95,7 +126,8 @@ class InductorBackend(Backend):
         """
         if reason := self.why_no_precompile():
             raise NotImplementedError(reason)
-        compile_only(function, example_inputs, _inductor(mode, options), name=name)
+        dims = symbolic.dims if symbolic else ()
+        compile_only(function, example_inputs, _inductor(mode, options), name=name, dims=dims)
 
     def prepare(self) -> None:
         """Load and probe once what every first compile needs, for forked processes to inherit."""
@@ -109,11 +141,13 @@ def freeze(
     *,
     name: str,
     warm_runs: int,
+    dims: Sequence[Sequence[int]] = (),
     **how: Any,
 ) -> tuple[Frozen, Any]:
     """Compile in the first of `warm_runs` runs: the graph, and what that run returned.
 
-    `how` are `mode` and `options` of `torch.compile`.
+    `dims` are the dimensions of each example that symbols stand for, `how` are `mode` and `options`
+    of `torch.compile`.
 
     Raises:
         CaptureError: a graph break, or the callable or the compiler failed.
@@ -121,7 +155,7 @@ def freeze(
     own = with_own_code(function, name)
     try:
         compiled = _compile_once(own, compiler, **how)
-        with without_records():
+        with without_records(), one_probe(), marked(example_inputs, dims):
             result = compiled(*example_inputs)
         direct = direct_path(own, example_inputs)
         for _ in range(warm_runs - 1):
@@ -131,12 +165,24 @@ def freeze(
     return Frozen(compiled, stale=_why_stale, direct=direct), result
 
 
+def shareable(frozen: Frozen) -> tuple[SharedGraph, Frozen]:
+    """What :func:`freeze` made of symbolic sizes, for others to share and for its own examples."""
+    if frozen.direct is None:
+        return SharedGraph(
+            lambda _: "this torch keeps its guards elsewhere", lambda _: frozen
+        ), frozen
+    why_not = frozen.direct.why_not
+    own = replace(frozen, direct=replace(frozen.direct, sees_sizes=False))
+    return SharedGraph(lambda examples: why_not(tuple(examples)), lambda _: own), own
+
+
 def compile_only(
     function: Callable[..., Any],
     example_inputs: Sequence[Input],
     compiler: Callable[..., Any],
     *,
     name: str,
+    dims: Sequence[Sequence[int]] = (),
 ) -> None:
     """Trace a callable and give its graph to `compiler`; nothing runs."""
 
@@ -149,7 +195,12 @@ def compile_only(
         return refuse
 
     compiled = _compile_once(with_own_code(function, name), compile_and_refuse)
-    with without_records(), contextlib.suppress(_Compiled):
+    with (
+        without_records(),
+        one_probe(),
+        marked(example_inputs, dims),
+        contextlib.suppress(_Compiled),
+    ):
         compiled(*example_inputs)
 
 

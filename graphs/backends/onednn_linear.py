@@ -33,8 +33,8 @@ def for_cpu() -> dict[str, Any]:
 class OneDnnLinear(CustomGraphPass):
     """Replaces ``mm(x, weight.T)`` and ``addmm(bias, x, weight.T)`` in float32 on the CPU.
 
-    Only where the weight is a contiguous input of the graph and there are at least 16 rows. The
-    result differs in rounding only.
+    Only where the weight is a contiguous input of the graph and there are at least 16 rows, which a
+    graph of symbolic rows looks at when it runs. The result differs in rounding only.
     """
 
     def __call__(self, graph: Graph) -> None:
@@ -69,7 +69,7 @@ def _linear_arguments(node: Node) -> tuple[Node, Node, Node | None] | None:
     value = rows.meta["val"]
     if value.dtype is not torch.float32 or value.device.type != "cpu":
         return None
-    if not isinstance(value.shape[0], int) or value.shape[0] < _MIN_ROWS:
+    if isinstance(value.shape[0], int) and value.shape[0] < _MIN_ROWS:
         return None
     if isinstance(bias, Node) and bias.meta["val"].dim() != 1:
         return None
@@ -90,6 +90,8 @@ def _transposed_parameter(node: Any) -> Node | None:
 
 
 def _onednn_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if input.shape[0] < _MIN_ROWS:
+        return torch.nn.functional.linear(input, weight, bias)
     out: Tensor = torch.ops.mkldnn._linear_pointwise(
         input.contiguous(), weight, bias, "none", [], ""
     )

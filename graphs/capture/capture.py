@@ -41,6 +41,8 @@ class CapturedGraph:
         input_specs: name, shape, dtype, device and stride of each input, or its constant.
         settings: those of torch that it was captured under and has to run under.
         is_loaded: whether it came from a store (:mod:`graphs.store`) instead of a compiler.
+        shared_as: name of the compiled graph, where captures of other sizes share it, else empty.
+        why_alone: why it is not the graph that others share, though sizes were to be symbolic.
     """
 
     def __init__(
@@ -59,8 +61,10 @@ class CapturedGraph:
         self.bytes = bytes
         self.settings = settings
         self.is_loaded = frozen.is_loaded
+        self.shared_as = frozen.shared_as
         self.input_specs: tuple[InputSpec, ...] = inputs.specs
         self.static_inputs: tuple[Tensor, ...] = frozen.static_inputs
+        self.why_alone = self._with_names(frozen.why_alone)
         self._frozen: Frozen | None = frozen
         self._mismatch = inputs.mismatch
         self._holds = _holds_of(frozen, inputs, settings)
@@ -97,8 +101,11 @@ class CapturedGraph:
     def _refuse_if_stale(self, error: Exception) -> None:
         reason = self._frozen.stale(error) if self._frozen else None
         if reason is not None:
-            reason = _WRAPPED_INPUT.sub(lambda match: self.input_specs[int(match[1])].name, reason)
+            reason = self._with_names(reason)
             raise StaleGraph(self.name, f"no longer holds, capture it again: {reason}") from error
+
+    def _with_names(self, reason: str) -> str:
+        return _WRAPPED_INPUT.sub(lambda match: self.input_specs[int(match[1])].name, reason)
 
     def close(self) -> None:
         """Free what the graph holds; running it from now on is an error. May be called twice."""
@@ -121,10 +128,13 @@ def _holds_of(
     frozen: Frozen, inputs: InputsCheck, settings: Settings
 ) -> Callable[[tuple[Input, ...]], bool]:
     # One evaluation of everything: what the backend's own guards look at is not looked at again.
-    direct = frozen.direct
+    direct, fits, count = frozen.direct, inputs.fits, len(inputs.specs)
     if direct is None:
-        are_settings, fits, count = settings.watch(), inputs.fits, len(inputs.specs)
+        are_settings = settings.watch()
         return lambda values: are_settings() and len(values) == count and fits(*values)
+    if not direct.sees_sizes:
+        holds = direct.holds
+        return lambda values: len(values) == count and fits(*values) and holds(values)
     if not direct.unchecked:
         return direct.holds
     holds, rest = direct.holds, [(place, inputs.specs[place]) for place in direct.unchecked]

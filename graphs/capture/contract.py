@@ -36,11 +36,15 @@ class Direct:
         run: the graph, which checks nothing.
         unchecked: places of the inputs that `holds` does not look at, since the graph does not use
             them.
+        why_not: given the tuple of inputs, what keeps `holds` from being true, or an empty string.
+        sees_sizes: whether `holds` is false for inputs of other sizes than the examples.
     """
 
     holds: Callable[[tuple[Any, ...]], bool]
     run: Callable[..., Any]
     unchecked: tuple[int, ...] = ()
+    why_not: Callable[[tuple[Any, ...]], str] = lambda _: ""
+    sees_sizes: bool = True
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,8 @@ class Frozen:
         direct: a way that is taken while it holds, instead of `run` and the checks before it; what
             `run` then raises says why it no longer does.
         is_loaded: whether it came from a store, and nothing was compiled.
+        shared_as: name of the compiled graph, where other captures share it.
+        why_alone: why it is not, or not first, the graph that others share; empty where it is.
     """
 
     run: Callable[..., Any]
@@ -65,6 +71,8 @@ class Frozen:
     stale: Callable[[Exception], str | None] = lambda _: None
     direct: Direct | None = None
     is_loaded: bool = False
+    shared_as: str = ""
+    why_alone: str = ""
 
 
 class Backend(ABC):
@@ -93,8 +101,11 @@ class Backend(ABC):
         Args:
             function: really runs on the examples, `warm_runs` times.
             example_inputs: in the order of its parameters.
-            settings: `name: str`, for errors; `warm_runs: int`, at least 1; and the backend's own
-                options, which it declares as keyword arguments, so that a wrong one is a TypeError.
+            settings: `name: str`, for errors; `warm_runs: int`, at least 1; where
+                :meth:`why_no_symbolic` allows it, `symbolic`, the
+                :class:`~graphs.capture.symbolic.SymbolicSizes` of several captures, or None; and
+                the backend's own options, which it declares as keyword arguments, so that a wrong
+                one is a TypeError.
 
         Raises:
             CaptureError: in one line the cause, and what the user can do about it; nothing half
@@ -111,6 +122,10 @@ class Backend(ABC):
         """Whether a capture would find its graph in a store; `options` are those of `capture`."""
         return False
 
+    def why_no_symbolic(self) -> str:
+        """Why captures cannot share a graph of symbolic sizes, or an empty string."""
+        return f"backend {self.name!r} captures at fixed sizes only"
+
     def why_no_precompile(self) -> str:
         """Why :meth:`precompile` does not work here, or an empty string."""
         return f"backend {self.name!r} keeps nothing on disk"
@@ -124,7 +139,7 @@ class Backend(ABC):
     ) -> None:
         """Compile into a cache on disk, from which a later capture is quick, and run nothing.
 
-        Called in forked processes; `settings` are `name` and the options of `capture`.
+        Called in forked processes; `settings` are those of `capture` but for `warm_runs`.
 
         Raises:
             NotImplementedError: see :meth:`why_no_precompile`.

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-__all__ = ["bytes_in_use", "machine_bytes"]
+__all__ = ["bytes_in_use", "free_bytes", "machine_bytes"]
 
-_STATM = Path("/proc/self/statm")
-_CGROUP = Path("/sys/fs/cgroup/memory.max")
+_PROC = Path("/proc")
+_CGROUPS = Path("/sys/fs/cgroup")
 
 
 def bytes_in_use(devices: Iterable[torch.device]) -> int:
@@ -29,20 +30,79 @@ def machine_bytes() -> int | None:
         there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, OSError, ValueError):
         return None
-    try:
-        return min(there, int(_CGROUP.read_text()))
-    except (OSError, ValueError):  # no container, or one without a limit ("max")
-        return there if there > 0 else None
+    return min([there, *(group.limit for group in _groups())]) if there > 0 else None
+
+
+def free_bytes() -> int | None:
+    """Bytes that a process may still take here without swapping; None where that is unknown.
+
+    What the system says is available, but no more than the process's container has left.
+    """
+    available = _number_of(_PROC / "meminfo", "MemAvailable:")
+    if available is None:
+        return None
+    left = [group.limit - group.used for group in _groups()]
+    return max(0, min([available * 1024, *left]))
+
+
+class _Group(NamedTuple):
+    """A memory cgroup, in bytes; what can be dropped at any time does not count as used."""
+
+    limit: int
+    used: int
+
+
+_VERSIONS = {  # folder, limit, use, and the files' pages that no process has asked for lately
+    1: ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("", "memory.max", "memory.current", "inactive_file"),
+}
+
+
+def _groups() -> Iterator[_Group]:
+    """The memory cgroups that the process is in and that have a limit, up to the outermost.
+
+    Of a container, its own may be all that is seen, at the root and not by its path.
+    """
+    for line in _lines(_PROC / "self" / "cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        folder, limit, use, idle = _VERSIONS[1 if controllers else 2]
+        root = _CGROUPS / folder
+        inner = root / path.strip().lstrip("/")
+        for place in (inner, *inner.parents):
+            most, used = _number(place / limit), _number(place / use)
+            if most is not None and used is not None:
+                yield _Group(most, used - (_number_of(place / "memory.stat", idle) or 0))
+            if place == root:
+                break
 
 
 def _resident() -> int:
-    try:
-        return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
-        return 0
+    words = " ".join(_lines(_PROC / "self" / "statm")).split()
+    return int(words[1]) * os.sysconf("SC_PAGE_SIZE") if len(words) > 1 else 0
 
 
 def _reserved(device: torch.device) -> int:
     module = torch.get_device_module(device)
     reserved = getattr(module, "memory_reserved", None)
     return int(reserved(device)) if reserved is not None else 0
+
+
+def _number_of(path: Path, name: str) -> int | None:
+    """The number behind a name in a file of such lines."""
+    rows = (line.split() for line in _lines(path))
+    return next((int(row[1]) for row in rows if len(row) > 1 and row[0] == name), None)
+
+
+def _number(path: Path) -> int | None:
+    """The number that a file holds; None where there is none, or it says "max"."""
+    words = "".join(_lines(path)).strip()
+    return int(words) if words.isdigit() else None
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except (OSError, ValueError):
+        return []

@@ -95,13 +95,15 @@ class Entry:
         os.utime(self.folder / _MANIFEST)
 
 
-def write_manifest(folder: Path, factors: Mapping[str, Any]) -> None:
-    """Write the manifest of the files in `folder`, after all of them."""
+def write_manifest(folder: Path, factors: Mapping[str, Any]) -> int:
+    """Write the manifest of the files in `folder`, after all of them; returns their bytes."""
     files = files_in(folder / _FILES)
+    size = sum(path.stat().st_size for path in files.values())
     manifest = {
         "form": _FORM,
         "factors": dict(factors),
-        "bytes": sum(path.stat().st_size for path in files.values()),
+        "bytes": size,
         "digests": {name: digest_of(path) for name, path in files.items()},
     }
     write_whole(folder / _MANIFEST, json.dumps(manifest, indent=1, sort_keys=True).encode())
+    return size

@@ -7,13 +7,15 @@ import hashlib
 import json
 import platform
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from graphs.capture.inputs import Input, InputsCheck
+from graphs.capture.inputs import Input, InputsCheck, InputSpec
 from graphs.capture.settings import Settings
 from graphs.capture.wrappers import tensors_of
 from graphs.files import short_digest
@@ -21,6 +23,8 @@ from graphs.store.sources import sources_of
 from graphs.store.values import digest_of_globals, digest_of_values
 
 __all__ = ["code_factors", "environment_factors", "graph_factors", "key_of"]
+
+_ANY = -1
 
 
 def key_of(factors: Mapping[str, Any]) -> str:
@@ -51,13 +55,15 @@ def graph_factors(
     backend: str,
     options: Mapping[str, Any],
     code: Mapping[str, Any] | None = None,
+    dims: Sequence[Sequence[int]] = (),
 ) -> dict[str, Any] | None:
     """Everything that the graph of a callable at the shapes of its inputs depends on.
 
     Sources of the callable and of all it imports (installed packages by their version), and of what
     makes the artifacts of its backend; attributes, closures and globals that are not tensors;
     shapes, dtypes, devices and strides of its inputs, parameters and buffers; torch's and
-    inductor's settings, and the environment. `code` is what is known of its files already.
+    inductor's settings, and the environment. `code` is what is known of its files already; `dims`
+    are the dimensions of each input whose sizes are symbols, and so of any size.
 
     Returns None where that cannot be known: an option is an object without a `uuid()`.
     """
@@ -70,11 +76,28 @@ def graph_factors(
         "options": told,
         "settings": _settings(),
         "mode": {name: str(value) for name, value in Settings.current()._asdict().items()},
-        "inputs": [str(spec) for spec in InputsCheck(function, inputs).specs],
+        "inputs": [
+            str(_any_size(spec, own))
+            for spec, own in zip(
+                InputsCheck(function, inputs).specs, chain(dims, repeat(())), strict=False
+            )
+        ],
         "state": _state(function),
         "values": digest_of_values(function),
         **(code_factors(function, backend) if code is None else code),
     }
+
+
+def _any_size(spec: InputSpec, dims: Sequence[int]) -> InputSpec:
+    # Strides are of any size too where they depend on one.
+    if not dims or spec.shape is None or spec.stride is None:
+        return spec
+    strides, inner = spec.stride, min(spec.stride[dim] for dim in dims)
+    return replace(
+        spec,
+        shape=tuple(_ANY if dim in dims else size for dim, size in enumerate(spec.shape)),
+        stride=tuple(_ANY if stride > inner else stride for stride in strides),
+    )
 
 
 def code_factors(function: Callable[..., Any], backend: str) -> dict[str, Any]:

@@ -7,28 +7,22 @@ inputs are whose, so that loading it traces nothing and compiles nothing.
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from graphs.backends.export_state import State, constant_of, restored
-from graphs.backends.inductor import InductorBackend, compile_only, freeze
+from graphs.backends.inductor import InductorBackend, compile_only, freeze, shareable
 from graphs.capture.contract import Frozen
 from graphs.capture.inputs import Input, memory_shared_by
+from graphs.capture.symbolic import SharedGraph, SymbolicSizes, warmed
+from graphs.store.inductor_graph import Keeping, read, read_shared
 from graphs.store.store import ArtifactStore
 from graphs.store.stored import StoredBackend
 
 __all__ = ["StoredInductor"]
-
-_GRAPH = "graph.bin"
-_LAYOUT = "graph.json"
 
 
 class StoredInductor(StoredBackend, InductorBackend):
@@ -58,41 +52,68 @@ class StoredInductor(StoredBackend, InductorBackend):
         return super().available()
 
     def capture(
+        self, function: Callable[..., Any], example_inputs: Sequence[Input], **settings: Any
+    ) -> Frozen:
+        """Load the graph, or compile it in the first run and store it."""
+        frozen = super().capture(function, example_inputs, **settings)
+        self._seal()  # also of one that was loaded: another environment compiles its kernels then
+        return frozen
+
+    def alone(
+        self, function: Callable[..., Any], example_inputs: Sequence[Input], **how: Any
+    ) -> Frozen:
+        """A graph of fixed sizes; `how` are the arguments of `capture`."""
+        name, options, runs = how["name"], how["options"], how["warm_runs"]
+        factors = self._factors(function, example_inputs, how["mode"], options)
+        if isinstance(factors, str):
+            self.not_stored(name, factors)
+            return super().alone(function, example_inputs, **how)
+        make = _making(function, example_inputs, (), name, runs, options)
+        return self.load_or_store(
+            factors, function, example_inputs, make, name=name, warm_runs=runs
+        )
+
+    def shared(
         self,
         function: Callable[..., Any],
         example_inputs: Sequence[Input],
-        *,
-        name: str,
-        warm_runs: int,
-        mode: str | None = None,
-        options: Mapping[str, Any] | None = None,
-    ) -> Frozen:
-        """Load the graph, or compile it in the first run and store it."""
-        settings: dict[str, Any] = {"name": name, "warm_runs": warm_runs}
-        factors = self._factors(function, example_inputs, mode, options)
+        symbolic: SymbolicSizes,
+        **how: Any,
+    ) -> tuple[SharedGraph, Frozen]:
+        """A graph in which symbols stand for sizes of the inputs, and it for the examples.
+
+        The store has one for all of their sizes, or where their guards need several, one after the
+        other: the first that runs on the examples is loaded.
+        """
+        mode, options, runs = how["mode"], how["options"], how["warm_runs"]
+        factors = self._factors(function, example_inputs, mode, options, symbolic.dims)
         if isinstance(factors, str):
-            self.not_stored(name, factors)
-            return super().capture(function, example_inputs, mode=mode, options=options, **settings)
-
-        def make(folder: Path) -> tuple[Frozen, Callable[[], object]]:
-            compiler = _Keeping(options or {})
-            frozen, result = freeze(function, example_inputs, compiler, **settings)
-            return frozen, lambda: compiler.write(folder, function, example_inputs, result)
-
-        frozen = self.load_or_store(factors, function, example_inputs, make, **settings)
-        self._seal()  # also of one that was loaded: another environment compiles its kernels then
-        return frozen
+            self.not_stored(symbolic.name, factors)
+            return super().shared(function, example_inputs, symbolic, **how)
+        part, read_part = {"part": 0}, partial(read_shared, function=function)
+        while graph := self.found(factors | part, symbolic.name, read_part):
+            if not graph.why_not(example_inputs):
+                self.loaded += 1
+                own = warmed(graph.at(example_inputs), example_inputs, how["name"], runs)
+                return graph, own
+            part = {"part": part["part"] + 1}
+        make = _making(function, example_inputs, symbolic.dims, how["name"], runs, options)
+        return shareable(self.store_made(factors | part, function, make, symbolic.name))
 
     def has(
         self,
         function: Callable[..., Any],
         example_inputs: Sequence[Input],
         *,
+        symbolic: SymbolicSizes | None = None,
         mode: str | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> bool:
         """Whether a capture would find the graph, if it is not damaged."""
-        factors = self._factors(function, example_inputs, mode, options)
+        dims = symbolic.dims if symbolic else ()
+        factors = self._factors(function, example_inputs, mode, options, dims)
+        if symbolic and not isinstance(factors, str):
+            factors |= {"part": 0}
         return not isinstance(factors, str) and self.store.has(factors)
 
     def precompile(
@@ -101,14 +122,18 @@ class StoredInductor(StoredBackend, InductorBackend):
         example_inputs: Sequence[Input],
         *,
         name: str,
+        symbolic: SymbolicSizes | None = None,
         mode: str | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
         """Compile what the store lacks into inductor's cache on disk; runs and stores nothing."""
+        own: dict[str, Any] = {"symbolic": symbolic, "options": options}
+        dims = symbolic.dims if symbolic else ()
         if mode is not None:
-            super().precompile(function, example_inputs, name=name, mode=mode, options=options)
-        elif not self.has(function, example_inputs, options=options):
-            compile_only(function, example_inputs, _Keeping(options or {}), name=name)
+            super().precompile(function, example_inputs, name=name, mode=mode, **own)
+        elif not self.has(function, example_inputs, **own):
+            compiler = Keeping(options or {}, bool(dims))
+            compile_only(function, example_inputs, compiler, name=name, dims=dims)
 
     def read(self, folder: Path, function: Callable[..., Any]) -> Callable[..., Any]:
         """Load the graph; nothing is traced or compiled.
@@ -116,8 +141,7 @@ class StoredInductor(StoredBackend, InductorBackend):
         Raises:
             ValueError: the parameters and buffers of `function` are not those it was compiled for.
         """
-        layout = json.loads((folder / _LAYOUT).read_bytes())
-        return restored(function, layout, lambda: _load(folder / _GRAPH))
+        return read(folder, function)
 
     def _factors(
         self,
@@ -125,6 +149,7 @@ class StoredInductor(StoredBackend, InductorBackend):
         examples: Sequence[Input],
         mode: str | None,
         options: Mapping[str, Any] | None,
+        dims: Sequence[Sequence[int]] = (),
     ) -> dict[str, Any] | str:
         if mode is not None:
             return f"mode={mode!r} is resolved by torch.compile itself: give options instead"
@@ -132,124 +157,24 @@ class StoredInductor(StoredBackend, InductorBackend):
             return "grad mode is enabled: capture under torch.no_grad()"
         if shared := memory_shared_by(function, examples):
             return f"{shared}: give each memory of its own"
-        return self.factors(function, examples, options)
+        return self.factors(function, examples, options, dims)
 
 
-class _Keeping:
-    """A compiler for Dynamo that keeps what inductor made, and the tensors of the first run."""
+def _making(
+    function: Callable[..., Any],
+    examples: Sequence[Input],
+    dims: Sequence[Sequence[int]],
+    name: str,
+    warm_runs: int,
+    options: Mapping[str, Any] | None,
+) -> Callable[[Path], tuple[Frozen, Callable[[], object]]]:
+    """What captures a graph, and returns also what writes it into a folder."""
 
-    def __init__(self, options: Mapping[str, Any]) -> None:
-        self._options = dict(options)
-        self._artifact: Any = None
-        self._inputs: Sequence[Any] = ()
-        self._outputs: Sequence[Any] = ()
-        self._has_constants = False
-
-    def __call__(self, graph: Any, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        self._has_constants = any(
-            isinstance(value, Tensor) for part in graph.modules() for value in _values_of(part)
+    def make(folder: Path) -> tuple[Frozen, Callable[[], object]]:
+        compiler = Keeping(options or {}, bool(dims))
+        frozen, result = freeze(
+            function, examples, compiler, name=name, warm_runs=warm_runs, dims=dims
         )
-        self._artifact = torch._inductor.standalone_compile(
-            graph,
-            list(example_inputs),
-            dynamic_shapes="from_example_inputs",
-            options={"config_patches": self._options},
-            aot=True,
-        )
-        call: Any = self._note
+        return frozen, lambda: compiler.write(folder, function, examples, result)
 
-        def run(*inputs: Any) -> Any:
-            nonlocal call
-            now, call = call, self._artifact
-            return now(*inputs)
-
-        return run
-
-    def _note(self, *inputs: Any) -> Any:
-        self._inputs = inputs
-        self._outputs = self._artifact(*inputs)
-        return self._outputs
-
-    def write(
-        self, folder: Path, function: Callable[..., Any], examples: Sequence[Input], result: Any
-    ) -> None:
-        """Write the graph, and whose tensors it takes and makes: `result` is of the first run.
-
-        Raises:
-            ValueError: a later process could not know whose a tensor is.
-        """
-        try:
-            layout = self._layout(function, examples, result)
-        finally:
-            self._inputs = self._outputs = ()  # nobody needs the tensors of the first run any more
-        self._artifact.save(path=str(folder / _GRAPH), format="binary")
-        (folder / _LAYOUT).write_text(json.dumps(layout), "utf-8")
-
-    def _layout(
-        self, function: Callable[..., Any], examples: Sequence[Input], result: Any
-    ) -> dict[str, Any]:
-        # Tensors are recognised by their identity.
-        if self._has_constants:
-            raise ValueError("tensors are constants of the graph: make them inputs, or buffers")
-        state = State(function)
-        known = {id(tensor): ["state", i] for i, tensor in enumerate(state.now())}
-        known |= {id(x): ["input", i] for i, x in enumerate(examples) if isinstance(x, Tensor)}
-        if strange := [i for i, tensor in enumerate(self._inputs) if id(tensor) not in known]:
-            raise ValueError(
-                f"{len(strange)} tensors are neither inputs, parameters nor buffers: make them so"
-            )
-        leaves, spec = pytree.tree_flatten(result)
-        places = known | {id(tensor): ["made", i] for i, tensor in enumerate(self._outputs)}
-        return {
-            "takes": [known[id(tensor)] for tensor in self._inputs],
-            "leaves": [places.get(id(leaf)) or ["constant", constant_of(leaf)] for leaf in leaves],
-            "spec": pytree.treespec_dumps(spec),
-            "tensors": [i for i, value in enumerate(examples) if isinstance(value, Tensor)],
-            "state": state.layout(),
-        }
-
-
-def _load(path: Path) -> Callable[[list[Tensor]], Sequence[Any]]:
-    inductor: Any = torch._inductor
-    with _known_processor(), _no_headers():
-        graph = inductor.CompiledArtifact.load(path=str(path), format="binary")
-    return lambda tensors: graph(*tensors)
-
-
-@contextlib.contextmanager
-def _known_processor() -> Iterator[None]:
-    # Inductor starts a process to see whether vector code runs here. That it does when the graph
-    # was compiled, and the processor is one of the factors.
-    from torch._inductor import config, cpu_vec_isa
-
-    found: Any = getattr(cpu_vec_isa, "valid_vec_isa_list", None)
-    if not hasattr(found, "cache_clear") or found.cache_info().currsize:
-        yield
-        return
-    try:
-        with config.patch({"cpp.vec_isa_ok": True}):
-            yield
-    finally:
-        found.cache_clear()
-
-
-@contextlib.contextmanager
-def _no_headers() -> Iterator[None]:
-    # Inductor preprocesses its headers in each process, to compile kernels faster. Here none is
-    # compiled, but where inductor's cache has lost one.
-    codecache: Any = importlib.import_module("torch._inductor.codecache")
-    precompile = getattr(codecache, "_precompile_header", None)
-    if precompile is None:
-        yield
-        return
-    codecache._precompile_header = lambda *_, **__: None
-    try:
-        yield
-    finally:
-        codecache._precompile_header = precompile
-
-
-def _values_of(part: Any) -> Iterator[Any]:
-    yield from part.__dict__.values()
-    yield from part._parameters.values()
-    yield from part._buffers.values()
+    return make

@@ -15,7 +15,7 @@ __all__ = ["Misses"]
 _log = logging.getLogger(__name__)
 
 # Factors of the graph itself count for more than those of its surroundings.
-_OWN = {"inputs": 32, "state": 32, "values": 16}
+_OWN = {"inputs": 32, "part": 32, "state": 32, "values": 16}
 _MOST, _LONGEST = 6, 60
 
 
@@ -37,7 +37,7 @@ class Miss:
     @property
     def is_another_graph(self) -> bool:
         """Whether there is nothing like it: other inputs, another model, or no entry at all."""
-        return not self.entry or not {"inputs", "state"}.isdisjoint(map(_top, self.differs))
+        return not self.entry or not {"inputs", "part", "state"}.isdisjoint(map(_top, self.differs))
 
     def __str__(self) -> str:
         if not self.entry:

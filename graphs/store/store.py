@@ -17,6 +17,7 @@ from graphs.store.inductor_cache import InductorCache
 from graphs.store.label import write_label
 from graphs.store.lock import Lock, locked, why_no_locks
 from graphs.store.marker import FOLDERS, ensure_marker
+from graphs.store.room import Room
 from graphs.store.safety import refuse_unsafe
 from graphs.store.unfinished import sweep_unfinished, unfinished
 
@@ -67,6 +68,7 @@ class ArtifactStore:
         self.path = Path(path).expanduser().resolve()
         self.max_bytes = max_bytes
         self._seconds = lock_seconds
+        self._room = Room(self.path / ".room.json", max_bytes)
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         refuse_unsafe(self.path)
         ensure_marker(self.path, lambda: self._locked(shared=False))
@@ -126,12 +128,13 @@ class ArtifactStore:
                 fresh.mkdir(mode=0o700)
                 copy_whole(source, fresh / "files")
                 write_label(fresh, about or {})
-                write_manifest(fresh, factors)
+                size = write_manifest(fresh, factors)
                 with self._locked(shared=False):
                     discard(self._artifacts / key)
                     fresh.rename(self._artifacts / key)
                     sync_folder(self._artifacts)
-                    self._evict(self.max_bytes)
+                    if not self._room.take(size):
+                        self._evict(self.max_bytes)
         except OSError as error:
             _log.warning("%s: %s is not stored: %s", self.path, key[:12], error)
             return False
@@ -212,12 +215,13 @@ class ArtifactStore:
         total = sum(each.bytes for each in kept)
         for each in sorted(kept, key=lambda each: each.used):
             if total <= limit:
-                return
+                break
             if isinstance(each, InductorCache):
                 total -= each.clear()
             else:
                 discard(each.folder)
                 total -= each.bytes
+        self._room.counted(total, len(kept))
 
     def _discard(self, folder: Path, problem: str) -> None:
         name, done = folder.name[:12], "thrown away"

@@ -8,13 +8,13 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from graphs.backends.export_state import why_stale
 from graphs.capture.contract import Backend, Frozen
 from graphs.capture.inputs import Input
-from graphs.errors import CaptureError
+from graphs.capture.symbolic import warmed
 from graphs.store.factors import code_factors, graph_factors
 from graphs.store.label import describe
 from graphs.store.misses import Misses
@@ -22,6 +22,8 @@ from graphs.store.store import ArtifactStore
 from graphs.watch.causes import describe_failure
 
 __all__ = ["StoredBackend"]
+
+_Read = TypeVar("_Read")
 
 _log = logging.getLogger(__name__)
 _UNTOLD = "an option is an object without a uuid(), so what it does cannot be recorded: give it one"
@@ -56,15 +58,19 @@ class StoredBackend(Backend):
         function: Callable[..., Any],
         examples: Sequence[Input],
         options: Mapping[str, Any] | None,
+        dims: Sequence[Sequence[int]] = (),
     ) -> dict[str, Any] | str:
-        """Everything that a graph depends on, or why it cannot be stored."""
+        """Everything that a graph depends on, or why it cannot be stored.
+
+        `dims` are the dimensions of each example that symbols stand for.
+        """
         code = None
         with suppress(TypeError):  # it has no hash, or cannot be referred to weakly
             if function not in self._code:
                 self._code[function] = code_factors(function, self.name)
             code = self._code[function]
         factors = graph_factors(
-            function, examples, backend=self.name, options=options or {}, code=code
+            function, examples, backend=self.name, options=options or {}, code=code, dims=dims
         )
         return _UNTOLD if factors is None else factors
 
@@ -87,15 +93,20 @@ class StoredBackend(Backend):
         Raises:
             CaptureError: the graph that was stored fails on the examples.
         """
-        run = self._found(factors, function, name)
+        run = self.found(factors, name, lambda folder: self.read(folder, function))
         if run is not None:
-            try:
-                for _ in range(warm_runs):
-                    run(*examples)
-            except Exception as error:
-                raise CaptureError(name, describe_failure(error)) from error
             self.loaded += 1
-            return Frozen(run, stale=why_stale, is_loaded=True)
+            return warmed(Frozen(run, stale=why_stale, is_loaded=True), examples, name, warm_runs)
+        return self.store_made(factors, function, make, name)
+
+    def store_made(
+        self,
+        factors: Mapping[str, Any],
+        function: Callable[..., Any],
+        make: Callable[[Path], tuple[Frozen, Callable[[], object]]],
+        name: str,
+    ) -> Frozen:
+        """Make a graph and store it; `make` as for :meth:`load_or_store`."""
         with tempfile.TemporaryDirectory(prefix="graphs-store-") as folder:
             frozen, write = make(Path(folder))
             try:
@@ -109,14 +120,15 @@ class StoredBackend(Backend):
         """Log that the next process has to make a graph again, and why."""
         _log.warning("%s: not stored: %s", name, reason)
 
-    def _found(
-        self, factors: Mapping[str, Any], function: Callable[..., Any], name: str
-    ) -> Callable[..., Any] | None:
+    def found(
+        self, factors: Mapping[str, Any], name: str, read: Callable[[Path], _Read]
+    ) -> _Read | None:
+        """What is read from the entry of these factors, or None; a miss or a damage is told."""
         try:
             is_there = self.store.has(factors)
             with self.store.use(factors) as folder:
                 if folder:
-                    return self.read(folder, function)
+                    return read(folder)
             if not is_there:  # or else it was thrown away, which was logged
                 self.misses.note(self.store, factors, name)
         except Exception as error:  # a store that is busy or gone, a torch that cannot read it

@@ -16,6 +16,7 @@ from graphs.capture.capture import CapturedGraph, capture, median_seconds, resol
 from graphs.capture.contract import Backend
 from graphs.capture.inputs import Input
 from graphs.errors import CaptureError, GraphBudgetExceeded
+from graphs.warmup.families import Families
 from graphs.warmup.journal import Journal
 from graphs.warmup.report import BucketResult
 from graphs.warmup.workers import Workers, one_thread, why_no_workers
@@ -43,6 +44,7 @@ class Capturing:
     budget_bytes: int | None
     workers: int
     timed_runs: int
+    families: Families
     journal: Journal | None = None
 
     def __post_init__(self) -> None:
@@ -75,13 +77,18 @@ class Capturing:
             return (yield from todo)
         yield from (ready := self._stored(todo))
         rest = [bucket for bucket in todo if bucket not in ready]
-        if len(rest) > 1:
-            if not (reason := self._prepare_workers()):
-                others = self.workers - 1
-                with Workers(len(rest), others, lambda job: self._precompile(rest[job])) as jobs:
-                    return (yield from (rest[job] for job in jobs))
-            _log.warning("%s: workers=%d compile nothing: %s", self.name, self.workers, reason)
-        yield from rest
+        compiled = self.families.firsts(rest)
+        if len(compiled) > 1:
+            yield from self._by_workers(compiled)
+        yield from (bucket for bucket in rest if len(compiled) < 2 or bucket not in compiled)
+
+    def _by_workers(self, todo: Sequence[Bucket]) -> Generator[Bucket]:
+        if not (reason := self._prepare_workers()):
+            others = self.workers - 1
+            with Workers(len(todo), others, lambda job: self._precompile(todo[job])) as jobs:
+                return (yield from (todo[job] for job in jobs))
+        _log.warning("%s: workers=%d compile nothing: %s", self.name, self.workers, reason)
+        yield from todo
 
     def attempt(
         self, bucket: Bucket, elapsed: float, bytes: int
@@ -111,7 +118,8 @@ class Capturing:
         found = []
         for bucket in todo:
             with contextlib.suppress(Exception), torch.no_grad():  # its capture will say why
-                if self.backend.has(self.module, self.make_inputs(bucket), **self.options):
+                inputs = self.make_inputs(bucket)
+                if self.backend.has(self.module, inputs, **self._options(bucket, inputs)):
                     found.append(bucket)
         return found
 
@@ -133,8 +141,8 @@ class Capturing:
         with torch.no_grad():
             with one_thread():
                 inputs = self.make_inputs(bucket)
-            name = self.graph_name(bucket)
-            self.backend.precompile(self.module, inputs, name=name, **self.options)
+            name, options = self.graph_name(bucket), self._options(bucket, inputs)
+            self.backend.precompile(self.module, inputs, name=name, **options)
 
     def _attempt(self, bucket: Bucket) -> tuple[CapturedGraph | None, BucketResult]:
         with CompileWatch(all_threads=False) as watch:
@@ -166,6 +174,8 @@ class Capturing:
             run_seconds=run_seconds,
             name=self.name,
             is_loaded=graph.is_loaded,
+            graph=graph.shared_as or graph.name,
+            why_alone=graph.why_alone,
         )
 
     def _spent(self, elapsed: float, size: int) -> str:
@@ -182,8 +192,12 @@ class Capturing:
                 inputs,
                 backend=self.backend,
                 name=self.graph_name(bucket),
-                **self.options,
+                **self._options(bucket, inputs),
             )
+
+    def _options(self, bucket: Bucket, inputs: Sequence[Input]) -> Mapping[str, Any]:
+        symbolic = self.families.of(bucket, inputs)
+        return {**self.options, "symbolic": symbolic} if symbolic else self.options
 
 
 def _named(error: Exception) -> str:

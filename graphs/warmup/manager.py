@@ -19,6 +19,7 @@ from graphs.capture.inputs import Input
 from graphs.capture.wrappers import name_of
 from graphs.errors import BucketOverflow, CaptureError, InputMismatch, ModeMismatch, StaleGraph
 from graphs.warmup.capturing import Capturing
+from graphs.warmup.families import Families
 from graphs.warmup.journal import Journal
 from graphs.warmup.report import BucketEvent, BucketResult, WarmupReport
 from graphs.warmup.schedule import Order, Schedule, Usage, in_order
@@ -50,6 +51,11 @@ class WarmupManager:
         workers: how many processes compile, this one included. More than one for backend
             `inductor` only, which then needs `make_inputs` to work in a forked process; elsewhere
             they are not used, and the log says why.
+        symbolic: the axes whose sizes the compiled graphs leave open, so that one compile serves
+            all buckets that differ in them alone; sizes 0 and 1 are compiled apart. Each bucket is
+            still captured with inputs of its own sizes, and runs on no others. Where a graph does
+            not fit a bucket, this gets one of its own, and the report says why. Only backends that
+            compile through Dynamo can.
         journal: a file for the outcome of each bucket, with its seconds. A later process that is
             given it captures last what failed or was killed, and knows how long the rest takes.
         timed_runs: how many runs of each graph are timed after its capture, for `report.cost`;
@@ -69,8 +75,9 @@ class WarmupManager:
         fallbacks: how many runs were eager or captured late.
 
     Raises:
-        ValueError: an unknown `order` or `overflow`, a negative budget, or less than one worker.
-        CaptureError: the backend is unknown, or does not work here.
+        ValueError: an unknown `order`, `overflow` or symbolic axis, a negative budget, or less than
+            one worker.
+        CaptureError: the backend is unknown, does not work here, or has no symbolic sizes.
         graphs.warmup.journal.JournalError: the journal is another file, or another warmup's.
     """
 
@@ -86,6 +93,7 @@ class WarmupManager:
         budget_seconds: float | None = None,
         budget_bytes: int | None = None,
         workers: int = 1,
+        symbolic: Sequence[str] = (),
         journal: str | Path | None = None,
         timed_runs: int = 3,
         overflow: Overflow = "error",
@@ -101,6 +109,8 @@ class WarmupManager:
         self._module = module
         self._order = in_order(buckets, order, usage)
         chosen = resolve(backend, self.name)
+        if symbolic and (reason := chosen.why_no_symbolic()):
+            raise CaptureError(self.name, f"{reason}: leave symbolic out, or take 'inductor'")
         self._capturing = Capturing(
             self.name,
             module,
@@ -111,6 +121,7 @@ class WarmupManager:
             budget_bytes,
             workers,
             timed_runs,
+            Families(self.name, symbolic, buckets, make_inputs),
         )
         if journal is not None:  # a file is not touched before all else is found right
             self._capturing.journal = Journal(journal, self.name, chosen.name, buckets.names)
@@ -139,7 +150,8 @@ class WarmupManager:
         """
         waiting = [bucket for bucket in self._order if bucket not in self._graphs]
         todo = self._capturing.suspects_last(waiting)
-        schedule = Schedule(todo, self.buckets.cost, self._capturing.measured)
+        kind = self._capturing.families.kind
+        schedule = Schedule(todo, self.buckets.cost, self._capturing.measured, kind)
         tell: Progress = progress or (lambda event: None)
         at = 0, todo[0] if todo else self.buckets.largest
         try:
@@ -248,6 +260,7 @@ class WarmupManager:
         for graph in self._graphs.values():
             graph.close()
         self._graphs.clear()
+        self._capturing.families.forget()
         self._serve(())
 
     def _serve(self, captured: Iterable[Bucket]) -> None:

@@ -27,6 +27,8 @@ class BucketResult:
         run_seconds: median time of one run of the graph after its capture; None if not measured.
         name: of the callable.
         is_loaded: whether the graph came from a store, and was not compiled.
+        graph: name of the compiled graph; buckets of one name share it.
+        why_alone: why the bucket does not share the graph of its family, though it was to.
     """
 
     bucket: Bucket
@@ -38,6 +40,8 @@ class BucketResult:
     run_seconds: float | None = None
     name: str = ""
     is_loaded: bool = False
+    graph: str = ""
+    why_alone: str = ""
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,11 @@ class WarmupReport:
         return tuple(result for result in self.results if result.is_loaded)
 
     @property
+    def graphs(self) -> int:
+        """How many compiled graphs serve the captured buckets."""
+        return len({result.graph or (result.name, result.bucket) for result in self.captured})
+
+    @property
     def seconds(self) -> float:
         """Seconds spent on all buckets."""
         return sum(result.seconds for result in self.results)
@@ -129,15 +138,18 @@ class WarmupReport:
             "elapsed_seconds": self.elapsed_seconds,
             "bytes": self.bytes,
             "compiles": self.compiles,
+            "graphs": self.graphs,
             "buckets": [{**asdict(r), "bucket": dict(r.bucket)} for r in self.results],
         }
 
     def __str__(self) -> str:
+        shared = f"{self.graphs} graphs, " if self.graphs < len(self.captured) else ""
         lines = [
             f"{len(self.captured)} of {len(self.results)} buckets captured in "
             f"{self.elapsed_seconds:.1f} s, "
-            f"{self.compiles} compiles, {self.bytes / 2**20:.1f} MiB"
+            f"{shared}{self.compiles} compiles, {self.bytes / 2**20:.1f} MiB"
         ]
+        lines += [f"  {r.bucket}: {r.why_alone}" for r in self.results if r.why_alone]
         lines += [f"  {r.bucket}: {r.status}: {r.error}" for r in (*self.failed, *self.skipped)]
         return "\n".join(lines)
 

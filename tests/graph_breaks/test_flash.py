@@ -72,7 +72,7 @@ def module(
     )
 
 
-@pytest.mark.parametrize("queries", [1, 24])
+@pytest.mark.parametrize("queries", slow_but((24,), (1, 24)))
 def test_two_buckets_are_exactly_two_full_graphs(queries: int) -> None:
     counter = CompileCounter()
     compiled = torch.compile(module(), backend=counter, fullgraph=True, dynamic=False)
@@ -113,7 +113,11 @@ def test_compiled_calls_equal_the_reference_and_show_their_writes(backend: str, 
     "sizes",
     [
         {"page_size": 4, "new": 1, "causal": True, "dim": 32, "rotary": 16, "leftpad": True},
-        {"queries": 20, "new": 20, "capacity": 32, "window": (9, 0), "alibi": "rows", "splits": 2},
+        pytest.param(
+            {"queries": 20, "new": 20, "capacity": 32, "window": (9, 0), "alibi": "rows"}
+            | {"splits": 2},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_inductor_equals_the_reference_and_shows_its_writes(sizes: dict[str, Any]) -> None:
@@ -137,7 +141,7 @@ def assert_equals_reference(case: Case, compiled: Any) -> None:
     assert torch.equal(after.isfinite(), right.isfinite())
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", slow_but(("inductor",), ("aot_eager", "inductor")))
 def test_bad_numbers_fail_in_a_compiled_graph_before_anything_is_written(backend: str) -> None:
     attention = module()
     before = attention.k_cache.clone()
@@ -274,7 +278,9 @@ def buffers(code: str, at_least: int) -> list[str]:
     return [size for size, numel in zip(sizes, numels, strict=True) if numel >= at_least]
 
 
-@pytest.mark.parametrize("kind", ["of its own", "fused", "fused, inside"])
+@pytest.mark.parametrize(
+    "kind", slow_but(("of its own", "fused"), ("of its own", "fused", "fused, inside"))
+)
 def test_inductor_allocates_nothing_of_the_size_of_the_cache(kind: str) -> None:
     given = inputs(2, 3)
     if kind == "of its own":

@@ -96,7 +96,7 @@ def assert_a_step_equals_the_reference(attention: PagedAttention, run: Any, seed
 
 
 @pytest.mark.parametrize("layout", slow_but(("packed",), LAYOUTS))
-@pytest.mark.parametrize("partition", [None, 32])
+@pytest.mark.parametrize("partition", slow_but((32,), (None, 32)))
 def test_two_buckets_are_exactly_two_full_graphs(layout: str, partition: int | None) -> None:
     counter = CompileCounter()
     attention = module(layout, partition=partition)
@@ -119,7 +119,10 @@ def test_each_function_is_one_full_graph_for_a_bucket(function: Callable[..., Te
     assert counter.frame_count == 2
 
 
-@pytest.mark.parametrize("function", [paged_attention_v1, paged_attention_v2])
+@pytest.mark.parametrize(
+    "function",
+    [paged_attention_v1, pytest.param(paged_attention_v2, marks=pytest.mark.slow)],
+)
 def test_without_a_word_about_shapes_two_graphs_serve_every_bucket(
     function: Callable[..., Tensor],
 ) -> None:
@@ -143,7 +146,7 @@ def test_without_a_word_about_shapes_two_graphs_serve_every_bucket(
     assert counter.frame_count == 2
 
 
-@pytest.mark.parametrize("layout", slow_but(("packed", "HND"), LAYOUTS))
+@pytest.mark.parametrize("layout", slow_but(("packed",), LAYOUTS))
 def test_a_module_without_a_word_about_shapes_is_two_graphs(layout: str) -> None:
     counter = CompileCounter()
     attention = module(layout)
@@ -170,7 +173,7 @@ def test_compiling_one_function_takes_no_recompiles_from_another() -> None:
         )
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", slow_but(("aot_eager",), ("eager", "aot_eager")))
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_step_equals_the_reference_and_shows_its_writes(backend: str, layout: str) -> None:
     attention = module(layout)
@@ -183,11 +186,11 @@ def test_a_step_equals_the_reference_and_shows_its_writes(backend: str, layout: 
     ("layout", "heads", "rows", "width"),
     [
         ("packed", 4, 2, 40),
-        ("NHD", 4, 2, 40),
-        ("HND", 4, 2, 40),
-        ("packed", 32, 2, 40),
         ("NHD", 32, 2, 40),
-        ("packed", 8, 16, 2),
+        pytest.param("NHD", 4, 2, 40, marks=pytest.mark.slow),
+        pytest.param("HND", 4, 2, 40, marks=pytest.mark.slow),
+        pytest.param("packed", 32, 2, 40, marks=pytest.mark.slow),
+        pytest.param("packed", 8, 16, 2, marks=pytest.mark.slow),
     ],
 )
 def test_inductor_equals_the_reference_and_stores_nothing_of_the_size_of_the_keys(
@@ -216,7 +219,7 @@ def test_captured_by_graphs_it_equals_the_reference() -> None:
             assert_a_step_equals_the_reference(attention, graph.run, seed)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", slow_but(("aot_eager",), ("eager", "aot_eager", "inductor")))
 def test_the_second_version_equals_float64_attention(backend: str) -> None:
     step = Step(lengths=(70, 0, 513, 512), block_size=32, alibi=True, poison=math.inf).make()
     compiled = torch.compile(paged_attention_v2, backend=backend, fullgraph=True, dynamic=False)
@@ -229,7 +232,7 @@ def test_the_second_version_equals_float64_attention(backend: str) -> None:
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", slow_but(("inductor",), ("aot_eager", "inductor")))
 def test_quantised_caches_of_half_precision_models_are_exact(backend: str) -> None:
     scales = {"k_scale": torch.tensor([0.03, 0.05]), "v_scale": torch.tensor(0.04)}
     step = Step(lengths=(70, 0, 9), kv_cache_dtype="fp8", dtype=torch.bfloat16, **scales).make()
@@ -253,7 +256,7 @@ def test_quantised_tokens_are_written_as_eagerly(kv_cache_dtype: str) -> None:
         assert eager.view(torch.uint8).any()
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", slow_but(("inductor",), ("aot_eager", "inductor")))
 def test_a_row_that_cannot_be_served_is_nan_and_no_other_is_touched(backend: str) -> None:
     compiled = torch.compile(paged_attention_v1, backend=backend, fullgraph=True, dynamic=False)
     step = Step(lengths=(5, 0, 9, 8, 4, 2), extra_width=0).make()
@@ -270,7 +273,9 @@ def test_a_row_that_cannot_be_served_is_nan_and_no_other_is_touched(backend: str
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("slots", [[-1, 3, 80], [-1, -1, 80], [79, -5, 0]])
+@pytest.mark.parametrize(
+    "slots", slow_but(([-1, 3, 80],), ([-1, 3, 80], [-1, -1, 80], [79, -5, 0]))
+)
 def test_slots_outside_of_the_cache_are_not_written(layout: str, slots: list[int]) -> None:
     compiled = torch.compile(reshape_and_cache, backend="aot_eager", fullgraph=True, dynamic=False)
     both = caches(layout, 5, 16, KV_HEADS, DIM, torch.float32)

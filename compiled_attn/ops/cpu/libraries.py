@@ -15,7 +15,7 @@ from graphs.files import digest_of, digest_of_open, remove, sync_folder, write_w
 from graphs.store.lock import Lock
 from graphs.store.safety import open_own
 
-__all__ = ["is_whole", "put", "remove_unused", "turn"]
+__all__ = ["is_whole", "put", "remove_unused", "tuning_of", "turn"]
 
 _NAME = re.compile(rf"({'|'.join(ISAS)})-[0-9a-f]{{32}}")
 _REST = re.compile(rf"\.({_NAME.pattern})\.")
@@ -95,7 +95,7 @@ def _remove(library: Path) -> None:
     lock = Lock(_lock(library))
     try:
         if lock.take() and _is_unused(_seal(library)):
-            for path in (_seal(library), library, _lock(library)):
+            for path in (_seal(library), library, tuning_of(library), _lock(library)):
                 remove(path)
     finally:
         lock.close()
@@ -126,6 +126,11 @@ def _touch(seal: Path) -> None:
         raise
     except OSError:
         return  # a folder that is only read serves too
+
+
+def tuning_of(library: Path) -> Path:
+    """Where stands what was measured of a library."""
+    return library.with_suffix(".tuning.json")
 
 
 def _seal(library: Path) -> Path:

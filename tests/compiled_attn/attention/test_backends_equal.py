@@ -89,7 +89,7 @@ SLOW = pytest.mark.slow
 
 
 def _cases() -> Iterator[Any]:
-    quick = {("inductor", "flash"), ("onnxrt", "unified")}
+    quick = {("onnxrt", "unified")}
     for module, backend in product(
         MODULES, ("aot_eager", "cudagraph", "onnxrt", "inductor", "aoti")
     ):
@@ -182,6 +182,7 @@ def _in_float32(make: Any, module: nn.Module) -> nn.Module:
     return wide
 
 
+@pytest.mark.slow
 def test_onnxrt_refuses_bfloat16_with_its_reason() -> None:
     if reason := available_backends()["onnxrt"]:
         pytest.skip(reason)

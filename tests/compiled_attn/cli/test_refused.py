@@ -99,6 +99,11 @@ def test_a_missing_compiler_is_refused_with_the_remedy(
             ["--max-tokens-per-step", "9" * 20, "--kernel", "portable", "--num-blocks", "99999"],
             ["not enough memory", "--max-tokens-per-step"],
         ),
+        (["--num-blocks", "9", "--kv-memory", "1GiB"], ["num_blocks or kv_memory, got both"]),
+        (["--kv-memory", "2G"], ["kv_memory in bytes", "GiB", "'2G'", "write it as 2GiB"]),
+        (["--kv-memory", "1KiB"], ["kv_memory of at least", "got 1,024", "--kv-memory"]),
+        (["--kv-memory", "99999999GiB"], ["not enough memory", "--kv-memory"]),
+        (["--kv-dtype", "int4"], ["kv_dtype of ('auto', 'int8', 'fp8'), got 'int4'"]),
         (["--requests", "9" * 20], ["--requests"]),
         (["--seed", "9" * 30], ["--seed"]),
         (["--scale", "1e300"], ["choose a smaller scale"]),
@@ -136,8 +141,9 @@ def test_version_and_help(command: Command) -> None:
 def test_the_help_names_every_option_of_the_command(command: Command) -> None:
     names = (
         "model trace demand requests scale seed speed concurrency temperature top-k top-p dtype "
-        "backend max-tokens-per-step max-seqs block-size num-blocks buckets max-graphs check "
-        "strict no-strict report json store no-store warmup-workers warmup-journal"
+        "backend max-tokens-per-step max-seqs block-size num-blocks kv-memory kv-dtype "
+        "buckets max-graphs check strict no-strict report json store no-store "
+        "warmup-workers warmup-journal"
     )
     text = command("run", "--help").out
     assert [name for name in names.split() if f"--{name}" not in text] == []

@@ -90,11 +90,14 @@ def test_a_run_writes_its_report_and_the_demand_that_a_plan_is_made_from(
     assert "<svg" in page and "http://" not in page.replace("http://www.w3.org", "")
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_json_and_report_say_what_was_served_how_and_on_what(
     command: Command, small: list[object], model_dir: Path, tmp_path: Path
 ) -> None:
     outputs = ["--json", tmp_path / "result.json", "--report", tmp_path / "page"]
-    assert command(*small, "--top-p", 0.5, *outputs).code == 0
+    outcome = command(*small, "--top-p", 0.5, "--threads", 2, *outputs)
+    assert outcome.code == 0
+    assert "threads: 2; waiting: as it was when torch was loaded\n" in outcome.err
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["model"] == {
         "class": "LlamaForCausalLM",
@@ -103,7 +106,8 @@ def test_json_and_report_say_what_was_served_how_and_on_what(
             p.numel() for p in LlamaForCausalLM.from_pretrained(model_dir).parameters()
         ),
     }
-    assert (result["dtype"], result["threads"]) == ("float32", torch.get_num_threads())
+    assert (result["dtype"], result["threads"]) == ("float32", 2)
+    assert result["waiting"] == "as it was when torch was loaded"
     options = result["options"]
     assert (options["top_p"], options["max_seqs"], options["backend"]) == (0.5, 4, "eager")
     assert options["model"] == str(model_dir) and options["num_blocks"] is None
@@ -136,6 +140,28 @@ def test_a_small_pool_forces_preemptions_and_changes_no_token(
     assert outcome.code == 0, outcome.err
     assert result["preemptions"] > 0
     assert (result["checked_requests"], result["mismatched_tokens"]) == (6, 0)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("int8", "int8"), ("fp8", "float8_e4m3fn")])
+def test_a_run_in_8_bits_passes_its_check_and_says_what_the_cache_is(
+    command: Command, small: list[object], tmp_path: Path, kind: str, dtype: str
+) -> None:
+    path = tmp_path / "result.json"
+    outcome = command(
+        *small, "--kv-dtype", kind, "--kv-memory", "40KiB", "--check", 6, "--json", path
+    )
+    assert outcome.code == 0, outcome.err
+    result = json.loads(path.read_text())
+    assert (result["checked_requests"], result["mismatched_tokens"]) == (6, 0)
+    cache = result["kv_cache"]
+    assert (cache["dtype"], cache["why"]) == (dtype, "kv_memory")
+    block = 2 * 2 * (16 + 4) * 8  # keys and values of 2 layers, 16 bytes and a scale, 8 tokens
+    assert (cache["blocks"], cache["tokens"]) == (40 * 1024 // block, (40 * 1024 // block - 1) * 8)
+    assert re.search(rf"KV cache\W+{dtype}, {cache['tokens']:,} tokens in 0.0 MiB", outcome.out)
+    assert re.search(r"its size is that of\W+kv_memory\b", outcome.out)
+    ties = len(result["ties"])
+    told = f"0, {ties} ties in {sum(range(18, 24))}" if ties else "0"
+    assert re.search(rf"mismatched tokens\W+{told}\s*│?\n", outcome.out)
 
 
 @pytest.mark.parametrize("kernel", ["auto", "native", "portable"])

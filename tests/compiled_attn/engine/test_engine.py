@@ -108,11 +108,11 @@ def test_preemption_in_a_small_pool_changes_no_token():
 @pytest.mark.parametrize("backend", slow_but(("aot_eager",), ("aot_eager", "inductor")))
 def test_captured_graphs_of_a_compiler_serve_without_a_compile(backend):
     model, prompts = tiny_model(), _prompts(5)
-    buckets = explicit(AXES, [(24, 32, 128, 4), (4, 8, 128, 4)])
+    buckets = explicit(AXES, [(24, 32, 128, 4)])
     engine = _engine(model, backend=backend, buckets=buckets)
     results = {r.index: r for r in engine.generate(prompts, SamplingParams(max_new_tokens=6))}
     report = engine.report()
-    assert (report.graphs, report.compiles_after_warmup, report.graph_breaks) == (2, 0, 0)
+    assert (report.graphs, report.compiles_after_warmup, report.graph_breaks) == (1, 0, 0)
     for index, prompt in enumerate(prompts):
         assert results[index].tokens == plain_generate(model, prompt, 6)
 

@@ -101,6 +101,8 @@ def test_captured_graphs_serve_without_a_compile_or_a_break():
     results = {r.index: r for r in engine.generate(prompts, SamplingParams(max_new_tokens=6))}
     report = engine.report()
     assert (report.graphs, report.compiles_after_warmup, report.graph_breaks) == (2, 0, 0)
+    assert report.compiled_graphs == 1
+    assert {row["graph"] for row in report.buckets} == {"step[tokens requests]"}
     for index, prompt in enumerate(prompts):
         assert results[index].tokens == plain_generate(model, prompt, 6)
 
@@ -189,3 +191,31 @@ def test_buckets_that_do_not_hold_the_largest_step_are_refused_if_strict():
     engine = _engine(buckets=buckets, strict=False)
     list(engine.generate([[n] * 5 for n in range(4)], SamplingParams(max_new_tokens=2)))
     assert engine.report().cut_steps == 1
+
+
+@pytest.mark.parametrize(("weights", "packs"), [("packed", True), ("plain", False)])
+def test_packed_weights_generate_what_the_model_then_computes(weights, packs):
+    model, prompts = tiny_model("llama").to(torch.bfloat16), _prompts(5)
+    plain = [plain_generate(model, prompt, 9) for prompt in prompts]
+    engine = _engine(model, weights=weights, backend="aot_eager", max_graphs=2)
+    results = [r.tokens for r in engine.generate(prompts, SamplingParams(max_new_tokens=9))]
+    assert ("weights" in engine.report().kernel_notes) is packs
+    same = sum(
+        a == b
+        for text, other in zip(results, plain, strict=True)
+        for a, b in zip(text, other, strict=False)
+    )
+    assert same >= 0.5 * sum(map(len, plain))  # until rounding takes another token
+    assert engine.report().compiles_after_warmup == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"weights": "packed", "kernel": "portable"}, "are for the native kernel"),
+        ({"weights": "int4"}, "expected weights of"),
+    ],
+)
+def test_weights_that_cannot_be_are_refused(changes, told):
+    with pytest.raises(ConfigError, match=told):
+        _engine(tiny_model().to(torch.bfloat16), **changes)

@@ -11,8 +11,8 @@ from tests.compiled_attn.hf.families import small_model
 from tests.compiled_attn.tiny import tiny_model
 
 
-def _paged(model, form=Parts):
-    return PagedCausalLM(model, cache_for(model, 8, 4), form(8, 4, 2))
+def _paged(model, form=Parts, kept=None):
+    return PagedCausalLM(model, cache_for(model, 8, 4, dtype=kept), form(8, 4, 2))
 
 
 def previous_token(model):
@@ -48,13 +48,14 @@ def own_positions(model):
     ],
 )
 @pytest.mark.parametrize("form", [Parts, Tables])
-def test_a_mistake_in_the_code_of_a_model_is_found(mistake, form, dtype, request):
+@pytest.mark.parametrize("kept", [None, torch.int8, torch.float8_e4m3fn])
+def test_a_mistake_in_the_code_of_a_model_is_found(mistake, form, dtype, kept, request):
     if form is Tables:
         request.getfixturevalue("ops")
     model = tiny_model().to(dtype)
     mistake(model)
     with pytest.raises(ModelRefused, match="same logits through the paged cache"):
-        _paged(model, form)
+        _paged(model, form, kept)
     assert model.config._attn_implementation == "eager"
     assert "forward" not in model.model.layers[0].__dict__
 
@@ -93,6 +94,33 @@ def test_a_model_without_finite_logits_is_refused():
         _paged(model)
 
 
-def test_a_quantised_cache_is_tried_without_its_rounding():
-    model = tiny_model()
-    PagedCausalLM(model, cache_for(model, 8, 4, dtype=torch.int8))
+@pytest.mark.parametrize("kept", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    "family",
+    ["llama", "mixtral", "gpt_oss", "gemma4_text", "deepseek_v3", "granitemoe_swa", "mellum"],
+)
+def test_the_rounding_of_8_bits_is_no_mistake(family, kept):
+    _paged(small_model(family), kept=kept)
+
+
+def outlier(model, size):
+    """An element of each value is far larger than the others, and nothing reads it."""
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        attention.v_proj.bias[::16] = size
+        attention.o_proj.weight[:, ::16] = 0
+
+
+@pytest.mark.parametrize("form", [Parts, Tables])
+@pytest.mark.parametrize(("kept", "size"), [(torch.int8, 3e3), (torch.float8_e4m3fn, 3e6)])
+def test_a_model_that_8_bits_spoil_is_refused_with_them_and_served_without(
+    kept, size, form, request
+):
+    if form is Tables:
+        request.getfixturevalue("ops")
+    model = small_model("qwen2")
+    outlier(model, size)
+    with pytest.raises(ModelRefused, match=r"bears keys and values in .*kv_dtype 'auto'"):
+        _paged(model, form, kept)
+    assert model.config._attn_implementation == "eager"
+    _paged(model, form)

@@ -102,6 +102,29 @@ def test_the_state_that_goes_in_and_out_is_that_of_plain_weights(model):
     assert all(torch.equal(value, other[name]) for name, value in model.state_dict().items())
 
 
+def test_memory_that_two_parameters_share_stays(model):
+    model.inner["b"].weight = nn.Parameter(model.inner["a"].weight.detach()[:32])
+    assert pack_linears(model, contextlib.ExitStack()) == 1
+    assert type(model.inner["a"]) is nn.Linear and type(model.inner["b"]) is nn.Linear
+
+
+def test_an_interrupt_while_packing_leaves_the_model_as_it_was(model, monkeypatch):
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    pack, calls = packed_linear.pack, []
+
+    def interrupted(weight):
+        calls.append(weight)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return pack(weight)
+
+    monkeypatch.setattr(packed_linear, "pack", interrupted)
+    with pytest.raises(KeyboardInterrupt), contextlib.ExitStack() as undo:
+        pack_linears(model, undo)
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    assert not any(isinstance(module, PackedLinear) for module in model.modules())
+
+
 def test_only_wanted_weights_are_packed(model):
     assert pack_linears(model, contextlib.ExitStack(), lambda w: w.shape[0] == 32) == 1
     assert type(model.head) is nn.Linear and isinstance(model.inner["b"], PackedLinear)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch._inductor.utils import run_and_get_code
 
-from graphs import capture
+from graphs import WarmupManager, capture, explicit
 from graphs.backends.onednn_linear import for_cpu
 
 
@@ -45,6 +45,23 @@ def test_linear_layers_with_and_without_bias_are_taken_and_other_matmuls_left():
 @pytest.mark.parametrize(("rows", "dtype"), [(4, torch.float32), (32, torch.bfloat16)])
 def test_few_rows_and_other_dtypes_stay_with_torch(rows, dtype):
     assert _calls(rows, dtype) == 0
+
+
+def test_symbolic_rows_are_taken_and_few_of_them_computed_as_torch_does():
+    module = Layers()
+
+    def inputs_of(bucket):
+        return [torch.randn(bucket.rows, 24)]
+
+    space = explicit(["rows"], [4, 16, 64])
+    options = {"symbolic": ("rows",), "options": for_cpu(), "timed_runs": 0}
+    manager = WarmupManager(module, space, inputs_of, **options)
+    with torch.no_grad():
+        report, (code,) = run_and_get_code(manager.warmup)
+    assert report.graphs == 1 and code.count("torch.ops.graphs.onednn_linear.default(") == 2
+    for bucket in space:
+        (x,) = inputs_of(bucket)
+        torch.testing.assert_close(manager.run(bucket, x), module(x), atol=1e-5, rtol=1e-5)
 
 
 def test_a_captured_graph_follows_a_parameter_that_changes():

@@ -170,7 +170,7 @@ def test_what_cannot_be_stored_says_why(tmp_path, monkeypatch, caplog, settings,
     def plain(self, function, *_, **__):
         return Frozen(function)
 
-    monkeypatch.setattr(InductorBackend, "capture", plain)
+    monkeypatch.setattr(InductorBackend, "alone", plain)
     backend = StoredInductor(ArtifactStore(tmp_path / "store"))
     with torch.set_grad_enabled(grad):
         capture(torch.relu, [INPUTS[0]], backend=backend, **settings)

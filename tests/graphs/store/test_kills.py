@@ -89,7 +89,7 @@ def killed(work, fatal):
 
 
 def hidden(path):
-    return [each for each in path.rglob(".*") if each.name != ".lock"]
+    return [each for each in path.rglob(".*") if each.name not in (".lock", ".room.json")]
 
 
 def assert_whole(path, *, except_damaged=False):

@@ -107,7 +107,7 @@ def plain(monkeypatch):
         (folder / "graph").write_text("nothing")
 
     monkeypatch.setattr("graphs.store.inductor.freeze", lambda f, *_, **__: (Frozen(f), None))
-    monkeypatch.setattr("graphs.store.inductor._Keeping.write", write)
+    monkeypatch.setattr("graphs.store.inductor_graph.Keeping.write", write)
     monkeypatch.setattr(StoredInductor, "read", lambda self, folder, function: function)
 
 

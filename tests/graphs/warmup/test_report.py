@@ -50,6 +50,8 @@ def test_the_json_form_is_plain():
         "run_seconds": None,
         "name": "",
         "is_loaded": False,
+        "graph": "",
+        "why_alone": "",
     }
     assert data["elapsed_seconds"] == 2.6
 

@@ -22,6 +22,7 @@ from compiled_attn.cache.defrag import BlockSwap, OnlineDefragmenter
 from graphs import CapturedGraph
 from tests.compiled_attn.state import state_of
 from tests.interrupts import count_lines, interrupted_at
+from tests.slow import slow_but
 
 BLOCKS = 24
 USED, IDLE = (4, 9, 14, 17, 18, 20, 21, 23), (2, 3, 5, 11, 19)
@@ -119,7 +120,7 @@ def test_a_defragmentation_that_is_interrupted_at_any_line_loses_nothing(
     assert {*files, "compiled_attn/cache/blocks/places.py", "graphs/capture/capture.py"} <= reached
 
 
-@pytest.mark.parametrize("at", [1, 3])
+@pytest.mark.parametrize("at", slow_but((3,), (1, 3)))
 def test_a_copy_that_fails_and_an_interrupt_while_that_is_handled_lose_nothing(
     scenes: Callable[[str], Scene], monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:

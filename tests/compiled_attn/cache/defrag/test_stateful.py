@@ -319,7 +319,7 @@ def test_a_soak_run_ends_with_an_error_where_something_is_wrong(soak, harm, monk
 
 
 def backends() -> list[object]:
-    slow = ("aoti", "onnxrt")
+    slow = ("inductor", "aoti", "onnxrt")
     works = [name for name, reason in available_backends().items() if reason is None]
     marks = {name: [pytest.mark.slow] if name in slow else [] for name in works}
     return [pytest.param(name, marks=marks[name]) for name in works if name != "ortmodule"]

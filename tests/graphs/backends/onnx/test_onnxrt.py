@@ -83,7 +83,10 @@ def assert_equals_eager(function, graph):
         torch.testing.assert_close(got, want)
 
 
-@pytest.mark.parametrize("function", [write_then_read, read_feeds_write])
+@pytest.mark.parametrize(
+    "function",
+    [pytest.param(write_then_read, marks=pytest.mark.slow), read_feeds_write],
+)
 def test_a_cache_that_nobody_reads_beside_the_write_is_updated_where_it_lies(function, sessions):
     graph = capture(function, tensors(), backend=BACKEND)
     assert sessions[0].in_place and not sessions[0].copied_back

@@ -1,0 +1,92 @@
+"""Threads of the command, and how they wait for each other; decided before torch is loaded."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+__all__ = ["busy_processors", "choose_waiting"]
+
+_STAT = Path("/proc/stat")
+_WINDOW_SECONDS = 0.2
+_CROWDED = 0.3
+"""Processors that are one too few from which on passive waiting is faster, see docs/threads.md."""
+_CHOSEN_BY_USER = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+
+
+def choose_waiting(threads: int | None) -> str:
+    """Lets the threads of OpenMP sleep while they wait where others need the processors.
+
+    Threads that spin keep a processor from the process that has the work they wait for. OpenMP
+    reads the choice, the variable ``OMP_WAIT_POLICY``, once: when torch is loaded. What the user
+    has set stays.
+
+    Args:
+        threads: that will compute; None: as many as there are processors, or ``OMP_NUM_THREADS``.
+
+    Returns:
+        the choice and its reason, as the report tells them: ``passive: others keep 1.0 of 2
+        processors busy``.
+    """
+    for name in _CHOSEN_BY_USER:
+        if name in os.environ:
+            return f"as set: {name}={os.environ[name]}"
+    if "torch" in sys.modules:
+        return "as it was when torch was loaded"
+    return _measured(threads or _threads_by_default())
+
+
+def _measured(threads: int) -> str:
+    if threads == 1:
+        return "none: one thread"
+    processors, busy = _usable(), busy_processors()
+    if busy is None:
+        return "active: this system does not tell how busy it is"
+    is_crowded = threads + busy > len(processors) + _CROWDED
+    if is_crowded:
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+    choice = "passive" if is_crowded else "active"
+    return f"{choice}: others keep {busy:.1f} of {len(processors)} processors busy"
+
+
+def busy_processors(seconds: float = _WINDOW_SECONDS) -> float | None:
+    """Processors of this process that others keep busy, looked at for so long while it sleeps.
+
+    None where the system does not tell.
+    """
+    before = _ticks()
+    time.sleep(seconds)
+    after = _ticks()
+    spent = [
+        [b - a for a, b in zip(*both, strict=True)] for both in zip(before, after, strict=True)
+    ]
+    shares = [busy / (busy + idle) for busy, idle in spent if busy + idle]
+    return sum(shares) if shares else None
+
+
+def _ticks() -> list[tuple[int, int]]:
+    """Busy and idle time of each usable processor so far."""
+    try:
+        lines = [line.split() for line in _STAT.read_text(encoding="ascii").splitlines()]
+    except OSError:
+        return []
+    names, found = {f"cpu{number}" for number in _usable()}, []
+    for name, *fields in lines:
+        if name in names:
+            # user nice system idle iowait irq softirq steal; guests are in user and nice already
+            user, nice, system, idle, waits, *rest = map(int, fields[:8])
+            found.append((user + nice + system + sum(rest), idle + waits))
+    return found
+
+
+def _usable() -> set[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
+
+
+def _threads_by_default() -> int:
+    wanted = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    return int(wanted) if wanted.isdecimal() and int(wanted) else len(_usable())

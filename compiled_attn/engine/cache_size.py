@@ -1,0 +1,120 @@
+"""The size of an engine's KV cache: as it was given, or chosen from the model and the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from compiled_attn.engine.config import ConfigError, EngineConfig
+from compiled_attn.hf import cache_for
+from graphs.capture.memory import free_bytes, machine_bytes
+
+__all__ = ["CacheSize", "memory_for"]
+
+_LEAST_BYTES = 256 * 2**20
+_TIMES_WEIGHTS = 4
+_FREE_SHARE = 2  # one part of so many
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSize:
+    """The size of a KV cache, and why it has it.
+
+    Args:
+        dtype: of its elements.
+        bytes: of all its blocks, scales included.
+        blocks: null block included.
+        tokens: that it holds.
+        why: what decided.
+    """
+
+    dtype: str
+    bytes: int
+    blocks: int
+    tokens: int
+    why: str
+
+    @staticmethod
+    def of(model: PreTrainedModel, config: EngineConfig, context: int) -> CacheSize:
+        """The size as configured, or else what this model needs of what this machine has.
+
+        By default that is four times the weights, but 256 MiB at least; no more than half of the
+        memory that is free now, and than `max_seqs` requests of full context fill; one such request
+        always fits. Half of the free memory is rounded down to a power of two, so that it is the
+        same at the next start: captured graphs are of one size of the cache.
+
+        Raises:
+            ConfigError: it is too small for a block, or too large for the machine.
+        """
+        slot = cache_for(model, 2, 1, dtype=config.cache_dtype)
+        block_bytes = slot.bytes_per_block * config.block_size
+        blocks, why = _blocks(model, config, context, block_bytes)
+        _refuse_beyond_memory(model, config, blocks, block_bytes)
+        name = str(slot.dtype).removeprefix("torch.")
+        return CacheSize(name, blocks * block_bytes, blocks, (blocks - 1) * config.block_size, why)
+
+    def to_dict(self) -> dict[str, object]:
+        """The size as JSON-able values."""
+        return asdict(self)
+
+
+def memory_for(model: nn.Module) -> int | None:
+    """Bytes of the memory that the model is in, None where nobody says."""
+    return machine_bytes() if _is_on_cpu(model) else None
+
+
+def _blocks(
+    model: PreTrainedModel, config: EngineConfig, context: int, block_bytes: int
+) -> tuple[int, str]:
+    if config.num_blocks is not None:
+        return config.num_blocks, "num_blocks"
+    if config.kv_bytes is not None:
+        return _blocks_within(config.kv_bytes, block_bytes, config), "kv_memory"
+    request = -(-context // config.block_size)
+    limits = [(budget // block_bytes, why) for budget, why in _budgets(model)]
+    limits.append((config.max_seqs * request, "max_seqs requests of full context"))
+    least = request, "one request of full context"
+    blocks, why = max(least, min(limits))
+    return 1 + blocks, why
+
+
+def _blocks_within(given: int, block_bytes: int, config: EngineConfig) -> int:
+    blocks = given // block_bytes
+    if blocks < 2:
+        raise ConfigError(
+            f"expected kv_memory of at least {2 * block_bytes:,} bytes, two blocks of "
+            f"{config.block_size} tokens of which one is the null block, got {given:,}: raise "
+            "kv_memory (--kv-memory) or lower block_size"
+        )
+    return blocks
+
+
+def _budgets(model: nn.Module) -> Iterator[tuple[int, str]]:
+    """Bytes that a cache may have by default, each with its reason."""
+    weights = sum(each.numel() * each.itemsize for each in model.parameters())
+    least = _LEAST_BYTES, "256 MiB, the least"
+    yield max(least, (_TIMES_WEIGHTS * weights, f"{_TIMES_WEIGHTS} times the weights"))
+    if _is_on_cpu(model) and (free := free_bytes()) is not None:
+        half = 1 << max(free // _FREE_SHARE, 1).bit_length() - 1
+        yield half, f"half of {free / 2**30:.1f} GiB free, as a power of two"
+
+
+def _refuse_beyond_memory(
+    model: PreTrainedModel, config: EngineConfig, blocks: int, block_bytes: int
+) -> None:
+    """Before anything is allocated: the system would promise more memory than there is."""
+    there, wanted = memory_for(model), blocks * block_bytes
+    if there is not None and wanted > there:
+        raise ConfigError(
+            f"not enough memory: expected a KV cache of at most {there:,} bytes, which this "
+            f"machine has, got {wanted:,} bytes for {blocks} blocks of {config.block_size} "
+            "tokens: lower num_blocks (--num-blocks), kv_memory (--kv-memory), block_size or the "
+            "context"
+        )
+
+
+def _is_on_cpu(model: nn.Module) -> bool:
+    return next(model.parameters()).device.type == "cpu"

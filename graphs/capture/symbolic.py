@@ -1,0 +1,126 @@
+"""Symbolic sizes: what captures of one callable share that differ in sizes of inputs alone."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from graphs.capture.contract import Frozen
+from graphs.capture.inputs import Input
+from graphs.errors import CaptureError
+from graphs.watch.causes import describe_failure
+
+__all__ = ["SharedGraph", "SymbolicSizes", "sizes_that_differ", "warmed"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SharedGraph:
+    """A compiled graph in which sizes of its inputs are symbols.
+
+    Attributes:
+        why_not: given inputs, why it cannot run on them; an empty string if it can.
+        at: given inputs that it can run on, the graph for inputs like them.
+    """
+
+    why_not: Callable[[Sequence[Input]], str]
+    at: Callable[[Sequence[Input]], Frozen]
+
+
+class SymbolicSizes:
+    """The sizes that differ between captures of one callable, and the graphs that they share.
+
+    Args:
+        name: of the graphs, for reports.
+        dims: for each input, its dimensions of such a size.
+    """
+
+    def __init__(self, name: str, dims: Sequence[Sequence[int]]) -> None:
+        self.name = name
+        self.dims = tuple(map(tuple, dims))
+        self._graphs: list[SharedGraph] = []
+        self._refused = ""
+
+    def capture(
+        self,
+        examples: Sequence[Input],
+        make: Callable[[], tuple[SharedGraph, Frozen]],
+        alone: Callable[[], Frozen],
+        *,
+        name: str,
+        warm_runs: int,
+    ) -> Frozen:
+        """A graph that runs on the examples: one that is there, or one more, or one of fixed sizes.
+
+        Args:
+            make: compiles or loads a graph, and runs it on the examples.
+            alone: captures at the sizes of the examples, where no symbol can stand for them.
+
+        Raises:
+            CaptureError: the graph fails on the examples; or neither way of capturing works.
+        """
+        told = ""
+        for place, graph in enumerate(self._graphs):
+            if not (told := graph.why_not(examples)):
+                return self._named(warmed(graph.at(examples), examples, name, warm_runs), place)
+        if self._refused:
+            return replace(alone(), why_alone=self._refused)
+        try:
+            graph, frozen = make()
+        except CaptureError as error:
+            frozen = alone()
+            self._refused = f"{self.name} cannot be compiled: {error.detail}"
+            _log.warning("%s: compiled at fixed sizes: %s", name, self._refused)
+            return replace(frozen, why_alone=self._refused)
+        self._graphs.append(graph)
+        if told:
+            told = f"it does not fit {self.name}: {told}"
+            _log.warning("%s: compiled by itself: %s", name, told)
+        return replace(self._named(frozen, len(self._graphs) - 1), why_alone=told)
+
+    def _named(self, frozen: Frozen, place: int) -> Frozen:
+        return replace(frozen, shared_as=f"{self.name} {place + 1}" if place else self.name)
+
+
+def sizes_that_differ(
+    inputs: Sequence[Input], others: Sequence[Sequence[Input]]
+) -> list[tuple[int, ...]]:
+    """For each input, the dimensions whose size is another one in the inputs of another bucket.
+
+    Sizes below 2 are none of them, as torch cannot have a symbol for these. An input that is no
+    tensor, or one of another rank there, has none.
+    """
+    return [
+        tuple(
+            dim
+            for dim, size in enumerate(value.shape)
+            if size > 1 and any(size != _size(other, place, dim, value) for other in others)
+        )
+        if isinstance(value, Tensor)
+        else ()
+        for place, value in enumerate(inputs)
+    ]
+
+
+def _size(others: Sequence[Input], place: int, dim: int, like: Tensor) -> int:
+    other = others[place] if place < len(others) else None
+    is_alike = isinstance(other, Tensor) and other.dim() == like.dim()
+    return other.shape[dim] if is_alike else like.shape[dim]  # type: ignore[union-attr]
+
+
+def warmed(frozen: Frozen, examples: Sequence[Input], name: str, runs: int) -> Frozen:
+    """The graph, run on the examples.
+
+    Raises:
+        CaptureError: it fails on them.
+    """
+    try:
+        for _ in range(runs):
+            frozen.run(*examples)
+    except Exception as error:
+        raise CaptureError(name, describe_failure(error)) from error
+    return frozen

@@ -1,0 +1,210 @@
+"""A graph that inductor compiled, with a note of whose tensors it takes: kept, written and read."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._guards import TracingContext
+from torch.utils import _pytree as pytree
+
+from graphs.backends.export_state import State, constant_of, restored, why_stale
+from graphs.backends.vector_probe import without_probes
+from graphs.capture.contract import Frozen
+from graphs.capture.inputs import Input
+from graphs.capture.symbolic import SharedGraph
+
+__all__ = ["Keeping", "read", "read_shared"]
+
+_GRAPH = "graph.bin"
+_LAYOUT = "graph.json"
+
+
+def read(folder: Path, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Load a graph of fixed sizes; nothing is traced or compiled.
+
+    Raises:
+        ValueError: the parameters and buffers of `function` are not those it was compiled for.
+    """
+    return _restored(folder, function, _layout_of(folder))
+
+
+def read_shared(folder: Path, function: Callable[..., Any]) -> SharedGraph:
+    """Load a graph of symbolic sizes, with the guards of these; as :func:`read`."""
+    layout = _layout_of(folder)
+    frozen = Frozen(_restored(folder, function, layout), stale=why_stale, is_loaded=True)
+    return SharedGraph(lambda examples: _why_not(layout, examples), lambda _: frozen)
+
+
+def _layout_of(folder: Path) -> dict[str, Any]:
+    layout: dict[str, Any] = json.loads((folder / _LAYOUT).read_bytes())
+    return layout
+
+
+def _restored(
+    folder: Path, function: Callable[..., Any], layout: Mapping[str, Any]
+) -> Callable[..., Any]:
+    return restored(function, layout, lambda: _load(folder / _GRAPH))
+
+
+def _why_not(layout: Mapping[str, Any], examples: Sequence[Input]) -> str:
+    """The first guard that does not hold, with inputs as `L['inputs'][i]`; or an empty string."""
+    from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
+
+    inputs = {"L": {"inputs": [*examples]}}
+    failed = (guard for guard in layout["guards"] if not eval(guard, SYMPY_INTERP, inputs))
+    return str(next(failed, ""))
+
+
+class Keeping:
+    """A compiler for Dynamo that keeps what inductor made, and the tensors of the first run.
+
+    Args:
+        options: of inductor.
+        is_symbolic: whether sizes of the inputs are symbols.
+    """
+
+    def __init__(self, options: Mapping[str, Any], is_symbolic: bool) -> None:
+        self._options = dict(options)
+        self._is_symbolic = is_symbolic
+        self._shapes: Any = None
+        self._placeholders: list[Any] = []
+        self._artifact: Any = None
+        self._inputs: Sequence[Any] = ()
+        self._outputs: Sequence[Any] = ()
+        self._has_constants = False
+
+    def __call__(self, graph: Any, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compile a graph of Dynamo; its first run is noted."""
+        self._has_constants = any(
+            isinstance(value, Tensor) for part in graph.modules() for value in _values_of(part)
+        )
+        if self._is_symbolic:
+            nodes = graph.graph.find_nodes(op="placeholder")
+            self._placeholders = [node.meta["example_value"] for node in nodes]
+            tracing: Any = TracingContext.get()
+            self._shapes = tracing.fake_mode.shape_env
+        self._artifact = torch._inductor.standalone_compile(
+            graph,
+            list(self._placeholders or example_inputs),  # the former have the symbols
+            dynamic_shapes="from_tracing_context" if self._shapes else "from_example_inputs",
+            options={"config_patches": self._options},
+            aot=True,
+        )
+        call: Any = self._note
+
+        def run(*inputs: Any) -> Any:
+            nonlocal call
+            now, call = call, self._artifact
+            return now(*inputs)
+
+        return run
+
+    def _note(self, *inputs: Any) -> Any:
+        self._inputs = inputs
+        self._outputs = self._artifact(*inputs)
+        return self._outputs
+
+    def write(
+        self, folder: Path, function: Callable[..., Any], examples: Sequence[Input], result: Any
+    ) -> None:
+        """Write the graph, and whose tensors it takes and makes: `result` is of the first run.
+
+        Raises:
+            ValueError: a later process could not know whose a tensor is.
+        """
+        try:
+            layout = self._layout(function, examples, result)
+        finally:
+            # Nobody needs the tensors of the first run any more, nor what was traced.
+            self._inputs, self._outputs, self._placeholders, self._shapes = (), (), [], None
+        self._artifact.save(path=str(folder / _GRAPH), format="binary")
+        (folder / _LAYOUT).write_text(json.dumps(layout), "utf-8")
+
+    def _layout(
+        self, function: Callable[..., Any], examples: Sequence[Input], result: Any
+    ) -> dict[str, Any]:
+        # Tensors are recognised by their identity.
+        if self._has_constants:
+            raise ValueError("tensors are constants of the graph: make them inputs, or buffers")
+        state = State(function)
+        known = {id(tensor): ["state", i] for i, tensor in enumerate(state.now())}
+        known |= {id(x): ["input", i] for i, x in enumerate(examples) if isinstance(x, Tensor)}
+        given = enumerate(self._inputs)
+        takes = [
+            known.get(id(x)) if isinstance(x, Tensor) else self._size_of(place, known)
+            for place, x in given
+        ]
+        if strange := [place for place, take in enumerate(takes) if take is None]:
+            raise ValueError(
+                f"{len(strange)} tensors are neither inputs, parameters nor buffers: make them so"
+            )
+        leaves, spec = pytree.tree_flatten(result)
+        places = known | {id(tensor): ["made", i] for i, tensor in enumerate(self._outputs)}
+        return {
+            "takes": takes,
+            "guards": self._guards(takes),
+            "leaves": [places.get(id(leaf)) or ["constant", constant_of(leaf)] for leaf in leaves],
+            "spec": pytree.treespec_dumps(spec),
+            "tensors": [i for i, value in enumerate(examples) if isinstance(value, Tensor)],
+            "state": state.layout(),
+        }
+
+    def _size_of(self, place: int, known: Mapping[int, list[Any]]) -> list[Any] | None:
+        """Which dimension of which input has the size that is the argument at a place."""
+        symbol = self._placeholders[place].node.expr
+        for tensor, value in zip(self._placeholders, self._inputs, strict=True):
+            for dim, size in enumerate(getattr(tensor, "shape", ())):
+                own = known.get(id(value))
+                if isinstance(size, torch.SymInt) and size.node.expr == symbol and own:
+                    return ["size", own[1], dim] if own[0] == "input" else None
+        return None
+
+    def _guards(self, takes: Sequence[Any]) -> list[str]:
+        """What has to hold for the sizes of the inputs, as expressions of Python."""
+        if self._shapes is None:
+            return []
+        from torch._dynamo.source import GetItemSource, LocalSource  # who only loads needs none
+
+        inputs = {place: i for place, (kind, i, *_) in enumerate(takes) if kind == "input"}
+        guards: list[str] = self._shapes.produce_guards(
+            [self._placeholders[place] for place in inputs],
+            [GetItemSource(LocalSource("inputs"), i) for i in inputs.values()],
+            ignore_static=False,
+        )
+        return guards
+
+
+def _load(path: Path) -> Callable[[list[Tensor]], Sequence[Any]]:
+    inductor: Any = torch._inductor
+    with without_probes(), _no_headers():
+        graph = inductor.CompiledArtifact.load(path=str(path), format="binary")
+    return lambda tensors: graph(*tensors)
+
+
+@contextlib.contextmanager
+def _no_headers() -> Iterator[None]:
+    # Inductor preprocesses its headers in each process, to compile kernels faster. Here none is
+    # compiled, but where inductor's cache has lost one.
+    codecache: Any = importlib.import_module("torch._inductor.codecache")
+    precompile = getattr(codecache, "_precompile_header", None)
+    if precompile is None:
+        yield
+        return
+    codecache._precompile_header = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        codecache._precompile_header = precompile
+
+
+def _values_of(part: Any) -> Iterator[Any]:
+    yield from part.__dict__.values()
+    yield from part._parameters.values()
+    yield from part._buffers.values()

@@ -1,0 +1,96 @@
+"""Families of buckets that differ in symbolic sizes alone, so that they can share a graph."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+
+from graphs.buckets.axes import Bucket
+from graphs.capture.inputs import Input
+from graphs.capture.symbolic import SymbolicSizes, sizes_that_differ
+
+__all__ = ["Families"]
+
+_ANY = 2  # any size that torch has a symbol for
+
+
+class Families:
+    """What the buckets of each family share.
+
+    Two buckets are of one family if they have the same sizes on all axes that are not symbolic, and
+    sizes below 2, for which torch has no symbols, in the same places. A bucket without others like
+    it has no family.
+
+    Args:
+        name: of the callable.
+        axes: whose sizes are symbols.
+        buckets: all there are.
+        make_inputs: makes the example inputs of a bucket.
+
+    Raises:
+        ValueError: there is no such axis.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        axes: Sequence[str],
+        buckets: Iterable[Bucket],
+        make_inputs: Callable[[Bucket], Sequence[Input]],
+    ) -> None:
+        self._name = name
+        self._axes = frozenset(axes)
+        self._make_inputs = make_inputs
+        self._members: dict[Bucket, list[Bucket]] = {}
+        self._shared: dict[Bucket, SymbolicSizes] = {}
+        for bucket in buckets:
+            if unknown := self._axes.difference(bucket):
+                raise ValueError(
+                    f"symbolic has {min(unknown)!r}; expected axes of the buckets: "
+                    f"{', '.join(bucket)}"
+                )
+            self._members.setdefault(self.kind(bucket), []).append(bucket)
+
+    def of(self, bucket: Bucket, inputs: Sequence[Input]) -> SymbolicSizes | None:
+        """What a bucket with these inputs shares with its family; None if it has none."""
+        kind = self.kind(bucket)
+        if not self._has_others(bucket):
+            return None
+        if kind not in self._shared:
+            dims = sizes_that_differ(inputs, [*self._inputs_of_others(bucket)])
+            self._shared[kind] = SymbolicSizes(self._title(kind), dims)
+        return self._shared[kind]
+
+    def kind(self, bucket: Bucket) -> Bucket:
+        """What the buckets of a family have in common; the bucket itself without symbolic axes."""
+        sizes = {a: min(n, _ANY) if a in self._axes else n for a, n in bucket.items()}
+        return Bucket(**sizes)
+
+    def firsts(self, buckets: Iterable[Bucket]) -> list[Bucket]:
+        """The buckets without one of their family before them."""
+        first: dict[Bucket, Bucket] = {}
+        for bucket in buckets:
+            first.setdefault(self.kind(bucket), bucket)
+        return [*first.values()]
+
+    def forget(self) -> None:
+        """Let go of what was shared."""
+        self._shared.clear()
+
+    def _has_others(self, bucket: Bucket) -> bool:
+        return any(other != bucket for other in self._members.get(self.kind(bucket), ()))
+
+    def _title(self, kind: Bucket) -> str:
+        told = (a if a in self._axes and n == _ANY else f"{a}={n}" for a, n in kind.items())
+        return f"{self._name}[{' '.join(told)}]"
+
+    def _inputs_of_others(self, bucket: Bucket) -> Iterator[Sequence[Input]]:
+        """Of one bucket of the family with another size, for each axis."""
+        members = self._members[self.kind(bucket)]
+        for axis in sorted(self._axes):
+            other = next((each for each in members if each[axis] != bucket[axis]), None)
+            if other is not None:
+                with contextlib.suppress(Exception), torch.no_grad():  # its own capture says why
+                    yield self._make_inputs(other)

@@ -1,0 +1,40 @@
+"""The command that measures linear layers again."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from compiled_attn.errors import NativeUnavailable
+from compiled_attn.ops import load
+from compiled_attn.ops.tuning import Tuning
+from tests.compiled_attn.cli.commands import assert_refused
+
+
+@pytest.fixture
+def tuned(tmp_path, monkeypatch) -> Tuning:
+    file = tmp_path / "tuning.json"
+    file.write_text('{"1 threads, 1 x 1": 3.0}')
+    tuned = Tuning(load("reference"), file, lambda ops, weight: weight.shape[0] / 32)
+    monkeypatch.setattr("compiled_attn.cli.tune.tuning", lambda: tuned)
+    return tuned
+
+
+def test_tune_measures_the_layers_of_the_model_anew_and_keeps_that(command, model_dir, tuned):
+    outcome = command("tune", "--model", model_dir)
+    assert outcome.code == 0, outcome.err
+    kept = json.loads(tuned.file.read_text())
+    assert kept == dict(tuned.results) and "1 threads, 1 x 1" not in kept
+    assert any(key.endswith("256 x 32") for key in kept)  # the head
+    assert "packed over plain" in outcome.out and "kept in" in outcome.out
+    for line in (line for line in outcome.out.splitlines() if "256 x 32" in line):
+        assert "8.00" in line and "packed" in line
+
+
+def test_without_a_native_kernel_there_is_nothing_to_tune(command, monkeypatch):
+    def missing() -> Tuning:
+        raise NativeUnavailable("expected a C++ compiler, found none: install g++")
+
+    monkeypatch.setattr("compiled_attn.cli.tune.tuning", missing)
+    assert_refused(command("tune"), "expected a C++ compiler")

@@ -1,0 +1,214 @@
+"""Keys and values in 8 bits: the tokens of a model that is rounded so, in half of the memory."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from compiled_attn.engine import ConfigError, Engine, EngineConfig, SamplingParams
+from compiled_attn.engine.cache_size import CacheSize
+from compiled_attn.hf.proof import check
+from compiled_attn.hf.small_steps import kept_logits
+from compiled_attn.models import default_model
+from graphs.store.factors import graph_factors
+from tests.compiled_attn.engine.kept import KINDS, kept_rows
+from tests.compiled_attn.tiny import plain_generate, tiny_model
+
+NEW = 12
+SAMPLING = SamplingParams(max_new_tokens=NEW)
+
+pytestmark = pytest.mark.usefixtures("compiler")
+
+
+def _engine(model, kv_dtype, **changes) -> Engine:
+    settings = {
+        "max_tokens_per_step": 24,
+        "max_seqs": 4,
+        "block_size": 4,
+        "num_blocks": 256,
+        "backend": "eager",
+        "max_graphs": 4,
+        **changes,
+    }
+    engine = Engine(model, EngineConfig(**settings, kv_dtype=kv_dtype))
+    engine.warmup()
+    return engine
+
+
+def _prompts(count: int = 6, longest: int = 40) -> list[list[int]]:
+    rng = np.random.default_rng(5)
+    prefix = rng.integers(1, 120, 16).tolist()
+    return [
+        (prefix if index % 2 else []) + rng.integers(1, 120, int(rng.integers(1, longest))).tolist()
+        for index in range(count)
+    ]
+
+
+def _tokens(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
+    return [result.tokens for result in engine.generate(prompts, SAMPLING, in_order=True)]
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("kernel", ["native", "portable"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_token_is_the_likeliest_of_a_model_whose_cache_is_rounded_so(kind, kernel, family):
+    model, prompts = tiny_model(family), _prompts()
+    engine = _engine(model, kind, kernel=kernel)
+    for prompt, tokens in zip(prompts, _tokens(engine, prompts), strict=True):
+        rows = kept_rows(model, prompt + tokens[:-1], kind)[len(prompt) - 1 :]
+        short = rows.amax(-1) - rows[range(NEW), tokens]
+        # An element that lies between two codes may become the other one.
+        assert (short <= 2e-3 * rows.std(-1)).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_are_mostly_those_of_plain_generate_and_never_far_from_it(kind, record_property):
+    model, prompts = default_model(), _prompts(4)
+    engine = _engine(model, kind, num_blocks=64, context=64)
+    bound = {"int8": 0.1, "fp8": 0.4}[kind]  # of a row's spread
+    equal = 0
+    for prompt, tokens in zip(prompts, _tokens(engine, prompts), strict=True):
+        model.set_attn_implementation("eager")
+        rows = model(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
+        model.set_attn_implementation("compiled_attn")
+        equal += int((rows.argmax(-1) == torch.tensor(tokens)).sum())
+        assert (rows.amax(-1) - rows[range(NEW), tokens] <= bound * rows.std(-1)).all()
+    share = equal / (NEW * len(prompts))
+    record_property("share of equal tokens", share)
+    assert share >= {"int8": 0.9, "fp8": 0.75}[kind]
+
+
+@pytest.mark.parametrize("kernel", ["native", "portable"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_prefix_cache_preemption_and_defragmentation_change_no_token(kind, kernel):
+    model, prompts = tiny_model(), _prompts(7, longest=30)
+    plenty = _tokens(_engine(model, kind, kernel=kernel, defrag_waste=None), prompts)
+    engine = _engine(model, kind, kernel=kernel, num_blocks=18, defrag_waste=0.0)
+    assert _tokens(engine, prompts) == plenty
+    report = engine.report()
+    assert report.preemptions > 0 and report.memory["defrag_moves"] > 0
+    assert report.prefix_hit_ratio > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_shared_beginning_of_a_block_is_copied_with_its_scales(kind):
+    model, first = tiny_model(), [*range(1, 60)]
+    second = [*first[:-7], 99, 98, 97]
+    alone = _tokens(_engine(model, kind, block_size=16), [second])
+    engine = _engine(model, kind, block_size=16)
+    _tokens(engine, [first])
+    assert _tokens(engine, [second]) == alone
+    assert engine.report().memory["copies_on_write"] == 1
+
+
+@pytest.mark.parametrize("kernel", ["native", "portable"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_not_finite_in_a_cache_of_8_bits_is_found_and_hurts_no_other(kind, kernel):
+    poison, prompts = 127, _prompts()
+    model = tiny_model()
+    model.get_input_embeddings().weight.data[poison] = math.nan
+    model.lm_head.weight.data[poison] = 0.0  # so that nobody generates it
+    clean = _tokens(_engine(model, kind, kernel=kernel), prompts)
+    engine = _engine(model, kind, kernel=kernel)
+    bad = {1: [*prompts[1], poison, *range(1, 30)], 4: [poison]}
+    served = [bad.get(index, prompt) for index, prompt in enumerate(prompts)]
+    for index, result in enumerate(engine.generate(served, SAMPLING, in_order=True)):
+        assert (result.finish_reason == "error") == (index in bad)
+        assert index in bad or result.tokens == clean[index]
+    # Nothing of it is found by a prompt that begins like it.
+    (result,) = engine.generate([[*prompts[1], 5]], SAMPLING)
+    assert result.finish_reason == "length"
+    cache = engine.executor.module.cache
+    codes = cache.value(0).view(torch.uint8)
+    assert engine.executor.finite_blocks(np.arange(1, 3)) == 2
+    if kind == "fp8":
+        codes[4 * 2] = 0x7F  # NaN
+        assert engine.executor.finite_blocks(np.arange(1, 3)) == 1
+    cache.key_scale(1)[4 * 1] = math.inf
+    assert engine.executor.finite_blocks(np.arange(1, 3)) == 0
+
+
+@pytest.mark.parametrize("kind", ["int8", pytest.param("fp8", marks=pytest.mark.slow)])
+def test_captured_graphs_serve_8_bits_as_eager_does_and_compile_nothing(kind):
+    model, prompts = tiny_model(), _prompts(3)
+    eager = _tokens(_engine(model, kind), prompts)
+    engine = _engine(model, kind, backend="inductor", max_graphs=2)
+    assert _tokens(engine, prompts) == eager
+    report = engine.report()
+    assert (report.compiles_after_warmup, report.graph_breaks, report.fallbacks) == (0, 0, 0)
+
+
+def test_8_bits_hold_nearly_twice_the_tokens_of_16():
+    model = default_model(dtype=torch.bfloat16)
+    config = {"kv_memory": "16MiB", "context": 64}
+    sizes = {
+        kind: CacheSize.of(model, EngineConfig(**config, kv_dtype=kind), 64)
+        for kind in ("auto", *KINDS)
+    }
+    assert sizes["auto"].dtype == "bfloat16" and sizes["fp8"].dtype == "float8_e4m3fn"
+    for kind in KINDS:  # 64 elements in 64 bytes and 4 of a scale
+        assert sizes[kind].tokens / sizes["auto"].tokens == pytest.approx(128 / 68, rel=0.01)
+        assert sizes[kind].bytes <= 16 * 2**20
+
+
+@pytest.mark.parametrize("kernel", ["native", "portable"])
+def test_a_model_in_float64_or_bfloat16_takes_a_cache_of_8_bits(kernel):
+    for dtype in (torch.bfloat16, torch.float64):
+        auto = kernel if dtype == torch.bfloat16 else "auto"
+        engine = _engine(tiny_model().to(dtype), "int8", kernel=auto)
+        assert all(len(tokens) == NEW for tokens in _tokens(engine, _prompts(2)))
+        assert engine.report().kv_cache["dtype"] == "int8"
+
+
+def test_a_graph_in_the_store_is_of_one_element_type():
+    states = set()
+    for kind in ("auto", *KINDS):
+        module = _engine(tiny_model(), kind).executor.module
+        factors = graph_factors(module, [], backend="eager", options={}, code={})
+        states.add(factors["state"])
+    assert len(states) == 3
+
+
+@pytest.mark.parametrize("kind", ["int4", "fp8_e5m2", "float8_e4m3fn", "", None])
+def test_other_element_types_are_refused(kind):
+    with pytest.raises(
+        ConfigError, match=r"expected a kv_dtype of \('auto', 'int8', 'fp8'\), got .*: choose one"
+    ):
+        EngineConfig(kv_dtype=kind)
+
+
+def test_a_backend_that_cannot_capture_8_bits_is_refused_with_the_remedy():
+    with pytest.raises(ConfigError, match=r"backend onnxrt, got 'int8', .*another backend"):
+        EngineConfig(kv_dtype="int8", backend="onnxrt")
+
+
+def test_without_8_bits_tokens_are_those_of_plain_generate_bit_for_bit():
+    model, prompts = tiny_model(), _prompts(3)
+    engine = _engine(model, "auto")
+    assert engine.executor.module.cache.dtype == torch.float32
+    for prompt, tokens in zip(prompts, _tokens(engine, prompts), strict=True):
+        assert tokens == plain_generate(model, prompt, NEW)
+
+
+@pytest.mark.parametrize("kernel", ["native", "portable"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_check_takes_what_8_bits_make_of_logits_for_rounding_and_no_more(kind, kernel):
+    model = tiny_model()
+    engine = _engine(model, kind, kernel=kernel)
+    results = list(engine.generate(_prompts(20), SAMPLING, in_order=True))
+    kept = partial(kept_logits, engine.executor.module)
+    report = check(model, results, 20, kept=kept)
+    assert report.mismatches == [] and report.ties != []
+    assert check(model, results, 20).mismatches != []
+    plain = kept_rows(model, results[0].prompt, kind)[-1].double()
+    assert torch.allclose(kept(results[0].prompt), plain, atol=1e-2 * plain.std())
+    least = int(plain.argmin())
+    wrong = [replace(results[0], tokens=[least, *results[0].tokens[1:]])]
+    assert check(model, wrong, 1, kept=kept).mismatched_tokens >= 1
+    assert model.config._attn_implementation == "compiled_attn"
+    engine.executor.check_unchanged()

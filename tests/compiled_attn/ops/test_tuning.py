@@ -1,0 +1,66 @@
+"""What was measured is kept, and decides."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from compiled_attn.ops import NativeUnavailable, load
+from compiled_attn.ops.cpu.build import find_compiler
+from compiled_attn.ops.tuning import Tuning
+
+WEIGHT = torch.zeros(32, 64, dtype=torch.bfloat16)
+
+
+def _tuning(file, ratios: list[float]) -> Tuning:
+    return Tuning(load("reference"), file, lambda ops, weight: ratios.pop())
+
+
+@pytest.mark.parametrize(("ratio", "packs"), [(1.5, True), (0.9, False)])
+def test_weights_are_packed_where_that_was_faster(tmp_path, ratio, packs):
+    assert _tuning(tmp_path / "t.json", [ratio]).packs(WEIGHT) is packs
+
+
+def test_each_size_is_measured_once_for_all_processes(tmp_path):
+    file = tmp_path / "t.json"
+    first = _tuning(file, [0.5, 2.0])
+    assert first.packs(WEIGHT) and first.packs(WEIGHT)
+    assert not first.packs(WEIGHT[:16])
+    assert _tuning(file, []).packs(WEIGHT)
+    threads = torch.get_num_threads()
+    assert json.loads(file.read_text()) == {
+        f"{threads} threads, 32 x 64": 2.0,
+        f"{threads} threads, 16 x 64": 0.5,
+    }
+
+
+def test_what_is_forgotten_is_measured_again(tmp_path):
+    file = tmp_path / "t.json"
+    tuned = _tuning(file, [0.5, 2.0])
+    assert tuned.packs(WEIGHT)
+    tuned.forget()
+    assert not tuned.packs(WEIGHT) and not _tuning(file, []).packs(WEIGHT)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '{"1 threads, 32 x 64": "fast"}', "null"])
+def test_a_file_that_is_none_of_ours_is_measured_over(tmp_path, text):
+    file = tmp_path / "t.json"
+    file.write_text(text)
+    assert _tuning(file, [2.0]).packs(WEIGHT)
+    assert 2.0 in json.loads(file.read_text()).values()
+
+
+def test_a_folder_that_cannot_be_written_serves_too(tmp_path):
+    assert _tuning(tmp_path / "none" / "t.json", [2.0]).packs(WEIGHT)
+
+
+def test_the_kernels_of_this_machine_are_measured(tmp_path):
+    try:
+        find_compiler()
+    except NativeUnavailable as error:
+        pytest.skip(str(error))
+    tuned = Tuning(load(strict=True), None)
+    tuned.packs(WEIGHT)
+    assert all(ratio > 0 for ratio in tuned.results.values())

@@ -1,0 +1,54 @@
+"""Inductor's probes of vector instructions: the best that works, and no others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._inductor import cpu_vec_isa
+
+from graphs.backends.vector_probe import one_probe, without_probes
+
+
+class Isa:
+    def __init__(self, name: str, works: bool = True) -> None:
+        self.name, self.works, self.probes = name, works, 0
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __bool__(self) -> bool:
+        self.probes += 1
+        return self.works
+
+
+@pytest.fixture
+def isas(monkeypatch):
+    """Four, of which the processor has not the first, and the compiler not the second."""
+    if (
+        not hasattr(cpu_vec_isa, "x86_isa_checker")
+        or torch.backends.cpu.get_cpu_capability() != "AVX512"
+    ):
+        pytest.skip("the best instructions of this processor are not among several")
+    made = [Isa("future"), Isa("broken", works=False), Isa("good"), Isa("old")]
+    monkeypatch.setattr(cpu_vec_isa, "supported_vec_isa_list", made)
+    monkeypatch.setattr(cpu_vec_isa, "x86_isa_checker", lambda: ["broken", "good", "old"])
+    cpu_vec_isa.valid_vec_isa_list.cache_clear()
+    yield made
+    cpu_vec_isa.valid_vec_isa_list.cache_clear()
+
+
+@pytest.mark.parametrize("context", [one_probe, without_probes])
+def test_what_is_worse_than_the_best_that_works_is_not_probed(isas, context):
+    with context():
+        assert cpu_vec_isa.valid_vec_isa_list() == [isas[2]]
+    assert [bool(isa.probes) for isa in isas] == [False, True, True, False]
+
+
+def test_afterwards_inductor_is_as_it_was(isas):
+    program = cpu_vec_isa.VecISA._avx_code
+    with one_probe():
+        assert cpu_vec_isa.VecISA._avx_code != program
+    assert cpu_vec_isa.supported_vec_isa_list is isas and cpu_vec_isa.VecISA._avx_code == program
+    assert [str(isa) for isa in cpu_vec_isa.valid_vec_isa_list()] == ["good", "old"]
+    with one_probe():
+        assert cpu_vec_isa.VecISA._avx_code == program  # it has its answers

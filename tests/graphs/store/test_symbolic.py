@@ -1,0 +1,158 @@
+"""Graphs of symbolic sizes in a store: one entry for all buckets, its guards kept with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphs import InputMismatch, StaleGraph, WarmupManager, explicit, linear, no_compile
+from graphs.store import ArtifactStore, StoredInductor
+
+ROOT = Path(__file__).resolve().parents[3]
+AXES = ("tokens", "requests")
+SPACE = explicit(AXES, [(2, 2), (8, 4), (16, 4)])
+
+
+class Net(nn.Module):
+    """Takes sizes that are an axis and a sum of two, returns what it makes, is given and counts."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, x: Tensor, both: Tensor, power: int):
+        y = self.linear(x) ** power
+        self.seen += y.sum(0)
+        return {"y": y * x.shape[0], "sum": both[: x.shape[0]].sum(), "both": both, "power": power}
+
+
+def inputs_of(bucket):
+    return torch.randn(bucket.tokens, 4), torch.randn(bucket.tokens + bucket.requests), 2
+
+
+def warm(store, module, space=SPACE, make_inputs=inputs_of, **options):
+    backend = StoredInductor(store)
+    options = {"symbolic": AXES, "timed_runs": 0, **options}
+    manager = WarmupManager(module, space, make_inputs, backend=backend, **options)
+    return backend, manager, manager.warmup()
+
+
+def expect_the_same(manager, module, space=SPACE):
+    with no_compile() as sentinel:
+        for bucket in space:
+            inputs = inputs_of(bucket)
+            with torch.no_grad():
+                expected = module(*inputs)
+            got = manager.run(bucket, *inputs)
+            torch.testing.assert_close(got["y"], expected["y"], atol=1e-5, rtol=1e-5)
+            assert got["sum"].shape == () and got["both"] is inputs[1] and got["power"] == 2
+    assert sentinel.events == ()
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory):
+    """A store that a warmup of a `Net` has filled."""
+    store, module = ArtifactStore(tmp_path_factory.mktemp("filled") / "store"), Net()
+    backend, manager, report = warm(store, module)
+    assert (backend.stored, backend.loaded, report.graphs, report.compiles) == (1, 0, 1, 1)
+    assert [entry.label.name for entry in store.entries()] == ["Net[tokens requests]"]
+    expect_the_same(manager, module)
+    return store
+
+
+def test_one_entry_serves_all_buckets_of_a_later_warmup_and_new_ones(filled):
+    space, module = explicit(AXES, [(2, 2), (8, 4), (16, 4), (32, 32), (7, 3)]), Net()
+    backend, manager, report = warm(filled, module, space)
+    assert (backend.stored, backend.loaded, report.graphs, report.compiles) == (0, 1, 1, 0)
+    assert len(report.loaded) == len(space)
+    expect_the_same(manager, module, space)
+
+
+def test_a_loaded_graph_takes_the_sizes_of_its_bucket_only_and_sees_its_state(filled):
+    module = Net()
+    _, manager, _ = warm(filled, module)
+    with pytest.raises(InputMismatch, match="'x' has shape"):
+        manager.run(SPACE.largest, *inputs_of(next(iter(SPACE))))
+    module.linear.bias = nn.Parameter(torch.ones(1))
+    with pytest.raises(StaleGraph, match="bias"):
+        manager.run(SPACE.largest, *inputs_of(SPACE.largest))
+
+
+def test_fixed_sizes_are_another_entry(filled):
+    backend = StoredInductor(filled)
+    with torch.no_grad():
+        assert not backend.has(Net(), inputs_of(SPACE.largest))
+
+
+def by_size(x: Tensor) -> Tensor:
+    return x * 2 if x.shape[0] > 10 else x - 1
+
+
+def test_each_bucket_loads_the_graph_whose_guards_hold_for_it(store):
+    space = linear(tokens=(4, 4, 16))
+
+    def make_inputs(bucket):
+        return [torch.ones(bucket.tokens)]
+
+    for stored, loaded in ((2, 0), (0, 2)):
+        backend, manager, report = warm(store, by_size, space, make_inputs, symbolic=("tokens",))
+        assert (backend.stored, backend.loaded, report.graphs) == (stored, loaded, 2)
+        for bucket in space:
+            x = torch.randn(bucket.tokens)
+            assert torch.equal(manager.run(bucket, x), by_size(x))
+    assert "11 <= x.size()[0]" in report.results[2].why_alone
+
+
+def test_a_damaged_graph_is_compiled_again(store, caplog):
+    warm(
+        store,
+        by_size,
+        linear(tokens=(4, 4, 8)),
+        lambda b: [torch.ones(b.tokens)],
+        symbolic=("tokens",),
+    )
+    path = store.entries()[0].files / "graph.json"
+    layout = json.loads(path.read_bytes())
+    path.write_text(json.dumps(layout | {"guards": []}))
+    backend, _, report = warm(
+        store,
+        by_size,
+        linear(tokens=(4, 4, 8)),
+        lambda b: [torch.ones(b.tokens)],
+        symbolic=("tokens",),
+    )
+    assert "thrown away" in caplog.text
+    assert (backend.stored, backend.loaded, report.compiles) == (1, 0, 1)
+
+
+_SECOND = """
+    import sys
+    from graphs.store import ArtifactStore
+    from tests.graphs.store.test_symbolic import Net, expect_the_same, warm
+
+    module = Net()
+    backend, manager, report = warm(ArtifactStore(sys.argv[1]), module)
+    expect_the_same(manager, module)
+    print(backend.loaded, backend.stored, report.compiles, report.graphs)
+"""
+
+
+@pytest.mark.slow
+def test_another_process_compiles_nothing(filled):
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(_SECOND), str(filled.path)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.split() == ["1", "0", "0", "1"], done.stderr

@@ -1,0 +1,212 @@
+"""Warmups with symbolic sizes: one compile for many buckets, and one more where it does not fit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphs import (
+    Bucket,
+    CaptureError,
+    InputMismatch,
+    StaleGraph,
+    WarmupManager,
+    explicit,
+    linear,
+    no_compile,
+)
+from graphs.capture.contract import Backend, Frozen
+from graphs.capture.symbolic import sizes_that_differ
+
+AXES = ("tokens", "requests")
+SPACE = explicit(AXES, [(1, 1), (2, 2), (4, 4), (8, 4), (16, 4)])
+
+
+class Step(nn.Module):
+    """Sizes that are an axis, a sum and a product of both, and one that is no size of a bucket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(6, 4)
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: Tensor, starts: Tensor, pairs: Tensor, fixed: Tensor) -> Tensor:
+        self.calls += 1
+        tokens, requests = x.shape[0], starts.shape[0] - 1
+        rows = self.linear(x).relu() + pairs.view(tokens, requests).sum(1, keepdim=True)
+        return rows @ fixed + starts.sum()
+
+
+def inputs_of(bucket: Bucket) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(bucket.tokens)
+    shapes = (
+        (bucket.tokens, 6),
+        (bucket.requests + 1,),
+        (bucket.tokens * bucket.requests,),
+        (4, 3),
+    )
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def warm(module=None, space=SPACE, make_inputs=inputs_of, **options):
+    options = {"backend": "aot_eager", "symbolic": AXES, "name": "step", **options}
+    manager = WarmupManager(module or Step(), space, make_inputs, **options)
+    return manager, manager.warmup()
+
+
+@pytest.mark.parametrize("order", ["largest_first", "smallest_first"])
+def test_one_compile_serves_all_buckets_but_those_of_size_one(order):
+    _, report = warm(order=order)
+    shared = {str(result.bucket): result.graph for result in report.captured}
+    assert shared.pop("tokens=1 requests=1") == "step[tokens=1 requests=1]"
+    assert [*shared.values()] == ["step[tokens requests]"] * 4
+    assert (report.graphs, report.compiles) == (2, 2)
+    assert not any(result.why_alone for result in report.results)
+    assert "5 of 5 buckets captured" in str(report) and "2 graphs, 2 compiles" in str(report)
+    assert report.to_json()["graphs"] == 2
+
+
+def test_a_shared_graph_computes_what_a_graph_of_fixed_sizes_does():
+    module = Step()
+    shared, _ = warm(module)
+    fixed, report = warm(module, symbolic=())
+    assert report.graphs == report.compiles == len(SPACE)
+    with no_compile() as sentinel:
+        for bucket in SPACE:
+            inputs = inputs_of(bucket)
+            got, expected = shared.run(bucket, *inputs), fixed.run(bucket, *inputs)
+            torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
+    assert sentinel.events == ()
+
+
+def test_every_bucket_is_run_before_it_serves():
+    module = Step()
+    warm(module, timed_runs=0)
+    assert module.calls.item() == len(SPACE)
+
+
+def test_a_bucket_takes_inputs_of_its_own_sizes_only():
+    manager, _ = warm()
+    inputs = inputs_of(Bucket(tokens=8, requests=4))
+    with pytest.raises(InputMismatch, match=r"step\[tokens=16 requests=4\]: tensor 'x' has shape"):
+        manager.run(Bucket(tokens=16, requests=4), *inputs)
+
+
+def test_a_guard_that_fails_at_serving_is_an_error_and_runs_nothing():
+    module = Step()
+    manager, _ = warm(module)
+    module.linear.bias = None
+    for bucket in SPACE:
+        with pytest.raises(StaleGraph):
+            manager.run(bucket, *inputs_of(bucket))
+    lenient, _ = warm(module, strict=False)
+    module.linear.bias = nn.Parameter(torch.ones(4))
+    lenient.run(SPACE.largest, *inputs_of(SPACE.largest))
+    assert lenient.fallbacks == 1
+
+
+def test_views_of_one_buffer_are_shared_as_other_inputs_are():
+    buffers = inputs_of(SPACE.largest)
+
+    def views(bucket: Bucket) -> list[Tensor]:
+        sizes = (bucket.tokens, bucket.requests + 1, bucket.tokens * bucket.requests, 4)
+        return [buffer[:size] for buffer, size in zip(buffers, sizes, strict=True)]
+
+    module = Step()
+    manager, report = warm(module, make_inputs=views)
+    assert report.graphs == 2
+    bucket = Bucket(tokens=4, requests=4)
+    torch.testing.assert_close(manager.run(bucket, *views(bucket)), module(*views(bucket)))
+
+
+def test_the_inputs_keep_no_mark_of_the_compile():
+    inputs = {bucket: inputs_of(bucket) for bucket in SPACE}
+    before = [set(vars(tensor)) for tensor in inputs[SPACE.largest]]
+    warm(make_inputs=inputs.__getitem__)
+    assert [set(vars(tensor)) for tensor in inputs[SPACE.largest]] == before
+
+
+def by_size(x: Tensor) -> Tensor:
+    return x * 2 if x.shape[0] > 10 else x - 1
+
+
+def of_fixed_size(x: Tensor, n: int) -> Tensor:
+    return x * n
+
+
+def test_a_bucket_that_does_not_fit_gets_a_graph_that_others_may_share(caplog):
+    space = linear(tokens=(4, 4, 16))
+    manager, report = warm(
+        by_size, space, lambda b: [torch.ones(b.tokens)], symbolic=("tokens",), name="step"
+    )
+    assert [r.graph for r in report.results] == ["step[tokens]"] * 2 + ["step[tokens] 2"] * 2
+    assert [r.why_alone for r in report.results if r.why_alone] == [
+        "it does not fit step[tokens]: 11 <= x.size()[0]"
+    ]
+    assert "step[tokens=8]: compiled by itself" in caplog.text
+    with no_compile():
+        for bucket in space:
+            x = torch.randn(bucket.tokens)
+            assert torch.equal(manager.run(bucket, x), by_size(x))
+
+
+def test_a_constant_that_differs_between_buckets_is_never_shared():
+    space = linear(tokens=(4, 4, 12))
+    manager, report = warm(
+        of_fixed_size, space, lambda b: [torch.ones(b.tokens), b.tokens], symbolic=("tokens",)
+    )
+    assert report.graphs == 3 and "n == 12" in report.results[1].why_alone
+    for bucket in space:
+        out = manager.run(bucket, torch.ones(bucket.tokens), bucket.tokens)
+        assert out.tolist() == [bucket.tokens] * bucket.tokens
+
+
+def test_where_symbols_cannot_be_compiled_each_bucket_has_a_graph_of_its_own(monkeypatch, caplog):
+    def refuse(self, *_, **__):
+        raise CaptureError("step", "no kernel for symbols")
+
+    monkeypatch.setattr("graphs.backends.inductor.InductorBackend.shared", refuse)
+    manager, report = warm()
+    assert report.graphs == len(report.captured) == len(SPACE)
+    reasons = [result.why_alone for result in report.results if result.why_alone]
+    assert len(reasons) == 4 and "no kernel for symbols" in reasons[0]
+    assert caplog.text.count("compiled at fixed sizes") == 1
+    manager.run(SPACE.largest, *inputs_of(SPACE.largest))
+
+
+def test_axes_that_are_not_symbolic_are_compiled_apart():
+    _, report = warm(symbolic=("tokens",))
+    assert [result.graph for result in report.results] == [
+        *["step[tokens requests=4]"] * 3,
+        "step[tokens=2 requests=2]",
+        "step[tokens=1 requests=1]",
+    ]
+
+
+def test_a_backend_without_symbols_and_an_unknown_axis_are_refused():
+    class Plain(Backend):
+        name = "plain"
+
+        def capture(self, function, example_inputs, *_, **__):
+            return Frozen(function)
+
+    with pytest.raises(CaptureError, match="'plain' captures at fixed sizes only: leave symbolic"):
+        warm(backend=Plain())
+    with pytest.raises(ValueError, match="symbolic has 'rows'; expected axes of the buckets: tok"):
+        warm(symbolic=("rows",))
+
+
+def test_a_warmup_after_close_compiles_again():
+    manager, _ = warm()
+    manager.close()
+    assert manager.warmup().graphs == 2
+    assert manager.run(SPACE.largest, *inputs_of(SPACE.largest)).shape == (16, 3)
+
+
+def test_sizes_that_differ_are_found_by_comparing_inputs():
+    here = [torch.ones(4, 3), torch.ones(1), 5, torch.ones(2)]
+    there = [torch.ones(8, 3), torch.ones(2), 6, torch.ones(2, 2)]
+    assert sizes_that_differ(here, [there]) == [(0,), (), (), ()]
+    assert sizes_that_differ(here, []) == [(), (), (), ()]
