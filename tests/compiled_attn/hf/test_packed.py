@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 
 from compiled_attn.hf import PagedCausalLM, cache_for
 from compiled_attn.hf.packed import PackedEmbedding, PackedLinear, pack_linears
+from compiled_attn.hf.rounding import last_logits, rounding_of
 from compiled_attn.ops import load, packed_linear
 from tests.compiled_attn.hf.families import small_model
 
@@ -123,6 +125,22 @@ def test_an_interrupt_while_packing_leaves_the_model_as_it_was(model, monkeypatc
         pack_linears(model, undo)
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
     assert not any(isinstance(module, PackedLinear) for module in model.modules())
+
+
+def test_wider_numbers_compute_with_the_same_weights(model):
+    with torch.no_grad():
+        wider = copy.deepcopy(model).float()(IDS)
+        pack_linears(model, contextlib.ExitStack())
+        for computed in (model.float()(IDS), wider):
+            for one, other in zip(computed, wider, strict=True):
+                torch.testing.assert_close(one, other)
+
+
+def test_the_rounding_of_a_packed_model_can_be_measured():
+    model = small_model("llama").to(torch.bfloat16)
+    pack_linears(model, contextlib.ExitStack())
+    with torch.no_grad():
+        assert rounding_of(model, [3, 5, 7], last_logits(model, [3, 5, 7])) is not None
 
 
 def test_only_wanted_weights_are_packed(model):
