@@ -26,7 +26,14 @@ _EXPORTED = (
 )
 MAKERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "inductor": ("graphs.backends.inductor", "graphs.store.inductor", *_EXPORTED),
+        "inductor": (
+            "graphs.backends.inductor",
+            "graphs.backends.marks",
+            "graphs.backends.vector_probe",
+            "graphs.store.inductor",
+            "graphs.store.inductor_graph",
+            *_EXPORTED,
+        ),
         "aoti": ("graphs.backends.aoti", *_EXPORTED),
     }
 )

@@ -18,9 +18,10 @@ Scale = float | Tensor
 
 QUANTISED: Mapping[str, torch.dtype] = MappingProxyType(
     {
-        **quant.KV_DTYPES,
+        "fp8": torch.float8_e4m3fn,
         "fp8_e4m3": torch.float8_e4m3fn,
         "fp8_e5m2": torch.float8_e5m2,
+        "int8": torch.int8,
     }
 )
 """``kv_cache_dtype`` to element type; "auto" means the query's dtype, without scales."""

@@ -19,6 +19,7 @@ from compiled_attn.ops.schema import SOURCES, schemas
 from graphs.errors import StoreBusy
 from graphs.store.lock import Lock
 
+CALLS = 4  # three units and a link
 COMPILER = """#!/bin/sh
 # Notes each call, sleeps as long as the file "seconds" says, writes what is behind -o.
 here=$(dirname "$0")
@@ -72,10 +73,10 @@ def _process(folder: Path, compiler: Path) -> subprocess.Popen[str]:
 
 def test_a_second_build_of_the_same_is_taken_from_the_cache(folder, compiler):
     first = build("portable", "test", folder=folder, compiler=str(compiler))
-    assert _calls(compiler) == 3  # two units and a link
+    assert _calls(compiler) == CALLS
     second = build("portable", "test", folder=folder, compiler=str(compiler))
     assert second.library == first.library and second.seconds == 0.0
-    assert _calls(compiler) == 3
+    assert _calls(compiler) == CALLS
 
 
 def test_whatever_the_library_depends_on_gives_it_another_name(folder, compiler, tmp_path):
@@ -112,7 +113,7 @@ def test_processes_that_want_the_same_build_it_once(folder, compiler):
     told = [process.communicate()[0].split() for process in processes]
     assert len({path for path, _ in told}) == 1
     assert sorted(built for _, built in told).count("True") == 1
-    assert _calls(compiler) == 3
+    assert _calls(compiler) == CALLS
 
 
 def test_a_killed_build_leaves_nothing_that_counts(folder, compiler):
@@ -327,9 +328,10 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path, compiler):
         build("portable", "test", folder=tmp_path / "file" / "cache", compiler=str(compiler))
 
 
-def test_both_schemas_come_from_the_cpp_sources():
-    assert set(schemas()) == {"paged_attention", "paged_attention_"}
-    assert all("\n" not in text and text.endswith("lse)") for text in schemas().values())
+def test_the_schemas_come_from_the_cpp_sources():
+    assert set(schemas()) == {"paged_attention", "paged_attention_", "packed_linear"}
+    for name, text in schemas().items():
+        assert "\n" not in text and text.endswith("Tensor" if name == "packed_linear" else "lse)")
 
 
 NO_COMPILER = """
