@@ -59,9 +59,8 @@ def busy_processors(seconds: float = _WINDOW_SECONDS) -> float | None:
     before = _ticks()
     time.sleep(seconds)
     after = _ticks()
-    spent = [
-        [b - a for a, b in zip(*both, strict=True)] for both in zip(before, after, strict=True)
-    ]
+    both_times = zip(before, after, strict=False)  # a processor may go offline meanwhile
+    spent = [[b - a for a, b in zip(*both, strict=True)] for both in both_times]
     shares = [busy / (busy + idle) for busy, idle in spent if busy + idle]
     return sum(shares) if shares else None
 

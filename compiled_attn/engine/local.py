@@ -78,6 +78,11 @@ class LocalExecutor:
         )
         packs = _packs(config, self.kernel)
         self.module = PagedCausalLM(model, self.cache, sizing.form, packs)
+        if config.weights == "packed" and not self.module.packed:
+            raise ConfigError(
+                "expected weights of bfloat16 that can be packed (weights 'packed'), got none: "
+                "take weights 'auto' or 'plain'"
+            )
         self.graphs = WarmupManager(
             self.module,
             sizing.buckets,

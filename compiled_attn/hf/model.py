@@ -17,7 +17,7 @@ from compiled_attn.hf.changes import ModelChanged, Snapshot
 from compiled_attn.hf.equality import check_equal, plain_logits
 from compiled_attn.hf.latent import keep_latents, reads
 from compiled_attn.hf.layers import call_through, decoder_layers, restore
-from compiled_attn.hf.packed import pack_linears
+from compiled_attn.hf.packed import pack_linears, packed_weights
 from compiled_attn.hf.recorder import takes_logits_to_keep
 from compiled_attn.hf.shapes import calls_by_layer, check_fits
 from compiled_attn.ops import AttentionTraits, Implementation, choose
@@ -47,7 +47,7 @@ class PagedCausalLM(nn.Module):
             its layers.
 
     Attributes:
-        packed: how many weights were packed.
+        packed: how many weights are packed, also by an engine before.
 
     Raises:
         ModelRefused: a layer does not attend once a step through `AttentionInterface` (recurrent
@@ -85,8 +85,10 @@ class PagedCausalLM(nn.Module):
         with contextlib.ExitStack() as undo:
             self._switch(undo)
             check_equal(self, expected)
+            if packs is not None:
+                self._pack(packs, expected, undo)
+            self.packed = packed_weights(model)
             undo.pop_all()
-        self.packed = self._pack(packs, expected) if packs else 0
         self.remember()
 
     def forward(self, *inputs: Tensor | None) -> Tensor:
@@ -121,21 +123,22 @@ class PagedCausalLM(nn.Module):
                 f"expected a {type(self.model).__name__} as it was at warmup, but {changed}"
             )
 
-    def _pack(self, packs: Callable[[Tensor], bool], expected: Tensor) -> int:
-        """Packs weights, unless that changes the logits by more than rounding; says how many."""
+    def _pack(
+        self, packs: Callable[[Tensor], bool], expected: Tensor, undo: contextlib.ExitStack
+    ) -> None:
+        """Packs weights, unless that changes the logits by more than rounding."""
         keeps_value = self.cache.keeps_value
         taken_apart = [reads(m) for n, m in enumerate(self._attentions) if not keeps_value(n)]
-        with contextlib.ExitStack() as undo:
-            count = pack_linears(
-                self.model, undo, lambda w: packs(w) and all(w is not kept for kept in taken_apart)
+        with contextlib.ExitStack() as trial:
+            pack_linears(
+                self.model, trial, lambda w: packs(w) and all(w is not kept for kept in taken_apart)
             )
             try:
                 check_equal(self, expected)
             except ModelRefused as error:
                 _log.warning("weights are not packed: %s", error)
-                return 0
-            undo.pop_all()
-        return count
+            else:
+                undo.enter_context(trial.pop_all())
 
     def _switch(self, undo: contextlib.ExitStack) -> None:
         """Makes the model attend to the paged cache, and says how to undo it."""

@@ -17,7 +17,7 @@ from torch.nn import Parameter, functional
 
 from compiled_attn.ops import load, packed_linear
 
-__all__ = ["PackedEmbedding", "PackedLinear", "pack_linears", "packable"]
+__all__ = ["PackedEmbedding", "PackedLinear", "pack_linears", "packable", "packed_weights"]
 
 Wanted = Callable[[Tensor], bool]
 
@@ -60,9 +60,9 @@ class PackedLinear(_Packed):
         """The layer's output."""
         if self.weight.dtype is not torch.bfloat16:  # cast since: to wider numbers, to compare
             return functional.linear(input, packed_linear.unpack(self.weight), self.bias)
-        rows = input.flatten(0, -2)
+        rows = input.reshape(-1, self.in_features).contiguous()
         out = torch.ops.compiled_attn.packed_linear(rows, self.weight, self.bias)
-        shaped: Tensor = out.unflatten(0, input.shape[:-1])
+        shaped: Tensor = out.view(*input.shape[:-1], self.out_features)
         return shaped
 
     def extra_repr(self) -> str:
@@ -113,6 +113,11 @@ def pack_linears(
         parameter.data = packed_linear.pack(parameter.detach())
         for _, module in places:
             _replace(module, homes[id(module)], undo)
+    return packed_weights(model)
+
+
+def packed_weights(model: nn.Module) -> int:
+    """How many weights of a model are packed."""
     return len({id(m.weight) for m in model.modules() if isinstance(m, PackedLinear)})
 
 

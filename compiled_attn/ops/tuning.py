@@ -103,7 +103,8 @@ def _read(file: Path | None) -> dict[str, float]:
 def _ratio(ops: NativeOps, weight: Tensor) -> float:
     """The geometric mean over numbers of rows of the time of plain weights over that of packed."""
     copies = max(1, min(64, _COLD_BYTES // (weight.numel() * weight.element_size())))
-    drawn = torch.randn(weight.shape, dtype=weight.dtype)  # zeros would run at a higher clock
+    chance = torch.Generator().manual_seed(0)  # not the user's
+    drawn = torch.randn(weight.shape, dtype=weight.dtype, generator=chance)  # zeros would be faster
     plain = [drawn.clone() for _ in range(copies)]
     packed = [packed_linear.pack(drawn) for _ in range(copies)]
     counts = _FEW_ROWS if weight.numel() > _LARGE else _ROWS
@@ -113,7 +114,10 @@ def _ratio(ops: NativeOps, weight: Tensor) -> float:
                 partial(_all, functional.linear, input, plain),
                 partial(_all, ops.packed_linear, input, packed),
             )
-            for input in (torch.randn(n, weight.shape[1], dtype=weight.dtype) for n in counts)
+            for input in (
+                torch.randn(n, weight.shape[1], dtype=weight.dtype, generator=chance)
+                for n in counts
+            )
         ]
     return math.exp(statistics.fmean(map(math.log, ratios)))
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -11,22 +12,29 @@ import torch
 
 __all__ = ["one_probe", "without_probes"]
 
+# What is replaced is torch's own, so that two warmups at once must not both put it back.
+_ONE_AT_A_TIME = threading.RLock()
 _PROGRAM = 'extern "C" void probe() {}\n'
 
 
 @contextlib.contextmanager
-def one_probe() -> Iterator[None]:
+def one_probe(options: Mapping[str, Any] | None = None) -> Iterator[None]:
     """Let the first compile of a process probe the best instructions that work, and no others.
 
     Inductor takes the best, but first builds programs for all of them, each with torch's headers,
-    for seconds. Here they are without: the first kernel is compiled with them anyway.
+    for seconds. Here they are without: the first kernel is compiled with them anyway. `options` of
+    inductor that ask for a width of vectors find all of them probed.
     """
     from torch._inductor import cpu_vec_isa
 
     if _is_probed() or not hasattr(cpu_vec_isa, "VecISA"):
         yield
         return
-    with _best_only(), patch.object(cpu_vec_isa.VecISA, "_avx_code", _PROGRAM, create=True):
+    with (
+        _ONE_AT_A_TIME,
+        _best_only(),
+        patch.object(cpu_vec_isa.VecISA, "_avx_code", _PROGRAM, create=True),
+    ):
         yield
 
 
@@ -39,7 +47,7 @@ def without_probes() -> Iterator[None]:
         yield
         return
     try:
-        with _best_only(), config.patch({"cpp.vec_isa_ok": True}):
+        with _ONE_AT_A_TIME, _best_only(), config.patch({"cpp.vec_isa_ok": True}):
             yield
     finally:
         cpu_vec_isa.valid_vec_isa_list.cache_clear()

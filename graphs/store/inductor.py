@@ -8,6 +8,7 @@ inputs are whose, so that loading it traces nothing and compiles nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -91,11 +92,15 @@ class StoredInductor(StoredBackend, InductorBackend):
             self.not_stored(symbolic.name, factors)
             return super().shared(function, example_inputs, symbolic, **how)
         part, read_part = {"part": 0}, partial(read_shared, function=function)
+
         while graph := self.found(factors | part, symbolic.name, read_part):
             if not graph.why_not(example_inputs):
                 self.loaded += 1
                 own = warmed(graph.at(example_inputs), example_inputs, how["name"], runs)
-                return graph, own
+                factors_of = partial(
+                    self._factors, function, mode=mode, options=options, dims=symbolic.dims
+                )
+                return replace(graph, why_not=partial(_why_not, graph, factors_of, factors)), own
             part = {"part": part["part"] + 1}
         make = _making(function, example_inputs, symbolic.dims, how["name"], runs, options)
         return shareable(self.store_made(factors | part, function, make, symbolic.name))
@@ -158,6 +163,18 @@ class StoredInductor(StoredBackend, InductorBackend):
         if shared := memory_shared_by(function, examples):
             return f"{shared}: give each memory of its own"
         return self.factors(function, examples, options, dims)
+
+
+def _why_not(
+    graph: SharedGraph,
+    factors_of: Callable[[Sequence[Input]], Any],
+    factors: Mapping[str, Any],
+    examples: Sequence[Input],
+) -> str:
+    """Why a graph that was loaded cannot run on inputs: no guard of Dynamo's is there to say it."""
+    if factors_of(examples) != factors:
+        return "its inputs, or what else it depends on, are others than those of the stored graph"
+    return graph.why_not(examples)
 
 
 def _making(

@@ -146,6 +146,8 @@ class Keeping:
                 f"{len(strange)} tensors are neither inputs, parameters nor buffers: make them so"
             )
         leaves, spec = pytree.tree_flatten(result)
+        if self._is_symbolic and any(_may_be_of_a_size(leaf, examples) for leaf in leaves):
+            raise ValueError("it returns numbers that may depend on a size: return tensors alone")
         places = known | {id(tensor): ["made", i] for i, tensor in enumerate(self._outputs)}
         return {
             "takes": takes,
@@ -208,3 +210,12 @@ def _values_of(part: Any) -> Iterator[Any]:
     yield from part.__dict__.values()
     yield from part._parameters.values()
     yield from part._buffers.values()
+
+
+def _may_be_of_a_size(leaf: Any, examples: Sequence[Input]) -> bool:
+    """Whether a number that is returned is another than those that are given."""
+    if not isinstance(leaf, int | float) or isinstance(leaf, bool):
+        return False
+    sizes = {size for value in examples if isinstance(value, Tensor) for size in value.shape}
+    given = {value for value in examples if isinstance(value, int | float)}
+    return leaf not in given or leaf in sizes

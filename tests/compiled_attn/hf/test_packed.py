@@ -158,6 +158,27 @@ def test_a_served_model_is_packed_and_right(family):
     assert again.packed == paged.packed
 
 
+def test_an_interrupt_while_a_size_is_measured_leaves_the_model_as_it_was():
+    def interrupted(weight):
+        raise KeyboardInterrupt
+
+    model = small_model("llama").to(torch.bfloat16)
+    attention = model.config._attn_implementation
+    with pytest.raises(KeyboardInterrupt):
+        PagedCausalLM(model, cache_for(model, 5, 4), packs=interrupted)
+    assert model.config._attn_implementation == attention
+    assert model(input_ids=torch.tensor([[3, 5]])).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("shape", [(64,), (2, 3, 64), (0, 64)])
+def test_a_layer_takes_inputs_of_any_rank(model, shape):
+    input = torch.randn(shape).bfloat16()
+    with torch.no_grad():
+        plain = model.inner["b"](input)
+        pack_linears(model, contextlib.ExitStack())
+        torch.testing.assert_close(model.inner["b"](input), plain, rtol=2e-2, atol=2e-2)
+
+
 def test_a_model_that_packing_would_change_keeps_its_layers(monkeypatch, caplog):
     model = small_model("llama").to(torch.bfloat16)
     modules = dict(model.named_modules())

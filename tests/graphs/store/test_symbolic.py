@@ -156,3 +156,41 @@ def test_another_process_compiles_nothing(filled):
         check=False,
     )
     assert done.stdout.split() == ["1", "0", "0", "1"], done.stderr
+
+
+def doubled(x, is_large):
+    return x * 2 if is_large else x * 10
+
+
+def sized(x):
+    return x * 2, 1.0 / x.shape[0], 16
+
+
+@pytest.mark.parametrize("kind", ["constant", "dtype"])
+def test_a_bucket_with_another_constant_or_dtype_gets_a_graph_of_its_own_when_loaded(
+    tmp_path, kind
+):
+    def inputs(bucket):
+        n = bucket.tokens
+        dtype = torch.float64 if kind == "dtype" and n < 9 else torch.float32
+        return torch.ones(n, 8, dtype=dtype), kind == "constant" and n < 9
+
+    space = explicit(("tokens",), [(4,), (8,), (16,)])
+    for _ in range(2):  # compiled, then loaded
+        torch._dynamo.reset()
+        store = ArtifactStore(tmp_path / "store")
+        _, manager, _ = warm(store, doubled, space, inputs, symbolic=("tokens",))
+        for bucket in space:
+            own = inputs(bucket)
+            torch.testing.assert_close(manager.run(bucket, *own), doubled(*own))
+
+
+def test_what_returns_sizes_is_not_stored(tmp_path, caplog):
+    space = explicit(("tokens",), [(4,), (8,), (16,)])
+    store = ArtifactStore(tmp_path / "store")
+    backend, manager, _ = warm(
+        store, sized, space, lambda bucket: [torch.ones(bucket.tokens, 8)], symbolic=("tokens",)
+    )
+    assert backend.stored == 0 and "return tensors alone" in caplog.text
+    for bucket in space:
+        assert manager.run(bucket, torch.ones(bucket.tokens, 8))[1:] == (1.0 / bucket.tokens, 16)
