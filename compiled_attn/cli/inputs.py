@@ -15,6 +15,8 @@ from compiled_attn.workloads import Arrival, fit_scale, scaled
 from graphs import available_backends
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from transformers import PreTrainedModel
 
     from compiled_attn.engine.sizing import Sizing
@@ -39,10 +41,10 @@ def known_backend(options: ServingOptions) -> str | None:
     return backends[options.backend]
 
 
-def model_of(options: ServingOptions, seed: int = 0) -> PreTrainedModel:
+def model_of(directory: Path | None, dtype: str, seed: int = 0) -> PreTrainedModel:
     """The model of the directory, or else the default model of that seed."""
-    dtype = _DTYPES[options.dtype]
-    return default_model(seed, dtype) if options.model is None else load_model(options.model, dtype)
+    kind = _DTYPES[dtype]
+    return default_model(seed, kind) if directory is None else load_model(directory, kind)
 
 
 def fitted_arrivals(

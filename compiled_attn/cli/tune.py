@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
-from compiled_attn.cli.errors import UserError
+from compiled_attn.cli.errors import UserError, bad_input
+from compiled_attn.cli.inputs import model_of
 from compiled_attn.cli.options import TuneOptions
 from compiled_attn.errors import NativeUnavailable
 from compiled_attn.hf.packed import packable
-from compiled_attn.models import default_model, load_model
 from compiled_attn.ops import load
 from compiled_attn.ops.tuning import tuning
 
@@ -21,14 +20,14 @@ def run_tune(options: TuneOptions) -> int:
     """Measures the linear layers of a model in bfloat16, and prints what that came to.
 
     Raises:
-        UserError: there is no native kernel here.
+        UserError: there is no such model, or no native kernel here.
     """
+    with bad_input():
+        model = model_of(options.model, "bfloat16")
     try:
         tuned = tuning()
     except NativeUnavailable as error:
         raise UserError(str(error)) from error
-    dtype = torch.bfloat16
-    model = default_model(0, dtype) if options.model is None else load_model(options.model, dtype)
     tuned.forget()
     for weight in packable(model):
         tuned.packs(weight)
@@ -41,5 +40,6 @@ def run_tune(options: TuneOptions) -> int:
         table.add_row(layer, f"{ratio:.2f}", "packed" if ratio > 1 else "plain")
     console = Console()
     console.print(table)
-    console.print(f"kept in {tuned.file}", soft_wrap=True, highlight=False)
+    kept = f"kept in {tuned.file}" if tuned.file else "kept nowhere: the folder cannot be written"
+    console.print(kept, soft_wrap=True, highlight=False)
     return 0

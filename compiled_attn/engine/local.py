@@ -21,6 +21,7 @@ from compiled_attn.engine.sampling import sample_rows
 from compiled_attn.engine.scheduler import ScheduledTokens
 from compiled_attn.engine.sizing import FORMS, Form, Sizing, eos_tokens
 from compiled_attn.hf import PagedCausalLM, cache_for
+from compiled_attn.hf.packed import packable, packed_weights
 from compiled_attn.ops import AttentionTraits, NativeKernel, load
 from compiled_attn.ops.packed_linear import can_pack
 from compiled_attn.ops.tuning import tuning
@@ -76,13 +77,8 @@ class LocalExecutor:
         self.cache = cache_for(
             model, sizing.num_blocks, sizing.block_size, dtype=config.cache_dtype
         )
-        packs = _packs(config, self.kernel)
+        packs = _packs(model, config, self.kernel)
         self.module = PagedCausalLM(model, self.cache, sizing.form, packs)
-        if config.weights == "packed" and not self.module.packed:
-            raise ConfigError(
-                "expected weights of bfloat16 that can be packed (weights 'packed'), got none: "
-                "take weights 'auto' or 'plain'"
-            )
         self.graphs = WarmupManager(
             self.module,
             sizing.buckets,
@@ -226,16 +222,23 @@ def _backend_options(backend: str) -> dict[str, Any]:
     return {"options": for_cpu()} if backend == "inductor" else {}
 
 
-def _packs(config: EngineConfig, kernel: ChosenKernel) -> Callable[[Tensor], bool] | None:
+def _packs(
+    model: PreTrainedModel, config: EngineConfig, kernel: ChosenKernel
+) -> Callable[[Tensor], bool] | None:
     """Which weights are to be packed; None: none of them.
 
     Raises:
-        ConfigError: they must be, and the kernel that does it is not there.
+        ConfigError: they must be, and cannot: no such weights, or not the kernel that does it.
     """
     if config.weights == "packed" and kernel.name != "native":
         raise ConfigError(
             f"weights 'packed' are for the native kernel, got {kernel.name} "
             f"({kernel.notes['native']}): take weights 'auto' or 'plain'"
+        )
+    if config.weights == "packed" and not packable(model) and not packed_weights(model):
+        raise ConfigError(
+            "expected weights of bfloat16 that can be packed (weights 'packed'), got none: "
+            "take weights 'auto' or 'plain'"
         )
     if config.weights == "plain" or kernel.name != "native":
         return None

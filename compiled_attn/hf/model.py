@@ -131,7 +131,7 @@ class PagedCausalLM(nn.Module):
         taken_apart = [reads(m) for n, m in enumerate(self._attentions) if not keeps_value(n)]
         with contextlib.ExitStack() as trial:
             pack_linears(
-                self.model, trial, lambda w: packs(w) and all(w is not kept for kept in taken_apart)
+                self.model, trial, lambda w: all(w is not kept for kept in taken_apart) and packs(w)
             )
             try:
                 check_equal(self, expected)

@@ -92,7 +92,6 @@ class StoredInductor(StoredBackend, InductorBackend):
             self.not_stored(symbolic.name, factors)
             return super().shared(function, example_inputs, symbolic, **how)
         part, read_part = {"part": 0}, partial(read_shared, function=function)
-
         while graph := self.found(factors | part, symbolic.name, read_part):
             if not graph.why_not(example_inputs):
                 self.loaded += 1

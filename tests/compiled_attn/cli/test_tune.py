@@ -38,3 +38,7 @@ def test_without_a_native_kernel_there_is_nothing_to_tune(command, monkeypatch):
 
     monkeypatch.setattr("compiled_attn.cli.tune.tuning", missing)
     assert_refused(command("tune"), "expected a C++ compiler")
+
+
+def test_a_model_that_is_not_there_is_one_line(command):
+    assert_refused(command("tune", "--model", "missing"), "missing", "no such directory")

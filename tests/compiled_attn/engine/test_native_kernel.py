@@ -217,7 +217,10 @@ def test_packed_weights_generate_what_the_model_then_computes(weights, packs):
     ],
 )
 def test_weights_that_cannot_be_are_refused(changes, told):
+    model = tiny_model()  # float32
+    before = model.config._attn_implementation
     with pytest.raises(ConfigError, match="that can be packed"):
-        _engine(tiny_model(), weights="packed")  # float32
+        _engine(model, weights="packed")
+    assert model.config._attn_implementation == before
     with pytest.raises(ConfigError, match=told):
         _engine(tiny_model().to(torch.bfloat16), **changes)
