@@ -39,7 +39,7 @@ def _rows(report: EngineReport, checked: CheckReport) -> Iterator[tuple[str, str
         yield "KV cache", _cache(size)
         yield "its size is that of", str(size["why"])
     shared = report.compiled_graphs
-    sources = f" from {shared} compiled graphs" if shared != report.graphs else ""
+    sources = f" ({shared} compiled)" if shared != report.graphs else ""
     yield "graphs captured", f"{report.graphs}{sources} in {report.warmup_seconds:.1f} s{loaded}"
     yield "compiles after warmup", str(report.compiles_after_warmup)
     yield "graph breaks", str(report.graph_breaks)
