@@ -218,8 +218,8 @@ class FewRows {
       const char* ahead[Math::kValues / Math::kRun];
       for (const char*& run : ahead) run = next.rows(Math::kRun);
       for (int64_t at = h * count_; at < (h + 1) * count_; at += rows)
-        weighted_sums<rows>(math_, weights_ + at, t, tokens, now_.sums + at * value_dim_, value_dim_,
-                            ahead);
+        weighted_sums<rows>(math_, weights_ + at, t, tokens, now_.sums + at * value_dim_,
+                            value_dim_, ahead);
     });
   }
 
