@@ -8,16 +8,25 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter, functional
 
+from compiled_attn.hf.layers import restore
 from compiled_attn.ops import load, packed_linear
 
-__all__ = ["PackedEmbedding", "PackedLinear", "pack_linears", "packable", "packed_weights"]
+__all__ = [
+    "PackedEmbedding",
+    "PackedLinear",
+    "pack_linears",
+    "packable",
+    "packed_weights",
+    "plain_layers",
+]
 
 Wanted = Callable[[Tensor], bool]
 
@@ -59,11 +68,15 @@ class PackedLinear(_Packed):
     def forward(self, input: Tensor) -> Tensor:
         """The layer's output."""
         if self.weight.dtype is not torch.bfloat16:  # cast since: to wider numbers, to compare
-            return functional.linear(input, packed_linear.unpack(self.weight), self.bias)
+            return self.plain(input)
         rows = input.reshape(-1, self.in_features).contiguous()
         out = torch.ops.compiled_attn.packed_linear(rows, self.weight, self.bias)
         shaped: Tensor = out.view(*input.shape[:-1], self.out_features)
         return shaped
+
+    def plain(self, input: Tensor) -> Tensor:
+        """The output of a plain layer of the same weight, which is unpacked for this call."""
+        return functional.linear(input, packed_linear.unpack(self.weight), self.bias)
 
     def extra_repr(self) -> str:
         """Sizes, as `torch.nn.Linear` has them."""
@@ -114,6 +127,17 @@ def pack_linears(
         for _, module in places:
             _replace(module, homes[id(module)], undo)
     return packed_weights(model)
+
+
+@contextlib.contextmanager
+def plain_layers(model: nn.Module) -> Iterator[None]:
+    """Let packed layers compute as plain ones, whose weights are there twice one at a time."""
+    with contextlib.ExitStack() as undo:
+        for module in model.modules():
+            if isinstance(module, PackedLinear):
+                undo.callback(restore, module, "forward", module.__dict__.get("forward"))
+                module.forward = MethodType(PackedLinear.plain, module)  # type: ignore[method-assign]
+        yield
 
 
 def packed_weights(model: nn.Module) -> int:

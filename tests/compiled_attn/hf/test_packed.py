@@ -12,9 +12,12 @@ from torch import nn
 
 from compiled_attn.hf import PagedCausalLM, cache_for
 from compiled_attn.hf.packed import PackedEmbedding, PackedLinear, pack_linears
+from compiled_attn.hf.proof import check
 from compiled_attn.hf.rounding import last_logits, rounding_of
 from compiled_attn.ops import load, packed_linear
 from tests.compiled_attn.hf.families import small_model
+from tests.compiled_attn.hf.test_proof import Result
+from tests.compiled_attn.tiny import plain_generate
 
 
 class Small(nn.Module):
@@ -141,6 +144,21 @@ def test_the_rounding_of_a_packed_model_can_be_measured():
     pack_linears(model, contextlib.ExitStack())
     with torch.no_grad():
         assert rounding_of(model, [3, 5, 7], last_logits(model, [3, 5, 7])) is not None
+
+
+def test_a_check_compares_packed_layers_with_plain_ones(monkeypatch):
+    model = small_model("llama").to(torch.bfloat16)
+    prompt = [3, 5, 7, 11]
+    plain = plain_generate(model, prompt, 8)
+    pack_linears(model, contextlib.ExitStack())
+    kernel = torch.ops.compiled_attn.packed_linear
+    monkeypatch.setattr(torch.ops.compiled_attn, "packed_linear", lambda *args: -kernel(*args))
+    wrong = plain_generate(model, prompt, 8)
+    assert wrong != plain
+    results = [Result(0, prompt, plain), Result(1, prompt, wrong)]
+    (mismatch,) = check(model, results, 2).mismatches
+    assert mismatch.request == 1
+    assert plain_generate(model, prompt, 8) == wrong
 
 
 def test_only_wanted_weights_are_packed(model):
