@@ -34,8 +34,8 @@ class PlainCaches:
     @staticmethod
     def of(model: PreTrainedModel, dtype: torch.dtype | None) -> PlainCaches:
         """Those of a model."""
-        found = (module for module in model.modules() if latent_shape(module) is not None)
-        return PlainCaches(dtype, frozenset(int(module.layer_idx) for module in found))
+        found: list[Any] = [m for m in model.modules() if latent_shape(m) is not None]
+        return PlainCaches(dtype, frozenset(module.layer_idx for module in found))
 
     def fresh(self) -> dict[str, Any]:
         """One as an argument of a forward or of ``generate``; nothing where none is needed."""
