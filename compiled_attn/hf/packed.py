@@ -42,10 +42,11 @@ class _Packed(nn.Module):
 
     def _load_from_state_dict(self, state: Any, prefix: str, *others: Any) -> None:
         name = f"{prefix}weight"
-        if name in state:
-            plain = state[name].to(self.weight).contiguous()
-            if packed_linear.can_pack(plain):  # or else torch says what does not fit
-                state = {**state, name: packed_linear.pack(plain)}
+        plain = state.get(name)
+        panels, pairs, *tile = self.weight.shape
+        if plain is not None and plain.shape == (panels * tile[0], pairs * tile[1]):
+            state = {**state, name: packed_linear.arranged(plain.to(self.weight))}
+        # or else torch says what does not fit
         super()._load_from_state_dict(state, prefix, *others)
 
 
@@ -67,12 +68,17 @@ class PackedLinear(_Packed):
 
     def forward(self, input: Tensor) -> Tensor:
         """The layer's output."""
-        if self.weight.dtype is not torch.bfloat16:  # cast since: to wider numbers, to compare
+        # The op has no backward; and a weight may have been cast since, to compare.
+        if self.weight.dtype is not torch.bfloat16 or self._wants_gradients(input):
             return self.plain(input)
         rows = input.reshape(-1, self.in_features).contiguous()
         out = torch.ops.compiled_attn.packed_linear(rows, self.weight, self.bias)
         shaped: Tensor = out.view(*input.shape[:-1], self.out_features)
         return shaped
+
+    def _wants_gradients(self, input: Tensor) -> bool:
+        own = input, self.weight, self.bias
+        return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in own)
 
     def plain(self, input: Tensor) -> Tensor:
         """The output of a plain layer of the same weight, which is unpacked for this call."""
@@ -105,15 +111,15 @@ class PackedEmbedding(_Packed):
 
 def pack_linears(
     model: nn.Module, undo: contextlib.ExitStack, wanted: Wanted = packed_linear.can_pack
-) -> int:
-    """Packs the weights of a model's linear layers, each where it is; says how many are.
+) -> None:
+    """Packs the weights of a model's linear layers, each where it is.
 
     Left alone are weights that the op does not take, that something else than linear layers and
     embeddings of torch's own classes has (adapters, quantised layers, scaled embeddings), and
     layers with hooks.
 
     Args:
-        model: is changed; for inference only, as the op has no backward.
+        model: is changed; where gradients are wanted, its layers compute as plain ones.
         undo: gets what makes the model what it was.
         wanted: whether a weight ``[N, K]`` is to be packed, of those that can be.
     """
@@ -126,7 +132,6 @@ def pack_linears(
         parameter.data = packed_linear.pack(parameter.detach())
         for _, module in places:
             _replace(module, homes[id(module)], undo)
-    return packed_weights(model)
 
 
 @contextlib.contextmanager
