@@ -117,7 +117,7 @@ def test_a_packed_model_that_is_cast_takes_plain_weights_of_its_dtype(model):
     model.load_state_dict(other)
     assert all(torch.equal(value, other[name]) for name, value in model.state_dict().items())
     wrong = {**other, "inner.a.weight": torch.zeros(32, 32)}
-    with pytest.raises(RuntimeError, match="size mismatch for inner.a.weight"):
+    with pytest.raises(RuntimeError, match=r"size mismatch for inner\.a\.weight"):
         model.load_state_dict(wrong)
 
 
