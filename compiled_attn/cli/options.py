@@ -89,7 +89,7 @@ class ServingOptions:
     backend: str = setting("backend")
     kernel: str = setting("kernel")
     weights: str = setting("weights")
-    max_tokens_per_step: int = setting("max_tokens_per_step")
+    max_tokens_per_step: int | None = setting("max_tokens_per_step", metavar="N")
     max_seqs: int = setting("max_seqs")
     block_size: int = setting("block_size")
     num_blocks: int | None = setting("num_blocks", metavar="N")
