@@ -70,12 +70,12 @@ class Conversation:
         """
         self._messages.append({"role": "user", "content": turn})
         before, started = self._count(), time.perf_counter()
-        pieces, first, screen = list[str](), 0.0, Console()
+        pieces, first = list[str](), 0.0
         for piece in self._llm.stream(self._messages, self._sampling()):
             first = first or time.perf_counter() - started
             pieces.append(piece)
-            screen.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
-        screen.print()
+            print(piece, end="", flush=True)
+        print()
         self._messages.append({"role": "assistant", "content": "".join(pieces)})
         seconds = time.perf_counter() - started
         self._tell(

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich.console import Console
-
 from compiled_attn.cli.errors import UserError
 from compiled_attn.cli.inputs import fitted_arrivals
 from compiled_attn.cli.options import RunOptions
@@ -34,13 +32,12 @@ class Texts:
             for result in ordered
         ]
 
-    def print(self, answers: Sequence[Answer], console: Console) -> None:
+    def print(self, answers: Sequence[Answer]) -> None:
         """Prints each prompt, of a chat its last turn, and its answer."""
         for answer in answers:
             prompt = self.prompts[answer.result.index]
             asked = prompt if isinstance(prompt, str) else prompt[-1]["content"]
-            console.print(f"> {asked}", style="bold", markup=False, highlight=False, soft_wrap=True)
-            console.print(f"{answer.text}\n", markup=False, highlight=False, soft_wrap=True)
+            print(f"> {asked}\n{answer.text}\n")
 
 
 @dataclass(frozen=True)

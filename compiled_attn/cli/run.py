@@ -105,7 +105,7 @@ def _run(
             finished = [*results]
         if texts is not None:
             answers = texts.answers(finished, engine)
-            texts.print(answers, Console())
+            texts.print(answers)
         checked = _check(options, executor, finished, screen)
     except KeyboardInterrupt:
         code = tell("interrupted; this is the report so far", INTERRUPTED)
