@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         TableBatch,
         TablePlan,
     )
+    from compiled_attn.text.llm import LLM
 else:
     __getattr__, __dir__ = lazy_names(
         __name__,
@@ -61,10 +62,12 @@ else:
             "compat.paged": "PagedAttention PagedInputs paged_attention_v1 paged_attention_v2",
             "step": "AttentionMetadata BatchBuilder Request RequestTable StepBatch StepPlan "
             "TableBatch TablePlan",
+            "text.llm": "LLM",
         },
     )
 
 __all__ = [
+    "LLM",
     "AttentionMetadata",
     "BatchBuilder",
     "FlashArgumentError",

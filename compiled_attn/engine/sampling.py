@@ -35,6 +35,8 @@ class SamplingParams:
             preemption. None: the engine draws a seed for each request, which its result names.
         stop_token_ids: tokens that end the request; they are part of the result.
         ignore_eos: go on after the model's end-of-sequence token.
+        stop: texts that end the request, one alone or several; for an engine that has a tokenizer,
+            see `compiled_attn.LLM`. The tokens that hold it are part of the result.
 
     Raises:
         ValueError: a value outside its range, or of another type.
@@ -47,6 +49,7 @@ class SamplingParams:
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self._settle("max_new_tokens", _integer, lambda n: n >= 1, "an integer >= 1")
@@ -57,6 +60,7 @@ class SamplingParams:
             self._settle("seed", _integer, lambda s: 0 <= s < 2**64, "None or in 0..2**64 - 1")
         self._settle("stop_token_ids", _integers, lambda _: True, "a tuple of token ids")
         self._settle("ignore_eos", _flag, lambda _: True, "True or False")
+        self._settle("stop", _texts, lambda _: True, "a tuple of texts, none of them empty")
 
     def seeded(self) -> SamplingParams:
         """The same with a seed, drawn if there is none."""
@@ -214,6 +218,13 @@ def _integers(values: object) -> tuple[int, ...] | None:
         return None
     numbers = [_integer(value) for value in values]
     return None if None in numbers else tuple(number for number in numbers if number is not None)
+
+
+def _texts(values: object) -> tuple[str, ...] | None:
+    texts = (values,) if isinstance(values, str) else values
+    if not isinstance(texts, (tuple, list)):
+        return None
+    return tuple(texts) if all(isinstance(each, str) and each for each in texts) else None
 
 
 def _flag(value: object) -> bool | None:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import islice
-from typing import Generic, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 from compiled_attn.cache.blocks.prefix import Salt
 from compiled_attn.engine.sampling import SamplingParams
 
-__all__ = ["GenerationResult", "Mailbox", "Sequence", "Status", "TokenEvent"]
+__all__ = ["GenerationResult", "HasStop", "Mailbox", "Sequence", "Status", "TokenEvent"]
 
 Event = TypeVar("Event")
+
+HasStop: TypeAlias = Callable[[SequenceOf[int], SequenceOf[str]], bool]
+"""Whether the text of tokens has one of these strings, which the last token ends: asked after each
+token of a request. It changes nothing."""
 
 
 class Mailbox(Generic[Event]):
@@ -73,7 +78,7 @@ class GenerationResult:
             submitted by hand, its ``request_id``.
         prompt: token ids.
         tokens: what was generated, a stop token included.
-        finish_reason: "stop" (end-of-sequence or stop token), "length", or "error".
+        finish_reason: "stop" (end-of-sequence, stop token or stop string), "length", or "error".
         ttft_s: seconds from its arrival to its first token.
         latency_s: seconds from its arrival to its end.
         sampling: how it was continued, with the seed that it had.
@@ -127,6 +132,7 @@ class Sequence:
     salt: Salt = None
     index: int = -1
     mailbox: Mailbox[TokenEvent] = field(default_factory=Mailbox)
+    has_stop: HasStop | None = None
 
     @property
     def remaining(self) -> int:
@@ -140,10 +146,10 @@ class Sequence:
 
     def event(self, token: int, now_s: float) -> TokenEvent:
         """What is told once ``token`` is the next one; changes nothing."""
-        generated = len(self.tokens) - self.prompt_len
-        if token not in self.stop_tokens and generated + 1 < self.sampling.max_new_tokens:
+        stops = token in self.stop_tokens or self._completes_stop(token)
+        if not stops and self.generated + 1 < self.sampling.max_new_tokens:
             return TokenEvent(self.index, token, None, self.request_id)
-        reason = "stop" if token in self.stop_tokens else "length"
+        reason = "stop" if stops else "length"
         result = self._result([*self.tokens[self.prompt_len :], token], reason, now_s)
         return TokenEvent(self.index, token, result, self.request_id)
 
@@ -157,6 +163,12 @@ class Sequence:
         self.tokens[place:] = [token]
         if self.first_token_s is None:
             self.first_token_s = now_s
+
+    def _completes_stop(self, token: int) -> bool:
+        stop = self.sampling.stop
+        if not stop or self.has_stop is None:
+            return False
+        return self.has_stop([*self.tokens[self.prompt_len :], token], stop)
 
     def _result(
         self, generated: list[int], reason: str, now_s: float, error: str = ""
