@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from graphs.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from compiled_attn.text.answer import Answer
+    from compiled_attn.text.answer import Answer, AnswerPieces
     from compiled_attn.text.llm import LLM
     from compiled_attn.text.pieces import TextPieces
     from compiled_attn.text.stops import StopFilter
@@ -19,7 +19,7 @@ else:
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
-            "answer": "Answer",
+            "answer": "Answer AnswerPieces",
             "llm": "LLM",
             "pieces": "TextPieces",
             "stops": "StopFilter",
@@ -30,6 +30,7 @@ else:
 __all__ = [
     "LLM",
     "Answer",
+    "AnswerPieces",
     "Message",
     "Prompt",
     "StopFilter",

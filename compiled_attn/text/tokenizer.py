@@ -11,7 +11,7 @@ from compiled_attn.model_folder import cannot_read, model_folder
 from compiled_attn.models import quiet_transformers
 from graphs.errors import quoted
 
-__all__ = ["Message", "Prompt", "Tokenizer"]
+__all__ = ["Message", "Prompt", "Tokenizer", "check_messages"]
 
 Message: TypeAlias = Mapping[str, str]
 """One turn of a chat: its ``role`` (system, user, assistant) and ``content``."""
@@ -105,7 +105,7 @@ class Tokenizer:
 
     def _rendered(self, messages: Sequence[Message]) -> str:
         """The text of a chat, up to where the answer begins."""
-        _check_messages(messages)
+        check_messages(messages)
         if not self._tokenizer.chat_template:
             raise ConfigError(
                 f"model {self.model}: it has no chat template, expected chat_template.jinja beside "
@@ -148,7 +148,8 @@ def _load(model: str | Path) -> Any:
     return tokenizer
 
 
-def _check_messages(messages: Any) -> None:
+def check_messages(messages: Any) -> None:
+    """Raises ConfigError unless these are messages of a chat."""
     is_chat = isinstance(messages, Sequence) and bool(messages)
     if not is_chat or not all(map(_is_message, messages)):
         raise ConfigError(

@@ -40,7 +40,9 @@ def llm(model_dir: Path, config: EngineConfig) -> LLM:
 
 
 @pytest.fixture(scope="session", params=["byte level", "byte fallback"])
-def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+def tokenizer(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Tokenizer:
     folder = tmp_path_factory.mktemp("tokenizer")
     made = byte_level() if request.param == "byte level" else byte_fallback()
     save_model(folder)  # transformers asks the configuration what kind of tokenizer it is
