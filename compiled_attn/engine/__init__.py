@@ -22,7 +22,6 @@ else:
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
-            "stub_async": "AsyncEngine AsyncRequest",
             "config": "ConfigError EngineConfig",
             "engine": "Engine",
             "report": "EngineReport StepInfo",
