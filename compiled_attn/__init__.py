@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         paged_attention_v1,
         paged_attention_v2,
     )
+    from compiled_attn.engine.asynchronous import AsyncEngine
     from compiled_attn.step import (
         AttentionMetadata,
         BatchBuilder,
@@ -59,12 +60,14 @@ else:
             "compat.flash": "FlashArgumentError FlashInputs FlashKVCacheAttention "
             "flash_attn_with_kvcache",
             "compat.paged": "PagedAttention PagedInputs paged_attention_v1 paged_attention_v2",
+            "engine.asynchronous": "AsyncEngine",
             "step": "AttentionMetadata BatchBuilder Request RequestTable StepBatch StepPlan "
             "TableBatch TablePlan",
         },
     )
 
 __all__ = [
+    "AsyncEngine",
     "AttentionMetadata",
     "BatchBuilder",
     "FlashArgumentError",
