@@ -341,7 +341,8 @@ class Engine:
         scheduled = self.scheduler.schedule()
         with self.sentinel:
             self.memory.settle()
-            tables = self.memory.tables(part.sequence.request_id for part in scheduled)
+            ids = (sequence.request_id for sequence in scheduled.sequences)
+            tables = self.memory.tables(ids, self.scheduler.changed)
             step = self.executor.fit(scheduled, tables)
             rows = self.executor.run(step)
         now = time.perf_counter()
@@ -352,7 +353,7 @@ class Engine:
             self.pool.places.num_used,
             self.pool.highest_used,
             step.wanted,
-            nonfinite_rows=sum(row is NOT_FINITE for row in rows),
+            nonfinite_rows=rows.count(NOT_FINITE),
         )
         return outcome_of(self.tally.count("steps"), step.parts, rows, now, record)
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from compiled_attn.cache.defrag import BlockCopies
 from compiled_attn.engine.config import EngineConfig
-from compiled_attn.engine.scheduler import ScheduledTokens
+from compiled_attn.engine.scheduler import ScheduledStep
 from compiled_attn.engine.sizing import Sizing
 from compiled_attn.step import RequestTable
 from compiled_attn.step.form import Plan
@@ -39,7 +39,7 @@ class FittedStep(NamedTuple):
         wanted: sizes that the whole step needs, which the parts do not reach if it was cut.
     """
 
-    parts: list[ScheduledTokens]
+    parts: ScheduledStep
     plan: Plan
     bucket: Bucket
     wanted: dict[str, int]
@@ -100,7 +100,7 @@ class Executor(Protocol):
     def check_unchanged(self) -> None:
         """Raises an error unless the model is as it was at the warmup."""
 
-    def fit(self, step: list[ScheduledTokens], table: RequestTable) -> FittedStep:
+    def fit(self, step: ScheduledStep, table: RequestTable) -> FittedStep:
         """The step, cut until a captured bucket holds it.
 
         Args:

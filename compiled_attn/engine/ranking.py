@@ -43,8 +43,8 @@ class RankedRows:
             maxima = logits[:, :whole].unflatten(1, (_CHUNK, self._chunks)).amax(1)
             self._maxima = torch.cat([maxima, logits[:, whole:]], 1)
 
-    def best(self) -> tuple[list[float], list[int]]:
-        """The largest of each row, NaN where it has one, and its token."""
+    def best(self) -> tuple[Tensor, Tensor]:
+        """The largest of each row, NaN where it has one, and its token: ``[R]`` each."""
         best, tokens = self._maxima.max(-1)
         if self._chunks:
             members = self._members(tokens[:, None])
@@ -53,7 +53,7 @@ class RankedRows:
             tied = (self._maxima == best[:, None]).sum(1) > 1
             if tied.any():
                 tokens[tied] = self._logits[tied].max(-1).indices
-        return best.tolist(), tokens.tolist()
+        return best, tokens
 
     def is_few(self, top_k: int) -> bool:
         """Whether `first` can take out that many (0: all)."""

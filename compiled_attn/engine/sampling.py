@@ -16,7 +16,7 @@ from torch import Tensor
 from compiled_attn.engine.ranking import RankedRows, RunningSum
 from compiled_attn.engine.uniform import uniforms
 
-__all__ = ["NOT_FINITE", "SamplingParams", "sample", "sample_rows"]
+__all__ = ["NOT_FINITE", "Draw", "SamplingParams", "drawn_rows", "sample", "sample_rows"]
 
 NOT_FINITE = "expected finite logits to sample from, got NaN or inf: check the model"
 
@@ -103,21 +103,12 @@ def sample_rows(
         params: R of them; None: the row is only looked at, and its most likely token given.
         steps: as in `sample`.
     """
-    ranked = RankedRows(logits)
-    best, tokens = ranked.best()
-    drawn: list[int | str] = [*tokens]
-    random: list[_Draw] = []
-    for row, (value, param, step) in enumerate(zip(best, params, steps, strict=True)):
-        if not math.isfinite(value):
-            drawn[row] = NOT_FINITE
-        elif param is not None and param.temperature > 0:
-            random.append(_Draw(row, param, step))
-    for draw, token in zip(random, _drawn(ranked, random), strict=True):
-        drawn[draw.row] = token
-    return drawn
+    rows = zip(params, steps, strict=True)
+    draws = [Draw(row, param, step) for row, (param, step) in enumerate(rows) if param is not None]
+    return drawn_rows(logits, draws)
 
 
-class _Draw(NamedTuple):
+class Draw(NamedTuple):
     """A row whose token is drawn, how, and after how many others."""
 
     row: int
@@ -125,7 +116,22 @@ class _Draw(NamedTuple):
     step: int
 
 
-def _drawn(ranked: RankedRows, draws: Sequence[_Draw]) -> Sequence[int | str]:
+def drawn_rows(logits: Tensor, draws: Iterable[Draw]) -> list[int | str]:
+    """`sample_rows`, where the rows that are not named in ``draws`` have no parameters."""
+    ranked = RankedRows(logits)
+    best, tokens = ranked.best()
+    values, rows = best.tolist(), [*tokens.tolist()]
+    if not math.isfinite(sum(values)):
+        rows = [t if math.isfinite(v) else NOT_FINITE for v, t in zip(values, rows, strict=True)]
+    random = [
+        each for each in draws if each.params.temperature > 0 and rows[each.row] is not NOT_FINITE
+    ]
+    for draw, token in zip(random, _drawn(ranked, random), strict=True):
+        rows[draw.row] = token
+    return rows
+
+
+def _drawn(ranked: RankedRows, draws: Sequence[Draw]) -> Sequence[int | str]:
     """All at once, or, where that fails, one by one: whatever fails is one request's alone."""
     try:
         return _tokens(ranked, draws) if draws else []
@@ -135,7 +141,7 @@ def _drawn(ranked: RankedRows, draws: Sequence[_Draw]) -> Sequence[int | str]:
         return [token for draw in draws for token in _drawn(ranked, [draw])]
 
 
-def _tokens(ranked: RankedRows, draws: Sequence[_Draw]) -> list[int]:
+def _tokens(ranked: RankedRows, draws: Sequence[Draw]) -> list[int]:
     """Each the token at a uniform place of the running sum of its row, the most likely first."""
     uniform = uniforms([draw.params.seed or 0 for draw in draws], [draw.step for draw in draws])
     few = np.array([ranked.is_few(draw.params.top_k) for draw in draws])
@@ -152,7 +158,7 @@ def _tokens(ranked: RankedRows, draws: Sequence[_Draw]) -> list[int]:
 
 
 def _of_few(
-    ranked: RankedRows, draws: Sequence[_Draw], uniform: NDArray[np.float64]
+    ranked: RankedRows, draws: Sequence[Draw], uniform: NDArray[np.float64]
 ) -> NDArray[np.int64]:
     """The tokens of rows of which only the first few are kept, all rows at once."""
     params = [draw.params for draw in draws]

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import islice
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from compiled_attn.cache.blocks.prefix import Salt
 from compiled_attn.engine.sampling import SamplingParams
@@ -92,15 +92,14 @@ class GenerationResult:
     error: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
+class TokenEvent(NamedTuple):
     """One generated token; ``result`` is set with the last one of its request.
 
     ``token`` is None in the last event of a request that ended with an error. ``index`` and
     ``request_id`` are those of `GenerationResult`.
     """
 
-    index: int
+    index: int  # type: ignore[assignment]  # not the method of a tuple
     token: int | None
     result: GenerationResult | None = None
     request_id: int = -1
@@ -112,7 +111,8 @@ class Sequence:
 
     ``tokens`` is the prompt followed by what was generated; ``computed`` of them have keys and
     values in the cache. A preempted sequence goes back to ``computed = 0`` and keeps its tokens.
-    Its events go to ``mailbox``, under ``index``.
+    It has blocks for ``reserved`` positions, and nothing to tell its pool as long as fewer than
+    ``quiet_below`` are computed. Its events go to ``mailbox``, under ``index``.
     """
 
     request_id: int
@@ -121,6 +121,8 @@ class Sequence:
     sampling: SamplingParams
     arrived_s: float
     computed: int = 0
+    reserved: int = 0
+    quiet_below: int = 0
     status: Status = Status.WAITING
     first_token_s: float | None = None
     stop_tokens: frozenset[int] = field(default_factory=frozenset)
@@ -138,10 +140,15 @@ class Sequence:
         """Tokens generated so far."""
         return len(self.tokens) - self.prompt_len
 
+    def wait(self) -> None:
+        """Goes back to where nothing is computed, and no block held."""
+        self.status = Status.WAITING
+        self.computed = self.reserved = self.quiet_below = 0
+
     def event(self, token: int, now_s: float) -> TokenEvent:
         """What is told once ``token`` is the next one; changes nothing."""
-        generated = len(self.tokens) - self.prompt_len
-        if token not in self.stop_tokens and generated + 1 < self.sampling.max_new_tokens:
+        is_last = len(self.tokens) + 1 >= self.prompt_len + self.sampling.max_new_tokens
+        if not is_last and token not in self.stop_tokens:
             return TokenEvent(self.index, token, None, self.request_id)
         reason = "stop" if token in self.stop_tokens else "length"
         result = self._result([*self.tokens[self.prompt_len :], token], reason, now_s)
@@ -154,7 +161,8 @@ class Sequence:
 
     def take(self, place: int, token: int, now_s: float) -> None:
         """Makes ``token`` the one at ``place``, the next; once more changes nothing."""
-        self.tokens[place:] = [token]
+        if len(self.tokens) == place:
+            self.tokens.append(token)
         if self.first_token_s is None:
             self.first_token_s = now_s
 

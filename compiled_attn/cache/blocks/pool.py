@@ -102,6 +102,11 @@ class BlockPool:
         """Ids of all requests in the pool, oldest first."""
         return list(self._tables)
 
+    @property
+    def num_requests(self) -> int:
+        """How many requests are in the pool."""
+        return len(self._tables)
+
     def __contains__(self, request_id: Hashable) -> bool:
         return request_id in self._tables
 
@@ -221,7 +226,7 @@ class BlockPool:
         """Reserve ``n`` more positions: ``reserve(request_id, length + n)``."""
         return self.reserve(request_id, self.table(request_id).length + whole("n", n, 0))
 
-    def commit(self, request_id: Hashable, tokens: Tokens, length: int) -> None:
+    def commit(self, request_id: Hashable, tokens: Tokens, length: int) -> int:
         """Declare that positions ``< length`` hold K/V of ``tokens``: full blocks can be found.
 
         The cost is that of the blocks that became full since the last commit. Where another block
@@ -233,6 +238,10 @@ class BlockPool:
                 committed before is not looked at again.
             length: between ``num_computed`` and ``length`` of the table.
 
+        Returns:
+            The length from which on a commit lets more be found: those below it tell nothing, and
+            may be left out.
+
         Raises:
             ValueError: ``length`` or ``tokens`` don't fit the table.
             RuntimeError: a block that was written still waits for its copy (``pending_copies``).
@@ -243,12 +252,13 @@ class BlockPool:
         is_quiet = is_plain and table.num_computed <= length < table._quiet_below
         if is_quiet and length <= min(table.length, len(tokens)) and not self._blocks.copies:
             table.num_computed = length
-            return
+            return table._quiet_below
         length = whole("length", length, 0)
         table._check_commit(tokens, length, self._blocks.copies)
         table._publish(self._index, tokens, length)
         table.num_computed = length
         table._quiet_below = table._next_findable(self._index, length)
+        return table._quiet_below
 
     def withdraw(self, request_id: Hashable, first: int = 0) -> None:
         """Let no later prompt find the blocks that a request holds: they hold NaN, say.
