@@ -146,13 +146,9 @@ def _tokens(ranked: RankedRows, draws: Sequence[Draw]) -> list[int]:
     uniform = uniforms([draw.params.seed or 0 for draw in draws], [draw.step for draw in draws])
     few = np.array([ranked.is_few(draw.params.top_k) for draw in draws])
     tokens = np.zeros(len(draws), np.int64)
-    if few.any():
-        tokens[few] = _of_few(
-            ranked, [d for d, is_few in zip(draws, few, strict=True) if is_few], uniform[few]
-        )
-    for at in np.flatnonzero(~few).tolist():
-        params = draws[at].params
-        tokens[at] = _of_all(ranked.row(draws[at].row), params, float(uniform[at]))
+    for at, of_some in ((np.flatnonzero(few), _of_few), (np.flatnonzero(~few), _of_all)):
+        if len(at):
+            tokens[at] = of_some(ranked, [draws[n] for n in at.tolist()], uniform[at])
     drawn: list[int] = tokens.tolist()
     return drawn
 
@@ -165,7 +161,8 @@ def _of_few(
     kept = np.array([each.top_k or ranked.vocab for each in params])
     values, tokens = ranked.first(np.array([draw.row for draw in draws]), int(kept.max()))
     temperature = np.array([[each.temperature] for each in params])
-    weights = np.exp(_scaled(values, values[:, :1], temperature))
+    with np.errstate(over="ignore"):  # the largest is 0: their powers never overflow
+        weights = np.exp((values - values[:, :1]) / temperature)
     weights[np.arange(weights.shape[1]) >= kept[:, None]] = 0
     # Running sums, as their bits don't depend on how many tokens another row keeps.
     sums = weights.cumsum(1)
@@ -179,25 +176,17 @@ def _of_few(
     return drawn
 
 
-def _of_all(values: NDArray[np.float64], params: SamplingParams, uniform: float) -> int:
-    """The token of a row ``[vocab]`` of which any number is kept."""
-    ranked = RunningSum(_scaled(values, values.max(), params.temperature))
-    if 0 < params.top_k < len(values):
-        ranked.cut_behind(params.top_k)
-    if params.top_p < 1:
-        ranked.cut_at(params.top_p * ranked.total)
-    return ranked.at(uniform * ranked.total)
-
-
-def _scaled(
-    values: NDArray[np.float64],
-    largest: NDArray[np.float64] | np.float64,
-    temperature: NDArray[np.float64] | float,
-) -> NDArray[np.float64]:
-    """Logits over the temperature, the largest of which is 0: their powers never overflow."""
-    with np.errstate(over="ignore"):
-        scaled: NDArray[np.float64] = (values - largest) / temperature
-    return scaled
+def _of_all(ranked: RankedRows, draws: Sequence[Draw], uniform: NDArray[np.float64]) -> list[int]:
+    """The tokens of rows of which any number is kept, from the running sum of each row."""
+    ordered, tokens = RunningSum(ranked.vocab), []
+    for draw, number in zip(draws, uniform.tolist(), strict=True):
+        ordered.begin(ranked.row(draw.row), draw.params.temperature)
+        if 0 < draw.params.top_k < ranked.vocab:
+            ordered.cut_behind(draw.params.top_k)
+        if draw.params.top_p < 1:
+            ordered.cut_at(draw.params.top_p * ordered.total)
+        tokens.append(ordered.at(number * ordered.total))
+    return tokens
 
 
 def _integer(value: object) -> int | None:
