@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from compiled_attn.engine.engine import Engine
     from compiled_attn.engine.report import EngineReport, StepInfo
     from compiled_attn.engine.sampling import SamplingParams, sample, sample_rows
-    from compiled_attn.engine.scheduler import ScheduledTokens, Scheduler
+    from compiled_attn.engine.scheduler import ScheduledStep, ScheduledTokens, Scheduler
     from compiled_attn.engine.sequence import GenerationResult, Sequence, Status, TokenEvent
     from compiled_attn.engine.stream import Stream
     from compiled_attn.engine.tally import Percentiles, StepRecord
@@ -26,7 +26,7 @@ else:
             "engine": "Engine",
             "report": "EngineReport StepInfo",
             "sampling": "SamplingParams sample sample_rows",
-            "scheduler": "ScheduledTokens Scheduler",
+            "scheduler": "ScheduledStep ScheduledTokens Scheduler",
             "sequence": "GenerationResult Sequence Status TokenEvent",
             "stream": "Stream",
             "tally": "Percentiles StepRecord",
@@ -41,6 +41,7 @@ __all__ = [
     "GenerationResult",
     "Percentiles",
     "SamplingParams",
+    "ScheduledStep",
     "ScheduledTokens",
     "Scheduler",
     "Sequence",
