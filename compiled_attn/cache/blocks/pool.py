@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from compiled_attn.arguments import whole
 from compiled_attn.cache.blocks.allocator import BlockAllocator
+from compiled_attn.cache.blocks.partial_hits import least_partial
 from compiled_attn.cache.blocks.places import BlockPlaces
 from compiled_attn.cache.blocks.prefix import PrefixIndex, PrefixMatch, PromptKeys, Salt, Tokens
 from compiled_attn.cache.blocks.stats import PoolStats
@@ -71,7 +72,7 @@ class BlockPool:
     ) -> None:
         self.num_blocks = whole("num_blocks (one of them is the null block)", num_blocks, 2)
         self.block_size = whole("block_size", block_size, 1)
-        worth = _least_partial(self.block_size, min_partial_tokens)
+        worth = least_partial(self.block_size, min_partial_tokens)
         self._index = PrefixIndex(self.block_size, worth if partial_hits else None, key=key)
         self._blocks = BlockAllocator(self.num_blocks, self._index)
         self._tables: dict[Hashable, BlockTable] = {}
@@ -397,14 +398,3 @@ class BlockPool:
             self._partial_hit_tokens += match.num_partial
             found += match.num_partial
         table.num_cached_tokens = table.num_computed = table.length = found
-
-
-def _least_partial(block_size: int, given: int | None) -> int:
-    if given is None:
-        return max(1, block_size // 4)
-    if whole("min_partial_tokens", given, 1) >= block_size:
-        raise ValueError(
-            f"expected min_partial_tokens < {block_size}, the block size, got {given}: "
-            "a partial hit is shorter than a block"
-        )
-    return given
