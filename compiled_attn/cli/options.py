@@ -44,6 +44,13 @@ _MODEL = option(
     "Hugging Face causal LM; by default a small random Llama is built.",
     metavar="DIR",
 )
+_THREADS = option(
+    _ENGINE,
+    None,
+    "Threads of torch that compute; by default torch's choice, one for each core.",
+    metavar="N",
+    min=1,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +58,7 @@ class TuneOptions:
     """The options of ``compiled-attn tune``."""
 
     model: Path | None = _MODEL
+    threads: int | None = _THREADS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +89,7 @@ class ServingOptions:
     backend: str = setting("backend")
     kernel: str = setting("kernel")
     weights: str = setting("weights")
-    max_tokens_per_step: int = setting("max_tokens_per_step")
+    max_tokens_per_step: int | None = setting("max_tokens_per_step", metavar="N")
     max_seqs: int = setting("max_seqs")
     block_size: int = setting("block_size")
     num_blocks: int | None = setting("num_blocks", metavar="N")
@@ -108,13 +116,7 @@ class RunOptions(ServingOptions):
         metavar="DIR",
     )
     no_store: bool = option(_ENGINE, False, "Compile all graphs, and keep none.", "--no-store")
-    threads: int | None = option(
-        _ENGINE,
-        None,
-        "Threads of torch that compute; by default torch's choice, one for each core.",
-        metavar="N",
-        min=1,
-    )
+    threads: int | None = _THREADS
     warmup_workers: int = setting("warmup_workers", metavar="N")
     warmup_journal: Path | None = setting("warmup_journal", metavar="FILE")
     defrag_waste: float = setting("defrag_waste", metavar="SHARE")
