@@ -11,9 +11,11 @@ from graphs.lazy import lazy_names
 
 if TYPE_CHECKING:
     from compiled_attn.engine.config import ConfigError, EngineConfig
+    from compiled_attn.engine.draws import sample, sample_rows
     from compiled_attn.engine.engine import Engine
+    from compiled_attn.engine.logprobs import TokenLogprobs
     from compiled_attn.engine.report import EngineReport, StepInfo
-    from compiled_attn.engine.sampling import SamplingParams, sample, sample_rows
+    from compiled_attn.engine.sampling import SamplingParams
     from compiled_attn.engine.scheduler import ScheduledStep, ScheduledTokens, Scheduler
     from compiled_attn.engine.sequence import GenerationResult, Sequence, Status, TokenEvent
     from compiled_attn.engine.stream import Stream
@@ -23,9 +25,11 @@ else:
         __name__,
         {
             "config": "ConfigError EngineConfig",
+            "draws": "sample sample_rows",
             "engine": "Engine",
+            "logprobs": "TokenLogprobs",
             "report": "EngineReport StepInfo",
-            "sampling": "SamplingParams sample sample_rows",
+            "sampling": "SamplingParams",
             "scheduler": "ScheduledStep ScheduledTokens Scheduler",
             "sequence": "GenerationResult Sequence Status TokenEvent",
             "stream": "Stream",
@@ -50,6 +54,7 @@ __all__ = [
     "StepRecord",
     "Stream",
     "TokenEvent",
+    "TokenLogprobs",
     "sample",
     "sample_rows",
 ]

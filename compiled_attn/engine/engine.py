@@ -22,12 +22,13 @@ from compiled_attn.cache.blocks import BlockPool
 from compiled_attn.cache.blocks.prefix import Salt
 from compiled_attn.engine.block_memory import BlockMemory
 from compiled_attn.engine.config import ConfigError, EngineConfig
+from compiled_attn.engine.draws import NOT_FINITE
 from compiled_attn.engine.executor import Executor
 from compiled_attn.engine.local import LocalExecutor
 from compiled_attn.engine.outcome import Attempt, Changes, Outcome, outcome_of
 from compiled_attn.engine.prompts import Workload, check_settings, token_ids
 from compiled_attn.engine.report import EngineReport, StepInfo, info_of, report_of
-from compiled_attn.engine.sampling import NOT_FINITE, SamplingParams
+from compiled_attn.engine.sampling import SamplingParams
 from compiled_attn.engine.scheduler import Scheduler
 from compiled_attn.engine.sequence import GenerationResult, Mailbox, Sequence, TokenEvent
 from compiled_attn.engine.sizing import Sizing
@@ -201,8 +202,8 @@ class Engine:
 
         Args:
             prompts, sampling, salt, arrivals, concurrency, on_step: see `stream`.
-            in_order: results in the order of the prompts, each as soon as those before it are
-                there.
+            in_order: results in the order of the prompts, and of the ``n`` continuations of each,
+                each as soon as those before it are there.
         """
         return results_of(
             self.stream(
@@ -281,8 +282,11 @@ class Engine:
         arrived_s: float | None,
         mailbox: Mailbox[TokenEvent],
         index: int | None,
+        choice: int = 0,
     ) -> int:
-        """`submit` with the mailbox that its events go to, and its index there (None: its id)."""
+        """`submit` with the mailbox that its events go to, and what they name it there: its index
+        (None: its id) and choice.
+        """
         self._check(prompt, sampling, salt, arrived_s)
         request_id = next(self._ids)
         stop = frozenset(sampling.stop_token_ids)
@@ -296,6 +300,7 @@ class Engine:
             salt=salt,
             index=request_id if index is None else index,
             mailbox=mailbox,
+            choice=choice,
         )
         try:
             self._requests[request_id] = sequence
@@ -306,6 +311,11 @@ class Engine:
             self._requests.pop(request_id, None)
             self.scheduler.discard(sequence)
             raise
+
+    def _has_begun(self, request_id: int) -> bool:
+        """Whether the prompt of a request was computed, or it has ended."""
+        sequence = self._requests.get(request_id)
+        return sequence is None or sequence.generated > 0
 
     def _advance(self) -> None:
         """Computes one step for everybody; events go to the mailboxes of their requests."""

@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 from compiled_attn.cache.defrag import BlockSwap
 from compiled_attn.engine.config import ConfigError, EngineConfig
 from compiled_attn.engine.executor import COPIES, ExecutorReport, FittedStep
-from compiled_attn.engine.sampling import Draw, drawn_rows
+from compiled_attn.engine.logprobs import ScoredToken
+from compiled_attn.engine.sampler import logits_wanted, sampled
 from compiled_attn.engine.scheduler import ScheduledStep
 from compiled_attn.engine.sizing import FORMS, Form, Sizing, eos_tokens
 from compiled_attn.hf import PagedCausalLM, cache_for
@@ -159,16 +160,11 @@ class LocalExecutor:
                     self._tell_cut(wanted, largest)
                 return FittedStep(parts, plan, bucket, wanted)
 
-    def run(self, step: FittedStep) -> list[int | str]:
+    def run(self, step: FittedStep) -> list[int | str | ScoredToken]:
         """The token after each part, or why there is none, see `Executor.run`."""
         with torch.no_grad():
             logits: Tensor = self.graphs.run(step.bucket, *step.plan.fill(step.bucket))
-        draws = [
-            Draw(row, sequence.sampling, sequence.generated)
-            for row, sequence in enumerate(step.parts.sequences)
-            if sequence.sampling.temperature and step.parts[row].wants_logits
-        ]
-        return drawn_rows(logits[: len(step.parts)], draws)
+        return sampled(logits, step.parts, step.plan.rows.logits)
 
     def finite_blocks(self, places: NDArray[np.int64]) -> int:
         """How many of the blocks at ``places [n]`` are finite, up to the first that is not."""
@@ -196,13 +192,13 @@ class LocalExecutor:
         return {"weights": f"{packed} weights packed"} if packed else {}
 
     def _plan(self, step: ScheduledStep, table: RequestTable) -> Plan:
-        # Logits of every part, sampled or not: they show whether what it computed is finite.
         rows = self._builder.rows(
             table,
             table.rows([sequence.request_id for sequence in step.sequences]),
             [sequence.computed for sequence in step.sequences],
             step.counts,
             step.tokens(),
+            logits_wanted(step),
         )
         return self.sizing.form.plan(rows)
 

@@ -163,6 +163,10 @@ class RunningSum:
         inside = int(np.searchsorted(counts, count))
         self._cut(inside, count - 1 - (int(counts[inside - 1]) if inside else 0))
 
+    def cut_below(self, weight: float) -> None:
+        """Leaves the tokens that weigh at least that, the first of which weighs 1."""
+        self.cut_behind(int(np.count_nonzero(self._weights >= weight)))
+
     def _inside(self, inside: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """The tokens of a bin in order, and the running sum at each."""
         members = np.flatnonzero(self._bins == inside)

@@ -178,7 +178,7 @@ class Scheduler:
         As long as blocks lack, the newest sequence is preempted, maybe this one. Returns how much
         room it took, less what sequences that left the step gave back.
         """
-        count, taken = min(sequence.remaining, room), 0
+        count, taken = self._count(sequence, room, len(self.running) - 1), 0
         if not count or sequence.status is not Status.RUNNING:
             return 0
         whole = self._whole_blocks(sequence.computed + count)
@@ -194,6 +194,13 @@ class Scheduler:
             taken -= step.pop(victim, 0)
         step[sequence] = count
         return taken + count
+
+    def _count(self, sequence: Sequence, room: int, others: int) -> int:
+        """How many tokens of a sequence a step takes: a prompt that is scored needs logits of all,
+        and a step has as many rows of logits as sequences can run.
+        """
+        most = max(1, self.max_seqs - others) if sequence.scores_prompt else room
+        return min(sequence.remaining, room, most)
 
     def _whole_blocks(self, length: int) -> int:
         """The positions of the blocks that so many take: a decode asks the pool once a block."""
@@ -212,12 +219,12 @@ class Scheduler:
             sequence = self.waiting[0]
             if room < 1:
                 return
-            prompt = self._prompt(sequence)
+            prompt = None if sequence.scores_prompt else self._prompt(sequence)
             if not self._has_blocks(sequence, prompt):
                 return
             table = self.pool.add(sequence.request_id, prompt, salt=sequence.salt)
             sequence.computed = table.num_cached_tokens
-            count = min(sequence.remaining, room)
+            count = self._count(sequence, room, len(self.running))
             sequence.reserved = self._whole_blocks(sequence.computed + count)
             self.pool.reserve(sequence.request_id, sequence.reserved)
             self.changed.append(sequence.request_id)
@@ -237,7 +244,7 @@ class Scheduler:
         self._head = sequence, length, prompt
         return prompt
 
-    def _has_blocks(self, sequence: Sequence, prompt: PromptKeys) -> bool:
+    def _has_blocks(self, sequence: Sequence, prompt: PromptKeys | None) -> bool:
         # One block for each running sequence stays free, or the next step would preempt again.
         spare = len(self.running) * self.pool.block_size
         length = len(sequence.tokens) + spare
