@@ -41,6 +41,8 @@ NAMES = {
     "PagedInputs AttentionMetadata convert_key convert_value reshape_and_cache",
     "compiled_attn.attention.rotary": "apply_rotary",
     "compiled_attn.engine": "Engine EngineConfig SamplingParams",
+    "compiled_attn": "LLM",
+    "compiled_attn.text": "LLM Answer AnswerPieces Tokenizer TextPieces StopFilter",
 }
 ATTENTION = [
     "compiled_attn.cache.kv_cache",
