@@ -38,6 +38,7 @@ class WithoutModel(LocalExecutor):
 
     def __init__(self, config: EngineConfig) -> None:
         assert config.context is not None and config.num_blocks is not None
+        assert config.max_tokens_per_step is not None
         width = -(-config.context // BLOCK)
         form = Tables(config.num_blocks, BLOCK, width)
         limits = StepLimits(

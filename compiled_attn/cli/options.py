@@ -54,8 +54,6 @@ _MODEL = option(
     "by default a small random Llama is built.",
     metavar="DIR",
 )
-
-
 _SEED = option(_DEMAND, 0, "Seed of everything random.", min=0, max=2**63 - 1)
 _TEMPERATURE = option(_DEMAND, 0.0, "0 is greedy decoding.")
 _TOP_K = option(_DEMAND, 0, "Sample from the k most likely; 0: all.")
@@ -74,6 +72,7 @@ class TuneOptions:
     """The options of ``compiled-attn tune``."""
 
     model: Path | None = _MODEL
+    threads: int | None = _THREADS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +84,7 @@ class ModelOptions:
     backend: str = setting("backend")
     kernel: str = setting("kernel")
     weights: str = setting("weights")
-    max_tokens_per_step: int = setting("max_tokens_per_step")
+    max_tokens_per_step: int | None = setting("max_tokens_per_step", metavar="N")
     block_size: int = setting("block_size")
     num_blocks: int | None = setting("num_blocks", metavar="N")
     kv_memory: str | None = setting("kv_memory", metavar="SIZE")

@@ -15,6 +15,7 @@ from compiled_attn.cli.options import PlanOptions, settings_of
 from compiled_attn.engine import EngineConfig
 from compiled_attn.engine.local import chosen_kernel
 from compiled_attn.engine.sizing import FORMS, Sizing, step_limits, work_of
+from compiled_attn.engine.step_size import StepSize
 from compiled_attn.workloads import read_trace
 from compiled_attn.workloads.default_demand import default_demand
 from compiled_attn.workloads.families import Family, family, within
@@ -125,7 +126,8 @@ def _engine(
         note = f": {note}" if kernel == "native" else f"; native: {note}"
     print(f"for the {kernel} kernel{note}")
     sizing = Sizing.of(model, config, FORMS[kernel])
-    limits = step_limits(config, sizing.context, sizing.num_blocks)
+    step = StepSize.of(config, sizing.form.symbolic)
+    limits = step_limits(config, step.tokens, sizing.context, sizing.num_blocks)
     engine = SimulatedEngine(limits.tokens, limits.seqs, config.block_size, limits.pool_blocks)
     cost = CostModel(sizing.form.cost(work_of(model)))
     name = "table" if kernel == "native" else "engine"

@@ -7,7 +7,6 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +31,6 @@ from compiled_attn.engine import (
 from compiled_attn.engine.local import LocalExecutor
 from compiled_attn.engine.report import block_series
 from compiled_attn.hf.proof import CheckReport, check
-from compiled_attn.hf.small_steps import kept_logits
 from compiled_attn.text import Answer
 from graphs import (
     BucketOverflow,
@@ -164,14 +162,13 @@ def _check(
     finished: Sequence[GenerationResult],
     screen: Console,
 ) -> CheckReport:
-    paged = executor.module
     with screen.status("checking") as status:
         return check(
-            paged.model,
+            executor.module.model,
             finished,
             options.check,
             on_checked=lambda done, count: status.update(f"checking {done}/{count}"),
-            kept=partial(kept_logits, paged) if paged.cache.is_quantised else None,
+            kv_dtype=executor.config.cache_dtype,
         )
 
 

@@ -38,6 +38,8 @@ def _rows(report: EngineReport, checked: CheckReport) -> Iterator[tuple[str, str
     if size := report.kv_cache:
         yield "KV cache", _cache(size)
         yield "its size is that of", str(size["why"])
+    if step := report.step_size:
+        yield "tokens of a step", f"{step['tokens']:,} at most ({step['why']})"
     shared = report.compiled_graphs
     sources = f" ({shared} compiled)" if shared != report.graphs else ""
     yield "graphs captured", f"{report.graphs}{sources} in {report.warmup_seconds:.1f} s{loaded}"

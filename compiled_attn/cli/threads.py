@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
 from pathlib import Path
+
+from graphs.cgroups import cpu_quota
 
 __all__ = ["busy_processors", "choose_waiting"]
 
@@ -17,38 +20,49 @@ _CHOSEN_BY_USER = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 
 def choose_waiting(threads: int | None) -> str:
-    """Lets the threads of OpenMP sleep while they wait where others need the processors.
+    """Lets threads of OpenMP sleep while they wait where others need the processors.
 
-    Threads that spin keep a processor from the process that has the work they wait for. OpenMP
-    reads the choice, the variable ``OMP_WAIT_POLICY``, once: when torch is loaded. What the user
-    has set stays.
+    Threads that spin keep a processor from the process that has the work they wait for, and spend
+    the quota of a container. OpenMP reads the choice, the variable ``OMP_WAIT_POLICY``, once: when
+    torch is loaded. So does it ``OMP_NUM_THREADS``, which is set where a quota gives less than the
+    processors that it would count, to as many as it gives, rounded up. What the user has set stays.
 
     Args:
         threads: that will compute; None: as many as there are processors, or ``OMP_NUM_THREADS``.
 
     Returns:
         the choice and its reason, as the report tells them: ``passive: others keep 1.0 of 2
-        processors busy``.
+        processors busy``; and a quota, ``; a quota gives 1.5 of 2 processors``.
     """
+    quota, processors = cpu_quota(), len(_usable())
+    if quota is None or quota >= processors:
+        return _chosen(threads, processors)
+    if "torch" not in sys.modules and not (threads or _asked_of_openmp()):
+        os.environ["OMP_NUM_THREADS"] = str(max(1, math.ceil(quota)))
+    return f"{_chosen(threads, quota)}; a quota gives {quota:.3g} of {processors} processors"
+
+
+def _chosen(threads: int | None, given: float) -> str:
+    """The choice where this process is given the time of so many processors."""
     for name in _CHOSEN_BY_USER:
         if name in os.environ:
             return f"as set: {name}={os.environ[name]}"
     if "torch" in sys.modules:
         return "as it was when torch was loaded"
-    return _measured(threads or _threads_by_default())
+    return _measured(threads or _threads_by_default(), given)
 
 
-def _measured(threads: int) -> str:
+def _measured(threads: int, given: float) -> str:
     if threads == 1:
         return "none: one thread"
-    processors, busy = _usable(), busy_processors()
+    processors, busy = len(_usable()), busy_processors()
     if busy is None:
         return "active: this system does not tell how busy it is"
-    is_crowded = threads + busy > len(processors) + _CROWDED
+    is_crowded = threads > min(given, processors - busy) + _CROWDED
     if is_crowded:
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     choice = "passive" if is_crowded else "active"
-    return f"{choice}: others keep {busy:.1f} of {len(processors)} processors busy"
+    return f"{choice}: others keep {busy:.1f} of {processors} processors busy"
 
 
 def busy_processors(seconds: float = _WINDOW_SECONDS) -> float | None:
@@ -87,5 +101,9 @@ def _usable() -> set[int]:
 
 
 def _threads_by_default() -> int:
+    return _asked_of_openmp() or len(_usable())
+
+
+def _asked_of_openmp() -> int:
     wanted = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-    return int(wanted) if wanted.isdecimal() and int(wanted) else len(_usable())
+    return int(wanted) if wanted.isdecimal() else 0

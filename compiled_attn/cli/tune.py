@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -23,6 +24,8 @@ def run_tune(options: TuneOptions) -> int:
         UserError: there is no such model, or no native kernel here.
     """
     with bad_input():
+        if options.threads is not None:
+            torch.set_num_threads(options.threads)
         model = model_of(options.model, "bfloat16")
     try:
         tuned = tuning()

@@ -35,7 +35,12 @@ class EngineConfig:
         ConfigError: a size that cannot work.
     """
 
-    max_tokens_per_step: int = setting(256, "Tokens that a step computes at most.", least=1)
+    max_tokens_per_step: int | None = setting(
+        None,
+        "Tokens that a step computes at most; by default 512 where one compile serves all buckets, "
+        "256 where each is compiled, but no less than max_seqs.",
+        least=1,
+    )
     max_seqs: int = setting(32, "Requests that run at the same time at most.", least=1)
     block_size: int = setting(32, "Tokens in a block of the KV cache.", least=1)
     num_blocks: int | None = setting(
@@ -155,7 +160,7 @@ class EngineConfig:
             )
         if self.weights not in _WEIGHTS:
             raise ConfigError(f"expected weights of {_WEIGHTS}, got {self.weights!r}: choose one")
-        if self.max_seqs > self.max_tokens_per_step:
+        if self.max_tokens_per_step is not None and self.max_seqs > self.max_tokens_per_step:
             raise ConfigError(
                 f"expected max_seqs <= max_tokens_per_step, got {self.max_seqs} > "
                 f"{self.max_tokens_per_step}: every running request needs a token in a step"

@@ -31,6 +31,7 @@ from compiled_attn.engine.sampling import NOT_FINITE, SamplingParams
 from compiled_attn.engine.scheduler import Scheduler
 from compiled_attn.engine.sequence import GenerationResult, HasStop, Mailbox, Sequence, TokenEvent
 from compiled_attn.engine.sizing import Sizing
+from compiled_attn.engine.step_size import StepSize
 from compiled_attn.engine.stream import Known, Stream, ended, results_of
 from compiled_attn.engine.tally import StepRecord, Tally
 from graphs import WarmupReport, no_compile
@@ -92,7 +93,8 @@ class Engine:
                 "leave it out"
             )
         self.memory = BlockMemory(self.executor, config)
-        self.scheduler = Scheduler(self.pool, config.max_tokens_per_step, config.max_seqs)
+        step = self.sizing.step or StepSize.of(config, self.sizing.form.symbolic)
+        self.scheduler = Scheduler(self.pool, step.tokens, config.max_seqs)
         self.tally = Tally([*self.sizing.buckets], self.sizing.buckets.cost)
         self.sentinel = no_compile(strict=config.strict, all_threads=config.watch_process)
         self.warmup_report: WarmupReport | None = None

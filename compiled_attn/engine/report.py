@@ -43,7 +43,8 @@ class EngineReport:
     every degraded bucket pick and a native kernel that failed to build, ``cut_steps`` the steps
     that no bucket held whole. ``kernel`` is "native", or which portable kernel serves the causal
     and shared parts; ``kernel_notes`` says why. ``memory`` has the copies of blocks: on write and
-    to defragment, ``kv_cache`` the size of the cache and what decided it (`CacheSize`).
+    to defragment, ``kv_cache`` the size of the cache and what decided it (`CacheSize`),
+    ``step_size`` the most tokens of a step and what decided them (`StepSize`).
     ``requests`` counts those that finished, ``failed_requests`` those of them that
     ended with an error, ``nonfinite_rows`` the rows of logits that were NaN or infinite, and
     ``restarts`` how often an exception ended a step, after which all running requests were computed
@@ -74,6 +75,7 @@ class EngineReport:
     seconds: float
     memory: dict[str, float] = field(default_factory=dict)
     kv_cache: dict[str, object] = field(default_factory=dict)
+    step_size: dict[str, object] = field(default_factory=dict)
     buckets: list[dict[str, object]] = field(default_factory=list)
     graphs_loaded: int = 0
     compiled_graphs: int = 0
@@ -139,6 +141,7 @@ def report_of(engine: Engine) -> EngineReport:
         prefix_hit_ratio=round(stats.hit_ratio, 4),
         memory=engine.memory.figures(),
         kv_cache=engine.sizing.cache.to_dict() if engine.sizing.cache else {},
+        step_size=engine.sizing.step.to_dict() if engine.sizing.step else {},
         cut_steps=tally.count("cut_steps"),
         seconds=round(busy, 3),
         buckets=_bucket_rows(steps, tally),

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from compiled_attn.engine.cache_size import CacheSize, memory_for
 from compiled_attn.engine.config import ConfigError, EngineConfig
 from compiled_attn.engine.sampling import SamplingParams
+from compiled_attn.engine.step_size import StepSize
 from compiled_attn.hf import context_limit
 from compiled_attn.step import ModelWork, Parts, StepForm, StepLimits, Tables
 from graphs import BucketOverflow, BucketSpace
@@ -34,6 +35,7 @@ class Sizing:
         form: how steps become tensors.
         buckets: shapes to capture, with the form's cost.
         cache: size of the cache and why it has it; None where nothing decided it.
+        step: the most tokens that a step computes, and why; None: what the configuration says.
     """
 
     context: int
@@ -43,6 +45,7 @@ class Sizing:
     form: StepForm
     buckets: BucketSpace
     cache: CacheSize | None = None
+    step: StepSize | None = None
 
     @staticmethod
     def of(model: PreTrainedModel, config: EngineConfig, form: Form = Parts) -> Sizing:
@@ -54,11 +57,13 @@ class Sizing:
         context = _context(model, config)
         cache = CacheSize.of(model, config, context)
         num_blocks = cache.blocks
-        limits = step_limits(config, context, num_blocks)
+        step = StepSize.of(config, form.symbolic)
+        limits = step_limits(config, step.tokens, context, num_blocks)
         steps = form(num_blocks, config.block_size, limits.context_blocks)
         buckets = _buckets(config, steps, limits).with_cost(steps.cost(work_of(model)))
         vocab = model.config.get_text_config().vocab_size
-        sizing = Sizing(context, vocab, config.block_size, num_blocks, steps, buckets, cache)
+        step = step.within(limits.tokens)
+        sizing = Sizing(context, vocab, config.block_size, num_blocks, steps, buckets, cache, step)
         sizing._refuse_steps_beyond_memory(model)
         return sizing
 
@@ -117,11 +122,18 @@ class Sizing:
             ) from error
 
 
-def step_limits(config: EngineConfig, context: int, num_blocks: int) -> StepLimits:
-    """The largest step: each request that runs writes to a block, and each token to a slot."""
+def step_limits(config: EngineConfig, wanted: int, context: int, num_blocks: int) -> StepLimits:
+    """The largest step: each request that runs writes to a block, and each token to a slot.
+
+    Args:
+        config: of the engine.
+        wanted: tokens of a step, at most.
+        context: of a request.
+        num_blocks: of the cache, null block included.
+    """
     pool = num_blocks - 1
     seqs = min(config.max_seqs, pool)
-    tokens = min(config.max_tokens_per_step, pool * config.block_size, seqs * context)
+    tokens = min(wanted, pool * config.block_size, seqs * context)
     return StepLimits(tokens, seqs, -(-context // config.block_size), pool)
 
 

@@ -8,16 +8,25 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter, functional
 
+from compiled_attn.hf.layers import restore
 from compiled_attn.ops import load, packed_linear
 
-__all__ = ["PackedEmbedding", "PackedLinear", "pack_linears", "packable", "packed_weights"]
+__all__ = [
+    "PackedEmbedding",
+    "PackedLinear",
+    "pack_linears",
+    "packable",
+    "packed_weights",
+    "plain_layers",
+]
 
 Wanted = Callable[[Tensor], bool]
 
@@ -33,10 +42,11 @@ class _Packed(nn.Module):
 
     def _load_from_state_dict(self, state: Any, prefix: str, *others: Any) -> None:
         name = f"{prefix}weight"
-        if name in state:
-            plain = state[name].to(self.weight).contiguous()
-            if packed_linear.can_pack(plain):  # or else torch says what does not fit
-                state = {**state, name: packed_linear.pack(plain)}
+        plain = state.get(name)
+        panels, pairs, *tile = self.weight.shape
+        if plain is not None and plain.shape == (panels * tile[0], pairs * tile[1]):
+            state = {**state, name: packed_linear.arranged(plain.to(self.weight))}
+        # or else torch says what does not fit
         super()._load_from_state_dict(state, prefix, *others)
 
 
@@ -58,12 +68,21 @@ class PackedLinear(_Packed):
 
     def forward(self, input: Tensor) -> Tensor:
         """The layer's output."""
-        if self.weight.dtype is not torch.bfloat16:  # cast since: to wider numbers, to compare
-            return functional.linear(input, packed_linear.unpack(self.weight), self.bias)
+        # The op has no backward; and a weight may have been cast since, to compare.
+        if self.weight.dtype is not torch.bfloat16 or self._wants_gradients(input):
+            return self.plain(input)
         rows = input.reshape(-1, self.in_features).contiguous()
         out = torch.ops.compiled_attn.packed_linear(rows, self.weight, self.bias)
         shaped: Tensor = out.view(*input.shape[:-1], self.out_features)
         return shaped
+
+    def _wants_gradients(self, input: Tensor) -> bool:
+        own = input, self.weight, self.bias
+        return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in own)
+
+    def plain(self, input: Tensor) -> Tensor:
+        """The output of a plain layer of the same weight, which is unpacked for this call."""
+        return functional.linear(input, packed_linear.unpack(self.weight), self.bias)
 
     def extra_repr(self) -> str:
         """Sizes, as `torch.nn.Linear` has them."""
@@ -92,15 +111,15 @@ class PackedEmbedding(_Packed):
 
 def pack_linears(
     model: nn.Module, undo: contextlib.ExitStack, wanted: Wanted = packed_linear.can_pack
-) -> int:
-    """Packs the weights of a model's linear layers, each where it is; says how many are.
+) -> None:
+    """Packs the weights of a model's linear layers, each where it is.
 
     Left alone are weights that the op does not take, that something else than linear layers and
     embeddings of torch's own classes has (adapters, quantised layers, scaled embeddings), and
     layers with hooks.
 
     Args:
-        model: is changed; for inference only, as the op has no backward.
+        model: is changed; where gradients are wanted, its layers compute as plain ones.
         undo: gets what makes the model what it was.
         wanted: whether a weight ``[N, K]`` is to be packed, of those that can be.
     """
@@ -113,7 +132,17 @@ def pack_linears(
         parameter.data = packed_linear.pack(parameter.detach())
         for _, module in places:
             _replace(module, homes[id(module)], undo)
-    return packed_weights(model)
+
+
+@contextlib.contextmanager
+def plain_layers(model: nn.Module) -> Iterator[None]:
+    """Let packed layers compute as plain ones, whose weights are there twice one at a time."""
+    with contextlib.ExitStack() as undo:
+        for module in model.modules():
+            if isinstance(module, PackedLinear):
+                undo.callback(restore, module, "forward", module.__dict__.get("forward"))
+                module.forward = MethodType(PackedLinear.plain, module)  # type: ignore[method-assign]
+        yield
 
 
 def packed_weights(model: nn.Module) -> int:

@@ -10,10 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from compiled_attn.hf.plain_cache import PlainCaches
+
 __all__ = ["Rounding", "computed_in", "deviation_of", "last_logits", "rounding_of"]
 
 _log = logging.getLogger(__name__)
 
+_NOTHING_KEPT = PlainCaches()
 _WIDER = {
     torch.bfloat16: torch.float32,
     torch.float16: torch.float32,
@@ -33,7 +36,9 @@ class Rounding(NamedTuple):
     deviation: float
 
 
-def rounding_of(model: Any, text: list[int], logits: Tensor) -> Rounding | None:
+def rounding_of(
+    model: Any, text: list[int], logits: Tensor, caches: PlainCaches = _NOTHING_KEPT
+) -> Rounding | None:
     """Measures how far the logits behind a text are from those of wider numbers.
 
     bfloat16 and float16 are compared with float32, float32 with float64. What all logits are off by
@@ -43,6 +48,7 @@ def rounding_of(model: Any, text: list[int], logits: Tensor) -> Rounding | None:
         model: a Hugging Face causal language model.
         text: token ids.
         logits: ``[vocab]`` float64, what the model makes of them in its own dtype.
+        caches: that both are computed with.
 
     Returns:
         None where there is nothing wider, or the model cannot be computed in it.
@@ -51,7 +57,7 @@ def rounding_of(model: Any, text: list[int], logits: Tensor) -> Rounding | None:
         return None
     try:
         with computed_in(model, wider):
-            exact = last_logits(model, text)
+            exact = last_logits(model, text, caches)
     except (RuntimeError, TypeError, ValueError, MemoryError) as error:
         _log.warning("the rounding of %s is not measured: %s", type(model).__name__, error)
         return None
@@ -64,10 +70,10 @@ def deviation_of(logits: Tensor, exact: Tensor) -> float:
     return off.std(correction=0).item()
 
 
-def last_logits(model: Any, text: list[int]) -> Tensor:
-    """Logits ``[vocab]`` behind a text, in float64: one plain forward without a cache."""
-    ids = torch.tensor([text], device=model.device)
-    logits: Tensor = model(ids, use_cache=False, logits_to_keep=1).logits[0, -1]
+def last_logits(model: Any, text: list[int], caches: PlainCaches = _NOTHING_KEPT) -> Tensor:
+    """Logits ``[vocab]`` behind a text, in float64: one plain forward."""
+    ids, cache = torch.tensor([text], device=model.device), caches.fresh()
+    logits: Tensor = model(ids, use_cache=bool(cache), logits_to_keep=1, **cache).logits[0, -1]
     return logits.double()
 
 

@@ -9,14 +9,12 @@ import torch
 from torch import Tensor
 
 from compiled_attn.cache.kv_cache import PagedKVCache
-from compiled_attn.hf.names import ATTENTION_NAME
-from compiled_attn.hf.refused import plain_attention
 from compiled_attn.step import BatchBuilder, Request
 
 if TYPE_CHECKING:
     from compiled_attn.hf.model import PagedCausalLM
 
-__all__ = ["kept_logits", "small_cache", "step_logits"]
+__all__ = ["small_cache", "step_logits"]
 
 
 def small_cache(
@@ -45,12 +43,3 @@ def step_logits(paged: PagedCausalLM, cache: PagedKVCache, requests: Sequence[Re
     moved = type(step)(*(None if field is None else field.to(device) for field in step))
     with torch.no_grad():
         return paged.compute(moved, cache)
-
-
-def kept_logits(paged: PagedCausalLM, text: list[int]) -> Tensor:
-    """Logits ``[vocab]`` behind a text, in float64, over a cache of the dtype of the model's."""
-    size = paged.cache.block_size
-    table = [*range(1, 1 - (-len(text) // size))]
-    cache = small_cache(paged.cache, len(table) + 1, size, paged.cache.dtype)
-    with plain_attention(paged.model, ATTENTION_NAME):
-        return step_logits(paged, cache, [Request(text, 0, table)])[0].double()

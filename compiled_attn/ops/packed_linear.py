@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["can_pack", "fake", "pack", "reference", "rows", "unpack"]
+__all__ = ["arranged", "can_pack", "fake", "pack", "reference", "rows", "unpack"]
 
 _PANEL = 16
 _INPUTS = 32  # of a tile
@@ -42,8 +42,14 @@ def pack(weight: Tensor) -> Tensor:
             f"expected a bfloat16 weight [N, K] on the CPU with N % {_PANEL} == 0 and K % {_INPUTS}"
             f" == 0, got {weight.dtype} {[*weight.shape]} on {weight.device}: leave it as it is"
         )
+    return arranged(weight)
+
+
+def arranged(weight: Tensor) -> Tensor:
+    """``weight [N, K]`` of whole panels and any dtype in that order, ``[N / 16, K / 2, 16, 2]``."""
     outputs, inputs = weight.shape
-    return weight.view(outputs // _PANEL, _PANEL, inputs // 2, 2).transpose(1, 2).contiguous()
+    panels = weight.reshape(outputs // _PANEL, _PANEL, inputs // 2, 2).transpose(1, 2)
+    return panels.contiguous()
 
 
 def unpack(weight: Tensor) -> Tensor:

@@ -21,7 +21,9 @@ from torch.nn import functional
 from compiled_attn.ops import packed_linear
 from compiled_attn.ops.cpu.libraries import tuning_of
 from compiled_attn.ops.paged_attention import NativeOps, load
+from graphs.errors import StoreBusy
 from graphs.files import write_whole
+from graphs.store.lock import locked
 
 __all__ = ["Tuning", "tuning"]
 
@@ -30,6 +32,7 @@ _FEW_ROWS = (1, 16)
 _LARGE = 1 << 23  # elements: a head, of which few rows are ever wanted
 _COLD_BYTES = 1 << 25  # of weights that are read in turn, so that no cache holds them all
 _ROUNDS = 3
+_PATIENCE_SECONDS = 10.0
 
 
 class Tuning:
@@ -53,6 +56,8 @@ class Tuning:
         self._ops, self.file = ops, file
         self._measure = measure or _ratio
         self._known: dict[str, float] = _read(file)
+        self._measured: dict[str, float] = {}
+        self._forgotten: dict[str, float] = {}
 
     @property
     def results(self) -> Mapping[str, float]:
@@ -64,20 +69,26 @@ class Tuning:
         outputs, inputs = weight.shape
         key = f"{torch.get_num_threads()} threads, {outputs} x {inputs}"
         if key not in self._known:
-            self._known[key] = round(self._measure(self._ops, weight), 3)
+            ratio = round(self._measure(self._ops, weight), 3)
+            self._known[key] = self._measured[key] = ratio
             self._write()
         return self._known[key] > 1
 
     def forget(self) -> None:
         """Measures everything again when it is next asked for."""
-        self._known.clear()
+        self._forgotten, self._known, self._measured = self._known, {}, {}
 
     def _write(self) -> None:
+        """Adds what was measured here to what other processes have written meanwhile."""
         if self.file is None:
             return
+        lock = self.file.with_suffix(".lock")
         try:
-            write_whole(self.file, json.dumps(self._known, indent=1).encode())
-        except OSError:
+            with locked(lock, shared=False, seconds=_PATIENCE_SECONDS):
+                kept = _read(self.file).items() - self._forgotten.items()
+                self._known = dict(sorted(kept)) | self._measured
+                write_whole(self.file, json.dumps(self._known, indent=1).encode())
+        except (OSError, StoreBusy):
             self.file = None  # a folder that is only read serves too
 
 

@@ -155,7 +155,7 @@ def freeze(
     own = with_own_code(function, name)
     try:
         compiled = _compile_once(own, compiler, **how)
-        with without_records(), one_probe(how.get("options")), marked(example_inputs, dims):
+        with without_records(), one_probe(), marked(example_inputs, dims):
             result = compiled(*example_inputs)
         direct = direct_path(own, example_inputs)
         for _ in range(warm_runs - 1):

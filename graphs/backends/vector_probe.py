@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -12,29 +13,23 @@ import torch
 
 __all__ = ["one_probe", "without_probes"]
 
-# What is replaced is torch's own, so that two warmups at once must not both put it back.
-_ONE_AT_A_TIME = threading.RLock()
 _PROGRAM = 'extern "C" void probe() {}\n'
 
 
 @contextlib.contextmanager
-def one_probe(options: Mapping[str, Any] | None = None) -> Iterator[None]:
-    """Let the first compile of a process probe the best instructions that work, and no others.
+def one_probe() -> Iterator[None]:
+    """Let compiles probe the best instructions that work, and no others, for what is inside.
 
     Inductor takes the best, but first builds programs for all of them, each with torch's headers,
-    for seconds. Here they are without: the first kernel is compiled with them anyway. `options` of
-    inductor that ask for a width of vectors find all of them probed.
+    for seconds. Here they are without: the first kernel is compiled with them anyway. A compile
+    that asks for a width of vectors finds all of them probed, and so does any one afterwards.
     """
     from torch._inductor import cpu_vec_isa
 
     if _is_probed() or not hasattr(cpu_vec_isa, "VecISA"):
         yield
         return
-    with (
-        _ONE_AT_A_TIME,
-        _best_only(),
-        patch.object(cpu_vec_isa.VecISA, "_avx_code", _PROGRAM, create=True),
-    ):
+    with _BEST_ONLY:
         yield
 
 
@@ -47,25 +42,72 @@ def without_probes() -> Iterator[None]:
         yield
         return
     try:
-        with _ONE_AT_A_TIME, _best_only(), config.patch({"cpp.vec_isa_ok": True}):
+        with _BEST_ONLY, config.patch({"cpp.vec_isa_ok": True}):
             yield
     finally:
         cpu_vec_isa.valid_vec_isa_list.cache_clear()
 
 
+class _BestOnly:
+    """Inductor's list of instruction sets replaced by the best one, while anybody is inside.
+
+    Threads that warm up at once go in and out as they like: the last one puts the list back.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._undo = contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._undo.enter_context(_replaced())
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                self._undo.close()
+
+
+_BEST_ONLY = _BestOnly()
+_PROBING = threading.RLock()
+
+
 @contextlib.contextmanager
-def _best_only() -> Iterator[None]:
+def _replaced() -> Iterator[None]:
     from torch._inductor import config, cpu_vec_isa
 
     names = "supported_vec_isa_list", "x86_isa_checker"
-    takes_best = config.cpp.simdlen is None and torch.backends.cpu.get_cpu_capability() == "AVX512"
-    if not takes_best or not all(hasattr(cpu_vec_isa, name) for name in names):
+    is_best_taken = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    if not is_best_taken or not all(hasattr(cpu_vec_isa, name) for name in names):
         yield
         return
-    every: Any = cpu_vec_isa.supported_vec_isa_list
-    best: Any = _UpToBest(every, cpu_vec_isa.x86_isa_checker())
-    with patch.object(cpu_vec_isa, "supported_vec_isa_list", best):
+    every: Any = cpu_vec_isa.valid_vec_isa_list
+
+    def best_only() -> list[Any]:
+        if config.cpp.simdlen is not None:
+            return every()  # type: ignore[no-any-return]
+        with _PROBING:
+            return [*_best(tuple(cpu_vec_isa.supported_vec_isa_list), config.cpp.vec_isa_ok)]
+
+    best_only.cache_clear = every.cache_clear  # type: ignore[attr-defined]
+    best_only.cache_info = every.cache_info  # type: ignore[attr-defined]
+    with patch.object(cpu_vec_isa, "valid_vec_isa_list", best_only):
         yield
+
+
+@functools.cache
+def _best(every: tuple[Any, ...], is_trusted: bool | None) -> tuple[Any, ...]:
+    """The first set, best first, that works here; a set is true where its probe succeeds."""
+    from torch._inductor import cpu_vec_isa
+
+    flags: Any = cpu_vec_isa.x86_isa_checker()
+    known = [each for each in every if all(flag in flags for flag in str(each).split())]
+    with patch.object(cpu_vec_isa.VecISA, "_avx_code", _PROGRAM, create=True):
+        return next(((each,) for each in known if each), ())
 
 
 def _is_probed() -> bool:
@@ -74,17 +116,3 @@ def _is_probed() -> bool:
 
     found: Any = getattr(cpu_vec_isa, "valid_vec_isa_list", None)
     return not hasattr(found, "cache_clear") or bool(found.cache_info().currsize)
-
-
-class _UpToBest(list[Any]):
-    """Instruction sets, best first, until one works; a set is true where its probe succeeds."""
-
-    def __init__(self, every: Sequence[Any], processor: Sequence[str]) -> None:
-        super().__init__(every)
-        self._processor = processor
-
-    def __iter__(self) -> Iterator[Any]:
-        for each in super().__iter__():
-            yield each
-            if all(flag in self._processor for flag in str(each).split()) and each:
-                return

@@ -9,10 +9,11 @@ from typing import NamedTuple
 
 import torch
 
+from graphs.cgroups import cgroup_folders, lines_of, number_in
+
 __all__ = ["bytes_in_use", "free_bytes", "machine_bytes"]
 
 _PROC = Path("/proc")
-_CGROUPS = Path("/sys/fs/cgroup")
 
 
 def bytes_in_use(devices: Iterable[torch.device]) -> int:
@@ -52,34 +53,23 @@ class _Group(NamedTuple):
     used: int
 
 
-_VERSIONS = {  # folder, limit, use, and the files' pages that no process has asked for lately
-    1: ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    2: ("", "memory.max", "memory.current", "inactive_file"),
+_VERSIONS = {  # limit, use, and the files' pages that no process has asked for lately
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("memory.max", "memory.current", "inactive_file"),
 }
 
 
 def _groups() -> Iterator[_Group]:
-    """The memory cgroups that the process is in and that have a limit, up to the outermost.
-
-    Of a container, its own may be all that is seen, at the root and not by its path.
-    """
-    for line in _lines(_PROC / "self" / "cgroup"):
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        folder, limit, use, idle = _VERSIONS[1 if controllers else 2]
-        root = _CGROUPS / folder
-        inner = root / path.strip().lstrip("/")
-        for place in (inner, *inner.parents):
-            most, used = _number(place / limit), _number(place / use)
-            if most is not None and used is not None:
-                yield _Group(most, used - (_number_of(place / "memory.stat", idle) or 0))
-            if place == root:
-                break
+    """The memory cgroups that the process is in and that have a limit, up to the outermost."""
+    for version, place in cgroup_folders("memory"):
+        limit, use, idle = _VERSIONS[version]
+        most, used = number_in(place / limit), number_in(place / use)
+        if most is not None and used is not None:
+            yield _Group(most, used - (_number_of(place / "memory.stat", idle) or 0))
 
 
 def _resident() -> int:
-    words = " ".join(_lines(_PROC / "self" / "statm")).split()
+    words = " ".join(lines_of(_PROC / "self" / "statm")).split()
     return int(words[1]) * os.sysconf("SC_PAGE_SIZE") if len(words) > 1 else 0
 
 
@@ -91,18 +81,5 @@ def _reserved(device: torch.device) -> int:
 
 def _number_of(path: Path, name: str) -> int | None:
     """The number behind a name in a file of such lines."""
-    rows = (line.split() for line in _lines(path))
+    rows = (line.split() for line in lines_of(path))
     return next((int(row[1]) for row in rows if len(row) > 1 and row[0] == name), None)
-
-
-def _number(path: Path) -> int | None:
-    """The number that a file holds; None where there is none, or it says "max"."""
-    words = "".join(_lines(path)).strip()
-    return int(words) if words.isdigit() else None
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except (OSError, ValueError):
-        return []

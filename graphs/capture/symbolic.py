@@ -61,12 +61,19 @@ class SymbolicSizes:
             alone: captures at the sizes of the examples, where no symbol can stand for them.
 
         Raises:
-            CaptureError: the graph fails on the examples; or neither way of capturing works.
+            CaptureError: neither way of capturing works.
         """
         told = ""
         for place, graph in enumerate(self._graphs):
-            if not (told := graph.why_not(examples)):
+            if told := graph.why_not(examples):
+                continue
+            try:
                 return self._named(warmed(graph.at(examples), examples, name, warm_runs), place)
+            except CaptureError as error:  # such as of inputs that share memory
+                why = f"{self._at(place)} fails on its inputs: {error.detail}"
+                frozen = alone()
+            _log.warning("%s: compiled at fixed sizes: %s", name, why)
+            return replace(frozen, why_alone=why)
         if self._refused:
             return replace(alone(), why_alone=self._refused)
         try:
@@ -83,7 +90,10 @@ class SymbolicSizes:
         return replace(self._named(frozen, len(self._graphs) - 1), why_alone=told)
 
     def _named(self, frozen: Frozen, place: int) -> Frozen:
-        return replace(frozen, shared_as=f"{self.name} {place + 1}" if place else self.name)
+        return replace(frozen, shared_as=self._at(place))
+
+    def _at(self, place: int) -> str:
+        return f"{self.name} {place + 1}" if place else self.name
 
 
 def sizes_that_differ(

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from graphs.capture.memory import machine_bytes
+from graphs.cgroups import usable_cores
 
 __all__ = ["machine", "surroundings"]
 
@@ -44,6 +45,7 @@ def surroundings(packages: Iterable[str] = ()) -> dict[str, Any]:
 def machine() -> dict[str, Any]:
     """The processor's model as `lscpu` shows it, cores, bytes of memory, and its vector units.
 
+    `usable_cores` are those that this process, or its container, may use.
     `avx512` and `amx` are None where the system does not list the processor's features.
     """
     has = set(_cpuinfo("flags").split())
@@ -51,7 +53,7 @@ def machine() -> dict[str, Any]:
         "cpu": _cpuinfo("model name") or _lscpu() or platform.processor() or platform.machine(),
         "architecture": platform.machine(),
         "cores": os.cpu_count(),
-        "usable_cores": _usable_cores(),
+        "usable_cores": usable_cores(),
         "memory_bytes": machine_bytes(),
         "avx512": "avx512f" in has if has else None,
         "amx": "amx_tile" in has if has else None,
@@ -64,11 +66,6 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _usable_cores() -> int | None:
-    # A container may have fewer than the machine.
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def _cpuinfo(name: str) -> str:

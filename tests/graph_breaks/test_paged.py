@@ -5,16 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from typing import Any
 
-import expecttest
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.testing import CompileCounter, EagerAndRecordGraphs
+from torch._dynamo.testing import CompileCounter
 from torch._inductor.utils import run_and_get_code
-from torch.fx import GraphModule
 
 from compiled_attn.compat.paged import (
     LAYOUTS,
@@ -26,73 +22,22 @@ from compiled_attn.compat.paged import (
     reshape_and_cache,
 )
 from graphs import capture
-from tests.compiled_attn.compat.paged.scene import CODES, Step, caches, put
+from tests.compiled_attn.compat.paged.scene import CODES, Step, caches
+from tests.graph_breaks.paged_scene import (
+    CACHE,
+    DIM,
+    HEADS,
+    KV_HEADS,
+    SIZE,
+    assert_a_step_equals_the_reference,
+    by_reference,
+    inputs,
+    module,
+    put_one,
+)
 from tests.slow import slow_but
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
-
-BLOCKS, SIZE, KV_HEADS, HEADS, DIM = 300, 16, 2, 4, 64
-CACHE = BLOCKS * SIZE * KV_HEADS * DIM
-
-
-def module(layout: str = "packed", cached: tuple[Tensor, Tensor] | None = None, **options: Any):
-    """The attention over caches of random numbers, by torch alone unless said otherwise."""
-    options = {"kernel": "portable", **options}
-    generator = torch.Generator().manual_seed(1)
-    if cached is None:
-        cached = caches(layout, BLOCKS, SIZE, KV_HEADS, DIM, torch.float32)
-    for cache in cached:
-        cache.copy_(torch.randn(cache.shape, generator=generator))
-    scale = DIM**-0.5
-    return PagedAttention(*cached, KV_HEADS, SIZE, scale, layout=layout, **options)  # type: ignore[arg-type]
-
-
-def inputs(rows: int, width: int, seed: int = 0, heads: int = HEADS) -> tuple[Tensor, ...]:
-    """A step of that bucket whose last row is padding; every row writes to its own last slot."""
-    generator = torch.Generator().manual_seed(seed)
-    blocks = torch.randperm(BLOCKS, generator=generator)[: rows * width].view(rows, width)
-    lengths = torch.randint(1, width * SIZE + 1, (rows,), generator=generator)
-    last = lengths - 1
-    slots = blocks.gather(1, (last // SIZE).unsqueeze(1)).squeeze(1) * SIZE + last % SIZE
-    query = torch.randn(rows, heads, DIM, generator=generator)
-    key, value = torch.randn(2, rows, KV_HEADS, DIM, generator=generator)
-    for tensor, padding in (
-        (query, math.nan),
-        (blocks, -1),
-        (lengths, 0),
-        (slots, -1),
-        (key, math.nan),
-    ):
-        tensor[-1] = padding
-    return query, blocks.int(), lengths.int(), key, value, slots
-
-
-def by_reference(attention: PagedAttention, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """What a step must give, and what it must leave in both caches, by writes token by token."""
-    query, tables, lengths, key, value, slots = given
-    both = attention.key_cache.clone(), attention.value_cache.clone()
-    for row, slot in enumerate(slots.tolist()):
-        if slot >= 0:
-            put_one(*both, attention.layout, slot, key[row], value[row])
-    out = paged_attention_reference(
-        query, *both, attention.scale, tables, lengths, SIZE, layout=attention.layout
-    )
-    return out, *both
-
-
-def put_one(key_cache, value_cache, layout: str, slot: int, key: Tensor, value: Tensor) -> None:
-    block, offset = (0, slot) if layout == "flat" else divmod(slot, SIZE)
-    put(key_cache, value_cache, layout, block, offset, key, value)
-
-
-def assert_a_step_equals_the_reference(attention: PagedAttention, run: Any, seed: int = 0) -> None:
-    given = inputs(3, 5, seed)
-    out, key_cache, value_cache = by_reference(attention, given)
-    got = run(*given)
-    torch.testing.assert_close(got, out, atol=2e-6, rtol=1e-5)
-    assert not got[-1].any()
-    assert torch.equal(attention.key_cache, key_cache)
-    assert torch.equal(attention.value_cache, value_cache)
 
 
 @pytest.mark.parametrize("layout", slow_but(("packed",), LAYOUTS))
@@ -289,97 +234,6 @@ def test_slots_outside_of_the_cache_are_not_written(layout: str, slots: list[int
         assert torch.equal(cache, right)
 
 
-def aot_graph(function: Any, *args: Any) -> GraphModule:
-    """The graph that is left when every in-place update has been made functional."""
-    found: list[GraphModule] = []
-
-    def record(graph: GraphModule, _: Any) -> Any:
-        found.append(graph)
-        return graph.forward
-
-    backend = aot_autograd(fw_compiler=record)
-    torch.compile(function, backend=backend, fullgraph=True, dynamic=False)(*args)
-    (graph,) = found
-    return graph
-
-
-def cache_sized(graph: GraphModule) -> list[str]:
-    """The ops that give a tensor as large as a cache; views, and the final write, apart."""
-    views = {"as_strided", "view", "select", "slice", "permute", "alias", "transpose", "copy_"}
-    ops = []
-    for node in graph.graph.nodes:
-        value = node.meta.get("val")
-        if node.op == "call_function" and isinstance(value, Tensor) and value.numel() >= CACHE:
-            ops.append(short(node.target))
-    return [op for op in ops if op not in views]
-
-
-def short(target: Any) -> str:
-    if isinstance(target, torch._ops.OpOverload):
-        return target.overloadpacket.__name__
-    return target if isinstance(target, str) else target.__name__
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_step_updates_each_cache_by_index_put_alone(layout: str) -> None:
-    # Inductor does these two in place: see what it stores, above.
-    assert cache_sized(aot_graph(module(layout), *inputs(2, 8))) == ["index_put", "index_put"]
-
-
-@pytest.mark.parametrize("layout", slow_but(("packed", "HND"), LAYOUTS))
-def test_attention_without_a_write_makes_nothing_of_the_size_of_the_cache(layout: str) -> None:
-    assert cache_sized(aot_graph(module(layout), *inputs(2, 8)[:3])) == []
-
-
-def test_the_native_kernel_is_one_op_of_a_full_graph() -> None:
-    graph = aot_graph(module("HND", kernel="native"), *inputs(2, 8)[:3])
-    ops = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
-    assert sum("paged_attention" in op for op in ops) == 1 and cache_sized(graph) == []
-
-
-FUSED = {
-    "two halves": ("packed", (2, CACHE)),
-    "fused": ("NHD", (BLOCKS, 2, SIZE, KV_HEADS, DIM)),
-    "fused by head": ("HND", (BLOCKS, 2, KV_HEADS, SIZE, DIM)),
-}
-
-
-def fused_module(kind: str) -> PagedAttention:
-    """The attention over two views of one buffer."""
-    layout, shape = FUSED[kind]
-    buffer = torch.zeros(shape)
-    if kind == "two halves":
-        own = caches(layout, BLOCKS, SIZE, KV_HEADS, DIM, torch.float32)
-        return module(layout, (buffer[0].view(own[0].shape), buffer[1].view(own[1].shape)))
-    return module(layout, (buffer[:, 0], buffer[:, 1]))
-
-
-@pytest.mark.parametrize("kind", FUSED)
-def test_caches_in_one_buffer_are_written_by_the_op_and_not_scattered_back(kind: str) -> None:
-    ops = cache_sized(aot_graph(fused_module(kind), *inputs(2, 8)))
-    assert ops
-    assert set(ops) == {"getitem"}  # what the op gives back
-
-
-@pytest.mark.parametrize("kind", FUSED)
-def test_caches_in_one_buffer_equal_the_reference(kind: str) -> None:
-    attention = fused_module(kind)
-    compiled = torch.compile(attention, backend="aot_eager", fullgraph=True, dynamic=False)
-    assert_a_step_equals_the_reference(attention, compiled)
-
-
-def test_inductor_does_not_copy_caches_in_one_buffer() -> None:
-    attention = fused_module("fused")
-    given = inputs(2, 8)
-    out, *cached = by_reference(attention, given)
-    compiled = torch.compile(attention, fullgraph=True, dynamic=False)
-    got, (code,) = run_and_get_code(compiled, *given)
-    torch.testing.assert_close(got, out, atol=2e-6, rtol=1e-5)
-    assert torch.equal(attention.key_cache, cached[0])
-    sizes = re.findall(r"empty_strided\w*\(\(([^)]*)\)", code)
-    assert max(math.prod(int(n) for n in size.split(",") if n.strip()) for size in sizes) < CACHE
-
-
 def test_a_wider_bucket_changes_results_by_rounding_only() -> None:
     attention = module()
     compiled = torch.compile(attention, backend="aot_eager", fullgraph=True, dynamic=False)
@@ -389,197 +243,3 @@ def test_a_wider_bucket_changes_results_by_rounding_only() -> None:
     wide = compiled(query, torch.cat([tables, junk], 1), lengths)
     assert (wide - narrow).abs().max() <= 1e-6
     assert narrow.any()
-
-
-class Snapshot(expecttest.TestCase):
-    """What Dynamo captures, by the names of the operations and the shapes of their results."""
-
-    maxDiff = None
-
-    def test_attention_in_the_packed_layout(self) -> None:
-        self.assertExpectedInline(
-            captured(module(), *inputs(2, 8)[:3]),
-            """\
-arange int64[8]
-arange int64[16]
-mul int64[1, 8, 1]
-add int64[1, 8, 16]
-lt bool[2, 1, 128]
-ge bool[2, 1, 8]
-lt bool[2, 1, 8]
-and bool[2, 1, 8]
-where int32[2, 1, 8]
-to float32[2, 2, 2, 64]
-getitem float32[2, 1, 8, 2, 16, 16, 4]
-as_strided float32[2, 2, 2, 16, 64]
-to float32[2, 1, 8, 2, 1, 16, 64]
-mul float32[2, 1, 8, 2, 2, 16, 64]
-sum float32[2, 1, 8, 2, 2, 64]
-sum float32[2, 1, 8, 2, 2, 16]
-mul float32[2, 1, 2, 2, 128]
-where float32[2, 1, 2, 2, 128]
-amax float32[2, 1, 2, 2]
-clamp_min float32[2, 1, 2, 2]
-sub float32[2, 1, 2, 2, 128]
-exp float32[2, 1, 2, 2, 128]
-getitem float32[2, 1, 8, 2, 64, 16]
-to float32[2, 1, 8, 2, 64, 16]
-where float32[2, 1, 8, 2, 64, 16]
-mul float32[2, 1, 2, 2, 8, 64, 16]
-sum float32[2, 1, 2, 2, 64]
-sum float32[2, 1, 2, 2]
-lt bool[2]
-gt bool[2]
-or bool[2]
-arange int64[8]
-mul int64[8]
-lt bool[2, 8]
-lt bool[2, 8]
-ge bool[2, 8]
-or bool[2, 8]
-and bool[2, 8]
-any bool[2]
-or bool[2]
-where float32[2, 4, 1, 64]
-amax float32[2, 4, 1]
-sub float32[2, 4, 1]
-exp float32[2, 4, 1]
-mul float32[2, 4, 1]
-sum float32[2, 4, 1]
-mul float32[2, 4, 1, 64]
-sum float32[2, 4, 64]
-clamp_min float32[2, 4, 1]
-truediv float32[2, 4, 64]
-to float32[2, 4, 64]""",
-        )
-
-    def test_attention_in_the_nhd_layout_in_partitions(self) -> None:
-        attention = module("NHD", partition=32)
-        self.assertExpectedInline(
-            captured(attention, *inputs(2, 8)[:3]),
-            """\
-arange int64[4]
-mul int64[4]
-floordiv int64[4]
-arange int64[2]
-add int64[4, 2]
-clamp int64[4, 2]
-getitem int32[2, 4, 2]
-arange int64[16]
-mul int64[4, 2, 1]
-add int64[4, 2, 16]
-lt bool[2, 4, 32]
-arange int64[4]
-floordiv int64[4, 32]
-eq bool[4, 32]
-and bool[2, 4, 32]
-ge bool[2, 4, 2]
-lt bool[2, 4, 2]
-and bool[2, 4, 2]
-where int32[2, 4, 2]
-to float32[2, 2, 2, 64]
-getitem float32[2, 4, 2, 16, 2, 64]
-to float32[2, 4, 2, 2, 1, 16, 64]
-mul float32[2, 4, 2, 2, 2, 16, 64]
-sum float32[2, 4, 2, 2, 2, 16]
-mul float32[2, 4, 2, 2, 32]
-where float32[2, 4, 2, 2, 32]
-amax float32[2, 4, 2, 2]
-clamp_min float32[2, 4, 2, 2]
-sub float32[2, 4, 2, 2, 32]
-exp float32[2, 4, 2, 2, 32]
-getitem float32[2, 4, 2, 16, 2, 64]
-to float32[2, 4, 2, 2, 16, 64]
-where float32[2, 4, 2, 2, 16, 64]
-mul float32[2, 4, 2, 2, 2, 16, 64]
-sum float32[2, 4, 2, 2, 2, 64]
-sum float32[2, 4, 2, 2, 64]
-sum float32[2, 4, 2, 2]
-lt bool[2]
-gt bool[2]
-or bool[2]
-arange int64[8]
-mul int64[8]
-lt bool[2, 8]
-lt bool[2, 8]
-ge bool[2, 8]
-or bool[2, 8]
-and bool[2, 8]
-any bool[2]
-or bool[2]
-where float32[2, 4, 4, 64]
-amax float32[2, 4, 1]
-sub float32[2, 4, 4]
-exp float32[2, 4, 4]
-mul float32[2, 4, 4]
-sum float32[2, 4, 1]
-mul float32[2, 4, 4, 64]
-sum float32[2, 4, 64]
-clamp_min float32[2, 4, 1]
-truediv float32[2, 4, 64]
-to float32[2, 4, 64]""",
-        )
-
-    def test_a_write_of_the_step(self) -> None:
-        attention = module()
-
-        def write(key: Tensor, value: Tensor, slots: Tensor) -> None:
-            both = attention.key_cache, attention.value_cache
-            reshape_and_cache(key, value, *both, slots, "auto", 1.0, 1.0)
-
-        self.assertExpectedInline(
-            captured(write, *inputs(2, 8)[3:]),
-            """\
-ge bool[2]
-lt bool[2]
-and bool[2]
-arange int64[2]
-int int32[2]
-argmax int64[]
-where int64[2]
-getitem int64[2]
-where int64[2]
-clamp int64[2]
-floordiv int64[2]
-mod int64[2]
-getitem float32[2, 2, 64]
-any bool[]
-getitem float32[2, 2, 16, 4]
-where float32[2, 2, 16, 4]
-setitem
-getitem float32[2, 2, 64]
-any bool[]
-getitem float32[2, 2, 64]
-where float32[2, 2, 64]
-setitem""",
-        )
-
-
-def captured(function: Any, *args: Any) -> str:
-    """The captured operations that compute, without variables, arguments, views and modes."""
-    recorder = EagerAndRecordGraphs()
-    torch._dynamo.reset()
-    torch.compile(function, backend=recorder, fullgraph=True, dynamic=False)(*args)
-    (graph,) = recorder.graphs
-    return "\n".join(line for node in graph.graph.nodes if (line := described(node)))
-
-
-def described(node: torch.fx.Node) -> str:
-    views = {
-        "unsqueeze",
-        "flatten",
-        "unflatten",
-        "transpose",
-        "permute",
-        "view",
-        "expand",
-        "detach",
-    }
-    value, name = node.meta.get("example_value"), short(node.target).strip("_")
-    if node.op not in ("call_function", "call_method") or name in views:
-        return ""
-    if name == "setitem":
-        return name
-    if not isinstance(value, Tensor) or (name == "getitem" and len(node.all_input_nodes) == 1):
-        return ""  # a slice is a view
-    return f"{name} {str(value.dtype).removeprefix('torch.')}{list(value.shape)}"

@@ -8,7 +8,9 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
 from compiled_attn.engine import EngineConfig
+from compiled_attn.engine.step_size import StepSize
 from compiled_attn.models import load_model
+from compiled_attn.step import Tables
 from peers.workers.protocol import Serve, answer
 
 
@@ -41,7 +43,7 @@ def start(options: argparse.Namespace) -> Serve:
     """The model as it is: nothing compiles."""
     torch.set_num_threads(options.threads)
     model = load_model(options.model, getattr(torch, options.dtype))
-    serve = generate_batch(model, EngineConfig().max_tokens_per_step)
+    serve = generate_batch(model, StepSize.of(EngineConfig(), Tables.symbolic).tokens)
     return torch.no_grad()(serve)
 
 

@@ -95,7 +95,9 @@ def _remove(library: Path) -> None:
     lock = Lock(_lock(library))
     try:
         if lock.take() and _is_unused(_seal(library)):
-            for path in (_seal(library), library, tuning_of(library), _lock(library)):
+            tuning = tuning_of(library)
+            tuned = tuning, tuning.with_suffix(".lock")
+            for path in (_seal(library), library, *tuned, _lock(library)):
                 remove(path)
     finally:
         lock.close()

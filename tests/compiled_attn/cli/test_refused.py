@@ -85,7 +85,10 @@ def test_a_missing_compiler_is_refused_with_the_remedy(
         (["--requests", "few"], ["--requests"]),
         (["--scale", "-1"], ["scale must be a positive number, got -1.0"]),
         (["--max-seqs", "0"], ["max_seqs"]),
-        (["--max-seqs", "300"], ["max_seqs", "max_tokens_per_step", "300"]),
+        (
+            ["--max-seqs", "300", "--max-tokens-per-step", "256"],
+            ["max_seqs", "max_tokens_per_step", "300"],
+        ),
         (["--num-blocks", "1"], ["num_blocks"]),
         (["--max-graphs", "0"], ["max_graphs"]),
         (["--temperature", "-1"], ["temperature", "-1.0"]),

@@ -21,6 +21,7 @@ IDLE, BUSY = (0, 100), (100, 0)
 def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a process that has not loaded torch, and whose user has set nothing."""
     monkeypatch.delitem(sys.modules, "torch")
+    monkeypatch.setattr(threads, "cpu_quota", lambda: None)
     for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_NUM_THREADS"):
         monkeypatch.setenv(name, "")  # so that what is set below is undone
         monkeypatch.delenv(name)
@@ -87,6 +88,37 @@ def test_one_thread_waits_for_nobody(unloaded, machine):
     assert "OMP_WAIT_POLICY" not in os.environ
 
 
+@pytest.mark.parametrize(
+    ("quota", "count", "chosen"), [(2.0, "2", "active"), (1.5, "2", "passive"), (0.5, "1", "none")]
+)
+def test_a_quota_gives_threads_by_default_and_is_told(
+    unloaded, machine, monkeypatch, quota, count, chosen
+):
+    machine(IDLE, IDLE, IDLE, IDLE)
+    monkeypatch.setattr(threads, "cpu_quota", lambda: quota)
+    told = choose_waiting(None)
+    assert told.startswith(f"{chosen}: ")
+    assert told.endswith(f"; a quota gives {quota:.3g} of 4 processors")
+    assert os.environ["OMP_NUM_THREADS"] == count
+
+
+@pytest.mark.parametrize("asked", ["--threads", "OMP_NUM_THREADS"])
+def test_threads_that_a_quota_cannot_hold_wait_passively(unloaded, machine, monkeypatch, asked):
+    machine(IDLE, IDLE, IDLE, IDLE)
+    monkeypatch.setattr(threads, "cpu_quota", lambda: 2.0)
+    if asked == "OMP_NUM_THREADS":
+        monkeypatch.setenv(asked, "3")
+    assert choose_waiting(3 if asked == "--threads" else None).startswith("passive: ")
+    assert os.environ.get("OMP_NUM_THREADS") == ("3" if asked == "OMP_NUM_THREADS" else None)
+
+
+def test_a_quota_of_all_processors_says_nothing(unloaded, machine, monkeypatch):
+    machine(IDLE, IDLE)
+    monkeypatch.setattr(threads, "cpu_quota", lambda: 2.0)
+    assert choose_waiting(None) == "active: others keep 0.0 of 2 processors busy"
+    assert "OMP_NUM_THREADS" not in os.environ
+
+
 @pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT"])
 def test_what_the_user_has_set_stays(unloaded, machine, monkeypatch, name):
     machine(BUSY, BUSY)
@@ -102,6 +134,7 @@ def test_a_system_that_does_not_tell_its_load_changes_nothing(unloaded, monkeypa
 
 
 def test_where_torch_is_loaded_nothing_can_be_changed(machine, monkeypatch):
+    monkeypatch.setattr(threads, "cpu_quota", lambda: None)
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     machine(BUSY, BUSY)

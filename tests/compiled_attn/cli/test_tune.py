@@ -32,6 +32,12 @@ def test_tune_measures_the_layers_of_the_model_anew_and_keeps_that(command, mode
         assert "8.00" in line and "packed" in line
 
 
+@pytest.mark.usefixtures("one_thread")
+def test_tune_measures_for_as_many_threads_as_are_asked_for(command, model_dir, tuned):
+    assert command("tune", "--model", model_dir, "--threads", 2).code == 0
+    assert all(key.startswith("2 threads, ") for key in json.loads(tuned.file.read_text()))
+
+
 def test_without_a_native_kernel_there_is_nothing_to_tune(command, monkeypatch):
     def missing() -> Tuning:
         raise NativeUnavailable("expected a C++ compiler, found none: install g++")

@@ -33,7 +33,8 @@ def test_a_step_has_no_more_tokens_than_the_pool_has_slots(model, tokens, form):
 
 def test_a_step_has_no_more_requests_than_blocks_and_no_more_tokens_than_their_contexts():
     def limits(**changes):
-        return step_limits(EngineConfig(**{**SMALL, "block_size": 8, **changes}), 40, 17)
+        config = EngineConfig(**{**SMALL, "block_size": 8, **changes})
+        return step_limits(config, config.max_tokens_per_step, 40, 17)
 
     many = limits(max_tokens_per_step=10**20, max_seqs=10**20)
     assert (many.seqs, many.tokens) == (16, 16 * 8)

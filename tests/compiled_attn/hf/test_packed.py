@@ -11,10 +11,13 @@ import torch
 from torch import nn
 
 from compiled_attn.hf import PagedCausalLM, cache_for
-from compiled_attn.hf.packed import PackedEmbedding, PackedLinear, pack_linears
+from compiled_attn.hf.packed import PackedEmbedding, PackedLinear, pack_linears, packed_weights
+from compiled_attn.hf.proof import check
 from compiled_attn.hf.rounding import last_logits, rounding_of
 from compiled_attn.ops import load, packed_linear
 from tests.compiled_attn.hf.families import small_model
+from tests.compiled_attn.hf.test_proof import Result
+from tests.compiled_attn.tiny import plain_generate
 
 
 class Small(nn.Module):
@@ -58,7 +61,8 @@ IDS = torch.tensor([[3, 17, 47], [0, 16, 31]])
 def test_layers_and_what_they_share_are_packed_and_give_the_same(model):
     with torch.no_grad():
         before = model(IDS)
-        assert pack_linears(model, contextlib.ExitStack()) == 3
+        pack_linears(model, contextlib.ExitStack())
+        assert packed_weights(model) == 3
         after = model(IDS)
     assert isinstance(model.head, PackedLinear) and isinstance(model.embedding, PackedEmbedding)
     assert model.head.weight is model.embedding.weight
@@ -104,9 +108,37 @@ def test_the_state_that_goes_in_and_out_is_that_of_plain_weights(model):
     assert all(torch.equal(value, other[name]) for name, value in model.state_dict().items())
 
 
+def test_a_packed_model_that_is_cast_takes_plain_weights_of_its_dtype(model):
+    pack_linears(model, contextlib.ExitStack())
+    model.float()
+    other = {name: torch.randn_like(value) for name, value in model.state_dict().items()}
+    other["head.weight"] = other["embedding.weight"]
+    other["of_scaled.weight"] = other["scaled.weight"]
+    model.load_state_dict(other)
+    assert all(torch.equal(value, other[name]) for name, value in model.state_dict().items())
+    wrong = {**other, "inner.a.weight": torch.zeros(32, 32)}
+    with pytest.raises(RuntimeError, match=r"size mismatch for inner\.a\.weight"):
+        model.load_state_dict(wrong)
+
+
+def test_gradients_are_those_of_plain_layers(model):
+    plain, input = copy.deepcopy(model), torch.randn(3, 64).bfloat16()
+    pack_linears(model, contextlib.ExitStack())
+    with torch.no_grad():
+        model.inner["a"](input)  # by the op
+    for each in (plain, model):
+        each.inner["a"](input).square().sum().backward()
+        each.head(each.embedding(IDS)).square().sum().backward()
+    for layer in (lambda m: m.inner["a"], lambda m: m.head):
+        expected, packed = layer(plain), layer(model)
+        assert torch.equal(packed_linear.unpack(packed.weight.grad), expected.weight.grad)
+    assert torch.equal(model.inner["a"].bias.grad, plain.inner["a"].bias.grad)
+
+
 def test_memory_that_two_parameters_share_stays(model):
     model.inner["b"].weight = nn.Parameter(model.inner["a"].weight.detach()[:32])
-    assert pack_linears(model, contextlib.ExitStack()) == 1
+    pack_linears(model, contextlib.ExitStack())
+    assert packed_weights(model) == 1
     assert type(model.inner["a"]) is nn.Linear and type(model.inner["b"]) is nn.Linear
 
 
@@ -143,8 +175,24 @@ def test_the_rounding_of_a_packed_model_can_be_measured():
         assert rounding_of(model, [3, 5, 7], last_logits(model, [3, 5, 7])) is not None
 
 
+def test_a_check_compares_packed_layers_with_plain_ones(monkeypatch):
+    model = small_model("llama").to(torch.bfloat16)
+    prompt = [3, 5, 7, 11]
+    plain = plain_generate(model, prompt, 8)
+    pack_linears(model, contextlib.ExitStack())
+    kernel = torch.ops.compiled_attn.packed_linear
+    monkeypatch.setattr(torch.ops.compiled_attn, "packed_linear", lambda *args: -kernel(*args))
+    wrong = plain_generate(model, prompt, 8)
+    assert wrong != plain
+    results = [Result(0, prompt, plain), Result(1, prompt, wrong)]
+    (mismatch,) = check(model, results, 2).mismatches
+    assert mismatch.request == 1
+    assert plain_generate(model, prompt, 8) == wrong
+
+
 def test_only_wanted_weights_are_packed(model):
-    assert pack_linears(model, contextlib.ExitStack(), lambda w: w.shape[0] == 32) == 1
+    pack_linears(model, contextlib.ExitStack(), lambda w: w.shape[0] == 32)
+    assert packed_weights(model) == 1
     assert type(model.head) is nn.Linear and isinstance(model.inner["b"], PackedLinear)
 
 

@@ -7,8 +7,8 @@ import torch
 
 from compiled_attn.hf import PagedCausalLM, cache_for
 from compiled_attn.hf.rounding import last_logits
-from compiled_attn.hf.small_steps import kept_logits, small_cache
-from compiled_attn.step import Parts, Tables
+from compiled_attn.hf.small_steps import small_cache, step_logits
+from compiled_attn.step import Parts, Request, Tables
 from tests.compiled_attn.hf.families import small_model
 from tests.compiled_attn.tiny import tiny_model
 
@@ -20,9 +20,9 @@ def test_over_a_cache_of_its_own_dtype_a_text_has_the_logits_of_the_model(form, 
     expected = last_logits(model, text)
     paged = PagedCausalLM(model, cache_for(model, 8, 4), form(8, 4, 2))
     before = [buffer.clone() for buffer in paged.cache.buffers()]
-    model.set_attn_implementation("sdpa")
-    torch.testing.assert_close(kept_logits(paged, text), expected, atol=1e-4, rtol=1e-4)
-    assert model.config._attn_implementation == "sdpa"
+    cache = small_cache(paged.cache, 4, 4, torch.float32)
+    logits = step_logits(paged, cache, [Request(text, 0, [1, 2, 3][: -(-length // 4)])])[0]
+    torch.testing.assert_close(logits.double(), expected, atol=1e-4, rtol=1e-4)
     assert all(map(torch.equal, before, paged.cache.buffers()))
 
 

@@ -8,9 +8,9 @@ import torch
 
 from compiled_attn.ops import NativeOps, load, packed_linear
 from tests.compiled_attn.ops.native_cases import CASES, MIXED
-from tests.compiled_attn.ops.native_scene import Scene, assert_right, scene
+from tests.compiled_attn.ops.native_scene import Scene, assert_right, new_tokens, scene
 from tests.compiled_attn.ops.test_packed_linear import ROWS, SIZES, assert_product, layer
-from tests.compiled_attn.ops.test_reference import BAD_NUMBERS, BAD_SHAPES, WRITES, _new_tokens
+from tests.compiled_attn.ops.test_reference import BAD_NUMBERS, BAD_SHAPES, WRITES
 
 
 def main(isa: str, tiles: str) -> None:
@@ -48,7 +48,7 @@ def main(isa: str, tiles: str) -> None:
 
 
 def _write(ops: NativeOps, step: Scene) -> tuple[torch.Tensor, torch.Tensor]:
-    key, value, slots = _new_tokens(step)
+    key, value, slots = new_tokens(step)
     return ops.paged_attention_(
         step.query, key, value, step.key_cache, step.value_cache, slots, *step.step,
         **step.options,

@@ -169,3 +169,19 @@ def assert_right(result: tuple[Tensor, Tensor], step: Scene, *, factor: float = 
     assert out.is_contiguous() and lse.is_contiguous()
     torch.testing.assert_close(out.double(), want, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(lse.double(), want_lse, rtol=tolerance, atol=tolerance)
+
+
+def new_tokens(step: Scene, seed: int = 5):
+    """Keys, values and slots of a step's tokens; padding goes to the null block."""
+    gen = torch.Generator().manual_seed(seed)
+    tokens, size = step.query.shape[0], step.key_cache.shape[1]
+    kv_heads = step.key_cache.shape[2]
+    key = torch.randn(tokens, kv_heads, step.query.shape[2], generator=gen).to(step.query.dtype)
+    value = torch.randn(tokens, kv_heads, step.value_cache.shape[3], generator=gen)
+    slots = torch.zeros(tokens, dtype=torch.int64)
+    for request, length in enumerate(step.seq_lens.tolist()):
+        begin, end = step.query_start_loc[request : request + 2].tolist()
+        for row in range(begin, end):
+            position = length - (end - row)
+            slots[row] = step.block_table[request, position // size] * size + position % size
+    return key, value.to(step.query.dtype), slots

@@ -7,42 +7,22 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounter
 
 from compiled_attn.cache.quantisation import QUANTISED, quantise
 from compiled_attn.ops import (
     KernelArgumentError,
     NativeOps,
-    NativeUnavailable,
-    available_isas,
     load,
 )
-from compiled_attn.ops.cpu.build import find_compiler
+from tests.compiled_attn.ops.kernels import BEST, OTHERS, SLOW, loaded
 from tests.compiled_attn.ops.native_cases import CASES, MIXED
-from tests.compiled_attn.ops.native_scene import Scene, assert_right, dense, scene
-
-BEST, *OTHERS = available_isas()
-SLOW = [pytest.param(isa, marks=pytest.mark.slow) for isa in OTHERS]
-
-
-def _loaded(isa: str) -> NativeOps:
-    try:
-        find_compiler()
-    except NativeUnavailable as error:
-        pytest.skip(str(error)) if isa != "reference" else None
-    return load(isa)
+from tests.compiled_attn.ops.native_scene import Scene, assert_right, dense, new_tokens, scene
 
 
 @pytest.fixture(params=["reference", BEST, *SLOW[:-1], *OTHERS[-1:]], scope="module")
 def ops(request) -> NativeOps:
     """The reference and every kernel; what is between the best and the plain one is slow."""
-    return _loaded(request.param)
-
-
-@pytest.fixture(params=["reference", BEST, *SLOW], scope="module")
-def traced(request) -> NativeOps:
-    """The same for what a compiler sees of an op, which is one for all kernels."""
-    return _loaded(request.param)
+    return loaded(request.param)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -141,22 +121,6 @@ def test_threads_may_call_at_once(ops):
             assert all(torch.equal(out, want) for out, want in zip(outs, wanted, strict=True))
 
 
-def _new_tokens(step: Scene, seed: int = 5):
-    """Keys, values and slots of a step's tokens; padding goes to the null block."""
-    gen = torch.Generator().manual_seed(seed)
-    tokens, size = step.query.shape[0], step.key_cache.shape[1]
-    kv_heads = step.key_cache.shape[2]
-    key = torch.randn(tokens, kv_heads, step.query.shape[2], generator=gen).to(step.query.dtype)
-    value = torch.randn(tokens, kv_heads, step.value_cache.shape[3], generator=gen)
-    slots = torch.zeros(tokens, dtype=torch.int64)
-    for request, length in enumerate(step.seq_lens.tolist()):
-        begin, end = step.query_start_loc[request : request + 2].tolist()
-        for row in range(begin, end):
-            position = length - (end - row)
-            slots[row] = step.block_table[request, position // size] * size + position % size
-    return key, value.to(step.query.dtype), slots
-
-
 WRITES = {
     "float32": {},
     "bfloat16": {"dtype": torch.bfloat16, "dim": 64},
@@ -174,7 +138,7 @@ WRITES = {
 @pytest.mark.parametrize("name", WRITES)
 def test_new_tokens_are_written_bit_for_bit_and_then_seen(ops, name):
     step = scene(MIXED, padding=2, padded_requests=1, poison=0.5, **WRITES[name])
-    key, value, slots = _new_tokens(step)
+    key, value, slots = new_tokens(step)
     before = {name: tensor.clone() for name, tensor in _storage(step).items()}
     query = step.query.clone()
     result = ops.paged_attention_(
@@ -218,7 +182,7 @@ def _expect_written(step, before, slots, new) -> None:
 
 def test_a_step_of_padding_alone_writes_to_the_null_block_only(ops):
     step = scene([], padding=4, padded_requests=3, poison=0.5)
-    key, value, slots = _new_tokens(step)
+    key, value, slots = new_tokens(step)
     keys = step.key_cache.clone()
     out, lse = ops.paged_attention_(
         step.query, key, value, step.key_cache, step.value_cache, slots, *step.step
@@ -241,7 +205,7 @@ BAD_NUMBERS = {
 @pytest.mark.parametrize("name", BAD_NUMBERS)
 def test_a_number_out_of_range_is_an_error_before_anything_is_written(ops, name):
     step = scene(MIXED, poison=0.5)
-    key, value, slots = _new_tokens(step)
+    key, value, slots = new_tokens(step)
     BAD_NUMBERS[name](step)
     keys = step.key_cache.clone()
     with pytest.raises(RuntimeError, match=r"expected .* got .*: "):
@@ -256,7 +220,7 @@ def test_a_number_out_of_range_is_an_error_before_anything_is_written(ops, name)
 @pytest.mark.parametrize("slot", [-1, 10**6])
 def test_a_slot_out_of_range_is_an_error_before_anything_is_written(ops, slot):
     step = scene(MIXED, poison=0.5)
-    key, value, slots = _new_tokens(step)
+    key, value, slots = new_tokens(step)
     slots[3] = slot
     keys, values = step.key_cache.clone(), step.value_cache.clone()
     with pytest.raises(RuntimeError, match=rf"slot_mapping\[3\].*{slot}"):
@@ -324,95 +288,3 @@ def test_the_reference_computes_float64():
     out, _ = load("reference").paged_attention(*step.arguments)
     assert out.dtype == torch.float64
     torch.testing.assert_close(out, dense(step)[0], rtol=1e-12, atol=1e-12)
-
-
-def test_the_ops_pass_torchs_own_checks(traced):
-    step = scene(MIXED, poison=0.5, cache_dtype=torch.int8, padding=1)
-    key, value, slots = _new_tokens(step)
-    space = getattr(torch.ops, traced.namespace)
-    torch.library.opcheck(space.paged_attention.default, step.arguments, step.options)
-    arguments = (step.query, key, value, step.key_cache, step.value_cache, slots, *step.step)
-    torch.library.opcheck(space.paged_attention_.default, arguments, step.options)
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_both_ops_compile_in_one_full_graph_and_write_through(traced, backend):
-    step = scene(MIXED, poison=0.5)
-    key, value, slots = _new_tokens(step)
-    tables = (step.block_table, step.seq_lens, step.query_start_loc)
-
-    def layer(query, key, value, key_cache, value_cache, slots, *tables):
-        out, _ = traced.paged_attention_(
-            query, key * 2, value, key_cache, value_cache, slots, *tables, step.scale
-        )
-        again, lse = traced.paged_attention(query, key_cache, value_cache, *tables, step.scale)
-        return out + again, lse
-
-    torch._dynamo.reset()
-    arguments = (step.query, key, value, step.key_cache, step.value_cache, slots, *tables)
-    compiled = torch.compile(layer, backend=backend, fullgraph=True, dynamic=False)
-    out, lse = compiled(*arguments)
-    assert_right((out / 2, lse), step)
-    assert torch.equal(step.key_cache[slots[0] // 4, slots[0] % 4], key[0] * 2)
-
-
-def test_new_numbers_of_the_same_shapes_compile_nothing(traced):
-    counter = CompileCounter()
-    torch._dynamo.reset()
-    step = scene(MIXED, poison=0.5)
-    compiled = torch.compile(
-        lambda *a: traced.paged_attention(*a, 0.25),
-        backend=counter,
-        fullgraph=True,
-        dynamic=False,
-    )
-    for length in (9, 4, 1):
-        step.seq_lens[0] = length
-        compiled(*step.arguments[:-1])
-    assert counter.frame_count == 1
-
-
-@pytest.mark.parametrize("view", ["plain", "flat slots", "HND", "fused"])
-def test_a_compiled_step_does_not_copy_the_caches(traced, view):
-    step = scene(MIXED, poison=0.5)
-    key, value, slots = _new_tokens(step)
-    blocks, size, heads, dim = 4096, 4, 2, 16
-    storage = torch.zeros(2, blocks, size, heads, dim)
-    shapes = {
-        "plain": lambda x: x,
-        "flat slots": lambda x: x.view(-1, heads, dim).view(blocks, size, heads, dim),
-        "HND": lambda x: x.view(blocks, heads, size, dim).transpose(1, 2),
-        "fused": lambda x: x,
-    }
-    fused = storage.view(blocks, size, 2, heads, dim)
-
-    def layer(query, key, value, first, second, slots, *tables):
-        if view == "fused":
-            first, second = fused_views(first)
-        else:
-            first, second = shapes[view](first), shapes[view](second)
-        return traced.paged_attention_(query, key, value, first, second, slots, *tables, 0.25)[0]
-
-    def fused_views(whole):
-        return whole[:, :, 0], whole[:, :, 1]
-
-    torch._dynamo.reset()
-    caches = (fused, fused) if view == "fused" else (storage[0].clone(), storage[1].clone())
-    tables = (step.block_table, step.seq_lens, step.query_start_loc)
-    arguments = (step.query, key, value, *caches, slots, *tables)
-    _, codes = torch._inductor.utils.run_and_get_code(
-        torch.compile(layer, fullgraph=True, dynamic=False), *arguments
-    )
-    elements = caches[0].numel()
-    assert not _copies_of(codes, elements)
-
-
-def _copies_of(codes: list[str], elements: int) -> list[str]:
-    """Buffers of the size of a cache that generated code makes."""
-    lines = [line for code in codes for line in code.splitlines() if "empty_strided" in line]
-    sizes = (
-        [int(n) for n in line.partition("((")[2].partition(")")[0].split(",") if n.strip()]
-        for line in lines
-        if "((" in line
-    )
-    return [str(size) for size in sizes if math.prod(size) >= elements // 2]

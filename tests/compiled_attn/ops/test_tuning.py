@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 
 import pytest
 import torch
@@ -42,6 +43,35 @@ def test_what_is_forgotten_is_measured_again(tmp_path):
     assert tuned.packs(WEIGHT)
     tuned.forget()
     assert not tuned.packs(WEIGHT) and not _tuning(file, []).packs(WEIGHT)
+
+
+def test_those_who_measure_at_once_keep_what_the_others_found(tmp_path):
+    file = tmp_path / "t.json"
+    one, other = _tuning(file, [2.0]), _tuning(file, [3.0])
+    assert one.packs(WEIGHT) and other.packs(WEIGHT[:16])
+    assert sorted(json.loads(file.read_text()).values()) == [2.0, 3.0]
+    assert _tuning(file, []).packs(WEIGHT)
+
+
+def test_who_forgets_drops_what_it_knew_and_not_what_others_find_meanwhile(tmp_path):
+    file = tmp_path / "t.json"
+    _tuning(file, [4.0]).packs(WEIGHT[:, :32])
+    one, other = _tuning(file, [2.0]), _tuning(file, [3.0])
+    one.forget()
+    assert other.packs(WEIGHT[:16]) and one.packs(WEIGHT)
+    assert sorted(json.loads(file.read_text()).values()) == [2.0, 3.0]
+
+
+def test_processes_that_measure_at_once_lose_nothing(tmp_path):
+    file = tmp_path / "t.json"
+    with multiprocessing.get_context("fork").Pool(4) as pool:
+        pool.starmap(_measure_some, [(file, first) for first in (1, 6, 11, 16)])
+    assert len(json.loads(file.read_text())) == 20
+
+
+def _measure_some(file, first: int) -> None:
+    for outputs in range(first, first + 5):
+        _tuning(file, [2.0]).packs(torch.zeros(16 * outputs, 64, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", '{"1 threads, 32 x 64": "fast"}', "null"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch._inductor import cpu_vec_isa
+from torch._inductor import config, cpu_vec_isa
 
 from graphs.backends.vector_probe import one_probe, without_probes
 
@@ -45,10 +45,27 @@ def test_what_is_worse_than_the_best_that_works_is_not_probed(isas, context):
 
 
 def test_afterwards_inductor_is_as_it_was(isas):
-    program = cpu_vec_isa.VecISA._avx_code
+    program, found = cpu_vec_isa.VecISA._avx_code, cpu_vec_isa.valid_vec_isa_list
     with one_probe():
-        assert cpu_vec_isa.VecISA._avx_code != program
-    assert cpu_vec_isa.supported_vec_isa_list is isas and cpu_vec_isa.VecISA._avx_code == program
+        assert [str(isa) for isa in cpu_vec_isa.valid_vec_isa_list()] == ["good"]
+    assert cpu_vec_isa.VecISA._avx_code == program and cpu_vec_isa.valid_vec_isa_list is found
     assert [str(isa) for isa in cpu_vec_isa.valid_vec_isa_list()] == ["good", "old"]
     with one_probe():
-        assert cpu_vec_isa.VecISA._avx_code == program  # it has its answers
+        assert cpu_vec_isa.valid_vec_isa_list is found  # it has its answers
+
+
+def test_who_asks_for_a_width_of_vectors_finds_all_of_them(isas):
+    with one_probe(), config.patch({"cpp.simdlen": 256}):
+        assert [str(isa) for isa in cpu_vec_isa.valid_vec_isa_list()] == ["good", "old"]
+
+
+def test_the_last_of_several_at_once_puts_it_back(isas):
+    found = cpu_vec_isa.valid_vec_isa_list
+    first, second = one_probe(), one_probe()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert [str(isa) for isa in cpu_vec_isa.valid_vec_isa_list()] == ["good"]
+    second.__exit__(None, None, None)
+    assert cpu_vec_isa.valid_vec_isa_list is found
+    assert sum(isa.probes for isa in isas) == 2

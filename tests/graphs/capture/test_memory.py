@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from graphs import cgroups
 from graphs.capture import memory
 from graphs.capture.memory import bytes_in_use, free_bytes, machine_bytes
 
@@ -11,7 +12,8 @@ GIB = 2**30
 def system(monkeypatch, tmp_path):
     """Files of a system with 8 GiB available; returns a function that writes one of them."""
     monkeypatch.setattr(memory, "_PROC", tmp_path / "proc")
-    monkeypatch.setattr(memory, "_CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(cgroups, "_MEMBERSHIP", tmp_path / "proc" / "self" / "cgroup")
+    monkeypatch.setattr(cgroups, "_CGROUPS", tmp_path / "cgroup")
 
     def write(path: str, text: object) -> None:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)

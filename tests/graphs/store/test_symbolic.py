@@ -93,6 +93,24 @@ def test_fixed_sizes_are_another_entry(filled):
         assert not backend.has(Net(), inputs_of(SPACE.largest))
 
 
+def test_a_bucket_whose_inputs_share_memory_does_not_run_the_stored_graph(filled):
+    """Not a graph that was compiled for inputs that do not."""
+
+    def make_inputs(bucket):
+        x, both, power = inputs_of(bucket)
+        shared = torch.randn(4 * bucket.tokens + bucket.requests)
+        if bucket.tokens == 8:
+            x, both = shared[: 4 * 8].view(8, 4), shared[2 * 8 :][: len(both)]
+        return x, both, power
+
+    backend, manager, report = warm(filled, Net(), make_inputs=make_inputs)
+    assert len(report.captured) == len(SPACE)
+    assert backend.loaded == 1 and len(report.loaded) == len(SPACE) - 1
+    inputs = make_inputs(SPACE.pick(tokens=8, requests=4))
+    got = manager.run(SPACE.pick(tokens=8, requests=4), *inputs)
+    torch.testing.assert_close(got["sum"], inputs[1][:8].sum())
+
+
 def by_size(x: Tensor) -> Tensor:
     return x * 2 if x.shape[0] > 10 else x - 1
 

@@ -1,0 +1,73 @@
+"""Control groups of this process: the limits that a container or a service gives it."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["cgroup_folders", "cpu_quota", "lines_of", "number_in", "usable_cores"]
+
+_MEMBERSHIP = Path("/proc/self/cgroup")
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+def usable_cores() -> int:
+    """Processors whose time this process may use: those it may run on, but no more than its quota.
+
+    A quota of 1.5 processors is two, of which one rests at times.
+    """
+    has_affinity = hasattr(os, "sched_getaffinity")
+    count = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    quota = cpu_quota()
+    return count if quota is None else max(1, min(count, math.ceil(quota)))
+
+
+def cpu_quota() -> float | None:
+    """Processors whose time the control groups of this process give it; None: there is no limit."""
+    found = (_quota(version, place) for version, place in cgroup_folders("cpu"))
+    return min((quota for quota in found if quota is not None), default=None)
+
+
+def cgroup_folders(controller: str) -> Iterator[tuple[int, Path]]:
+    """The version (1 or 2) and folder of each group that limits this process, up to the outermost.
+
+    Of a container, its own may be all that is seen, at the root and not by its path.
+
+    Args:
+        controller: such as ``memory``.
+    """
+    for line in lines_of(_MEMBERSHIP):
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        root = _CGROUPS / controller if controllers else _CGROUPS
+        inner = root / path.strip().lstrip("/")
+        for place in (inner, *inner.parents):
+            yield 1 if controllers else 2, place
+            if place == root:
+                break
+
+
+def number_in(path: Path) -> int | None:
+    """The number that a file holds; None where there is none, or it says "max" or is negative."""
+    words = "".join(lines_of(path)).strip()
+    return int(words) if words.isdigit() else None
+
+
+def lines_of(path: Path) -> list[str]:
+    """Lines of a file; none where it cannot be read."""
+    try:
+        return path.read_text().splitlines()
+    except (OSError, ValueError):
+        return []
+
+
+def _quota(version: int, place: Path) -> float | None:
+    if version == 1:
+        spent, period = (number_in(place / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+    else:
+        words = "".join(lines_of(place / "cpu.max")).split()
+        spent, period = (int(w) if w.isdigit() else None for w in (*words, "", "")[:2])
+    return spent / period if spent and period else None

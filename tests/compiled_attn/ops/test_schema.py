@@ -1,0 +1,11 @@
+"""The schemas of the ops: those of the C++ sources."""
+
+from __future__ import annotations
+
+from compiled_attn.ops.schema import schemas
+
+
+def test_the_schemas_come_from_the_cpp_sources():
+    assert set(schemas()) == {"paged_attention", "paged_attention_", "packed_linear"}
+    for name, text in schemas().items():
+        assert "\n" not in text and text.endswith("Tensor" if name == "packed_linear" else "lse)")
