@@ -45,9 +45,11 @@ run: $(VENV)/.installed-run
 chat: $(VENV)/.installed-smollm2
 	@$(BIN)/compiled-attn chat $(CHAT)
 
-# The kernels of the quick tests are built while mypy, which is one process, checks the types.
+# While mypy, which is one process, checks the types: the kernels of the quick tests are built, and
+# their model is converted.
 test: $(VENV)/.installed-dev
-	@$(BIN)/python -c "from compiled_attn.ops import load; load(); load('portable')" 2>/dev/null & \
+	@$(BIN)/python -c "from compiled_attn.ops import load; load(); load('portable'); \
+		from compiled_attn.model_folder import model_folder; model_folder('smollm2')" 2>/dev/null & \
 	$(MAKE) --no-print-directory lint
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
 
