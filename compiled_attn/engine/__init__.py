@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 from graphs.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from compiled_attn.engine.asynchronous import AsyncEngine
     from compiled_attn.engine.config import ConfigError, EngineConfig
     from compiled_attn.engine.engine import Engine
+    from compiled_attn.engine.handle import RequestHandle
     from compiled_attn.engine.report import EngineReport, StepInfo
     from compiled_attn.engine.sampling import SamplingParams, sample, sample_rows
     from compiled_attn.engine.scheduler import ScheduledTokens, Scheduler
@@ -22,8 +24,10 @@ else:
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
+            "asynchronous": "AsyncEngine",
             "config": "ConfigError EngineConfig",
             "engine": "Engine",
+            "handle": "RequestHandle",
             "report": "EngineReport StepInfo",
             "sampling": "SamplingParams sample sample_rows",
             "scheduler": "ScheduledTokens Scheduler",
@@ -34,12 +38,14 @@ else:
     )
 
 __all__ = [
+    "AsyncEngine",
     "ConfigError",
     "Engine",
     "EngineConfig",
     "EngineReport",
     "GenerationResult",
     "Percentiles",
+    "RequestHandle",
     "SamplingParams",
     "ScheduledTokens",
     "Scheduler",
