@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         paged_attention_v1,
         paged_attention_v2,
     )
+    from compiled_attn.engine.asynchronous import AsyncEngine
     from compiled_attn.step import (
         AttentionMetadata,
         BatchBuilder,
@@ -60,6 +61,7 @@ else:
             "compat.flash": "FlashArgumentError FlashInputs FlashKVCacheAttention "
             "flash_attn_with_kvcache",
             "compat.paged": "PagedAttention PagedInputs paged_attention_v1 paged_attention_v2",
+            "engine.asynchronous": "AsyncEngine",
             "step": "AttentionMetadata BatchBuilder Request RequestTable StepBatch StepPlan "
             "TableBatch TablePlan",
             "text.llm": "LLM",
@@ -68,6 +70,7 @@ else:
 
 __all__ = [
     "LLM",
+    "AsyncEngine",
     "AttentionMetadata",
     "BatchBuilder",
     "FlashArgumentError",

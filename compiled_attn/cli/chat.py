@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from rich.console import Console
@@ -34,8 +35,11 @@ def run_chat(options: ChatOptions) -> int:
     """
     with bad_input(), stored_backend(options.backend, None) as backend:
         refuse_unavailable(options)
+        sampling = _sampling(options)
+        opening = "Hello" if options.prompt is None else options.prompt
+        if not opening.strip():
+            raise UserError("expected --prompt with text, got an empty one: ask something")
         tell_conversion(options.model)
-        opening = options.prompt or "Hello"
         Tokenizer(options.model).encode(_messages(options, opening))  # fails before the weights do
         if options.threads is not None:
             torch.set_num_threads(options.threads)
@@ -43,7 +47,7 @@ def run_chat(options: ChatOptions) -> int:
         config = EngineConfig(**settings, max_seqs=1, max_graphs=_GRAPHS, watch_process=True)
         progress = progress_for(sys.stderr)
         llm = LLM(options.model, config, dtype=dtype_of(options), progress=progress)
-        conversation = Conversation(options, llm)
+        conversation = Conversation(llm, sampling, _messages(options))
         for turn in _turns(options.prompt):
             conversation.answer(turn)
     return 0
@@ -53,14 +57,15 @@ class Conversation:
     """A chat with a model, turn by turn.
 
     Args:
-        options: of the command.
         llm: the model; it serves nobody else.
+        sampling: of each answer, which is shorter where the context ends.
+        messages: that come before the first turn.
     """
 
-    def __init__(self, options: ChatOptions, llm: LLM) -> None:
-        self._options = options
+    def __init__(self, llm: LLM, sampling: SamplingParams, messages: list[Message]) -> None:
         self._llm = llm
-        self._messages = _messages(options)
+        self._sampling = sampling
+        self._messages = messages
 
     def answer(self, turn: str) -> None:
         """Prints the answer to a turn as it comes, then a line on stderr with its figures.
@@ -71,7 +76,7 @@ class Conversation:
         self._messages.append({"role": "user", "content": turn})
         before, started = self._count(), time.perf_counter()
         pieces, first = list[str](), 0.0
-        for piece in self._llm.stream(self._messages, self._sampling()):
+        for piece in self._llm.stream(self._messages, self._fitting()):
             first = first or time.perf_counter() - started
             pieces.append(piece)
             print(piece, end="", flush=True)
@@ -82,21 +87,16 @@ class Conversation:
             {name: now - before[name] for name, now in self._count().items()}, first, seconds
         )
 
-    def _sampling(self) -> SamplingParams:
-        options, context = self._options, self._llm.engine.sizing.context
+    def _fitting(self) -> SamplingParams:
+        context = self._llm.engine.sizing.context
         prompt = len(self._llm.tokenizer.encode(self._messages))
         if prompt >= context:
             raise ConfigError(
                 f"expected a conversation shorter than the context of {context} tokens, got "
                 f"{prompt}: begin a new one, or give a larger --context"
             )
-        return SamplingParams(
-            max_new_tokens=min(options.max_new_tokens, context - prompt),
-            temperature=options.temperature,
-            top_k=options.top_k,
-            top_p=options.top_p,
-            seed=options.seed,
-        )
+        most = min(self._sampling.max_new_tokens, context - prompt)
+        return replace(self._sampling, max_new_tokens=most)
 
     def _count(self) -> dict[str, int]:
         engine = self._llm.engine
@@ -115,6 +115,16 @@ class Conversation:
             highlight=False,
             soft_wrap=True,
         )
+
+
+def _sampling(options: ChatOptions) -> SamplingParams:
+    return SamplingParams(
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
+    )
 
 
 def _messages(options: ChatOptions, *turns: str) -> list[Message]:

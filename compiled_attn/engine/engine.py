@@ -22,12 +22,13 @@ from compiled_attn.cache.blocks import BlockPool
 from compiled_attn.cache.blocks.prefix import Salt
 from compiled_attn.engine.block_memory import BlockMemory
 from compiled_attn.engine.config import ConfigError, EngineConfig
+from compiled_attn.engine.draws import NOT_FINITE
 from compiled_attn.engine.executor import Executor
 from compiled_attn.engine.local import LocalExecutor
 from compiled_attn.engine.outcome import Attempt, Changes, Outcome, outcome_of
 from compiled_attn.engine.prompts import Workload, check_settings, token_ids
 from compiled_attn.engine.report import EngineReport, StepInfo, info_of, report_of
-from compiled_attn.engine.sampling import NOT_FINITE, SamplingParams
+from compiled_attn.engine.sampling import SamplingParams
 from compiled_attn.engine.scheduler import Scheduler
 from compiled_attn.engine.sequence import GenerationResult, HasStop, Mailbox, Sequence, TokenEvent
 from compiled_attn.engine.sizing import Sizing
@@ -208,8 +209,8 @@ class Engine:
 
         Args:
             prompts, sampling, salt, arrivals, concurrency, on_step: see `stream`.
-            in_order: results in the order of the prompts, each as soon as those before it are
-                there.
+            in_order: results in the order of the prompts, and of the ``n`` continuations of each,
+                each as soon as those before it are there.
         """
         return results_of(
             self.stream(
@@ -293,8 +294,11 @@ class Engine:
         arrived_s: float | None,
         mailbox: Mailbox[TokenEvent],
         index: int | None,
+        choice: int = 0,
     ) -> int:
-        """`submit` with the mailbox that its events go to, and its index there (None: its id)."""
+        """`submit` with the mailbox that its events go to, and what they name it there: its index
+        (None: its id) and choice.
+        """
         self._check(prompt, sampling, salt, arrived_s)
         request_id = next(self._ids)
         sequence = Sequence(
@@ -308,6 +312,7 @@ class Engine:
             index=request_id if index is None else index,
             mailbox=mailbox,
             has_stop=self._has_stop,
+            choice=choice,
         )
         try:
             self._requests[request_id] = sequence
@@ -318,6 +323,11 @@ class Engine:
             self._requests.pop(request_id, None)
             self.scheduler.discard(sequence)
             raise
+
+    def _has_begun(self, request_id: int) -> bool:
+        """Whether the prompt of a request was computed, or it has ended."""
+        sequence = self._requests.get(request_id)
+        return sequence is None or sequence.generated > 0
 
     def _advance(self) -> None:
         """Computes one step for everybody; events go to the mailboxes of their requests."""
@@ -355,7 +365,8 @@ class Engine:
         scheduled = self.scheduler.schedule()
         with self.sentinel:
             self.memory.settle()
-            tables = self.memory.tables(part.sequence.request_id for part in scheduled)
+            ids = (sequence.request_id for sequence in scheduled.sequences)
+            tables = self.memory.tables(ids, self.scheduler.changed)
             step = self.executor.fit(scheduled, tables)
             rows = self.executor.run(step)
         now = time.perf_counter()
@@ -366,7 +377,7 @@ class Engine:
             self.pool.places.num_used,
             self.pool.highest_used,
             step.wanted,
-            nonfinite_rows=sum(row is NOT_FINITE for row in rows),
+            nonfinite_rows=rows.count(NOT_FINITE),
         )
         return outcome_of(self.tally.count("steps"), step.parts, rows, now, record)
 

@@ -20,6 +20,7 @@ Prompt: TypeAlias = str | Sequence[Message]
 """A text to go on with, or a chat to answer."""
 
 _REPLACEMENT = "\ufffd"
+_FILES = "tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json"
 
 
 class Tokenizer:
@@ -131,21 +132,26 @@ class Tokenizer:
 def _load(model: str | Path) -> Any:
     from transformers import AutoTokenizer
 
+    folder = model_folder(model)
+    if not any(any(folder.glob(pattern)) for pattern in _FILES):
+        raise _without_tokenizer(model)
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(
-            model_folder(model), local_files_only=True, trust_remote_code=False
+            folder, local_files_only=True, trust_remote_code=False
         )
-    except ModelError:
-        raise
     except Exception as error:  # a damaged file fails anywhere in the loading code
         raise cannot_read(model, "a tokenizer from it", error) from error
-    # Of some families transformers makes one without a vocabulary where there is no file.
+    # Of some families transformers makes one without a vocabulary where that file is missing.
     if len(tokenizer) <= len(tokenizer.all_special_ids):
-        raise ModelError(
-            f"model {model}: it has no tokenizer, expected a tokenizer.json beside its weights: "
-            "save it there with save_pretrained"
-        )
+        raise _without_tokenizer(model)
     return tokenizer
+
+
+def _without_tokenizer(model: str | Path) -> ModelError:
+    return ModelError(
+        f"model {model}: it has no tokenizer, expected a tokenizer.json beside its weights: save "
+        "it there with save_pretrained"
+    )
 
 
 def check_messages(messages: Any) -> None:

@@ -70,6 +70,8 @@ def test_bad_input_is_one_line(
     command: Command, options: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert_refused(command(*options, "--prompt", "x" * 300), "context of 256 tokens, got 3")
+    assert_refused(command(*options, "--prompt", " "), "expected --prompt with text")
+    assert_refused(command(*options, "--temperature", -1), "expected temperature")
     assert_refused(command(*options, "--prompt", "\udcff"), "of valid text", "UTF-8")
     assert_refused(command(*options, "--system", "Be kind."), "no system messages")
     assert_refused(command(*options, "--dtype", "int3"), "unknown --dtype int3")
@@ -78,7 +80,7 @@ def test_bad_input_is_one_line(
     torch.manual_seed(0)
     save_model(tmp_path)
     options[2] = tmp_path
-    assert_refused(command(*options), str(tmp_path), "cannot load a tokenizer")
+    assert_refused(command(*options), str(tmp_path), "has no tokenizer", "save it")
     save_tokenizer(byte_level(), tmp_path, template=None)
     assert_refused(command(*options), "has no chat template", "take an instruct model")
 

@@ -37,7 +37,7 @@ QUESTIONS = [
     "Name a fruit.",
     "Say hello.",
 ]
-COUNT = 12
+COUNT = 8
 
 
 @pytest.fixture(scope="module")

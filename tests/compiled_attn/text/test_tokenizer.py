@@ -78,11 +78,15 @@ def test_a_model_without_a_template_says_so_and_takes_texts(tmp_path):
 def test_a_directory_without_a_tokenizer_is_a_one_line_error(tmp_path):
     torch.manual_seed(0)
     save_model(tmp_path / "llama")
+    with pytest.raises(ModelError, match="llama: it has no tokenizer, expected"):
+        Tokenizer(tmp_path / "llama")
+    (tmp_path / "llama" / "tokenizer.json").write_text("{oops")
     with pytest.raises(ModelError, match="llama: transformers cannot load a tokenizer") as caught:
         Tokenizer(tmp_path / "llama")
     assert "\n" not in str(caught.value)
     config = GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2, eos_token_id=1)
     GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    (tmp_path / "gpt2" / "tokenizer_config.json").write_text("{}")
     with pytest.raises(ModelError, match="gpt2: it has no tokenizer, expected"):
         Tokenizer(tmp_path / "gpt2")
     with pytest.raises(ModelError, match="nowhere: no such directory"):
