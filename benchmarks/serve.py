@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import os
 import platform
 import signal
@@ -34,7 +35,7 @@ from compiled_attn.model_folder import model_folder
 from compiled_attn.serve.server import bound
 
 TOKENS = 48
-TOPICS = "the sea,a lighthouse,winter,bread,the moon,a clock,rain,an old map".split(",")
+TOPICS = ["the sea", "a lighthouse", "winter", "bread", "the moon", "a clock", "rain", "an old map"]
 
 
 @dataclass
@@ -65,10 +66,11 @@ class Server:
             os.killpg(self.process.pid, number)
 
     def _is_healthy(self) -> bool:
-        with contextlib.suppress(urllib.error.URLError, ConnectionError):
+        try:
             with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health"):
                 return True
-        return False
+        except (urllib.error.URLError, ConnectionError):
+            return False
 
 
 def free_port() -> int:
@@ -117,7 +119,7 @@ async def load(server: Server, requests: int, clients: int, round_: int) -> None
             if chunk.choices and chunk.choices[0].delta.content
         ]
         server.first.append(times[0] - started)
-        server.between += [b - a for a, b in zip(times, times[1:], strict=False)]
+        server.between += [b - a for a, b in itertools.pairwise(times)]
 
     async def worker() -> None:
         for number in numbers:
@@ -137,10 +139,8 @@ def table(both: list[Server]) -> Iterator[str]:
     yield f"{'':21}{'requests/s':>11}{'first token, ms':>22}{'between tokens, ms':>22}"
     yield f"{'':32}{'p50':>11}{'p99':>11}{'p50':>11}{'p99':>11}"
     for each in both:
-        figures = (
-            percentile(times, share) for times in (each.first, each.between) for share in (0.5, 0.99)
-        )
-        columns = "".join(f"{figure:11.1f}" for figure in figures)
+        measured = itertools.product((each.first, each.between), (0.5, 0.99))
+        columns = "".join(f"{percentile(times, share):11.1f}" for times, share in measured)
         yield f"{each.name:21}{statistics.median(each.rates):11.2f}{columns}"
     ours, theirs = (statistics.median(each.rates) for each in both)
     yield f"{'ours over theirs':21}{ours / theirs:10.2f}x"

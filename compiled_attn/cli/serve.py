@@ -29,8 +29,8 @@ def run_serve(options: ServeOptions) -> int:
             started.
     """
     try:
-        from compiled_attn.serve.server import bound, run
         from compiled_attn.serve.served import Served
+        from compiled_attn.serve.server import bound, run
     except ImportError as error:
         raise UserError(
             f"the server needs a package that is not installed: {error}: pip install "

@@ -18,8 +18,7 @@ Body = Mapping[str, Any]
 EXTENSIONS = frozenset({"top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos"})
 """Fields beyond the protocol, as vLLM names them: ``extra_body`` of the client."""
 
-_SAME = ("top_p", "top_k", "seed", "presence_penalty", "frequency_penalty", "min_p")
-_SAME += ("repetition_penalty", "min_tokens", "ignore_eos")
+_SAME = (*EXTENSIONS, "temperature", "top_p", "seed", "presence_penalty", "frequency_penalty")
 _LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 _ONLY: dict[str, tuple[Any, ...]] = {
     "n": (None, 1),
@@ -70,7 +69,7 @@ def sampling_of(body: Body, default: GenerationConfig) -> tuple[SamplingParams, 
     advised = {"temperature": 1.0, "top_p": default.top_p, "top_k": default.top_k}
     advised["temperature"] = default.temperature or 1.0
     wanted = {name: x for name, x in advised.items() if x is not None and default.do_sample}
-    wanted |= {name: body[name] for name in ("temperature", *_SAME) if body.get(name) is not None}
+    wanted |= {name: body[name] for name in _SAME if body.get(name) is not None}
     if body.get("stop"):
         stop = body["stop"]
         wanted["stop"] = (stop,) if isinstance(stop, str) else stop

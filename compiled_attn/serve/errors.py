@@ -7,7 +7,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from compiled_attn.errors import ConfigError
+from compiled_attn.errors import ConfigError, EngineStopped, QueueFull
 
 __all__ = ["RequestError", "tell_errors"]
 
@@ -33,6 +33,14 @@ def tell_errors(app: FastAPI) -> None:
     @app.exception_handler(ConfigError)
     async def unservable(_: Request, error: ConfigError) -> JSONResponse:
         return _answer(400, str(error))
+
+    @app.exception_handler(QueueFull)
+    async def full(_: Request, error: QueueFull) -> JSONResponse:
+        return _answer(429, str(error))
+
+    @app.exception_handler(EngineStopped)
+    async def stopped(_: Request, error: EngineStopped) -> JSONResponse:
+        return _answer(503, str(error))
 
     @app.exception_handler(HTTPException)
     async def told(_: Request, error: HTTPException) -> JSONResponse:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 from jinja2 import TemplateError
 from transformers import GenerationConfig
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
-from transformers.cli.serving.model_manager import Modality
 from transformers.cli.serving.response import ResponseHandler
+from transformers.cli.serving.utils import Modality
 
 from compiled_attn.serve.body import (
     EXTENSIONS,
@@ -71,7 +70,6 @@ class _Handler:
     """What is our own of each handler: checks, the model, the sampling."""
 
     _unused_fields: ClassVar[set[str]] = set()
-    _check: ClassVar[Callable[[Body], None]]
     model_manager: OneModel
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
@@ -80,12 +78,16 @@ class _Handler:
         Raises:
             RequestError: it cannot be served.
         """
-        type(self)._check(body)
+        self._check(body)
         body.setdefault("stream", False)
         try:
             return await super().handle_request(body, request_id)  # type: ignore[misc]
         except (TemplateError, ValueError) as error:
             raise RequestError(str(error)) from error
+
+    def _check(self, body: Body) -> None:
+        """Raises RequestError for a body without what is asked for."""
+        raise NotImplementedError
 
     def _validate_request(self, body: Body) -> None:
         known = self._valid_params_class.__mutable_keys__ | EXTENSIONS  # type: ignore[attr-defined]
@@ -99,13 +101,15 @@ class _Handler:
                 f"expected the model {served.name!r}, got {body['model']!r}: GET /v1/models", 404
             )
         llm = served.llm
-        return served.name, llm.engine.executor.module.model, llm.tokenizer.of_transformers
+        return served.name, llm.model, llm.tokenizer.of_transformers
 
     def _build_generation_config(
         self, body: Body, model_generation_config: GenerationConfig, use_cb: bool = False
-    ) -> GenerationConfig:
+    ) -> Any:
         sampling, is_limited = sampling_of(body, model_generation_config)
-        settings = GenerationConfig(max_new_tokens=sampling.max_new_tokens if is_limited else None)
+        settings: Any = GenerationConfig(
+            max_new_tokens=sampling.max_new_tokens if is_limited else None
+        )
         settings.sampling = sampling
         return settings
 
@@ -113,16 +117,19 @@ class _Handler:
 class Chats(_Handler, ChatCompletionHandler):  # type: ignore[misc]
     """``/v1/chat/completions``."""
 
-    _check = staticmethod(check_chat)
+    def _check(self, body: Body) -> None:
+        check_chat(body)
 
 
 class Completions(_Handler, CompletionHandler):  # type: ignore[misc]
     """``/v1/completions``."""
 
-    _check = staticmethod(check_completion)
+    def _check(self, body: Body) -> None:
+        check_completion(body)
 
 
 class Responses(_Handler, ResponseHandler):  # type: ignore[misc]
     """``/v1/responses``."""
 
-    _check = staticmethod(check_response)
+    def _check(self, body: Body) -> None:
+        check_response(body)

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from compiled_attn.engine import EngineReport, StepInfo
+from compiled_attn.engine import Engine, EngineReport, StepInfo
 from compiled_attn.serve.served import Served
 
 __all__ = ["exposition"]
@@ -31,9 +31,9 @@ class _Figures(Collector):
         is_ready = self._served.stage == "ready"
         yield _gauge("ready", "Whether the model is warm.", is_ready)
         if is_ready:
-            info, report = self._served.engine.snapshot()
-            yield from _now(info)
-            yield from _so_far(report)
+            look = self._served.engine.look
+            yield from _now(look(lambda engine: engine.info(0)))
+            yield from _so_far(look(Engine.report))
 
 
 def _now(info: StepInfo) -> Iterable[Metric]:

@@ -14,7 +14,7 @@ from transformers.cli.serving.utils import (
     response_events_to_chunks,
 )
 
-from compiled_attn.engine import AsyncRequest, SamplingParams
+from compiled_attn.engine import RequestHandle, SamplingParams
 from compiled_attn.serve.errors import RequestError
 from compiled_attn.serve.salt import current_salt
 from compiled_attn.serve.served import Served
@@ -39,7 +39,7 @@ class Reply:
         total_tokens: generated so far.
     """
 
-    def __init__(self, request: AsyncRequest, pieces: Any, parser: Any) -> None:
+    def __init__(self, request: RequestHandle, pieces: Any, parser: Any) -> None:
         self.queue: asyncio.Queue[Any] = asyncio.Queue()
         self.total_tokens = 0
         self._request, self._pieces, self._parser = request, pieces, parser
@@ -88,7 +88,7 @@ class _Marked:
         return ""
 
 
-class Replies(BaseGenerateManager):  # type: ignore[misc]
+class Replies(BaseGenerateManager):
     """What transformers' handlers take for a continuous batch: each request is one of the engine's.
 
     Args:
@@ -106,7 +106,7 @@ class Replies(BaseGenerateManager):  # type: ignore[misc]
         gen_config: Any,
         request_id: str,
         response_parser: Any = None,
-    ) -> tuple[asyncio.Queue[Any], Reply]:
+    ) -> tuple[asyncio.Queue[Any], Any]:
         """The queue of a reply, and the reply."""
         request, sampling = self._submit(inputs["input_ids"], gen_config)
         pieces: Any = _Marked(processor._tokenizer)
@@ -121,7 +121,7 @@ class Replies(BaseGenerateManager):  # type: ignore[misc]
         """The text of a reply, tokens of its prompt, and its own tokens."""
         prompt = inputs["input_ids"]
         request, sampling = self._submit(prompt, gen_config)
-        result = await request.result()
+        result = await request
         if result.error:
             raise RuntimeError(result.error)
         answer = Answer.of(result, self._served.llm.tokenizer, self._ends(sampling))
@@ -130,7 +130,7 @@ class Replies(BaseGenerateManager):  # type: ignore[misc]
     def stop(self) -> None:
         """The engine is stopped where it was started."""
 
-    def _submit(self, prompt: list[int], settings: Any) -> tuple[AsyncRequest, SamplingParams]:
+    def _submit(self, prompt: list[int], settings: Any) -> tuple[RequestHandle, SamplingParams]:
         sampling: SamplingParams = settings.sampling
         if self._served.llm.tokenizer.special.issuperset(prompt):
             raise RequestError("expected a prompt with text, got special tokens only")

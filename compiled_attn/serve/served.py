@@ -49,8 +49,10 @@ class Served:
 
     @property
     def stage(self) -> str:
-        """``ready``, or what it waits for: ``warming up, 5 of 9 graphs``."""
-        return "ready" if self._engine is not None else self._stage
+        """``ready``; what it waits for, ``warming up, 5 of 9 graphs``; or ``stopped``."""
+        if self._engine is None:
+            return self._stage
+        return "ready" if self._engine.is_serving else "stopped"
 
     @property
     def llm(self) -> LLM:

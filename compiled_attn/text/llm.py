@@ -31,6 +31,7 @@ class LLM:
 
     Attributes:
         tokenizer: that of the model.
+        model: what the engine runs.
         engine: what serves it; tokens go in and out there.
 
     Raises:
@@ -53,7 +54,8 @@ class LLM:
         progress: Callable[[BucketEvent], None] | None = None,
     ) -> None:
         self.tokenizer = Tokenizer(model)
-        self.engine = Engine(load_model(model, dtype), config, has_stop=self.tokenizer.has_stop)
+        self.model = load_model(model, dtype)
+        self.engine = Engine(self.model, config, has_stop=self.tokenizer.has_stop)
         self.engine.warmup(progress)
 
     def generate(

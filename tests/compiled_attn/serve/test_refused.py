@@ -33,7 +33,11 @@ REFUSED = {
         "response_format is not served",
     ),
     "an unknown field": ("chat", {"messages": SAID, "extra_body": {"moon": 1}}, "got moon"),
-    "a temperature below 0": ("chat", {"messages": SAID, "temperature": -1}, "expected temperature"),
+    "a temperature below 0": (
+        "chat",
+        {"messages": SAID, "temperature": -1},
+        "expected temperature",
+    ),
     "no tokens": ("chat", {"messages": SAID, "max_tokens": 0}, "expected max_new_tokens"),
     "more than the context": ("chat", {"messages": SAID, "max_tokens": 9999}, "<= context 256"),
     "a prompt beyond the context": ("text", {"prompt": "x" * 400}, "<= context 256"),
