@@ -16,12 +16,15 @@ from compiled_attn.engine.scheduler import ScheduledStep
 __all__ = ["logits_wanted", "sampled"]
 
 
-def logits_wanted(step: ScheduledStep) -> list[int]:
+def logits_wanted(step: ScheduledStep) -> list[int] | None:
     """Of how many of its last tokens each sequence needs logits: of one, sampled or not, as they
     show whether what was computed is finite; of all where its prompt gets log-probabilities.
+    None: one each.
     """
+    if all([sequence.is_plain for sequence in step.sequences]):
+        return None
     return [
-        1 if sequence.is_plain or not sequence.scores_prompt else count
+        count if sequence.scores_prompt else 1
         for sequence, count in zip(step.sequences, step.counts, strict=True)
     ]
 
@@ -39,6 +42,8 @@ def sampled(
     ends = np.cumsum(wanted)
     last = logits[: len(ends)] if ends[-1] == len(ends) else logits[ends - 1]
     special = [row for row, each in enumerate(step.sequences) if not each.is_plain]
+    if not special:
+        return [*drawn_rows(last, [])]
     ready = [row for row in special if step[row].wants_logits]
     draws = [
         Draw(row, each.sampling, each.generated, each.rules, each.tokens)
