@@ -100,7 +100,7 @@ def outcome_of(
                 outcome.tell(sequence, sequence.failure(row, now_s))
                 continue
             outcome.scored.append((sequence, sequence.computed, place, row))
-            row, scored = row.token, row
+            scored, row = row, row.token
         if sequence.computed + count < place:
             continue
         if place == sequence.prompt_len:
