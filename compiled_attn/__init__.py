@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         paged_attention_v1,
         paged_attention_v2,
     )
+    from compiled_attn.engine.asynchronous import AsyncEngine
     from compiled_attn.step import (
         AttentionMetadata,
         BatchBuilder,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
         TableBatch,
         TablePlan,
     )
+    from compiled_attn.text.llm import LLM
 else:
     __getattr__, __dir__ = lazy_names(
         __name__,
@@ -59,12 +61,16 @@ else:
             "compat.flash": "FlashArgumentError FlashInputs FlashKVCacheAttention "
             "flash_attn_with_kvcache",
             "compat.paged": "PagedAttention PagedInputs paged_attention_v1 paged_attention_v2",
+            "engine.asynchronous": "AsyncEngine",
             "step": "AttentionMetadata BatchBuilder Request RequestTable StepBatch StepPlan "
             "TableBatch TablePlan",
+            "text.llm": "LLM",
         },
     )
 
 __all__ = [
+    "LLM",
+    "AsyncEngine",
     "AttentionMetadata",
     "BatchBuilder",
     "FlashArgumentError",

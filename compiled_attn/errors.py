@@ -7,6 +7,7 @@ from collections.abc import Hashable
 __all__ = [
     "ConfigError",
     "DuplicateRequest",
+    "EngineStopped",
     "FlashArgumentError",
     "KernelArgumentError",
     "ModelChanged",
@@ -15,6 +16,8 @@ __all__ = [
     "NativeUnavailable",
     "OutOfBlocks",
     "PagedArgumentError",
+    "QueueFull",
+    "RequestCancelled",
     "TraceError",
     "UnknownRequest",
 ]
@@ -35,6 +38,10 @@ class DuplicateRequest(ValueError):
         return (
             f"expected a new request id, got {self.request_id!r}, which holds blocks: free it first"
         )
+
+
+class EngineStopped(RuntimeError):
+    """An engine in a thread of its own does not serve any more; its cause is why it failed."""
 
 
 class FlashArgumentError(RuntimeError, ValueError):
@@ -106,6 +113,14 @@ class PagedArgumentError(RuntimeError, ValueError):
     A `RuntimeError` because the known kernels raise that, and a `ValueError` because that is what
     it is.
     """
+
+
+class QueueFull(RuntimeError):
+    """Too many requests wait; the one that was submitted is not among them."""
+
+
+class RequestCancelled(RuntimeError):
+    """A request was cancelled before its end."""
 
 
 class TraceError(ValueError):

@@ -40,7 +40,10 @@ NAMES = {
     "compiled_attn.compat.paged": "paged_attention_v1 paged_attention_v2 PagedAttention "
     "PagedInputs AttentionMetadata convert_key convert_value reshape_and_cache",
     "compiled_attn.attention.rotary": "apply_rotary",
-    "compiled_attn.engine": "Engine EngineConfig SamplingParams",
+    "compiled_attn.engine": "Engine EngineConfig SamplingParams AsyncEngine RequestHandle",
+    "compiled_attn.engine.asynchronous": "AsyncEngine",
+    "compiled_attn": "LLM",
+    "compiled_attn.text": "LLM Answer AnswerPieces Tokenizer TextPieces StopFilter",
 }
 ATTENTION = [
     "compiled_attn.cache.kv_cache",

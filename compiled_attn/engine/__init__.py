@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 from graphs.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from compiled_attn.engine.asynchronous import AsyncEngine
     from compiled_attn.engine.config import ConfigError, EngineConfig
     from compiled_attn.engine.draws import sample, sample_rows
     from compiled_attn.engine.engine import Engine
+    from compiled_attn.engine.handle import RequestHandle
     from compiled_attn.engine.logprobs import TokenLogprobs
     from compiled_attn.engine.report import EngineReport, StepInfo
     from compiled_attn.engine.sampling import SamplingParams
@@ -24,9 +26,11 @@ else:
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
+            "asynchronous": "AsyncEngine",
             "config": "ConfigError EngineConfig",
             "draws": "sample sample_rows",
             "engine": "Engine",
+            "handle": "RequestHandle",
             "logprobs": "TokenLogprobs",
             "report": "EngineReport StepInfo",
             "sampling": "SamplingParams",
@@ -38,12 +42,14 @@ else:
     )
 
 __all__ = [
+    "AsyncEngine",
     "ConfigError",
     "Engine",
     "EngineConfig",
     "EngineReport",
     "GenerationResult",
     "Percentiles",
+    "RequestHandle",
     "SamplingParams",
     "ScheduledStep",
     "ScheduledTokens",

@@ -30,7 +30,7 @@ from compiled_attn.engine.prompts import Workload, check_settings, token_ids
 from compiled_attn.engine.report import EngineReport, StepInfo, info_of, report_of
 from compiled_attn.engine.sampling import SamplingParams
 from compiled_attn.engine.scheduler import Scheduler
-from compiled_attn.engine.sequence import GenerationResult, Mailbox, Sequence, TokenEvent
+from compiled_attn.engine.sequence import GenerationResult, HasStop, Mailbox, Sequence, TokenEvent
 from compiled_attn.engine.sizing import Sizing
 from compiled_attn.engine.step_size import StepSize
 from compiled_attn.engine.stream import Known, Stream, ended, results_of
@@ -50,6 +50,8 @@ class Engine:
         model: a Hugging Face causal LM in eval mode, whose attention a `LocalExecutor` switches to
             the paged cache; or any executor, which is what computes the steps.
         config: sizes and policies; None: those of the executor, or the defaults.
+        has_stop: finds stop strings, as `compiled_attn.text.Tokenizer.has_stop`; None: they are
+            refused.
 
     Attributes:
         sentinel: what compiled since the warmup.
@@ -72,7 +74,11 @@ class Engine:
     """
 
     def __init__(
-        self, model: Executor | PreTrainedModel, config: EngineConfig | None = None
+        self,
+        model: Executor | PreTrainedModel,
+        config: EngineConfig | None = None,
+        *,
+        has_stop: HasStop | None = None,
     ) -> None:
         executor = LocalExecutor(model, config) if isinstance(model, PreTrainedModel) else model
         if not hasattr(executor, "attach"):
@@ -93,6 +99,7 @@ class Engine:
         self.tally = Tally([*self.sizing.buckets], self.sizing.buckets.cost)
         self.sentinel = no_compile(strict=config.strict, all_threads=config.watch_process)
         self.warmup_report: WarmupReport | None = None
+        self._has_stop = has_stop
         self._requests: dict[int, Sequence] = {}
         self._unwanted: set[int] = set()
         self._ids = itertools.count()
@@ -205,17 +212,15 @@ class Engine:
             in_order: results in the order of the prompts, and of the ``n`` continuations of each,
                 each as soon as those before it are there.
         """
-        return results_of(
-            self.stream(
-                prompts,
-                sampling,
-                salt=salt,
-                arrivals=arrivals,
-                concurrency=concurrency,
-                on_step=on_step,
-            ),
-            in_order=in_order,
+        stream = self.stream(
+            prompts,
+            sampling,
+            salt=salt,
+            arrivals=arrivals,
+            concurrency=concurrency,
+            on_step=on_step,
         )
+        return results_of(stream, in_order=in_order)
 
     def stream(
         self,
@@ -250,6 +255,11 @@ class Engine:
         self._streams = [*self._streams, (weakref.ref(stream), stream.mailbox)]
         return stream
 
+    def end_tokens(self, sampling: SamplingParams) -> frozenset[int]:
+        """Tokens that end such a request, and are no part of its text."""
+        stop = frozenset(sampling.stop_token_ids)
+        return stop if sampling.ignore_eos else stop | self.executor.eos
+
     def info(self, elapsed_s: float) -> StepInfo:
         """The engine's state now, ``elapsed_s`` seconds after the start of serving."""
         return info_of(self, elapsed_s)
@@ -271,7 +281,7 @@ class Engine:
     def _check(
         self, prompt: list[int], sampling: SamplingParams, salt: Salt, arrived_s: float | None
     ) -> None:
-        check_settings(sampling, salt, arrived_s)
+        check_settings(sampling, salt, arrived_s, has_text=self._has_stop is not None)
         self.sizing.check(prompt, sampling)
 
     def _enter(
@@ -284,22 +294,20 @@ class Engine:
         index: int | None,
         choice: int = 0,
     ) -> int:
-        """`submit` with the mailbox that its events go to, and what they name it there: its index
-        (None: its id) and choice.
-        """
+        """`submit`, whose events go to a mailbox, under an index (None: its id) and a choice."""
         self._check(prompt, sampling, salt, arrived_s)
         request_id = next(self._ids)
-        stop = frozenset(sampling.stop_token_ids)
         sequence = Sequence(
             request_id,
             prompt,
             len(prompt),
             sampling.seeded(),
             time.perf_counter() if arrived_s is None else float(arrived_s),
-            stop_tokens=stop if sampling.ignore_eos else stop | self.executor.eos,
+            stop_tokens=self.end_tokens(sampling),
             salt=salt,
             index=request_id if index is None else index,
             mailbox=mailbox,
+            has_stop=self._has_stop,
             choice=choice,
         )
         try:
@@ -311,11 +319,6 @@ class Engine:
             self._requests.pop(request_id, None)
             self.scheduler.discard(sequence)
             raise
-
-    def _has_begun(self, request_id: int) -> bool:
-        """Whether the prompt of a request was computed, or it has ended."""
-        sequence = self._requests.get(request_id)
-        return sequence is None or sequence.generated > 0
 
     def _advance(self) -> None:
         """Computes one step for everybody; events go to the mailboxes of their requests."""

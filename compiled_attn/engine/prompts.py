@@ -117,10 +117,15 @@ def token_ids(prompt: Any) -> list[int]:
     return [_of_item(token) for token in tokens]
 
 
-def check_settings(sampling: Any, salt: Any, arrived_s: Any) -> None:
-    """Raises ConfigError where what comes with a prompt is of another kind."""
+def check_settings(sampling: Any, salt: Any, arrived_s: Any, *, has_text: bool) -> None:
+    """Raises ConfigError where what comes with a prompt is of another kind, or needs a text."""
     if not isinstance(sampling, SamplingParams):
         raise ConfigError(f"expected SamplingParams, got {type(sampling).__name__}: make one")
+    if sampling.stop and not has_text:
+        raise ConfigError(
+            f"expected no stop strings, as this engine has no tokenizer, got {sampling.stop}: use "
+            "compiled_attn.LLM, or give the engine has_stop"
+        )
     if sampling.n != 1:
         raise ConfigError(
             f"expected n = 1 for a request by itself, got {sampling.n}: take generate or stream"

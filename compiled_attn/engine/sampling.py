@@ -30,6 +30,8 @@ class SamplingParams:
             preemption. None: the engine draws a seed for each request, which its result names.
         stop_token_ids: tokens that end the request; they are part of the result.
         ignore_eos: go on after the model's end-of-sequence token.
+        stop: texts that end the request, one alone or several; for an engine that has a tokenizer,
+            see `compiled_attn.LLM`. The tokens that hold it are part of the result.
         min_p: keep the tokens that are at least this share as likely as the most likely one, of
             those that top_k and top_p keep; 0 keeps all.
         repetition_penalty: of tokens in the prompt or generated before, logits above 0 are divided
@@ -55,6 +57,7 @@ class SamplingParams:
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    stop: tuple[str, ...] = ()
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
@@ -74,6 +77,7 @@ class SamplingParams:
             self._settle("seed", _integer, lambda s: 0 <= s < 2**64, "None or in 0..2**64 - 1")
         self._settle("stop_token_ids", _integers, lambda _: True, "a tuple of token ids")
         self._settle("ignore_eos", _flag, lambda _: True, "True or False")
+        self._settle("stop", _texts, lambda _: True, "a tuple of texts, none of them empty")
         self._settle("min_p", _number, lambda p: 0 <= p <= 1, "a number in [0, 1]")
         self._settle(
             "repetition_penalty", _number, lambda p: 0 < p < math.inf, "a finite number > 0"
@@ -147,6 +151,13 @@ def _integers(values: object) -> tuple[int, ...] | None:
         return None
     numbers = [_integer(value) for value in values]
     return None if None in numbers else tuple(number for number in numbers if number is not None)
+
+
+def _texts(values: object) -> tuple[str, ...] | None:
+    texts = (values,) if isinstance(values, str) else values
+    if not isinstance(texts, (tuple, list)):
+        return None
+    return tuple(texts) if all(isinstance(each, str) and each for each in texts) else None
 
 
 def _biases(given: object) -> tuple[tuple[int, float], ...] | None:

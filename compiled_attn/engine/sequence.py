@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import islice
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 from compiled_attn.cache.blocks.prefix import Salt
 from compiled_attn.engine.logit_rules import LogitRules
 from compiled_attn.engine.logprobs import ScoredToken, TokenLogprobs
 from compiled_attn.engine.sampling import SamplingParams
 
-__all__ = ["GenerationResult", "Mailbox", "Sequence", "Status", "TokenEvent"]
+__all__ = ["GenerationResult", "HasStop", "Mailbox", "Sequence", "Status", "TokenEvent"]
 
 Event = TypeVar("Event")
+
+HasStop: TypeAlias = Callable[[SequenceOf[int], SequenceOf[str]], bool]
+"""Whether the text of tokens has one of these strings, which the last token ends: asked after each
+token of a request. It changes nothing."""
 
 
 class Mailbox(Generic[Event]):
@@ -75,7 +80,7 @@ class GenerationResult:
             submitted by hand, its ``request_id``.
         prompt: token ids.
         tokens: what was generated, a stop token included.
-        finish_reason: "stop" (end-of-sequence or stop token), "length", or "error".
+        finish_reason: "stop" (end-of-sequence, stop token or stop string), "length", or "error".
         ttft_s: seconds from its arrival to its first token.
         latency_s: seconds from its arrival to its end.
         sampling: how it was continued, with the seed that it had.
@@ -139,6 +144,7 @@ class Sequence:
     salt: Salt = None
     index: int = -1
     mailbox: Mailbox[TokenEvent] = field(default_factory=Mailbox)
+    has_stop: HasStop | None = None
     choice: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -182,9 +188,12 @@ class Sequence:
         """
         is_last = len(self.tokens) + 1 >= self.prompt_len + self.sampling.max_new_tokens
         own = None if scored is None else scored.logprobs
-        if not is_last and token not in self.stop_tokens:
+        stops = token in self.stop_tokens or bool(
+            self.sampling.stop and self._completes_stop(token)
+        )
+        if not (is_last or stops):
             return TokenEvent(self.index, token, None, self.request_id, self.choice, own)
-        reason = "stop" if token in self.stop_tokens else "length"
+        reason = "stop" if stops else "length"
         result = self._result([*self.tokens[self.prompt_len :], token], reason, now_s, "", scored)
         return TokenEvent(self.index, token, result, self.request_id, self.choice, own)
 
@@ -211,6 +220,12 @@ class Sequence:
         self.prompt_logprobs[computed : computed + len(scored.prompt)] = scored.prompt
         if scored.logprobs is not None:
             self.logprobs[place - self.prompt_len :] = [scored.logprobs]
+
+    def _completes_stop(self, token: int) -> bool:
+        """Whether a token ends a stop string; as one that ends the request, not too early."""
+        if self.has_stop is None or self.generated < self.sampling.min_tokens:
+            return False
+        return self.has_stop([*self.tokens[self.prompt_len :], token], self.sampling.stop)
 
     def _result(
         self,

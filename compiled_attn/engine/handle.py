@@ -1,0 +1,201 @@
+"""The handle of a request that another thread serves: its tokens as they come, and its result."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from compiled_attn.cache.blocks.prefix import Salt
+from compiled_attn.engine.sampling import SamplingParams
+from compiled_attn.engine.sequence import GenerationResult, TokenEvent
+
+__all__ = ["RequestHandle", "wake"]
+
+
+@dataclass(eq=False)
+class RequestHandle:
+    """A request of an `AsyncEngine`; `AsyncEngine.submit` returns it.
+
+    Its tokens are read once, by one reader: ``for event in handle`` in any thread, or ``async for
+    event in handle`` in any event loop. A reader that stops early (``break``, an exception, a
+    coroutine that is cancelled) cancels the request. `result` and ``await handle`` wait for its end
+    and may be asked at any time, by any number; cancelling the coroutine that awaits it cancels it
+    too.
+
+    Args:
+        prompt: token ids.
+        sampling: how it is continued.
+        salt: see `Engine.submit`.
+        arrived_s: on the clock of `time.perf_counter`.
+        drop: tells the thread that serves it to drop it.
+    """
+
+    prompt: list[int]
+    sampling: SamplingParams
+    salt: Salt
+    arrived_s: float
+    drop: Callable[[RequestHandle], None] = field(repr=False)
+    request_id: int | None = field(default=None, init=False)
+    """Its id in the engine, the one of its events and its result; None while it waits outside."""
+    _events: deque[TokenEvent] = field(default_factory=deque, init=False, repr=False)
+    _end: GenerationResult | Exception | None = field(default=None, init=False, repr=False)
+    _readers: deque[_Waiter] = field(default_factory=deque, init=False, repr=False)
+    _enders: deque[_Waiter] = field(default_factory=deque, init=False, repr=False)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has finished, was cancelled or failed; tokens may still be unread."""
+        return self._end is not None
+
+    def cancel(self) -> None:
+        """Drops it, from any thread and at once or after the step that runs; its blocks are free.
+
+        What was told by then can still be read. One that has ended stays as it is.
+        """
+        if self._end is None:
+            self.drop(self)
+
+    def result(self, timeout: float | None = None) -> GenerationResult:
+        """Waits for its end.
+
+        Args:
+            timeout: seconds; None: as long as it takes.
+
+        Raises:
+            RequestCancelled: it was cancelled.
+            EngineStopped: its engine was stopped or failed.
+            TimeoutError: it has not ended by then; it goes on.
+        """
+        self._wait(self._enders, self._is_over, timeout)
+        return self._outcome()
+
+    def __iter__(self) -> Iterator[TokenEvent]:
+        try:
+            while True:
+                self._wait(self._readers, self._has_news, None)
+                if (event := self._take()) is None:
+                    return
+                yield event
+        finally:
+            self.cancel()
+
+    async def __aiter__(self) -> AsyncIterator[TokenEvent]:
+        try:
+            while True:
+                await self._arrived(self._readers, self._has_news)
+                if (event := self._take()) is None:
+                    return
+                yield event
+        finally:
+            self.cancel()
+
+    def __await__(self) -> Generator[Any, None, GenerationResult]:
+        try:
+            yield from self._arrived(self._enders, self._is_over).__await__()
+        except BaseException:
+            self.cancel()
+            raise
+        return self._outcome()
+
+    def put(self, event: TokenEvent) -> None:
+        """Adds an event; for the thread that serves it, which calls `wake` afterwards."""
+        self._events.append(event)
+        if event.result is not None:
+            self._end = event.result
+
+    def fail(self, error: Exception) -> None:
+        """Ends it without a result; for the thread that serves it, as `put`."""
+        self._end = error
+
+    def waiters(self) -> Iterator[_Waiter]:
+        """Takes out who waits for what is there now; for `wake`."""
+        for waiters in (self._readers, self._enders)[: 1 + self.has_ended]:
+            while waiters:
+                yield waiters.popleft()
+
+    def _is_over(self) -> bool:
+        return self._end is not None
+
+    def _has_news(self) -> bool:
+        return bool(self._events) or self._end is not None
+
+    def _take(self) -> TokenEvent | None:
+        """The next event; None if there is none after the last."""
+        end = self._end  # before the events: what led to it is among these then
+        if self._events:
+            return self._events.popleft()
+        if isinstance(end, Exception):
+            raise end
+        return None
+
+    def _outcome(self) -> GenerationResult:
+        if isinstance(self._end, Exception):
+            raise self._end
+        assert self._end is not None
+        return self._end
+
+    # A waiter is there before the last look at what it waits for, and whoever changes that looks
+    # for waiters afterwards: so none waits for what has come. One that came too late is harmless.
+
+    def _wait(
+        self, waiters: deque[_Waiter], is_there: Callable[[], bool], timeout: float | None
+    ) -> None:
+        while not is_there():
+            flag = threading.Event()
+            waiters.append(waiter := _Waiter(flag.set))
+            if not is_there() and not flag.wait(timeout):
+                with contextlib.suppress(ValueError, IndexError):  # it was woken just now
+                    waiters.remove(waiter)
+                raise TimeoutError(
+                    f"expected the request to end within {timeout:g} s, got "
+                    f"{len(self._events)} unread tokens by then: wait longer, or cancel it"
+                )
+
+    async def _arrived(self, waiters: deque[_Waiter], is_there: Callable[[], bool]) -> None:
+        loop = asyncio.get_running_loop()
+        while not is_there():
+            future = loop.create_future()
+            waiters.append(_Waiter(partial(_resolve, future), loop))
+            if not is_there():
+                await future
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Waiter:
+    """Wakes a reader: by a call, in an event loop or from any thread."""
+
+    wake: Callable[[], None]
+    loop: asyncio.AbstractEventLoop | None = None
+
+
+def wake(handles: Iterable[RequestHandle]) -> None:
+    """Wakes who waits for these handles, the readers of an event loop together."""
+    of_loops: dict[asyncio.AbstractEventLoop, list[tuple[RequestHandle, _Waiter]]] = {}
+    for handle in handles:
+        for waiter in handle.waiters():
+            if waiter.loop is None:
+                waiter.wake()
+            else:
+                of_loops.setdefault(waiter.loop, []).append((handle, waiter))
+    for loop, those in of_loops.items():
+        try:
+            loop.call_soon_threadsafe(_wake_all, [waiter for _, waiter in those])
+        except RuntimeError:  # the loop is closed, and nobody will read
+            for handle, _ in those:
+                handle.cancel()
+
+
+def _wake_all(waiters: list[_Waiter]) -> None:
+    for waiter in waiters:
+        waiter.wake()
+
+
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

@@ -1,0 +1,218 @@
+"""The thread that owns an engine: it steps it, and others leave requests for it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from compiled_attn.engine.engine import Engine
+from compiled_attn.engine.handle import RequestHandle, wake
+from compiled_attn.engine.sequence import TokenEvent
+from compiled_attn.errors import EngineStopped, QueueFull, RequestCancelled
+
+__all__ = ["Owner"]
+
+_REMEDY = "make another AsyncEngine"
+
+
+class Owner:
+    """Serves handles in a thread of its own until it is stopped.
+
+    The thread sleeps while there is nothing to do. It is a daemon, so that it keeps no interpreter
+    from its exit.
+
+    Args:
+        engine: that nobody else uses; warmed up here if it is not yet.
+        max_waiting: requests beyond the `max_seqs` that run.
+        progress: of the warmup.
+    """
+
+    def __init__(
+        self, engine: Engine, max_waiting: int, progress: Callable[..., None] | None
+    ) -> None:
+        self._engine = engine
+        self._max_waiting = max_waiting
+        self._progress = progress
+        self._settings = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        self._process = os.getpid()
+        self._changed = threading.Condition()  # guards what follows, but for the thread's own
+        self._inbox: deque[RequestHandle] = deque()
+        self._unwanted: deque[RequestHandle] = deque()
+        self._stop_after: str | None = None  # "all" requests, or "step"
+        self._why_ended: EngineStopped | None = None
+        self._open: dict[int, RequestHandle] = {}  # the thread's own
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether it takes requests."""
+        return self._why_stopped() is None
+
+    def take(self, handle: RequestHandle) -> None:
+        """Queues a request.
+
+        Raises:
+            EngineStopped: nobody would serve it.
+            QueueFull: too many wait.
+        """
+        self._refuse_stopped()
+        with self._changed:
+            self._refuse_stopped()
+            most = self._engine.config.max_seqs
+            if len(self._inbox) + len(self._open) >= self._max_waiting + most:
+                raise QueueFull(
+                    f"expected at most {self._max_waiting} requests that wait (max_waiting) while "
+                    f"{most} run (max_seqs), got one more: submit it later, or raise either"
+                )
+            self._inbox.append(handle)
+            self._changed.notify()
+
+    def drop(self, handle: RequestHandle) -> None:
+        """Cancels a request, if it has not ended by then."""
+        if os.getpid() != self._process:
+            return
+        with self._changed:
+            self._unwanted.append(handle)
+            self._changed.notify()
+
+    def stop(self, *, drain: bool, timeout: float | None) -> bool:
+        """Ends the thread, after all requests or after the step that runs; whether it has ended."""
+        if os.getpid() != self._process:
+            return True
+        with self._changed:
+            if self._stop_after != "step":
+                self._stop_after = "all" if drain else "step"
+            self._changed.notify()
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _refuse_stopped(self) -> None:
+        if (error := self._why_stopped()) is not None:
+            raise error from error.__cause__
+
+    def _why_stopped(self) -> EngineStopped | None:
+        if os.getpid() != self._process:
+            return EngineStopped(
+                "expected the process that made the engine, got one that was forked from it, where "
+                f"nothing serves: {_REMEDY} here"
+            )
+        if self._why_ended is None and self._stop_after is None:
+            return None
+        cause = self._why_ended and self._why_ended.__cause__
+        return _stopped("expected an engine that serves", cause)
+
+    def _run(self) -> None:
+        cause: BaseException | None = None
+        is_grad, is_inference = self._settings
+        try:
+            with torch.inference_mode(is_inference), torch.set_grad_enabled(is_grad):
+                self._warm_up()
+                while self._has_work():
+                    self._enter_all()
+                    self._drop_unwanted()
+                    if self._engine.has_work:
+                        self._deliver(self._engine.step())
+        except _StoppedEarly:
+            pass
+        except BaseException as error:
+            cause = error
+        self._end(cause)
+
+    def _warm_up(self) -> None:
+        if self._engine.warmup_report is None:
+            self._engine.warmup(self._told)
+
+    def _told(self, *event: Any) -> None:
+        if self._progress is not None:
+            self._progress(*event)
+        if self._stop_after == "step":
+            raise _StoppedEarly
+
+    def _has_work(self) -> bool:
+        """Waits for some; False when there is none any more, or none is to be done."""
+        with self._changed:
+            while True:
+                has_work = bool(self._inbox) or self._engine.has_work
+                if self._stop_after == "step" or (self._stop_after and not has_work):
+                    return False
+                if has_work or self._unwanted:
+                    return True
+                self._changed.wait()
+
+    def _enter_all(self) -> None:
+        while self._inbox:
+            handle = self._inbox.popleft()
+            try:
+                handle.request_id = self._engine.submit(
+                    handle.prompt, handle.sampling, salt=handle.salt, arrived_s=handle.arrived_s
+                )
+                self._open[handle.request_id] = handle
+            except Exception as error:  # its own, such as of a bucket that the warmup lost
+                handle.fail(error)
+                wake([handle])
+
+    def _drop_unwanted(self) -> None:
+        """After all have entered: who cancels has submitted before."""
+        for _ in range(len(self._unwanted)):
+            handle = self._unwanted.popleft()
+            if handle.request_id is None and not handle.has_ended:
+                self._unwanted.append(handle)  # submitted since
+            elif handle.request_id in self._open:
+                self._abort(handle, RequestCancelled("expected a request that goes on, got one "
+                    "that was cancelled: submit it again"))  # fmt: skip
+
+    def _deliver(self, events: list[TokenEvent]) -> None:
+        """Hands out the tokens of a step: without a lock, and readers are woken once."""
+        told = []
+        for event in events:
+            if (handle := self._open.get(event.request_id)) is None:
+                continue
+            handle.put(event)
+            told.append(handle)
+            if event.result is not None:
+                del self._open[event.request_id]
+        wake(told)
+
+    def _abort(self, handle: RequestHandle, error: Exception) -> None:
+        assert handle.request_id is not None
+        del self._open[handle.request_id]
+        with contextlib.suppress(KeyError):  # it has ended in a step that failed
+            self._engine.abort(handle.request_id)
+        handle.fail(error)
+        wake([handle])
+
+    def _end(self, cause: BaseException | None) -> None:
+        """Nobody waits for what does not come: every request ends, and none is taken any more."""
+        got = "expected a request that is served to its end"
+        with self._changed:
+            self._why_ended = _stopped(got, cause)
+            inbox = [*self._inbox]
+            self._inbox.clear()
+        for handle in inbox:
+            handle.fail(_stopped(got, cause))
+        wake(inbox)
+        for handle in [*self._open.values()]:
+            try:
+                self._abort(handle, _stopped(got, cause))
+            except Exception:  # of an engine that cannot go on
+                handle.fail(_stopped(got, cause))
+                wake([handle])
+
+
+class _StoppedEarly(Exception):
+    """It was stopped during the warmup."""
+
+
+def _stopped(expected: str, cause: BaseException | None) -> EngineStopped:
+    got = f"that failed ({type(cause).__name__}: {cause})" if cause else "that was stopped"
+    error = EngineStopped(f"{expected}, got an engine {got}: {_REMEDY}")
+    error.__cause__ = cause
+    return error
