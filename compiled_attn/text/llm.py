@@ -67,6 +67,8 @@ class LLM:
     ) -> list[Answer]:
         """The answers to all prompts, served together, in the order of the prompts.
 
+        With ``n`` continuations of a prompt there are as many answers, one behind the other.
+
         Args:
             prompts: texts to go on with, or chats.
             sampling: one for all, or one each.
@@ -112,11 +114,15 @@ class LLM:
         Closing the generator, or dropping it, aborts the request: its blocks are free at once.
 
         Raises:
-            ConfigError: see `generate`.
+            ConfigError: see `generate`; or several continuations are wanted.
             RuntimeError: at the first piece, while another stream of this model is open; or the
                 request ended with an error.
         """
         sampling = SamplingParams() if sampling is None else sampling
+        if sampling.n != 1:
+            raise ConfigError(
+                f"expected n = 1 for a stream of text, got {sampling.n}: use generate"
+            )
         tokens = self.tokenizer.encode(prompt)
         return self._pieces(self.engine.stream([tokens], sampling, salt=salt), sampling)
 
