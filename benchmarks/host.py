@@ -30,7 +30,7 @@ from compiled_attn.step import BatchBuilder, StepLimits, Tables
 from graphs import WarmupReport
 from graphs.report.surroundings import machine
 
-BLOCK, AHEAD = 32, 512  # a request grows by so many tokens at most while it is timed
+BLOCK, AHEAD = 32, 1024  # a request grows by so many tokens at most while it is timed
 
 
 class WithoutModel(LocalExecutor):
@@ -67,7 +67,7 @@ def engine_of(requests: int, context: int, spare: int = 0) -> Engine:
     """An engine that has that many requests of so many tokens, each with its first token."""
     longest = -(-(context + AHEAD) // BLOCK)
     config = EngineConfig(
-        max_tokens_per_step=max(2**16, requests),
+        max_tokens_per_step=max(2**20, requests),
         max_seqs=requests + 1,
         block_size=BLOCK,
         num_blocks=1 + requests * longest + spare,

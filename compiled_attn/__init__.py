@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         TableBatch,
         TablePlan,
     )
+    from compiled_attn.text.llm import LLM
 else:
     __getattr__, __dir__ = lazy_names(
         __name__,
@@ -63,10 +64,12 @@ else:
             "engine.asynchronous": "AsyncEngine",
             "step": "AttentionMetadata BatchBuilder Request RequestTable StepBatch StepPlan "
             "TableBatch TablePlan",
+            "text.llm": "LLM",
         },
     )
 
 __all__ = [
+    "LLM",
     "AsyncEngine",
     "AttentionMetadata",
     "BatchBuilder",

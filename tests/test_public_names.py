@@ -42,6 +42,8 @@ NAMES = {
     "compiled_attn.attention.rotary": "apply_rotary",
     "compiled_attn.engine": "Engine EngineConfig SamplingParams AsyncEngine RequestHandle",
     "compiled_attn.engine.asynchronous": "AsyncEngine",
+    "compiled_attn": "LLM",
+    "compiled_attn.text": "LLM Answer AnswerPieces Tokenizer TextPieces StopFilter",
 }
 ATTENTION = [
     "compiled_attn.cache.kv_cache",

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from compiled_attn.engine.scheduler import ScheduledTokens, Scheduler
+from compiled_attn.engine.scheduler import ScheduledStep, ScheduledTokens, Scheduler
+from compiled_attn.engine.sequence import Sequence as EngineSequence
 from compiled_attn.workloads.simulated.steps import SimulatedSteps
 
 
@@ -14,8 +15,8 @@ class OneKind(Scheduler):
 
     prefills = False
 
-    def schedule(self) -> list[ScheduledTokens]:
-        step: list[ScheduledTokens] = []
+    def schedule(self) -> ScheduledStep:
+        step: dict[EngineSequence, int] = {}
         started = [sequence for sequence in self.running if sequence.remaining > 1]
         if not started and len(self.running) < (limit := self.max_seqs):
             self.max_seqs = len(self.running) + 1
@@ -23,10 +24,8 @@ class OneKind(Scheduler):
             self.max_seqs = limit
         self.prefills = bool(started or step)
         for sequence in started[:1] if started else [*self.running] if not step else []:
-            count = min(sequence.remaining, self.max_tokens)
-            if sequence in self.running and self._reserve_or_preempt(sequence, count, step):
-                step.append(ScheduledTokens(sequence, count))
-        return step
+            self._place(sequence, step, self.max_tokens)
+        return ScheduledStep(step)
 
 
 class SeparateSteps(SimulatedSteps):

@@ -11,6 +11,7 @@ from compiled_attn import __version__
 from compiled_attn.cli.errors import exit_code_of
 from compiled_attn.cli.options import (
     DEFAULT_STORE,
+    ChatOptions,
     PlanOptions,
     RunOptions,
     TuneOptions,
@@ -66,6 +67,22 @@ def run(options: RunOptions) -> int:
     from compiled_attn.cli.run import run_job  # loads torch, which reads how threads shall wait
 
     return run_job(options, waiting)
+
+
+@app.command()
+@taking(ChatOptions)
+def chat(options: ChatOptions) -> int:
+    """Talk with a model: answers come as they are generated.
+
+    A line is a turn, on a terminal or from a pipe; with --prompt one answer is given. Ends with 2
+    on bad input, with 130 when interrupted.
+    """
+    from compiled_attn.cli.threads import choose_waiting
+
+    choose_waiting(options.threads)
+    from compiled_attn.cli.chat import run_chat  # loads torch, which reads how threads shall wait
+
+    return run_chat(options)
 
 
 @app.command()

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from compiled_attn.cli.errors import UserError
-from compiled_attn.cli.options import ServingOptions
+from compiled_attn.cli.options import ModelOptions, ServingOptions
+from compiled_attn.model_folder import will_convert
 from compiled_attn.models import default_model, load_model
 from compiled_attn.workloads import Arrival, fit_scale, scaled
 from graphs import available_backends
@@ -21,30 +22,61 @@ if TYPE_CHECKING:
 
     from compiled_attn.engine.sizing import Sizing
 
-__all__ = ["fitted_arrivals", "known_backend", "model_of"]
+__all__ = [
+    "dtype_of",
+    "fitted_arrivals",
+    "known_backend",
+    "model_of",
+    "refuse_unavailable",
+    "tell_conversion",
+]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def known_backend(options: ServingOptions) -> str | None:
+def known_backend(options: ModelOptions) -> str | None:
     """Why the backend cannot work here, None if it can.
 
     Raises:
         UserError: there is no such backend, or no such dtype.
     """
     backends = available_backends()
-    if options.dtype not in _DTYPES:
-        raise UserError(f"unknown --dtype {options.dtype}: choose one of {', '.join(_DTYPES)}")
+    dtype_of(options)
     if options.backend not in backends:
         names = ", ".join(sorted(backends))
         raise UserError(f"unknown --backend {options.backend}: choose one of {names}")
     return backends[options.backend]
 
 
+def refuse_unavailable(options: ModelOptions) -> None:
+    """Raises UserError for a backend or a dtype that cannot work here."""
+    if reason := known_backend(options):
+        raise UserError(f"--backend {options.backend} cannot work here: {reason}")
+
+
+def dtype_of(options: ModelOptions) -> torch.dtype:
+    """The dtype of the weights; raises UserError if there is none of that name."""
+    if options.dtype not in _DTYPES:
+        raise UserError(f"unknown --dtype {options.dtype}: choose one of {', '.join(_DTYPES)}")
+    return _DTYPES[options.dtype]
+
+
 def model_of(directory: Path | None, dtype: str, seed: int = 0) -> PreTrainedModel:
-    """The model of the directory, or else the default model of that seed."""
+    """The model of the directory, or else the default model of that seed.
+
+    Says on stderr if that takes long, because a GGUF file has to be converted first.
+    """
     kind = _DTYPES[dtype]
-    return default_model(seed, kind) if directory is None else load_model(directory, kind)
+    if directory is None:
+        return default_model(seed, kind)
+    tell_conversion(directory)
+    return load_model(directory, kind)
+
+
+def tell_conversion(model: Path) -> None:
+    """Says on stderr that a GGUF file will be converted now, if that is so."""
+    if will_convert(model):
+        print(f"converting the GGUF file of {model}, once: half a minute or more", file=sys.stderr)
 
 
 def fitted_arrivals(

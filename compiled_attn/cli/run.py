@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -13,9 +13,10 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedModel
 
+from compiled_attn.cli.demand import Texts, demand_of, texts_of
 from compiled_attn.cli.errors import FAILED, INTERRUPTED, UserError, bad_input, tell
 from compiled_attn.cli.facts import facts_of
-from compiled_attn.cli.inputs import fitted_arrivals, known_backend, model_of
+from compiled_attn.cli.inputs import model_of, refuse_unavailable
 from compiled_attn.cli.live import ServingView, serving_view
 from compiled_attn.cli.options import RunOptions, settings_of
 from compiled_attn.cli.store import stored_backend
@@ -25,13 +26,12 @@ from compiled_attn.engine import (
     EngineConfig,
     EngineReport,
     GenerationResult,
-    SamplingParams,
     StepInfo,
 )
 from compiled_attn.engine.local import LocalExecutor
 from compiled_attn.engine.report import block_series
 from compiled_attn.hf.proof import CheckReport, check
-from compiled_attn.workloads import Arrival, prompts, read_trace, synthetic
+from compiled_attn.text import Answer
 from graphs import (
     BucketOverflow,
     GraphBudgetExceeded,
@@ -64,31 +64,46 @@ def run_job(options: RunOptions, waiting: str) -> int:
     """
     with bad_input():
         _refuse_contradictions(options)
+        texts = texts_of(options)
         if options.threads is not None:
             torch.set_num_threads(options.threads)
         model = model_of(options.model, options.dtype, options.seed)
     store = stored_backend(options.backend, options.store)
     with contextlib.nullcontext(options.backend) if options.no_store else store as backend:
-        return _run(options, model, backend, waiting)
+        return _run(options, model, texts, backend, waiting)
 
 
-def _run(options: RunOptions, model: PreTrainedModel, backend: str | Backend, waiting: str) -> int:
+def _run(
+    options: RunOptions,
+    model: PreTrainedModel,
+    texts: Texts | None,
+    backend: str | Backend,
+    waiting: str,
+) -> int:
     screen, facts = Console(stderr=True), facts_of(model, asdict(options), waiting)
     print(f"threads: {facts['threads']}; waiting: {waiting}", file=sys.stderr)
     with bad_input():
         executor = LocalExecutor(model, _config(options, backend))
         engine = Engine(executor)
-        arrivals = fitted_arrivals(options, _drawn_or_read(options), engine.sizing)
-        view = serving_view(len(arrivals), screen)
-        demand: list[str] = []
-        on_step = _recording(view, demand) if options.record_demand else view
-        results = _offer(options, engine, arrivals, on_step)
+        demand = demand_of(options, engine.sizing, texts)
+        view = serving_view(len(demand.prompts), screen)
+        needs: list[str] = []
+        results = engine.generate(
+            demand.prompts,
+            demand.sampling,
+            arrivals=demand.arrivals,
+            concurrency=options.concurrency,
+            on_step=_recording(view, needs) if options.record_demand else view,
+        )
         refuse_unwritable([options.json, options.record_demand], options.report)
-    checked, code = CheckReport(), 0
+    checked, code, answers = CheckReport(), 0, list[Answer]()
     try:
         engine.warmup(progress_for(sys.stderr))
         with view:
             finished = [*results]
+        if texts is not None:
+            answers = texts.answers(finished, engine)
+            texts.print(answers)
         checked = _check(options, executor, finished, screen)
     except KeyboardInterrupt:
         code = tell("interrupted; this is the report so far", INTERRUPTED)
@@ -101,7 +116,8 @@ def _run(options: RunOptions, model: PreTrainedModel, backend: str | Backend, wa
     )
     print_result(report, checked, Console())
     with bad_input():
-        _write(options, facts, report, checked, engine, demand)
+        told = facts | ({"answers": [each.text for each in answers]} if texts else {})
+        _write(options, told, report, checked, engine, needs)
     return code or _verdict(report, options.strict)
 
 
@@ -110,8 +126,7 @@ def _refuse_contradictions(options: RunOptions) -> None:
         raise UserError("--trace and --demand were both given: choose where requests come from")
     if options.store is not None and options.no_store:
         raise UserError("--store and --no-store were both given: choose whether to use a store")
-    if reason := known_backend(options):
-        raise UserError(f"--backend {options.backend} cannot work here: {reason}")
+    refuse_unavailable(options)
     if options.speed is not None and not 0 < options.speed < float("inf"):
         raise UserError(f"expected --speed above 0, got {options.speed}: 1 keeps the trace's times")
     if options.check and options.temperature > 0:
@@ -132,44 +147,11 @@ def _config(options: RunOptions, backend: str | Backend) -> EngineConfig:
     return EngineConfig(**settings, watch_process=True)  # it is the command's own
 
 
-def _drawn_or_read(options: RunOptions) -> list[Arrival]:
-    if options.trace is not None:
-        return read_trace(options.trace, options.requests)
-    return synthetic(options.demand or "chat", options.requests, options.seed)
-
-
-def _offer(
-    options: RunOptions,
-    engine: Engine,
-    arrivals: Sequence[Arrival],
-    on_step: Callable[[StepInfo], None],
-) -> Iterator[GenerationResult]:
-    """The results to come, of requests that can all be served; none is computed yet."""
-    sampling = [
-        SamplingParams(
-            max_new_tokens=arrival.output_tokens,
-            temperature=options.temperature,
-            top_k=options.top_k,
-            top_p=options.top_p,
-            seed=options.seed + index,
-        )
-        for index, arrival in enumerate(arrivals)
-    ]
-    speed = options.speed
-    return engine.generate(
-        prompts(arrivals, engine.sizing.vocab, options.seed),
-        sampling,
-        arrivals=None if speed is None else [a.arrival_s / speed for a in arrivals],
-        concurrency=options.concurrency,
-        on_step=on_step,
-    )
-
-
-def _recording(view: ServingView, demand: list[str]) -> Callable[[StepInfo], None]:
+def _recording(view: ServingView, needs: list[str]) -> Callable[[StepInfo], None]:
     def on_step(info: StepInfo) -> None:
         view(info)
         if info.step is not None:
-            demand.append(json.dumps(dict(info.step.wanted)) + "\n")
+            needs.append(json.dumps(dict(info.step.wanted)) + "\n")
 
     return on_step
 
@@ -202,14 +184,14 @@ def _write(
     report: EngineReport,
     checked: CheckReport,
     engine: Engine,
-    demand: Sequence[str],
+    needs: Sequence[str],
 ) -> None:
     differences = {name: [*map(asdict, getattr(checked, name))] for name in ("ties", "mismatches")}
     result = facts | report.to_dict() | differences
     if options.json is not None:
         options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     if options.record_demand is not None:
-        options.record_demand.write_text("".join(demand), encoding="utf-8")
+        options.record_demand.write_text("".join(needs), encoding="utf-8")
     if options.report is not None:
         charts = {"series": block_series(engine.tally.blocks, engine.sizing.num_blocks - 1)}
         unchecked = {} if report.checked_requests else {"mismatched_tokens": None}

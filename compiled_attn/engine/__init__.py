@@ -12,11 +12,13 @@ from graphs.lazy import lazy_names
 if TYPE_CHECKING:
     from compiled_attn.engine.asynchronous import AsyncEngine
     from compiled_attn.engine.config import ConfigError, EngineConfig
+    from compiled_attn.engine.draws import sample, sample_rows
     from compiled_attn.engine.engine import Engine
     from compiled_attn.engine.handle import RequestHandle
+    from compiled_attn.engine.logprobs import TokenLogprobs
     from compiled_attn.engine.report import EngineReport, StepInfo
-    from compiled_attn.engine.sampling import SamplingParams, sample, sample_rows
-    from compiled_attn.engine.scheduler import ScheduledTokens, Scheduler
+    from compiled_attn.engine.sampling import SamplingParams
+    from compiled_attn.engine.scheduler import ScheduledStep, ScheduledTokens, Scheduler
     from compiled_attn.engine.sequence import GenerationResult, Sequence, Status, TokenEvent
     from compiled_attn.engine.stream import Stream
     from compiled_attn.engine.tally import Percentiles, StepRecord
@@ -26,11 +28,13 @@ else:
         {
             "asynchronous": "AsyncEngine",
             "config": "ConfigError EngineConfig",
+            "draws": "sample sample_rows",
             "engine": "Engine",
             "handle": "RequestHandle",
+            "logprobs": "TokenLogprobs",
             "report": "EngineReport StepInfo",
-            "sampling": "SamplingParams sample sample_rows",
-            "scheduler": "ScheduledTokens Scheduler",
+            "sampling": "SamplingParams",
+            "scheduler": "ScheduledStep ScheduledTokens Scheduler",
             "sequence": "GenerationResult Sequence Status TokenEvent",
             "stream": "Stream",
             "tally": "Percentiles StepRecord",
@@ -47,6 +51,7 @@ __all__ = [
     "Percentiles",
     "RequestHandle",
     "SamplingParams",
+    "ScheduledStep",
     "ScheduledTokens",
     "Scheduler",
     "Sequence",
@@ -55,6 +60,7 @@ __all__ = [
     "StepRecord",
     "Stream",
     "TokenEvent",
+    "TokenLogprobs",
     "sample",
     "sample_rows",
 ]

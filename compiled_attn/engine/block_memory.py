@@ -21,12 +21,12 @@ class StepTables:
     """Keeps a `RequestTable` of places for the requests of a pool.
 
     From one step to the next a request gains a block now and then, or its last one is replaced by a
-    copy; only that is written. A torn table is given up with its pool.
+    copy; only that is written. Rows of requests that have gone are closed up, so that those of a
+    step lie in order, and it can read them in place. A torn table is given up with its pool.
 
     Args:
         pool: of the blocks.
-        max_requests: rows; more than run at once, so that rows of those that have gone are seldom
-            looked for.
+        max_requests: rows, as many as run at once.
         max_blocks: blocks of the longest request.
     """
 
@@ -37,19 +37,27 @@ class StepTables:
 
     def _forget_places(self) -> None:
         self._swaps = self._pool.places.num_swaps
-        self._rows = RequestTable(*self._sizes)
+        self._rows = RequestTable(*self._sizes, in_place=True)
         self._seen: dict[Hashable, tuple[BlockTable, int, int]] = {}
 
-    def of(self, request_ids: Iterable[Hashable]) -> RequestTable:
+    def of(
+        self, request_ids: Iterable[Hashable], changed: Iterable[Hashable] | None = None
+    ) -> RequestTable:
         """The table, in which the rows of these requests are as the pool has them.
+
+        Args:
+            request_ids: of a step.
+            changed: those of them whose blocks may be others than when they were last asked for;
+                    None: all.
 
         Raises:
             UnknownRequest: a request is not in the pool.
         """
         if self._swaps != self._pool.places.num_swaps:  # blocks were moved, by whomever
             self._forget_places()
+            changed = None
         table_of, seen = self._pool.table, self._seen
-        for request_id in request_ids:
+        for request_id in request_ids if changed is None else changed:
             table = table_of(request_id)
             blocks = table.blocks
             count, last = len(blocks), blocks[-1] if blocks else 0
@@ -65,17 +73,24 @@ class StepTables:
                 places = self._pool.places.resolve_all(table.array[known:count])
                 self._rows.write(request_id, known, places)
             seen[request_id] = table, count, last
+        if len(seen) > self._pool.num_requests:
+            self._close_up()
         return self._rows
 
     def _begin(self, request_id: Hashable) -> None:
         """An empty row for a request."""
         if request_id in self._rows:
             self._rows.remove(request_id)
-        elif not self._rows.num_free:
-            for gone in [each for each in self._seen if each not in self._pool]:
-                self._rows.remove(gone)
-                del self._seen[gone]
+        if not self._rows.num_free:
+            self._close_up()
         self._rows.add(request_id)
+
+    def _close_up(self) -> None:
+        """Gives up the rows of requests that have gone."""
+        for gone in [each for each in self._seen if each not in self._pool]:
+            self._rows.remove(gone)
+            del self._seen[gone]
+        self._rows.close_gaps()
 
 
 _SUMS = "allocations evictions copies preemptions queried_tokens hit_tokens partial_hit_tokens"
@@ -120,9 +135,11 @@ class BlockMemory:
         past = self._stats_if_whole()
         self._renew(self._new_pool(), past)
 
-    def tables(self, request_ids: Iterable[Hashable]) -> RequestTable:
-        """Where the blocks of these requests lie now: one table for all steps, kept up to date."""
-        return self._tables.of(request_ids)
+    def tables(
+        self, request_ids: Iterable[Hashable], changed: Iterable[Hashable] | None = None
+    ) -> RequestTable:
+        """Where the blocks of these requests lie now: one table for all steps; see `StepTables`."""
+        return self._tables.of(request_ids, changed)
 
     def sound_hits(self, request_id: Hashable) -> int:
         """How many blocks that a request found in the prefix cache are finite, up to the first
@@ -163,7 +180,7 @@ class BlockMemory:
 
     def _renew(self, pool: BlockPool, past: PoolStats | None) -> None:
         running = min(self._config.max_seqs, pool.num_blocks - 1)  # each holds a block
-        tables = StepTables(pool, 2 * running, self._executor.sizing.table_width)
+        tables = StepTables(pool, running, self._executor.sizing.table_width)
         defragmenter = self._new_defragmenter(pool)
         if defragmenter is not None and self.defragmenter is not None:
             defragmenter.totals = self.defragmenter.totals

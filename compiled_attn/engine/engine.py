@@ -22,14 +22,15 @@ from compiled_attn.cache.blocks import BlockPool
 from compiled_attn.cache.blocks.prefix import Salt
 from compiled_attn.engine.block_memory import BlockMemory
 from compiled_attn.engine.config import ConfigError, EngineConfig
+from compiled_attn.engine.draws import NOT_FINITE
 from compiled_attn.engine.executor import Executor
 from compiled_attn.engine.local import LocalExecutor
 from compiled_attn.engine.outcome import Attempt, Changes, Outcome, outcome_of
 from compiled_attn.engine.prompts import Workload, check_settings, token_ids
 from compiled_attn.engine.report import EngineReport, StepInfo, info_of, report_of
-from compiled_attn.engine.sampling import NOT_FINITE, SamplingParams
+from compiled_attn.engine.sampling import SamplingParams
 from compiled_attn.engine.scheduler import Scheduler
-from compiled_attn.engine.sequence import GenerationResult, Mailbox, Sequence, TokenEvent
+from compiled_attn.engine.sequence import GenerationResult, HasStop, Mailbox, Sequence, TokenEvent
 from compiled_attn.engine.sizing import Sizing
 from compiled_attn.engine.step_size import StepSize
 from compiled_attn.engine.stream import Known, Stream, ended, results_of
@@ -49,6 +50,8 @@ class Engine:
         model: a Hugging Face causal LM in eval mode, whose attention a `LocalExecutor` switches to
             the paged cache; or any executor, which is what computes the steps.
         config: sizes and policies; None: those of the executor, or the defaults.
+        has_stop: finds stop strings, as `compiled_attn.text.Tokenizer.has_stop`; None: they are
+            refused.
 
     Attributes:
         sentinel: what compiled since the warmup.
@@ -71,7 +74,11 @@ class Engine:
     """
 
     def __init__(
-        self, model: Executor | PreTrainedModel, config: EngineConfig | None = None
+        self,
+        model: Executor | PreTrainedModel,
+        config: EngineConfig | None = None,
+        *,
+        has_stop: HasStop | None = None,
     ) -> None:
         executor = LocalExecutor(model, config) if isinstance(model, PreTrainedModel) else model
         if not hasattr(executor, "attach"):
@@ -92,6 +99,7 @@ class Engine:
         self.tally = Tally([*self.sizing.buckets], self.sizing.buckets.cost)
         self.sentinel = no_compile(strict=config.strict, all_threads=config.watch_process)
         self.warmup_report: WarmupReport | None = None
+        self._has_stop = has_stop
         self._requests: dict[int, Sequence] = {}
         self._unwanted: set[int] = set()
         self._ids = itertools.count()
@@ -201,8 +209,8 @@ class Engine:
 
         Args:
             prompts, sampling, salt, arrivals, concurrency, on_step: see `stream`.
-            in_order: results in the order of the prompts, each as soon as those before it are
-                there.
+            in_order: results in the order of the prompts, and of the ``n`` continuations of each,
+                each as soon as those before it are there.
         """
         return results_of(
             self.stream(
@@ -249,6 +257,11 @@ class Engine:
         self._streams = [*self._streams, (weakref.ref(stream), stream.mailbox)]
         return stream
 
+    def end_tokens(self, sampling: SamplingParams) -> frozenset[int]:
+        """Tokens that end such a request, and are no part of its text."""
+        stop = frozenset(sampling.stop_token_ids)
+        return stop if sampling.ignore_eos else stop | self.executor.eos
+
     def info(self, elapsed_s: float) -> StepInfo:
         """The engine's state now, ``elapsed_s`` seconds after the start of serving."""
         return info_of(self, elapsed_s)
@@ -270,7 +283,7 @@ class Engine:
     def _check(
         self, prompt: list[int], sampling: SamplingParams, salt: Salt, arrived_s: float | None
     ) -> None:
-        check_settings(sampling, salt, arrived_s)
+        check_settings(sampling, salt, arrived_s, has_text=self._has_stop is not None)
         self.sizing.check(prompt, sampling)
 
     def _enter(
@@ -281,21 +294,25 @@ class Engine:
         arrived_s: float | None,
         mailbox: Mailbox[TokenEvent],
         index: int | None,
+        choice: int = 0,
     ) -> int:
-        """`submit` with the mailbox that its events go to, and its index there (None: its id)."""
+        """`submit` with the mailbox that its events go to, and what they name it there: its index
+        (None: its id) and choice.
+        """
         self._check(prompt, sampling, salt, arrived_s)
         request_id = next(self._ids)
-        stop = frozenset(sampling.stop_token_ids)
         sequence = Sequence(
             request_id,
             prompt,
             len(prompt),
             sampling.seeded(),
             time.perf_counter() if arrived_s is None else float(arrived_s),
-            stop_tokens=stop if sampling.ignore_eos else stop | self.executor.eos,
+            stop_tokens=self.end_tokens(sampling),
             salt=salt,
             index=request_id if index is None else index,
             mailbox=mailbox,
+            has_stop=self._has_stop,
+            choice=choice,
         )
         try:
             self._requests[request_id] = sequence
@@ -306,6 +323,11 @@ class Engine:
             self._requests.pop(request_id, None)
             self.scheduler.discard(sequence)
             raise
+
+    def _has_begun(self, request_id: int) -> bool:
+        """Whether the prompt of a request was computed, or it has ended."""
+        sequence = self._requests.get(request_id)
+        return sequence is None or sequence.generated > 0
 
     def _advance(self) -> None:
         """Computes one step for everybody; events go to the mailboxes of their requests."""
@@ -343,7 +365,8 @@ class Engine:
         scheduled = self.scheduler.schedule()
         with self.sentinel:
             self.memory.settle()
-            tables = self.memory.tables(part.sequence.request_id for part in scheduled)
+            ids = (sequence.request_id for sequence in scheduled.sequences)
+            tables = self.memory.tables(ids, self.scheduler.changed)
             step = self.executor.fit(scheduled, tables)
             rows = self.executor.run(step)
         now = time.perf_counter()
@@ -354,7 +377,7 @@ class Engine:
             self.pool.places.num_used,
             self.pool.highest_used,
             step.wanted,
-            nonfinite_rows=sum(row is NOT_FINITE for row in rows),
+            nonfinite_rows=rows.count(NOT_FINITE),
         )
         return outcome_of(self.tally.count("steps"), step.parts, rows, now, record)
 

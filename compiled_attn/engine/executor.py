@@ -8,6 +8,7 @@ several ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -16,7 +17,8 @@ from numpy.typing import NDArray
 
 from compiled_attn.cache.defrag import BlockCopies
 from compiled_attn.engine.config import EngineConfig
-from compiled_attn.engine.scheduler import ScheduledTokens
+from compiled_attn.engine.logprobs import ScoredToken
+from compiled_attn.engine.scheduler import ScheduledStep
 from compiled_attn.engine.sizing import Sizing
 from compiled_attn.step import RequestTable
 from compiled_attn.step.form import Plan
@@ -39,7 +41,7 @@ class FittedStep(NamedTuple):
         wanted: sizes that the whole step needs, which the parts do not reach if it was cut.
     """
 
-    parts: list[ScheduledTokens]
+    parts: ScheduledStep
     plan: Plan
     bucket: Bucket
     wanted: dict[str, int]
@@ -100,7 +102,7 @@ class Executor(Protocol):
     def check_unchanged(self) -> None:
         """Raises an error unless the model is as it was at the warmup."""
 
-    def fit(self, step: list[ScheduledTokens], table: RequestTable) -> FittedStep:
+    def fit(self, step: ScheduledStep, table: RequestTable) -> FittedStep:
         """The step, cut until a captured bucket holds it.
 
         Args:
@@ -111,8 +113,9 @@ class Executor(Protocol):
             graphs.BucketOverflow: not even a single token of the first request has a bucket.
         """
 
-    def run(self, step: FittedStep) -> list[int | str]:
-        """Computes a step: the token after each part, or why there is none.
+    def run(self, step: FittedStep) -> SequenceOf[int | str | ScoredToken]:
+        """Computes a step: the token after each part, scored if its request asks, or why there is
+        none.
 
         What stands after a part that does not reach the end of its prompt is not looked at, but an
         error there is one of its request.

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -17,8 +16,9 @@ from transformers import PreTrainedModel
 from compiled_attn.cache.defrag import BlockSwap
 from compiled_attn.engine.config import ConfigError, EngineConfig
 from compiled_attn.engine.executor import COPIES, ExecutorReport, FittedStep
-from compiled_attn.engine.sampling import sample_rows
-from compiled_attn.engine.scheduler import ScheduledTokens
+from compiled_attn.engine.logprobs import ScoredToken
+from compiled_attn.engine.sampler import logits_wanted, sampled
+from compiled_attn.engine.scheduler import ScheduledStep
 from compiled_attn.engine.sizing import FORMS, Form, Sizing, eos_tokens
 from compiled_attn.hf import PagedCausalLM, cache_for
 from compiled_attn.hf.packed import packable, packed_weights
@@ -142,7 +142,7 @@ class LocalExecutor:
         """Raises `compiled_attn.hf.ModelChanged` unless the model is as it was at the warmup."""
         self.module.check_unchanged()
 
-    def fit(self, step: list[ScheduledTokens], table: RequestTable) -> FittedStep:
+    def fit(self, step: ScheduledStep, table: RequestTable) -> FittedStep:
         """The step, cut until a captured bucket holds it, see `Executor.fit`."""
         parts, wanted, largest = step, None, None
         while True:
@@ -160,16 +160,11 @@ class LocalExecutor:
                     self._tell_cut(wanted, largest)
                 return FittedStep(parts, plan, bucket, wanted)
 
-    def run(self, step: FittedStep) -> list[int | str]:
+    def run(self, step: FittedStep) -> list[int | str | ScoredToken]:
         """The token after each part, or why there is none, see `Executor.run`."""
         with torch.no_grad():
             logits: Tensor = self.graphs.run(step.bucket, *step.plan.fill(step.bucket))
-        sequences = [part.sequence for part in step.parts]
-        return sample_rows(
-            logits[: len(sequences)],
-            [part.sequence.sampling if part.wants_logits else None for part in step.parts],
-            [sequence.generated for sequence in sequences],
-        )
+        return sampled(logits, step.parts, step.plan.rows.logits)
 
     def finite_blocks(self, places: NDArray[np.int64]) -> int:
         """How many of the blocks at ``places [n]`` are finite, up to the first that is not."""
@@ -196,14 +191,14 @@ class LocalExecutor:
         packed = self.module.packed
         return {"weights": f"{packed} weights packed"} if packed else {}
 
-    def _plan(self, parts: Sequence[ScheduledTokens], table: RequestTable) -> Plan:
-        # Logits of every part, sampled or not: they show whether what it computed is finite.
+    def _plan(self, step: ScheduledStep, table: RequestTable) -> Plan:
         rows = self._builder.rows(
             table,
-            [table.row(part.sequence.request_id) for part in parts],
-            [part.sequence.computed for part in parts],
-            [part.count for part in parts],
-            list(chain.from_iterable(part.tokens for part in parts)),
+            table.rows([sequence.request_id for sequence in step.sequences]),
+            [sequence.computed for sequence in step.sequences],
+            step.counts,
+            step.tokens(),
+            logits_wanted(step),
         )
         return self.sizing.form.plan(rows)
 
@@ -245,12 +240,12 @@ def _packs(
     return can_pack if config.weights == "packed" else tuning().packs
 
 
-def _shorter(step: Sequence[ScheduledTokens]) -> list[ScheduledTokens]:
+def _shorter(step: ScheduledStep) -> ScheduledStep:
     """The step without its last request, or half of its only request's tokens."""
     if len(step) > 1:
-        return list(step[:-1])
+        return step[:-1]
     only = step[0]
-    return [ScheduledTokens(only.sequence, only.count // 2)] if only.count > 1 else []
+    return ScheduledStep({only.sequence: only.count // 2} if only.count > 1 else {})
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Hashable, MutableMapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import FrameType
 
 from compiled_attn.engine.block_memory import BlockMemory
-from compiled_attn.engine.scheduler import ScheduledTokens, Scheduler
+from compiled_attn.engine.logprobs import ScoredToken
+from compiled_attn.engine.scheduler import ScheduledStep, Scheduler
 from compiled_attn.engine.sequence import Mailbox, Sequence, TokenEvent
 from compiled_attn.engine.tally import StepRecord, Tally
 
@@ -24,8 +27,9 @@ class Outcome:
         number: of the step, from 0 on.
         now_s: when, on the clock of `time.perf_counter`.
         record: its figures.
-        computed: tokens that later prompts may share.
-        tokens: sequences with the place and the id of their next token.
+        computed: what later prompts may share.
+        tokens: sequences with the place and the id of their next token, and what scores it.
+        prompts: sequences with a place of their prompt and the scores of what is behind it.
         mail: the events of each mailbox under their keys.
         ended: sequences that end here, and whether with an error.
     """
@@ -33,15 +37,20 @@ class Outcome:
     number: int
     now_s: float
     record: StepRecord
-    computed: list[ScheduledTokens] = field(default_factory=list)
-    tokens: list[tuple[Sequence, int, int]] = field(default_factory=list)
-    mail: dict[Mailbox[TokenEvent], dict[Hashable, TokenEvent]] = field(default_factory=dict)
+    computed: ScheduledStep
+    tokens: list[tuple[Sequence, int, int, ScoredToken | None]] = field(default_factory=list)
+    prompts: list[tuple[Sequence, int, ScoredToken]] = field(default_factory=list)
+    mail: defaultdict[Mailbox[TokenEvent], dict[Hashable, TokenEvent]] = field(
+        default_factory=partial(defaultdict, dict)
+    )
     ended: list[tuple[Sequence, bool]] = field(default_factory=list)
 
     def make_true(self, requests: MutableMapping[int, Sequence], tally: Tally) -> None:
         """Hands out tokens and events, and ends what has ended; once more changes nothing."""
-        for sequence, place, token in self.tokens:
-            sequence.take(place, token, self.now_s)
+        for sequence, place, token, scored in self.tokens:
+            sequence.take(place, token, self.now_s, scored)
+        for sequence, start, of_prompt in self.prompts:
+            sequence.take_prompt(start, of_prompt)
         for mailbox, events in self.mail.items():
             mailbox.put(events)
         for sequence, _ in self.ended:
@@ -53,26 +62,22 @@ class Outcome:
 
         Of a sequence that failed only what it found, and is finite, stays.
         """
-        for part in self.computed:
-            scheduler.commit(part)
+        scheduler.commit(self.computed)
         for sequence, has_failed in self.ended:
             sound = memory.sound_hits(sequence.request_id) if has_failed else None
             scheduler.finish(sequence, sound_blocks=sound)
 
     def tell(self, sequence: Sequence, event: TokenEvent) -> None:
         """Adds what is told of a sequence."""
-        mail = self.mail.get(sequence.mailbox)
-        if mail is None:
-            mail = self.mail[sequence.mailbox] = {}
-        mail[self.number, sequence.request_id] = event
+        self.mail[sequence.mailbox][self.number, sequence.request_id] = event
         if event.result is not None:
             self.ended.append((sequence, event.token is None))
 
 
 def outcome_of(
     number: int,
-    parts: SequenceOf[ScheduledTokens],
-    rows: SequenceOf[int | str],
+    step: ScheduledStep,
+    rows: SequenceOf[int | str | ScoredToken],
     now_s: float,
     record: StepRecord,
 ) -> Outcome:
@@ -80,31 +85,36 @@ def outcome_of(
 
     Args:
         number: of the step.
-        parts: what it computed.
-        rows: for each part the token after it, or why there is none.
+        step: what it computed.
+        rows: for each sequence the token after it, or why there is none.
         now_s: the time.
         record: figures of the step, to which those of its tokens are added.
     """
-    outcome, ttft_s = Outcome(number, now_s, record), []
-    for part, row in zip(parts, rows, strict=True):
-        sequence = part.sequence
+    outcome, ttft_s = Outcome(number, now_s, record, step), []
+    for sequence, count, row in zip(step.sequences, step.counts, rows, strict=True):
         if isinstance(row, str):
             outcome.tell(sequence, sequence.failure(row, now_s))
             continue
-        outcome.computed.append(part)
-        if not part.wants_logits:
-            continue
+        token, scored = (row, None) if isinstance(row, int) else (row.token, row)
+        if scored is not None and scored.prompt:
+            outcome.prompts.append((sequence, sequence.computed, scored))
         place = len(sequence.tokens)
+        if sequence.computed + count < place:
+            continue
         if place == sequence.prompt_len:
             ttft_s.append(now_s - sequence.arrived_s)
-        outcome.tell(sequence, sequence.event(row, now_s))
-        outcome.tokens.append((sequence, place, row))
+        outcome.tell(sequence, sequence.event(token, now_s, scored))
+        outcome.tokens.append((sequence, place, token, scored))
+    failed = {sequence for sequence, has_failed in outcome.ended if has_failed}
+    if failed:
+        kept = {part.sequence: part.count for part in step if part.sequence not in failed}
+        outcome.computed = ScheduledStep(kept)
     outcome.record = replace(
         record,
         generated_tokens=len(outcome.tokens),
         ttft_s=tuple(ttft_s),
         requests=len(outcome.ended),
-        failed_requests=len(parts) - len(outcome.computed),
+        failed_requests=len(failed),
     )
     return outcome
 

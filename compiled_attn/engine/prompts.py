@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import takewhile
 from numbers import Integral, Real
 from typing import Any
 
@@ -24,9 +25,10 @@ _REMEDY = "pass token ids, as the model's tokenizer gives them"
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests with their sampling and arrival times.
+    """Requests with their sampling and arrival times: each continuation of a prompt is one.
 
     Args:
+        names: index of the prompt of each request, and which of its continuations it is.
         prompts: token ids of each request.
         sampling: how each is continued.
         salts: which prompts may share blocks: those of equal salt.
@@ -34,6 +36,7 @@ class Workload:
         concurrency: requests in flight at most (closed loop); None: no limit.
     """
 
+    names: Sequence[tuple[int, int]]
     prompts: Sequence[list[int]]
     sampling: Sequence[SamplingParams]
     salts: Sequence[Salt]
@@ -60,13 +63,33 @@ class Workload:
         ):
             raise ConfigError(f"expected concurrency: None or an integer >= 1, got {concurrency!r}")
         sampling = SamplingParams() if sampling is None else sampling
+        params = _one_each(sampling, SamplingParams, len(tokens), "SamplingParams")
+        salts = _one_each(salt, (str, bytes, type(None)), len(tokens), "salts")
+        times = None if arrivals is None else _seconds(arrivals, len(tokens))
+        names = [
+            (at, choice)
+            for at, each in enumerate(params)
+            for choice in range(getattr(each, "n", 1))
+        ]
         return Workload(
-            tokens,
-            _one_each(sampling, SamplingParams, len(tokens), "SamplingParams"),
-            _one_each(salt, (str, bytes, type(None)), len(tokens), "salts"),
-            None if arrivals is None else _seconds(arrivals, len(tokens)),
+            names,
+            [[*tokens[at]] for at, _ in names],
+            [_continuation(params[at], choice) for at, choice in names],
+            [salts[at] for at, _ in names],
+            None if times is None else [times[at] for at, _ in names],
             None if concurrency is None else int(concurrency),
         )
+
+    def others(self, at: int) -> list[int]:
+        """The further continuations of a prompt, given its first."""
+        index, choice = self.names[at]
+        same = takewhile(lambda other: self.names[other][0] == index, range(at, len(self.names)))
+        return [] if choice else [*same][1:]
+
+
+def _continuation(sampling: Any, choice: int) -> Any:
+    """One of the continuations; what is no `SamplingParams` is refused later, with its prompt."""
+    return sampling.continuation(choice) if isinstance(sampling, SamplingParams) else sampling
 
 
 def token_ids(prompt: Any) -> list[int]:
@@ -94,10 +117,19 @@ def token_ids(prompt: Any) -> list[int]:
     return [_of_item(token) for token in tokens]
 
 
-def check_settings(sampling: Any, salt: Any, arrived_s: Any) -> None:
-    """Raises ConfigError where what comes with a prompt is of another kind."""
+def check_settings(sampling: Any, salt: Any, arrived_s: Any, *, has_text: bool) -> None:
+    """Raises ConfigError where what comes with a prompt is of another kind, or needs a text."""
     if not isinstance(sampling, SamplingParams):
         raise ConfigError(f"expected SamplingParams, got {type(sampling).__name__}: make one")
+    if sampling.stop and not has_text:
+        raise ConfigError(
+            f"expected no stop strings, as this engine has no tokenizer, got {sampling.stop}: use "
+            "compiled_attn.LLM, or give the engine has_stop"
+        )
+    if sampling.n != 1:
+        raise ConfigError(
+            f"expected n = 1 for a request by itself, got {sampling.n}: take generate or stream"
+        )
     if not isinstance(salt, (str, bytes, type(None))):
         raise ConfigError(
             f"expected a salt as str, bytes or None, got {type(salt).__name__}: pass its repr"

@@ -43,8 +43,8 @@ class RankedRows:
             maxima = logits[:, :whole].unflatten(1, (_CHUNK, self._chunks)).amax(1)
             self._maxima = torch.cat([maxima, logits[:, whole:]], 1)
 
-    def best(self) -> tuple[list[float], list[int]]:
-        """The largest of each row, NaN where it has one, and its token."""
+    def best(self) -> tuple[Tensor, Tensor]:
+        """The largest of each row, NaN where it has one, and its token: ``[R]`` each."""
         best, tokens = self._maxima.max(-1)
         if self._chunks:
             members = self._members(tokens[:, None])
@@ -53,7 +53,7 @@ class RankedRows:
             tied = (self._maxima == best[:, None]).sum(1) > 1
             if tied.any():
                 tokens[tied] = self._logits[tied].max(-1).indices
-        return best.tolist(), tokens.tolist()
+        return best, tokens
 
     def is_few(self, top_k: int) -> bool:
         """Whether `first` can take out that many (0: all)."""
@@ -69,19 +69,16 @@ class RankedRows:
         if not self._chunks:
             keys = _keys(self._logits if is_all else self._logits[at], np.arange(self.vocab))
         else:
-            maxima = _keys(
-                self._maxima if is_all else self._maxima[at], np.arange(self._maxima.shape[1])
-            )
+            maxima = (self._maxima if is_all else self._maxima[at]).float()
             # With all whose maximum equals that of the last: in each may be a token of a lower id.
-            kept = _largest(maxima, min(count, maxima.shape[1]))
-            least = (kept.min(1) >> 32) << 32
-            wanted = int((maxima >= least[:, None]).sum(1).max())
+            largest, chunks = maxima.topk(min(count, maxima.shape[1]), sorted=False)
+            wanted = int((maxima >= largest.amin(1, keepdim=True)).sum(1).max())
             if wanted > 2 * count + _FEW and len(rows) > 1:  # one row of equals is not for all
                 each = [self.first(rows[n : n + 1], count) for n in range(len(rows))]
                 return np.concatenate([v for v, _ in each]), np.concatenate([i for _, i in each])
-            if wanted > kept.shape[1]:
-                kept = _largest(maxima, wanted)
-            chunks = torch.from_numpy(_ids(kept)).to(at.device)
+            if wanted > chunks.shape[1]:
+                kept = _largest(_keys(maxima, np.arange(maxima.shape[1])), wanted)
+                chunks = torch.from_numpy(_ids(kept)).to(at.device)
             members = self._members(chunks[:, :, None]).flatten(1)
             found = self._take(at, members)
             # Chunks of one are told as often as the others have members: only the first counts.
@@ -116,17 +113,29 @@ class RunningSum:
 
     Bins of logits tell where a sum is reached; only that bin is sorted.
 
+    Its arrays serve row after row.
+
     Args:
-        scaled: ``[n]`` logits less the largest of them, over the temperature; changed by nobody.
+        vocab: tokens of a row.
 
     Attributes:
-        total: of the weights ``exp(scaled)`` that were not cut off.
+        total: of the weights that were not cut off.
     """
 
-    def __init__(self, scaled: NDArray[np.float64]) -> None:
-        self._scaled, self._weights = scaled, np.exp(scaled)
-        places = np.minimum(scaled * (-_BINS / _NATS), _BINS - 1)
-        self._bins: NDArray[np.int64] = places.astype(np.int64)
+    def __init__(self, vocab: int) -> None:
+        self._scaled, self._weights, self._places = (np.empty(vocab) for _ in range(3))
+        self._bins = np.empty(vocab, np.int64)
+
+    def begin(self, values: NDArray[np.float64], temperature: float) -> None:
+        """The next row, of logits ``[vocab]``; its weights are ``exp(values / temperature)``, the
+        largest of which is made 1.
+        """
+        with np.errstate(over="ignore"):
+            np.divide(values - values.max(), temperature, out=self._scaled)
+        np.exp(self._scaled, out=self._weights)
+        np.multiply(self._scaled, -_BINS / _NATS, out=self._places)
+        np.minimum(self._places, _BINS - 1, out=self._places)
+        np.copyto(self._bins, self._places, casting="unsafe")
         self._sums = np.bincount(self._bins, self._weights, _BINS).cumsum()
 
     @property
@@ -153,6 +162,10 @@ class RunningSum:
         counts = np.bincount(self._bins, minlength=_BINS).cumsum()
         inside = int(np.searchsorted(counts, count))
         self._cut(inside, count - 1 - (int(counts[inside - 1]) if inside else 0))
+
+    def cut_below(self, weight: float) -> None:
+        """Leaves the tokens that weigh at least that, the first of which weighs 1."""
+        self.cut_behind(int(np.count_nonzero(self._weights >= weight)))
 
     def _inside(self, inside: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """The tokens of a bin in order, and the running sum at each."""

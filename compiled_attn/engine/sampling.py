@@ -1,24 +1,19 @@
-"""The sampler: greedy, temperature, top-k, top-p, reproducible per request."""
+"""The settings of a request: how it is continued."""
 
 from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
-from torch import Tensor
 
-from compiled_attn.engine.ranking import RankedRows, RunningSum
-from compiled_attn.engine.uniform import uniforms
+__all__ = ["SamplingParams"]
 
-__all__ = ["NOT_FINITE", "SamplingParams", "sample", "sample_rows"]
-
-NOT_FINITE = "expected finite logits to sample from, got NaN or inf: check the model"
+_PENALTIES = ("presence_penalty", "frequency_penalty")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +30,21 @@ class SamplingParams:
             preemption. None: the engine draws a seed for each request, which its result names.
         stop_token_ids: tokens that end the request; they are part of the result.
         ignore_eos: go on after the model's end-of-sequence token.
+        stop: texts that end the request, one alone or several; for an engine that has a tokenizer,
+            see `compiled_attn.LLM`. The tokens that hold it are part of the result.
+        min_p: keep the tokens that are at least this share as likely as the most likely one, of
+            those that top_k and top_p keep; 0 keeps all.
+        repetition_penalty: of tokens in the prompt or generated before, logits above 0 are divided
+            by it, others multiplied; 1 changes nothing.
+        presence_penalty: taken off the logits of tokens that were generated before (-2 to 2).
+        frequency_penalty: the same as often as each was generated (-2 to 2).
+        logit_bias: numbers added to the logits of tokens, by their ids; kept as pairs.
+        min_tokens: no token that ends the request is drawn before so many.
+        logprobs: tell the log-probability of each generated token, and the most likely ones, so
+            many, with theirs; None: tell none.
+        prompt_logprobs: the same of the tokens of the prompt, which then is computed whole.
+        n: continuations of the prompt, for `Engine.generate` and `Engine.stream`: the first is that
+            of ``seed``, the next that of ``seed + 1``, and so on.
 
     Raises:
         ValueError: a value outside its range, or of another type.
@@ -47,6 +57,16 @@ class SamplingParams:
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    stop: tuple[str, ...] = ()
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    n: int = 1
 
     def __post_init__(self) -> None:
         self._settle("max_new_tokens", _integer, lambda n: n >= 1, "an integer >= 1")
@@ -57,6 +77,43 @@ class SamplingParams:
             self._settle("seed", _integer, lambda s: 0 <= s < 2**64, "None or in 0..2**64 - 1")
         self._settle("stop_token_ids", _integers, lambda _: True, "a tuple of token ids")
         self._settle("ignore_eos", _flag, lambda _: True, "True or False")
+        self._settle("stop", _texts, lambda _: True, "a tuple of texts, none of them empty")
+        self._settle("min_p", _number, lambda p: 0 <= p <= 1, "a number in [0, 1]")
+        self._settle(
+            "repetition_penalty", _number, lambda p: 0 < p < math.inf, "a finite number > 0"
+        )
+        for name in _PENALTIES:
+            self._settle(name, _number, lambda p: -2 <= p <= 2, "a number in [-2, 2]")
+        self._settle("logit_bias", _biases, lambda _: True, "finite numbers by token ids >= 0")
+        most = self.max_new_tokens
+        self._settle(
+            "min_tokens", _integer, lambda n: 0 <= n <= most, f"an integer in 0..{most}, the most"
+        )
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                self._settle(name, _integer, lambda n: n >= 0, "None or an integer >= 0")
+        self._settle("n", _integer, lambda n: n >= 1, "an integer >= 1")
+
+    @property
+    def penalises(self) -> bool:
+        """Whether tokens that came before are less likely, or more."""
+        return self.repetition_penalty != 1 or any(getattr(self, name) for name in _PENALTIES)
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether a token is not taken from the model's own logits."""
+        return self.penalises or bool(self.logit_bias or self.min_tokens)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all that is wanted is the most likely token."""
+        is_greedy = not (self.temperature or self.changes_logits)
+        return is_greedy and self.logprobs is None and self.prompt_logprobs is None
+
+    def continuation(self, number: int) -> SamplingParams:
+        """Those of one of ``n`` continuations, by itself."""
+        seed = None if self.seed is None else (self.seed + number) % 2**64
+        return self if self.n == 1 else replace(self, n=1, seed=seed)
 
     def seeded(self) -> SamplingParams:
         """The same with a seed, drawn if there is none."""
@@ -72,126 +129,6 @@ class SamplingParams:
             text = text if len(text) <= 80 else f"{text[:80]}..."
             raise ValueError(f"expected {name}: {wanted}, got {text}")
         object.__setattr__(self, name, value)
-
-
-def sample(logits: Tensor, params: Sequence[SamplingParams], steps: Sequence[int]) -> list[int]:
-    """The next token of each row.
-
-    Args:
-        logits: ``[R, vocab]``, any float dtype.
-        params: R of them, one per row.
-        steps: how many tokens each row's request has generated so far: the counter of its draws.
-
-    Raises:
-        ValueError: a row that cannot be sampled, such as one without a finite maximum.
-    """
-    rows = sample_rows(logits, params, steps)
-    for row in rows:
-        if isinstance(row, str):
-            raise ValueError(row)
-    return [int(row) for row in rows]
-
-
-def sample_rows(
-    logits: Tensor, params: Sequence[SamplingParams | None], steps: Sequence[int]
-) -> list[int | str]:
-    """The next token of each row, or why there is none: a row never stops another.
-
-    Args:
-        logits: ``[R, vocab]``, any float dtype. A row whose maximum is NaN or infinite has no
-            token.
-        params: R of them; None: the row is only looked at, and its most likely token given.
-        steps: as in `sample`.
-    """
-    ranked = RankedRows(logits)
-    best, tokens = ranked.best()
-    drawn: list[int | str] = [*tokens]
-    random: list[_Draw] = []
-    for row, (value, param, step) in enumerate(zip(best, params, steps, strict=True)):
-        if not math.isfinite(value):
-            drawn[row] = NOT_FINITE
-        elif param is not None and param.temperature > 0:
-            random.append(_Draw(row, param, step))
-    for draw, token in zip(random, _drawn(ranked, random), strict=True):
-        drawn[draw.row] = token
-    return drawn
-
-
-class _Draw(NamedTuple):
-    """A row whose token is drawn, how, and after how many others."""
-
-    row: int
-    params: SamplingParams
-    step: int
-
-
-def _drawn(ranked: RankedRows, draws: Sequence[_Draw]) -> Sequence[int | str]:
-    """All at once, or, where that fails, one by one: whatever fails is one request's alone."""
-    try:
-        return _tokens(ranked, draws) if draws else []
-    except Exception as error:
-        if len(draws) == 1:
-            return [f"sampling failed: {type(error).__name__}: {error}"]
-        return [token for draw in draws for token in _drawn(ranked, [draw])]
-
-
-def _tokens(ranked: RankedRows, draws: Sequence[_Draw]) -> list[int]:
-    """Each the token at a uniform place of the running sum of its row, the most likely first."""
-    uniform = uniforms([draw.params.seed or 0 for draw in draws], [draw.step for draw in draws])
-    few = np.array([ranked.is_few(draw.params.top_k) for draw in draws])
-    tokens = np.zeros(len(draws), np.int64)
-    if few.any():
-        tokens[few] = _of_few(
-            ranked, [d for d, is_few in zip(draws, few, strict=True) if is_few], uniform[few]
-        )
-    for at in np.flatnonzero(~few).tolist():
-        params = draws[at].params
-        tokens[at] = _of_all(ranked.row(draws[at].row), params, float(uniform[at]))
-    drawn: list[int] = tokens.tolist()
-    return drawn
-
-
-def _of_few(
-    ranked: RankedRows, draws: Sequence[_Draw], uniform: NDArray[np.float64]
-) -> NDArray[np.int64]:
-    """The tokens of rows of which only the first few are kept, all rows at once."""
-    params = [draw.params for draw in draws]
-    kept = np.array([each.top_k or ranked.vocab for each in params])
-    values, tokens = ranked.first(np.array([draw.row for draw in draws]), int(kept.max()))
-    temperature = np.array([[each.temperature] for each in params])
-    weights = np.exp(_scaled(values, values[:, :1], temperature))
-    weights[np.arange(weights.shape[1]) >= kept[:, None]] = 0
-    # Running sums, as their bits don't depend on how many tokens another row keeps.
-    sums = weights.cumsum(1)
-    # A token stays if the more likely ones don't reach top_p yet: the first one always stays.
-    reached = np.array([[each.top_p] for each in params]) * sums[:, -1:]
-    weights[sums - weights >= reached] = 0
-    sums = weights.cumsum(1)
-    place = (sums <= uniform[:, None] * sums[:, -1:]).sum(1)
-    last = np.count_nonzero(weights, axis=1) - 1
-    drawn: NDArray[np.int64] = tokens[np.arange(len(draws)), np.minimum(place, last)]
-    return drawn
-
-
-def _of_all(values: NDArray[np.float64], params: SamplingParams, uniform: float) -> int:
-    """The token of a row ``[vocab]`` of which any number is kept."""
-    ranked = RunningSum(_scaled(values, values.max(), params.temperature))
-    if 0 < params.top_k < len(values):
-        ranked.cut_behind(params.top_k)
-    if params.top_p < 1:
-        ranked.cut_at(params.top_p * ranked.total)
-    return ranked.at(uniform * ranked.total)
-
-
-def _scaled(
-    values: NDArray[np.float64],
-    largest: NDArray[np.float64] | np.float64,
-    temperature: NDArray[np.float64] | float,
-) -> NDArray[np.float64]:
-    """Logits over the temperature, the largest of which is 0: their powers never overflow."""
-    with np.errstate(over="ignore"):
-        scaled: NDArray[np.float64] = (values - largest) / temperature
-    return scaled
 
 
 def _integer(value: object) -> int | None:
@@ -214,6 +151,30 @@ def _integers(values: object) -> tuple[int, ...] | None:
         return None
     numbers = [_integer(value) for value in values]
     return None if None in numbers else tuple(number for number in numbers if number is not None)
+
+
+def _texts(values: object) -> tuple[str, ...] | None:
+    texts = (values,) if isinstance(values, str) else values
+    if not isinstance(texts, (tuple, list)):
+        return None
+    return tuple(texts) if all(isinstance(each, str) and each for each in texts) else None
+
+
+def _biases(given: object) -> tuple[tuple[int, float], ...] | None:
+    pairs = given.items() if isinstance(given, Mapping) else given
+    if not isinstance(pairs, Iterable) or isinstance(pairs, (str, bytes)):
+        return None
+    biases: dict[int, float] = {}
+    for pair in pairs:
+        ids, amount = (_integer(pair[0]), _number(pair[1])) if _is_pair(pair) else (None, None)
+        if ids is None or ids < 0 or amount is None or not math.isfinite(amount):
+            return None
+        biases[ids] = amount
+    return tuple(sorted(biases.items()))
+
+
+def _is_pair(value: object) -> bool:
+    return isinstance(value, (tuple, list)) and len(value) == 2
 
 
 def _flag(value: object) -> bool | None:

@@ -9,14 +9,16 @@ scheduling).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as SequenceOf
+from itertools import chain
+from typing import NamedTuple, overload
 
 from compiled_attn.cache.blocks import BlockPool
 from compiled_attn.cache.blocks.prefix import PromptKeys
 from compiled_attn.engine.sequence import Sequence, Status
 
-__all__ = ["ScheduledTokens", "Scheduler"]
+__all__ = ["ScheduledStep", "ScheduledTokens", "Scheduler"]
 
 
 class ScheduledTokens(NamedTuple):
@@ -37,6 +39,39 @@ class ScheduledTokens(NamedTuple):
         return self.count == self.sequence.remaining
 
 
+class ScheduledStep(SequenceOf[ScheduledTokens]):
+    """What a step computes: the next tokens of some sequences, of each so many.
+
+    Args:
+        counts: for each sequence how many of its uncomputed tokens, in the order of the step.
+    """
+
+    def __init__(self, counts: Mapping[Sequence, int]) -> None:
+        self.sequences, self.counts = [*counts], [*counts.values()]
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def __iter__(self) -> Iterator[ScheduledTokens]:
+        return map(ScheduledTokens, self.sequences, self.counts)
+
+    @overload
+    def __getitem__(self, at: int) -> ScheduledTokens: ...
+    @overload
+    def __getitem__(self, at: slice) -> ScheduledStep: ...
+    def __getitem__(self, at: int | slice) -> ScheduledTokens | ScheduledStep:
+        if isinstance(at, slice):
+            kept = zip(self.sequences[at], self.counts[at], strict=True)
+            return ScheduledStep(dict(kept))
+        return ScheduledTokens(self.sequences[at], self.counts[at])
+
+    def tokens(self) -> list[int]:
+        """Ids of all tokens that it computes."""
+        if max(self.counts) == 1:
+            return [each.tokens[each.computed] for each in self.sequences]
+        return [*chain.from_iterable(part.tokens for part in self)]
+
+
 class Scheduler:
     """Decides each step from the waiting and running sequences and the free blocks.
 
@@ -46,6 +81,11 @@ class Scheduler:
         pool: where sequences get their blocks; the scheduler is its only user.
         max_tokens: tokens in a step at most.
         max_seqs: sequences that run at the same time at most.
+
+    Attributes:
+        waiting, running: the sequences, in order.
+        changed: ids of requests whose blocks the last step changed; those of others are as before.
+        preemptions: how many there were.
     """
 
     def __init__(self, pool: BlockPool, max_tokens: int, max_seqs: int) -> None:
@@ -54,6 +94,7 @@ class Scheduler:
         self.max_seqs = max_seqs
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self.changed: list[int] = []
         self.preemptions = 0
         self._head: tuple[Sequence, int, PromptKeys] | None = None
 
@@ -81,37 +122,38 @@ class Scheduler:
         """
         ordered = sorted(sequences, key=lambda sequence: sequence.request_id)
         for sequence in ordered:
-            sequence.status, sequence.computed = Status.WAITING, 0
+            sequence.wait()
         self._head = None  # its keys are those of the pool
         self.pool, self.running, self.waiting = pool, [], deque(ordered)
 
-    def schedule(self) -> list[ScheduledTokens]:
+    def schedule(self) -> ScheduledStep:
         """The next step; blocks for its tokens are reserved. Empty only if there is no work."""
-        step: dict[Sequence, ScheduledTokens] = {}
+        step: dict[Sequence, int] = {}
+        late: list[Sequence] = []
         before, room = self.preemptions, self.max_tokens
-        for sequence in self._decodes_first():
-            count = min(sequence.remaining, room)
-            if not count or sequence.status is not Status.RUNNING:
-                continue
-            while not self.pool.try_reserve(sequence.request_id, sequence.computed + count):
-                victim = self.running[-1]
-                self._preempt(victim)
-                if victim is sequence:
-                    break
-                if victim in step:
-                    room += step.pop(victim).count
+        self.changed = []
+        for sequence in [*self.running]:
+            if len(sequence.tokens) - sequence.computed > 1:
+                late.append(sequence)  # behind the decodes
+            elif room and sequence.computed < sequence.reserved:
+                step[sequence] = 1
+                room -= 1
             else:
-                step[sequence] = ScheduledTokens(sequence, count)
-                room -= count
+                room -= self._place(sequence, step, room)
+        for sequence in late:
+            room -= self._place(sequence, step, room)
         if self.preemptions == before:
             self._admit(step, room)
-        return [*step.values()]
+        return ScheduledStep(step)
 
-    def commit(self, part: ScheduledTokens) -> None:
-        """Declares tokens of a step computed: their full blocks can be shared from now on."""
-        sequence = part.sequence
-        sequence.computed += part.count
-        self.pool.commit(sequence.request_id, sequence.tokens, sequence.computed)
+    def commit(self, step: ScheduledStep) -> None:
+        """Declares a step computed: full blocks of its sequences can be shared from now on."""
+        for sequence, count in zip(step.sequences, step.counts, strict=True):
+            sequence.computed = computed = sequence.computed + count
+            if computed >= sequence.quiet_below:
+                sequence.quiet_below = self.pool.commit(
+                    sequence.request_id, sequence.tokens, computed
+                )
 
     def finish(self, sequence: Sequence, *, sound_blocks: int | None = None) -> None:
         """Takes a sequence out, running or waiting, and frees its blocks.
@@ -130,34 +172,67 @@ class Scheduler:
             self.waiting.remove(sequence)
         sequence.status = Status.FINISHED
 
-    def _decodes_first(self) -> list[Sequence]:
-        """Those that run; sequences of one kind in order of admission."""
-        return sorted(self.running, key=lambda sequence: sequence.remaining > 1)  # stable
+    def _place(self, sequence: Sequence, step: dict[Sequence, int], room: int) -> int:
+        """Puts what there is room for of a sequence that still runs into a step.
+
+        As long as blocks lack, the newest sequence is preempted, maybe this one. Returns how much
+        room it took, less what sequences that left the step gave back.
+        """
+        count, taken = self._count(sequence, room, len(self.running) - 1), 0
+        if not count or sequence.status is not Status.RUNNING:
+            return 0
+        whole = self._whole_blocks(sequence.computed + count)
+        while whole > sequence.reserved:
+            if self.pool.try_reserve(sequence.request_id, whole):
+                sequence.reserved = whole
+                self.changed.append(sequence.request_id)
+                break
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is sequence:
+                return taken
+            taken -= step.pop(victim, 0)
+        step[sequence] = count
+        return taken + count
+
+    def _count(self, sequence: Sequence, room: int, others: int) -> int:
+        """How many tokens of a sequence a step takes: a prompt that is scored needs logits of all,
+        and a step has as many rows of logits as sequences can run.
+        """
+        most = max(1, self.max_seqs - others) if sequence.scores_prompt else room
+        return min(sequence.remaining, room, most)
+
+    def _whole_blocks(self, length: int) -> int:
+        """The positions of the blocks that so many take: a decode asks the pool once a block."""
+        return -(-length // self.pool.block_size) * self.pool.block_size
 
     def _preempt(self, sequence: Sequence) -> None:
         self.pool.preempt(sequence.request_id)
+        self.changed = [each for each in self.changed if each != sequence.request_id]
         self.running.remove(sequence)
-        sequence.status, sequence.computed = Status.WAITING, 0
+        sequence.wait()
         self.waiting.appendleft(sequence)
         self.preemptions += 1
 
-    def _admit(self, step: dict[Sequence, ScheduledTokens], room: int) -> None:
+    def _admit(self, step: dict[Sequence, int], room: int) -> None:
         while self.waiting and len(self.running) < self.max_seqs:
             sequence = self.waiting[0]
             if room < 1:
                 return
-            prompt = self._prompt(sequence)
+            prompt = None if sequence.scores_prompt else self._prompt(sequence)
             if not self._has_blocks(sequence, prompt):
                 return
             table = self.pool.add(sequence.request_id, prompt, salt=sequence.salt)
             sequence.computed = table.num_cached_tokens
-            count = min(sequence.remaining, room)
-            self.pool.reserve(sequence.request_id, sequence.computed + count)
+            count = self._count(sequence, room, len(self.running))
+            sequence.reserved = self._whole_blocks(sequence.computed + count)
+            self.pool.reserve(sequence.request_id, sequence.reserved)
+            self.changed.append(sequence.request_id)
             self.waiting.popleft()
             self._head = None
             self.running.append(sequence)
             sequence.status = Status.RUNNING
-            step[sequence] = ScheduledTokens(sequence, count)
+            step[sequence] = count
             room -= count
 
     def _prompt(self, sequence: Sequence) -> PromptKeys:
@@ -169,7 +244,7 @@ class Scheduler:
         self._head = sequence, length, prompt
         return prompt
 
-    def _has_blocks(self, sequence: Sequence, prompt: PromptKeys) -> bool:
+    def _has_blocks(self, sequence: Sequence, prompt: PromptKeys | None) -> bool:
         # One block for each running sequence stays free, or the next step would preempt again.
         spare = len(self.running) * self.pool.block_size
         length = len(sequence.tokens) + spare

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import islice
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 from compiled_attn.cache.blocks.prefix import Salt
+from compiled_attn.engine.logit_rules import LogitRules
+from compiled_attn.engine.logprobs import ScoredToken, TokenLogprobs
 from compiled_attn.engine.sampling import SamplingParams
 
-__all__ = ["GenerationResult", "Mailbox", "Sequence", "Status", "TokenEvent"]
+__all__ = ["GenerationResult", "HasStop", "Mailbox", "Sequence", "Status", "TokenEvent"]
 
 Event = TypeVar("Event")
+
+HasStop: TypeAlias = Callable[[SequenceOf[int], SequenceOf[str]], bool]
+"""Whether the text of tokens has one of these strings, which the last token ends: asked after each
+token of a request. It changes nothing."""
 
 
 class Mailbox(Generic[Event]):
@@ -73,12 +80,15 @@ class GenerationResult:
             submitted by hand, its ``request_id``.
         prompt: token ids.
         tokens: what was generated, a stop token included.
-        finish_reason: "stop" (end-of-sequence or stop token), "length", or "error".
+        finish_reason: "stop" (end-of-sequence, stop token or stop string), "length", or "error".
         ttft_s: seconds from its arrival to its first token.
         latency_s: seconds from its arrival to its end.
         sampling: how it was continued, with the seed that it had.
         request_id: its own, never given twice by one engine.
         error: for "error" what went wrong; ``tokens`` holds what was generated before.
+        choice: which of ``n`` continuations of its prompt it is, from 0 on.
+        logprobs: of ``tokens``, where its sampling asks for them.
+        prompt_logprobs: of the prompt, whose first token has none.
     """
 
     index: int
@@ -90,20 +100,24 @@ class GenerationResult:
     sampling: SamplingParams
     request_id: int
     error: str = ""
+    choice: int = 0
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
+class TokenEvent(NamedTuple):
     """One generated token; ``result`` is set with the last one of its request.
 
-    ``token`` is None in the last event of a request that ended with an error. ``index`` and
-    ``request_id`` are those of `GenerationResult`.
+    ``token`` is None in the last event of a request that ended with an error. ``index``,
+    ``request_id`` and ``choice`` are those of `GenerationResult`, ``logprobs`` those of the token.
     """
 
-    index: int
+    index: int  # type: ignore[assignment]  # not the method of a tuple
     token: int | None
     result: GenerationResult | None = None
     request_id: int = -1
+    choice: int = 0
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -112,7 +126,8 @@ class Sequence:
 
     ``tokens`` is the prompt followed by what was generated; ``computed`` of them have keys and
     values in the cache. A preempted sequence goes back to ``computed = 0`` and keeps its tokens.
-    Its events go to ``mailbox``, under ``index``.
+    It has blocks for ``reserved`` positions, and nothing to tell its pool as long as fewer than
+    ``quiet_below`` are computed. Its events go to ``mailbox``, under ``index`` and ``choice``.
     """
 
     request_id: int
@@ -121,12 +136,32 @@ class Sequence:
     sampling: SamplingParams
     arrived_s: float
     computed: int = 0
+    reserved: int = 0
+    quiet_below: int = 0
     status: Status = Status.WAITING
     first_token_s: float | None = None
     stop_tokens: frozenset[int] = field(default_factory=frozenset)
     salt: Salt = None
     index: int = -1
     mailbox: Mailbox[TokenEvent] = field(default_factory=Mailbox)
+    has_stop: HasStop | None = None
+    choice: int = 0
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    is_plain: bool = field(init=False)
+    rules: LogitRules | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        params, rules = self.sampling, None
+        if params.changes_logits:
+            rules = LogitRules(params, self.prompt_len, self.stop_tokens)
+        self.is_plain, self.rules = params.is_plain, rules
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of its prompt are wanted and not all there."""
+        is_wanted = self.sampling.prompt_logprobs is not None
+        return is_wanted and len(self.prompt_logprobs) < self.prompt_len - 1
 
     @property
     def remaining(self) -> int:
@@ -138,30 +173,66 @@ class Sequence:
         """Tokens generated so far."""
         return len(self.tokens) - self.prompt_len
 
-    def event(self, token: int, now_s: float) -> TokenEvent:
-        """What is told once ``token`` is the next one; changes nothing."""
-        generated = len(self.tokens) - self.prompt_len
-        if token not in self.stop_tokens and generated + 1 < self.sampling.max_new_tokens:
-            return TokenEvent(self.index, token, None, self.request_id)
-        reason = "stop" if token in self.stop_tokens else "length"
-        result = self._result([*self.tokens[self.prompt_len :], token], reason, now_s)
-        return TokenEvent(self.index, token, result, self.request_id)
+    def wait(self) -> None:
+        """Goes back to where nothing is computed, and no block held."""
+        self.status = Status.WAITING
+        self.computed = self.reserved = self.quiet_below = 0
+
+    def event(self, token: int, now_s: float, scored: ScoredToken | None = None) -> TokenEvent:
+        """What is told once ``token`` is the next one; changes nothing.
+
+        Args:
+            token: its id.
+            now_s: the time.
+            scored: its log-probabilities, where the request wants any.
+        """
+        is_last = len(self.tokens) + 1 >= self.prompt_len + self.sampling.max_new_tokens
+        own = scored and scored.logprobs
+        stops = token in self.stop_tokens or self._completes_stop(token)
+        if not is_last and not stops:
+            return TokenEvent(self.index, token, None, self.request_id, self.choice, own)
+        reason = "stop" if stops else "length"
+        result = self._result([*self.tokens[self.prompt_len :], token], reason, now_s, "", scored)
+        return TokenEvent(self.index, token, result, self.request_id, self.choice, own)
 
     def failure(self, error: str, now_s: float) -> TokenEvent:
         """What is told when the request ends with an error; changes nothing."""
         result = self._result(self.tokens[self.prompt_len :], "error", now_s, error)
-        return TokenEvent(self.index, None, result, self.request_id)
+        return TokenEvent(self.index, None, result, self.request_id, self.choice)
 
-    def take(self, place: int, token: int, now_s: float) -> None:
+    def take(self, place: int, token: int, now_s: float, scored: ScoredToken | None = None) -> None:
         """Makes ``token`` the one at ``place``, the next; once more changes nothing."""
-        self.tokens[place:] = [token]
+        if len(self.tokens) == place:
+            self.tokens.append(token)
+        if scored is not None and scored.logprobs is not None:
+            self.logprobs[place - self.prompt_len :] = [scored.logprobs]
         if self.first_token_s is None:
             self.first_token_s = now_s
 
+    def _completes_stop(self, token: int) -> bool:
+        stop = self.sampling.stop
+        if not stop or self.has_stop is None:
+            return False
+        return self.has_stop([*self.tokens[self.prompt_len :], token], stop)
+
+    def take_prompt(self, start: int, scored: ScoredToken) -> None:
+        """Keeps log-probabilities of the prompt behind ``start`` tokens; so does a second call."""
+        self.prompt_logprobs[start : start + len(scored.prompt)] = scored.prompt
+
     def _result(
-        self, generated: list[int], reason: str, now_s: float, error: str = ""
+        self,
+        generated: list[int],
+        reason: str,
+        now_s: float,
+        error: str = "",
+        scored: ScoredToken | None = None,
     ) -> GenerationResult:
         first = now_s if self.first_token_s is None else self.first_token_s
+        last = [scored.logprobs] if scored and scored.logprobs else []
+        prompt = self.prompt_logprobs
+        if scored and scored.prompt:
+            prompt = [*prompt[: self.computed], *scored.prompt]
+        wants = self.sampling
         return GenerationResult(
             self.index,
             self.tokens[: self.prompt_len],
@@ -172,4 +243,7 @@ class Sequence:
             self.sampling,
             self.request_id,
             error,
+            self.choice,
+            None if wants.logprobs is None else [*self.logprobs, *last],
+            None if wants.prompt_logprobs is None else [None, *prompt],
         )

@@ -81,6 +81,12 @@ class Sizing:
                 f"expected token ids in 0..{self.vocab - 1}, got {min(prompt)}..{max(prompt)}: "
                 "tokenize with the model's own tokenizer"
             )
+        unknown = [token for token in dict(sampling.logit_bias) if token >= self.vocab]
+        if unknown:
+            raise ConfigError(
+                f"expected a logit_bias for token ids in 0..{self.vocab - 1}, got {unknown[0]}: "
+                "leave it out"
+            )
         self.check_lengths(len(prompt), sampling.max_new_tokens)
 
     def check_lengths(self, prompt: int, new: int) -> None:

@@ -45,6 +45,7 @@ class Stream(Iterator[TokenEvent]):
     ) -> None:
         self.mailbox: Mailbox[TokenEvent] = Mailbox()
         self._engine = engine
+        self.names = workload.names
         self._wishes: set[str] = set()
         self._steps = _serve(engine, workload, self.mailbox, on_step, self._wishes)
 
@@ -88,25 +89,30 @@ def _serve(
 ) -> Generator[None, None, None]:
     arrivals = workload.arrivals
     times = [0.0] * len(workload.prompts) if arrivals is None else arrivals
-    queue = deque(sorted(range(len(times)), key=times.__getitem__))
+    firsts = (at for at, (_, choice) in enumerate(workload.names) if not choice)
+    queue = deque(sorted(firsts, key=times.__getitem__))
+    others: dict[int, list[int]] = {}  # of a prompt, by the request that computes it for them
     limit = workload.concurrency or len(times)
     started = time.perf_counter()
     in_flight: set[int] = set()
     try:
-        while (queue or in_flight) and "close" not in wishes:
+        while (queue or in_flight or others) and "close" not in wishes:
             elapsed = time.perf_counter() - started
+            for first in [each for each in others if engine._has_begun(each)]:
+                queue.extendleft(reversed(others.pop(first)))
             while queue and times[queue[0]] <= elapsed and len(in_flight) < limit:
                 at = queue.popleft()
-                in_flight.add(
-                    engine._enter(
-                        workload.prompts[at],
-                        workload.sampling[at],
-                        workload.salts[at],
-                        None if arrivals is None else started + times[at],
-                        mailbox,
-                        at,
-                    )
+                request_id = engine._enter(
+                    workload.prompts[at],
+                    workload.sampling[at],
+                    workload.salts[at],
+                    None if arrivals is None else started + times[at],
+                    mailbox,
+                    *workload.names[at],
                 )
+                in_flight.add(request_id)
+                if more := workload.others(at):
+                    others[request_id] = more
             if not in_flight:
                 time.sleep(times[queue[0]] - elapsed)
                 continue
@@ -138,16 +144,17 @@ def results_of(stream: Stream, *, in_order: bool) -> Iterator[GenerationResult]:
     """The results among the events of a stream, as they come or in the order of the prompts."""
     with contextlib.closing(stream):
         finished = (event.result for event in stream if event.result is not None)
-        yield from _in_order(finished) if in_order else finished
+        yield from _in_order(finished, stream.names) if in_order else finished
 
 
-def _in_order(results: Iterable[GenerationResult]) -> Iterator[GenerationResult]:
-    """Results in the order of their prompts, each as soon as those before it are there."""
-    early: dict[int, GenerationResult] = {}
-    place = 0
+def _in_order(
+    results: Iterable[GenerationResult], names: Iterable[tuple[int, int]]
+) -> Iterator[GenerationResult]:
+    """Results in the order of their names, each as soon as those before it are there."""
+    early: dict[tuple[int, int], GenerationResult] = {}
+    waiting = deque(names)
     for result in results:
-        early[result.index] = result
-        while place in early:
-            yield early.pop(place)
-            place += 1
-    yield from (early[index] for index in sorted(early))  # behind one that was aborted
+        early[result.index, result.choice] = result
+        while waiting and waiting[0] in early:
+            yield early.pop(waiting.popleft())
+    yield from (early[name] for name in sorted(early))  # behind one that was aborted

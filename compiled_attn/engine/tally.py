@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,6 +72,7 @@ class Series:
 
 
 _OF_STEP = ("seconds", "requests", "failed_requests", "generated_tokens", "nonfinite_rows")
+_of_step = attrgetter(*_OF_STEP)
 _AXES = ("tokens", "shared", "unique")
 
 
@@ -158,33 +160,28 @@ class Tally:
         if self["steps"] != number:
             return
         row = self._row_of[step.bucket]
-        at, amounts = zip(*self._changes(step, row), strict=True)
+        at, amounts = self._changes(step, row)
         longest = max(step.ttft_s, default=0.0)
         self.last = step
         np.maximum.at(self._longest, np.array([0, 1 + row]), (longest, step.seconds))
         self.blocks.put(number, self["seconds"] + step.seconds, step.blocks_used, step.highest_used)
-        np.add.at(self._sums, np.array(at), amounts)
+        np.add.at(self._sums, at, amounts)
 
     def count_failure(self) -> None:
         """Counts a request that ended with an error before its first step."""
         at = [self._place["requests"], self._place["failed_requests"]]
         np.add.at(self._sums, np.array(at), 1)
 
-    def _changes(self, step: StepRecord, row: int) -> list[tuple[int, float]]:
+    def _changes(self, step: StepRecord, row: int) -> tuple[list[int], list[float]]:
+        """What a step adds: places, and the amount at each."""
         is_cut = bool(step.wanted) and dict(step.wanted) != dict(step.need)
-        sums: dict[str, float] = {name: getattr(step, name) for name in _OF_STEP}
-        sums |= {"steps": 1, "cut_steps": is_cut}
-        for axis in _AXES:
-            sums[f"need {axis}"] = step.need.get(axis, 0)
-            sums[f"bucket {axis}"] = dict(step.bucket).get(axis, 0)
-        start = self._start(row)
-        needed = self._cost(Bucket(**{name: step.need[name] for name in step.bucket}))
-        return [
-            *((self._place[name], amount) for name, amount in sums.items()),
-            *((self._first + bin_of(seconds), 1.0) for seconds in step.ttft_s),
-            (start, needed),
-            (start + 1 + bin_of(step.seconds), 1.0),
-        ]
+        bucket, start = dict(step.bucket), self._start(row)
+        needed = self._cost(Bucket(**{name: step.need[name] for name in bucket}))
+        bins = [self._first + bin_of(seconds) for seconds in step.ttft_s]
+        at = [*range(self._first), *bins, start, start + 1 + bin_of(step.seconds)]
+        named = [1.0, is_cut, *_of_step(step)]
+        sizes = [sizes.get(axis, 0) for sizes in (step.need, bucket) for axis in _AXES]
+        return at, [*named, *sizes, *[1.0] * len(bins), needed, 1.0]
 
     @property
     def ttft_ms(self) -> Percentiles:

@@ -27,6 +27,7 @@ class BatchBuilder:
     """Builds steps over a paged cache.
 
     Every step gets tensors of its own: building the next one never changes those handed out before.
+    (Only tables that a `RequestTable` lets be read in place are its own.)
 
     Args:
         num_blocks: blocks of the cache, null block 0 included.
@@ -135,6 +136,7 @@ class BatchBuilder:
             wanted,
             prefill,
             np.array(tokens, np.int64),
+            table.in_place(at, self.num_blocks),
         )
 
     def rows_of(self, requests: Sequence[Request]) -> StepRows:
@@ -169,6 +171,7 @@ class BatchBuilder:
         logits: Ints,
         is_prefill: NDArray[np.bool_],
         tokens: Ints,
+        kept: NDArray[np.int32] | None = None,
     ) -> StepRows:
         _check_lengths(held * self.block_size, context, query, logits, len(tokens))
         first = np.cumsum(query) - query
@@ -179,7 +182,18 @@ class BatchBuilder:
         slots = written * self.block_size + offset
         self._check_slots(slots)
         return StepRows(
-            blocks, base, held, context, query, logits, is_prefill, first, tokens, positions, slots
+            blocks,
+            base,
+            held,
+            context,
+            query,
+            logits,
+            is_prefill,
+            first,
+            tokens,
+            positions,
+            slots,
+            kept,
         )
 
     def _check_slots(self, slots: Ints) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,6 +27,8 @@ __all__ = [
 ]
 
 Ints = NDArray[np.int64]
+
+_INT32 = np.iinfo(np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +70,19 @@ class RequestTable:
     Args:
         max_requests: rows.
         max_blocks: blocks of the longest request.
+        in_place: whether a step of the first rows, in order, reads them where they are: without a
+            copy, but it must be filled and run before the table changes again.
     """
 
-    def __init__(self, max_requests: int, max_blocks: int) -> None:
+    def __init__(self, max_requests: int, max_blocks: int, *, in_place: bool = False) -> None:
         if max_requests < 1 or max_blocks < 1:
             raise ValueError(f"expected sizes of at least 1, got {max_requests} and {max_blocks}")
         self.blocks = np.zeros((max_requests, max_blocks), np.int32)
         self.lengths = np.zeros(max_requests, np.int64)
         self._rows: dict[Hashable, int] = {}
         self._free = list(range(max_requests - 1, -1, -1))
+        self._in_place = in_place
+        self._lowest, self._highest = 1, 1  # of all ids that were ever written
 
     def add(self, request_id: Hashable, blocks: Sequence[int] | Ints = ()) -> int:
         """Gives a request a row and returns it.
@@ -92,7 +98,7 @@ class RequestTable:
         self._check_room(request_id, 0, len(blocks))
         row = self._free.pop()
         self._rows[request_id] = row
-        self.lengths[row] = 0
+        self.blocks[row, : self.lengths[row]] = self.lengths[row] = 0
         self.extend(request_id, blocks)
         return row
 
@@ -119,13 +125,34 @@ class RequestTable:
                 f"{request_id!r}, got {start}: rows have no gaps"
             )
         self._check_room(request_id, start, len(blocks))
-        self.blocks[row, start : start + len(blocks)] = block_ids(blocks)
-        self.lengths[row] = start + len(blocks)
+        ids = block_ids(blocks)
+        self._lowest = min(self._lowest, int(ids.min(initial=1)))
+        self._highest = max(self._highest, int(ids.max(initial=1)))
+        end, before = start + len(ids), int(self.lengths[row])
+        self.blocks[row, start:end] = ids
+        self.blocks[row, end:before] = 0
+        self.lengths[row] = end
 
     def remove(self, request_id: Hashable) -> None:
         """Gives a request's row back."""
         self._free.append(self.row(request_id))
         del self._rows[request_id]
+
+    def close_gaps(self) -> None:
+        """Moves the rows of requests up to the first ones, in the order in which they are."""
+        order = sorted(self._rows, key=self._rows.__getitem__)
+        rows, count = self.rows(order), len(order)
+        self.blocks[:count], self.lengths[:count] = self.blocks[rows], self.lengths[rows]
+        used = len(self.lengths) - int((self.lengths[::-1] > 0).argmax())
+        self.blocks[count:used] = self.lengths[count:used] = 0
+        self._rows = {each: row for row, each in enumerate(order)}
+        self._free = list(range(len(self.lengths) - 1, count - 1, -1))
+
+    def in_place(self, rows: Ints, num_blocks: int) -> NDArray[np.int32] | None:
+        """The array itself, if a step of these rows may read it: all its ids are blocks or 0."""
+        is_sound = self._in_place and self._lowest > 0 and self._highest < num_blocks
+        is_first = is_sound and bool((rows == np.arange(len(rows))).all())
+        return self.blocks if is_first else None
 
     def row(self, request_id: Hashable) -> int:
         """The row of a request.
@@ -137,6 +164,13 @@ class RequestTable:
         if row is None:
             raise KeyError(f"expected a request of the table, got {request_id!r}: add it first")
         return row
+
+    def rows(self, request_ids: Iterable[Hashable]) -> Ints:
+        """The rows of several requests, see `row`."""
+        rows = [*map(self._rows.get, request_ids)]
+        if None in rows:
+            rows = [*map(self.row, request_ids)]  # which says who has none
+        return np.array(rows, np.int64)
 
     def __contains__(self, request_id: Hashable) -> bool:
         return request_id in self._rows
@@ -153,7 +187,8 @@ class StepRows(NamedTuple):
     """The requests of a step as arrays, and their new tokens flattened.
 
     Request i's block table is ``blocks[base[i] : base[i] + held[i]]``; behind each there are as
-    many entries more, of whatever value, as the longest has more blocks.
+    many entries more, of whatever value, as the longest has more blocks. Where ``kept`` is there,
+    the tables are its first R rows, padded with null block 0.
 
     Shape (R requests, T tokens): base, held, context, query, logits, is_prefill, first_row ``[R]``;
     tokens, positions, slots ``[T]``.
@@ -170,6 +205,7 @@ class StepRows(NamedTuple):
     tokens: Ints
     positions: Ints
     slots: Ints
+    kept: NDArray[np.int32] | None
 
 
 def block_tables(rows: StepRows, used: Ints, requests: int, width: int) -> NDArray[np.int32]:
@@ -189,8 +225,7 @@ def block_tables(rows: StepRows, used: Ints, requests: int, width: int) -> NDArr
 
 def block_ids(blocks: Sequence[int] | Ints) -> NDArray[np.int32]:
     """Ids in 32 bits; one that has more is no block of any cache, and stays none."""
-    limits = np.iinfo(np.int32)
-    return np.asarray(blocks, np.int64).clip(limits.min, limits.max).astype(np.int32)
+    return np.asarray(blocks, np.int64).clip(_INT32.min, _INT32.max).astype(np.int32)
 
 
 def check_tables(tables: NDArray[np.int32], used: Ints, num_blocks: int) -> None:

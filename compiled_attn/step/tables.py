@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from compiled_attn.attention.metadata import UnifiedMetadata
@@ -96,7 +97,6 @@ class TablePlan:
 
     Attributes:
         need: the sizes of a bucket that holds it.
-        tables: the blocks that the step reads, ``[R, W]``, padded with null block 0.
     """
 
     def __init__(self, rows: StepRows, used: Ints, width: int | None = None) -> None:
@@ -104,8 +104,8 @@ class TablePlan:
         # A bucket has as many rows of logits as requests.
         requests = max(len(rows.query), int(rows.logits.sum()))
         self.need = {"tokens": len(rows.tokens), "requests": requests}
-        self.tables = block_tables(rows, used, len(used), int(used.max()))
-        self._width = self.tables.shape[1] if width is None else width
+        self._used, self._widest = used, int(used.max())
+        self._width = self._widest if width is None else width
 
     def fill(self, bucket: Mapping[str, int] | None = None, width: int | None = None) -> TableBatch:
         """The step padded to a bucket and to tables of ``width`` blocks; None: to its need.
@@ -113,25 +113,29 @@ class TablePlan:
         Raises:
             ValueError: the bucket or the width is too small.
         """
-        held, widest = self.tables.shape
+        held = len(self._used)
         sizes = {**(bucket or self.need), "width": self._width if width is None else width}
-        check_holds(sizes, {**self.need, "width": widest})
+        check_holds(sizes, {**self.need, "width": self._widest})
         rows, tokens, requests = self.rows, sizes["tokens"], sizes["requests"]
         lengths, starts = np.zeros(requests, np.int32), np.zeros(requests + 1, np.int32)
         lengths[:held] = rows.context + rows.query
         starts[1:] = len(rows.tokens)  # padded requests have no rows
         starts[1 : 1 + held] = np.cumsum(rows.query)
-        tables = np.zeros((requests, sizes["width"]), np.int32)
-        tables[:held, :widest] = self.tables
         return TableBatch(
             padded(rows.tokens, tokens),
             padded(rows.positions, tokens),
             padded(rows.slots, tokens),
             padded(logits_rows(rows), requests),
-            torch.from_numpy(tables),
+            torch.from_numpy(self._tables(requests, sizes["width"])),
             torch.from_numpy(lengths),
             torch.from_numpy(starts),
         )
+
+    def _tables(self, requests: int, width: int) -> NDArray[np.int32]:
+        kept = self.rows.kept
+        if kept is not None and len(kept) >= requests and kept.shape[1] == width:
+            return kept[:requests]
+        return block_tables(self.rows, self._used, requests, width)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,9 +187,10 @@ class Tables:
     def plan(self, rows: StepRows) -> TablePlan:
         """See `StepForm.plan`."""
         used = -(-(rows.context + rows.query) // self.block_size)
-        plan = TablePlan(rows, used, self.width)
-        check_tables(plan.tables, used, self.num_blocks)
-        return plan
+        if rows.kept is None:
+            tables = block_tables(rows, used, len(used), int(used.max()))
+            check_tables(tables, used, self.num_blocks)
+        return TablePlan(rows, used, self.width)
 
     def padding(self, bucket: Mapping[str, int]) -> TableBatch:
         """See `TableBatch.padding`; the tables are as wide as the form says.

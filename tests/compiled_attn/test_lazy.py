@@ -9,9 +9,10 @@ import pytest
 
 import compiled_attn
 import compiled_attn.engine
+import compiled_attn.text
 
 
-@pytest.mark.parametrize("package", [compiled_attn, compiled_attn.engine])
+@pytest.mark.parametrize("package", [compiled_attn, compiled_attn.engine, compiled_attn.text])
 def test_every_public_name_is_listed_and_no_other_is_found(package):
     assert set(package.__all__) <= set(dir(package))
     with pytest.raises(AttributeError, match=f"'{package.__name__}' has no attribute 'Nothing'"):

@@ -6,7 +6,9 @@ from bisect import bisect_left, bisect_right, insort
 
 import numpy as np
 
-__all__ = ["TOKEN_BYTES", "PartialIndex"]
+from compiled_attn.arguments import whole
+
+__all__ = ["TOKEN_BYTES", "PartialIndex", "least_partial"]
 
 TOKEN_BYTES = 8
 
@@ -134,3 +136,15 @@ def _common_bytes(a: bytes, b: bytes) -> int:
     length = min(len(a), len(b))
     differs = np.frombuffer(a, np.uint8, length) != np.frombuffer(b, np.uint8, length)
     return int(differs.argmax()) if differs.any() else length
+
+
+def least_partial(block_size: int, given: int | None) -> int:
+    """Tokens that a partial hit must save: as given, or a quarter of a block."""
+    if given is None:
+        return max(1, block_size // 4)
+    if whole("min_partial_tokens", given, 1) >= block_size:
+        raise ValueError(
+            f"expected min_partial_tokens < {block_size}, the block size, got {given}: "
+            "a partial hit is shorter than a block"
+        )
+    return given

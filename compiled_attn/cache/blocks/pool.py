@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from compiled_attn.arguments import whole
 from compiled_attn.cache.blocks.allocator import BlockAllocator
+from compiled_attn.cache.blocks.partial_hits import least_partial
 from compiled_attn.cache.blocks.places import BlockPlaces
 from compiled_attn.cache.blocks.prefix import PrefixIndex, PrefixMatch, PromptKeys, Salt, Tokens
 from compiled_attn.cache.blocks.stats import PoolStats
@@ -71,7 +72,7 @@ class BlockPool:
     ) -> None:
         self.num_blocks = whole("num_blocks (one of them is the null block)", num_blocks, 2)
         self.block_size = whole("block_size", block_size, 1)
-        worth = _least_partial(self.block_size, min_partial_tokens)
+        worth = least_partial(self.block_size, min_partial_tokens)
         self._index = PrefixIndex(self.block_size, worth if partial_hits else None, key=key)
         self._blocks = BlockAllocator(self.num_blocks, self._index)
         self._tables: dict[Hashable, BlockTable] = {}
@@ -101,6 +102,11 @@ class BlockPool:
     def requests(self) -> list[Hashable]:
         """Ids of all requests in the pool, oldest first."""
         return list(self._tables)
+
+    @property
+    def num_requests(self) -> int:
+        """How many requests are in the pool."""
+        return len(self._tables)
 
     def __contains__(self, request_id: Hashable) -> bool:
         return request_id in self._tables
@@ -221,7 +227,7 @@ class BlockPool:
         """Reserve ``n`` more positions: ``reserve(request_id, length + n)``."""
         return self.reserve(request_id, self.table(request_id).length + whole("n", n, 0))
 
-    def commit(self, request_id: Hashable, tokens: Tokens, length: int) -> None:
+    def commit(self, request_id: Hashable, tokens: Tokens, length: int) -> int:
         """Declare that positions ``< length`` hold K/V of ``tokens``: full blocks can be found.
 
         The cost is that of the blocks that became full since the last commit. Where another block
@@ -233,6 +239,10 @@ class BlockPool:
                 committed before is not looked at again.
             length: between ``num_computed`` and ``length`` of the table.
 
+        Returns:
+            The length from which on a commit lets more be found: those below it tell nothing, and
+            may be left out.
+
         Raises:
             ValueError: ``length`` or ``tokens`` don't fit the table.
             RuntimeError: a block that was written still waits for its copy (``pending_copies``).
@@ -243,12 +253,13 @@ class BlockPool:
         is_quiet = is_plain and table.num_computed <= length < table._quiet_below
         if is_quiet and length <= min(table.length, len(tokens)) and not self._blocks.copies:
             table.num_computed = length
-            return
+            return table._quiet_below
         length = whole("length", length, 0)
         table._check_commit(tokens, length, self._blocks.copies)
         table._publish(self._index, tokens, length)
         table.num_computed = length
         table._quiet_below = table._next_findable(self._index, length)
+        return table._quiet_below
 
     def withdraw(self, request_id: Hashable, first: int = 0) -> None:
         """Let no later prompt find the blocks that a request holds: they hold NaN, say.
@@ -387,14 +398,3 @@ class BlockPool:
             self._partial_hit_tokens += match.num_partial
             found += match.num_partial
         table.num_cached_tokens = table.num_computed = table.length = found
-
-
-def _least_partial(block_size: int, given: int | None) -> int:
-    if given is None:
-        return max(1, block_size // 4)
-    if whole("min_partial_tokens", given, 1) >= block_size:
-        raise ValueError(
-            f"expected min_partial_tokens < {block_size}, the block size, got {given}: "
-            "a partial hit is shorter than a block"
-        )
-    return given

@@ -77,7 +77,7 @@ class SimulatedPool:
         for _ in range(-(-length // self.block_size) - len(blocks)):
             blocks.append(self._take())
 
-    def commit(self, request_id: int, tokens: CountedTokens, length: int) -> None:
+    def commit(self, request_id: int, tokens: CountedTokens, length: int) -> int:
         """See `BlockPool.commit`."""
         table = self.tables[request_id]
         for number in range(table.keyed, length // self.block_size):
@@ -85,6 +85,7 @@ class SimulatedPool:
             self._keys[block] = key
             self._index.setdefault(key, []).append(block)
             table.keyed += 1
+        return (table.keyed + 1) * self.block_size
 
     def free(self, request_id: int) -> None:
         """See `BlockPool.free`."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import ClassVar, cast
 
 from compiled_attn.cache.blocks import BlockPool
-from compiled_attn.engine.scheduler import ScheduledTokens, Scheduler
+from compiled_attn.engine.scheduler import ScheduledStep, ScheduledTokens, Scheduler
 from compiled_attn.engine.sequence import Sequence as EngineSequence
 from compiled_attn.workloads.simulated.engine import SimulatedEngine
 from compiled_attn.workloads.simulated.pool import SimulatedPool
@@ -80,11 +80,10 @@ class SimulatedSteps:
             pool.unread(request_id)
         return found
 
-    def _compute(self, step: Sequence[ScheduledTokens]) -> int:
+    def _compute(self, step: ScheduledStep) -> int:
         """Every sequence whose tokens are all computed gets one more; returns how many ended."""
         sampled = [part.sequence for part in step if part.wants_logits]
-        for part in step:
-            self.scheduler.commit(part)
+        self.scheduler.commit(step)
         ended = 0
         for sequence in sampled:
             cast("CountedTokens", sequence.tokens).length += 1

@@ -9,6 +9,7 @@ import torch
 
 from compiled_attn.cli import main
 from tests.compiled_attn.cli.commands import Command, Outcome
+from tests.compiled_attn.text.models import byte_level, save_model, save_tokenizer
 
 
 @pytest.fixture
@@ -66,3 +67,13 @@ def small(model_dir: Path, trace: Path) -> list[object]:
         *("run", "--model", model_dir, "--trace", trace, "--backend", "eager"),
         *("--max-tokens-per-step", 32, "--max-seqs", 4, "--block-size", 8, "--max-graphs", 6),
     ]
+
+
+@pytest.fixture(scope="session")
+def chat_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model with a tokenizer and a chat template."""
+    path = tmp_path_factory.mktemp("chat")
+    torch.manual_seed(0)
+    save_model(path)
+    save_tokenizer(byte_level(), path)
+    return path

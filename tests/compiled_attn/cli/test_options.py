@@ -11,19 +11,26 @@ pytest.importorskip("typer", reason="needs the extra cli")
 import typer
 
 from compiled_attn.cli.app import app
-from compiled_attn.cli.options import PlanOptions, RunOptions, settings_of, taking
+from compiled_attn.cli.options import ChatOptions, PlanOptions, RunOptions, settings_of, taking
 from compiled_attn.engine.config import EngineConfig
 
 SETTINGS = {each.name: each for each in fields(EngineConfig)}
 
 
-@pytest.mark.parametrize(("name", "kind"), [("run", RunOptions), ("plan", PlanOptions)])
-def test_an_option_of_the_engine_has_its_default_and_its_meaning(name, kind):
+@pytest.mark.parametrize(
+    ("name", "kind", "own"),
+    [
+        ("run", RunOptions, {"max_graphs"}),  # one for each bucket of a file
+        ("plan", PlanOptions, {"max_graphs"}),
+        ("chat", ChatOptions, {"backend"}),  # one that starts at once
+    ],
+)
+def test_an_option_of_the_engine_has_its_default_and_its_meaning(name, kind, own):
     command = typer.main.get_command(app).commands[name]
     shown = {parameter.name: parameter for parameter in command.params}
     common = shown.keys() & SETTINGS.keys()
     assert len(common) >= 7
-    for each in common - {"max_graphs"}:  # `run` has one for each bucket of a file
+    for each in common - own:
         assert shown[each].default == SETTINGS[each].default
         assert shown[each].help == SETTINGS[each].metadata["help"]
     assert {each.name for each in fields(kind)} == shown.keys() - {"help"}

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compiled_attn.engine import SamplingParams, sample, sample_rows
-from compiled_attn.engine.sampling import NOT_FINITE
+from compiled_attn.engine.draws import NOT_FINITE
 
 
 def _draws(logits: torch.Tensor, count: int, **params) -> np.ndarray:
@@ -82,6 +82,9 @@ def test_a_row_of_bfloat16_logits_is_sampled():
         {"temperature": torch.tensor([1.0, 2.0])},
         {"stop_token_ids": b"ab"},
         {"stop_token_ids": (1.5,)},
+        {"stop": ("",)},
+        {"stop": 7},
+        {"stop": ("a", 7)},
         {"ignore_eos": "no"},
         {"ignore_eos": np.array([1, 2])},
     ],
@@ -102,6 +105,11 @@ def test_numbers_of_numpy_are_taken_as_pythons():
     params = SamplingParams(np.int64(3), np.float32(0.5), stop_token_ids=[np.int32(7), 8])
     assert (params.max_new_tokens, params.temperature) == (3, 0.5)
     assert params.stop_token_ids == (7, 8) and type(params.max_new_tokens) is int
+
+
+def test_one_stop_string_may_stand_alone():
+    assert SamplingParams(stop="END").stop == ("END",)
+    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
 
 
 def test_a_top_k_above_the_vocabulary_keeps_all():

@@ -19,8 +19,7 @@ def _run_step(scheduler: Scheduler) -> list[tuple[int, int]]:
     step = scheduler.schedule()
     shape = [(part.sequence.request_id, part.count) for part in step]
     sampled = [part.sequence for part in step if part.wants_logits]
-    for part in step:
-        scheduler.commit(part)
+    scheduler.commit(step)
     for sequence in sampled:
         ends = sequence.event(1, 0.0).result is not None
         sequence.take(len(sequence.tokens), 1, 0.0)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compiled_attn.step import BatchBuilder, Request, RequestTable
+from compiled_attn.step import BatchBuilder, Request, RequestTable, Tables
 from tests.oracle import Scene
 
 
@@ -73,6 +73,46 @@ def test_arrays_that_a_plan_was_made_from_may_change_before_it_is_filled():
     metadata = plan.attention_metadata(4)
     assert metadata.seq_lens == [2, 7] and metadata.context_lens_tensor.tolist() == [1, 5]
     assert metadata.block_tables.tolist() == [[3, 0], [4, 5]]
+
+
+def test_gaps_are_closed_in_order_and_what_is_behind_the_rows_is_null():
+    table = RequestTable(4, 3)
+    for name, blocks in (("a", [3, 1]), ("b", [4]), ("c", [5, 6, 2]), ("d", [7])):
+        table.add(name, blocks)
+    table.remove("a")
+    table.remove("c")
+    table.close_gaps()
+    assert table.rows(["d", "b"]).tolist() == [1, 0] and table.num_free == 2
+    assert table.blocks.tolist() == [[4, 0, 0], [7, 0, 0], [0] * 3, [0] * 3]
+    assert table.lengths.tolist() == [1, 1, 0, 0] and table.add("e", [9]) == 2
+    with pytest.raises(KeyError, match="add it first"):
+        table.rows(["b", "a"])
+
+
+@pytest.mark.parametrize("width", [3, 5])
+def test_first_rows_are_read_in_place_where_they_may_be_and_equal_those_that_are_copied(width):
+    def step(in_place: bool, order: list[int]) -> list[torch.Tensor]:
+        table = RequestTable(4, 3, in_place=in_place)
+        for name, blocks in enumerate(([3, 1], [4], [5, 6, 2])):
+            table.add(name, blocks)
+        context, new = [[6, 2, 9][row] for row in order], [1] * len(order)
+        rows = BatchBuilder(8, 4).rows(table, order, context, new, order)
+        batch = Tables(8, 4, width).plan(rows).fill({"tokens": 4, "requests": 4})
+        is_shared = np.shares_memory(batch.block_tables.numpy(), table.blocks)
+        assert is_shared == (in_place and width == 3 and order == sorted(order))
+        return [*batch]
+
+    for order in ([0, 1, 2], [2, 0, 1]):
+        for one, other in zip(step(True, order), step(False, order), strict=True):
+            assert torch.equal(one, other)
+
+
+def test_a_table_with_an_id_that_no_cache_has_is_not_read_in_place():
+    table = RequestTable(1, 3, in_place=True)
+    table.add("a", [9, 3])
+    rows = BatchBuilder(8, 4).rows(table, [0], [6], [1], [5])
+    with pytest.raises(ValueError, match=r"block ids in 1\.\.7, got 1\.\.9"):
+        Tables(8, 4, 3).plan(rows)
 
 
 def test_bad_calls_change_nothing():

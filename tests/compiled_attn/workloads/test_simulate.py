@@ -44,8 +44,7 @@ def _scheduled(arrivals: list[Arrival], engine: SimulatedEngine) -> tuple[list[l
         ]
         needs.append([*builder.need(requests).values(), len(requests)])
         sampled = [part.sequence for part in step if part.wants_logits]
-        for part in step:
-            scheduler.commit(part)
+        scheduler.commit(step)
         for sequence in sampled:
             fresh += 1
             ends = sequence.event(fresh, 0.0).result is not None

@@ -33,8 +33,10 @@ class FewRows {
         value_dim_(padded<Math::kWide>(args.value_dim)),
         is_whole_(dim_ == args.head_dim && value_dim_ == args.value_dim) {
     scratch_.take(queries_, args.kv_heads * kMostRows * dim_);
-    scratch_.take(sums_, args.kv_heads * kMostRows * value_dim_);
-    scratch_.take(running_, args.kv_heads * kMostRows);
+    for (auto* state : {&now_, &all_}) {
+      scratch_.take(state->sums, args.kv_heads * kMostRows * value_dim_);
+      scratch_.take(state->running, args.kv_heads * kMostRows);
+    }
     scratch_.take(rows_, args.kv_heads * kMostRows);
     scratch_.take(scores_, args.kv_heads * kMostRows * kChunk);
     if constexpr (Math::kInPlace)
@@ -49,22 +51,57 @@ class FewRows {
     spoilt_.take(scratch_, args.kv_heads, value_dim_);
   }
 
-  // Adds what the part's rows see among the part's keys.
+  // Adds what the part's rows see among the part's keys, segment by segment: each begins anew and
+  // is then folded, so that it makes no difference which thread takes which segments.
   void run(const Part& part, const Results& results) {
     const Request request(args_, part.request);
-    Keys first;
-    first.fill(request, part.keys.begin, part.keys.end);
-    ask_for_start(first);
-    spoilt_.wanted = false;
-    do {
-      prepare(part, request);
-      by_rows([&](auto rows) { run_rows<rows>(part, request, first); });
-    } while (is_to_repeat(part, request));
-    finish(part, results);
+    Keys chunk;
+    chunk.fill(request, part.keys.begin, part.keys.end);
+    ask_for_start(chunk);
+    prepare(part, request);
+    const int64_t segments = part.segments();
+    for (int64_t s = 0; s < segments; ++s) {
+      chunk = run_segment(part, part.segment(s), request, chunk);
+      if (!part.is_alone())
+        finish(part, s, now_, results);
+      else if (s)
+        fold_all();
+      else
+        std::swap(now_, all_);
+    }
+    if (part.is_alone()) finish(part, 0, all_, results);
   }
 
  private:
   using Keys = Chunk<kChunk>;
+
+  // What the rows of all heads have seen: sums [rows, value_dim] and their softmax.
+  struct State {
+    float* sums;
+    Running* running;
+  };
+
+  // Starts with the segment's first chunk, returns the first one behind it.
+  Keys run_segment(const Part& part, Span keys, const Request& request, const Keys& first) {
+    Keys behind;
+    spoilt_.wanted = false;
+    do {
+      forget();
+      by_rows([&](auto rows) { behind = run_rows<rows>(part, keys.end, request, first); });
+    } while (is_to_repeat(part, keys, request));
+    return behind;
+  }
+
+  void forget() {
+    std::fill_n(now_.running, args_.kv_heads * count_, Running{});
+    std::fill_n(now_.sums, args_.kv_heads * count_ * value_dim_, 0.0f);
+  }
+
+  void fold_all() {
+    for (int64_t at = 0; at < args_.kv_heads * count_; ++at)
+      fold(now_.running[at], now_.sums + at * value_dim_, value_dim_, all_.running[at],
+           all_.sums + at * value_dim_);
+  }
 
   // Rows come in blocks of 1 to 4; where there are more than 4, the last block is filled up.
   void prepare(const Part& part, const Request& request) {
@@ -74,7 +111,6 @@ class FewRows {
       for (int64_t j = 0; j < count_; ++j) {
         const int64_t at = h * count_ + j, row = (part.row_begin + j) / group_;
         const int64_t head = h * group_ + (part.row_begin + j) % group_;
-        running_[at] = {};
         if (j >= used_) {
           std::fill_n(queries_ + at * dim_, dim_, Query{});
           rows_[at] = {0, 0, {0, 0}};
@@ -87,20 +123,21 @@ class FewRows {
                      request.seen(row)};
       }
     }
-    std::fill_n(sums_, args_.kv_heads * count_ * value_dim_, 0.0f);
   }
 
-  bool is_to_repeat(const Part& part, const Request& request) {
-    if (spoilt_.wanted || !part.hides(request, group_)) return false;
+  bool is_to_repeat(const Part& part, Span keys, const Request& request) {
+    if (spoilt_.wanted || !part.hides(keys, request, group_)) return false;
     for (int64_t h = 0; h < args_.kv_heads; ++h)  // rows that are filled up see nothing
-      spoilt_.wanted |= !all_finite(sums_ + h * count_ * value_dim_, used_ * value_dim_);
+      spoilt_.wanted |= !all_finite(now_.sums + h * count_ * value_dim_, used_ * value_dim_);
     return spoilt_.wanted;
   }
 
+  // Up to a segment's end, but looks ahead to the part's.
   template <int rows>
-  void run_rows(const Part& part, const Request& request, const Keys& first) {
+  Keys run_rows(const Part& part, int64_t end, const Request& request, const Keys& first) {
     Keys chunks[2] = {first, first};
-    for (int now = 0; chunks[now].count > 0; now = 1 - now) {
+    int now = 0;
+    for (; chunks[now].count > 0 && chunks[now].begin < end; now = 1 - now) {
       const Keys& chunk = chunks[now];
       Keys& next = chunks[1 - now];
       next.fill(request, chunk.begin + chunk.count, part.keys.end);
@@ -113,6 +150,7 @@ class FewRows {
       softmax<rows>(chunk);
       all_sums<rows>(chunk, values, Prefetch(values, more, ahead()));
     }
+    return chunks[now];
   }
 
   void ask_for_start(const Keys& first) const {
@@ -180,8 +218,8 @@ class FewRows {
       const char* ahead[Math::kValues / Math::kRun];
       for (const char*& run : ahead) run = next.rows(Math::kRun);
       for (int64_t at = h * count_; at < (h + 1) * count_; at += rows)
-        weighted_sums<rows>(math_, weights_ + at, t, tokens, sums_ + at * value_dim_, value_dim_,
-                            ahead);
+        weighted_sums<rows>(math_, weights_ + at, t, tokens, now_.sums + at * value_dim_,
+                            value_dim_, ahead);
     });
   }
 
@@ -208,14 +246,14 @@ class FewRows {
       for (int r = 0; r < rows; ++r)
         most[r] = finish_scores(args_, rows_[at + r], chunk.begin, chunk.count, key_scales,
                                 scores + r * kChunk);
-      finish_weights(most, n, scores, kChunk, running_ + at, factors,
+      finish_weights(most, n, scores, kChunk, now_.running + at, factors,
                      [&](int r, int64_t i, Floats w) {
                        if (value_scales) w *= load(value_scales + i);
                        math_.put(scores + r * kChunk, weights_[at + r], i, w);
                      });
       for (int r = 0; r < rows; ++r) {
         math_.settle(scores + r * kChunk, chunk.count, weights_[at + r]);
-        if (factors[r] != 1) scale_all(factors[r], value_dim_, sums_ + (at + r) * value_dim_);
+        if (factors[r] != 1) scale_all(factors[r], value_dim_, now_.sums + (at + r) * value_dim_);
       }
     }
   }
@@ -249,12 +287,13 @@ class FewRows {
     }
   }
 
-  void finish(const Part& part, const Results& results) {
+  void finish(const Part& part, int64_t segment, const State& state, const Results& results) {
     for (int64_t h = 0; h < args_.kv_heads; ++h)
       for (int64_t j = 0; j < used_; ++j) {
         const int64_t at = h * count_ + j;
-        math_.finish(sums_ + at * value_dim_, value_dim_);
-        results.put(part, h * used_ + j, sums_ + at * value_dim_, running_[at]);
+        math_.finish(state.sums + at * value_dim_, value_dim_);
+        results.put(part, segment * part.rows() + h * used_ + j, state.sums + at * value_dim_,
+                    state.running[at]);
       }
   }
 
@@ -264,9 +303,9 @@ class FewRows {
   int64_t group_, dim_, value_dim_, used_ = 0, count_ = 0;
   bool is_whole_;
   Query* queries_;
-  float *sums_, *scores_;
+  State now_, all_;  // of a segment, of those before it
+  float* scores_;
   Weights* weights_;
-  Running* running_;
   ScoreRow* rows_;
   float *key_scales_ = nullptr, *value_scales_ = nullptr;  // of a chunk, [kv_heads, kChunk]
   Element* copies_;

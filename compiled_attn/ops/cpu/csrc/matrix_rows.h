@@ -43,7 +43,8 @@ class MatrixRows {
     const Request request(args_, part.request);
     spoilt_.wanted = false;
     add_up(part, request);
-    if (part.hides(request, group_) && !all_finite(sums_, padded<kColumns>(count_) * value_dim())) {
+    if (part.hides(part.keys, request, group_) &&
+        !all_finite(sums_, padded<kColumns>(count_) * value_dim())) {
       spoilt_.wanted = true;
       add_up(part, request);
     }

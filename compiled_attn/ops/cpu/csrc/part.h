@@ -12,6 +12,7 @@ struct Part {
   int64_t kv_begin, kv_end;
   int64_t row_begin, row_end;  // of each KV head's group, folded: row * group + head
   Span keys;
+  int64_t of_segment;  // keys
   int64_t results;  // where its first row stands in the results, kAlone: nowhere
 
   static constexpr int64_t kAlone = -1;
@@ -20,10 +21,19 @@ struct Part {
   bool is_alone() const { return results == kAlone; }
   int64_t rows() const { return (kv_end - kv_begin) * (row_end - row_begin); }
 
-  // Whether some of its rows do not see some of its keys; group: rows of a token.
-  bool hides(const Request& step, int64_t group) const {
-    return step.seen(row_begin / group).end < keys.end ||
-           step.seen((row_end - 1) / group).begin > keys.begin;
+  // Whether some of its rows do not see some of these keys; group: rows of a token.
+  bool hides(Span some, const Request& step, int64_t group) const {
+    return step.seen(row_begin / group).end < some.end ||
+           step.seen((row_end - 1) / group).begin > some.begin;
+  }
+
+  // Its keys, in steps that begin at the same places however a request is cut.
+  int64_t segments() const {
+    return std::max<int64_t>((keys.end - keys.begin + of_segment - 1) / of_segment, 1);
+  }
+  Span segment(int64_t s) const {
+    const int64_t begin = keys.begin + s * of_segment;
+    return {begin, std::min(begin + of_segment, keys.end)};
   }
 };
 

@@ -1,7 +1,8 @@
 // A step cut into parts that threads take one by one.
 //
-// How a request is cut depends on the request alone, and the merge follows the order of the keys:
-// so results are the same, bit for bit, for any number of threads and whatever else is in the step.
+// Results are the same, bit for bit, for any number of threads and whatever else is in the step:
+// where rows are many, how a request is cut depends on the request alone; where they are few, parts
+// are whole segments of its keys, which are folded in order, within a part or behind all of them.
 #pragma once
 
 #include <vector>
@@ -12,13 +13,18 @@
 
 namespace compiled_attn {
 
-constexpr int64_t kKeysOfSplit = 1024;      // few rows: enough to be worth a start
+// Few rows: the fewest keys to begin anew for, the most to be without a state of their own, and
+// how many segments to have between the two.
+constexpr int64_t kLeastKeys = 256, kMostKeys = 1024, kSegments = 8;
+constexpr int64_t kPartsOfThread = 4;  // few rows: enough for threads to end together
+
 constexpr int64_t kKeysOfTileSplit = 2048;  // tiles, where a request has few of them
 constexpr int64_t kEnoughTiles = 8;
 
-// Parts that differ in their keys only, in order, to be merged.
+// Parts that differ in their keys only, in order; what they leave behind is to be merged.
 struct Group {
-  int64_t first, count;
+  int64_t first;   // part
+  int64_t states;  // of a segment each
 };
 
 struct Plan {
@@ -27,8 +33,12 @@ struct Plan {
   int64_t rows = 0;  // of the results to be merged
 
   // least: rows of a KV head that are many; enough: bands of a request that each pack its keys.
-  Plan(const PagedAttentionArgs& args, int64_t least, int64_t enough)
+  Plan(const PagedAttentionArgs& args, int64_t least, int64_t enough, int threads)
       : group_(args.heads / args.kv_heads), enough_(enough) {
+    int64_t keys = 0;
+    for (int64_t r = 0; r < args.requests; ++r)
+      if (is_few(args, r, least)) keys += Request(args, r).length;
+    few_split_ = threads > 1 ? keys / (threads * kPartsOfThread) : INT64_MAX;
     for (int64_t r = 0; r < args.requests; ++r) {
       const Request request(args, r);
       if (is_few(args, r, least))
@@ -45,7 +55,11 @@ struct Plan {
  private:
   void few(const Request& request, int64_t r) {
     if (!request.rows) return;
-    add(request, {r, 0, request.args.kv_heads, 0, request.rows * group_, {}, 0}, kKeysOfSplit);
+    Part all{r, 0, request.args.kv_heads, 0, request.rows * group_, {}, 0, 0};
+    see(request, all);
+    const int64_t keys = all.keys.end - all.keys.begin;
+    all.of_segment = std::clamp(padded<kLeastKeys>(keys / kSegments), kLeastKeys, kMostKeys);
+    add(all, std::max(few_split_ / all.of_segment, int64_t{1}) * all.of_segment);
   }
 
   void tiled(const Request& request, int64_t r) {
@@ -55,27 +69,33 @@ struct Plan {
     const int64_t band = std::clamp<int64_t>(tiles / enough_, 1, kTilesOfBand) * kTileRows;
     // The last rows see most: what takes longest is taken first.
     for (int64_t row = (rows - 1) / band * band; row >= 0; row -= band)
-      for (int64_t h = 0; h < request.args.kv_heads; ++h)
-        add(request, {r, h, h + 1, row, std::min(row + band, rows), {}, 0}, split);
+      for (int64_t h = 0; h < request.args.kv_heads; ++h) {
+        Part part{r, h, h + 1, row, std::min(row + band, rows), {}, split, 0};
+        see(request, part);
+        add(part, split);
+      }
   }
 
-  void add(const Request& request, Part part, int64_t split) {
+  // All keys that the part's rows see.
+  void see(const Request& request, Part& part) const {
     const int64_t end = request.seen((part.row_end - 1) / group_).end;
-    int64_t begin = std::min(request.seen(part.row_begin / group_).begin, end);
-    if (end - begin <= split) {
-      part.keys = {begin, end}, part.results = Part::kAlone;
-      parts.push_back(part);
-      return;
-    }
-    groups.push_back({int64_t(parts.size()), (end - begin + split - 1) / split});
-    for (; begin < end; begin += split) {
-      part.keys = {begin, std::min(begin + split, end)}, part.results = rows;
-      rows += part.rows();
+    part.keys = {std::min(request.seen(part.row_begin / group_).begin, end), end};
+  }
+
+  // A part for each `split` keys, whole segments.
+  void add(Part part, int64_t split) {
+    const Span all = part.keys;
+    part.results = Part::kAlone;
+    if (all.end - all.begin <= split) return parts.push_back(part);
+    groups.push_back({int64_t(parts.size()), part.segments()});
+    for (int64_t begin = all.begin; begin < all.end; begin += split) {
+      part.keys = {begin, std::min(begin + split, all.end)}, part.results = rows;
+      rows += part.rows() * part.segments();
       parts.push_back(part);
     }
   }
 
-  int64_t group_, enough_;
+  int64_t group_, enough_, few_split_;
 };
 
 }  // namespace compiled_attn

@@ -64,6 +64,17 @@ struct Running {
   float origin() const { return maximum == -INFINITY ? 0.0f : maximum; }
 };
 
+// Takes more sums [n] and their softmax into others. Never inlined: the same bits everywhere.
+__attribute__((noinline)) inline void fold(const Running& more, const float* more_sums, int64_t n,
+                                           Running& all, float* sums) {
+  const float factor = all.raise(more.maximum);
+  const float weight = std::exp(more.maximum - all.origin());
+  all.total += more.total * weight;
+  if (factor != 1)
+    for (int64_t i = 0; i < n; ++i) sums[i] *= factor;
+  for (int64_t i = 0; i < n; ++i) sums[i] += more_sums[i] * weight;
+}
+
 // Four vectors, the last one again where there are fewer.
 template <int count>
 CA_INLINE const Floats& up_to(const Floats (&v)[count], int i) {

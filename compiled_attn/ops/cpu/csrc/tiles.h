@@ -119,7 +119,7 @@ class Tiles {
     const Request request(args_, part.request);
     spoilt_.wanted = false;
     add_up(part, request);
-    if (part.hides(request, group_) && !all_finite(sums_, count_ * value_dim_)) {
+    if (part.hides(part.keys, request, group_) && !all_finite(sums_, count_ * value_dim_)) {
       spoilt_.wanted = true;
       add_up(part, request);
     }

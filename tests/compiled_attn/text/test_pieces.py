@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from compiled_attn.text import TextPieces, Tokenizer
+
+TEXTS = ["the 🎉 and 你好, wörld", "👨‍👩‍👧‍👦 family", "two  spaces", "a\n\nb", "नमस्ते", "x"]
+
+
+def pieces_of(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
+    pieces = TextPieces(tokenizer)
+    return [*map(pieces.put, tokens), pieces.rest()]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_the_pieces_of_a_text_break_no_character_and_together_are_it(tokenizer, text):
+    tokens = tokenizer.encode(text)
+    pieces = pieces_of(tokenizer, tokens)
+    assert "".join(pieces) == tokenizer.decode(tokens) == text
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_a_character_of_several_tokens_comes_with_its_last(tokenizer):
+    tokens = tokenizer.encode("a🎉b")
+    pieces = [piece for piece in pieces_of(tokenizer, tokens) if piece]
+    assert "".join(pieces) == "a🎉b"
+    assert any("🎉" in piece for piece in pieces)
+
+
+@given(st.data())
+def test_the_pieces_of_any_tokens_are_the_text_of_the_whole(tokenizer, data):
+    """Bytes in any order too, whole characters or not, and special tokens between them."""
+    numbers = st.integers(0, 264)
+    tokens = data.draw(st.lists(numbers, max_size=24))
+    assert "".join(pieces_of(tokenizer, tokens)) == tokenizer.decode(tokens)
+
+
+@given(st.text(max_size=12))
+def test_the_pieces_of_any_text_are_its_text(tokenizer, text):
+    text += "a"  # an empty one is refused
+    tokens = tokenizer.encode(text)
+    pieces = pieces_of(tokenizer, tokens)
+    assert "".join(pieces) == tokenizer.decode(tokens)
+    assert not any(0xD800 <= ord(each) < 0xE000 for each in "".join(pieces))
