@@ -212,17 +212,15 @@ class Engine:
             in_order: results in the order of the prompts, and of the ``n`` continuations of each,
                 each as soon as those before it are there.
         """
-        return results_of(
-            self.stream(
-                prompts,
-                sampling,
-                salt=salt,
-                arrivals=arrivals,
-                concurrency=concurrency,
-                on_step=on_step,
-            ),
-            in_order=in_order,
+        stream = self.stream(
+            prompts,
+            sampling,
+            salt=salt,
+            arrivals=arrivals,
+            concurrency=concurrency,
+            on_step=on_step,
         )
+        return results_of(stream, in_order=in_order)
 
     def stream(
         self,
@@ -296,9 +294,7 @@ class Engine:
         index: int | None,
         choice: int = 0,
     ) -> int:
-        """`submit` with the mailbox that its events go to, and what they name it there: its index
-        (None: its id) and choice.
-        """
+        """`submit`, whose events go to a mailbox, under an index (None: its id) and a choice."""
         self._check(prompt, sampling, salt, arrived_s)
         request_id = next(self._ids)
         sequence = Sequence(
@@ -323,11 +319,6 @@ class Engine:
             self._requests.pop(request_id, None)
             self.scheduler.discard(sequence)
             raise
-
-    def _has_begun(self, request_id: int) -> bool:
-        """Whether the prompt of a request was computed, or it has ended."""
-        sequence = self._requests.get(request_id)
-        return sequence is None or sequence.generated > 0
 
     def _advance(self) -> None:
         """Computes one step for everybody; events go to the mailboxes of their requests."""

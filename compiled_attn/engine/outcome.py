@@ -28,8 +28,9 @@ class Outcome:
         now_s: when, on the clock of `time.perf_counter`.
         record: its figures.
         computed: what later prompts may share.
-        tokens: sequences with the place and the id of their next token, and what scores it.
-        prompts: sequences with a place of their prompt and the scores of what is behind it.
+        tokens: sequences with the place and the id of their next token.
+        scored: sequences with how much of them was computed, their tokens, and the scores of this
+            step.
         mail: the events of each mailbox under their keys.
         ended: sequences that end here, and whether with an error.
     """
@@ -38,8 +39,8 @@ class Outcome:
     now_s: float
     record: StepRecord
     computed: ScheduledStep
-    tokens: list[tuple[Sequence, int, int, ScoredToken | None]] = field(default_factory=list)
-    prompts: list[tuple[Sequence, int, ScoredToken]] = field(default_factory=list)
+    tokens: list[tuple[Sequence, int, int]] = field(default_factory=list)
+    scored: list[tuple[Sequence, int, int, ScoredToken]] = field(default_factory=list)
     mail: defaultdict[Mailbox[TokenEvent], dict[Hashable, TokenEvent]] = field(
         default_factory=partial(defaultdict, dict)
     )
@@ -47,10 +48,10 @@ class Outcome:
 
     def make_true(self, requests: MutableMapping[int, Sequence], tally: Tally) -> None:
         """Hands out tokens and events, and ends what has ended; once more changes nothing."""
-        for sequence, place, token, scored in self.tokens:
-            sequence.take(place, token, self.now_s, scored)
-        for sequence, start, of_prompt in self.prompts:
-            sequence.take_prompt(start, of_prompt)
+        for sequence, place, token in self.tokens:
+            sequence.take(place, token, self.now_s)
+        for sequence, computed, place, scored in self.scored:
+            sequence.take_scores(computed, place, scored)
         for mailbox, events in self.mail.items():
             mailbox.put(events)
         for sequence, _ in self.ended:
@@ -92,19 +93,20 @@ def outcome_of(
     """
     outcome, ttft_s = Outcome(number, now_s, record, step), []
     for sequence, count, row in zip(step.sequences, step.counts, rows, strict=True):
-        if isinstance(row, str):
-            outcome.tell(sequence, sequence.failure(row, now_s))
-            continue
-        token, scored = (row, None) if isinstance(row, int) else (row.token, row)
-        if scored is not None and scored.prompt:
-            outcome.prompts.append((sequence, sequence.computed, scored))
         place = len(sequence.tokens)
+        scored: ScoredToken | None = None
+        if not isinstance(row, int):
+            if isinstance(row, str):
+                outcome.tell(sequence, sequence.failure(row, now_s))
+                continue
+            outcome.scored.append((sequence, sequence.computed, place, row))
+            scored, row = row, row.token
         if sequence.computed + count < place:
             continue
         if place == sequence.prompt_len:
             ttft_s.append(now_s - sequence.arrived_s)
-        outcome.tell(sequence, sequence.event(token, now_s, scored))
-        outcome.tokens.append((sequence, place, token, scored))
+        outcome.tell(sequence, sequence.event(row, now_s, scored))
+        outcome.tokens.append((sequence, place, row))
     failed = {sequence for sequence, has_failed in outcome.ended if has_failed}
     if failed:
         kept = {part.sequence: part.count for part in step if part.sequence not in failed}

@@ -16,12 +16,15 @@ from compiled_attn.engine.scheduler import ScheduledStep
 __all__ = ["logits_wanted", "sampled"]
 
 
-def logits_wanted(step: ScheduledStep) -> list[int]:
+def logits_wanted(step: ScheduledStep) -> list[int] | None:
     """Of how many of its last tokens each sequence needs logits: of one, sampled or not, as they
     show whether what was computed is finite; of all where its prompt gets log-probabilities.
+    None: one each.
     """
+    if not step.special:
+        return None
     return [
-        1 if sequence.is_plain or not sequence.scores_prompt else count
+        count if sequence.scores_prompt else 1
         for sequence, count in zip(step.sequences, step.counts, strict=True)
     ]
 
@@ -38,8 +41,9 @@ def sampled(
     """
     ends = np.cumsum(wanted)
     last = logits[: len(ends)] if ends[-1] == len(ends) else logits[ends - 1]
-    special = [row for row, each in enumerate(step.sequences) if not each.is_plain]
-    ready = [row for row in special if step[row].wants_logits]
+    if not step.special:
+        return [*drawn_rows(last, [])]
+    ready = [row for row in step.special if step[row].wants_logits]
     draws = [
         Draw(row, each.sampling, each.generated, each.rules, each.tokens)
         for row, each in ((row, step.sequences[row]) for row in ready)
@@ -47,7 +51,7 @@ def sampled(
     rows: list[int | str | ScoredToken] = [*drawn_rows(last, draws)]
     for row, logprobs in _of_tokens(last, step, ready, rows):
         rows[row] = ScoredToken(logprobs.token, logprobs)
-    for row in special:
+    for row in step.special:
         sequence = step.sequences[row]
         token = rows[row]
         if sequence.scores_prompt and not isinstance(token, str):

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
+from functools import cached_property
 from itertools import chain
 from typing import NamedTuple, overload
 
@@ -64,6 +65,11 @@ class ScheduledStep(SequenceOf[ScheduledTokens]):
             kept = zip(self.sequences[at], self.counts[at], strict=True)
             return ScheduledStep(dict(kept))
         return ScheduledTokens(self.sequences[at], self.counts[at])
+
+    @cached_property
+    def special(self) -> list[int]:
+        """Places of sequences that want more than the most likely token."""
+        return [at for at, sequence in enumerate(self.sequences) if not sequence.is_plain]
 
     def tokens(self) -> list[int]:
         """Ids of all tokens that it computes."""

@@ -187,9 +187,11 @@ class Sequence:
             scored: its log-probabilities, where the request wants any.
         """
         is_last = len(self.tokens) + 1 >= self.prompt_len + self.sampling.max_new_tokens
-        own = scored and scored.logprobs
-        stops = token in self.stop_tokens or self._completes_stop(token)
-        if not is_last and not stops:
+        own = None if scored is None else scored.logprobs
+        stops = token in self.stop_tokens or bool(
+            self.sampling.stop and self._completes_stop(token)
+        )
+        if not (is_last or stops):
             return TokenEvent(self.index, token, None, self.request_id, self.choice, own)
         reason = "stop" if stops else "length"
         result = self._result([*self.tokens[self.prompt_len :], token], reason, now_s, "", scored)
@@ -200,24 +202,30 @@ class Sequence:
         result = self._result(self.tokens[self.prompt_len :], "error", now_s, error)
         return TokenEvent(self.index, None, result, self.request_id, self.choice)
 
-    def take(self, place: int, token: int, now_s: float, scored: ScoredToken | None = None) -> None:
+    def take(self, place: int, token: int, now_s: float) -> None:
         """Makes ``token`` the one at ``place``, the next; once more changes nothing."""
         if len(self.tokens) == place:
             self.tokens.append(token)
-        if scored is not None and scored.logprobs is not None:
-            self.logprobs[place - self.prompt_len :] = [scored.logprobs]
         if self.first_token_s is None:
             self.first_token_s = now_s
 
-    def _completes_stop(self, token: int) -> bool:
-        stop = self.sampling.stop
-        if not stop or self.has_stop is None:
-            return False
-        return self.has_stop([*self.tokens[self.prompt_len :], token], stop)
+    def take_scores(self, computed: int, place: int, scored: ScoredToken) -> None:
+        """Keeps the log-probabilities of a step; once more changes nothing.
 
-    def take_prompt(self, start: int, scored: ScoredToken) -> None:
-        """Keeps log-probabilities of the prompt behind ``start`` tokens; so does a second call."""
-        self.prompt_logprobs[start : start + len(scored.prompt)] = scored.prompt
+        Args:
+            computed: tokens that were, before the step.
+            place: of the token that the step gave.
+            scored: that token and what was told with it.
+        """
+        self.prompt_logprobs[computed : computed + len(scored.prompt)] = scored.prompt
+        if scored.logprobs is not None:
+            self.logprobs[place - self.prompt_len :] = [scored.logprobs]
+
+    def _completes_stop(self, token: int) -> bool:
+        """Whether a token ends a stop string; as one that ends the request, not too early."""
+        if self.has_stop is None or self.generated < self.sampling.min_tokens:
+            return False
+        return self.has_stop([*self.tokens[self.prompt_len :], token], self.sampling.stop)
 
     def _result(
         self,

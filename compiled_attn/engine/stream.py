@@ -98,7 +98,7 @@ def _serve(
     try:
         while (queue or in_flight or others) and "close" not in wishes:
             elapsed = time.perf_counter() - started
-            for first in [each for each in others if engine._has_begun(each)]:
+            for first in [each for each in others if _has_begun(engine, each)]:
                 queue.extendleft(reversed(others.pop(first)))
             while queue and times[queue[0]] <= elapsed and len(in_flight) < limit:
                 at = queue.popleft()
@@ -125,6 +125,12 @@ def _serve(
     finally:
         for request_id in in_flight & engine.open_requests:
             engine.abort(request_id)
+
+
+def _has_begun(engine: Engine, request_id: int) -> bool:
+    """Whether the prompt of a request was computed, or it has ended."""
+    sequence = engine._requests.get(request_id)
+    return sequence is None or sequence.generated > 0
 
 
 def refuse_second(known: Known) -> None:
