@@ -53,7 +53,7 @@ class Owner:
     @property
     def is_serving(self) -> bool:
         """Whether it takes requests."""
-        return self._why_stopped() is None
+        return os.getpid() == self._process and self._why_stopped() is None
 
     def take(self, handle: RequestHandle) -> None:
         """Queues a request.
@@ -62,9 +62,10 @@ class Owner:
             EngineStopped: nobody would serve it.
             QueueFull: too many wait.
         """
-        self._refuse_stopped()
+        self.refuse_fork()
         with self._changed:
-            self._refuse_stopped()
+            if (error := self._why_stopped()) is not None:
+                raise error from error.__cause__
             most = self._engine.config.max_seqs
             if len(self._inbox) + len(self._open) >= self._max_waiting + most:
                 raise QueueFull(
@@ -94,16 +95,15 @@ class Owner:
             self._thread.join(timeout)
         return not self._thread.is_alive()
 
-    def _refuse_stopped(self) -> None:
-        if (error := self._why_stopped()) is not None:
-            raise error from error.__cause__
-
-    def _why_stopped(self) -> EngineStopped | None:
+    def refuse_fork(self) -> None:
+        """Raises EngineStopped in a process that was forked: the thread is not there."""
         if os.getpid() != self._process:
-            return EngineStopped(
+            raise EngineStopped(
                 "expected the process that made the engine, got one that was forked from it, where "
                 f"nothing serves: {_REMEDY} here"
             )
+
+    def _why_stopped(self) -> EngineStopped | None:
         if self._why_ended is None and self._stop_after is None:
             return None
         cause = self._why_ended and self._why_ended.__cause__
@@ -175,8 +175,8 @@ class Owner:
         for event in events:
             if (handle := self._open.get(event.request_id)) is None:
                 continue
-            handle.put(event)
-            told.append(handle)
+            if handle.put(event):
+                told.append(handle)
             if event.result is not None:
                 del self._open[event.request_id]
         wake(told)
