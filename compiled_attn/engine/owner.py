@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -66,10 +66,7 @@ class Owner:
             EngineStopped: nobody would serve it.
             QueueFull: too many wait.
         """
-        self.refuse_fork()
-        with self._changed:
-            if (error := self._why_stopped()) is not None:
-                raise error from error.__cause__
+        with self._while_serving():
             most = self._engine.config.max_seqs
             if len(self._inbox) + len(self._open) >= self._max_waiting + most:
                 raise QueueFull(
@@ -94,9 +91,7 @@ class Owner:
             EngineStopped: nobody would look.
         """
         seen: Future[Seen] = Future()
-        self._refuse_stopped()
-        with self._changed:
-            self._refuse_stopped()
+        with self._while_serving():
             self._looks.append((look, seen))
             self._changed.notify()
         return seen.result()
@@ -120,6 +115,15 @@ class Owner:
                 "expected the process that made the engine, got one that was forked from it, where "
                 f"nothing serves: {_REMEDY} here"
             )
+
+    @contextlib.contextmanager
+    def _while_serving(self) -> Iterator[None]:
+        """Holds the lock; raises EngineStopped where nobody serves."""
+        self.refuse_fork()  # before the lock, which nobody may ever release there
+        with self._changed:
+            if (error := self._why_stopped()) is not None:
+                raise error from error.__cause__
+            yield
 
     def _why_stopped(self) -> EngineStopped | None:
         if self._why_ended is None and self._stop_after is None:
