@@ -83,7 +83,7 @@ class AsyncEngine:
         """
         tokens, sampling = token_ids(prompt), sampling or SamplingParams()
         self.engine._check(tokens, sampling, salt, None)
-        handle = RequestHandle(tokens, sampling, salt, time.perf_counter(), self._drop)
+        handle = RequestHandle(tokens, sampling, salt, time.perf_counter(), self._owner, self)
         self._owner.take(handle)
         return handle
 
@@ -113,9 +113,6 @@ class AsyncEngine:
     def is_serving(self) -> bool:
         """Whether it takes requests."""
         return self._owner.is_serving
-
-    def _drop(self, handle: RequestHandle) -> None:
-        self._owner.drop(handle)
 
     def __enter__(self) -> AsyncEngine:
         return self

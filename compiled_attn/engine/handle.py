@@ -8,13 +8,21 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from compiled_attn.cache.blocks.prefix import Salt
 from compiled_attn.engine.sampling import SamplingParams
 from compiled_attn.engine.sequence import GenerationResult, TokenEvent
 
 __all__ = ["RequestHandle", "wake"]
+
+
+class _Server(Protocol):
+    def drop(self, handle: RequestHandle) -> None:
+        """Drops a request, if it has not ended by then."""
+
+    def refuse_fork(self) -> None:
+        """Raises EngineStopped in a process where nobody serves."""
 
 
 @dataclass(eq=False)
@@ -32,14 +40,16 @@ class RequestHandle:
         sampling: how it is continued.
         salt: see `Engine.submit`.
         arrived_s: on the clock of `time.perf_counter`.
-        drop: tells the thread that serves it to drop it.
+        server: what serves it.
+        kept: what has to be there as long as it.
     """
 
     prompt: list[int]
     sampling: SamplingParams
     salt: Salt
     arrived_s: float
-    drop: Callable[[RequestHandle], None] = field(repr=False)
+    server: _Server = field(repr=False)
+    kept: object = field(repr=False)
     request_id: int | None = field(default=None, init=False)
     """Its id in the engine, the one of its events and its result; None while it waits outside."""
     _events: deque[TokenEvent] = field(default_factory=deque, init=False, repr=False)
@@ -58,7 +68,7 @@ class RequestHandle:
         What was told by then can still be read. One that has ended stays as it is.
         """
         if self._end is None:
-            self.drop(self)
+            self.server.drop(self)
 
     def result(self, timeout: float | None = None) -> GenerationResult:
         """Waits for its end.
@@ -102,14 +112,16 @@ class RequestHandle:
             raise
         return self._outcome()
 
-    def put(self, event: TokenEvent) -> None:
-        """Adds an event; for the thread that serves it, which calls `wake` afterwards."""
+    def put(self, event: TokenEvent) -> bool:
+        """Adds an event; for the thread that serves it. Whether it has to `wake` somebody."""
         self._events.append(event)
         if event.result is not None:
             self._end = event.result
+            return True
+        return bool(self._readers)
 
     def fail(self, error: Exception) -> None:
-        """Ends it without a result; for the thread that serves it, as `put`."""
+        """Ends it without a result; for the thread that serves it, which calls `wake` then."""
         self._end = error
 
     def waiters(self) -> Iterator[_Waiter]:
@@ -145,11 +157,13 @@ class RequestHandle:
     def _wait(
         self, waiters: deque[_Waiter], is_there: Callable[[], bool], timeout: float | None
     ) -> None:
+        seconds = -1 if timeout is None else max(0, timeout)
         while not is_there():
+            self.server.refuse_fork()
             flag = threading.Lock()  # faster than an Event, and for one waiter as good
             flag.acquire()
             waiters.append(waiter := _Waiter(flag))
-            if not is_there() and not flag.acquire(timeout=-1 if timeout is None else timeout):
+            if not is_there() and not flag.acquire(timeout=seconds):
                 with contextlib.suppress(ValueError, IndexError):  # it was woken just now
                     waiters.remove(waiter)
                 raise TimeoutError(
@@ -160,6 +174,7 @@ class RequestHandle:
     async def _arrived(self, waiters: deque[_Waiter], is_there: Callable[[], bool]) -> None:
         loop = asyncio.get_running_loop()
         while not is_there():
+            self.server.refuse_fork()
             future = loop.create_future()
             waiters.append(_Waiter(future, loop))
             if not is_there():

@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -57,7 +57,7 @@ class Owner:
     @property
     def is_serving(self) -> bool:
         """Whether it takes requests."""
-        return self._why_stopped() is None
+        return os.getpid() == self._process and self._why_stopped() is None
 
     def take(self, handle: RequestHandle) -> None:
         """Queues a request.
@@ -66,9 +66,7 @@ class Owner:
             EngineStopped: nobody would serve it.
             QueueFull: too many wait.
         """
-        self._refuse_stopped()
-        with self._changed:
-            self._refuse_stopped()
+        with self._while_serving():
             most = self._engine.config.max_seqs
             if len(self._inbox) + len(self._open) >= self._max_waiting + most:
                 raise QueueFull(
@@ -93,9 +91,7 @@ class Owner:
             EngineStopped: nobody would look.
         """
         seen: Future[Seen] = Future()
-        self._refuse_stopped()
-        with self._changed:
-            self._refuse_stopped()
+        with self._while_serving():
             self._looks.append((look, seen))
             self._changed.notify()
         return seen.result()
@@ -112,16 +108,24 @@ class Owner:
             self._thread.join(timeout)
         return not self._thread.is_alive()
 
-    def _refuse_stopped(self) -> None:
-        if (error := self._why_stopped()) is not None:
-            raise error from error.__cause__
-
-    def _why_stopped(self) -> EngineStopped | None:
+    def refuse_fork(self) -> None:
+        """Raises EngineStopped in a process that was forked: the thread is not there."""
         if os.getpid() != self._process:
-            return EngineStopped(
+            raise EngineStopped(
                 "expected the process that made the engine, got one that was forked from it, where "
                 f"nothing serves: {_REMEDY} here"
             )
+
+    @contextlib.contextmanager
+    def _while_serving(self) -> Iterator[None]:
+        """Holds the lock; raises EngineStopped where nobody serves."""
+        self.refuse_fork()  # before the lock, which nobody may ever release there
+        with self._changed:
+            if (error := self._why_stopped()) is not None:
+                raise error from error.__cause__
+            yield
+
+    def _why_stopped(self) -> EngineStopped | None:
         if self._why_ended is None and self._stop_after is None:
             return None
         cause = self._why_ended and self._why_ended.__cause__
@@ -202,8 +206,8 @@ class Owner:
         for event in events:
             if (handle := self._open.get(event.request_id)) is None:
                 continue
-            handle.put(event)
-            told.append(handle)
+            if handle.put(event):
+                told.append(handle)
             if event.result is not None:
                 del self._open[event.request_id]
         wake(told)

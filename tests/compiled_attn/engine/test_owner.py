@@ -193,21 +193,27 @@ def test_one_that_is_dropped_stops_when_its_requests_are_gone_too():
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
-def test_a_forked_process_is_told_and_does_not_wait():
-    with AsyncEngine(warm_engine()) as serving:
-        serving.submit([1], LONG).result(SECONDS)
-        child = os.fork()
-        if not child:
-            code = 1
-            try:
-                serving.stop()
-                serving.submit([1], LONG)
-            except EngineStopped as error:
-                code = 0 if "forked" in str(error) else 2
-            finally:
-                os._exit(code)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert serving.submit([2], LONG).result(SECONDS).tokens[0] == 3
+@pytest.mark.parametrize("call", ["submit", "result", "read", "cancel"])
+def test_a_forked_process_is_told_and_does_not_wait(paced, call):
+    executor, serving = paced
+    handle = serving.submit([2], LONG)
+    calls = {
+        "submit": lambda: serving.submit([1], LONG),
+        "result": handle.result,
+        "read": lambda: list(handle),
+        "cancel": lambda: (handle.cancel(), serving.stop(), handle.result()),
+    }
+    if not (child := os.fork()):
+        code = 1
+        try:
+            calls[call]()
+        except EngineStopped as error:
+            code = 0 if "forked" in str(error) and not serving.is_serving else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    executor.steps.release(100)
+    assert handle.result(SECONDS).tokens[0] == 3
 
 
 EXIT = """
