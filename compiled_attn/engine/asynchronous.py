@@ -13,7 +13,7 @@ from compiled_attn.cache.blocks.prefix import Salt
 from compiled_attn.engine.config import ConfigError
 from compiled_attn.engine.engine import Engine
 from compiled_attn.engine.handle import RequestHandle
-from compiled_attn.engine.owner import Owner
+from compiled_attn.engine.owner import Owner, Seen
 from compiled_attn.engine.prompts import token_ids
 from compiled_attn.engine.sampling import SamplingParams
 
@@ -86,6 +86,15 @@ class AsyncEngine:
         handle = RequestHandle(tokens, sampling, salt, time.perf_counter(), self._drop)
         self._owner.take(handle)
         return handle
+
+    def look(self, look: Callable[[Engine], Seen]) -> Seen:
+        """What a look at the engine gives, such as ``serving.look(Engine.report)``: between two
+        steps, in its thread.
+
+        Raises:
+            EngineStopped: it was stopped, has failed, or is another process's.
+        """
+        return self._owner.look(look)
 
     def stop(self, *, drain: bool = True, timeout: float | None = None) -> bool:
         """Takes no more requests, and ends the thread; from any thread, and as often as one likes.

@@ -24,7 +24,7 @@ from compiled_attn.engine.block_memory import BlockMemory
 from compiled_attn.engine.config import ConfigError, EngineConfig
 from compiled_attn.engine.draws import NOT_FINITE
 from compiled_attn.engine.executor import Executor
-from compiled_attn.engine.local import LocalExecutor
+from compiled_attn.engine.local import executor_for
 from compiled_attn.engine.outcome import Attempt, Changes, Outcome, outcome_of
 from compiled_attn.engine.prompts import Workload, check_settings, token_ids
 from compiled_attn.engine.report import EngineReport, StepInfo, info_of, report_of
@@ -80,19 +80,8 @@ class Engine:
         *,
         has_stop: HasStop | None = None,
     ) -> None:
-        executor = LocalExecutor(model, config) if isinstance(model, PreTrainedModel) else model
-        if not hasattr(executor, "attach"):
-            raise TypeError(
-                "expected a causal language model of transformers or an executor, got "
-                f"{type(model).__name__}: load one with compiled_attn.models.load_model"
-            )
-        self.executor = executor
-        self.config = config = config or executor.config
-        if config != executor.config:
-            raise ConfigError(
-                "expected the configuration that the executor was made with, got another one: "
-                "leave it out"
-            )
+        self.executor = executor = executor_for(model, config)
+        self.config = config = executor.config
         self.memory = BlockMemory(self.executor, config)
         step = self.sizing.step or StepSize.of(config, self.sizing.form.symbolic)
         self.scheduler = Scheduler(self.pool, step.tokens, config.max_seqs)

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from compiled_attn.cache.defrag import BlockSwap
 from compiled_attn.engine.config import ConfigError, EngineConfig
-from compiled_attn.engine.executor import COPIES, ExecutorReport, FittedStep
+from compiled_attn.engine.executor import COPIES, Executor, ExecutorReport, FittedStep
 from compiled_attn.engine.logprobs import ScoredToken
 from compiled_attn.engine.sampler import logits_wanted, sampled
 from compiled_attn.engine.scheduler import ScheduledStep
@@ -40,7 +40,7 @@ from graphs import (
 from graphs.backends.onednn_linear import for_cpu
 from graphs.capture.capture import resolve
 
-__all__ = ["ChosenKernel", "LocalExecutor", "chosen_kernel"]
+__all__ = ["ChosenKernel", "LocalExecutor", "chosen_kernel", "executor_for"]
 
 _BACKENDS = ("inductor", "aoti", "eager", "aot_eager")
 
@@ -211,6 +211,27 @@ class LocalExecutor:
                 Bucket(**wanted),
                 largest,
             )
+
+
+def executor_for(model: Executor | PreTrainedModel, config: EngineConfig | None) -> Executor:
+    """The executor of an engine: one of this process for a model, or the one that is given.
+
+    Raises:
+        ConfigError: that one was made with another configuration; or see `LocalExecutor`.
+        TypeError: it is neither a model nor an executor.
+    """
+    executor = LocalExecutor(model, config) if isinstance(model, PreTrainedModel) else model
+    if not hasattr(executor, "attach"):
+        raise TypeError(
+            "expected a causal language model of transformers or an executor, got "
+            f"{type(model).__name__}: load one with compiled_attn.models.load_model"
+        )
+    if config is not None and config != executor.config:
+        raise ConfigError(
+            "expected the configuration that the executor was made with, got another one: "
+            "leave it out"
+        )
+    return executor
 
 
 def _backend_options(backend: str) -> dict[str, Any]:

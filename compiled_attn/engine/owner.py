@@ -7,7 +7,8 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 import torch
 
@@ -17,6 +18,8 @@ from compiled_attn.engine.sequence import TokenEvent
 from compiled_attn.errors import EngineStopped, QueueFull, RequestCancelled
 
 __all__ = ["Owner"]
+
+Seen = TypeVar("Seen")
 
 _REMEDY = "make another AsyncEngine"
 
@@ -44,6 +47,7 @@ class Owner:
         self._changed = threading.Condition()  # guards what follows, but for the thread's own
         self._inbox: deque[RequestHandle] = deque()
         self._unwanted: deque[RequestHandle] = deque()
+        self._looks: deque[tuple[Callable[[Engine], Any], Future[Any]]] = deque()
         self._stop_after: str | None = None  # "all" requests, or "step"
         self._why_ended: EngineStopped | None = None
         self._open: dict[int, RequestHandle] = {}  # the thread's own
@@ -82,6 +86,20 @@ class Owner:
             self._unwanted.append(handle)
             self._changed.notify()
 
+    def look(self, look: Callable[[Engine], Seen]) -> Seen:
+        """What a look at the engine gives, between two steps.
+
+        Raises:
+            EngineStopped: nobody would look.
+        """
+        seen: Future[Seen] = Future()
+        self._refuse_stopped()
+        with self._changed:
+            self._refuse_stopped()
+            self._looks.append((look, seen))
+            self._changed.notify()
+        return seen.result()
+
     def stop(self, *, drain: bool, timeout: float | None) -> bool:
         """Ends the thread, after all requests or after the step that runs; whether it has ended."""
         if os.getpid() != self._process:
@@ -118,6 +136,7 @@ class Owner:
                 while self._has_work():
                     self._enter_all()
                     self._drop_unwanted()
+                    self._look()
                     if self._engine.has_work:
                         self._deliver(self._engine.step())
         except _StoppedEarly:
@@ -143,7 +162,7 @@ class Owner:
                 has_work = bool(self._inbox) or self._engine.has_work
                 if self._stop_after == "step" or (self._stop_after and not has_work):
                     return False
-                if has_work or self._unwanted:
+                if has_work or self._unwanted or self._looks:
                     return True
                 self._changed.wait()
 
@@ -168,6 +187,14 @@ class Owner:
             elif handle.request_id in self._open:
                 self._abort(handle, RequestCancelled("expected a request that goes on, got one "
                     "that was cancelled: submit it again"))  # fmt: skip
+
+    def _look(self) -> None:
+        while self._looks:
+            look, seen = self._looks.popleft()
+            try:
+                seen.set_result(look(self._engine))
+            except Exception as error:  # the looker's own
+                seen.set_exception(error)
 
     def _deliver(self, events: list[TokenEvent]) -> None:
         """Hands out the tokens of a step: without a lock, and readers are woken once."""
@@ -196,9 +223,13 @@ class Owner:
             self._why_ended = _stopped(got, cause)
             inbox = [*self._inbox]
             self._inbox.clear()
+            looks = [*self._looks]
+            self._looks.clear()
         for handle in inbox:
             handle.fail(_stopped(got, cause))
         wake(inbox)
+        for _, seen in looks:
+            seen.set_exception(_stopped(got, cause))
         for handle in [*self._open.values()]:
             try:
                 self._abort(handle, _stopped(got, cause))

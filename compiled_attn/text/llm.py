@@ -31,6 +31,7 @@ class LLM:
 
     Attributes:
         tokenizer: that of the model.
+        model: what the engine runs.
         engine: what serves it; tokens go in and out there.
 
     Raises:
@@ -53,7 +54,8 @@ class LLM:
         progress: Callable[[BucketEvent], None] | None = None,
     ) -> None:
         self.tokenizer = Tokenizer(model)
-        self.engine = Engine(load_model(model, dtype), config, has_stop=self.tokenizer.has_stop)
+        self.model = load_model(model, dtype)
+        self.engine = Engine(self.model, config, has_stop=self.tokenizer.has_stop)
         self.engine.warmup(progress)
 
     def generate(
@@ -64,6 +66,8 @@ class LLM:
         salt: Salt | Sequence[Salt] = None,
     ) -> list[Answer]:
         """The answers to all prompts, served together, in the order of the prompts.
+
+        With ``n`` continuations of a prompt there are as many answers, one behind the other.
 
         Args:
             prompts: texts to go on with, or chats.
@@ -110,11 +114,15 @@ class LLM:
         Closing the generator, or dropping it, aborts the request: its blocks are free at once.
 
         Raises:
-            ConfigError: see `generate`.
+            ConfigError: see `generate`; or several continuations are wanted.
             RuntimeError: at the first piece, while another stream of this model is open; or the
                 request ended with an error.
         """
         sampling = SamplingParams() if sampling is None else sampling
+        if sampling.n != 1:
+            raise ConfigError(
+                f"expected n = 1 for a stream of text, got {sampling.n}: use generate"
+            )
         tokens = self.tokenizer.encode(prompt)
         return self._pieces(self.engine.stream([tokens], sampling, salt=salt), sampling)
 

@@ -51,6 +51,11 @@ class Tokenizer:
         vocabulary = self._tokenizer.get_vocab()
         self._bytes = frozenset(vocabulary[name] for name in names if name in vocabulary)
 
+    @property
+    def of_transformers(self) -> Any:
+        """What does the work."""
+        return self._tokenizer
+
     def encode(self, prompt: Prompt) -> list[int]:
         """The ids of a text, with the special tokens that the model expects, or of a chat.
 

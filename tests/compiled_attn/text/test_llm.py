@@ -140,6 +140,17 @@ def test_what_cannot_be_served_is_refused_before_anything_is(llm, prompts, messa
     assert llm.engine.report().steps == before
 
 
+def test_continuations_of_a_prompt_stand_together_and_are_no_stream(llm):
+    several = SamplingParams(max_new_tokens=9, temperature=1.0, seed=3, n=2)
+    answers = llm.generate(["the", "a"], several)
+    named = [(answer.result.index, answer.result.choice) for answer in answers]
+    assert named == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    alone = SamplingParams(max_new_tokens=9, temperature=1.0, seed=4)
+    assert answers[1].text == llm.generate(["the"], alone)[0].text
+    with pytest.raises(ConfigError, match="expected n = 1 for a stream of text, got 2"):
+        llm.stream("the", several)
+
+
 def test_a_request_that_fails_ends_its_stream_with_its_error(tmp_path, config):
     torch.manual_seed(0)
     save_model(tmp_path)

@@ -1,0 +1,69 @@
+"""The command ``serve``: a model behind the interface of OpenAI, until a signal ends it."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from compiled_attn.cli.errors import UserError, bad_input
+from compiled_attn.cli.inputs import dtype_of, refuse_unavailable, tell_conversion
+from compiled_attn.cli.options import ServeOptions, settings_of
+from compiled_attn.cli.store import stored_backend
+from compiled_attn.engine import EngineConfig
+from compiled_attn.text import LLM, Tokenizer
+from graphs import BucketEvent, progress_for
+
+__all__ = ["run_serve"]
+
+
+def run_serve(options: ServeOptions) -> int:
+    """Serves until a signal ends it; returns the exit code.
+
+    Raises:
+        UserError: no such model, or one without a tokenizer, or the address is in use; nothing was
+            started.
+    """
+    try:
+        from compiled_attn.serve.served import Served
+        from compiled_attn.serve.server import bound, run
+    except ImportError as error:
+        raise UserError(
+            f"the server needs a package that is not installed: {error}: pip install "
+            "'compiled-attn[serve]'"
+        ) from error
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    with bad_input(), stored_backend(options.backend, None) as backend:
+        refuse_unavailable(options)
+        tell_conversion(options.model)
+        Tokenizer(options.model)  # fails before it listens
+        if options.threads is not None:
+            torch.set_num_threads(options.threads)
+        config = EngineConfig(**settings_of(options) | {"backend": backend}, watch_process=True)
+        listening = bound(options.host, options.port)
+        served = Served(options.name or options.model.stem, partial(_load, options, config))
+        host, port = listening.getsockname()[:2]
+        run(served, listening, lambda: _say(f"{served.name} at http://{host}:{port}/v1"))
+    return 0
+
+
+def _load(
+    options: ServeOptions, config: EngineConfig, progress: Callable[[BucketEvent], None]
+) -> LLM:
+    shown: Any = progress_for(sys.stderr)
+
+    def told(event: BucketEvent) -> None:
+        progress(event)
+        shown(event)
+
+    llm = LLM(options.model, config, dtype=dtype_of(options), progress=told)
+    _say("ready")
+    return llm
+
+
+def _say(text: str) -> None:
+    print(f"compiled-attn: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,85 @@
+"""The model that is served: it loads and warms up in a thread of its own, then answers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TypeAlias
+
+from compiled_attn.engine import AsyncEngine
+from compiled_attn.serve.errors import RequestError
+from compiled_attn.text import LLM
+from graphs import BucketEvent
+
+__all__ = ["Make", "Served"]
+
+Make: TypeAlias = Callable[[Callable[[BucketEvent], None]], LLM]
+"""Loads a model and warms it up; told each bucket."""
+
+
+class Served:
+    """A model under its name, on its way or ready.
+
+    Args:
+        name: that requests name.
+        make: loads it and warms it up.
+
+    Attributes:
+        error: what ended the start, None while nothing did.
+    """
+
+    def __init__(self, name: str, make: Make) -> None:
+        self.name = name
+        self.error: BaseException | None = None
+        self._make = make
+        self._llm: LLM | None = None
+        self._engine: AsyncEngine | None = None
+        self._stage = "loading the model"
+
+    def start(self, when_failed: Callable[[], None]) -> None:
+        """Begins in a thread of its own; calls ``when_failed`` if that ends with an error."""
+        threading.Thread(
+            target=self._start, args=(when_failed,), name="compiled-attn start", daemon=True
+        ).start()
+
+    def stop(self) -> None:
+        """Ends the engine; what is running is served before."""
+        if self._engine is not None:
+            self._engine.stop()
+
+    @property
+    def stage(self) -> str:
+        """``ready``; what it waits for, ``warming up, 5 of 9 graphs``; or ``stopped``."""
+        if self._engine is None:
+            return self._stage
+        return "ready" if self._engine.is_serving else "stopped"
+
+    @property
+    def llm(self) -> LLM:
+        """The model with its tokenizer.
+
+        Raises:
+            RequestError: 503, while it is on its way.
+        """
+        if self._llm is None:
+            raise RequestError(f"expected a model that is warm, got {self._stage}: try again", 503)
+        return self._llm
+
+    @property
+    def engine(self) -> AsyncEngine:
+        """What answers; raises as `llm` does."""
+        assert self.llm is not None
+        assert self._engine is not None
+        return self._engine
+
+    def _start(self, when_failed: Callable[[], None]) -> None:
+        try:
+            llm = self._make(self._told)
+            self._engine = AsyncEngine(llm.engine)
+            self._llm = llm  # last: now it is ready
+        except BaseException as error:
+            self.error = error
+            when_failed()
+
+    def _told(self, event: BucketEvent) -> None:
+        self._stage = f"warming up, {event.index} of {event.total} graphs"

@@ -1,0 +1,77 @@
+"""The command ``serve``: what it refuses before it listens, and how a signal ends it."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("fastapi", reason="needs the extra 'serve'")
+
+import openai
+
+from tests.compiled_attn.cli.commands import assert_refused
+
+SMALL = (
+    *("--backend", "eager", "--max-tokens-per-step", "32", "--max-seqs", "2"),
+    *("--block-size", "8", "--num-blocks", "80", "--max-graphs", "4"),
+)
+
+
+def test_a_model_without_a_tokenizer_is_refused(command, model_dir):
+    assert_refused(command("serve", "--model", model_dir, *SMALL), "it has no tokenizer")
+
+
+def test_a_port_in_use_is_refused(command, chat_dir):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        told = command("serve", "--model", chat_dir, "--port", port, *SMALL)
+    assert_refused(told, f"cannot listen at 127.0.0.1:{port}", "--port")
+
+
+@contextlib.contextmanager
+def started(chat_dir: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The command in a process of its own, warm, and its address."""
+    program = "from compiled_attn.cli import main; main()"
+    arguments = ["serve", "--model", str(chat_dir), "--name", "tiny", "--port", "0", *SMALL]
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, *arguments], stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    url = ""
+    try:
+        for line in process.stderr:
+            url = m[1] if (m := re.match(r"compiled-attn: tiny at (\S+)", line)) else url
+            if line == "compiled-attn: ready\n":
+                break
+        yield process, url
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_signal_lets_what_was_asked_be_answered_and_takes_nothing_new(chat_dir):
+    with started(chat_dir) as (process, url):
+        client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+        stream = client.completions.create(
+            model="tiny", prompt="the moon", max_tokens=200, stream=True, temperature=0
+        )
+        chunks = [next(iter(stream))]
+        process.send_signal(signal.SIGTERM)
+        threading.Thread(target=process.stderr.read, daemon=True).start()
+        chunks += stream
+        assert chunks[-1].choices[0].finish_reason == "length"
+        assert chunks[-1].usage.completion_tokens == 200
+        assert process.wait(timeout=60) == 0
+        with pytest.raises(urllib.error.URLError):
+            urllib.request.urlopen(f"{url}/models")

@@ -1,0 +1,34 @@
+"""The figures of a server in the format of Prometheus."""
+
+from __future__ import annotations
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.compiled_attn.serve.conftest import NAME, Running
+
+
+def figures(server: Running) -> dict[str, float]:
+    """Sums over the labels."""
+    found: dict[str, float] = {}
+    _, text = server.get("/metrics")
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            found[sample.name] = found.get(sample.name, 0) + sample.value
+    return found
+
+
+def test_what_is_served_is_counted(server):
+    before = figures(server)
+    server.client.completions.create(model=NAME, prompt="the moon", max_tokens=5)
+    after = figures(server)
+
+    def more(name: str) -> float:
+        return after[f"compiled_attn_{name}"] - before[f"compiled_attn_{name}"]
+
+    assert more("requests_total") == 1
+    assert more("bucket_hits_total") == 5
+    prompt = len(server.served.llm.tokenizer.encode("the moon"))
+    assert more("tokens_total") == 5 + prompt + (prompt + 4)
+    assert after["compiled_attn_compiles_after_warmup_total"] == 0
+    assert after["compiled_attn_ready"] == 1
+    assert after["compiled_attn_blocks"] == 199

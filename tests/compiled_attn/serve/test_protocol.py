@@ -1,0 +1,128 @@
+"""The server as the official client of OpenAI meets it; answers are those of the model alone."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from compiled_attn.engine import SamplingParams
+from compiled_attn.text import LLM
+from tests.compiled_attn.serve.conftest import NAME, Running
+
+CHAT = [{"role": "user", "content": "What is on the moon?"}]
+
+
+def asked(server: Running, **more):
+    settings = {"model": NAME, "messages": CHAT, "max_tokens": 12, **more}
+    return server.client.chat.completions.create(**settings)
+
+
+def answered(alone: LLM, prompt, **more) -> str:
+    settings = {"max_new_tokens": 12, **more}
+    return alone.generate([prompt], SamplingParams(**settings))[0].text
+
+
+def test_a_chat_is_answered_as_the_model_alone_does(server, alone):
+    answer = asked(server)
+    assert answer.choices[0].message.content == answered(alone, CHAT)
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage.completion_tokens == 12
+    assert answer.usage.prompt_tokens == len(alone.tokenizer.encode(CHAT))
+
+
+def test_the_pieces_of_a_stream_are_the_same_answer(server, alone):
+    chunks = [*asked(server, stream=True, max_tokens=40)]
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert text == answered(alone, CHAT, max_new_tokens=40)
+    assert chunks[-1].choices[0].finish_reason == "length"
+    assert chunks[-1].usage.completion_tokens == 40
+    assert len(chunks) > 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_text_is_gone_on_with(server, alone, stream):
+    given = server.client.completions.create(
+        model=NAME, prompt="the moon", max_tokens=16, stream=stream
+    )
+    text = "".join(c.choices[0].text for c in given) if stream else given.choices[0].text
+    assert text == answered(alone, "the moon", max_new_tokens=16)
+
+
+def test_a_response_is_the_same_answer_in_both_ways(server, alone):
+    settings = {"model": NAME, "input": CHAT[0]["content"], "max_output_tokens": 12}
+    whole = server.client.responses.create(**settings)
+    assert whole.output_text == answered(alone, CHAT)
+    events = [*server.client.responses.create(**settings, stream=True)]
+    deltas = "".join(e.delta for e in events if e.type == "response.output_text.delta")
+    assert deltas == whole.output_text
+    assert events[-1].type == "response.completed"
+
+
+def test_every_request_has_a_sampling_of_its_own(server, alone):
+    drawn = {"temperature": 1.5, "top_p": 0.9, "seed": 7}
+    assert asked(server, **drawn).choices[0].message.content == answered(alone, CHAT, **drawn)
+    few = {"temperature": 1.0, "top_k": 3, "seed": 1}
+    more = {"temperature": 1.0, "seed": 1, "extra_body": {"top_k": 3}}
+    assert asked(server, **more).choices[0].message.content == answered(alone, CHAT, **few)
+
+
+def test_a_stop_string_ends_the_answer_before_it(server, alone):
+    text = answered(alone, CHAT, max_new_tokens=40)
+    stop = text[10:12]
+    want = answered(alone, CHAT, max_new_tokens=40, stop=(stop,))
+    whole = asked(server, max_tokens=40, stop=stop)
+    assert whole.choices[0].message.content == want == text[: text.index(stop)]
+    assert whole.choices[0].finish_reason == "stop"
+    chunks = asked(server, max_tokens=40, stop=[stop], stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == want
+
+
+def test_fifty_streams_at_once_get_their_own_answers(server, alone):
+    def stream(number: int) -> str:
+        messages = [{"role": "user", "content": f"number {number}"}]
+        chunks = asked(server, messages=messages, max_tokens=8, stream=True)
+        return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+
+    with ThreadPoolExecutor(50) as pool:
+        got = [*pool.map(stream, range(50))]
+    chats = [[{"role": "user", "content": f"number {number}"}] for number in range(50)]
+    want = alone.chat(chats, SamplingParams(max_new_tokens=8))
+    assert got == [each.text for each in want]
+
+
+def test_a_client_that_goes_away_leaves_no_request_and_no_block(server):
+    chunks = asked(server, stream=True, max_tokens=200)
+    next(iter(chunks))
+    chunks.close()
+    until = time.monotonic() + 30
+    while _figure(server, "requests_running") or _figure(server, "blocks_used"):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def test_a_second_turn_finds_the_first_ones_blocks_but_no_other_tenants(server):
+    first = [{"role": "user", "content": "Once upon a time there was a moon over the sea."}]
+    turn = asked(server, messages=first).choices[0].message.content
+    second = [*first, {"role": "assistant", "content": turn}, {"role": "user", "content": "On!"}]
+    before = _hits(server)
+    asked(server, messages=second)
+    assert _hits(server) > before
+    before = _hits(server)
+    asked(server, messages=second, extra_headers={"X-Cache-Salt": "another tenant"})
+    assert _hits(server) == before
+
+
+def test_the_model_is_listed(server):
+    assert [each.id for each in server.client.models.list()] == [NAME]
+
+
+def _figure(server: Running, name: str) -> float:
+    _, text = server.get("/metrics")
+    line = next(each for each in text.splitlines() if each.startswith(f"compiled_attn_{name} "))
+    return float(line.split()[-1])
+
+
+def _hits(server: Running) -> int:
+    return server.served.llm.engine.memory.stats().hit_tokens

@@ -1,0 +1,96 @@
+"""Requests that cannot be served: a status, one clear sentence, and the server goes on."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+
+import openai
+import pytest
+
+from tests.compiled_attn.serve.conftest import NAME, Running
+
+SAID = [{"role": "user", "content": "hello"}]
+
+REFUSED = {
+    "no messages": ("chat", {"messages": []}, "expected messages: a list of messages"),
+    "a message without content": ("chat", {"messages": [{"role": "user"}]}, "a role and a content"),
+    "an image": (
+        "chat",
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
+        "content of text",
+    ),
+    "what the template refuses": (
+        "chat",
+        {"messages": [{"role": "system", "content": "x"}, *SAID]},
+        "no system messages",
+    ),
+    "several answers": ("chat", {"messages": SAID, "n": 2}, "n is not served, got 2: send 1"),
+    "a schema": (
+        "chat",
+        {"messages": SAID, "response_format": {"type": "json_object"}},
+        "response_format is not served",
+    ),
+    "an unknown field": ("chat", {"messages": SAID, "extra_body": {"moon": 1}}, "got moon"),
+    "a temperature below 0": (
+        "chat",
+        {"messages": SAID, "temperature": -1},
+        "expected temperature",
+    ),
+    "no tokens": ("chat", {"messages": SAID, "max_tokens": 0}, "expected max_new_tokens"),
+    "more than the context": ("chat", {"messages": SAID, "max_tokens": 9999}, "<= context 256"),
+    "a prompt beyond the context": ("text", {"prompt": "x" * 400}, "<= context 256"),
+    "an empty prompt": ("text", {"prompt": ""}, "expected prompt: a text, got ''"),
+    "token ids": ("text", {"prompt": [1, 2]}, "expected prompt: a text"),
+    "special tokens only": ("text", {"prompt": "<end><end>"}, "special tokens only"),
+    "no input": ("response", {"input": ""}, "expected input"),
+}
+
+
+def send(server: Running, kind: str, fields: dict):
+    client = server.client
+    calls = {
+        "chat": client.chat.completions.create,
+        "text": client.completions.create,
+        "response": client.responses.create,
+    }
+    return calls[kind](model=NAME, **fields)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_bad_request_is_told_in_a_sentence(server, name, stream):
+    kind, fields, sentence = REFUSED[name]
+    with pytest.raises(openai.BadRequestError) as told:
+        send(server, kind, {**fields, "stream": stream})
+    assert sentence in told.value.body["message"]
+    assert told.value.body["type"] == "invalid_request_error"
+    assert "\n" not in told.value.body["message"]
+
+
+def test_another_model_is_not_found(server):
+    with pytest.raises(openai.NotFoundError, match="expected the model 'tiny', got 'big'"):
+        server.client.chat.completions.create(model="big", messages=SAID)
+
+
+def test_a_route_that_there_is_not_is_not_found(server):
+    status, text = server.get("/v1/nothing")
+    assert status == 404
+    assert json.loads(text)["error"]["type"] == "not_found_error"
+
+
+@pytest.mark.parametrize("body", [b"{no json", b"[]", b""])
+def test_a_body_that_is_no_object_is_refused(server, body):
+    request = urllib.request.Request(
+        f"{server.url}/v1/completions", body, {"Content-Type": "application/json"}
+    )
+    with pytest.raises(urllib.error.HTTPError) as told:
+        urllib.request.urlopen(request)
+    assert told.value.code == 400
+    assert "expected a JSON object" in json.loads(told.value.read())["error"]["message"]
+
+
+def test_after_all_of_them_the_server_answers(server):
+    assert server.client.completions.create(model=NAME, prompt="x", max_tokens=2).choices
+    assert server.get("/health") == (200, '{"status":"ready"}')

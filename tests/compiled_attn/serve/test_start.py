@@ -1,0 +1,57 @@
+"""The start of a server: it answers at once that it warms up, and what ends it is told."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import openai
+import pytest
+
+from compiled_attn.errors import ConfigError, ModelError
+from compiled_attn.serve.served import Served
+from compiled_attn.serve.server import bound, run
+from compiled_attn.text import LLM
+from tests.compiled_attn.serve.conftest import CONFIG, NAME, running
+
+
+def test_health_counts_the_graphs_until_the_warmup_is_done(chat_dir):
+    go_on, stages = threading.Event(), []
+
+    def make(told):
+        def each(event):
+            told(event)
+            stages.append(server.get("/health"))
+            if event.index == 1:
+                go_on.wait(30)
+
+        return LLM(chat_dir, CONFIG, progress=each)
+
+    with running(make) as server:
+        while not any("1 of" in text for _, text in stages):
+            assert server.served.error is None, server.served.error
+        with pytest.raises(openai.InternalServerError, match="warming up, 1 of") as told:
+            server.client.completions.create(model=NAME, prompt="x", max_tokens=2)
+        assert told.value.status_code == 503
+        assert server.get("/metrics")[1].splitlines()[-1] == "compiled_attn_ready 0.0"
+        go_on.set()
+        server.wait()
+        assert server.get("/health") == (200, '{"status":"ready"}')
+        assert server.client.completions.create(model=NAME, prompt="x", max_tokens=2).choices
+    assert all(status == 503 for status, _ in stages)
+    assert "of" in json.loads(stages[-1][1])["status"]
+
+
+def test_what_ends_the_start_ends_the_server():
+    def make(told):
+        raise ModelError("no such weights")
+
+    with pytest.raises(ModelError, match="no such weights"):
+        run(Served(NAME, make), bound("127.0.0.1", 0), lambda: None)
+
+
+def test_a_port_in_use_is_told_with_the_remedy():
+    with bound("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"cannot listen at 127.0.0.1:{port}: .*--port"):
+            bound("127.0.0.1", port)
