@@ -2,9 +2,10 @@
 
     python benchmarks/sampling.py [--threads 2] [--vocab 128256]
 
-Logits of a normal distribution, float32. Milliseconds, medians, one process, in turns; `sorted` is
-the definition: each row sorted in float64, cut, and drawn from (greedy: `torch.max` of each row).
-Both give the same tokens, which is asserted.
+Logits of a normal distribution, float32; each request has a text of 1,000 tokens, half of them
+generated, which were counted in an earlier step. Milliseconds, medians, one process, in turns;
+`sorted` is the definition: each row sorted in float64, cut, and drawn from (greedy: `torch.max` of
+each row). Both give the same tokens, which is asserted.
 """
 
 from __future__ import annotations
@@ -15,29 +16,47 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from compiled_attn.engine import SamplingParams, sample
+from compiled_attn.engine import SamplingParams
+from compiled_attn.engine.draws import Draw, drawn_rows
+from compiled_attn.engine.logit_rules import LogitRules
 from graphs.report.surroundings import machine
 
+TEXT = 1000
 CASES = {
     "greedy": SamplingParams(),
     "temperature, top-k 50, top-p 0.9": SamplingParams(temperature=0.8, top_k=50, top_p=0.9),
+    "the same, min-p 0.05": SamplingParams(temperature=0.8, top_k=50, top_p=0.9, min_p=0.05),
+    "the same, repetition 1.1": SamplingParams(
+        temperature=0.8, top_k=50, top_p=0.9, repetition_penalty=1.1
+    ),
     "temperature, top-p 0.9": SamplingParams(temperature=0.8, top_p=0.9),
     "temperature": SamplingParams(temperature=0.8),
 }
 
 
-def by_sorting(logits: Tensor, seeds: range, params: SamplingParams) -> list[int]:
+def by_sorting(
+    logits: Tensor, seeds: range, params: SamplingParams, texts: list[list[int]]
+) -> list[int]:
     """The tokens, row by row."""
     best, tokens = logits.max(-1)
     assert best.isfinite().all()
     if not params.temperature:
         return [int(token) for token in tokens]
-    return [_of_sorted(row, seed, params) for row, seed in zip(logits, seeds, strict=True)]
+    rows = zip(logits, seeds, texts, strict=True)
+    return [_of_sorted(_penalised(row, params, text), seed, params) for row, seed, text in rows]
+
+
+def _penalised(logits: Tensor, params: SamplingParams, text: list[int]) -> Tensor:
+    seen, penalty = torch.tensor(text).unique(), params.repetition_penalty
+    values = logits[seen]
+    values = torch.where(values > 0, values / penalty, values * penalty)
+    return logits.index_copy(0, seen, values)
 
 
 def _of_sorted(logits: Tensor, seed: int, params: SamplingParams) -> int:
@@ -48,13 +67,14 @@ def _of_sorted(logits: Tensor, seed: int, params: SamplingParams) -> int:
     if params.top_k:
         ordered = ordered[: params.top_k]
     probabilities = torch.softmax(ordered, -1)
-    kept = probabilities[probabilities.cumsum(-1) - probabilities < params.top_p].cumsum(-1)
-    uniform = np.random.Generator(np.random.Philox(key=seed, counter=0)).random()
+    kept = probabilities[probabilities.cumsum(-1) - probabilities < params.top_p]
+    kept = kept[kept >= params.min_p * kept[0]].cumsum(-1)
+    uniform = np.random.Generator(np.random.Philox(key=seed, counter=TEXT // 2)).random()
     place = int(torch.searchsorted(kept, uniform * float(kept[-1]), right=True))
     return int(tokens[min(place, len(kept) - 1)])
 
 
-def milliseconds(function: Callable[[], list[int]]) -> tuple[float, list[int]]:
+def milliseconds(function: Callable[[], list[Any]]) -> tuple[float, list[Any]]:
     """Time of a call, and what it gave."""
     started = time.perf_counter()
     result = function()
@@ -74,10 +94,16 @@ def main() -> None:
     print(f"{'sampling':34} {'rows':>5} {'ms':>8} {'sorted / here':>14}")
     for count in options.rows:
         logits = 3 * torch.randn(count, options.vocab)
+        texts = torch.randint(options.vocab, (count, TEXT)).tolist()
         for name, params in CASES.items():
             many = [replace(params, seed=seed) for seed in range(count)]
-            at_once = partial(sample, logits, many, [0] * count)
-            one_by_one = partial(by_sorting, logits, range(count), params)
+            draws = [
+                Draw(row, each, TEXT // 2, LogitRules(each, TEXT // 2, ()), texts[row])
+                for row, each in enumerate(many)
+            ]
+            at_once = partial(drawn_rows, logits, draws)
+            at_once()  # counts the tokens of the texts, as they are known in an engine
+            one_by_one = partial(by_sorting, logits, range(count), params, texts)
             pairs = []
             for _ in range(options.rounds):
                 (here, ours), (there, theirs) = milliseconds(at_once), milliseconds(one_by_one)

@@ -123,7 +123,8 @@ def _drawn(source: Tensor | RankedRows, draws: Sequence[Draw]) -> Sequence[int |
 def _shaped(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
     """The tokens of rows after their rules have changed a copy of them."""
     rules = [draw.rules for draw in draws if draw.rules is not None]
-    own = shaped(logits[[draw.row for draw in draws]], rules, [draw.text for draw in draws])
+    at = [draw.row for draw in draws]
+    own = shaped(logits, at, rules, [draw.text for draw in draws])
     ranked = RankedRows(own)
     best, tokens = ranked.best()
     if not all(math.isfinite(value) for value in best.tolist()):

@@ -44,18 +44,25 @@ class LogitRules:
         return self.ends[self.ends < vocab] if is_short else self.ends[:0]
 
 
-def shaped(logits: Tensor, rules: Sequence[LogitRules], texts: Sequence[Sequence[int]]) -> Tensor:
-    """Logits as the rules of each row want them, all rows at once.
+def shaped(
+    logits: Tensor,
+    rows: Sequence[int],
+    rules: Sequence[LogitRules],
+    texts: Sequence[Sequence[int]],
+) -> Tensor:
+    """Some rows of logits as the rules of each want them, all at once.
 
     Args:
         logits: ``[R, vocab]``, any float dtype; not changed.
-        rules: R of them.
+        rows: n of them.
+        rules: n, one for each row.
         texts: of each row the tokens so far, prompt included.
 
     Returns:
-        ``[R, vocab]``, float32, or float64 where the logits are.
+        ``[n, vocab]``, float32, or float64 where the logits are.
     """
-    made = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
+    at = torch.tensor(rows, device=logits.device)
+    made = logits.index_select(0, at).to(torch.promote_types(logits.dtype, torch.float32))
     pairs = [*zip(rules, texts, strict=True)]
     made[_places([rule.bias_ids for rule in rules], made)] += torch.from_numpy(
         np.concatenate([rule.biases for rule in rules])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-import compiled_attn.engine.sampling as sampling_module
+import compiled_attn.engine.draws as draws_module
 from compiled_attn.cache.defrag import OnlineDefragmenter
 from compiled_attn.engine import (
     ConfigError,
@@ -123,14 +123,14 @@ def test_a_tiny_temperature_is_greedy(temperature):
 
 def test_what_fails_while_one_row_is_sampled_ends_that_request_alone(monkeypatch):
     engine, prompts = _engine(), _prompts(3)
-    draw = sampling_module.uniforms
+    draw = draws_module.uniforms
 
     def failing(seeds, steps):
         if (13, 2) in zip(seeds, steps, strict=True):
             raise IndexError("no such place")
         return draw(seeds, steps)
 
-    monkeypatch.setattr(sampling_module, "uniforms", failing)
+    monkeypatch.setattr(draws_module, "uniforms", failing)
     params = [SamplingParams(NEW, temperature=1.0, seed=seed) for seed in (12, 13, 14)]
     ended = list(engine.generate(prompts, params, in_order=True))
     assert [result.finish_reason for result in ended] == ["length", "error", "length"]

@@ -29,7 +29,7 @@ VOCAB = 60
 def _row(params: SamplingParams, prompt: list[int], generated: list[int], logits: torch.Tensor):
     """Logits ``[vocab]`` as the rules of one request make them."""
     rules = LogitRules(params, len(prompt), params.stop_token_ids)
-    return shaped(logits[None], [rules], [prompt + generated])[0]
+    return shaped(logits[None], [0], [rules], [prompt + generated])[0]
 
 
 def by_loops(
@@ -70,6 +70,7 @@ def test_all_rows_at_once_are_as_the_definition_makes_each(rows, seed):
     before = logits.clone()
     made = shaped(
         logits,
+        range(len(rows)),
         [LogitRules(params, len(prompt), params.stop_token_ids) for params, prompt, _ in rows],
         [prompt + generated for _, prompt, generated in rows],
     )
