@@ -126,7 +126,7 @@ def test_bad_options_are_refused_in_one_line(
 
 
 def test_an_unknown_command_is_refused(command: Command) -> None:
-    assert_refused(command("serve"), "serve")
+    assert_refused(command("moon"), "moon")
 
 
 def test_without_a_command_the_help_is_shown(command: Command) -> None:
