@@ -294,11 +294,13 @@ def test_nothing_of_a_request_is_kept_when_it_was_served():
         gc.collect()
         return sum(type(each) in kinds for each in gc.get_objects())
 
+    before = alive()  # what engines of other tests still hold
+
     for _ in range(3):
         assert sum(1 for _ in engine.generate(_prompts(8), SamplingParams(max_new_tokens=2))) == 8
         engine.submit([1, 2], SamplingParams(max_new_tokens=1))
         assert engine.step()[0].result is not None
-        assert engine.step() == [] and alive() == 0
+        assert engine.step() == [] and alive() <= before
 
 
 def test_an_unknown_backend_is_refused_before_the_model_is_touched():
