@@ -97,12 +97,9 @@ def servers(options: argparse.Namespace) -> list[Server]:
 
 async def load(server: Server, requests: int, clients: int, round_: int) -> None:
     """One round: times of every request, and requests a second."""
-    client = AsyncOpenAI(
-        base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", timeout=600, max_retries=0
-    )
     numbers = iter(range(requests))
 
-    async def one(number: int) -> None:
+    async def one(client: AsyncOpenAI, number: int) -> None:
         topic = TOPICS[number % len(TOPICS)]
         text = f"Story {round_}-{number}: write three sentences about {topic}."
         started = time.perf_counter()
@@ -121,12 +118,14 @@ async def load(server: Server, requests: int, clients: int, round_: int) -> None
         server.first.append(times[0] - started)
         server.between += [b - a for a, b in itertools.pairwise(times)]
 
-    async def worker() -> None:
+    async def worker(client: AsyncOpenAI) -> None:
         for number in numbers:
-            await one(number)
+            await one(client, number)
 
     started = time.perf_counter()
-    await asyncio.gather(*(worker() for _ in range(clients)))
+    url = f"http://127.0.0.1:{server.port}/v1"
+    async with AsyncOpenAI(base_url=url, api_key="none", timeout=600, max_retries=0) as client:
+        await asyncio.gather(*(worker(client) for _ in range(clients)))
     server.rates.append(requests / (time.perf_counter() - started))
 
 
