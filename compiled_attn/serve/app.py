@@ -11,10 +11,10 @@ from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 from transformers.cli.serving.server import build_server
 
+from compiled_attn.serve.call import Calls
 from compiled_attn.serve.errors import tell_errors
 from compiled_attn.serve.handlers import Chats, Completions, OneModel, Responses
 from compiled_attn.serve.metrics import exposition
-from compiled_attn.serve.salt import Salted
 from compiled_attn.serve.served import Served
 
 __all__ = ["app_of"]
@@ -44,7 +44,7 @@ def app_of(served: Served) -> FastAPI:
         for route in app.router.routes
         if not isinstance(route, APIRoute) or route.path in _ROUTES
     ]
-    app.add_middleware(Salted)
+    app.add_middleware(Calls)
     tell_errors(app)
 
     @app.get("/health")

@@ -9,19 +9,13 @@ from transformers import GenerationConfig
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.response import ResponseHandler
-from transformers.cli.serving.utils import Modality
+from transformers.cli.serving.utils import Modality, get_response_template
 
-from compiled_attn.serve.body import (
-    EXTENSIONS,
-    Body,
-    check_chat,
-    check_completion,
-    check_response,
-    sampling_of,
-)
+from compiled_attn.serve.body import EXTENSIONS, Body, check_body, sampling_of, without_nulls
 from compiled_attn.serve.errors import RequestError
 from compiled_attn.serve.replies import Replies
 from compiled_attn.serve.served import Served
+from compiled_attn.text import LLM
 
 __all__ = ["Chats", "Completions", "OneModel", "Responses"]
 
@@ -70,6 +64,8 @@ class _Handler:
     """What is our own of each handler: checks, the model, the sampling."""
 
     _unused_fields: ClassVar[set[str]] = set()
+    _needed: ClassVar[str]
+    _parses: ClassVar[bool] = True
     model_manager: OneModel
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
@@ -78,16 +74,13 @@ class _Handler:
         Raises:
             RequestError: it cannot be served.
         """
-        self._check(body)
+        body = without_nulls(body)
+        check_body(body, self._needed)
         body.setdefault("stream", False)
         try:
             return await super().handle_request(body, request_id)  # type: ignore[misc]
         except (TemplateError, ValueError) as error:
             raise RequestError(str(error)) from error
-
-    def _check(self, body: Body) -> None:
-        """Raises RequestError for a body without what is asked for."""
-        raise NotImplementedError
 
     def _validate_request(self, body: Body) -> None:
         known = self._valid_params_class.__mutable_keys__ | EXTENSIONS  # type: ignore[attr-defined]
@@ -106,30 +99,38 @@ class _Handler:
     def _build_generation_config(
         self, body: Body, model_generation_config: GenerationConfig, use_cb: bool = False
     ) -> Any:
+        llm = self.model_manager.served.llm
         sampling, is_limited = sampling_of(body, model_generation_config)
-        settings: Any = GenerationConfig(
-            max_new_tokens=sampling.max_new_tokens if is_limited else None
-        )
-        settings.sampling = sampling
+        if sampling.stop and self._parses:
+            _refuse_stop(llm)
+        settings: Any = GenerationConfig(max_new_tokens=sampling.max_new_tokens)
+        settings.sampling, settings.is_limited = sampling, is_limited
         return settings
+
+
+def _refuse_stop(llm: LLM) -> None:
+    """A parser reads tokens, and would show what a stop string hides."""
+    if get_response_template(llm.tokenizer.of_transformers, llm.model) is not None:
+        raise RequestError(
+            "stop is not served in chats of a model whose answers are parsed for tool calls and "
+            "thoughts: leave it out, or take /v1/completions"
+        )
 
 
 class Chats(_Handler, ChatCompletionHandler):  # type: ignore[misc]
     """``/v1/chat/completions``."""
 
-    def _check(self, body: Body) -> None:
-        check_chat(body)
+    _needed = "messages"
 
 
 class Completions(_Handler, CompletionHandler):  # type: ignore[misc]
     """``/v1/completions``."""
 
-    def _check(self, body: Body) -> None:
-        check_completion(body)
+    _needed = "prompt"
+    _parses = False
 
 
 class Responses(_Handler, ResponseHandler):  # type: ignore[misc]
     """``/v1/responses``."""
 
-    def _check(self, body: Body) -> None:
-        check_response(body)
+    _needed = "input"

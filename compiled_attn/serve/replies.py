@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,16 +16,13 @@ from transformers.cli.serving.utils import (
     response_events_to_chunks,
 )
 
-from compiled_attn.engine import RequestHandle, SamplingParams
+from compiled_attn.engine import GenerationResult, RequestHandle, SamplingParams
+from compiled_attn.serve.call import current_call
 from compiled_attn.serve.errors import RequestError
-from compiled_attn.serve.salt import current_salt
 from compiled_attn.serve.served import Served
 from compiled_attn.text.answer import Answer, AnswerPieces
 
 __all__ = ["Replies", "Reply"]
-
-_ENOUGH_TOKENS = 1024
-"""Of a request that does not say how many it wants."""
 
 
 class Reply:
@@ -31,6 +30,7 @@ class Reply:
 
     Args:
         request: that is generated.
+        settings: of the request, whose limit the handler looks at when it has ended.
         pieces: of its text.
         parser: of tool calls and thoughts in the text; None: text is text.
 
@@ -39,10 +39,11 @@ class Reply:
         total_tokens: generated so far.
     """
 
-    def __init__(self, request: RequestHandle, pieces: Any, parser: Any) -> None:
+    def __init__(self, request: RequestHandle, settings: Any, pieces: Any, parser: Any) -> None:
         self.queue: asyncio.Queue[Any] = asyncio.Queue()
         self.total_tokens = 0
-        self._request, self._pieces, self._parser = request, pieces, parser
+        self._request, self._settings = request, settings
+        self._pieces, self._parser = pieces, parser
         if parser is not None:
             self._show(parser.initial_events)
         self._task = asyncio.get_running_loop().create_task(self._run())
@@ -54,14 +55,18 @@ class Reply:
     async def _run(self) -> None:
         try:
             async for event in self._request:
-                if event.result is not None and event.result.error:
-                    raise RuntimeError(event.result.error)
+                if event.result is not None:
+                    _note_end(event.result, self._settings)
                 self.total_tokens += 1
                 self._tell(self._pieces.put(event.token))
             self._tell(self._pieces.rest())
+            if self._parser is not None:
+                with contextlib.suppress(ValueError, RuntimeError):  # it ended within a call
+                    self._show(self._parser.finalize()[1])
             self.queue.put_nowait(None)
         except Exception as error:
-            self.queue.put_nowait(_StreamError(str(error).replace('"', "'")))
+            # The handlers put it into JSON as it is.
+            self.queue.put_nowait(_StreamError(json.dumps(str(error))[1:-1]))
 
     def _tell(self, text: str) -> None:
         if text and self._parser is None:
@@ -74,18 +79,32 @@ class Reply:
             self.queue.put_nowait(item)
 
 
+def _note_end(result: GenerationResult, settings: Any) -> None:
+    """Raises RuntimeError for a failed request; one that stopped did not reach its limit."""
+    if result.error:
+        raise RuntimeError(result.error)
+    if result.finish_reason == "stop":
+        settings.max_new_tokens = None  # the handlers compare lengths with it
+
+
 class _Marked:
     """Pieces of text with the special tokens that a parser looks for."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._stream = DecodeStream([], skip_special_tokens=False)
+        self._tokens: list[int] = []
+        self._told = 0
 
     def put(self, token: int) -> str:
-        return self._stream.step(self._tokenizer, token) or ""
+        self._tokens.append(token)
+        text: str = self._stream.step(self._tokenizer, token) or ""
+        self._told += len(text)
+        return text
 
     def rest(self) -> str:
-        return ""
+        text: str = self._tokenizer.decode(self._tokens, skip_special_tokens=False)
+        return text[self._told :]
 
 
 class Replies(BaseGenerateManager):
@@ -112,7 +131,7 @@ class Replies(BaseGenerateManager):
         pieces: Any = _Marked(processor._tokenizer)
         if response_parser is None:
             pieces = AnswerPieces(self._served.llm.tokenizer, sampling, self._ends(sampling))
-        reply = Reply(request, pieces, response_parser)
+        reply = Reply(request, gen_config, pieces, response_parser)
         return reply.queue, reply
 
     async def generate_non_streaming(
@@ -121,9 +140,8 @@ class Replies(BaseGenerateManager):
         """The text of a reply, tokens of its prompt, and its own tokens."""
         prompt = inputs["input_ids"]
         request, sampling = self._submit(prompt, gen_config)
-        result = await request
-        if result.error:
-            raise RuntimeError(result.error)
+        result = await current_call().result(request)
+        _note_end(result, gen_config)
         answer = Answer.of(result, self._served.llm.tokenizer, self._ends(sampling))
         return answer.text, len(prompt), result.tokens
 
@@ -134,11 +152,12 @@ class Replies(BaseGenerateManager):
         sampling: SamplingParams = settings.sampling
         if self._served.llm.tokenizer.special.issuperset(prompt):
             raise RequestError("expected a prompt with text, got special tokens only")
-        if settings.max_new_tokens is None:
+        if not settings.is_limited:
             room = self._served.llm.engine.sizing.context - len(prompt)
-            settings.max_new_tokens = max(min(room, _ENOUGH_TOKENS), 1)
+            settings.max_new_tokens = max(min(room, settings.max_new_tokens), 1)
             sampling = replace(sampling, max_new_tokens=settings.max_new_tokens)
-        request = self._served.engine.submit(prompt, sampling, salt=current_salt())
+        call = current_call()
+        request = call.owns(self._served.engine.submit(prompt, sampling, salt=call.salt))
         return request, sampling
 
     def _ends(self, sampling: SamplingParams) -> frozenset[int]:

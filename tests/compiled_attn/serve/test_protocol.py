@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import openai
 import pytest
 
 from compiled_attn.engine import SamplingParams
@@ -112,6 +113,74 @@ def test_a_second_turn_finds_the_first_ones_blocks_but_no_other_tenants(server):
     before = _hits(server)
     asked(server, messages=second, extra_headers={"X-Cache-Salt": "another tenant"})
     assert _hits(server) == before
+
+
+def test_what_is_null_is_left_out(server, alone):
+    said = {"role": "assistant", "content": "x", "tool_calls": None, "name": None}
+    messages = [*CHAT, said, *CHAT]
+    nulls = {"stop": None, "seed": None, "tools": None, "chat_template_kwargs": None}
+    answer = asked(server, messages=messages, extra_body=nulls).choices[0].message.content
+    assert answer == answered(alone, [*CHAT, {"role": "assistant", "content": "x"}, *CHAT])
+    stream = server.client.responses.create(
+        model=NAME, input="hi", stream=True, max_output_tokens=4, parallel_tool_calls=None
+    )
+    assert [*stream][-1].type == "response.completed"
+
+
+def test_the_turns_of_a_tool_are_taken(server):
+    items = [
+        {"role": "user", "content": "What time is it?"},
+        {"type": "function_call", "call_id": "1", "name": "clock", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1", "output": "noon"},
+    ]
+    assert server.client.responses.create(model=NAME, input=items, max_output_tokens=4).output_text
+
+
+def test_an_end_with_the_last_token_is_a_stop(server, alone):
+    text = answered(alone, CHAT, max_new_tokens=6)
+    first = alone.generate([CHAT], SamplingParams(max_new_tokens=6, stop=(text[-1],)))[0]
+    count = len(first.result.tokens)
+    settings = {"max_tokens": count, "stop": text[-1]}
+    assert asked(server, **settings).choices[0].finish_reason == "stop"
+    assert [*asked(server, **settings, stream=True)][-1].choices[0].finish_reason == "stop"
+
+
+def test_least_tokens_need_no_limit(server):
+    stop = {"extra_body": {"min_tokens": 20, "ignore_eos": True}}
+    answer = server.client.completions.create(model=NAME, prompt="x" * 200, **stop)
+    assert answer.usage.completion_tokens == 56  # what the context of 256 has room for
+
+
+def test_a_client_that_does_not_wait_for_a_whole_answer_leaves_no_request(server):
+    impatient = server.client.with_options(timeout=0.3)
+    with pytest.raises(openai.APITimeoutError):
+        for _ in range(100):  # the machine may be fast
+            impatient.completions.create(
+                model=NAME, prompt="the moon", max_tokens=240, extra_body={"ignore_eos": True}
+            )
+    until = time.monotonic() + 30
+    while server.served.llm.engine.open_requests:
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+PARSED = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<model>",
+    "fields": {"content": {"close": "<end>", "content": "text"}},
+}
+
+
+@pytest.mark.parametrize("tokens", [4, 9, 24])
+def test_a_parser_gets_all_of_a_stream(server, monkeypatch, tokens):
+    monkeypatch.setattr(
+        server.served.llm.tokenizer.of_transformers, "response_template", PARSED, raising=False
+    )
+    whole = asked(server, max_tokens=tokens).choices[0].message.content
+    chunks = asked(server, max_tokens=tokens, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole
+    with pytest.raises(openai.BadRequestError, match="stop is not served in chats"):
+        asked(server, stop="x")
 
 
 def test_the_model_is_listed(server):

@@ -21,10 +21,26 @@ REFUSED = {
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
         "content of text",
     ),
+    "a part without its type": (
+        "chat",
+        {"messages": [{"role": "user", "content": [{"text": "hi"}]}]},
+        "content of text",
+    ),
+    "calls that are no list": (
+        "chat",
+        {"messages": [{"role": "assistant", "tool_calls": 5}]},
+        "expected messages",
+    ),
+    "tools that are no list": ("chat", {"messages": SAID, "tools": 5}, "expected tools"),
     "what the template refuses": (
         "chat",
         {"messages": [{"role": "system", "content": "x"}, *SAID]},
         "no system messages",
+    ),
+    "a template of the client's": (
+        "chat",
+        {"messages": SAID, "extra_body": {"chat_template_kwargs": {"chat_template": "x"}}},
+        "expected chat_template_kwargs: variables of the model's template",
     ),
     "several answers": ("chat", {"messages": SAID, "n": 2}, "n is not served, got 2: send 1"),
     "a schema": (
@@ -32,19 +48,57 @@ REFUSED = {
         {"messages": SAID, "response_format": {"type": "json_object"}},
         "response_format is not served",
     ),
+    "a schema of a response": (
+        "response",
+        {"input": "x", "text": {"format": {"type": "json_object"}}},
+        "text is not served",
+    ),
+    "a tool that must be called": (
+        "chat",
+        {"messages": SAID, "tool_choice": "required"},
+        "tool_choice is not served, got 'required': send 'auto'",
+    ),
+    "settings of transformers": (
+        "chat",
+        {"messages": SAID, "extra_body": {"generation_config": "{}"}},
+        "generation_config is not served, got '{}': leave it out",
+    ),
     "an unknown field": ("chat", {"messages": SAID, "extra_body": {"moon": 1}}, "got moon"),
-    "a temperature below 0": (
+    "a negative temperature": (
         "chat",
         {"messages": SAID, "temperature": -1},
         "expected temperature",
     ),
     "no tokens": ("chat", {"messages": SAID, "max_tokens": 0}, "expected max_new_tokens"),
+    "a bias of no token": (
+        "chat",
+        {"messages": SAID, "logit_bias": {"x": 1}},
+        "logit_bias: token ids",
+    ),
+    "a bias twice": (
+        "chat",
+        {"messages": SAID, "logit_bias": {"1": 1, "01": 2}},
+        "logit_bias: token",
+    ),
+    "a bias without a number": ("chat", {"messages": SAID, "logit_bias": {"1": "x"}}, "logit_bias"),
+    "a stop that is no text": ("chat", {"messages": SAID, "stop": 5}, "expected stop"),
     "more than the context": ("chat", {"messages": SAID, "max_tokens": 9999}, "<= context 256"),
     "a prompt beyond the context": ("text", {"prompt": "x" * 400}, "<= context 256"),
     "an empty prompt": ("text", {"prompt": ""}, "expected prompt: a text, got ''"),
     "token ids": ("text", {"prompt": [1, 2]}, "expected prompt: a text"),
     "special tokens only": ("text", {"prompt": "<end><end>"}, "special tokens only"),
     "no input": ("response", {"input": ""}, "expected input"),
+    "an input of numbers": (
+        "response",
+        {"input": [5]},
+        "expected input: a text or a list of messages",
+    ),
+    "an input without text": ("response", {"input": [{"type": "input_text"}]}, "expected input"),
+    "instructions of a number": (
+        "response",
+        {"input": "x", "instructions": 5},
+        "expected instructions",
+    ),
 }
 
 
@@ -67,6 +121,7 @@ def test_a_bad_request_is_told_in_a_sentence(server, name, stream):
     assert sentence in told.value.body["message"]
     assert told.value.body["type"] == "invalid_request_error"
     assert "\n" not in told.value.body["message"]
+    assert not server.served.llm.engine.open_requests
 
 
 def test_another_model_is_not_found(server):
@@ -80,15 +135,31 @@ def test_a_route_that_there_is_not_is_not_found(server):
     assert json.loads(text)["error"]["type"] == "not_found_error"
 
 
-@pytest.mark.parametrize("body", [b"{no json", b"[]", b""])
-def test_a_body_that_is_no_object_is_refused(server, body):
+def refusal(server: Running, body: bytes) -> str:
+    """What a body as it is gets for an answer, which must be 400."""
     request = urllib.request.Request(
         f"{server.url}/v1/completions", body, {"Content-Type": "application/json"}
     )
     with pytest.raises(urllib.error.HTTPError) as told:
         urllib.request.urlopen(request)
     assert told.value.code == 400
-    assert "expected a JSON object" in json.loads(told.value.read())["error"]["message"]
+    return json.loads(told.value.read())["error"]["message"]
+
+
+@pytest.mark.parametrize("body", [b"{no json", b"[]", b""])
+def test_a_body_that_is_no_object_is_refused(server, body):
+    assert "expected a JSON object" in refusal(server, body)
+
+
+@pytest.mark.parametrize("body", [b'{"prompt": "a\\ud800"}', b'{"prompt": "a", "\\ud800": 1}'])
+def test_half_a_surrogate_pair_is_refused(server, body):
+    assert "expected valid Unicode" in refusal(server, body)
+
+
+@pytest.mark.parametrize("stream", [b'"false"', b"1"])
+def test_a_stream_is_true_or_false(server, stream):
+    sentence = refusal(server, b'{"prompt": "a", "stream": %b}' % stream)
+    assert sentence.startswith("expected stream: true or false, got ")
 
 
 def test_after_all_of_them_the_server_answers(server):
