@@ -181,6 +181,9 @@ class Owner:
             except Exception as error:  # its own, such as of a bucket that the warmup lost
                 handle.fail(error)
                 wake([handle])
+            except BaseException:
+                self._inbox.appendleft(handle)  # where `_end` finds it
+                raise
 
     def _drop_unwanted(self) -> None:
         """After all have entered: who cancels has submitted before."""
@@ -199,6 +202,9 @@ class Owner:
                 seen.set_result(look(self._engine))
             except Exception as error:  # the looker's own
                 seen.set_exception(error)
+            except BaseException:
+                self._looks.appendleft((look, seen))  # where `_end` finds it
+                raise
 
     def _deliver(self, events: list[TokenEvent]) -> None:
         """Hands out the tokens of a step: without a lock, and readers are woken once."""
@@ -215,10 +221,12 @@ class Owner:
     def _abort(self, handle: RequestHandle, error: Exception) -> None:
         assert handle.request_id is not None
         del self._open[handle.request_id]
-        with contextlib.suppress(KeyError):  # it has ended in a step that failed
-            self._engine.abort(handle.request_id)
-        handle.fail(error)
-        wake([handle])
+        try:
+            with contextlib.suppress(KeyError):  # it has ended in a step that failed
+                self._engine.abort(handle.request_id)
+        finally:
+            handle.fail(error)
+            wake([handle])
 
     def _end(self, cause: BaseException | None) -> None:
         """Nobody waits for what does not come: every request ends, and none is taken any more."""
@@ -235,11 +243,8 @@ class Owner:
         for _, seen in looks:
             seen.set_exception(_stopped(got, cause))
         for handle in [*self._open.values()]:
-            try:
+            with contextlib.suppress(BaseException):  # of an engine that cannot go on
                 self._abort(handle, _stopped(got, cause))
-            except Exception:  # of an engine that cannot go on
-                handle.fail(_stopped(got, cause))
-                wake([handle])
 
 
 class _StoppedEarly(Exception):

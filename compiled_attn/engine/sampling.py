@@ -13,6 +13,7 @@ import numpy as np
 
 __all__ = ["SamplingParams"]
 
+_LARGEST = float(np.finfo(np.float32).max)
 _PENALTIES = ("presence_penalty", "frequency_penalty")
 
 
@@ -39,7 +40,7 @@ class SamplingParams:
         presence_penalty: taken off the logits of tokens that were generated before (-2 to 2).
         frequency_penalty: the same as often as each was generated (-2 to 2).
         logit_bias: numbers added to the logits of tokens, by their ids; kept as pairs.
-        min_tokens: no token that ends the request is drawn before so many.
+        min_tokens: no token that ends the request is drawn before so many; a stop string may come.
         logprobs: tell the log-probability of each generated token, and the most likely ones, so
             many, with theirs; None: tell none.
         prompt_logprobs: the same of the tokens of the prompt, which then is computed whole.
@@ -84,7 +85,9 @@ class SamplingParams:
         )
         for name in _PENALTIES:
             self._settle(name, _number, lambda p: -2 <= p <= 2, "a number in [-2, 2]")
-        self._settle("logit_bias", _biases, lambda _: True, "finite numbers by token ids >= 0")
+        self._settle(
+            "logit_bias", _biases, lambda _: True, "numbers finite in float32 by token ids >= 0"
+        )
         most = self.max_new_tokens
         self._settle(
             "min_tokens", _integer, lambda n: 0 <= n <= most, f"an integer in 0..{most}, the most"
@@ -167,7 +170,7 @@ def _biases(given: object) -> tuple[tuple[int, float], ...] | None:
     biases: dict[int, float] = {}
     for pair in pairs:
         ids, amount = (_integer(pair[0]), _number(pair[1])) if _is_pair(pair) else (None, None)
-        if ids is None or ids < 0 or amount is None or not math.isfinite(amount):
+        if ids is None or ids < 0 or amount is None or not abs(amount) <= _LARGEST:
             return None
         biases[ids] = amount
     return tuple(sorted(biases.items()))

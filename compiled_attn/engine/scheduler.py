@@ -136,7 +136,7 @@ class Scheduler:
         """The next step; blocks for its tokens are reserved. Empty only if there is no work."""
         step: dict[Sequence, int] = {}
         late: list[Sequence] = []
-        before, room = self.preemptions, self.max_tokens
+        before, room, extra = self.preemptions, self.max_tokens, 0
         self.changed = []
         for sequence in [*self.running]:
             if len(sequence.tokens) - sequence.computed > 1:
@@ -147,9 +147,10 @@ class Scheduler:
             else:
                 room -= self._place(sequence, step, room)
         for sequence in late:
-            room -= self._place(sequence, step, room)
+            room -= self._place(sequence, step, room, extra)
+            extra += _extra_rows(sequence, step.get(sequence, 1))
         if self.preemptions == before:
-            self._admit(step, room)
+            self._admit(step, room, extra)
         return ScheduledStep(step)
 
     def commit(self, step: ScheduledStep) -> None:
@@ -178,13 +179,16 @@ class Scheduler:
             self.waiting.remove(sequence)
         sequence.status = Status.FINISHED
 
-    def _place(self, sequence: Sequence, step: dict[Sequence, int], room: int) -> int:
+    def _place(
+        self, sequence: Sequence, step: dict[Sequence, int], room: int, extra: int = 0
+    ) -> int:
         """Puts what there is room for of a sequence that still runs into a step.
 
         As long as blocks lack, the newest sequence is preempted, maybe this one. Returns how much
         room it took, less what sequences that left the step gave back.
         """
-        count, taken = self._count(sequence, room, len(self.running) - 1), 0
+        others = len(self.running) - 1 + bool(self.waiting)  # a row is left to a newcomer
+        count, taken = self._count(sequence, room, others + extra), 0
         if not count or sequence.status is not Status.RUNNING:
             return 0
         whole = self._whole_blocks(sequence.computed + count)
@@ -201,11 +205,11 @@ class Scheduler:
         step[sequence] = count
         return taken + count
 
-    def _count(self, sequence: Sequence, room: int, others: int) -> int:
+    def _count(self, sequence: Sequence, room: int, rows: int) -> int:
         """How many tokens of a sequence a step takes: a prompt that is scored needs logits of all,
-        and a step has as many rows of logits as sequences can run.
+        and a step has as many rows of logits as sequences can run, of which others have ``rows``.
         """
-        most = max(1, self.max_seqs - others) if sequence.scores_prompt else room
+        most = max(1, self.max_seqs - rows) if sequence.scores_prompt else room
         return min(sequence.remaining, room, most)
 
     def _whole_blocks(self, length: int) -> int:
@@ -220,8 +224,8 @@ class Scheduler:
         self.waiting.appendleft(sequence)
         self.preemptions += 1
 
-    def _admit(self, step: dict[Sequence, int], room: int) -> None:
-        while self.waiting and len(self.running) < self.max_seqs:
+    def _admit(self, step: dict[Sequence, int], room: int, extra: int) -> None:
+        while self.waiting and (rows := len(self.running) + extra) < self.max_seqs:
             sequence = self.waiting[0]
             if room < 1:
                 return
@@ -230,7 +234,7 @@ class Scheduler:
                 return
             table = self.pool.add(sequence.request_id, prompt, salt=sequence.salt)
             sequence.computed = table.num_cached_tokens
-            count = self._count(sequence, room, len(self.running))
+            count = self._count(sequence, room, rows)
             sequence.reserved = self._whole_blocks(sequence.computed + count)
             self.pool.reserve(sequence.request_id, sequence.reserved)
             self.changed.append(sequence.request_id)
@@ -240,6 +244,7 @@ class Scheduler:
             sequence.status = Status.RUNNING
             step[sequence] = count
             room -= count
+            extra += _extra_rows(sequence, count)
 
     def _prompt(self, sequence: Sequence) -> PromptKeys:
         """The tokens of the head of the queue, which are hashed once while it waits."""
@@ -255,3 +260,8 @@ class Scheduler:
         spare = len(self.running) * self.pool.block_size
         length = len(sequence.tokens) + spare
         return self.pool.can_allocate(length, prompt, salt=sequence.salt)
+
+
+def _extra_rows(sequence: Sequence, count: int) -> int:
+    """Rows of logits that so many tokens of a sequence need beyond the one that each has."""
+    return count - 1 if sequence.scores_prompt else 0

@@ -222,8 +222,8 @@ class Sequence:
             self.logprobs[place - self.prompt_len :] = [scored.logprobs]
 
     def _completes_stop(self, token: int) -> bool:
-        """Whether a token ends a stop string; as one that ends the request, not too early."""
-        if self.has_stop is None or self.generated < self.sampling.min_tokens:
+        """Whether a token ends a stop string; `min_tokens` holds none back."""
+        if self.has_stop is None:
             return False
         return self.has_stop([*self.tokens[self.prompt_len :], token], self.sampling.stop)
 

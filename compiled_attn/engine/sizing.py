@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedModel
@@ -81,12 +81,9 @@ class Sizing:
                 f"expected token ids in 0..{self.vocab - 1}, got {min(prompt)}..{max(prompt)}: "
                 "tokenize with the model's own tokenizer"
             )
-        unknown = [token for token in dict(sampling.logit_bias) if token >= self.vocab]
-        if unknown:
-            raise ConfigError(
-                f"expected a logit_bias for token ids in 0..{self.vocab - 1}, got {unknown[0]}: "
-                "leave it out"
-            )
+        self._check_tokens("a logit_bias for", dict(sampling.logit_bias))
+        if sampling.min_tokens:
+            self._check_tokens("min_tokens with stop_token_ids of", sampling.stop_token_ids)
         self.check_lengths(len(prompt), sampling.max_new_tokens)
 
     def check_lengths(self, prompt: int, new: int) -> None:
@@ -108,6 +105,13 @@ class Sizing:
                     f"not enough memory: expected steps of at most {there:,} bytes, which this "
                     f"machine has, got {wanted:,} bytes at least for {bucket}: lower "
                     "max_tokens_per_step (--max-tokens-per-step), or take smaller buckets"
+                )
+
+    def _check_tokens(self, what: str, tokens: Iterable[int]) -> None:
+        for token in tokens:
+            if not 0 <= token < self.vocab:
+                raise ConfigError(
+                    f"expected {what} token ids in 0..{self.vocab - 1}, got {token}: leave it out"
                 )
 
     def _check_blocks(self, length: int, blocks: int) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from compiled_attn import AsyncEngine
 from compiled_attn.engine import Engine, EngineConfig
-from compiled_attn.errors import EngineStopped
+from compiled_attn.errors import EngineStopped, RequestCancelled
 from tests.compiled_attn.engine.counting import CONFIG, Counting
 from tests.compiled_attn.engine.paced import LONG, SECONDS, used, warm_engine
 from tests.compiled_attn.tiny import tiny_model
@@ -76,6 +76,55 @@ def test_an_executor_that_raises_reaches_every_request_and_those_to_come(paced):
     with AsyncEngine(serving.engine) as again:  # the engine itself goes on
         assert len(again.submit([3], LONG).result(SECONDS).tokens) == 30
     assert used(serving.engine) == 0
+
+
+@pytest.mark.parametrize("error", [RuntimeError("gone"), SystemExit("gone")])
+def test_an_abort_that_fails_ends_every_request_the_cancelled_one_too(paced, monkeypatch, error):
+    executor, serving = paced
+
+    def failing(request_id):
+        raise error
+
+    monkeypatch.setattr(serving.engine, "abort", failing)
+    cancelled, other = serving.submit([1], LONG), serving.submit([2], LONG)
+    assert executor.begun.wait(SECONDS)
+    cancelled.cancel()
+    executor.steps.release(1000)
+    with pytest.raises(RequestCancelled):
+        cancelled.result(SECONDS)
+    with pytest.raises(EngineStopped, match="gone") as caught:
+        other.result(SECONDS)
+    assert caught.value.__cause__ is error
+
+
+def test_a_look_that_ends_the_thread_ends_for_the_looker_too():
+    error = SystemExit("looked too long")
+
+    def looks(engine):
+        raise error
+
+    serving, told = AsyncEngine(warm_engine()), []
+
+    def look():
+        with pytest.raises(EngineStopped, match="looked too long") as caught:
+            serving._owner.look(looks)
+        told.append(caught.value.__cause__)
+
+    looker = threading.Thread(target=look, daemon=True)
+    looker.start()
+    looker.join(SECONDS)
+    assert told == [error] and not serving.is_serving
+
+
+def test_a_request_whose_entry_ends_the_thread_ends_too(monkeypatch):
+    serving = AsyncEngine(warm_engine())
+
+    def failing(*args, **kwargs):
+        raise SystemExit("no entry")
+
+    monkeypatch.setattr(serving.engine, "submit", failing)
+    with pytest.raises(EngineStopped, match="no entry"):
+        serving.submit([1], LONG).result(SECONDS)
 
 
 def test_a_warmup_that_fails_reaches_who_submitted_meanwhile():

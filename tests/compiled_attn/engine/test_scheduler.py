@@ -9,9 +9,13 @@ from compiled_attn.cache.blocks import BlockPool
 from compiled_attn.engine import SamplingParams, Scheduler, Sequence, Status
 
 
-def _sequence(request_id: int, prompt: int, new: int = 4, start: int = 0) -> Sequence:
+def _sequence(
+    request_id: int, prompt: int, new: int = 4, start: int = 0, *, scored: bool = False
+) -> Sequence:
+    """One whose prompt, if it is scored, needs a row of logits for each token."""
     tokens = list(range(start, start + prompt))
-    return Sequence(request_id, tokens, prompt, SamplingParams(max_new_tokens=new), 0.0)
+    params = SamplingParams(max_new_tokens=new, prompt_logprobs=0 if scored else None)
+    return Sequence(request_id, tokens, prompt, params, 0.0)
 
 
 def _run_step(scheduler: Scheduler) -> list[tuple[int, int]]:
@@ -151,6 +155,25 @@ def test_blocks_of_another_salt_do_not_count_when_a_request_is_admitted():
     assert list(scheduler.waiting) == [second]
 
 
+def test_prompts_that_are_scored_share_the_rows_of_logits_of_a_step():
+    scheduler = Scheduler(BlockPool(64, 4), max_tokens=64, max_seqs=8)
+    for request_id in range(3):
+        scheduler.add(_sequence(request_id, 6, start=100 * request_id, scored=True))
+    assert _run_step(scheduler) == [(0, 6), (1, 2)]
+    assert _run_step(scheduler) == [(0, 1), (1, 4), (2, 3)]
+
+
+def test_a_long_prompt_that_is_scored_leaves_a_row_to_who_comes():
+    scheduler = Scheduler(BlockPool(64, 4), max_tokens=64, max_seqs=4)
+    scheduler.add(_sequence(0, 60, scored=True))
+    assert _run_step(scheduler) == [(0, 4)]
+    for request_id in (1, 2):
+        scheduler.add(_sequence(request_id, 9, start=1000 * request_id))
+    assert _run_step(scheduler) == [(0, 3), (1, 9)]
+    assert _run_step(scheduler) == [(1, 1), (0, 2), (2, 9)]
+    assert _run_step(scheduler) == [(1, 1), (2, 1), (0, 2)]
+
+
 def test_after_a_restart_all_sequences_wait_in_order_with_nothing_computed():
     scheduler, old, new = _two_running()
     later = _sequence(2, 3, start=200)
@@ -175,7 +198,7 @@ def test_a_sequence_that_failed_leaves_nothing_in_the_prefix_index():
 
 @given(
     requests=st.lists(
-        st.tuples(st.integers(1, 30), st.integers(1, 12), st.integers(0, 2)),
+        st.tuples(st.integers(1, 30), st.integers(1, 12), st.integers(0, 2), st.booleans()),
         min_size=1,
         max_size=12,
     ),
@@ -188,8 +211,8 @@ def test_every_request_finishes_with_all_its_tokens_and_no_block_leaks(
     pool = BlockPool(num_blocks, 4)
     scheduler = Scheduler(pool, max_tokens=budget, max_seqs=4)
     sequences = [
-        _sequence(i, prompt, new, start=100 * start)
-        for i, (prompt, new, start) in enumerate(requests)
+        _sequence(i, prompt, new, 100 * start, scored=scored)
+        for i, (prompt, new, start, scored) in enumerate(requests)
     ]
     for sequence in sequences:
         scheduler.add(sequence)
@@ -198,8 +221,9 @@ def test_every_request_finishes_with_all_its_tokens_and_no_block_leaks(
             break
         shape = _run_step(scheduler)
         assert shape and sum(count for _, count in shape) <= budget
-        assert len({index for index, _ in shape}) == len(shape) <= 4
+        assert len({index for index, _ in shape}) == len(shape)
+        assert sum(count if requests[index][3] else 1 for index, count in shape) <= 4
     assert not scheduler.has_work
-    for sequence, (prompt, new, _) in zip(sequences, requests, strict=True):
+    for sequence, (prompt, new, *_) in zip(sequences, requests, strict=True):
         assert len(sequence.tokens) == prompt + new
     assert pool.stats().used == 0 and pool.requests == []

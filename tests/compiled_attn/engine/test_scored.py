@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -122,6 +124,21 @@ def test_no_end_is_drawn_before_min_tokens(engine):
     assert not set(ends) & set(held.tokens[:4]) and len(held.tokens) >= 4
 
 
+def test_an_end_that_no_token_is_changes_nothing_without_min_tokens(engine):
+    plain = SamplingParams(max_new_tokens=4, presence_penalty=1.0)
+    never = replace(plain, stop_token_ids=(-1, 2**70))
+    one, other = engine.generate([PROMPTS[0]] * 2, [plain, never])
+    assert one.tokens == other.tokens
+
+
+def test_prompts_that_are_scored_share_the_rows_of_a_step(model, caplog):
+    scored = _engine(model, max_tokens_per_step=32, max_seqs=8)
+    params = SamplingParams(max_new_tokens=3, prompt_logprobs=0)
+    results = [*scored.generate([[1, 2, 3, 4, 5, n] for n in range(3)], params)]
+    assert [len(result.prompt_logprobs) for result in results] == [6] * 3
+    assert "no bucket holds" not in caplog.text
+
+
 def test_continuations_are_those_of_their_seeds_in_order_and_share_the_blocks_of_the_prompt(model):
     params = SamplingParams(max_new_tokens=5, temperature=1.5, seed=2**64 - 2)
     many = SamplingParams(max_new_tokens=5, temperature=1.5, seed=2**64 - 2, n=3)
@@ -160,5 +177,9 @@ def test_continuations_of_a_prompt_that_was_aborted_are_served(model):
 def test_what_cannot_be_served_is_refused_before(engine):
     with pytest.raises(ConfigError, match=r"logit_bias for token ids in 0\.\.127, got 128"):
         engine.submit([1], SamplingParams(logit_bias={128: 1.0}))
+    for end in (-1, 128, 2**70):
+        params = SamplingParams(stop_token_ids=(end,), min_tokens=2)
+        with pytest.raises(ConfigError, match=rf"stop_token_ids of .* in 0\.\.127, got {end}: "):
+            engine.submit([1], params)
     with pytest.raises(ConfigError, match=r"n = 1 .* take generate or stream"):
         engine.submit([1], SamplingParams(n=2))

@@ -35,6 +35,16 @@ def test_a_request_ends_with_the_token_that_completes_its_stop_string():
     assert engine.pool.stats().used == 0
 
 
+def test_min_tokens_holds_no_stop_string_back():
+    model = tiny_model()
+    tokens = plain_generate(model, PROMPT, 3)
+    engine = Engine(model, CONFIG, has_stop=has_stop)
+    engine.warmup()
+    params = SamplingParams(max_new_tokens=12, min_tokens=9, stop=spelled(tokens))
+    (result,) = engine.generate([PROMPT], params)
+    assert (result.tokens, result.finish_reason) == (tokens, "stop")
+
+
 def test_an_engine_without_text_refuses_them_with_the_remedy():
     engine = Engine(tiny_model(), CONFIG)
     message = r"expected no stop strings, as this engine has no tokenizer, got \('END',\): use comp"
