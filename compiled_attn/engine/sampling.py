@@ -81,7 +81,10 @@ class SamplingParams:
         self._settle("stop", _texts, lambda _: True, "a tuple of texts, none of them empty")
         self._settle("min_p", _number, lambda p: 0 <= p <= 1, "a number in [0, 1]")
         self._settle(
-            "repetition_penalty", _number, lambda p: 0 < p < math.inf, "a finite number > 0"
+            "repetition_penalty",
+            _number,
+            lambda p: 1 / _LARGEST <= p <= _LARGEST,
+            "a number > 0, finite in float32",
         )
         for name in _PENALTIES:
             self._settle(name, _number, lambda p: -2 <= p <= 2, "a number in [-2, 2]")

@@ -182,6 +182,8 @@ def test_a_row_of_which_nothing_is_left_ends_alone():
         {"logit_bias": {-1: 0.0}},
         {"logit_bias": {1: float("inf")}},
         {"logit_bias": {1: 1e39}},
+        {"repetition_penalty": 1e39},
+        {"repetition_penalty": 1e-50},
         {"logit_bias": {1: float("nan")}},
         {"logit_bias": {1.5: 1.0}},
         {"logit_bias": [1, 2]},
