@@ -13,14 +13,14 @@ from compiled_attn.serve.errors import RequestError
 from compiled_attn.serve.fields import check_fields
 from graphs.errors import quoted
 
-__all__ = ["ENOUGH_TOKENS", "EXTENSIONS", "Body", "check_body", "sampling_of", "without_nulls"]
+__all__ = ["EXTENSIONS", "Body", "check_body", "sampling_of", "without_nulls"]
 
 Body = Mapping[str, Any]
 
 EXTENSIONS = frozenset({"top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos"})
 """Fields beyond the protocol, as vLLM names them: ``extra_body`` of the client."""
 
-ENOUGH_TOKENS = 1024
+_ENOUGH_TOKENS = 1024
 """Of a request that does not say how many it wants."""
 
 _SAME = (*EXTENSIONS, "temperature", "top_p", "seed", "presence_penalty", "frequency_penalty")
@@ -66,11 +66,22 @@ def check_body(body: Body, needed: str) -> None:
             raise RequestError(f"{name} is not served, got {quoted(body[name])}: {instead}")
 
 
-def without_nulls(given: Any) -> Any:
-    """The same without fields that are null, which the protocol takes for left out."""
+def without_nulls(body: Body) -> dict[str, Any]:
+    """The same without fields that are null, which the protocol takes for left out.
+
+    The schemas of tools are left as they are.
+    """
+    return {
+        name: each if name == "tools" else _without_nulls(each)
+        for name, each in body.items()
+        if each is not None
+    }
+
+
+def _without_nulls(given: Any) -> Any:
     if isinstance(given, dict):
-        return {name: without_nulls(each) for name, each in given.items() if each is not None}
-    return [*map(without_nulls, given)] if isinstance(given, list) else given
+        return {name: _without_nulls(each) for name, each in given.items() if each is not None}
+    return [*map(_without_nulls, given)] if isinstance(given, list) else given
 
 
 def sampling_of(body: Body, default: GenerationConfig) -> tuple[SamplingParams, bool]:
@@ -93,7 +104,7 @@ def sampling_of(body: Body, default: GenerationConfig) -> tuple[SamplingParams, 
     if body.get("logit_bias"):
         wanted["logit_bias"] = _bias(body["logit_bias"])
     limit = next((body[name] for name in _LIMITS if name in body), None)
-    wanted["max_new_tokens"] = ENOUGH_TOKENS if limit is None else limit
+    wanted["max_new_tokens"] = _ENOUGH_TOKENS if limit is None else limit
     try:
         return SamplingParams(**wanted), limit is not None
     except (TypeError, ValueError) as error:
