@@ -1,16 +1,18 @@
-"""Linear layers of bfloat16: plain weights, packed by oneDNN, and packed for our op.
+"""Linear layers of bfloat16: plain weights, packed by oneDNN, packed for our op, joined, in int8.
 
     python benchmarks/packed_linear.py [--threads 1] [--rows 1,4,16,64,256]
 
-The layers of SmolLM2-135M: thirty times QKV, output, gate and up, down, each pair of them also as
-one layer, and its head. Weights are cold (212 MB of layers, read one after the other). One process,
-interleaved, medians; a figure is the speed over plain weights, as torch's linear has them.
+The layers of SmolLM2-135M: thirty times QKV, output, gate and up, down, and its head. Joined, QKV
+are one layer of our op, gate and up one; in int8 they are apart. Weights are cold (212 MB of
+layers, read one after the other). One process, interleaved, medians; a figure is the speed over
+plain weights, as torch's linear has them.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from native.timing import medians
@@ -19,32 +21,36 @@ from torch import Tensor
 from compiled_attn.ops import load, packed_linear
 
 LAYERS = 30
-APART = ((576, 576), (192, 576), (192, 576), (576, 576), (1536, 576), (1536, 576), (576, 1536))
-JOINED = ((960, 576), (576, 576), (3072, 576), (576, 1536))
-HEAD = ((49152, 576),)
+QKV, OUT = [(576, 576), (192, 576), (192, 576)], [(576, 576)]
+GATE_UP, DOWN = [(1536, 576), (1536, 576)], [(576, 1536)]
 Form = Callable[[int], None]
-CASES = {"layers": APART * LAYERS, "joined": JOINED * LAYERS, "head": HEAD}
+CASES = {"layers": [QKV, OUT, GATE_UP, DOWN] * LAYERS, "head": [[(49152, 576)]]}
 
 
-def forms(shapes, rows: int) -> dict[str, Form]:
-    """What computes the layers, each with weights of its own."""
-    weights = [torch.randn(shape).bfloat16() * 0.02 for shape in shapes]
-    inputs = {k: torch.randn(rows, k).bfloat16() for _, k in shapes}
-    onednn = [torch.ops.mkldnn._reorder_linear_weight(weight, rows) for weight in weights]
-    ours, op = [packed_linear.pack(weight) for weight in weights], load().packed_linear
+def forms(groups: list[list[tuple[int, int]]], rows: int) -> dict[str, Form]:
+    """What computes groups of layers of one input, each with weights of its own."""
+    weights = [[torch.randn(shape).bfloat16() * 0.02 for shape in group] for group in groups]
+    onednn = [[torch.ops.mkldnn._reorder_linear_weight(w, rows) for w in g] for g in weights]
+    ours, op = [[packed_linear.pack(weight) for weight in g] for g in weights], load().packed_linear
+    joined = [[packed_linear.pack(torch.cat(group))] for group in weights]
+    codes = [[packed_linear.quantise(weight) for weight in group] for group in weights]
+    inputs = [torch.randn(rows, group[0][1]).bfloat16() for group in groups]
     pointwise = torch.ops.mkldnn._linear_pointwise.default
 
-    def run(layers: list[Tensor], linear: Callable[[Tensor, Tensor], Tensor]) -> Form:
+    def run(layers: list[list[Any]], linear: Callable[[Tensor, Any], Tensor]) -> Form:
         def forward(_: int) -> None:
-            for (_, size), layer in zip(shapes, layers, strict=True):
-                linear(inputs[size], layer)
+            for input, group in zip(inputs, layers, strict=True):
+                for layer in group:
+                    linear(input, layer)
 
         return forward
 
     return {
         "plain": run(weights, torch.nn.functional.linear),
         "packed by oneDNN": run(onednn, lambda x, w: pointwise(x, w, None, "none", [], "")),
-        "packed_linear": run(ours, op),
+        "ours": run(ours, op),
+        "joined": run(joined, op),
+        "int8": run(codes, lambda x, w: op(x, w[0], None, w[1])),
     }
 
 
@@ -59,12 +65,13 @@ def main() -> None:
     print(
         f"# bfloat16, {options.threads} threads, torch {torch.__version__}, op {load().isa}, cold"
     )
-    print(f"{'':8}{'rows':>5}{'plain, ms':>11}{'oneDNN':>9}{'ours':>7}   (speed over plain)")
+    names = "".join(f"{name:>8}" for name in ("oneDNN", "ours", "joined", "int8"))
+    print(f"{'':8}{'rows':>5}{'plain, ms':>11}{names}   (speed over plain)")
     with torch.no_grad():
-        for name, shapes in CASES.items():
+        for name, groups in CASES.items():
             for rows in map(int, options.rows.split(",")):
-                plain, onednn, ours = medians(forms(shapes, rows), options.rounds).values()
-                speeds = f"{plain / onednn:9.2f}{plain / ours:7.2f}"
+                plain, *times = medians(forms(groups, rows), options.rounds).values()
+                speeds = "".join(f"{plain / each:8.2f}" for each in times)
                 print(f"{name:8}{rows:5}{plain * 1e3:11.1f}{speeds}", flush=True)
 
 

@@ -104,7 +104,9 @@ def _run(
         if texts is not None:
             answers = texts.answers(finished, engine)
             texts.print(answers)
-        checked = _check(options, executor, finished, screen)
+        checked = _check(options, executor.module.model, executor, finished, screen)
+        if options.check and options.weights == "int8":
+            facts["tokens_others_in_int8"] = _others_in_int8(options, executor, finished, screen)
     except KeyboardInterrupt:
         code = tell("interrupted; this is the report so far", INTERRUPTED)
     except _FAILURES as error:
@@ -158,18 +160,38 @@ def _recording(view: ServingView, needs: list[str]) -> Callable[[StepInfo], None
 
 def _check(
     options: RunOptions,
+    model: PreTrainedModel,
     executor: LocalExecutor,
     finished: Sequence[GenerationResult],
     screen: Console,
 ) -> CheckReport:
     with screen.status("checking") as status:
         return check(
-            executor.module.model,
+            model,
             finished,
             options.check,
             on_checked=lambda done, count: status.update(f"checking {done}/{count}"),
             kv_dtype=executor.config.cache_dtype,
         )
+
+
+def _others_in_int8(
+    options: RunOptions,
+    executor: LocalExecutor,
+    finished: Sequence[GenerationResult],
+    screen: Console,
+) -> int:
+    """How many tokens are others than with the model's own weights, which are loaded again."""
+    own = model_of(options.model, options.dtype, options.seed)
+    found = _check(options, own, executor, finished, screen)
+    others = found.mismatched_tokens + len(found.ties)
+    print(
+        f"int8: {others} of {found.checked_tokens} tokens are others than with weights of "
+        f"{options.dtype}, in {len(found.mismatches)} of {found.checked_requests} requests beyond "
+        "ties",
+        file=sys.stderr,
+    )
+    return others
 
 
 def _verdict(report: EngineReport, strict: bool) -> int:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ConfigError", "EngineConfig"]
 
-_WEIGHTS = ("auto", "packed", "plain")
+_WEIGHTS = ("auto", "packed", "plain", "int8")
 
 
 def setting(default: Any, meaning: str, *, least: int | None = None) -> Any:
@@ -97,7 +97,8 @@ class EngineConfig:
     weights: str = setting(
         "auto",
         "Linear layers of bfloat16 on the native kernel: packed (rewritten in the order in which "
-        "they are read, in place), plain, or auto: packed where that was measured to be faster.",
+        "they are read, in place), plain, int8 (half of their memory, with rounding), or auto: "
+        "packed where that was measured to be faster.",
     )
     strict: bool = setting(
         True,

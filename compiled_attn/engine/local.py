@@ -21,7 +21,7 @@ from compiled_attn.engine.sampler import logits_wanted, sampled
 from compiled_attn.engine.scheduler import ScheduledStep
 from compiled_attn.engine.sizing import FORMS, Form, Sizing, eos_tokens
 from compiled_attn.hf import PagedCausalLM, cache_for
-from compiled_attn.hf.packed import packable, packed_weights
+from compiled_attn.hf.packed import packable, packed_weights, quantised_weights
 from compiled_attn.ops import AttentionTraits, NativeKernel, load
 from compiled_attn.ops.packed_linear import can_pack
 from compiled_attn.ops.tuning import tuning
@@ -78,7 +78,8 @@ class LocalExecutor:
             model, sizing.num_blocks, sizing.block_size, dtype=config.cache_dtype
         )
         packs = _packs(model, config, self.kernel)
-        self.module = PagedCausalLM(model, self.cache, sizing.form, packs)
+        quantises = config.weights == "int8"
+        self.module = PagedCausalLM(model, self.cache, sizing.form, packs, quantises)
         self.graphs = WarmupManager(
             self.module,
             sizing.buckets,
@@ -188,8 +189,9 @@ class LocalExecutor:
         )
 
     def _notes(self) -> dict[str, str]:
-        packed = self.module.packed
-        return {"weights": f"{packed} weights packed"} if packed else {}
+        packed, quantised = self.module.packed, self.module.quantised
+        kind = "in int8" if quantised else "packed"
+        return {"weights": f"{packed} weights {kind}"} if packed else {}
 
     def _plan(self, step: ScheduledStep, table: RequestTable) -> Plan:
         rows = self._builder.rows(
@@ -246,19 +248,26 @@ def _packs(
     Raises:
         ConfigError: they must be, and cannot: no such weights, or not the kernel that does it.
     """
-    if config.weights == "packed" and kernel.name != "native":
+    weights, packed = config.weights, packed_weights(model)
+    is_asked_for = weights in ("packed", "int8")
+    if is_asked_for and kernel.name != "native":
         raise ConfigError(
-            f"weights 'packed' are for the native kernel, got {kernel.name} "
+            f"weights {weights!r} are for the native kernel, got {kernel.name} "
             f"({kernel.notes['native']}): take weights 'auto' or 'plain'"
         )
-    if config.weights == "packed" and not packable(model) and not packed_weights(model):
+    if is_asked_for and not packable(model) and not packed:
         raise ConfigError(
-            "expected weights of bfloat16 that can be packed (weights 'packed'), got none: "
+            f"expected weights of bfloat16 that can be packed (weights {weights!r}), got none: "
             "take weights 'auto' or 'plain'"
         )
-    if config.weights == "plain" or kernel.name != "native":
+    if packed and bool(quantised_weights(model)) is not (weights == "int8"):
+        raise ConfigError(
+            f"expected a model of plain weights for weights {weights!r}, got one that an engine "
+            f"before has made {'int8' if quantised_weights(model) else 'packed'}: load it again"
+        )
+    if weights == "plain" or kernel.name != "native":
         return None
-    return can_pack if config.weights == "packed" else tuning().packs
+    return can_pack if is_asked_for else tuning().packs
 
 
 def _shorter(step: ScheduledStep) -> ScheduledStep:
@@ -317,10 +326,10 @@ def chosen_kernel(model: PreTrainedModel, config: EngineConfig) -> ChosenKernel:
 
 
 def _lacks(model: PreTrainedModel, config: EngineConfig) -> str | None:
-    weight = next(model.parameters())
+    dtype = model.dtype
     if config.backend_name not in _BACKENDS:
         return f"runs in graphs of {', '.join(_BACKENDS)}, not of {config.backend_name}"
     if config.buckets is not None and set(config.buckets.names) == set(Parts.axes):
         return f"has buckets over {', '.join(Tables.axes)}, not over {', '.join(Parts.axes)}"
-    kept = config.cache_dtype or weight.dtype
-    return NativeKernel().supports(AttentionTraits(weight.device.type, weight.dtype, (kept, kept)))
+    kept = config.cache_dtype or dtype
+    return NativeKernel().supports(AttentionTraits(model.device.type, dtype, (kept, kept)))

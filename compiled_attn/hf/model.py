@@ -17,7 +17,7 @@ from compiled_attn.hf.changes import ModelChanged, Snapshot
 from compiled_attn.hf.equality import check_equal, plain_logits
 from compiled_attn.hf.latent import keep_latents, reads
 from compiled_attn.hf.layers import call_through, decoder_layers, restore
-from compiled_attn.hf.packed import pack_linears, packed_weights
+from compiled_attn.hf.packed import pack_linears, packed_weights, quantised_weights
 from compiled_attn.hf.recorder import takes_logits_to_keep
 from compiled_attn.hf.shapes import calls_by_layer, check_fits
 from compiled_attn.ops import AttentionTraits, Implementation, choose
@@ -45,9 +45,12 @@ class PagedCausalLM(nn.Module):
         packs: whether a weight ``[N, K]`` of a linear layer is to be packed, see
             `compiled_attn.hf.packed`; None: none is. A model whose logits are then others keeps
             its layers.
+        quantises: those become int8, and a model whose logits are then far from what they were is
+            refused.
 
     Attributes:
         packed: how many weights are packed, also by an engine before.
+        quantised: how many of these are int8.
 
     Raises:
         ModelRefused: a layer does not attend once a step through `AttentionInterface` (recurrent
@@ -68,6 +71,7 @@ class PagedCausalLM(nn.Module):
         cache: PagedKVCache,
         form: StepForm | None = None,
         packs: Callable[[Tensor], bool] | None = None,
+        quantises: bool = False,
     ) -> None:
         super().__init__()
         self.form: StepForm = form or Parts(cache.num_blocks, cache.block_size)
@@ -86,8 +90,8 @@ class PagedCausalLM(nn.Module):
             self._switch(undo)
             check_equal(self, expected)
             if packs is not None:
-                self._pack(packs, expected, undo)
-            self.packed = packed_weights(model)
+                self._pack(packs, quantises, expected, undo)
+            self.packed, self.quantised = packed_weights(model), quantised_weights(model)
             undo.pop_all()
         self.remember()
 
@@ -124,18 +128,30 @@ class PagedCausalLM(nn.Module):
             )
 
     def _pack(
-        self, packs: Callable[[Tensor], bool], expected: Tensor, undo: contextlib.ExitStack
+        self,
+        packs: Callable[[Tensor], bool],
+        quantises: bool,
+        expected: Tensor,
+        undo: contextlib.ExitStack,
     ) -> None:
         """Packs weights, unless that changes the logits by more than rounding."""
         keeps_value = self.cache.keeps_value
         taken_apart = [reads(m) for n, m in enumerate(self._attentions) if not keeps_value(n)]
         with contextlib.ExitStack() as trial:
             pack_linears(
-                self.model, trial, lambda w: all(w is not kept for kept in taken_apart) and packs(w)
+                self.model,
+                trial,
+                lambda w: all(w is not kept for kept in taken_apart) and packs(w),
+                quantises=quantises,
             )
             try:
                 check_equal(self, expected)
             except ModelRefused as error:
+                if quantises:
+                    raise ModelRefused(
+                        f"expected a model that bears weights of int8, but {error}: take weights "
+                        "'auto'"
+                    ) from error
                 _log.warning("weights are not packed: %s", error)
             else:
                 undo.enter_context(trial.pop_all())
@@ -158,8 +174,7 @@ class PagedCausalLM(nn.Module):
         """The kernel that the model's attention chooses."""
         config = self.model.config.get_text_config()
         capped = bool(getattr(config, "attn_logit_softcapping", None))
-        weight = next(self.model.parameters())
-        device, dtype = weight.device.type, weight.dtype
+        device, dtype = self.model.device.type, self.model.dtype
         head_dim = self.cache.head_dim
         traits = AttentionTraits(device, dtype, (dtype, dtype), head_dim, softcap=capped)
         return choose(traits, DENSE_KERNELS)

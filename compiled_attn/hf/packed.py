@@ -1,7 +1,8 @@
 """The linear layers of a model with packed weights, in place of its own.
 
 The parameters stay the model's, in another order: no memory is needed twice. What goes in and out
-by ``state_dict`` has the order of plain weights.
+by ``state_dict`` has the order of plain weights. In int8 they take half of the memory, and are what
+they were but for rounding.
 """
 
 from __future__ import annotations
@@ -26,26 +27,45 @@ __all__ = [
     "packable",
     "packed_weights",
     "plain_layers",
+    "quantised_weights",
 ]
 
 Wanted = Callable[[Tensor], bool]
 
 
 class _Packed(nn.Module):
-    """A layer of a packed ``weight``, which `state_dict` gives and takes as a plain one."""
+    """A layer of a packed ``weight``, which `state_dict` gives and takes as a plain one.
+
+    Attributes:
+        scale: ``[N]`` of a weight of int8; None for any other.
+    """
 
     weight: Tensor
+    scale: Tensor | None
+
+    def _keep(self, weight: Tensor, scale: Tensor | None) -> None:
+        self.weight = weight
+        self.register_buffer("scale", scale, persistent=False)
+
+    def _plain_weight(self) -> Tensor:
+        weight = packed_linear.unpack(self.weight.detach())
+        return weight if self.scale is None else (weight * self.scale[:, None]).bfloat16()
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[f"{prefix}weight"] = packed_linear.unpack(self.weight.detach())
+        destination[f"{prefix}weight"] = self._plain_weight()
 
     def _load_from_state_dict(self, state: Any, prefix: str, *others: Any) -> None:
         name = f"{prefix}weight"
         plain = state.get(name)
         panels, pairs, *tile = self.weight.shape
         if plain is not None and plain.shape == (panels * tile[0], pairs * tile[1]):
-            state = {**state, name: packed_linear.arranged(plain.to(self.weight))}
+            if self.scale is None:
+                packed = packed_linear.arranged(plain.to(self.weight))
+            else:
+                packed, scale = packed_linear.quantise(plain)
+                self.scale.copy_(scale)
+            state = {**state, name: packed}
         # or else torch says what does not fit
         super()._load_from_state_dict(state, prefix, *others)
 
@@ -55,24 +75,27 @@ class PackedLinear(_Packed):
 
     Args:
         linear: the layer that it takes the place of; its weight is packed already.
+        scale: ``[out_features]``, if that is int8.
 
     Shape:
         - forward(``[..., in_features]``) -> ``[..., out_features]``
     """
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, scale: Tensor | None = None) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight, self.bias = linear.weight, linear.bias
+        self._keep(linear.weight, scale)
+        self.bias = linear.bias
         load()
 
     def forward(self, input: Tensor) -> Tensor:
         """The layer's output."""
         # The op has no backward; and a weight may have been cast since, to compare.
-        if self.weight.dtype is not torch.bfloat16 or self._wants_gradients(input):
+        dtype = self.weight.dtype if self.scale is None else input.dtype
+        if dtype is not torch.bfloat16 or self._wants_gradients(input):
             return self.plain(input)
         rows = input.reshape(-1, self.in_features).contiguous()
-        out = torch.ops.compiled_attn.packed_linear(rows, self.weight, self.bias)
+        out = torch.ops.compiled_attn.packed_linear(rows, self.weight, self.bias, self.scale)
         shaped: Tensor = out.view(*input.shape[:-1], self.out_features)
         return shaped
 
@@ -82,7 +105,11 @@ class PackedLinear(_Packed):
 
     def plain(self, input: Tensor) -> Tensor:
         """The output of a plain layer of the same weight, which is unpacked for this call."""
-        return functional.linear(input, packed_linear.unpack(self.weight), self.bias)
+        weight = packed_linear.unpack(self.weight)
+        if self.scale is None:
+            return functional.linear(input, weight, self.bias)
+        sums = functional.linear(input, weight.to(input.dtype)) * self.scale
+        return (sums if self.bias is None else sums + self.bias).to(input.dtype)
 
     def extra_repr(self) -> str:
         """Sizes, as `torch.nn.Linear` has them."""
@@ -94,23 +121,29 @@ class PackedEmbedding(_Packed):
 
     Args:
         embedding: the layer that it takes the place of; its weight is packed already.
+        scale: ``[num_embeddings]``, if that is int8.
 
     Shape:
         - forward(ids ``[...]``) -> ``[..., embedding_dim]``
     """
 
-    def __init__(self, embedding: nn.Embedding) -> None:
+    def __init__(self, embedding: nn.Embedding, scale: Tensor | None = None) -> None:
         super().__init__()
         self.num_embeddings, self.embedding_dim = embedding.num_embeddings, embedding.embedding_dim
-        self.weight = embedding.weight
+        self._keep(embedding.weight, scale)
 
     def forward(self, ids: Tensor) -> Tensor:
         """The rows of the ids."""
-        return packed_linear.rows(self.weight, ids)
+        rows = packed_linear.rows(self.weight, ids)
+        return rows if self.scale is None else (rows * self.scale[ids][..., None]).bfloat16()
 
 
 def pack_linears(
-    model: nn.Module, undo: contextlib.ExitStack, wanted: Wanted = packed_linear.can_pack
+    model: nn.Module,
+    undo: contextlib.ExitStack,
+    wanted: Wanted = packed_linear.can_pack,
+    *,
+    quantises: bool = False,
 ) -> None:
     """Packs the weights of a model's linear layers, each where it is.
 
@@ -120,18 +153,18 @@ def pack_linears(
 
     Args:
         model: is changed; where gradients are wanted, its layers compute as plain ones.
-        undo: gets what makes the model what it was.
+        undo: gets what makes the model what it was: the weights themselves, where they become int8.
         wanted: whether a weight ``[N, K]`` is to be packed, of those that can be.
+        quantises: to int8, with a scale for each output.
     """
     homes, owners = _homes(model), _owners(model)
     for parameter in packable(model):
         if not wanted(parameter):
             continue
         places = owners[parameter.data_ptr()]
-        undo.callback(_unpack, parameter)
-        parameter.data = packed_linear.pack(parameter.detach())
+        scale = _quantise(parameter, undo) if quantises else _pack(parameter, undo)
         for _, module in places:
-            _replace(module, homes[id(module)], undo)
+            _replace(module, scale, homes[id(module)], undo)
 
 
 @contextlib.contextmanager
@@ -148,6 +181,12 @@ def plain_layers(model: nn.Module) -> Iterator[None]:
 def packed_weights(model: nn.Module) -> int:
     """How many weights of a model are packed."""
     return len({id(m.weight) for m in model.modules() if isinstance(m, PackedLinear)})
+
+
+def quantised_weights(model: nn.Module) -> int:
+    """How many of them are int8."""
+    layers = (m for m in model.modules() if isinstance(m, PackedLinear) and m.scale is not None)
+    return len({id(layer.weight) for layer in layers})
 
 
 def packable(model: nn.Module) -> list[Parameter]:
@@ -188,11 +227,28 @@ def _is_plain(module: nn.Module) -> bool:
     return is_embedding or type(module) is nn.Linear
 
 
+def _pack(parameter: Parameter, undo: contextlib.ExitStack) -> None:
+    undo.callback(_unpack, parameter)
+    parameter.data = packed_linear.pack(parameter.detach())
+
+
+def _quantise(parameter: Parameter, undo: contextlib.ExitStack) -> Tensor:
+    """Makes a weight int8; returns its scale."""
+    undo.callback(parameter.requires_grad_, parameter.requires_grad)
+    undo.callback(setattr, parameter, "data", parameter.detach())
+    parameter.requires_grad_(False)  # integers have no gradients
+    parameter.data, scale = packed_linear.quantise(parameter.detach())
+    return scale
+
+
 def _replace(
-    module: nn.Module, places: list[tuple[dict[str, Any], str]], undo: contextlib.ExitStack
+    module: nn.Module,
+    scale: Tensor | None,
+    places: list[tuple[dict[str, Any], str]],
+    undo: contextlib.ExitStack,
 ) -> None:
     kind: Any = PackedLinear if isinstance(module, nn.Linear) else PackedEmbedding
-    packed: nn.Module = kind(module)
+    packed: nn.Module = kind(module, scale)
     packed.train(module.training)
     for children, name in places:
         undo.callback(children.__setitem__, name, module)

@@ -44,7 +44,6 @@ def cache_for(
         ValueError: the sizes are too small.
         ModelRefused: it cannot run on a paged cache, see `PagedCausalLM`.
     """
-    weight = next(model.parameters())
     shapes = _shapes(calls_by_layer(model), latent)
     return PagedKVCache(
         len(shapes),
@@ -52,8 +51,8 @@ def cache_for(
         block_size,
         shapes[0].num_kv_heads,
         max(shape.head_dim for shape in shapes),
-        dtype=dtype or weight.dtype,
-        device=weight.device,
+        dtype=dtype or model.dtype,
+        device=model.device,
         has_value=any(shape.value_dim for shape in shapes),
         shapes=shapes,
     )

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["arranged", "can_pack", "fake", "pack", "reference", "rows", "unpack"]
+__all__ = ["arranged", "can_pack", "fake", "pack", "quantise", "reference", "rows", "unpack"]
 
 _PANEL = 16
 _INPUTS = 32  # of a tile
+_GREATEST = 127.0
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -52,6 +53,20 @@ def arranged(weight: Tensor) -> Tensor:
     return panels.contiguous()
 
 
+def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """``weight [N, K]`` in int8, symmetric, with a scale for each output.
+
+    The greatest of an output becomes 127, the others are rounded to nearest.
+
+    Returns:
+        ``[N / 16, K / 2, 16, 2]`` int8 in the order of the op, and ``scale [N]`` float32.
+    """
+    wide = weight.float()
+    scale = wide.abs().amax(1) / _GREATEST
+    codes = (wide / scale.clamp_min(torch.finfo(torch.float32).tiny)[:, None]).round()
+    return arranged(codes.to(torch.int8)), scale
+
+
 def unpack(weight: Tensor) -> Tensor:
     """The weight ``[N, K]`` that ``weight [N / 16, K / 2, 16, 2]`` was packed from: a copy."""
     panels, pairs = weight.shape[:2]
@@ -63,21 +78,30 @@ def rows(weight: Tensor, ids: Tensor) -> Tensor:
     return weight[ids // _PANEL, :, ids % _PANEL].flatten(-2)
 
 
-def reference(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``input @ unpack(weight).T + bias``, sums in float32, rounded once.
+def reference(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None
+) -> Tensor:
+    """``(input @ unpack(weight).T) * scale + bias``, sums in float32, rounded once.
 
     Args:
         input: ``[M, K]`` bfloat16, rows of any stride.
-        weight: ``[N / 16, K / 2, 16, 2]`` bfloat16, of `pack`.
+        weight: ``[N / 16, K / 2, 16, 2]`` bfloat16, of `pack`; or int8, of `quantise`.
         bias: ``[N]`` bfloat16.
+        scale: ``[N]`` float32, of `quantise`; None for a weight of bfloat16.
 
     Returns:
         ``[M, N]`` bfloat16.
     """
-    wide = None if bias is None else bias.float()
-    return functional.linear(input.float(), unpack(weight).float(), wide).to(input.dtype)
+    sums = functional.linear(input.float(), unpack(weight).float())
+    if scale is not None:
+        sums = sums * scale
+    if bias is not None:
+        sums = sums + bias.float()
+    return sums.to(input.dtype)
 
 
-def fake(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def fake(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None
+) -> Tensor:
     """The result's shape."""
     return input.new_empty(input.shape[0], weight.shape[0] * _PANEL)

@@ -60,9 +60,15 @@ class NativeOps:
         out, lse = getattr(torch.ops, self.namespace).paged_attention_(*args, **kwargs)
         return out, lse
 
-    def packed_linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def packed_linear(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        scale: Tensor | None = None,
+    ) -> Tensor:
         """See `packed_linear.reference`."""
-        out: Tensor = getattr(torch.ops, self.namespace).packed_linear(input, weight, bias)
+        out: Tensor = getattr(torch.ops, self.namespace).packed_linear(input, weight, bias, scale)
         return out
 
 

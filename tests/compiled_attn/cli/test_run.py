@@ -164,6 +164,23 @@ def test_a_run_in_8_bits_passes_its_check_and_says_what_the_cache_is(
     assert re.search(rf"mismatched tokens\W+{told}\s*│?\n", outcome.out)
 
 
+def test_a_run_with_weights_of_int8_says_how_many_tokens_that_changed(
+    command: Command, small: list[object], tmp_path: Path
+) -> None:
+    path = tmp_path / "result.json"
+    options = "--dtype", "bfloat16", "--weights", "int8", "--check", 3, "--json", path
+    outcome = command(*small, *options)
+    assert outcome.code == 0, outcome.err
+    result = json.loads(path.read_text())
+    assert (result["checked_requests"], result["mismatched_tokens"]) == (3, 0)
+    assert result["kernel_notes"]["weights"].endswith("in int8")
+    told = re.search(
+        r"int8: (\d+) of (\d+) tokens are others than with weights of bfloat16", outcome.err
+    )
+    assert told is not None
+    assert result["tokens_others_in_int8"] == int(told[1]) <= int(told[2])
+
+
 @pytest.mark.parametrize("kernel", ["auto", "native", "portable"])
 def test_the_kernel_and_why_it_was_taken_are_in_table_and_report(
     command: Command, small: list[object], tmp_path: Path, kernel: str

@@ -209,10 +209,33 @@ def test_packed_weights_generate_what_the_model_then_computes(weights, packs):
     assert engine.report().compiles_after_warmup == 0
 
 
+def test_weights_of_int8_are_told_and_stay_for_engines_that_ask_for_them():
+    model, prompts = tiny_model("llama").to(torch.bfloat16), _prompts(3)
+    settings = {"backend": "aot_eager", "max_graphs": 2}
+    engine = _engine(model, weights="int8", **settings)
+    results = [r.tokens for r in engine.generate(prompts, SamplingParams(max_new_tokens=5))]
+    assert [len(tokens) for tokens in results] == [5] * 3
+    assert engine.report().kernel_notes["weights"].endswith("weights in int8")
+    assert engine.report().compiles_after_warmup == 0
+    again = _engine(model, weights="int8", **settings)
+    assert [r.tokens for r in again.generate(prompts, SamplingParams(max_new_tokens=5))] == results
+    for weights in ("auto", "packed", "plain"):
+        with pytest.raises(ConfigError, match="before has made int8: load it again"):
+            _engine(model, weights=weights, **settings)
+
+
+def test_packed_weights_are_not_made_int8():
+    model = tiny_model("llama").to(torch.bfloat16)
+    _engine(model, weights="packed", backend="eager")
+    with pytest.raises(ConfigError, match="before has made packed: load it again"):
+        _engine(model, weights="int8", backend="eager")
+
+
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
         ({"weights": "packed", "kernel": "portable"}, "are for the native kernel"),
+        ({"weights": "int8", "kernel": "portable"}, "'int8' are for the native kernel"),
         ({"weights": "int4"}, "expected weights of"),
     ],
 )

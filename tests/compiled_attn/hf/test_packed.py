@@ -10,8 +10,15 @@ import pytest
 import torch
 from torch import nn
 
+from compiled_attn.errors import ModelRefused
 from compiled_attn.hf import PagedCausalLM, cache_for
-from compiled_attn.hf.packed import PackedEmbedding, PackedLinear, pack_linears, packed_weights
+from compiled_attn.hf.packed import (
+    PackedEmbedding,
+    PackedLinear,
+    pack_linears,
+    packed_weights,
+    quantised_weights,
+)
 from compiled_attn.hf.proof import check
 from compiled_attn.hf.rounding import last_logits, rounding_of
 from compiled_attn.ops import load, packed_linear
@@ -239,6 +246,80 @@ def test_a_model_that_packing_would_change_keeps_its_layers(monkeypatch, caplog)
     assert paged.packed == 0 and "weights are not packed" in caplog.text
     assert all(module is modules[name] for name, module in model.named_modules())
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+
+
+def _rounded(weight: torch.Tensor) -> torch.Tensor:
+    """A weight in int8 and back, in float32: a scale for each output."""
+    scale = weight.float().abs().amax(1, keepdim=True) / 127
+    return (weight.float() / scale).round() * scale
+
+
+def test_layers_of_int8_compute_with_rounded_weights_of_half_the_memory(model):
+    plain = copy.deepcopy(model)
+    packed = [model.head.weight, model.inner["a"].weight, model.inner["b"].weight]
+    before, input = sum(w.nbytes for w in packed), torch.randn(5, 64).bfloat16()
+    pack_linears(model, contextlib.ExitStack(), quantises=True)
+    assert packed_weights(model) == quantised_weights(model) == 3
+    assert sum(w.nbytes for w in packed) * 2 == before
+    for layer in (lambda m: m.head, lambda m: m.inner["a"], lambda m: m.inner["b"]):
+        weight, bias = _rounded(layer(plain).weight), layer(plain).bias
+        expected = input.double() @ weight.double().T + (0 if bias is None else bias.double())
+        with torch.no_grad():
+            for out in (layer(model)(input), layer(model).plain(input)):
+                torch.testing.assert_close(out.double(), expected, rtol=2**-7, atol=2e-2)
+    assert model.head.weight is model.embedding.weight is packed[0]
+    assert torch.equal(model.embedding(IDS), _rounded(plain.embedding.weight).bfloat16()[IDS])
+
+
+def test_undoing_int8_gives_the_very_weights_back(model):
+    modules, parameters = dict(model.named_modules()), [*model.parameters()]
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    places = [parameter.data_ptr() for parameter in parameters]
+    with contextlib.ExitStack() as undo:
+        pack_linears(model, undo, quantises=True)
+    assert all(module is modules[name] for name, module in model.named_modules())
+    assert [*map(id, parameters)] == [*map(id, model.parameters())]
+    assert [parameter.data_ptr() for parameter in model.parameters()] == places
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, weights[name]), name
+
+
+def test_the_state_of_int8_layers_is_their_rounded_weights_and_takes_others(model):
+    plain = {name: value.clone() for name, value in model.state_dict().items()}
+    pack_linears(model, contextlib.ExitStack(), quantises=True)
+    rounded = model.state_dict()
+    assert {name: value.dtype for name, value in rounded.items()} == {
+        name: value.dtype for name, value in plain.items()
+    }
+    for name in ("inner.a.weight", "head.weight", "embedding.weight"):
+        assert torch.equal(rounded[name], _rounded(plain[name]).bfloat16()), name
+    other = {name: torch.randn_like(value) for name, value in plain.items()}
+    other["head.weight"] = other["embedding.weight"]
+    other["of_scaled.weight"] = other["scaled.weight"]
+    model.load_state_dict(other)
+    for name in ("inner.b.weight", "head.weight"):
+        assert torch.equal(model.state_dict()[name], _rounded(other[name]).bfloat16()), name
+
+
+def test_a_check_of_int8_layers_compares_with_plain_ones_of_rounded_weights():
+    model = small_model("llama").to(torch.bfloat16)
+    prompt = [3, 5, 7, 11]
+    rounded = copy.deepcopy(model)
+    pack_linears(rounded, contextlib.ExitStack(), quantises=True)
+    results = [Result(0, prompt, plain_generate(rounded, prompt, 8))]
+    assert not check(rounded, results, 1).mismatches
+
+
+def test_a_model_that_does_not_bear_int8_is_refused_and_left_as_it_was(monkeypatch):
+    model = small_model("llama").to(torch.bfloat16)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    quantise = packed_linear.quantise
+    monkeypatch.setattr(packed_linear, "quantise", lambda weight: quantise(-weight))
+    with pytest.raises(ModelRefused, match="bears weights of int8"):
+        PagedCausalLM(model, cache_for(model, 5, 4), packs=packed_linear.can_pack, quantises=True)
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    assert not packed_weights(model)
 
 
 _UNPACK = packed_linear.unpack

@@ -49,6 +49,16 @@ def layer(rows: int, outputs: int, inputs: int, seed: int = 0) -> tuple[torch.Te
     return tuple(drawn)
 
 
+def forms(weight: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+    """A weight packed, and in int8, each with its scale."""
+    return [(packed_linear.pack(weight), None), packed_linear.quantise(weight)]
+
+
+def dequantised(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """The weight ``[N, K]`` that packed codes stand for, in float64."""
+    return codes.permute(0, 2, 1, 3).flatten(2).flatten(0, 1).double() * scale.double()[:, None]
+
+
 def assert_product(out, input, weight, bias=None) -> None:
     wanted = input.double() @ weight.double().T + (0 if bias is None else bias.double())
     size = input.double().abs() @ weight.double().abs().T
@@ -66,6 +76,32 @@ def test_a_layer_is_the_product_in_float64(ops, rows, outputs, inputs):
     assert_product(ops.packed_linear(input, packed, bias), input, weight, bias)
 
 
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(("outputs", "inputs"), SIZES)
+def test_a_layer_of_int8_is_the_product_of_what_its_codes_stand_for(ops, rows, outputs, inputs):
+    input, weight, bias = layer(rows, outputs, inputs)
+    codes, scale = packed_linear.quantise(weight)
+    exact = dequantised(codes, scale)
+    assert_product(ops.packed_linear(input, codes, None, scale), input, exact)
+    assert_product(ops.packed_linear(input, codes, bias, scale), input, exact, bias)
+
+
+def test_every_code_of_int8_counts_as_what_it_is(ops):
+    codes = torch.arange(-128, 128, dtype=torch.int8).view(1, 8, 16, 2)
+    codes = torch.cat((codes, codes.flip(2)), 1)
+    out = ops.packed_linear(torch.eye(32).bfloat16(), codes, None, torch.ones(16))
+    assert torch.equal(out.double(), packed_linear.unpack(codes).double().T)
+
+
+def test_the_codes_of_a_weight_are_within_half_a_step_of_it():
+    weight = layer(1, 64, 96)[1]
+    weight[3] = 0
+    codes, scale = packed_linear.quantise(weight)
+    assert torch.equal(scale, weight.float().abs().amax(1) / 127)
+    off = (dequantised(codes, scale) - weight.double()).abs()
+    assert (off <= scale.double()[:, None] * 0.5 * (1 + 1e-6)).all()
+
+
 def test_rows_of_the_input_may_lie_apart(ops):
     input, weight, _ = layer(20, 64, 192)
     part = input[::2, 64:128]
@@ -79,26 +115,29 @@ def test_no_rows_are_no_rows(ops):
     assert ops.packed_linear(input, packed_linear.pack(weight)).shape == (0, 32)
 
 
+@pytest.mark.parametrize("quantises", [False, True])
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-def test_a_row_that_is_not_finite_stays_alone(ops, poison):
+def test_a_row_that_is_not_finite_stays_alone(ops, poison, quantises):
     input, weight, _ = layer(40, 48, 64)
-    packed = packed_linear.pack(weight)
-    clean = ops.packed_linear(input, packed)
+    packed, scale = forms(weight)[quantises]
+    clean = ops.packed_linear(input, packed, None, scale)
     input[17, 5] = poison
-    spoilt = ops.packed_linear(input, packed)
+    spoilt = ops.packed_linear(input, packed, None, scale)
     others = torch.arange(40) != 17
     assert torch.equal(spoilt[others], clean[others])
     assert not spoilt[17].isfinite().any()
 
 
-def test_the_number_of_threads_changes_no_bit(ops):
-    input, weight, bias = layer(300, 16 * 40, 96)
-    packed, before = packed_linear.pack(weight), torch.get_num_threads()
+@pytest.mark.parametrize("quantises", [False, True])
+@pytest.mark.parametrize("rows", [3, 300])
+def test_the_number_of_threads_changes_no_bit(ops, rows, quantises):
+    input, weight, bias = layer(rows, 16 * 40, 96)
+    (packed, scale), before = forms(weight)[quantises], torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        alone = ops.packed_linear(input, packed, bias)
+        alone = ops.packed_linear(input, packed, bias, scale)
         torch.set_num_threads(3)
-        assert torch.equal(ops.packed_linear(input, packed, bias), alone)
+        assert torch.equal(ops.packed_linear(input, packed, bias, scale), alone)
     finally:
         torch.set_num_threads(before)
 
@@ -109,10 +148,11 @@ def test_the_registers_give_the_bits_of_plain_tiles():
     hardware, plain = _loaded(AMX), _loaded(WITHOUT_TILES, plain_tiles=True)
     for rows in ROWS:
         input, weight, bias = layer(rows, 80, 96, seed=rows)
-        packed = packed_linear.pack(weight)
-        assert torch.equal(
-            hardware.packed_linear(input, packed, bias), plain.packed_linear(input, packed, bias)
-        )
+        for packed, scale in forms(weight):
+            layers = packed, bias, scale
+            assert torch.equal(
+                hardware.packed_linear(input, *layers), plain.packed_linear(input, *layers)
+            )
 
 
 @pytest.mark.parametrize(
@@ -126,6 +166,12 @@ def test_the_registers_give_the_bits_of_plain_tiles():
         ({"weight": torch.zeros(2, 24, 16, 2).bfloat16()}, "a multiple of 32 inputs, got 48"),
         ({"weight": torch.zeros(2, 32, 16, 2)}, "weight: BFloat16, got Float"),
         ({"bias": torch.zeros(16).bfloat16()}, r"bias: \[32\], got \[16\]"),
+        ({"weight": torch.zeros(2, 32, 16, 2).char()}, "weight: BFloat16, got Char"),
+        ({"scale": torch.ones(32)}, "weight: Char, got BFloat16"),
+        (
+            {"weight": torch.zeros(2, 32, 16, 2).char(), "scale": torch.ones(16)},
+            r"scale: \[32\], got \[16\]",
+        ),
     ],
 )
 def test_wrong_tensors_are_refused(change, told):
@@ -135,12 +181,14 @@ def test_wrong_tensors_are_refused(change, told):
         ops.packed_linear(**{**good, **change})
 
 
-def test_torch_finds_nothing_wrong_with_the_op():
+@pytest.mark.parametrize("quantises", [False, True])
+def test_torch_finds_nothing_wrong_with_the_op(quantises):
     input, weight, bias = layer(5, 32, 64)
+    packed, scale = forms(weight)[quantises]
     load()
     torch.library.opcheck(
         torch.ops.compiled_attn.packed_linear.default,
-        (input, packed_linear.pack(weight), bias),
+        (input, packed, bias, scale),
         test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
     )
 

@@ -66,13 +66,14 @@ struct PagedAttentionArgs {
   int32_t threads;  // 0: as many as OpenMP would take
 };
 
-// out = input x weight^T + bias, all of bfloat16, sums of float32.
+// out = input x weight^T x scale + bias, all of bfloat16, sums of float32.
 struct PackedLinearArgs {
   const void* input;  // [rows, size_in], rows `input_row` elements apart
-  int64_t input_row;
+  int64_t input_row, out_row;
   const void* weight;  // [size_out / 16, size_in / 2, 16, 2]: pairs of inputs of 16 outputs
+  const float* scale;  // [size_out], the weight is int8 then; or null
   const void* bias;    // [size_out] or null
-  void* out;           // [rows, size_out], dense
+  void* out;           // [rows, size_out], rows `out_row` elements apart
   int64_t rows, size_in, size_out;
   int32_t threads;
 };

@@ -7,15 +7,26 @@ namespace compiled_attn {
 
 constexpr int kPanel = 16;  // outputs whose weights lie together
 
-template <class Args>
-CA_INLINE const BFloat16* bias_of(const Args& args, int64_t column) {
-  return args.bias ? static_cast<const BFloat16*>(args.bias) + column : nullptr;
+// What sums of outputs are multiplied with and what is added, each or null.
+struct Finish {
+  const float* scale;
+  const BFloat16* bias;
+
+  CA_INLINE Finish from(int64_t column) const {
+    return {scale ? scale + column : nullptr, bias ? bias + column : nullptr};
+  }
+};
+
+CA_INLINE Finish finish_of(const PackedLinearArgs& layer) {
+  return {layer.scale, static_cast<const BFloat16*>(layer.bias)};
 }
 
-// kPanel sums, with the bias, rounded.
-CA_INLINE void round_panel(const float* sums, const BFloat16* bias, BFloat16* out) {
+// kPanel sums, finished, rounded.
+CA_INLINE void round_panel(const float* sums, Finish finish, BFloat16* out) {
   for (int i = 0; i < kPanel; i += kLanes) {
-    const Floats whole = bias ? load(sums + i) + load(bias + i) : load(sums + i);
+    Floats whole = load(sums + i);
+    if (finish.scale) whole *= load(finish.scale + i);
+    if (finish.bias) whole += load(finish.bias + i);
 #if CA_HAS_BFLOAT16_DOT
     store(out + i, whole);
 #else

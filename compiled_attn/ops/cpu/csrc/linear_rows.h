@@ -45,13 +45,14 @@ class LinearRows {
   static constexpr int kVectors = kPanel / kLanes;          // of a panel
   static constexpr int64_t kAhead = 2048;  // elements between what is read and what is asked for
 
-  explicit LinearRows(const PackedLinearArgs& args) : args_(args) {}
+  explicit LinearRows(const PackedLinearArgs& layer) : args_(layer) {}
 
-  // Outputs of `count` panels for some rows.
-  void run(int64_t begin, int64_t end, int64_t panel, int64_t count) const {
-    int64_t p = panel;
-    for (; p + kPanels <= panel + count; p += kPanels) columns<kPanels>(begin, end, p);
-    for (; p < panel + count; ++p) columns<1>(begin, end, p);
+  // Outputs of a layer for some rows.
+  void run(int64_t begin, int64_t end) const {
+    const int64_t panels = args_.size_out / kPanel;
+    int64_t p = 0;
+    for (; p + kPanels <= panels; p += kPanels) columns<kPanels>(begin, end, p);
+    for (; p < panels; ++p) columns<1>(begin, end, p);
   }
 
  private:
@@ -82,8 +83,9 @@ class LinearRows {
     for (int r = 0; r < rows; ++r)
       for (int p = 0; p < panels; ++p) {
         const int64_t column = (panel + p) * kPanel;
-        round_panel(reinterpret_cast<const float*>(&sums[r][p * kVectors]), bias_of(args_, column),
-                    static_cast<BFloat16*>(args_.out) + (row + r) * args_.size_out + column);
+        round_panel(reinterpret_cast<const float*>(&sums[r][p * kVectors]),
+                    finish_of(args_).from(column),
+                    static_cast<BFloat16*>(args_.out) + (row + r) * args_.out_row + column);
       }
   }
 

@@ -5,7 +5,7 @@
 // that comes next: a tile that waits for its lines stops all others.
 #pragma once
 
-#include "linear_output.h"
+#include "linear_weights.h"
 #include "scratch.h"
 #include "tile_registers.h"
 
@@ -47,22 +47,22 @@ class LinearBlock {
   alignas(64) float sums[4][kTileFloats];
 
   void begin(const PackedLinearArgs& args, int64_t row, int64_t rows, int64_t column, int panels) {
-    next_out_ = out_ = static_cast<BFloat16*>(args.out) + row * args.size_out + column;
-    size_out_ = args.size_out;
-    bias_ = bias_of(args, column);
+    next_out_ = out_ = static_cast<BFloat16*>(args.out) + row * args.out_row + column;
+    out_row_ = args.out_row;
+    finish_ = finish_of(args).from(column);
     rounded_ = 0, rows_ = rows, panels_ = panels;
   }
   // Asks for the next row of the output, which is written later.
   CA_INLINE void ask() {
     __builtin_prefetch(next_out_, 1, 2);
-    next_out_ += size_out_;
+    next_out_ += out_row_;
   }
   CA_INLINE void round_row() {
     if (rounded_ == rows_) return;
     const float* row = sums[rounded_ / kTile * panels_] + rounded_ % kTile * kTile;
     for (int p = 0; p < panels_; ++p)
-      round_panel(row + p * kTileFloats, bias_ ? bias_ + p * kPanel : nullptr, out_ + p * kPanel);
-    out_ += size_out_, ++rounded_;
+      round_panel(row + p * kTileFloats, finish_.from(p * kPanel), out_ + p * kPanel);
+    out_ += out_row_, ++rounded_;
   }
   void round_rest() {
     while (rounded_ < rows_) round_row();
@@ -70,31 +70,33 @@ class LinearBlock {
 
  private:
   BFloat16 *out_, *next_out_;
-  const BFloat16* bias_;
-  int64_t size_out_, rounded_ = 0, rows_ = 0;
+  Finish finish_;
+  int64_t out_row_, rounded_ = 0, rows_ = 0;
   int panels_;  // tiles side by side
 };
 
 class LinearTiles {
  public:
-  LinearTiles(const PackedLinearArgs& args, const InputTiles& inputs)
-      : args_(args), inputs_(inputs), panel_(kTile * args.size_in) {}
+  LinearTiles(const InputTiles& inputs, int64_t size_in)
+      : inputs_(inputs), panel_(kTile * size_in) {}
+  ~LinearTiles() { blocks_[!turn_].round_rest(); }
 
-  // Outputs of `count` panels for some rows; `begin` is a multiple of kTile.
-  void run(int64_t begin, int64_t end, int64_t panel, int64_t count) {
+  // Outputs of a layer for some rows; `begin` is a multiple of kTile.
+  void run(const PackedLinearArgs& layer, int64_t begin, int64_t end, NextWeights& next) {
+    layer_ = layer, next_ = &next;
     const bool is_wide = end - begin <= kTile;  // 1 x 4 tiles, else 2 x 2
     const int64_t blocks = (end - begin + 2 * kTile - 1) / (2 * kTile);
-    next_ = weights_of(panel + (is_wide ? 4 : count));
-    lines_ = is_wide ? 4 * kTile : 2 * kTile / blocks;
+    lines_ = (is_wide ? 2 * kTile : kTile / blocks) * (layer.scale ? 1 : 2);
     int64_t row = begin;
-    for (; row + kTile < end; row += 2 * kTile) columns<2, 2>(row, end, panel, panel + count);
-    if (row < end) columns<1, 4>(row, end, panel, panel + count);
-    blocks_[!turn_].round_rest();
+    for (; row + kTile < end; row += 2 * kTile) columns<2, 2>(row, end);
+    if (row < end) columns<1, 4>(row, end);
   }
 
  private:
   template <int rows, int panels>
-  void columns(int64_t row, int64_t end, int64_t panel, int64_t panel_end) {
+  void columns(int64_t row, int64_t end) {
+    const int64_t panel_end = layer_.size_out / kPanel;
+    int64_t panel = 0;
     for (; panel + panels <= panel_end; panel += panels) block<rows, panels>(row, end, panel);
     for (; panel < panel_end; ++panel) block<rows, 1>(row, end, panel);
   }
@@ -104,10 +106,10 @@ class LinearTiles {
   CA_INLINE void block(int64_t row, int64_t end, int64_t panel) {
     const BFloat16 *a = inputs_.tiles_of(row), *b = weights_of(panel);
     LinearBlock &now = blocks_[turn_], &before = blocks_[!turn_];
-    now.begin(args_, row, std::min<int64_t>(end - row, rows * kTile), panel * kPanel, panels);
+    now.begin(layer_, row, std::min<int64_t>(end - row, rows * kTile), panel * kPanel, panels);
     tiles_.zero<0>(), tiles_.zero<1>(), tiles_.zero<2>(), tiles_.zero<3>();
     for (int64_t k = 0; k < panel_; k += kTilePairs) {
-      for (int64_t i = 0; i < lines_; ++i, next_ += 2 * kTile) __builtin_prefetch(next_, 0, 2);
+      next_->take(lines_);
       tiles_.load<4>(a + k), tiles_.load<6>(b + k);
       tiles_.add_products<0, 4, 6>();
       if constexpr (rows == 2) {
@@ -135,15 +137,15 @@ class LinearTiles {
   }
 
   const BFloat16* weights_of(int64_t panel) const {
-    return static_cast<const BFloat16*>(args_.weight) + panel * panel_;
+    return static_cast<const BFloat16*>(layer_.weight) + panel * panel_;
   }
 
-  const PackedLinearArgs& args_;
+  PackedLinearArgs layer_;
   const InputTiles& inputs_;
   TileRegisters tiles_;
-  int64_t panel_;         // elements
-  const BFloat16* next_;  // weights to ask for
-  int64_t lines_;         // of them at a time
+  int64_t panel_;  // elements
+  NextWeights* next_;
+  int64_t lines_;  // of them at a time
   LinearBlock blocks_[2];
   bool turn_ = false;
 };

@@ -232,14 +232,16 @@ Result paged_attention_(Tensor query, Tensor key, Tensor value, Tensor key_cache
   });
 }
 
-Tensor packed_linear(Tensor input, Tensor weight, Maybe bias) {
+Tensor packed_linear(Tensor input, Tensor weight, Maybe bias, Maybe scale) {
   return in_op("packed_linear", [&] {
     check_shape("weight", weight, {kAny, kAny, 16, 2});
     const int64_t size_in = 2 * weight.size(1), size_out = 16 * weight.size(0);
     if (size_in % 32) {
       fail("a multiple of 32 inputs", std::to_string(size_in), "leave such a layer as it is");
     }
-    check_dense("weight", weight, {weight.size(0), weight.size(1), 16, 2}, ScalarType::BFloat16);
+    check_dense("weight", weight, {weight.size(0), weight.size(1), 16, 2},
+                scale ? ScalarType::Char : ScalarType::BFloat16);
+    if (scale) check_dense("scale", *scale, {size_out}, ScalarType::Float);
     check_shape("input", input, {kAny, size_in});
     check_dtype("input", input, ScalarType::BFloat16);
     check_rows("input", input);
@@ -248,7 +250,9 @@ Tensor packed_linear(Tensor input, Tensor weight, Maybe bias) {
     PackedLinearArgs args{};
     args.rows = input.size(0), args.size_in = size_in, args.size_out = size_out;
     args.input = input.const_data_ptr(), args.input_row = input.stride(0);
+    args.out_row = size_out;
     args.weight = weight.const_data_ptr();
+    args.scale = floats_of(scale);
     args.bias = bias ? bias->const_data_ptr() : nullptr;
     std::vector<int64_t> shape{args.rows, size_out};
     Tensor out = torch::stable::new_empty(input, shape);

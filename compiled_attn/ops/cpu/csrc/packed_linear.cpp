@@ -11,51 +11,79 @@
 namespace compiled_attn {
 namespace {
 
-using Args = PackedLinearArgs;
-
 constexpr int64_t kRowsAtOnce = 256;  // their inputs stay in the second level cache
-constexpr int64_t kPanelsAtOnce = 8;
+constexpr int64_t kFewRows = 16;
 
-// Pieces of rows x panels, those of the same rows one after the other.
+// Pieces of rows x panels of a layer, those of the same rows one after the other.
 class Pieces {
  public:
-  explicit Pieces(const Args& args)
-      : args_(args), columns_((panels() + kPanelsAtOnce - 1) / kPanelsAtOnce) {}
+  explicit Pieces(const PackedLinearArgs& whole)
+      : whole_(whole),
+        outputs_((whole.rows <= kFewRows ? 4 : 8) * kPanel),
+        columns_((whole.size_out + outputs_ - 1) / outputs_) {}
 
-  int64_t count() const { return (args_.rows + kRowsAtOnce - 1) / kRowsAtOnce * columns_; }
+  int64_t outputs() const { return outputs_; }  // of a piece, at most
+  int64_t count() const { return (whole_.rows + kRowsAtOnce - 1) / kRowsAtOnce * columns_; }
+  int64_t begin(int64_t piece) const { return piece / columns_ * kRowsAtOnce; }
+  int64_t end(int64_t piece) const { return std::min(begin(piece) + kRowsAtOnce, whole_.rows); }
 
-  template <class Worker>
-  void run(int64_t piece, Worker& worker) const {
-    const int64_t row = piece / columns_ * kRowsAtOnce, panel = piece % columns_ * kPanelsAtOnce;
-    worker.run(row, std::min(row + kRowsAtOnce, args_.rows), panel,
-               std::min(kPanelsAtOnce, panels() - panel));
+  // The outputs of a piece, as a layer.
+  PackedLinearArgs layer(int64_t piece) const {
+    const int64_t first = piece % columns_ * outputs_;
+    const int64_t bytes = whole_.scale ? 1 : sizeof(BFloat16);
+    const Finish finish = finish_of(whole_).from(first);
+    PackedLinearArgs layer = whole_;
+    layer.size_out = std::min(outputs_, whole_.size_out - first);
+    layer.weight = static_cast<const uint8_t*>(whole_.weight) + first * whole_.size_in * bytes;
+    layer.scale = finish.scale, layer.bias = finish.bias;
+    layer.out = static_cast<BFloat16*>(whole_.out) + first;
+    return layer;
   }
 
  private:
-  int64_t panels() const { return args_.size_out / kPanel; }
-
-  const Args& args_;
-  int64_t columns_;
+  const PackedLinearArgs& whole_;
+  int64_t outputs_, columns_;
 };
 
-void multiply(const Args& args) {
-  const Pieces pieces(args);
+void multiply(const PackedLinearArgs& whole) {
+  const Pieces pieces(whole);
+  const int64_t count = pieces.count();
+  const int threads = int(std::clamp<int64_t>(count, 1, whole.threads));
+  const int64_t room = whole.scale ? pieces.outputs() * whole.size_in : 0;
   std::atomic<int64_t> next{0};
-#if CA_HAS_TILES
   Scratch scratch;
-  const InputTiles inputs(args, scratch);
+  BFloat16* wide;  // of a piece and of the next, in turn
+  scratch.take(wide, 2 * room * threads);
+#if CA_HAS_TILES
+  const InputTiles inputs(whole, scratch);
 #endif
-#pragma omp parallel num_threads(int(std::clamp<int64_t>(pieces.count(), 1, args.threads)))
+#pragma omp parallel num_threads(threads)
   {
     const FloatMode mode;
+    int64_t piece = next++;  // before any thread takes its second
+    BFloat16* const own = wide + 2 * room * omp_get_thread_num();
 #if CA_HAS_TILES
 #pragma omp for
-    for (int64_t row = 0; row < args.rows; row += kTile) inputs.fill(row);
-    LinearTiles worker(args, inputs);
+    for (int64_t row = 0; row < whole.rows; row += kTile) inputs.fill(row);
+    LinearTiles worker(inputs, whole.size_in);
 #else
-    const LinearRows worker(args);
+#pragma omp barrier
 #endif
-    for (int64_t i = next++; i < pieces.count(); i = next++) pieces.run(i, worker);
+    if (piece < count) NextWeights(pieces.layer(piece), own).take_rest();
+    for (int64_t turn = 0; piece < count; turn = !turn) {
+      const int64_t following = next++;
+      PackedLinearArgs layer = pieces.layer(piece);
+      if (whole.scale) layer.weight = own + turn * room;
+      NextWeights ahead;
+      if (following < count) ahead = {pieces.layer(following), own + !turn * room};
+#if CA_HAS_TILES
+      worker.run(layer, pieces.begin(piece), pieces.end(piece), ahead);
+#else
+      LinearRows(layer).run(pieces.begin(piece), pieces.end(piece));
+#endif
+      ahead.take_rest();
+      piece = following;
+    }
   }
 }
 

@@ -23,6 +23,8 @@ constexpr const char* kPagedAttentionWriteSchema =
   ) -> (Tensor out, Tensor lse))schema";
 
 constexpr const char* kPackedLinearSchema =
-    R"schema(packed_linear(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor)schema";
+    R"schema(packed_linear(
+    Tensor input, Tensor weight, Tensor? bias=None, Tensor? scale=None
+  ) -> Tensor)schema";
 
 }  // namespace compiled_attn

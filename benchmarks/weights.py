@@ -1,0 +1,87 @@
+"""Generated tokens per second of one model by the form of its weights: plain, packed, int8.
+
+    python benchmarks/weights.py [--model smollm2] [--threads 1] [--requests 16] [--new 64]
+
+Each form is an engine of its own over the same bfloat16 checkpoint, inductor backend, greedy,
+prompts of 128 tokens drawn from the vocabulary. One process, in turns, medians; compile and warmup
+are excluded. Printed beside: bytes of all weights, and how many of the tokens are those of plain
+weights up to the first that differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from native.timing import medians
+
+from compiled_attn.engine import Engine, EngineConfig, SamplingParams
+from compiled_attn.model_folder import model_folder
+from compiled_attn.models import load_model
+from graphs import explicit
+
+FORMS = ("plain", "packed", "int8")
+PROMPT = 128
+
+
+class Served:
+    """An engine of one form, and the tokens that it gave last."""
+
+    def __init__(self, form: str, options: argparse.Namespace) -> None:
+        self._options = options
+        self._model = load_model(str(model_folder(options.model)), dtype=torch.bfloat16)
+        buckets = explicit(("tokens", "requests"), [(16, 16), (512, 32)])
+        config = EngineConfig(weights=form, buckets=buckets, max_tokens_per_step=512)
+        self._engine = Engine(self._model, config)
+        self._engine.warmup()
+        self.tokens: list[list[int]] = []
+
+    def bytes(self) -> int:
+        """Of all weights, each once."""
+        tensors = {t.data_ptr(): t for t in (*self._model.parameters(), *self._model.buffers())}
+        return sum(t.numel() * t.itemsize for t in tensors.values())
+
+    def serve(self, number: int) -> None:
+        """Requests that no earlier round has cached."""
+        chance = torch.Generator().manual_seed(number)
+        shape = self._options.requests, PROMPT
+        prompts = torch.randint(100, 10_000, shape, generator=chance).tolist()
+        params = SamplingParams(max_new_tokens=self._options.new, ignore_eos=True)
+        self.tokens = [result.tokens for result in self._engine.generate(prompts, params)]
+
+
+def same_tokens(ours: list[list[int]], others: list[list[int]]) -> int:
+    """How many tokens are equal up to the first of each request that is not."""
+    count = 0
+    for pair in zip(ours, others, strict=True):
+        for one, other in zip(*pair, strict=True):
+            if one != other:
+                break
+            count += 1
+    return count
+
+
+def main() -> None:
+    """Prints a row a form."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--requests", type=int, default=16)
+    parser.add_argument("--new", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    served = {form: Served(form, options) for form in FORMS}
+    times = medians({form: each.serve for form, each in served.items()}, options.rounds)
+    plain = served["plain"].tokens
+    print(f"# {options.requests} x ({PROMPT} + {options.new}), {options.threads} threads, bfloat16")
+    for form, each in served.items():
+        same = same_tokens(each.tokens, plain)
+        print(
+            f"{form:8}{times[form]:8.2f} s {times['plain'] / times[form]:6.2f} over plain "
+            f"{each.bytes() / 2**20:8.1f} MiB {same:6} of {options.requests * options.new} tokens"
+        )
+
+
+if __name__ == "__main__":
+    main()
