@@ -12,13 +12,14 @@ from compiled_attn.cli.options import TuneOptions
 from compiled_attn.errors import NativeUnavailable
 from compiled_attn.hf.packed import packable
 from compiled_attn.ops import load
-from compiled_attn.ops.tuning import tuning
+from compiled_attn.ops.tuning import FLOAT32, onednn_sizes, tuning
+from graphs.backends.onednn_linear import for_cpu
 
 __all__ = ["run_tune"]
 
 
 def run_tune(options: TuneOptions) -> int:
-    """Measures the linear layers of a model in bfloat16, and prints what that came to.
+    """Measures the linear layers of a model in both dtypes, and prints what that came to.
 
     Raises:
         UserError: there is no such model, or no native kernel here.
@@ -34,13 +35,19 @@ def run_tune(options: TuneOptions) -> int:
     tuned.forget()
     for weight in packable(model):
         tuned.packs(weight)
-    title = f"linear layers of bfloat16, {load().isa}"
+    if for_cpu():
+        onednn_sizes(model.float(), tuned)
+    title = f"linear layers, {load().isa}"
     table = Table(title=title, title_justify="left")
     table.add_column("layer")
     table.add_column("packed over plain", justify="right")
+    table.add_column("oneDNN over MKL", justify="right")
     table.add_column("taken")
     for layer, ratio in tuned.results.items():
-        table.add_row(layer, f"{ratio:.2f}", "packed" if ratio > 1 else "plain")
+        if layer.endswith(FLOAT32):
+            table.add_row(layer, "", f"{ratio:.2f}", "oneDNN" if ratio > 1 else "MKL")
+        else:
+            table.add_row(layer, f"{ratio:.2f}", "", "packed" if ratio > 1 else "plain")
     console = Console()
     console.print(table)
     kept = f"kept in {tuned.file}" if tuned.file else "kept nowhere: the folder cannot be written"

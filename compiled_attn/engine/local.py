@@ -24,7 +24,7 @@ from compiled_attn.hf import PagedCausalLM, cache_for
 from compiled_attn.hf.packed import packable, packed_weights, quantised_weights
 from compiled_attn.ops import AttentionTraits, NativeKernel, load
 from compiled_attn.ops.packed_linear import can_pack
-from compiled_attn.ops.tuning import tuning
+from compiled_attn.ops.tuning import onednn_sizes, tuning
 from compiled_attn.step import BatchBuilder, Parts, RequestTable, Tables
 from compiled_attn.step.form import Plan
 from graphs import (
@@ -90,7 +90,7 @@ class LocalExecutor:
             symbolic=() if backend.why_no_symbolic() else sizing.form.symbolic,
             journal=config.warmup_journal,
             name="step",
-            **_backend_options(config.backend_name),
+            **self._backend_options(model),
         )
         self.copies = BlockSwap(
             self.cache,
@@ -101,6 +101,17 @@ class LocalExecutor:
         )
         self._builder = BatchBuilder(sizing.num_blocks, sizing.block_size)
         self._has_told_cut = self._is_attached = False
+
+    def _backend_options(self, model: PreTrainedModel) -> dict[str, Any]:
+        """Options of the backend; `_onednn` then has the layers that were measured for these."""
+        self._onednn: set[tuple[int, int]] = set()
+        if self.config.backend_name != "inductor":
+            return {}
+        if self.kernel.name != "native" or not for_cpu():
+            # What is measured is kept beside the kernels, and stored graphs need it at each start.
+            return {"options": for_cpu()}
+        self._onednn = onednn_sizes(model, tuning())
+        return {"options": for_cpu(self._onednn)}
 
     def attach(self) -> None:
         """Notes that an engine serves with it, see `Executor.attach`."""
@@ -191,7 +202,11 @@ class LocalExecutor:
     def _notes(self) -> dict[str, str]:
         packed, quantised = self.module.packed, self.module.quantised
         kind = "in int8" if quantised else "packed"
-        return {"weights": f"{packed} weights {kind}"} if packed else {}
+        notes = {"weights": f"{packed} weights {kind}"} if packed else {}
+        if self._onednn:
+            sizes = ", ".join(f"{outputs} x {inputs}" for outputs, inputs in sorted(self._onednn))
+            notes["oneDNN"] = f"float32 layers of {sizes}, as measured"
+        return notes
 
     def _plan(self, step: ScheduledStep, table: RequestTable) -> Plan:
         rows = self._builder.rows(
@@ -234,10 +249,6 @@ def executor_for(model: Executor | PreTrainedModel, config: EngineConfig | None)
             "leave it out"
         )
     return executor
-
-
-def _backend_options(backend: str) -> dict[str, Any]:
-    return {"options": for_cpu()} if backend == "inductor" else {}
 
 
 def _packs(

@@ -1,7 +1,8 @@
 """Choices that were measured on this machine, once, and are kept beside the kernel library.
 
 An instruction set does not tell: packed weights win by half on an Intel with AMX, and lose there
-by the dot products of AVX-512, which have half the rate that they have on an AMD.
+by the dot products of AVX-512, which have half the rate that they have on an AMD. oneDNN's float32
+is up to twice as fast as MKL's on that AMD, and slower on that Intel.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from compiled_attn.ops import packed_linear
@@ -25,18 +26,25 @@ from graphs.errors import StoreBusy
 from graphs.files import write_whole
 from graphs.store.lock import locked
 
-__all__ = ["Tuning", "tuning"]
+__all__ = ["FLOAT32", "Tuning", "onednn_sizes", "tuning"]
+
+FLOAT32 = ", float32"
+"""End of the name of a result in that dtype."""
 
 _ROWS = (1, 16, 256)
 _FEW_ROWS = (1, 16)
 _LARGE = 1 << 23  # elements: a head, of which few rows are ever wanted
 _COLD_BYTES = 1 << 25  # of weights that are read in turn, so that no cache holds them all
+_MANY_ROWS = (32, 256)  # fewer stay with MKL
+_MANY_BYTES = 1 << 23  # of weights that are multiplied with as many
 _ROUNDS = 3
 _PATIENCE_SECONDS = 10.0
 
 
 class Tuning:
-    """How many times as fast as plain weights packed ones are, by the sizes of a layer.
+    """How many times as fast as torch's own linear layers others are, by the sizes of a layer.
+
+    In bfloat16 the others have packed weights, in float32 they are oneDNN's in place of MKL's.
 
     Args:
         ops: the kernels that are measured.
@@ -61,13 +69,20 @@ class Tuning:
 
     @property
     def results(self) -> Mapping[str, float]:
-        """Every ratio that is known, by ``threads, outputs x inputs``."""
+        """Every ratio that is known, by ``threads, outputs x inputs`` and the dtype if float32."""
         return self._known
 
     def packs(self, weight: Tensor) -> bool:
         """Whether ``weight [N, K]``, which can be packed, is read faster if it is."""
+        return self._gains(weight, "")
+
+    def takes_onednn(self, weight: Tensor) -> bool:
+        """Whether oneDNN computes the layer of ``weight [N, K]`` float32 faster than MKL."""
+        return self._gains(weight, FLOAT32)
+
+    def _gains(self, weight: Tensor, kind: str) -> bool:
         outputs, inputs = weight.shape
-        key = f"{torch.get_num_threads()} threads, {outputs} x {inputs}"
+        key = f"{torch.get_num_threads()} threads, {outputs} x {inputs}{kind}"
         if key not in self._known:
             ratio = round(self._measure(self._ops, weight), 3)
             self._known[key] = self._measured[key] = ratio
@@ -103,6 +118,16 @@ def tuning() -> Tuning:
     return Tuning(ops, tuning_of(ops.build.library))
 
 
+def onednn_sizes(model: nn.Module, tuned: Tuning) -> set[tuple[int, int]]:
+    """(outputs, inputs) of the float32 linear layers of a model that are faster by oneDNN."""
+    weights = {
+        (m.out_features, m.in_features): m.weight
+        for m in model.modules()
+        if isinstance(m, nn.Linear) and m.weight.dtype is torch.float32
+    }
+    return {sizes for sizes, weight in weights.items() if tuned.takes_onednn(weight)}
+
+
 def _read(file: Path | None) -> dict[str, float]:
     try:
         known = json.loads(file.read_text()) if file else {}
@@ -112,6 +137,34 @@ def _read(file: Path | None) -> dict[str, float]:
 
 
 def _ratio(ops: NativeOps, weight: Tensor) -> float:
+    is_float32 = weight.dtype is torch.float32
+    return _onednn_ratio(weight) if is_float32 else _packed_ratio(ops, weight)
+
+
+def _onednn_ratio(weight: Tensor) -> float:
+    """The geometric mean over numbers of rows of the time of MKL over that of oneDNN."""
+    outputs, inputs = weight.shape
+    outputs = min(outputs, max(1, _LARGE // inputs))  # of a head some do
+    count = max(1, min(64, _MANY_BYTES // (4 * outputs * inputs)))
+    chance = torch.Generator().manual_seed(0)
+    weights = [torch.randn(outputs, inputs, generator=chance) for _ in range(count)]
+    with torch.no_grad():
+        ratios = [
+            _interleaved(
+                partial(_all, functional.linear, input, weights),
+                partial(_all, _by_onednn, input, weights),
+            )
+            for input in (torch.randn(n, inputs, generator=chance) for n in _MANY_ROWS)
+        ]
+    return math.exp(statistics.fmean(map(math.log, ratios)))
+
+
+def _by_onednn(input: Tensor, weight: Tensor) -> Tensor:
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(input, weight, None, "none", [], "")
+    return out
+
+
+def _packed_ratio(ops: NativeOps, weight: Tensor) -> float:
     """The geometric mean over numbers of rows of the time of plain weights over that of packed."""
     copies = max(1, min(64, _COLD_BYTES // (weight.numel() * weight.element_size())))
     chance = torch.Generator().manual_seed(0)  # not the user's

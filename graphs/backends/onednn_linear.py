@@ -8,6 +8,7 @@ one copy per graph; here the weight stays the module's parameter.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -24,10 +25,15 @@ _library = torch.library.Library("graphs", "DEF")
 _library.define("onednn_linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor")
 
 
-def for_cpu() -> dict[str, Any]:
-    """Options of `torch.compile` with the passes that help on this CPU; empty where none does."""
+def for_cpu(sizes: Collection[tuple[int, int]] | None = None) -> dict[str, Any]:
+    """Options of `torch.compile` with the passes that help on this CPU; empty where none does.
+
+    Args:
+        sizes: (outputs, inputs) of the layers that oneDNN computes faster here; None: all.
+    """
     usable = torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()
-    return {"post_grad_custom_post_pass": OneDnnLinear()} if usable else {}
+    helps = sizes is None or len(sizes) > 0
+    return {"post_grad_custom_post_pass": OneDnnLinear(sizes)} if usable and helps else {}
 
 
 class OneDnnLinear(CustomGraphPass):
@@ -35,13 +41,19 @@ class OneDnnLinear(CustomGraphPass):
 
     Only where the weight is a contiguous input of the graph and there are at least 16 rows, which a
     graph of symbolic rows looks at when it runs. The result differs in rounding only.
+
+    Args:
+        sizes: (outputs, inputs) of the weights; None: of any size.
     """
+
+    def __init__(self, sizes: Collection[tuple[int, int]] | None = None) -> None:
+        self._sizes = None if sizes is None else sorted(sizes)
 
     def __call__(self, graph: Graph) -> None:
         """Rewrites the graph in place."""
         for node in list(graph.nodes):
             matched = _linear_arguments(node)
-            if matched is None:
+            if matched is None or not self._takes(matched[1]):
                 continue
             with graph.inserting_before(node):
                 linear = graph.call_function(torch.ops.graphs.onednn_linear.default, matched)
@@ -51,8 +63,11 @@ class OneDnnLinear(CustomGraphPass):
         graph.eliminate_dead_code()
 
     def uuid(self) -> Any:
-        """Identity of the pass in inductor's cache: its source."""
-        return get_hash_for_files((__file__,))
+        """Identity of the pass in inductor's cache: its source and the sizes."""
+        return get_hash_for_files((__file__,), str(self._sizes))
+
+    def _takes(self, weight: Node) -> bool:
+        return self._sizes is None or tuple(weight.meta["val"].shape) in self._sizes
 
 
 def _linear_arguments(node: Node) -> tuple[Node, Node, Node | None] | None:

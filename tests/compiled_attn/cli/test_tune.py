@@ -28,8 +28,9 @@ def test_tune_measures_the_layers_of_the_model_anew_and_keeps_that(command, mode
     assert kept == dict(tuned.results) and "1 threads, 1 x 1" not in kept
     assert any(key.endswith("256 x 32") for key in kept)  # the head
     assert "packed over plain" in outcome.out and "kept in" in outcome.out
-    for line in (line for line in outcome.out.splitlines() if "256 x 32" in line):
-        assert "8.00" in line and "packed" in line
+    told = [line for line in outcome.out.splitlines() if "256 x 32" in line]
+    assert "8.00" in told[0] and "packed" in told[0]
+    assert all("float32" in line and "8.00" in line and "oneDNN" in line for line in told[1:])
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -7,10 +7,12 @@ import multiprocessing
 
 import pytest
 import torch
+from torch import nn
 
 from compiled_attn.ops import NativeUnavailable, load
 from compiled_attn.ops.cpu.build import find_compiler
-from compiled_attn.ops.tuning import Tuning
+from compiled_attn.ops.tuning import Tuning, onednn_sizes
+from graphs.backends.onednn_linear import for_cpu
 
 WEIGHT = torch.zeros(32, 64, dtype=torch.bfloat16)
 
@@ -72,6 +74,29 @@ def test_processes_that_measure_at_once_lose_nothing(tmp_path):
 def _measure_some(file, first: int) -> None:
     for outputs in range(first, first + 5):
         _tuning(file, [2.0]).packs(torch.zeros(16 * outputs, 64, dtype=torch.bfloat16))
+
+
+def test_float32_layers_go_to_onednn_where_that_was_faster_each_size_measured_once(tmp_path):
+    model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 8), nn.Linear(8, 4), nn.Linear(8, 8))
+    model[3].bfloat16()
+    file = tmp_path / "t.json"
+    ratios = {4: 1.5, 8: 0.9}  # by outputs
+    tuned = Tuning(load("reference"), file, lambda ops, weight: ratios[weight.shape[0]])
+    assert onednn_sizes(model, tuned) == {(4, 8)}
+    threads = torch.get_num_threads()
+    assert json.loads(file.read_text()) == {
+        f"{threads} threads, 4 x 8, float32": 1.5,
+        f"{threads} threads, 8 x 4, float32": 0.9,
+    }
+    assert onednn_sizes(model, _tuning(file, [])) == {(4, 8)}
+
+
+def test_float32_layers_of_this_machine_are_measured():
+    if not for_cpu():
+        pytest.skip("this torch has no MKL to replace, or no oneDNN to replace it with")
+    tuned = Tuning(load("reference"), None)
+    tuned.takes_onednn(torch.zeros(24, 16))
+    assert all(ratio > 0 for ratio in tuned.results.values())
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", '{"1 threads, 32 x 64": "fast"}', "null"])

@@ -27,9 +27,11 @@ def needs_onednn():
         pytest.skip("this torch has no MKL to replace, or no oneDNN to replace it with")
 
 
-def _calls(rows: int, dtype: torch.dtype = torch.float32) -> int:
+def _calls(
+    rows: int, dtype: torch.dtype = torch.float32, sizes: set[tuple[int, int]] | None = None
+) -> int:
     module, x = Layers(dtype), torch.randn(rows, 24, dtype=dtype)
-    compiled = torch.compile(module, fullgraph=True, dynamic=False, options=for_cpu())
+    compiled = torch.compile(module, fullgraph=True, dynamic=False, options=for_cpu(sizes))
     with torch.no_grad():
         out, (code,) = run_and_get_code(compiled, x)
     torch.testing.assert_close(
@@ -40,6 +42,16 @@ def _calls(rows: int, dtype: torch.dtype = torch.float32) -> int:
 
 def test_linear_layers_with_and_without_bias_are_taken_and_other_matmuls_left():
     assert _calls(rows=32) == 2
+
+
+def test_only_layers_of_the_sizes_that_are_given_are_taken():
+    assert _calls(rows=32, sizes={(40, 24)}) == 1
+    assert for_cpu(set()) == {}
+
+
+def test_the_sizes_are_part_of_the_identity_of_the_pass():
+    passes = [for_cpu(sizes) for sizes in (None, {(40, 24)}, {(8, 40)})]
+    assert len({each["post_grad_custom_post_pass"].uuid() for each in passes}) == 3
 
 
 @pytest.mark.parametrize(("rows", "dtype"), [(4, torch.float32), (32, torch.bfloat16)])
