@@ -20,7 +20,7 @@ from compiled_attn.step import Request
 if TYPE_CHECKING:
     from compiled_attn.hf.model import PagedCausalLM
 
-__all__ = ["check_equal", "plain_logits"]
+__all__ = ["check_equal", "check_near", "plain_logits"]
 
 # Most rows of the second step read what the first wrote, beside what is new.
 _STEPS = ((0, 2), (2, 6))
@@ -34,7 +34,7 @@ makes in many layers (norms and rotations are float32 in float64 models too), or
 another that was as good; far less than other keys, positions or neighbours do, which is about 1."""
 
 _QUANTISED = 0.5
-"""The same for most rows of a quantised cache; in some one expert may take another's place."""
+"""The same for most rows of a quantised cache or of quantised weights; in some one expert may take another's place."""
 
 
 def plain_logits(model: PreTrainedModel) -> Tensor:
@@ -76,6 +76,17 @@ def check_equal(paged: PagedCausalLM, expected: Tensor) -> None:
             f"expected a model that bears keys and values in {dtype}, got a "
             f"{type(paged.model).__name__} whose logits that changes by {distance:.1e} of their "
             f"spread, more than {_QUANTISED:.0e}: keep them in its own dtype (kv_dtype 'auto')"
+        )
+
+
+def check_near(paged: PagedCausalLM, expected: Tensor) -> None:
+    """Raises ModelRefused unless quantised weights give logits near to ``[2, 6, vocab]``."""
+    distance = float(_distances(_through(paged, expected.dtype, expected), expected).median())
+    if not distance <= _QUANTISED:
+        raise ModelRefused(
+            f"expected a model that bears weights of int8, got a {type(paged.model).__name__} "
+            f"whose logits that changes by {distance:.1e} of their spread, more than "
+            f"{_QUANTISED:.0e}: take weights 'auto'"
         )
 
 
