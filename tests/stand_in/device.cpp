@@ -176,7 +176,11 @@ void run_on_device(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       value = c10::Device(c10::kCPU);
     }
   }
+  // Other accelerators have it for integers, so models take it there.
+  const bool counts_integers = schema.name() == "aten::histc" && !(*stack)[begin].toTensor().is_floating_point();
+  if (counts_integers) (*stack)[begin] = (*stack)[begin].toTensor().to(at::kDouble);
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  if (counts_integers) stack->back() = stack->back().toTensor().to(at::kInt);
   const auto results = schema.returns().size();
   for (auto at = stack->size() - results; at < stack->size(); ++at) {
     c10::IValue& value = (*stack)[at];
