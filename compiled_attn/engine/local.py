@@ -97,6 +97,7 @@ class LocalExecutor:
             journal=config.warmup_journal,
             name="step",
             **common,
+            **self._steps.options,
         )
         self.copies = BlockSwap(
             self.cache,
