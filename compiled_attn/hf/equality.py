@@ -34,7 +34,8 @@ makes in many layers (norms and rotations are float32 in float64 models too), or
 another that was as good; far less than other keys, positions or neighbours do, which is about 1."""
 
 _QUANTISED = 0.5
-"""The same for most rows of a quantised cache or of quantised weights; in some one expert may take another's place."""
+"""The same for most rows of a quantised cache or of quantised weights; in some one
+expert may take another's place."""
 
 
 def plain_logits(model: PreTrainedModel) -> Tensor:

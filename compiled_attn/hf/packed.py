@@ -162,7 +162,7 @@ def pack_linears(
         if not wanted(parameter):
             continue
         places = owners[parameter.data_ptr()]
-        scale = _quantise(parameter, undo) if quantises else _pack(parameter, undo)
+        scale = (_quantise if quantises else _pack)(parameter, undo)
         for _, module in places:
             _replace(module, scale, homes[id(module)], undo)
 
@@ -227,9 +227,10 @@ def _is_plain(module: nn.Module) -> bool:
     return is_embedding or type(module) is nn.Linear
 
 
-def _pack(parameter: Parameter, undo: contextlib.ExitStack) -> None:
+def _pack(parameter: Parameter, undo: contextlib.ExitStack) -> Tensor | None:
     undo.callback(_unpack, parameter)
     parameter.data = packed_linear.pack(parameter.detach())
+    return None
 
 
 def _quantise(parameter: Parameter, undo: contextlib.ExitStack) -> Tensor:
