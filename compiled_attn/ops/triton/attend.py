@@ -128,13 +128,13 @@ def attend_kernel(
     last_position = tl.minimum(first_position + QUERIES, length) - 1
 
     dims = tl.arange(0, KEY_BLOCK)
-    at = query + token.to(tl.int64) * q_token + head * q_head
+    query_at = query + token.to(tl.int64) * q_token + head * q_head
     is_query = is_row[:, None] & (dims < KEY_DIM)[None, :]
-    queries = tl.load(at[:, None] + dims[None, :], mask=is_query, other=0.0)
+    queries = tl.load(query_at[:, None] + dims[None, :], mask=is_query, other=0.0)
     if REST_BLOCK > 0:  # of a head size such as 576 that a power of two would nearly double
         rest = KEY_BLOCK + tl.arange(0, REST_BLOCK)
         is_query = is_row[:, None] & (rest < KEY_DIM)[None, :]
-        rest_queries = tl.load(at[:, None] + rest[None, :], mask=is_query, other=0.0)
+        rest_queries = tl.load(query_at[:, None] + rest[None, :], mask=is_query, other=0.0)
     if ALIBI:
         slope = tl.load(slopes + head, mask=is_row, other=0.0)
 
@@ -174,19 +174,19 @@ def attend_kernel(
             block = tl.where(is_block, block, 0).to(tl.int64)
             slot = (key % PAGE).to(tl.int64)
 
-            at = (block * k_block + slot * k_slot + kv_head * k_head)[None, :]
+            key_at = (block * k_block + slot * k_slot + kv_head * k_head)[None, :]
             keys = tl.load(
-                key_cache + at + dims[:, None], mask=(dims < KEY_DIM)[:, None], other=0
+                key_cache + key_at + dims[:, None], mask=(dims < KEY_DIM)[:, None], other=0
             )
             scores = _product(queries, decode(keys, CODES, DTYPE), WIDEN)
             if REST_BLOCK > 0:
                 keys = tl.load(
-                    key_cache + at + rest[:, None], mask=(rest < KEY_DIM)[:, None], other=0
+                    key_cache + key_at + rest[:, None], mask=(rest < KEY_DIM)[:, None], other=0
                 )
                 scores += _product(rest_queries, decode(keys, CODES, DTYPE), WIDEN)
             if CODES != "none":
-                at = block * ks_block + slot * ks_slot + kv_head * ks_head
-                scores *= tl.load(key_scale + at)[None, :]
+                scale_at = block * ks_block + slot * ks_slot + kv_head * ks_head
+                scores *= tl.load(key_scale + scale_at)[None, :]
             scores *= factor
             if CAPPED:
                 scores = _capped(scores, cap)
@@ -195,12 +195,12 @@ def attend_kernel(
             if CAPPED or ALIBI:
                 scores *= LOG2E
 
-            at = (block * v_block + slot * v_slot + kv_head * v_head)[:, None]
-            values = tl.load(value_cache + at + value_dims, mask=is_value, other=0)
+            value_at = (block * v_block + slot * v_slot + kv_head * v_head)[:, None]
+            values = tl.load(value_cache + value_at + value_dims, mask=is_value, other=0)
             if CODES != "none":
-                at = block * vs_block + slot * vs_slot + kv_head * vs_head
-                number = decode(values, CODES, tl.float32) * tl.load(value_scale + at)[:, None]
-                values = number.to(DTYPE)
+                scale_at = block * vs_block + slot * vs_slot + kv_head * vs_head
+                scale = tl.load(value_scale + scale_at)[:, None]
+                values = (decode(values, CODES, tl.float32) * scale).to(DTYPE)
             scores = tl.where(is_block, scores, float("nan"))
             if part != 1:
                 # A weight of 0 does not hide a value that is NaN or infinite: those that see it
