@@ -50,23 +50,16 @@ class Case:
 
 CASES = {
     "D 64": Case(64),
-    "D 80": Case(80),
     "D 128": Case(),
-    "D 128, page 128": Case(page=128),
-    "D 128, float16": Case(dtype=F16),
+    "D 128, page 128, float16": Case(dtype=F16, page=128),
     "D 128, window, cap, ALiBi, sinks": Case(everything=True),
     "D 128, int8": Case(cache=torch.int8),
     "D 128, e4m3": Case(cache=torch.float8_e4m3fn),
-    "D 128, e5m2 for float16": Case(dtype=F16, cache=torch.float8_e5m2),
     "D 192, Dv 128": Case(192, value_dim=128, group=1),
     "D 256": Case(256),
     "D 576, Dv 512": Case(576, value_dim=512, kv_heads=1, group=16),
-    "D 576, Dv 512, int8": Case(576, value_dim=512, kv_heads=1, group=16, cache=torch.int8),
     "D 64, float32": Case(64, dtype=F32),
     "D 128, float32": Case(dtype=F32),
-    "D 128, float32, int8": Case(dtype=F32, cache=torch.int8),
-    "D 256, float32": Case(256, dtype=F32),
-    "D 576, Dv 512, float32": Case(576, value_dim=512, kv_heads=1, group=16, dtype=F32),
 }
 STEPS = {"decode": (32, 32), "prefill": (4096, 8)}
 

@@ -12,9 +12,11 @@ from compiled_attn.cache.quantisation import largest
 from compiled_attn.ops.call import NewTokens, PagedCall
 from compiled_attn.ops.triton.tiles import Plan, Problem, key_blocks
 
-__all__ = ["Launch", "attend_launch", "merge_launch", "problem_of", "write_launch"]
+__all__ = ["CODES", "Launch", "attend_launch", "merge_launch", "problem_of", "write_launch"]
 
-_CODES = {torch.int8: "int8", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+CODES = {torch.int8: "int8", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+"""The names that kernels have for the dtypes of quantised caches."""
+
 _FAR = 1 << 30  # a window that holds all keys, and that a position can be added to
 _WRITTEN_AT_ONCE = 2048
 
@@ -40,8 +42,9 @@ def problem_of(call: PagedCall) -> Problem:
         key_dim,
         value_dim,
         width * page,
-        call.query.itemsize,
-        _codes(call.key_cache),
+        page,
+        str(call.query.dtype).removeprefix("torch."),
+        CODES.get(call.key_cache.dtype, "none"),
     )
 
 
@@ -156,7 +159,7 @@ def _caches(call: PagedCall) -> dict[str, Any]:
         **_strides("ks", call.key_scale, axes),
         **_strides("vs", call.value_scale, axes),
         "PAGE": call.key_cache.shape[1],
-        "CODES": _codes(call.key_cache),
+        "CODES": CODES.get(call.key_cache.dtype, "none"),
     }
 
 
@@ -165,12 +168,9 @@ def _strides(prefix: str, tensor: Tensor | None, axes: tuple[str, ...]) -> dict[
     return {f"{prefix}_{axis}": step for axis, step in zip(axes, steps, strict=True)}
 
 
-def _codes(cache: Tensor) -> str:
-    return _CODES.get(cache.dtype, "none")
-
-
 def _bytes(cache: Tensor) -> Tensor:
-    return cache.view(torch.uint8) if _codes(cache).startswith("e") else cache
+    is_float8 = cache.dtype in CODES and cache.dtype.is_floating_point
+    return cache.view(torch.uint8) if is_float8 else cache
 
 
 def _block(size: int, least: int = 16) -> int:

@@ -51,7 +51,7 @@ class Resources:
 
     Attributes:
         registers: of a thread.
-        spilled: bytes of a thread on the stack.
+        spilled: bytes of a thread that registers were spilled to.
         shared: bytes of a program.
         tensor_cores: the instruction that multiplies matrices; "": none does.
     """
@@ -108,7 +108,8 @@ def _of_cubin(made: Any) -> Resources:
         file.flush()
         usage, code = _dump("-res-usage", file.name), _dump("-sass", file.name)
     registers, stack = (int(n) for n in re.findall(r"REG:(\d+) STACK:(\d+)", usage)[-1])
-    return Resources(registers, stack, made.metadata.shared, _instruction(code))
+    spilled = stack if re.search(r"\bSTL\b", code) else 0  # some stack is reserved and not used
+    return Resources(registers, spilled, made.metadata.shared, _instruction(code))
 
 
 def _of_amdgcn(made: Any) -> Resources:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
-__all__ = ["Plan", "Problem", "Tile", "candidates", "key_blocks", "plan"]
+__all__ = ["Plan", "Problem", "Tile", "key_blocks", "other_splits", "other_tiles", "plan"]
 
 _MOST_SPLITS = 32
 _TILES_A_SPLIT = 4
@@ -37,7 +37,8 @@ class Problem:
         kv_heads, group: KV heads, and query heads of each.
         key_dim, value_dim: head sizes of keys and of values.
         keys: the longest request that the block table has room for.
-        bytes: of an element of the query.
+        page: tokens of a block.
+        dtype: of the query, such as "bfloat16".
         codes: of the cache: "none", "int8", "e4m3", "e5m2".
     """
 
@@ -48,7 +49,8 @@ class Problem:
     key_dim: int
     value_dim: int
     keys: int
-    bytes: int
+    page: int
+    dtype: str
     codes: str
 
     @property
@@ -62,16 +64,20 @@ class Problem:
         return self.tokens <= _FEW_ROWS * max(self.requests, 1)
 
 
-# Tiles by the size of an element and of a head, for few rows a request (which have as many rows as
+# Tiles by the size of an element (1: codes, under queries of 2 bytes) and of a head, for few rows a request (which have as many rows as
 # a group, 16 at least) and for many. All fit the 99 KB of shared memory of sm_89 and sm_120.
 _TILES: dict[tuple[int, int], tuple[Tile, Tile]] = {
-    (2, 64): (Tile(16, 64, 4, 3), Tile(128, 64, 4, 2)),
-    (2, 128): (Tile(16, 64, 4, 2), Tile(64, 64, 4, 2)),
-    (2, 256): (Tile(16, 32, 4, 2), Tile(64, 32, 4, 2)),
-    (2, 1024): (Tile(16, 16, 4, 2), Tile(16, 16, 4, 2)),
-    (4, 64): (Tile(16, 32, 4, 2), Tile(32, 32, 4, 2)),
-    (4, 128): (Tile(16, 32, 4, 2), Tile(32, 32, 8, 2)),
-    (4, 256): (Tile(16, 16, 4, 2), Tile(16, 16, 4, 2)),
+    (1, 64): (Tile(16, 64, 4, 2), Tile(64, 32, 4, 2)),
+    (1, 128): (Tile(16, 64, 8, 2), Tile(64, 32, 8, 2)),
+    (1, 256): (Tile(16, 32, 8, 2), Tile(32, 32, 8, 2)),
+    (1, 1024): (Tile(16, 16, 8, 2), Tile(16, 16, 8, 2)),
+    (2, 64): (Tile(16, 64, 4, 3), Tile(128, 64, 8, 2)),
+    (2, 128): (Tile(16, 64, 4, 2), Tile(128, 32, 8, 2)),
+    (2, 256): (Tile(16, 32, 4, 2), Tile(32, 32, 8, 2)),
+    (2, 1024): (Tile(16, 16, 8, 2), Tile(16, 16, 8, 2)),
+    (4, 64): (Tile(16, 32, 8, 2), Tile(32, 32, 8, 2)),
+    (4, 128): (Tile(16, 16, 4, 2), Tile(16, 16, 4, 2)),
+    (4, 256): (Tile(16, 16, 8, 2), Tile(16, 16, 8, 2)),
     (4, 1024): (Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
 }
 
@@ -82,21 +88,24 @@ def plan(problem: Problem, processors: int) -> Plan:
     return Plan(tile, _splits(problem, tile, processors))
 
 
-def candidates(problem: Problem, processors: int) -> list[Plan]:
-    """Plans to measure, the usual one first."""
+def other_tiles(problem: Problem, processors: int) -> list[Plan]:
+    """Plans with other tiles than the usual one, to be measured beside it."""
     usual = _usual(problem)
     changed = [
-        usual,
+        usual._replace(keys=2 * usual.keys),
         usual._replace(keys=max(16, usual.keys // 2)),
         usual._replace(rows=max(16, usual.rows // 2)),
         usual._replace(warps=8 if usual.warps == 4 else 4),
-        usual._replace(stages=max(1, usual.stages - 1)),
+        usual._replace(stages=usual.stages + 1),
     ]
-    plans = []
-    for tile in dict.fromkeys(changed):
-        splits = _splits(problem, tile, processors)
-        plans += [Plan(tile, each) for each in {splits: 0, max(1, splits // 2): 0}]
-    return plans
+    others = [tile for tile in dict.fromkeys(changed) if tile != usual]
+    return [Plan(tile, _splits(problem, tile, processors)) for tile in others]
+
+
+def other_splits(plan: Plan) -> list[Plan]:
+    """Plans with half and with twice as many splits."""
+    counts = {max(1, plan.splits // 2), min(_MOST_SPLITS, 2 * plan.splits)} - {plan.splits}
+    return [plan._replace(splits=count) for count in sorted(counts)]
 
 
 def key_blocks(dim: int) -> tuple[int, int]:
@@ -109,7 +118,8 @@ def key_blocks(dim: int) -> tuple[int, int]:
 def _usual(problem: Problem) -> Tile:
     largest = max(problem.key_dim, problem.value_dim)
     sizes = [size for size in (64, 128, 256, 1024) if size >= largest] or [1024]
-    few, many = _TILES[problem.bytes, sizes[0]]
+    element = 4 if problem.dtype == "float32" else 2 if problem.codes == "none" else 1
+    few, many = _TILES[element, sizes[0]]
     if not problem.has_few_rows:
         return many
     return few._replace(rows=min(many.rows, max(16, _power(problem.group))))

@@ -14,14 +14,23 @@ from compiled_attn.ops import (
     NativeOps,
     load,
 )
-from tests.compiled_attn.ops.kernels import BEST, OTHERS, SLOW, loaded
+from tests.compiled_attn.ops.kernels import BEST, ON_DEVICES, OTHERS, SLOW, loaded
 from tests.compiled_attn.ops.native_cases import CASES, MIXED
 from tests.compiled_attn.ops.native_scene import Scene, assert_right, dense, new_tokens, scene
 
 
-@pytest.fixture(params=["reference", BEST, *SLOW[:-1], *OTHERS[-1:]], scope="module")
+ON_CPU = ["reference", BEST, *SLOW[:-1], *OTHERS[-1:]]
+"""The reference and every kernel; what is between the best and the plain one is slow."""
+
+
+@pytest.fixture(params=[*ON_CPU, *ON_DEVICES], scope="module")
 def ops(request) -> NativeOps:
-    """The reference and every kernel; what is between the best and the plain one is slow."""
+    return loaded(request.param)
+
+
+@pytest.fixture(params=ON_CPU, scope="module")
+def ops_on_cpu(request) -> NativeOps:
+    """Those that look at numbers before they run, and at one request as at many."""
     return loaded(request.param)
 
 
@@ -88,19 +97,19 @@ def test_the_rows_of_a_wider_block_table_may_be_strided(ops):
     assert_right(ops.paged_attention(*step.arguments), step)
 
 
-def test_a_request_gets_the_same_bits_whatever_its_neighbours_and_threads(ops):
+def test_a_request_gets_the_same_bits_whatever_its_neighbours_and_threads(ops_on_cpu):
     step = scene([(1, 300), (5, 40), (1, 31)], size=16, dim=64, kv_heads=1)
-    together, _ = ops.paged_attention(*step.arguments)
+    together, _ = ops_on_cpu.paged_attention(*step.arguments)
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(threads + 1)
-        again, _ = ops.paged_attention(*step.arguments)
+        again, _ = ops_on_cpu.paged_attention(*step.arguments)
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(together, again)
     starts = step.query_start_loc.tolist()
     for request in range(3):
-        alone, _ = ops.paged_attention(
+        alone, _ = ops_on_cpu.paged_attention(
             step.query[starts[request] : starts[request + 1]],
             step.key_cache,
             step.value_cache,
@@ -203,28 +212,28 @@ BAD_NUMBERS = {
 
 
 @pytest.mark.parametrize("name", BAD_NUMBERS)
-def test_a_number_out_of_range_is_an_error_before_anything_is_written(ops, name):
+def test_a_number_out_of_range_is_an_error_before_anything_is_written(ops_on_cpu, name):
     step = scene(MIXED, poison=0.5)
     key, value, slots = new_tokens(step)
     BAD_NUMBERS[name](step)
     keys = step.key_cache.clone()
     with pytest.raises(RuntimeError, match=r"expected .* got .*: "):
-        ops.paged_attention(*step.arguments)
+        ops_on_cpu.paged_attention(*step.arguments)
     with pytest.raises(RuntimeError, match=r"expected .* got .*: "):
-        ops.paged_attention_(
+        ops_on_cpu.paged_attention_(
             step.query, key, value, step.key_cache, step.value_cache, slots, *step.step
         )
     assert torch.equal(step.key_cache, keys)
 
 
 @pytest.mark.parametrize("slot", [-1, 10**6])
-def test_a_slot_out_of_range_is_an_error_before_anything_is_written(ops, slot):
+def test_a_slot_out_of_range_is_an_error_before_anything_is_written(ops_on_cpu, slot):
     step = scene(MIXED, poison=0.5)
     key, value, slots = new_tokens(step)
     slots[3] = slot
     keys, values = step.key_cache.clone(), step.value_cache.clone()
     with pytest.raises(RuntimeError, match=rf"slot_mapping\[3\].*{slot}"):
-        ops.paged_attention_(
+        ops_on_cpu.paged_attention_(
             step.query, key, value, step.key_cache, step.value_cache, slots, *step.step
         )
     assert torch.equal(step.key_cache, keys) and torch.equal(step.value_cache, values)
