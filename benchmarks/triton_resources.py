@@ -49,19 +49,17 @@ class Case:
 
 
 CASES = {
-    "D 64": Case(64),
     "D 128": Case(),
-    "D 128, page 128, float16": Case(dtype=F16, page=128),
-    "D 128, window, cap, ALiBi, sinks": Case(everything=True),
-    "D 128, int8": Case(cache=torch.int8),
+    "D 64": Case(64),
     "D 128, e4m3": Case(cache=torch.float8_e4m3fn),
-    "D 192, Dv 128": Case(192, value_dim=128, group=1),
     "D 256": Case(256),
     "D 576, Dv 512": Case(576, value_dim=512, kv_heads=1, group=16),
-    "D 64, float32": Case(64, dtype=F32),
     "D 128, float32": Case(dtype=F32),
+    "D 128, window, cap, ALiBi, sinks": Case(everything=True),
+    "D 128, int8, float16, page 128": Case(dtype=F16, cache=torch.int8, page=128),
+    "D 192, Dv 128": Case(192, value_dim=128, group=1),
 }
-STEPS = {"decode": (32, 32), "prefill": (4096, 8)}
+STEPS = {"decode": (8, 8), "prefill": (4096, 8)}
 
 
 def call_of(case: Case, tokens: int, requests: int) -> PagedCall:

@@ -15,6 +15,7 @@ import triton
 from torch import Tensor
 
 from compiled_attn.attention.scoring import Scoring
+from compiled_attn.errors import KernelArgumentError
 from compiled_attn.ops.call import NewTokens, PagedCall
 from compiled_attn.ops.checks import check_shapes
 from compiled_attn.ops.triton.arguments import (
@@ -32,13 +33,15 @@ from compiled_attn.ops.triton.write import write_kernel
 
 __all__ = ["attend", "paged_attention", "paged_attention_"]
 
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
 
 def paged_attention(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, *step: Any, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """See `compiled_attn.ops.reference.paged_attention`."""
     call = _call(query, key_cache, value_cache, step, options, None)
-    check_shapes(call)
+    _check(call)
     return attend(call)
 
 
@@ -55,7 +58,7 @@ def paged_attention_(
     """See `compiled_attn.ops.reference.paged_attention_`."""
     new = NewTokens(key, value, slot_mapping)
     call = _call(query, key_cache, value_cache, step, options, new)
-    check_shapes(call)
+    _check(call)
     with _device(query):
         _run(write_kernel, write_launch(call, new))
     return attend(call)
@@ -77,6 +80,15 @@ def attend(call: PagedCall, plan: Plan | None = None) -> tuple[Tensor, Tensor]:
         _attend(call, plan, sums, tops, totals)
         _run(merge_kernel, merge_launch(call, (sums, tops, totals), out, lse))
     return out, lse
+
+
+def _check(call: PagedCall) -> None:
+    check_shapes(call)
+    if call.query.dtype not in _DTYPES:
+        raise KernelArgumentError(
+            f"paged_attention: expected a query of float32, bfloat16 or float16 on "
+            f"{call.query.device}, got {call.query.dtype}: convert it with .to()"
+        )
 
 
 def _attend(call: PagedCall, plan: Plan, out: Tensor, lse: Tensor, totals: Tensor | None) -> None:
