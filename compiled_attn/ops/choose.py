@@ -86,7 +86,7 @@ Chosen = TypeVar("Chosen", bound=Implementation)
 
 
 class NativeKernel:
-    """The kernel behind ``torch.ops.compiled_attn.paged_attention``: C++ on CPUs, Triton on CUDA."""
+    """The kernel behind ``torch.ops.compiled_attn.paged_attention``: C++ for CPUs, Triton."""
 
     name = "native"
 

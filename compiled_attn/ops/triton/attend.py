@@ -112,6 +112,8 @@ def attend_kernel(
         tl.store(out + at[:, None] * VALUE_DIM + value_dims, zeros, is_own[:, None] & is_value)
         tl.store(lse + at, sink, mask=is_own)
 
+    if requests == 0:
+        return
     request = request_of(program, starts, requests, QUERIES)
     begin = tl.load(starts + request)
     end = tl.minimum(tl.load(starts + request + 1), tokens)

@@ -1,4 +1,4 @@
-"""Registers, memory and instructions of a kernel, compiled ahead of time for a device not at hand."""
+"""Registers, memory and instructions of a kernel, compiled for a device that is not at hand."""
 
 from __future__ import annotations
 

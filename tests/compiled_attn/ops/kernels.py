@@ -73,7 +73,9 @@ class OnCuda(NativeOps):
         options = {key: _to_cuda(each) for key, each in kwargs.items()}
         out, lse = getattr(torch.ops.compiled_attn, name)(*moved, **options)
         if name.endswith("_"):
-            for here, there in zip([*args, *kwargs.values()], [*moved, *options.values()]):
+            for here, there in zip(
+                (*args, *kwargs.values()), (*moved, *options.values()), strict=True
+            ):
                 if isinstance(here, Tensor):
                     here.copy_(there)
         return out.cpu(), lse.cpu()
@@ -83,6 +85,6 @@ def _to_cuda(value: Any) -> Any:
     """A tensor on the device, with the strides that it has here."""
     if not isinstance(value, Tensor):
         return value
-    size = sum((n - 1) * step for n, step in zip(value.shape, value.stride())) + 1
+    size = sum((n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True)) + 1
     there = torch.zeros(max(size, 0), dtype=value.dtype, device="cuda")
     return there.as_strided(value.shape, value.stride()).copy_(value)

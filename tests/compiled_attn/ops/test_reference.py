@@ -18,7 +18,6 @@ from tests.compiled_attn.ops.kernels import BEST, ON_DEVICES, OTHERS, SLOW, load
 from tests.compiled_attn.ops.native_cases import CASES, MIXED
 from tests.compiled_attn.ops.native_scene import Scene, assert_right, dense, new_tokens, scene
 
-
 ON_CPU = ["reference", BEST, *SLOW[:-1], *OTHERS[-1:]]
 """The reference and every kernel; what is between the best and the plain one is slow."""
 
@@ -30,7 +29,7 @@ def ops(request) -> NativeOps:
 
 @pytest.fixture(params=ON_CPU, scope="module")
 def ops_on_cpu(request) -> NativeOps:
-    """Those that look at numbers before they run, and that threads may call; interpreted none may."""
+    """Those that look at numbers before they run, and that threads may call at once."""
     return loaded(request.param)
 
 
@@ -126,7 +125,9 @@ def test_threads_may_call_at_once(ops_on_cpu):
     wanted = [ops_on_cpu.paged_attention(*step.arguments)[0] for step in steps]
     with ThreadPoolExecutor(4) as pool:
         for _ in range(5):
-            outs = list(pool.map(lambda step: ops_on_cpu.paged_attention(*step.arguments)[0], steps))
+            outs = list(
+                pool.map(lambda step: ops_on_cpu.paged_attention(*step.arguments)[0], steps)
+            )
             assert all(torch.equal(out, want) for out, want in zip(outs, wanted, strict=True))
 
 

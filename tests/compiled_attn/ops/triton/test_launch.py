@@ -26,10 +26,8 @@ def test_a_launch_is_that_of_the_sizes_alone():
     """Tensors without memory have all that it needs, so a captured graph serves any numbers."""
     step = scene(MIXED, padding=2, padded_requests=1)
     here = call_of(step)
-    call = here._replace(
-        **{name: value.to("meta") for name, value in here._asdict().items()
-           if isinstance(value, torch.Tensor)}  # fmt: skip
-    )
+    tensors = {k: v for k, v in here._asdict().items() if isinstance(v, torch.Tensor)}
+    call = here._replace(**{name: each.to("meta") for name, each in tensors.items()})
     out, lse = call.query.new_empty(14, 4, 16), call.query.new_empty(14, 4)
     chosen = plan(problem_of(call), 1)
     launch = attend_launch(call, chosen, out, lse, None, widen=False)

@@ -25,7 +25,8 @@ WHOLE: dict[str, Any] = {"requests": [(3, 34), (1, 64), (6, 6)], "size": 16}
 SINKS: dict[str, Any] = {"requests": [(1, 40)], "sinks": torch.tensor([0.3, -1.0, 2.0, 0.0])}
 
 MUTANTS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
-    "window edge": ("attend", "> position[:, None] - window", ">= position[:, None] - window", LONG),
+    "window edge": ("attend", "> position[:, None] - window", ">= position[:, None] - window",
+                    LONG),
     "first tile of a window": ("attend", "first_position - window + 1, 0) // KEYS",
                                "first_position - window + 1 + KEYS, 0) // KEYS", LONG),
     "tiles inside of a window": ("attend", "tl.maximum(last_position - window + 1, key_begin)",
