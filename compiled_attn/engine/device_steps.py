@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -55,7 +55,7 @@ class DeviceSteps:
         backend, options: as of the graphs of the steps.
 
     Attributes:
-        module, others: see `compiled_attn.engine.host_steps.Steps`.
+        module, options, others: see `compiled_attn.engine.host_steps.Steps`.
     """
 
     def __init__(
@@ -84,6 +84,8 @@ class DeviceSteps:
             **options,
         )
         self.others: Sequence[WarmupManager] = (self._draws,)
+        name = backend if isinstance(backend, str) else backend.name
+        self.options: Mapping[str, Any] = {"in_place": True} if name == "cudagraph" else {}
 
     def padding(self, bucket: Bucket) -> list[Tensor | None]:
         """See `Steps`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -21,10 +21,12 @@ class Steps(Protocol):
 
     Attributes:
         module: what is captured for each bucket.
+        options: of its capture.
         others: graphs beside those of the buckets.
     """
 
     module: nn.Module
+    options: Mapping[str, Any]
     others: Sequence[WarmupManager]
 
     def padding(self, bucket: Bucket) -> Any:
@@ -41,9 +43,10 @@ class HostSteps:
         model: what computes them.
 
     Attributes:
-        module, others: see `Steps`.
+        module, options, others: see `Steps`.
     """
 
+    options: Mapping[str, Any] = {}
     others: Sequence[WarmupManager] = ()
 
     def __init__(self, model: PagedCausalLM) -> None:

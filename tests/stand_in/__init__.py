@@ -75,6 +75,8 @@ def _module() -> types.ModuleType:
     module.current_device = lambda: 0  # type: ignore[attr-defined]
     module._is_in_bad_fork = lambda: False  # type: ignore[attr-defined]
     module.mem_get_info = lambda device: (3 * 2**28, 2**30)  # type: ignore[attr-defined]
+    module.get_rng_state = lambda device=0: torch.get_rng_state()  # type: ignore[attr-defined]
+    module.set_rng_state = lambda state, device=0: None  # type: ignore[attr-defined]
     module.manual_seed_all = lambda seed: None  # type: ignore[attr-defined]
     module.get_amp_supported_dtype = lambda: [torch.bfloat16]  # type: ignore[attr-defined]
     sys.modules[module.__name__] = module

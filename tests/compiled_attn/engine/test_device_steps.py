@@ -8,7 +8,10 @@ import pytest
 
 from compiled_attn.engine import Engine, EngineConfig, SamplingParams
 from compiled_attn.engine.cache_size import CacheSize
+from graphs.backends.cudagraph import CudaGraphBackend
 from tests.compiled_attn.tiny import tiny_model
+from tests.graphs.backends.hpu_bridge import Bridge, stubbed_bridge
+from tests.graphs.backends.replay_double import ReplayDouble
 from tests.stand_in import counts, open_device
 
 CONFIG = EngineConfig(
@@ -47,6 +50,8 @@ def served(device, sampling=GREEDY, config=CONFIG, family="llama", prompts=PROMP
     """What the requests came to, and what each step asked of the device."""
     engine = Engine(tiny_model(family).to(device), config)
     engine.warmup()
+    for double in getattr(config.backend, "doubles", ()):
+        double.replays = 0
     before, spent = counts(), []
 
     def on_step(_) -> None:
@@ -134,3 +139,55 @@ def test_its_cache_takes_a_share_of_the_memory_that_is_free_on_the_device():
     size = CacheSize.of(tiny_model().to("stand_in"), wide, 256)
     assert "four fifths of 0.8 GiB free on stand_in:0" in size.why
     assert 0.5 * 2**30 < size.bytes <= 0.6 * 2**30
+
+
+class Recorded(CudaGraphBackend):
+    """Records eager code, on doubles of CUDA graphs that know addresses only."""
+
+    def __init__(self) -> None:
+        self.doubles: list[ReplayDouble] = []
+        super().__init__(self._double)
+
+    def _double(self) -> ReplayDouble:
+        self.doubles.append(ReplayDouble(device="stand_in"))
+        return self.doubles[-1]
+
+    def capture(self, *args, **options):
+        return super().capture(*args, compiler="eager", **options)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("kernel", ["native", "portable"])
+def test_recorded_graphs_read_each_step_where_it_was_staged(kernel, sampling):
+    backend = Recorded()
+    here, _, _ = served("cpu", sampling, replace(CONFIG, kernel=kernel))
+    there, spent, engine = served(
+        "stand_in", sampling, replace(CONFIG, kernel=kernel, backend=backend)
+    )
+    assert tokens(there) == tokens(here)
+    assert {each[:3] for each in spent} == {(1, 1, 0)}
+    steps, *others = backend.doubles
+    assert steps.replays == len(spent) == engine.report().steps
+    # The sampler's graph runs for steps that draw, and for no other.
+    assert any(each.replays for each in others) == (sampling is DRAWN)
+
+
+@pytest.fixture
+def bridge(monkeypatch) -> Bridge:
+    return stubbed_bridge(monkeypatch)
+
+
+def test_on_gaudi_every_step_replays_a_graph_of_parts(bridge):
+    here, _, _ = served("cpu", DRAWN, replace(CONFIG, kernel="portable"))
+    engine = Engine(tiny_model().to("stand_in"), replace(CONFIG, backend="hpu"))
+    assert engine.executor.kernel.name == "portable" and "shared" in engine.sizing.buckets.names
+    engine.warmup()
+    addresses = [buffer.data_ptr() for buffer in engine.executor.cache.buffers()]
+    del bridge.log[:]
+    before = counts()
+    there = [*engine.generate(PROMPTS, DRAWN, in_order=True)]
+    spent, steps = counts().since(before), engine.report().steps
+    assert tokens(there) == tokens(here)
+    assert bridge.log.count("replay") >= steps and set(bridge.log) == {"mark", "replay"}
+    assert spent[:3] == (steps, steps, 0)
+    assert [buffer.data_ptr() for buffer in engine.executor.cache.buffers()] == addresses
