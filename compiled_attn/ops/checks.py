@@ -89,6 +89,12 @@ def _check_new(call: PagedCall, new: NewTokens) -> None:
     read |= {name: getattr(call, name) for name in ("block_table", "seq_lens", "query_start_loc")}
     names = "key_cache", "value_cache", "key_scale", "value_scale"
     written: dict[str, Tensor | None] = {name: getattr(call, name) for name in names}
+    for name, each in written.items():
+        if each is not None:
+            steps = zip(each.stride(), each.shape, strict=True)
+            own = all(step or size == 1 for step, size in steps)
+            wanted = f"{name} with memory for each element"
+            _expect(own, wanted, "an expanded tensor", "call .clone()")
     _expect.apart(written, read)
 
 
