@@ -66,7 +66,7 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff format .
 
 bench: $(VENV)/.installed-dev
-	@for script in $(filter-out benchmarks/soak%.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+	@for script in $(filter-out benchmarks/soak%.py benchmarks/triton_resources.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
 bench-peers: export PYTHONPATH := benchmarks
 bench-peers: $(VENV)/.installed-dev

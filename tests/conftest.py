@@ -10,6 +10,10 @@ import pytest
 import torch
 from hypothesis import settings
 
+# Before anything imports Triton: its kernels run on the CPU where there is no device for them.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 settings.register_profile("quick", deadline=None, derandomize=True, max_examples=40)
 settings.register_profile("all", settings.get_profile("quick"), max_examples=250)
 settings.load_profile("quick")

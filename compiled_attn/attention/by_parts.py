@@ -34,7 +34,7 @@ class DenseKernel:
         """See `compiled_attn.ops.Implementation`."""
         return None
 
-    def unavailable(self) -> str | None:
+    def unavailable(self, traits: AttentionTraits) -> str | None:
         """See `compiled_attn.ops.Implementation`."""
         return None
 

@@ -34,7 +34,7 @@ class SdpaKernel:
             return f"dtype {traits.dtype} is not one of {FLOATS}"
         return "has no logit softcap" if traits.softcap else None
 
-    def unavailable(self) -> str | None:
+    def unavailable(self, traits: AttentionTraits) -> str | None:
         """See `compiled_attn.ops.Implementation`."""
         has_op = hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
         return None if has_op else "this torch has no CPU flash attention"

@@ -10,7 +10,7 @@ from compiled_attn.cache.quantisation import QUANTISED
 from compiled_attn.errors import KernelArgumentError
 from compiled_attn.ops.call import NewTokens, PagedCall
 
-__all__ = ["check"]
+__all__ = ["check", "check_shapes"]
 
 _expect = Expect(KernelArgumentError, KernelArgumentError, "paged_attention: ")
 _INT32, _FLOAT32 = (torch.int32,), (torch.float32,)
@@ -18,6 +18,15 @@ _INT32, _FLOAT32 = (torch.int32,), (torch.float32,)
 
 def check(call: PagedCall) -> None:
     """Raises KernelArgumentError unless shapes, dtypes, options and numbers of a call fit."""
+    check_shapes(call)
+    if call.new is not None:
+        _check_slots(call, call.new)
+    _check_lengths(call)
+    _check_blocks(call)
+
+
+def check_shapes(call: PagedCall) -> None:
+    """Raises KernelArgumentError unless shapes, dtypes and options fit; reads no tensor."""
     _check_caches(call)
     _expect.tensor("block_table", call.block_table, "[R, W]", (None, None), _INT32, call.query)
     requests = call.block_table.shape[0]
@@ -27,8 +36,6 @@ def check(call: PagedCall) -> None:
     _check_scoring(call)
     if call.new is not None:
         _check_new(call, call.new)
-    _check_lengths(call)
-    _check_blocks(call)
 
 
 def _check_caches(call: PagedCall) -> None:
@@ -82,7 +89,16 @@ def _check_new(call: PagedCall, new: NewTokens) -> None:
     read |= {name: getattr(call, name) for name in ("block_table", "seq_lens", "query_start_loc")}
     names = "key_cache", "value_cache", "key_scale", "value_scale"
     written: dict[str, Tensor | None] = {name: getattr(call, name) for name in names}
+    for name, each in written.items():
+        if each is not None:
+            steps = zip(each.stride(), each.shape, strict=True)
+            own = all(step or size == 1 for step, size in steps)
+            wanted = f"{name} with memory for each element"
+            _expect(own, wanted, "an expanded tensor", "call .clone()")
     _expect.apart(written, read)
+
+
+def _check_slots(call: PagedCall, new: NewTokens) -> None:
     slots = call.key_cache.shape[0] * call.key_cache.shape[1]
     lost = ((new.slot_mapping < 0) | (new.slot_mapping >= slots)).nonzero()
     if lost.numel():

@@ -12,6 +12,7 @@ from torch import Tensor
 from compiled_attn.cache.quantisation import QUANTISED
 from compiled_attn.errors import KernelArgumentError, NativeUnavailable
 from compiled_attn.ops.paged_attention import NAMESPACE, load, unavailable
+from compiled_attn.ops.triton.register import why_not as why_no_triton
 
 __all__ = [
     "CHOICES",
@@ -26,7 +27,8 @@ __all__ = [
 ]
 
 KernelChoice = Literal["auto", "native", "portable"]
-"""``native``: the C++ kernel or an error; ``portable``: plain torch; ``auto``: native if it can."""
+"""``native``: the op's kernel of the device (C++, Triton) or an error; ``portable``: plain torch;
+``auto``: native if it can."""
 
 CHOICES: tuple[KernelChoice, ...] = get_args(KernelChoice)
 
@@ -76,15 +78,15 @@ class Implementation(Protocol):
     def supports(self, traits: AttentionTraits) -> str | None:
         """None if it serves such an attention wherever it is available, else why not."""
 
-    def unavailable(self) -> str | None:
-        """Why it cannot be had here, or None."""
+    def unavailable(self, traits: AttentionTraits) -> str | None:
+        """Why it cannot be had here for an attention that it supports, or None."""
 
 
 Chosen = TypeVar("Chosen", bound=Implementation)
 
 
 class NativeKernel:
-    """The C++ kernel behind ``torch.ops.compiled_attn.paged_attention``."""
+    """The kernel behind ``torch.ops.compiled_attn.paged_attention``: C++ for CPUs, Triton."""
 
     name = "native"
 
@@ -92,9 +94,9 @@ class NativeKernel:
         """See `Implementation`."""
         return _lacks_form(traits) or _lacks_scores(traits) or _lacks_dtypes(traits)
 
-    def unavailable(self) -> str | None:
-        """See `Implementation`; builds the kernel on the first call."""
-        why: str | None = unavailable()
+    def unavailable(self, traits: AttentionTraits) -> str | None:
+        """See `Implementation`; builds the kernel for CPUs on the first call."""
+        why: str | None = unavailable() if traits.device == "cpu" else None
         return why
 
 
@@ -107,7 +109,7 @@ class PortableKernel:
         """See `Implementation`."""
         return None if traits.by_parts else "takes metadata with parts, not by request alone"
 
-    def unavailable(self) -> str | None:
+    def unavailable(self, traits: AttentionTraits) -> str | None:
         """See `Implementation`."""
         return None
 
@@ -126,7 +128,7 @@ def choose(traits: AttentionTraits, among: Sequence[Chosen]) -> Chosen:
     error: type[RuntimeError] = KernelArgumentError
     for each in among:
         lacks = each.supports(traits)
-        reason = each.unavailable() if lacks is None else lacks
+        reason = each.unavailable(traits) if lacks is None else lacks
         if reason is None:
             return each
         error = NativeUnavailable if lacks is None else error
@@ -184,8 +186,8 @@ def _lacks_scores(traits: AttentionTraits) -> str | None:
 
 def _lacks_dtypes(traits: AttentionTraits) -> str | None:
     cache_dtype, value_dtype = traits.cache_dtypes
-    if not _serves(traits.device):
-        return f"runs on cpu, not on {traits.device}"
+    if lacks := _lacks_device(traits.device):
+        return str(lacks)
     if traits.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"computes in float32, bfloat16 and float16, not in {traits.dtype}"
     if cache_dtype != value_dtype:
@@ -196,11 +198,14 @@ def _lacks_dtypes(traits: AttentionTraits) -> str | None:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _serves(device: str) -> bool:
-    """Whether the op has an implementation for tensors of a type of device."""
+def _lacks_device(device: str) -> str | None:
+    """Why the op has no implementation for tensors of a type of device, or None."""
     if device == "cpu":
-        return True
+        return None
     load()  # which defines it
     key = torch._C._dispatch_key_for_device(device)
-    has: bool = torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::paged_attention", key)
-    return has
+    if torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::paged_attention", key):
+        return None
+    if device == "cuda":
+        return f"runs on cuda by Triton, {why_no_triton()}"
+    return f"runs on cpu and cuda, not on {device}"

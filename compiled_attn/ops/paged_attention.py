@@ -1,7 +1,8 @@
 """The ops ``paged_attention``, ``paged_attention_`` and ``packed_linear``, native or not.
 
 `load` gives torch one implementation of them a process: C++ for this processor, built on first use,
-or else the Python reference. A variant that is asked for by name (another instruction set, a debug
+or else the Python reference; and for CUDA tensors, where there is Triton, that of
+`compiled_attn.ops.triton`. A variant that is asked for by name (another instruction set, a debug
 build) has ops in a namespace of its own, so that variants can be compared in one process.
 """
 
@@ -22,6 +23,7 @@ from compiled_attn.ops import packed_linear, reference
 from compiled_attn.ops.cpu.build import Build, build
 from compiled_attn.ops.cpu.isa import ask_permission, available_isas
 from compiled_attn.ops.schema import schemas
+from compiled_attn.ops.triton.register import register, why_not
 
 __all__ = ["NAMESPACE", "REFERENCE", "NativeOps", "load", "unavailable"]
 
@@ -169,6 +171,8 @@ class _Loader:
                 ops = NativeOps(namespace, REFERENCE, why_not_native=str(error))
         if ops.isa == REFERENCE:
             _define_in_python(fragment)
+        if namespace == NAMESPACE and why_not() is None:
+            register(fragment)
         for name, fake in _FAKES.items():
             torch.library.register_fake(f"{namespace}::{name}", fake, lib=fragment)
         return ops

@@ -16,6 +16,7 @@ from compiled_attn.ops import (
     choose,
 )
 from compiled_attn.ops.choose import chooses_native
+from compiled_attn.ops.triton import register
 
 PLAIN = AttentionTraits("cpu", torch.float32, (torch.float32, torch.float32))
 HALF, INT8, E4M3 = torch.float16, torch.int8, torch.float8_e4m3fn
@@ -31,7 +32,7 @@ LACKS = {
     "a left window that is not causal": ({"window": (3, -1)}, r"no window of \(3, -1\)"),
     "slopes of rows": ({"alibi": 2}, "for all rows alike"),
     "slopes of what is not causal": ({"alibi": 1, "window": (-1, -1)}, "causal attention only"),
-    "another device": ({"device": "cuda"}, "runs on cpu, not on cuda"),
+    "another device": ({"device": "hpu"}, "runs on cpu and cuda, not on hpu"),
     "float64": ({"dtype": torch.float64}, "not in torch.float64"),
     "a cache of another float": ({"cache_dtypes": (HALF, HALF)}, "no cache of torch.float16"),
     "caches of two dtypes": ({"cache_dtypes": (INT8, E4M3)}, "keys and values of one dtype"),
@@ -46,8 +47,19 @@ class Missing(NativeKernel):
     def supports(self, traits: AttentionTraits) -> str | None:
         return None
 
-    def unavailable(self) -> str | None:
+    def unavailable(self, traits: AttentionTraits) -> str | None:
         return "needs another machine"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA tensors have a kernel here")
+def test_for_cuda_tensors_it_says_what_triton_lacks(monkeypatch):
+    traits = replace(PLAIN, device="cuda")
+    assert NativeKernel().supports(traits).startswith("runs on cuda by Triton, ")
+    assert not chooses_native("auto", traits)
+    monkeypatch.setattr(register, "find_spec", lambda name: None)
+    assert "pip install 'compiled-attn[triton]'" in NativeKernel().supports(traits)
+    monkeypatch.setattr(register, "find_spec", lambda name: name)
+    assert NativeKernel().supports(traits).endswith("torch sees no CUDA device here")
 
 
 @pytest.mark.parametrize("name", LACKS)

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from compiled_attn.ops import NativeUnavailable, load
+from compiled_attn.ops import NativeOps, NativeUnavailable, load
 from compiled_attn.ops.cpu.isa import available_isas
+from tests.compiled_attn.ops.kernels import ON_DEVICES, loaded
 from tests.compiled_attn.ops.native_scene import Scene, scene
 
 SIZE = 4
@@ -78,6 +79,23 @@ def test_bits_of_rows_that_do_not_see_it_stay(compiler, isa, step, kind, options
         ops = load(isa, strict=isa != "reference")
     except NativeUnavailable as error:
         pytest.skip(str(error))
+    _expect_isolated(ops, step, kind, options)
+
+
+@pytest.mark.parametrize("device", ON_DEVICES)
+@pytest.mark.parametrize(
+    ("step", "kind", "options"),
+    [
+        ("drafts", "float32", "plain"),
+        ("drafts", "int8 for bfloat16", "window"),
+        ("a prompt of few rows", "e5m2", "everything"),
+    ],
+)
+def test_bits_of_rows_that_do_not_see_it_stay_on_a_device(device, step, kind, options):
+    _expect_isolated(loaded(device), step, kind, options)
+
+
+def _expect_isolated(ops: NativeOps, step: str, kind: str, options: str) -> None:
     settings = KINDS[kind] | OPTIONS[options]
     clean = scene(STEPS[step], size=SIZE, **settings)
     count, length = STEPS[step][0]

@@ -14,14 +14,22 @@ from compiled_attn.ops import (
     NativeOps,
     load,
 )
-from tests.compiled_attn.ops.kernels import BEST, OTHERS, SLOW, loaded
+from tests.compiled_attn.ops.kernels import BEST, ON_DEVICES, OTHERS, SLOW, loaded
 from tests.compiled_attn.ops.native_cases import CASES, MIXED
 from tests.compiled_attn.ops.native_scene import Scene, assert_right, dense, new_tokens, scene
 
+ON_CPU = ["reference", BEST, *SLOW[:-1], *OTHERS[-1:]]
+"""The reference and every kernel; what is between the best and the plain one is slow."""
 
-@pytest.fixture(params=["reference", BEST, *SLOW[:-1], *OTHERS[-1:]], scope="module")
+
+@pytest.fixture(params=[*ON_CPU, *ON_DEVICES], scope="module")
 def ops(request) -> NativeOps:
-    """The reference and every kernel; what is between the best and the plain one is slow."""
+    return loaded(request.param)
+
+
+@pytest.fixture(params=ON_CPU, scope="module")
+def ops_on_cpu(request) -> NativeOps:
+    """Those that look at numbers before they run, and that threads may call at once."""
     return loaded(request.param)
 
 
@@ -88,19 +96,19 @@ def test_the_rows_of_a_wider_block_table_may_be_strided(ops):
     assert_right(ops.paged_attention(*step.arguments), step)
 
 
-def test_a_request_gets_the_same_bits_whatever_its_neighbours_and_threads(ops):
+def test_a_request_gets_the_same_bits_whatever_its_neighbours_and_threads(ops_on_cpu):
     step = scene([(1, 300), (5, 40), (1, 31)], size=16, dim=64, kv_heads=1)
-    together, _ = ops.paged_attention(*step.arguments)
+    together, _ = ops_on_cpu.paged_attention(*step.arguments)
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(threads + 1)
-        again, _ = ops.paged_attention(*step.arguments)
+        again, _ = ops_on_cpu.paged_attention(*step.arguments)
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(together, again)
     starts = step.query_start_loc.tolist()
     for request in range(3):
-        alone, _ = ops.paged_attention(
+        alone, _ = ops_on_cpu.paged_attention(
             step.query[starts[request] : starts[request + 1]],
             step.key_cache,
             step.value_cache,
@@ -112,12 +120,14 @@ def test_a_request_gets_the_same_bits_whatever_its_neighbours_and_threads(ops):
         assert torch.equal(alone, together[starts[request] : starts[request + 1]])
 
 
-def test_threads_may_call_at_once(ops):
+def test_threads_may_call_at_once(ops_on_cpu):
     steps = [scene([(1, 90), (20, 40)], size=16, dim=64, seed=seed) for seed in range(4)]
-    wanted = [ops.paged_attention(*step.arguments)[0] for step in steps]
+    wanted = [ops_on_cpu.paged_attention(*step.arguments)[0] for step in steps]
     with ThreadPoolExecutor(4) as pool:
         for _ in range(5):
-            outs = list(pool.map(lambda step: ops.paged_attention(*step.arguments)[0], steps))
+            outs = list(
+                pool.map(lambda step: ops_on_cpu.paged_attention(*step.arguments)[0], steps)
+            )
             assert all(torch.equal(out, want) for out, want in zip(outs, wanted, strict=True))
 
 
@@ -203,28 +213,28 @@ BAD_NUMBERS = {
 
 
 @pytest.mark.parametrize("name", BAD_NUMBERS)
-def test_a_number_out_of_range_is_an_error_before_anything_is_written(ops, name):
+def test_a_number_out_of_range_is_an_error_before_anything_is_written(ops_on_cpu, name):
     step = scene(MIXED, poison=0.5)
     key, value, slots = new_tokens(step)
     BAD_NUMBERS[name](step)
     keys = step.key_cache.clone()
     with pytest.raises(RuntimeError, match=r"expected .* got .*: "):
-        ops.paged_attention(*step.arguments)
+        ops_on_cpu.paged_attention(*step.arguments)
     with pytest.raises(RuntimeError, match=r"expected .* got .*: "):
-        ops.paged_attention_(
+        ops_on_cpu.paged_attention_(
             step.query, key, value, step.key_cache, step.value_cache, slots, *step.step
         )
     assert torch.equal(step.key_cache, keys)
 
 
 @pytest.mark.parametrize("slot", [-1, 10**6])
-def test_a_slot_out_of_range_is_an_error_before_anything_is_written(ops, slot):
+def test_a_slot_out_of_range_is_an_error_before_anything_is_written(ops_on_cpu, slot):
     step = scene(MIXED, poison=0.5)
     key, value, slots = new_tokens(step)
     slots[3] = slot
     keys, values = step.key_cache.clone(), step.value_cache.clone()
     with pytest.raises(RuntimeError, match=rf"slot_mapping\[3\].*{slot}"):
-        ops.paged_attention_(
+        ops_on_cpu.paged_attention_(
             step.query, key, value, step.key_cache, step.value_cache, slots, *step.step
         )
     assert torch.equal(step.key_cache, keys) and torch.equal(step.value_cache, values)

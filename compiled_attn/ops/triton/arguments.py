@@ -1,0 +1,178 @@
+"""The arguments of the kernels: of a call and its plan, with nothing read from the device."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from compiled_attn.cache.quantisation import largest
+from compiled_attn.ops.call import NewTokens, PagedCall
+from compiled_attn.ops.triton.tiles import Plan, Problem, key_blocks
+
+__all__ = ["CODES", "Launch", "attend_launch", "merge_launch", "problem_of", "write_launch"]
+
+CODES = {torch.int8: "int8", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+"""The names that kernels have for the dtypes of quantised caches."""
+
+_FAR = 1 << 30  # a window that holds all keys, and that a position can be added to
+_WRITTEN_AT_ONCE = 2048
+
+
+class Launch(NamedTuple):
+    """A grid, the arguments by their names, and the compiler's options."""
+
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    options: dict[str, int]
+
+
+def problem_of(call: PagedCall) -> Problem:
+    """The sizes of a call."""
+    tokens, heads, key_dim = call.query.shape
+    _, page, kv_heads, value_dim = call.value_cache.shape
+    requests, width = call.block_table.shape
+    return Problem(
+        tokens,
+        requests,
+        kv_heads,
+        heads // kv_heads,
+        key_dim,
+        value_dim,
+        width * page,
+        page,
+        str(call.query.dtype).removeprefix("torch."),
+        CODES.get(call.key_cache.dtype, "none"),
+    )
+
+
+def attend_launch(
+    call: PagedCall, plan: Plan, out: Tensor, lse: Tensor, totals: Tensor | None, *, widen: bool
+) -> Launch:
+    """Of `attend.attend_kernel`; ``widen``: bfloat16 is multiplied in float32 (interpreter)."""
+    problem, (tile, splits) = problem_of(call), plan
+    scale, window, softcap, slopes, sinks = call.scoring
+    tile_heads = min(problem.group, tile.rows)
+    key_block, rest_block = key_blocks(problem.key_dim)
+    is_raised = softcap is not None or slopes is not None
+    arguments = {
+        "query": call.query,
+        **_caches(call),
+        "block_table": call.block_table,
+        "seq_lens": call.seq_lens,
+        "starts": call.query_start_loc,
+        "slopes": slopes,
+        "sinks": sinks,
+        "out": out,
+        "lse": lse,
+        "totals": totals,
+        "factor": float(scale) * (1.0 if is_raised else math.log2(math.e)),
+        "cap": float(softcap or 0.0),
+        "window": min(window or 0, _FAR),
+        "tokens": problem.tokens,
+        "requests": problem.requests,
+        "width": call.block_table.shape[1],
+        **_strides("q", call.query, ("token", "head")),
+        "table_row": call.block_table.stride(0),
+        "HEADS": call.query.shape[1],
+        "GROUP": problem.group,
+        "TILE_HEADS": tile_heads,
+        "KEY_DIM": problem.key_dim,
+        "KEY_BLOCK": key_block,
+        "REST_BLOCK": rest_block,
+        "VALUE_DIM": problem.value_dim,
+        "VALUE_BLOCK": _block(problem.value_dim),
+        "CAUSAL": call.causal,
+        "WINDOWED": window is not None,
+        "CAPPED": softcap is not None,
+        "ALIBI": slopes is not None,
+        "SINKS": sinks is not None,
+        "SPLITS": splits,
+        "ROWS": tile.rows,
+        "KEYS": tile.keys,
+        "WIDEN": widen,
+    }
+    tiles = problem.tokens // (tile.rows // tile_heads) + max(problem.requests, 1)
+    grid = tiles, problem.kv_heads * -(-problem.group // tile_heads), splits
+    return Launch(grid, arguments, {"num_warps": tile.warps, "num_stages": tile.stages})
+
+
+def merge_launch(
+    call: PagedCall, parts: tuple[Tensor, Tensor, Tensor], out: Tensor, lse: Tensor
+) -> Launch:
+    """Of `merge.merge_kernel`; parts: sums, maxima and totals of each split."""
+    tokens, heads, value_dim = out.shape
+    arguments = {
+        **dict(zip(("part_sums", "part_top", "part_total"), parts, strict=True)),
+        "starts": call.query_start_loc,
+        "sinks": call.scoring.sinks,
+        "out": out,
+        "lse": lse,
+        "tokens": tokens,
+        "requests": call.block_table.shape[0],
+        "HEADS": heads,
+        "VALUE_DIM": value_dim,
+        "VALUE_BLOCK": _block(value_dim),
+        "SPLITS": len(parts[0]),
+        "SINKS": call.scoring.sinks is not None,
+    }
+    return Launch((tokens, heads), arguments, {"num_warps": 4 if value_dim > 128 else 1})
+
+
+def write_launch(call: PagedCall, new: NewTokens) -> Launch:
+    """Of `write.write_kernel`."""
+    problem = problem_of(call)
+    blocks = {"KEY": _block(problem.key_dim), "VALUE": _block(problem.value_dim)}
+    tile_heads = max(1, min(_block(problem.kv_heads, 1), _WRITTEN_AT_ONCE // max(blocks.values())))
+    arguments = {
+        "key": new.key,
+        "value": new.value,
+        **_caches(call),
+        "slots": new.slot_mapping,
+        **_strides("key", new.key, ("token", "head")),
+        **_strides("value", new.value, ("token", "head")),
+        "KV_HEADS": problem.kv_heads,
+        "TILE_HEADS": tile_heads,
+        "KEY_DIM": problem.key_dim,
+        "KEY_BLOCK": blocks["KEY"],
+        "VALUE_DIM": problem.value_dim,
+        "VALUE_BLOCK": blocks["VALUE"],
+        "LARGEST": 1.0 if call.key_scale is None else largest(call.key_cache.dtype),
+    }
+    grid = problem.tokens, -(-problem.kv_heads // tile_heads)
+    return Launch(grid, arguments, {"num_warps": 4})
+
+
+def _caches(call: PagedCall) -> dict[str, Any]:
+    """What all kernels are told of the caches; fp8 as bytes."""
+    axes = "block", "slot", "head"
+    return {
+        "key_cache": _bytes(call.key_cache),
+        "value_cache": _bytes(call.value_cache),
+        "key_scale": call.key_scale,
+        "value_scale": call.value_scale,
+        "blocks": call.key_cache.shape[0],
+        **_strides("k", call.key_cache, axes),
+        **_strides("v", call.value_cache, axes),
+        **_strides("ks", call.key_scale, axes),
+        **_strides("vs", call.value_scale, axes),
+        "PAGE": call.key_cache.shape[1],
+        "CODES": CODES.get(call.key_cache.dtype, "none"),
+    }
+
+
+def _strides(prefix: str, tensor: Tensor | None, axes: tuple[str, ...]) -> dict[str, int]:
+    steps = (0,) * len(axes) if tensor is None else tensor.stride()[: len(axes)]
+    return {f"{prefix}_{axis}": step for axis, step in zip(axes, steps, strict=True)}
+
+
+def _bytes(cache: Tensor) -> Tensor:
+    is_float8 = cache.dtype in CODES and cache.dtype.is_floating_point
+    return cache.view(torch.uint8) if is_float8 else cache
+
+
+def _block(size: int, least: int = 16) -> int:
+    """The power of two that holds a size."""
+    return max(least, 1 << (size - 1).bit_length())

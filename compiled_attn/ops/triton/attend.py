@@ -1,0 +1,240 @@
+"""Attention of a tile of query rows over the pages of its request, or a split of them."""
+
+import triton
+import triton.language as tl
+
+from compiled_attn.ops.triton.codes import decode
+from compiled_attn.ops.triton.locate import request_of
+from compiled_attn.ops.triton.merge import LOG2E, finish
+
+
+@triton.jit
+def _capped(score, cap):
+    """``cap * tanh(score / cap)``, by means that every device has."""
+    power = tl.exp2(tl.abs(score) * (-2.0 * LOG2E / cap))
+    size = cap * (1.0 - power) / (1.0 + power)
+    return tl.where(score < 0, -size, size)
+
+
+@triton.jit
+def _product(left, right, WIDEN: tl.constexpr):
+    """Their matrix product in float32; the interpreter multiplies bits of bfloat16 otherwise."""
+    if WIDEN:
+        left, right = left.to(tl.float32), right.to(tl.float32)
+    return tl.dot(left, right, input_precision="ieee")
+
+
+@triton.jit(do_not_specialize=["tokens", "requests", "width", "blocks", "window"])
+def attend_kernel(
+    query,  # [T, HEADS, KEY_DIM]
+    key_cache,  # [blocks, PAGE, Hk, KEY_DIM]
+    value_cache,  # [blocks, PAGE, Hk, VALUE_DIM]
+    key_scale,  # [blocks, PAGE, Hk] float32 or None
+    value_scale,
+    block_table,  # [R, width]
+    seq_lens,  # [R]
+    starts,  # [R + 1]
+    slopes,  # [HEADS] float32 or None
+    sinks,  # [HEADS] float32 or None
+    out,  # [T, HEADS, VALUE_DIM]; float32 [SPLITS, ...] of splits
+    lse,  # [T, HEADS] float32; of splits: the maxima [SPLITS, ...]
+    totals,  # of splits: [SPLITS, T, HEADS]; else None
+    factor,  # of scores; log2(e) is in it unless they are capped or raised
+    cap,
+    window,
+    tokens,
+    requests,
+    width,
+    blocks,
+    q_token,
+    q_head,
+    k_block,
+    k_slot,
+    k_head,
+    v_block,
+    v_slot,
+    v_head,
+    ks_block,
+    ks_slot,
+    ks_head,
+    vs_block,
+    vs_slot,
+    vs_head,
+    table_row,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    REST_BLOCK: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    PAGE: tl.constexpr,
+    CODES: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    ALIBI: tl.constexpr,
+    SINKS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """Of ``ROWS // TILE_HEADS`` tokens, ``TILE_HEADS`` heads of a KV head.
+
+    Grid: ``(T // QUERIES + R, Hk * cdiv(GROUP, TILE_HEADS), SPLITS)``. The method is that of
+    FlashAttention-2 (Dao, 2023), over splits of the keys that of Flash-Decoding.
+    """
+    QUERIES: tl.constexpr = ROWS // TILE_HEADS
+    HEAD_TILES: tl.constexpr = (GROUP + TILE_HEADS - 1) // TILE_HEADS
+    DTYPE: tl.constexpr = query.dtype.element_ty
+    program = tl.program_id(0)
+    kv_head = (tl.program_id(1) // HEAD_TILES).to(tl.int64)
+    split = tl.program_id(2)
+
+    row = tl.arange(0, ROWS)
+    member = (tl.program_id(1) % HEAD_TILES) * TILE_HEADS + row % TILE_HEADS
+    head = kv_head * GROUP + member
+    is_row = (row < QUERIES * TILE_HEADS) & (member < GROUP)
+    value_dims = tl.arange(0, VALUE_BLOCK)[None, :]
+    is_value = value_dims < VALUE_DIM
+    sink = tl.full([ROWS], float("-inf"), tl.float32)
+    if SINKS:
+        sink = tl.load(sinks + head, mask=is_row, other=float("-inf"))
+
+    if SPLITS == 1:  # tokens of no request: those that have this program's number among all
+        token = program * QUERIES + row // TILE_HEADS
+        is_own = (token < tl.load(starts)) | (token >= tl.load(starts + requests))
+        is_own = is_own & is_row & (token < tokens)
+        at = token.to(tl.int64) * HEADS + head
+        zeros = tl.zeros([ROWS, VALUE_BLOCK], out.dtype.element_ty)
+        tl.store(out + at[:, None] * VALUE_DIM + value_dims, zeros, is_own[:, None] & is_value)
+        tl.store(lse + at, sink, mask=is_own)
+
+    if requests == 0:
+        return
+    request = request_of(program, starts, requests, QUERIES)
+    begin = tl.load(starts + request)
+    end = tl.minimum(tl.load(starts + request + 1), tokens)
+    given = tl.load(seq_lens + request)
+    length = tl.minimum(given, width * PAGE)
+    first = (program - begin // QUERIES - request) * QUERIES  # row of the request
+    if begin + first >= end:
+        return
+    own = first + row // TILE_HEADS
+    token = begin + own
+    is_row = is_row & (own >= 0) & (token >= 0) & (token < end)
+    position = length - (end - begin) + own
+    first_position = length - (end - begin) + first
+    last_position = tl.minimum(first_position + QUERIES, length) - 1
+
+    dims = tl.arange(0, KEY_BLOCK)
+    query_at = query + token.to(tl.int64) * q_token + head * q_head
+    is_query = is_row[:, None] & (dims < KEY_DIM)[None, :]
+    queries = tl.load(query_at[:, None] + dims[None, :], mask=is_query, other=0.0)
+    if REST_BLOCK > 0:  # of a head size such as 576 that a power of two would nearly double
+        rest = KEY_BLOCK + tl.arange(0, REST_BLOCK)
+        is_query = is_row[:, None] & (rest < KEY_DIM)[None, :]
+        rest_queries = tl.load(query_at[:, None] + rest[None, :], mask=is_query, other=0.0)
+    if ALIBI:
+        slope = tl.load(slopes + head, mask=is_row, other=0.0)
+
+    # Keys [key_begin, key_end) are this split's; all rows see those of [full_begin, full_end).
+    key_begin, key_end, full_end = 0, length, length
+    if CAUSAL:
+        key_end, full_end = last_position + 1, tl.minimum(first_position + 1, length)
+    if WINDOWED:
+        key_begin = tl.maximum(first_position - window + 1, 0) // KEYS * KEYS
+    share = tl.cdiv(tl.cdiv(tl.maximum(key_end - key_begin, 0), KEYS), SPLITS) * KEYS
+    key_begin += split * share
+    key_end = tl.minimum(key_end, key_begin + share)
+    full_begin = key_begin
+    if WINDOWED:
+        full_begin = tl.cdiv(tl.maximum(last_position - window + 1, key_begin), KEYS) * KEYS
+    full_end = tl.maximum(tl.minimum(full_end, key_end) // KEYS * KEYS, full_begin)
+
+    table = block_table + request.to(tl.int64) * table_row
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    # A device cannot raise: numbers that cannot be make NaN, and reach no memory but the cache's.
+    total = tl.full([ROWS], 0.0, tl.float32)
+    total = tl.where(given > length, float("nan"), total)
+    sums = tl.zeros([ROWS, VALUE_BLOCK], tl.float32)
+    for part in tl.static_range(0 if WINDOWED else 1, 3):
+        part_begin, part_end = full_begin, full_end
+        if part == 0:
+            part_begin, part_end = key_begin, tl.minimum(full_begin, key_end)
+        elif part == 2:
+            part_begin, part_end = full_end, key_end
+        for start in range(part_begin, part_end, KEYS):
+            key = start + tl.arange(0, KEYS)
+            column = key // PAGE
+            if PAGE % KEYS == 0:  # one page holds them all
+                column = start // PAGE
+            block = tl.load(table + column, mask=column * PAGE < length, other=-1)
+            is_block = (block >= 0) & (block < blocks)
+            block = tl.where(is_block, block, 0).to(tl.int64)
+            slot = (key % PAGE).to(tl.int64)
+
+            key_at = (block * k_block + slot * k_slot + kv_head * k_head)[None, :]
+            keys = tl.load(
+                key_cache + key_at + dims[:, None], mask=(dims < KEY_DIM)[:, None], other=0
+            )
+            scores = _product(queries, decode(keys, CODES, DTYPE), WIDEN)
+            if REST_BLOCK > 0:
+                keys = tl.load(
+                    key_cache + key_at + rest[:, None], mask=(rest < KEY_DIM)[:, None], other=0
+                )
+                scores += _product(rest_queries, decode(keys, CODES, DTYPE), WIDEN)
+            if CODES != "none":
+                scale_at = block * ks_block + slot * ks_slot + kv_head * ks_head
+                scores *= tl.load(key_scale + scale_at)[None, :]
+            scores *= factor
+            if CAPPED:
+                scores = _capped(scores, cap)
+            if ALIBI:
+                scores += slope[:, None] * (key[None, :] - position[:, None]).to(tl.float32)
+            if CAPPED or ALIBI:
+                scores *= LOG2E
+
+            value_at = (block * v_block + slot * v_slot + kv_head * v_head)[:, None]
+            values = tl.load(value_cache + value_at + value_dims, mask=is_value, other=0)
+            if CODES != "none":
+                scale_at = block * vs_block + slot * vs_slot + kv_head * vs_head
+                scale = tl.load(value_scale + scale_at)[:, None]
+                values = (decode(values, CODES, tl.float32) * scale).to(DTYPE)
+            scores = tl.where(is_block, scores, float("nan"))
+            if part != 1:
+                # A weight of 0 does not hide a value that is NaN or infinite: those that see it
+                # become NaN by its score, which a mask hides from the others.
+                is_finite = tl.abs(values.to(tl.float32)) < float("inf")
+                is_spoilt = tl.max((is_finite == 0).to(tl.int32), 1) > 0
+                scores = tl.where(is_spoilt[None, :], float("nan"), scores)
+                values = tl.where(is_spoilt[:, None], 0.0, values).to(DTYPE)
+                sees = key[None, :] < length
+                if CAUSAL:
+                    sees = sees & (key[None, :] <= position[:, None])
+                if WINDOWED:
+                    sees = sees & (key[None, :] > position[:, None] - window)
+                scores = tl.where(sees, scores, float("-inf"))
+
+            higher = tl.maximum(top, tl.max(scores, 1))
+            shift = tl.where(higher == float("-inf"), 0.0, higher)
+            weights = tl.exp2(scores - shift[:, None])
+            decay = tl.exp2(top - shift)
+            total = total * decay + tl.sum(weights, 1)
+            sums = sums * decay[:, None] + _product(weights.to(DTYPE), values, WIDEN)
+            top = higher
+
+    row_at = token.to(tl.int64) * HEADS + head
+    if SPLITS == 1:
+        result, log_sum = finish(sums, top, total, sink, SINKS)
+        at = out + row_at[:, None] * VALUE_DIM + value_dims
+        tl.store(at, result.to(out.dtype.element_ty), mask=is_row[:, None] & is_value)
+        tl.store(lse + row_at, log_sum, mask=is_row)
+    else:
+        row_at += split.to(tl.int64) * tokens * HEADS
+        at = out + row_at[:, None] * VALUE_DIM + value_dims
+        tl.store(at, sums, mask=is_row[:, None] & is_value)
+        tl.store(lse + row_at, top, mask=is_row)
+        tl.store(totals + row_at, total, mask=is_row)

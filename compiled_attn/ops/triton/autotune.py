@@ -1,0 +1,107 @@
+"""Plans measured on the device, once a bucket, while graphs are warmed up and never after."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+import triton
+from torch import Tensor
+
+from compiled_attn.attention.scoring import Scoring
+from compiled_attn.ops.call import PagedCall
+from compiled_attn.ops.triton.arguments import CODES
+from compiled_attn.ops.triton.launch import attend
+from compiled_attn.ops.triton.plans import PLANS, Plans, processors
+from compiled_attn.ops.triton.tiles import Plan, Problem, other_splits, other_tiles, plan
+
+__all__ = ["call_of", "measuring", "tune"]
+
+_COLD_BYTES = 1 << 28  # of keys and of values: more than any device's second cache
+_ROUNDS = 7
+
+Clock = Callable[[Callable[[], object]], float]
+"""How long something takes, in any unit."""
+
+
+@contextmanager
+def measuring(plans: Plans = PLANS) -> Iterator[Plans]:
+    """While open, a problem that the op meets for the first time is measured.
+
+    Around a warmup, which runs each bucket before it captures it. `Plans.kept` has the results as
+    JSON, for `Plans.adopt` in a later process.
+    """
+    plans.measure = tune
+    try:
+        yield plans
+    finally:
+        plans.measure = None
+
+
+def tune(problem: Problem, device: torch.device, clock: Clock | None = None) -> Plan:
+    """The fastest of some plans of a problem: first the tile, then the number of splits."""
+    clock = clock or partial(_milliseconds, device=device)
+    call, cores = call_of(problem, device), processors(device)
+    usual = plan(problem, cores)
+    best = _fastest([usual, *other_tiles(problem, cores)], call, clock)
+    return _fastest([best, *other_splits(best)], call, clock)
+
+
+def call_of(problem: Problem, device: torch.device) -> PagedCall:
+    """A random call of a problem whose requests are alike and half as long as they can be."""
+    dtype = getattr(torch, problem.dtype)
+    kept = {name: each for each, name in CODES.items()}.get(problem.codes, dtype)
+    requests, width = max(problem.requests, 1), problem.keys // problem.page
+    cell_bytes = problem.page * problem.kv_heads * problem.key_dim * kept.itemsize
+    blocks = 1 + min(requests * width, max(1, _COLD_BYTES // cell_bytes))
+    cells = blocks, problem.page, problem.kv_heads
+    heads = problem.kv_heads * problem.group
+    scale = torch.full(cells, 0.01, device=device) if problem.codes != "none" else None
+    table = torch.randint(1, blocks, (requests, width), device=device, dtype=torch.int32)
+    starts = torch.arange(requests + 1, device=device) * problem.tokens // requests
+    return PagedCall(
+        torch.randn(problem.tokens, heads, problem.key_dim, device=device).to(dtype),
+        _random((*cells, problem.key_dim), kept, device),
+        _random((*cells, problem.value_dim), kept, device),
+        table,
+        torch.full((requests,), (problem.keys + 1) // 2, device=device, dtype=torch.int32),
+        starts.int(),
+        Scoring(problem.key_dim**-0.5, None, None, None, None),
+        True,
+        scale,
+        scale,
+    )
+
+
+def _random(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if dtype.itemsize == 1:  # any codes: 0x70 and less are numbers in each of the dtypes
+        return torch.randint(0, 0x70, shape, device=device, dtype=torch.uint8).view(dtype)
+    return torch.randn(shape, device=device, dtype=dtype)
+
+
+def _fastest(plans: list[Plan], call: PagedCall, clock: Clock) -> Plan:
+    """The fastest plan that the device has the memory and the registers for."""
+    times: dict[Plan, float] = {}
+    for each in plans:
+        try:
+            times[each] = clock(partial(attend, call, each))
+        except triton.OutOfResources:
+            continue
+    return min(times, key=times.__getitem__, default=plans[0])
+
+
+def _milliseconds(run: Callable[[], object], device: torch.device) -> float:
+    """The median of some runs, after two that compile and warm up."""
+    run(), run()
+    times: list[float] = []
+    for _ in range(_ROUNDS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record(torch.cuda.current_stream(device))
+        run()
+        end.record(torch.cuda.current_stream(device))
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)

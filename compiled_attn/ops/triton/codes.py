@@ -1,0 +1,58 @@
+"""Elements of caches of 8 bits: codes to numbers and back, in integer arithmetic.
+
+The conversions of Triton for fp8 begin with sm_89 and differ among devices; these are exact on all.
+"""
+
+import triton
+import triton.language as tl
+
+_BIG = tl.constexpr(12582912.0)  # 1.5 * 2 ** 23: adding it rounds a float32 to a whole number
+
+
+@triton.jit
+def decode(stored, CODES: tl.constexpr, DTYPE: tl.constexpr):
+    """Stored elements as numbers of a dtype: codes without their scale; exact."""
+    if CODES == "e4m3":
+        bits = stored.to(tl.uint16)
+        half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
+        number = half.to(tl.float32) * 256.0  # the bias of float16 is 8 more
+        numbers = tl.where((bits & 0x7F) == 0x7F, float("nan"), number).to(DTYPE)
+    elif CODES == "e5m2":
+        numbers = (stored.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(DTYPE)
+    elif CODES == "int8":
+        numbers = stored.to(tl.float32).to(DTYPE)
+    else:
+        numbers = stored
+    return numbers
+
+
+@triton.jit
+def encode(scaled, CODES: tl.constexpr):
+    """Float32 numbers, divided by their scale, as codes: rounded to even and saturated.
+
+    See `compiled_attn.cache.quantisation.encode`, whose bits these are.
+    """
+    if CODES == "e4m3":
+        codes = _float8(scaled, 3, 7, 448.0)
+    elif CODES == "e5m2":
+        codes = _float8(scaled, 2, 15, 57344.0)
+    else:
+        whole = (scaled + _BIG) - _BIG
+        codes = tl.minimum(tl.maximum(whole, -127.0), 127.0).to(tl.int8)
+    return codes
+
+
+@triton.jit
+def _float8(number, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr):
+    bits = number.to(tl.uint32, bitcast=True)
+    size = tl.minimum((bits & 0x7FFFFFFF).to(tl.float32, bitcast=True), LARGEST)
+    DROPPED: tl.constexpr = 23 - MANTISSA
+    own = size.to(tl.uint32, bitcast=True)
+    half = ((1 << (DROPPED - 1)) - 1) + ((own >> DROPPED) & 1)
+    normal = ((own + half) >> DROPPED) - ((127 - BIAS) << MANTISSA)
+    # Below the smallest normal number codes count steps of one size.
+    steps = size * (2.0 ** (BIAS + MANTISSA - 1))
+    small = ((steps + _BIG) - _BIG).to(tl.uint32)
+    codes = tl.where(size < 2.0 ** (1 - BIAS), small, normal)
+    codes = tl.where(number != number, 0x7F, codes | ((bits >> 24) & 0x80))
+    return codes.to(tl.uint8)

@@ -1,0 +1,132 @@
+"""The ops on a device: checks of shapes, a plan, one to three kernels, and no look at any number.
+
+Arguments and results are those of `compiled_attn.ops.reference`. Numbers in tensors are on the
+device and are not checked: what is out of range makes NaN, or is not written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from compiled_attn.attention.scoring import Scoring
+from compiled_attn.errors import KernelArgumentError
+from compiled_attn.ops.call import NewTokens, PagedCall
+from compiled_attn.ops.checks import check_shapes
+from compiled_attn.ops.triton.arguments import (
+    Launch,
+    attend_launch,
+    merge_launch,
+    problem_of,
+    write_launch,
+)
+from compiled_attn.ops.triton.attend import attend_kernel
+from compiled_attn.ops.triton.merge import merge_kernel
+from compiled_attn.ops.triton.plans import PLANS
+from compiled_attn.ops.triton.tiles import Plan
+from compiled_attn.ops.triton.write import write_kernel
+
+__all__ = ["attend", "paged_attention", "paged_attention_"]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def paged_attention(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, *step: Any, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """See `compiled_attn.ops.reference.paged_attention`."""
+    call = _call(query, key_cache, value_cache, step, options, None)
+    _check(call)
+    return attend(call)
+
+
+def paged_attention_(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    *step: Any,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """See `compiled_attn.ops.reference.paged_attention_`."""
+    new = NewTokens(key, value, slot_mapping)
+    call = _call(query, key_cache, value_cache, step, options, new)
+    _check(call)
+    with _device(query):
+        _run(write_kernel, write_launch(call, new))
+    return attend(call)
+
+
+def attend(call: PagedCall, plan: Plan | None = None) -> tuple[Tensor, Tensor]:
+    """Attends a call whose shapes fit; plan: None: the one that was measured, or the usual one."""
+    query = call.query
+    tokens, heads, _ = query.shape
+    out = query.new_empty(tokens, heads, call.value_cache.shape[3])
+    lse = query.new_empty(tokens, heads, dtype=torch.float32)
+    plan = plan or PLANS.of(problem_of(call), query.device)
+    with _device(query):
+        if plan.splits == 1:
+            _attend(call, plan, out, lse, None)
+            return out, lse
+        sums = query.new_empty(plan.splits, *out.shape, dtype=torch.float32)
+        tops, totals = query.new_empty(2, plan.splits, tokens, heads, dtype=torch.float32)
+        _attend(call, plan, sums, tops, totals)
+        _run(merge_kernel, merge_launch(call, (sums, tops, totals), out, lse))
+    return out, lse
+
+
+def _check(call: PagedCall) -> None:
+    check_shapes(call)
+    if call.query.dtype not in _DTYPES:
+        raise KernelArgumentError(
+            f"paged_attention: expected a query of float32, bfloat16 or float16 on "
+            f"{call.query.device}, got {call.query.dtype}: convert it with .to()"
+        )
+
+
+def _attend(call: PagedCall, plan: Plan, out: Tensor, lse: Tensor, totals: Tensor | None) -> None:
+    is_interpreted = not isinstance(attend_kernel, triton.JITFunction)
+    widen = is_interpreted and call.query.dtype == torch.bfloat16  # triton issue 11584
+    _run(attend_kernel, attend_launch(call, plan, out, lse, totals, widen=widen))
+
+
+def _run(kernel: Any, launch: Launch) -> None:
+    if all(launch.grid):
+        kernel[launch.grid](**launch.arguments, **launch.options)
+
+
+def _device(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Kernels are launched on the device of their tensors."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+
+
+def _call(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    step: tuple[Any, ...],
+    options: Mapping[str, Any],
+    new: NewTokens | None,
+) -> PagedCall:
+    block_table, seq_lens, query_start_loc, scale = step
+    names = "window", "softcap", "alibi_slopes", "sinks"
+    return PagedCall(
+        query,
+        key_cache,
+        value_cache,
+        block_table,
+        seq_lens,
+        query_start_loc,
+        Scoring(scale, *(options.get(name) for name in names)),
+        options.get("causal", True),
+        options.get("key_scale"),
+        options.get("value_scale"),
+        new,
+    )

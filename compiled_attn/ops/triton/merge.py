@@ -1,0 +1,71 @@
+"""The end of a row's softmax: its splits merged, its sink joined, its sums divided."""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def finish(sums, top, total, sink, SINKS: tl.constexpr):
+    """Results of rows: sums ``[n, Dv]``, maxima and totals ``[n]`` (powers of two) -> out, lse.
+
+    A row whose total is 0 has seen no key: it is zero, its lse the sink's score or -inf.
+    """
+    nothing = total == 0
+    best = top
+    if SINKS:
+        best = tl.maximum(top, sink * LOG2E)
+        own = tl.exp2(top - best)
+        sums = sums * own[:, None]
+        total = total * own + tl.exp2(sink * LOG2E - best)
+    out = tl.where(nothing[:, None], 0.0, sums / total[:, None])
+    lse = tl.where(nothing, sink, (best + tl.log2(total)) * LN2)
+    return out, lse
+
+
+@triton.jit(do_not_specialize=["tokens", "requests"])
+def merge_kernel(
+    part_sums,  # [SPLITS, T, H, VALUE_DIM] float32
+    part_top,  # [SPLITS, T, H] float32
+    part_total,  # [SPLITS, T, H] float32
+    starts,  # [R + 1]
+    sinks,  # [H] float32 or None
+    out,  # [T, H, VALUE_DIM]
+    lse,  # [T, H] float32
+    tokens,
+    requests,
+    HEADS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SINKS: tl.constexpr,
+):
+    """Of one token and head: what its splits found, as one softmax. Grid: ``(T, H)``."""
+    token = tl.program_id(0)
+    row = token.to(tl.int64) * HEADS + tl.program_id(1)
+    rows = row + tl.arange(0, 1)
+    step = tokens.to(tl.int64) * HEADS
+    dims = tl.arange(0, VALUE_BLOCK)[None, :]
+    is_own = (token >= tl.load(starts)) & (token < tl.load(starts + requests))
+    sink = tl.full([1], float("-inf"), tl.float32)
+    if SINKS:
+        sink = tl.load(sinks + tl.program_id(1) + tl.arange(0, 1))
+    sums = tl.zeros([1, VALUE_BLOCK], tl.float32)
+    top = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    if is_own:  # a token of no request has no parts
+        for split in tl.static_range(SPLITS):
+            top = tl.maximum(top, tl.load(part_top + split * step + rows))
+        shift = tl.where(top == float("-inf"), 0.0, top)
+        for split in tl.static_range(SPLITS):
+            at = split * step + rows
+            weight = tl.exp2(tl.load(part_top + at) - shift)
+            total += weight * tl.load(part_total + at)
+            part = part_sums + at[:, None] * VALUE_DIM + dims
+            sums += weight[:, None] * tl.load(part, mask=dims < VALUE_DIM, other=0.0)
+    result, log_sum = finish(sums, top, total, sink, SINKS)
+    at = out + rows[:, None] * VALUE_DIM + dims
+    tl.store(at, result.to(out.dtype.element_ty), mask=dims < VALUE_DIM)
+    tl.store(lse + rows, log_sum)

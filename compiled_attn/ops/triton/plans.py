@@ -1,0 +1,66 @@
+"""The plans of this process: those that were measured, and the usual ones of all other problems."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from compiled_attn.ops.triton.tiles import Plan, Problem, Tile, plan
+
+__all__ = ["PLANS", "Plans", "processors"]
+
+_PROCESSORS = 132  # where no device tells: those of an H100
+
+
+class Plans:
+    """Plans by the names of their problems.
+
+    Attributes:
+        measure: gives the plan of a problem that has none yet; None, as it is but for a warmup
+            (`autotune.measuring`): such a problem has the usual plan.
+    """
+
+    def __init__(self) -> None:
+        self.measure: Callable[[Problem, torch.device], Plan] | None = None
+        self._measured: dict[str, Plan] = {}
+
+    def of(self, problem: Problem, device: torch.device) -> Plan:
+        """The plan that was measured of a problem, or the usual one."""
+        if problem.name not in self._measured and self.measure and not _is_capturing(device):
+            self._measured[problem.name] = self.measure(problem, device)
+        return self._measured.get(problem.name) or plan(problem, processors(device))
+
+    def kept(self) -> dict[str, list[int]]:
+        """What was measured, as JSON has it: rows, keys, warps, stages and splits."""
+        return {name: [*tile, splits] for name, (tile, splits) in self._measured.items()}
+
+    def adopt(self, kept: Mapping[str, list[int]]) -> None:
+        """Takes what `kept` gave, of an earlier process on the same kind of device.
+
+        Raises:
+            ValueError: it is none of it.
+        """
+        for name, numbers in kept.items():
+            if len(numbers) != 5 or not all(type(each) is int and each > 0 for each in numbers):
+                raise ValueError(
+                    f"expected rows, keys, warps, stages and splits of {name!r}, got {numbers!r}: "
+                    "measure again"
+                )
+        adopted = {name: Plan(Tile(*tile), splits) for name, (*tile, splits) in kept.items()}
+        self._measured |= adopted
+
+
+PLANS = Plans()
+"""Those that the ops take: torch keeps one op a name, and so one table of plans."""
+
+
+def processors(device: torch.device) -> int:
+    """The multiprocessors of a device."""
+    if device.type != "cuda":
+        return _PROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

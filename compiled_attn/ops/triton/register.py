@@ -1,0 +1,45 @@
+"""The registration of the Triton ops for CUDA tensors, and why there may be none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["register", "why_not"]
+
+
+def why_not() -> str | None:
+    """Why CUDA tensors have no op here, or None. Imports no Triton."""
+    if find_spec("triton") is None:
+        return "which is not installed: pip install 'compiled-attn[triton]'"
+    if not torch.cuda.is_available():
+        return "but torch sees no CUDA device here"
+    return None
+
+
+def register(library: torch.library.Library, key: str = "CUDA") -> None:
+    """Gives the ops of a library, which are defined, their kernels for a dispatch key."""
+    for name, op in _OPS.items():
+        library.impl(name, op, key)
+
+
+def _paged_attention(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    from compiled_attn.ops.triton.launch import paged_attention  # which imports Triton
+
+    return paged_attention(*arguments, **options)
+
+
+def _paged_attention_(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    from compiled_attn.ops.triton.launch import paged_attention_
+
+    return paged_attention_(*arguments, **options)
+
+
+_OPS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    "paged_attention": _paged_attention,
+    "paged_attention_": _paged_attention_,
+}

@@ -1,0 +1,146 @@
+"""The sizes of tiles and the number of splits: chosen by the sizes of a bucket alone."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+__all__ = ["Plan", "Problem", "Tile", "key_blocks", "other_splits", "other_tiles", "plan"]
+
+_MOST_SPLITS = 32
+_TILES_A_SPLIT = 4
+_FEW_ROWS = 2  # of a request on average: decodes and drafts
+
+
+class Tile(NamedTuple):
+    """Query rows and keys that a program takes at once, its warps, and its stages of loads."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+class Plan(NamedTuple):
+    """A tile, and the number of splits that the keys of each request are cut into."""
+
+    tile: Tile
+    splits: int
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The sizes of a bucket that tiles depend on; numbers in its tensors are none of them.
+
+    Attributes:
+        tokens, requests: T and R.
+        kv_heads, group: KV heads, and query heads of each.
+        key_dim, value_dim: head sizes of keys and of values.
+        keys: the longest request that the block table has room for.
+        page: tokens of a block.
+        dtype: of the query, such as "bfloat16".
+        codes: of the cache: "none", "int8", "e4m3", "e5m2".
+    """
+
+    tokens: int
+    requests: int
+    kv_heads: int
+    group: int
+    key_dim: int
+    value_dim: int
+    keys: int
+    page: int
+    dtype: str
+    codes: str
+
+    @property
+    def name(self) -> str:
+        """All sizes in words: the key under which a measured plan is kept."""
+        return ", ".join(f"{name} {value}" for name, value in asdict(self).items())
+
+    @property
+    def has_few_rows(self) -> bool:
+        """Whether a request has few query rows on average."""
+        return self.tokens <= _FEW_ROWS * max(self.requests, 1)
+
+
+# Tiles by the size of an element (1: codes, under queries of 2 bytes) and of a head, for few rows a
+# request (which have as many rows as a group, 16 at least) and for many. All fit the 99 KB of
+# shared memory of sm_89 and sm_120, and spill no registers.
+_TILES: dict[tuple[int, int], tuple[Tile, Tile]] = {
+    (1, 64): (Tile(16, 64, 4, 2), Tile(64, 32, 4, 2)),
+    (1, 128): (Tile(16, 64, 8, 2), Tile(64, 32, 8, 2)),
+    (1, 256): (Tile(16, 16, 4, 2), Tile(32, 16, 8, 2)),
+    (1, 1024): (Tile(16, 16, 8, 2), Tile(16, 16, 8, 2)),
+    (2, 64): (Tile(16, 64, 4, 2), Tile(128, 64, 8, 2)),
+    (2, 128): (Tile(16, 64, 8, 2), Tile(64, 32, 4, 2)),
+    (2, 256): (Tile(16, 16, 4, 2), Tile(32, 16, 8, 2)),
+    (2, 1024): (Tile(16, 16, 8, 2), Tile(16, 16, 8, 2)),
+    (4, 64): (Tile(16, 32, 8, 2), Tile(32, 32, 8, 2)),
+    (4, 128): (Tile(16, 16, 4, 2), Tile(16, 16, 4, 2)),
+    (4, 256): (Tile(16, 16, 8, 2), Tile(16, 16, 8, 2)),
+    (4, 1024): (Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
+}
+
+
+def plan(problem: Problem, processors: int) -> Plan:
+    """The plan of a problem that nothing was measured of, for a device's multiprocessors."""
+    tile = _usual(problem)
+    return Plan(tile, _splits(problem, tile, processors))
+
+
+def other_tiles(problem: Problem, processors: int) -> list[Plan]:
+    """Plans with other tiles than the usual one, to be measured beside it."""
+    usual = _usual(problem)
+    changed = [
+        usual._replace(keys=2 * usual.keys),
+        usual._replace(keys=max(16, usual.keys // 2)),
+        usual._replace(rows=max(16, usual.rows // 2)),
+        usual._replace(warps=8 if usual.warps == 4 else 4),
+        usual._replace(stages=usual.stages + 1),
+    ]
+    others = [tile for tile in dict.fromkeys(changed) if tile != usual]
+    return [Plan(tile, _splits(problem, tile, processors)) for tile in others]
+
+
+def other_splits(plan: Plan) -> list[Plan]:
+    """Plans with half and with twice as many splits."""
+    counts = {max(1, plan.splits // 2), min(_MOST_SPLITS, 2 * plan.splits)} - {plan.splits}
+    return [plan._replace(splits=count) for count in sorted(counts)]
+
+
+def key_blocks(dim: int) -> tuple[int, int]:
+    """Two powers of two that hold a head, or one and 0 where one alone is as small."""
+    whole = max(16, _power(dim))
+    rest = max(16, _power(dim - whole // 2))
+    return (whole // 2, rest) if whole // 2 + rest < whole else (whole, 0)
+
+
+def _usual(problem: Problem) -> Tile:
+    largest = max(problem.key_dim, problem.value_dim)
+    sizes = [size for size in (64, 128, 256, 1024) if size >= largest] or [1024]
+    element = 4 if problem.dtype == "float32" else 2 if problem.codes == "none" else 1
+    few, many = _TILES[element, sizes[0]]
+    if not problem.has_few_rows:
+        return many
+    return few._replace(rows=min(many.rows, max(16, _power(problem.group))))
+
+
+def _splits(problem: Problem, tile: Tile, processors: int) -> int:
+    """Enough programs for two on each multiprocessor, while each has some tiles of keys."""
+    heads = min(problem.group, tile.rows)
+    queries = tile.rows // heads
+    tiles = problem.tokens // queries + max(problem.requests, 1)
+    programs = tiles * problem.kv_heads * -(-problem.group // heads)
+    room = problem.keys // (tile.keys * _TILES_A_SPLIT)
+    return max(1, min(_floor_power(2 * processors // programs), _floor_power(room), _MOST_SPLITS))
+
+
+def _power(size: int) -> int:
+    """The smallest power of two of at least a size."""
+    return 1 << max(size - 1, 0).bit_length()
+
+
+def _floor_power(size: int) -> int:
+    """The largest power of two of at most a size; 0 of 0."""
+    return 1 << size.bit_length() - 1 if size else 0

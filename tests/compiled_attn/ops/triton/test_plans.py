@@ -1,0 +1,92 @@
+"""Tiles and splits: results do not depend on them, they depend on sizes alone, and are kept."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from compiled_attn.ops.triton.plans import Plans
+from compiled_attn.ops.triton.tiles import (
+    Plan,
+    Problem,
+    Tile,
+    key_blocks,
+    other_splits,
+    other_tiles,
+    plan,
+)
+from tests.compiled_attn.ops.kernels import interpreted
+from tests.compiled_attn.ops.native_scene import assert_right, scene
+from tests.compiled_attn.ops.triton.scenes import call_of
+from tests.slow import slow_but
+
+DECODE = Problem(32, 32, 8, 4, 128, 128, 8192, 16, "bfloat16", "none")
+CPU = torch.device("cpu")
+
+PLANS = {
+    "more splits than tiles": (Plan(Tile(16, 16, 4, 1), 8), {}),
+    "five heads a KV head": (Plan(Tile(16, 16, 4, 1), 2), {"heads": 10}),
+    "more heads than rows": (Plan(Tile(16, 16, 4, 1), 1), {"heads": 40, "kv_heads": 2}),
+    "more heads than rows, in splits": (Plan(Tile(16, 32, 4, 1), 4), {"heads": 24, "kv_heads": 1}),
+    "a tile for all": (Plan(Tile(128, 128, 4, 1), 1), {}),
+    "windows in splits": (Plan(Tile(16, 16, 4, 1), 4), {"window": 19, "softcap": 3.0}),
+    "sinks in splits": (
+        Plan(Tile(32, 16, 4, 1), 2),
+        {"sinks": torch.tensor([0.3, -1.0, 2.0, 0.0]), "padding": 3, "padded_requests": 1},
+    ),
+    "two blocks of a head": (Plan(Tile(16, 16, 4, 1), 2), {"dim": 72, "value_dim": 64}),
+}
+
+
+@pytest.mark.parametrize("name", slow_but(("sinks in splits", "more heads than rows"), PLANS))
+def test_a_step_is_that_of_dense_attention_in_any_plan(name):
+    interpreted()
+    from compiled_attn.ops.triton.launch import attend
+
+    chosen, options = PLANS[name]
+    step = scene([(1, 70), (5, 41), (1, 3), (9, 9)], size=8, **options)
+    assert_right(attend(call_of(step), chosen), step)
+
+
+def test_requests_that_decode_are_split_until_the_device_is_full():
+    assert plan(replace(DECODE, tokens=1, requests=1), 132).splits == 32
+    assert plan(DECODE, 132).splits < plan(replace(DECODE, tokens=4, requests=4), 132).splits
+    assert plan(replace(DECODE, tokens=4096), 132).splits == 1
+    assert plan(replace(DECODE, tokens=1, requests=1, keys=64), 132).splits == 1
+
+
+def test_a_head_takes_two_blocks_where_one_would_be_larger():
+    assert [key_blocks(dim) for dim in (7, 64, 80, 112, 128, 192, 576)] == [
+        (16, 0), (64, 0), (64, 16), (128, 0), (128, 0), (128, 64), (512, 64),
+    ]  # fmt: skip
+
+
+def test_other_plans_are_others():
+    usual = plan(DECODE, 132)
+    assert usual.tile not in [each.tile for each in other_tiles(DECODE, 132)]
+    assert usual not in other_splits(usual)
+
+
+def test_a_problem_is_measured_once_while_that_is_wanted_and_kept_as_json():
+    plans, asked = Plans(), []
+    chosen = Plan(Tile(64, 16, 8, 3), 2)
+    assert plans.of(DECODE, CPU) == plan(DECODE, 132) and not plans.kept()
+    plans.measure = lambda problem, device: asked.append(problem) or chosen
+    assert plans.of(DECODE, CPU) == plans.of(DECODE, CPU) == chosen
+    assert asked == [DECODE]
+    plans.measure = None
+    assert plans.of(DECODE, CPU) == chosen
+    later = Plans()
+    later.adopt(json.loads(json.dumps(plans.kept())))
+    assert later.of(DECODE, CPU) == chosen
+
+
+@pytest.mark.parametrize("numbers", [[], [16, 16, 4, 2], [16, 16, 4, 2, 0], [16, 16, 4, 2, "1"]])
+def test_what_is_no_plan_is_not_adopted(numbers):
+    plans = Plans()
+    with pytest.raises(ValueError, match=r"expected rows, keys, .* got .*: measure again"):
+        plans.adopt({"good": [16, 16, 4, 2, 1], "bad": numbers})
+    assert not plans.kept()

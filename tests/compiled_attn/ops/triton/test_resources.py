@@ -1,0 +1,61 @@
+"""The kernels compile ahead of time for every device, without spills and with tensor cores."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+ROOT = Path(__file__).parents[4]
+SCRIPT = ROOT / "benchmarks" / "triton_resources.py"
+SHARED = 99 * 1024  # of sm_89 and sm_120; of gfx942: 64 KB
+SHARED_OF_GFX = 64 * 1024
+CASES = [
+    "D 64", "D 128", "D 128, window, cap, ALiBi, sinks", "D 128, int8, float16, page 128",
+    "D 128, e4m3", "D 192, Dv 128", "D 256", "D 576, Dv 512", "D 128, float32",
+]  # fmt: skip
+TARGETS = ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942"]
+
+
+def _compiled(cases: list[str], targets: list[str]) -> list[dict[str, Any]]:
+    """In a process of its own: in this one kernels may be interpreted."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
+    made = subprocess.run(
+        [sys.executable, SCRIPT, "--json", "--cases", *cases, "--targets", *targets],
+        capture_output=True, text=True, env=environment, check=False,
+    )  # fmt: skip
+    assert made.returncode == 0, made.stderr
+    return [json.loads(line) for line in made.stdout.splitlines()]
+
+
+def _expect_fits(row: dict[str, Any]) -> None:
+    is_gfx = row["target"] == "gfx942"
+    assert row["registers"] <= (512 if is_gfx else 255), row
+    assert row["spilled"] == 0, row
+    assert row["shared"] <= (SHARED_OF_GFX if is_gfx else SHARED), row
+    if row["attends"] and row["dtype"] != "torch.float32":
+        assert row["tensor_cores"], row
+
+
+def test_a_decode_and_a_prefill_fit_a_device():
+    rows = _compiled(["D 64"], ["sm_90"])
+    assert {"decode", "merge of decode", "prefill", "write"} == {row["kernel"] for row in rows}
+    for row in rows:
+        _expect_fits(row)
+    assert {row["tensor_cores"] for row in rows if row["kernel"] == "prefill"} == {"HGMMA"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("case", CASES)
+def test_all_tiles_of_the_chooser_fit_all_devices(case, target):
+    for row in _compiled([case], [target]):
+        _expect_fits(row)
