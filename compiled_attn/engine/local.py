@@ -26,6 +26,7 @@ from compiled_attn.hf import PagedCausalLM, cache_for
 from compiled_attn.hf.packed import packable, packed_weights, quantised_weights
 from compiled_attn.ops import AttentionTraits, NativeKernel, load
 from compiled_attn.ops.packed_linear import can_pack
+from compiled_attn.ops.triton.register import measured_plans
 from compiled_attn.ops.tuning import onednn_sizes, tuning
 from compiled_attn.step import BatchBuilder, Parts, RequestTable, Tables
 from compiled_attn.step.form import Plan
@@ -133,7 +134,9 @@ class LocalExecutor:
     def warmup(self, progress: Callable[[BucketEvent], None] | None = None) -> WarmupReport:
         """Captures every bucket and the block copies, see `Executor.warmup`."""
         try:
-            whole = WarmupGroup(self.graphs, *self._steps.others, self.copies).warmup(progress)
+            with measured_plans(self.module.model.device):
+                group = WarmupGroup(self.graphs, *self._steps.others, self.copies)
+                whole = group.warmup(progress)
         except CaptureError:  # of the copies; what is missing of the steps says more
             if self.graphs.report is not None:
                 self._captured()

@@ -1,15 +1,16 @@
-"""The registration of the Triton ops for CUDA tensors, and why there may be none."""
+"""The registration of the Triton ops for CUDA tensors, why there may be none, and their warmup."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["register", "why_not"]
+__all__ = ["measured_plans", "register", "why_not"]
 
 
 def why_not() -> str | None:
@@ -25,6 +26,18 @@ def register(library: torch.library.Library, key: str = "CUDA") -> None:
     """Gives the ops of a library, which are defined, their kernels for a dispatch key."""
     for name, op in _OPS.items():
         library.impl(name, op, key)
+
+
+def measured_plans(device: torch.device) -> AbstractContextManager[None]:
+    """Open around a warmup on a device: plans of its buckets are measured, or found in a file.
+
+    Of devices without these ops it does nothing.
+    """
+    if device.type != "cuda" or why_not() is not None:
+        return nullcontext()
+    from compiled_attn.ops.triton.kept import kept_plans, plans_file
+
+    return kept_plans(plans_file(device))
 
 
 def _paged_attention(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
