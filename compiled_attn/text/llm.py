@@ -13,6 +13,7 @@ from compiled_attn.engine import Engine, EngineConfig, SamplingParams, Stream
 from compiled_attn.errors import ConfigError
 from compiled_attn.models import load_model
 from compiled_attn.text.answer import Answer, AnswerPieces
+from compiled_attn.text.grammars import Grammars
 from compiled_attn.text.tokenizer import Message, Prompt, Tokenizer
 from graphs import BucketEvent
 from graphs.errors import quoted
@@ -55,7 +56,12 @@ class LLM:
     ) -> None:
         self.tokenizer = Tokenizer(model)
         self.model = load_model(model, dtype)
-        self.engine = Engine(self.model, config, has_stop=self.tokenizer.has_stop)
+        self.engine = Engine(
+            self.model,
+            config,
+            has_stop=self.tokenizer.has_stop,
+            grammars=Grammars(self.tokenizer),
+        )
         self.engine.warmup(progress)
 
     def generate(
