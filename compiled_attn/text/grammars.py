@@ -19,7 +19,8 @@ from graphs.errors import clipped, quoted
 
 __all__ = ["Grammars"]
 
-_CACHE_BYTES = 512 * 2**20
+_CACHE_BYTES = 256 * 2**20
+_CONTROLS = {*range(32)} - {*b"\n\r"}
 _BLANKS = 64  # between two elements of JSON, at most: what ends if a model likes blanks
 _PLACE = re.compile(r"^\[[\d:]+\] \S+: (Check failed: \(.*\) is false: )?")
 _NAMES = {"json_schema": "JSON schema", "regex": "regular expression", "ebnf": "EBNF grammar"}
@@ -37,8 +38,8 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._lock = threading.Lock()
-        self._compiler: Any = None
-        self._words = 0
+        self._compilers: dict[str, Any] = {}
+        self._vocab = 0
 
     def compiled(self, grammar: Grammar) -> Callable[[], Matcher]:
         """What makes matchers, see `compiled_attn.engine.constraint.Grammars`.
@@ -48,12 +49,11 @@ class Grammars:
                 installed.
         """
         with self._lock:
-            if self._compiler is None:
-                self._compiler = self._of_vocabulary()
+            self._compilers = self._compilers or self._of_vocabulary()
         from xgrammar import GrammarMatcher
 
         try:
-            make = partial(GrammarMatcher, _compiled(self._compiler, grammar))
+            make = partial(GrammarMatcher, _compiled(self._compilers[grammar.kind], grammar))
             first = make()
             can_begin = first.is_completed() or self.masks([first]).any()
         except RuntimeError as error:
@@ -67,12 +67,14 @@ class Grammars:
         """Which tokens may come next, ``[n, ceil(vocab / 32)]``."""
         from xgrammar import BatchGrammarMatcher
 
-        masks = np.zeros((len(matchers), self._words), np.int32)
+        masks = np.zeros((len(matchers), -(-self._vocab // 32)), np.int32)
         BatchGrammarMatcher().batch_fill_next_token_bitmask([*matchers], masks)
+        # Where nearly all is allowed it sets the bits behind the last token too.
+        masks[:, -1] &= np.int32(0x7FFFFFFF >> (-self._vocab % 32 - 1) if self._vocab % 32 else -1)
         return masks
 
-    def _of_vocabulary(self) -> Any:
-        """A compiler of grammars over the tokens that stand for text."""
+    def _of_vocabulary(self) -> dict[str, Any]:
+        """Compilers of each kind of grammar over the tokens that stand for text."""
         try:
             from xgrammar import GrammarCompiler, TokenizerInfo, VocabType
         except ImportError as error:
@@ -90,10 +92,17 @@ class Grammars:
             ) from error
         for number, token in tokenizer.added_tokens_decoder.items():
             texts[number] = b"" if number in self._tokenizer.special else token.content.encode()
-        self._words = -(-len(texts) // 32)
-        # No token ends a text here: which do is a matter of the request.
-        vocabulary = TokenizerInfo(texts, VocabType.RAW, stop_token_ids=[])
-        return GrammarCompiler(vocabulary, cache_limit_bytes=_CACHE_BYTES)
+        self._vocab = len(texts)
+        # xgrammar lets a string with a maxLength have what JSON must escape.
+        of_json = [b"" if _CONTROLS & {*text} else text for text in texts]
+
+        def over(texts: list[bytes]) -> Any:
+            # No token ends a text here: which do is a matter of the request.
+            vocabulary = TokenizerInfo(texts, VocabType.RAW, stop_token_ids=[])
+            return GrammarCompiler(vocabulary, cache_limit_bytes=_CACHE_BYTES)
+
+        plain = over(texts)
+        return {"json_schema": over(of_json), "regex": plain, "ebnf": plain}
 
 
 def _compiled(compiler: Any, grammar: Grammar) -> Any:
