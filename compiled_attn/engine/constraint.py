@@ -62,7 +62,7 @@ class Constraint:
         self, grammars: Grammars, grammar: Grammar, prompt_len: int, ends: Collection[int]
     ) -> None:
         self.grammars = grammars
-        self.ends = np.array(sorted(ends), np.int64)
+        self.ends = np.array(sorted(end for end in ends if end >= 0), np.int64)
         self._make = grammars.compiled(grammar)
         self._matcher: Matcher | None = None
         self._prompt_len = prompt_len

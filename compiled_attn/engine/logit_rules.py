@@ -44,7 +44,8 @@ class LogitRules:
         biases = dict(params.logit_bias)
         self.bias_ids = np.array([*biases], np.int64)
         self.biases = np.array([*biases.values()], np.float64)
-        self.ends = np.array(sorted(ends) if params.min_tokens else [], np.int64)
+        held = [end for end in ends if end >= 0] if params.min_tokens else []
+        self.ends = np.array(sorted(held), np.int64)
         self.seen = SeenTokens(prompt_len)
 
     def held_ends(self, text: Sequence[int], vocab: int) -> NDArray[np.int64]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, ClassVar
 
 from jinja2 import TemplateError
@@ -11,7 +12,14 @@ from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.utils import Modality, get_response_template
 
-from compiled_attn.serve.body import EXTENSIONS, Body, check_body, sampling_of, without_nulls
+from compiled_attn.serve.body import (
+    EXTENSIONS,
+    Body,
+    check_body,
+    grammar_of,
+    sampling_of,
+    without_nulls,
+)
 from compiled_attn.serve.errors import RequestError
 from compiled_attn.serve.replies import Replies
 from compiled_attn.serve.served import Served
@@ -78,6 +86,8 @@ class _Handler:
         check_body(body, self._needed)
         body.setdefault("stream", False)
         try:
+            if (grammar := grammar_of(body)) is not None:  # it may take seconds: others go on
+                await asyncio.to_thread(self.model_manager.served.llm.grammars.compiled, grammar)
             return await super().handle_request(body, request_id)  # type: ignore[misc]
         except (TemplateError, ValueError) as error:
             raise RequestError(str(error)) from error

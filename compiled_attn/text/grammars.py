@@ -21,7 +21,7 @@ __all__ = ["Grammars"]
 
 _CACHE_BYTES = 256 * 2**20
 _CONTROLS = {*range(32)} - {*b"\n\r"}
-_BLANKS = 64  # between two elements of JSON, at most: what ends if a model likes blanks
+_BLANKS = 24  # between two elements of JSON, at most: what ends if a model likes blanks
 _PLACE = re.compile(r"^\[[\d:]+\] \S+: (Check failed: \(.*\) is false: )?")
 _NAMES = {"json_schema": "JSON schema", "regex": "regular expression", "ebnf": "EBNF grammar"}
 
