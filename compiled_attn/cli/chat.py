@@ -13,10 +13,11 @@ from rich.console import Console
 from compiled_attn.cli.errors import FAILED, UserError, bad_input, tell
 from compiled_attn.cli.inputs import dtype_of, refuse_unavailable, tell_conversion
 from compiled_attn.cli.options import ChatOptions, settings_of
+from compiled_attn.cli.sampling import sampling_of
 from compiled_attn.cli.store import stored_backend
 from compiled_attn.engine import EngineConfig, SamplingParams
 from compiled_attn.errors import ConfigError, RequestFailed
-from compiled_attn.text import LLM, Message, Tokenizer
+from compiled_attn.text import LLM, Grammars, Message, Tokenizer
 from graphs import progress_for
 
 __all__ = ["run_chat"]
@@ -43,12 +44,15 @@ def run_chat(options: ChatOptions) -> int:
 def _chat(options: ChatOptions) -> int:
     with bad_input(), stored_backend(options.backend, None) as backend:
         refuse_unavailable(options)
-        sampling = _sampling(options)
+        sampling = sampling_of(options)
         opening = "Hello" if options.prompt is None else options.prompt
         if not opening.strip():
             raise UserError("expected --prompt with text, got an empty one: ask something")
         tell_conversion(options.model)
-        Tokenizer(options.model).encode(_messages(options, opening))  # fails before the weights do
+        tokenizer = Tokenizer(options.model)
+        tokenizer.encode(_messages(options, opening))  # fails before the weights do
+        if sampling.grammar is not None:
+            Grammars(tokenizer).compiled(sampling.grammar)
         if options.threads is not None:
             torch.set_num_threads(options.threads)
         settings = settings_of(options) | {"backend": backend}
@@ -133,16 +137,6 @@ class Conversation:
 
 def _say(text: str) -> None:
     Console(stderr=True).print(text, style="dim", highlight=False, soft_wrap=True)
-
-
-def _sampling(options: ChatOptions) -> SamplingParams:
-    return SamplingParams(
-        max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        seed=options.seed,
-    )
 
 
 def _messages(options: ChatOptions, *turns: str) -> list[Message]:

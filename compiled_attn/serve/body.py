@@ -94,8 +94,8 @@ def grammar_of(body: Body) -> Grammar | None:
     Raises:
         RequestError: a schema that is none.
     """
-    given = body.get("response_format") or body.get("text", {}).get("format") or {"type": "text"}
-    if given["type"] == "text":
+    given: Any = body.get("response_format") or body.get("text", {}).get("format")
+    if given is None or given["type"] == "text":
         return None
     if given["type"] == "json_object":
         return Grammar.json_object()
