@@ -25,6 +25,7 @@ EXTENSIONS = frozenset(
 _ENOUGH_TOKENS = 1024
 """Of a request that does not say how many it wants."""
 
+_MOST_CHOICES, _MOST_LIKELY = 128, 20  # as OpenAI has it
 _SAME = (
     *(EXTENSIONS - {"response_format"}),
     *("temperature", "top_p", "seed", "presence_penalty", "frequency_penalty"),
@@ -32,11 +33,8 @@ _SAME = (
 _WITH_SCHEMAS = ("tools", "response_format", "text")
 _LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 _ONLY: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
     "best_of": (1,),
     "echo": (False,),
-    "logprobs": (False, 0),
-    "top_logprobs": (0,),
     "tool_choice": ("auto",),
     "functions": (),
     "function_call": (),
@@ -126,11 +124,36 @@ def sampling_of(body: Body, default: GenerationConfig) -> tuple[SamplingParams, 
         wanted["logit_bias"] = _bias(body["logit_bias"])
     limit = next((body[name] for name in _LIMITS if name in body), None)
     wanted["grammar"] = grammar_of(body)
+    wanted["n"] = _count(body, "n", 1, _MOST_CHOICES)
+    wanted["logprobs"] = _logprobs(body)
     wanted["max_new_tokens"] = _ENOUGH_TOKENS if limit is None else limit
     try:
         return SamplingParams(**wanted), limit is not None
     except (TypeError, ValueError) as error:
         raise RequestError(str(error)) from error
+
+
+def _logprobs(body: Body) -> int | None:
+    """How many of the most likely tokens are told with each; None: no log-probabilities are.
+
+    Chats say whether, and how many beside it; texts say how many.
+    """
+    most = _count(body, "top_logprobs", 0, _MOST_LIKELY)
+    whether = body.get("logprobs", False)
+    if whether is not False and whether is not True:
+        return _count(body, "logprobs", 0, _MOST_LIKELY)
+    if most and not whether:
+        raise RequestError(f"expected logprobs: true with top_logprobs, got {most} without it")
+    return most if whether else None
+
+
+def _count(body: Body, name: str, default: int, most: int) -> int:
+    given = body.get(name, default)
+    if not isinstance(given, int) or isinstance(given, bool) or not default <= given <= most:
+        raise RequestError(
+            f"expected {name}: an integer in {default}..{most}, got {quoted(given)}: choose one"
+        )
+    return given
 
 
 def _bias(given: Any) -> dict[int, float]:

@@ -55,9 +55,9 @@ def test_a_chat_answers_in_json_of_the_schema_whole_and_as_a_stream(server: Runn
 
 def test_a_text_is_gone_on_with_in_json(server: Running, alone: LLM):
     bias = unlikely(alone)
-    settings = {"model": NAME, "prompt": "the moon", "max_tokens": 60, "logit_bias": bias}
+    settings = {"model": NAME, "prompt": "over the sea", "max_tokens": 60, "logit_bias": bias}
     given = server.client.completions.create(**settings, extra_body={"response_format": FORMAT})
-    assert given.choices[0].text == alone_text(alone, "the moon", logit_bias=bias)
+    assert given.choices[0].text == alone_text(alone, "over the sea", logit_bias=bias)
     assert fits(given.choices[0].text)
 
 

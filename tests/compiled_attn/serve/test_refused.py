@@ -53,7 +53,14 @@ REFUSED = {
         "json_schema with a schema in json_schema",
     ),
     "a verbosity": ("response", {"input": "x", "text": {"verbosity": "low"}}, "and nothing else"),
-    "several answers": ("chat", {"messages": SAID, "n": 2}, "n is not served, got 2: send 1"),
+    "no answers": ("chat", {"messages": SAID, "n": 0}, "expected n: an integer in 1..128, got 0"),
+    "likely tokens alone": (
+        "chat",
+        {"messages": SAID, "top_logprobs": 2},
+        "expected logprobs: true with top_logprobs, got 2 without it",
+    ),
+    "too many likely tokens": ("text", {"prompt": "x", "logprobs": 21}, "expected logprobs"),
+    "several answers of a response": ("response", {"input": "x", "extra_body": {"n": 2}}, "got n"),
     "a tool that must be called": (
         "chat",
         {"messages": SAID, "tool_choice": "required"},
