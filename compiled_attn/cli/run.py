@@ -68,7 +68,7 @@ def run_job(options: RunOptions, waiting: str) -> int:
         texts = texts_of(options)
         if options.threads is not None:
             torch.set_num_threads(options.threads)
-        model = model_of(options.model, options.dtype, options.seed)
+        model = model_of(options.model, options.dtype, options.seed, options.device)
     store = stored_backend(options.backend, options.store)
     with contextlib.nullcontext(options.backend) if options.no_store else store as backend:
         return _run(options, model, texts, backend, waiting)

@@ -15,6 +15,7 @@ from compiled_attn.cli.inputs import dtype_of, refuse_unavailable, tell_conversi
 from compiled_attn.cli.options import ServeOptions, settings_of
 from compiled_attn.cli.store import stored_backend
 from compiled_attn.engine import EngineConfig
+from compiled_attn.models import usable_device
 from compiled_attn.text import LLM, Tokenizer
 from graphs import BucketEvent, progress_for
 
@@ -41,6 +42,7 @@ def run_serve(options: ServeOptions) -> int:
         refuse_unavailable(options)
         tell_conversion(options.model)
         Tokenizer(options.model)  # fails before it listens
+        usable_device(options.device)
         if options.threads is not None:
             torch.set_num_threads(options.threads)
         config = EngineConfig(**settings_of(options) | {"backend": backend}, watch_process=True)
@@ -60,7 +62,7 @@ def _load(
         progress(event)
         shown(event)
 
-    llm = LLM(options.model, config, dtype=dtype_of(options), progress=told)
+    llm = LLM(options.model, config, dtype=dtype_of(options), device=options.device, progress=told)
     _say("ready")
     return llm
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -16,7 +17,6 @@ __all__ = ["CacheSize", "memory_for"]
 
 _LEAST_BYTES = 256 * 2**20
 _TIMES_WEIGHTS = 4
-_FREE_SHARE = 2  # one part of so many
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,8 @@ class CacheSize:
         By default that is four times the weights, but 256 MiB at least; no more than half of the
         memory that is free now, and than `max_seqs` requests of full context fill; one such request
         always fits. Half of the free memory is rounded down to a power of two, so that it is the
-        same at the next start: captured graphs are of one size of the cache.
+        same at the next start: captured graphs are of one size of the cache. Of an accelerator,
+        which nobody else uses, it is four fifths of what is free, in 64ths of all that it has.
 
         Raises:
             ConfigError: it is too small for a block, or too large for the machine.
@@ -63,7 +64,7 @@ class CacheSize:
 
 def memory_for(model: nn.Module) -> int | None:
     """Bytes of the memory that the model is in, None where nobody says."""
-    return machine_bytes() if _is_on_cpu(model) else None
+    return machine_bytes(_device_of(model))
 
 
 def _blocks(
@@ -94,12 +95,18 @@ def _blocks_within(given: int, block_bytes: int, config: EngineConfig) -> int:
 
 def _budgets(model: nn.Module) -> Iterator[tuple[int, str]]:
     """Bytes that a cache may have by default, each with its reason."""
+    device = _device_of(model)
+    free, total = free_bytes(device), machine_bytes(device)
+    told = "" if free is None else f"of {free / 2**30:.1f} GiB free"
+    if device.type != "cpu" and free is not None and total is not None:
+        part = max(1, total // 64)
+        yield free * 4 // 5 // part * part, f"four fifths {told} on {device}, in 64ths of all"
+        return
     weights = sum(each.numel() * each.itemsize for each in model.parameters())
     least = _LEAST_BYTES, "256 MiB, the least"
     yield max(least, (_TIMES_WEIGHTS * weights, f"{_TIMES_WEIGHTS} times the weights"))
-    if _is_on_cpu(model) and (free := free_bytes()) is not None:
-        half = 1 << max(free // _FREE_SHARE, 1).bit_length() - 1
-        yield half, f"half of {free / 2**30:.1f} GiB free, as a power of two"
+    if free is not None:
+        yield 1 << max(free // 2, 1).bit_length() - 1, f"half {told}, as a power of two"
 
 
 def _refuse_beyond_memory(
@@ -116,5 +123,5 @@ def _refuse_beyond_memory(
         )
 
 
-def _is_on_cpu(model: nn.Module) -> bool:
-    return next(model.parameters()).device.type == "cpu"
+def _device_of(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device

@@ -15,9 +15,11 @@ from transformers import PreTrainedModel
 
 from compiled_attn.cache.defrag import BlockSwap
 from compiled_attn.engine.config import ConfigError, EngineConfig
+from compiled_attn.engine.device_steps import DeviceSteps
 from compiled_attn.engine.executor import COPIES, Executor, ExecutorReport, FittedStep
+from compiled_attn.engine.host_steps import HostSteps, Steps
 from compiled_attn.engine.logprobs import ScoredToken
-from compiled_attn.engine.sampler import logits_wanted, sampled
+from compiled_attn.engine.sampler import logits_wanted
 from compiled_attn.engine.scheduler import ScheduledStep
 from compiled_attn.engine.sizing import FORMS, Form, Sizing, eos_tokens
 from compiled_attn.hf import PagedCausalLM, cache_for
@@ -42,7 +44,7 @@ from graphs.capture.capture import resolve
 
 __all__ = ["ChosenKernel", "LocalExecutor", "chosen_kernel", "executor_for"]
 
-_BACKENDS = ("inductor", "aoti", "eager", "aot_eager")
+_BACKENDS = ("inductor", "aoti", "eager", "aot_eager", "cudagraph")
 
 _log = logging.getLogger(__name__)
 
@@ -79,17 +81,23 @@ class LocalExecutor:
         )
         packs = _packs(model, config, self.kernel)
         self.module = PagedCausalLM(model, self.cache, sizing.form, packs)
+        common: dict[str, Any] = {"backend": config.backend, "strict": config.strict}
+        common |= _backend_options(config.backend_name, model.device)
+        self._steps: Steps = (
+            HostSteps(self.module)
+            if model.device.type == "cpu"
+            else DeviceSteps(self.module, sizing.buckets, **common)
+        )
         self.graphs = WarmupManager(
-            self.module,
+            self._steps.module,
             sizing.buckets,
-            sizing.form.padding,
-            backend=config.backend,
-            strict=config.strict,
+            self._steps.padding,
             workers=config.warmup_workers,
             symbolic=() if backend.why_no_symbolic() else sizing.form.symbolic,
             journal=config.warmup_journal,
             name="step",
-            **_backend_options(config.backend_name),
+            **common,
+            **self._steps.options,
         )
         self.copies = BlockSwap(
             self.cache,
@@ -113,7 +121,7 @@ class LocalExecutor:
     def warmup(self, progress: Callable[[BucketEvent], None] | None = None) -> WarmupReport:
         """Captures every bucket and the block copies, see `Executor.warmup`."""
         try:
-            whole = WarmupGroup(self.graphs, self.copies).warmup(progress)
+            whole = WarmupGroup(self.graphs, *self._steps.others, self.copies).warmup(progress)
         except CaptureError:  # of the copies; what is missing of the steps says more
             if self.graphs.report is not None:
                 self._captured()
@@ -163,17 +171,16 @@ class LocalExecutor:
     def run(self, step: FittedStep) -> list[int | str | ScoredToken]:
         """The token after each part, or why there is none, see `Executor.run`."""
         with torch.no_grad():
-            logits: Tensor = self.graphs.run(step.bucket, *step.plan.fill(step.bucket))
-        return sampled(logits, step.parts, step.plan.rows.logits)
+            return self._steps.run(self.graphs, step)
 
     def finite_blocks(self, places: NDArray[np.int64]) -> int:
         """How many of the blocks at ``places [n]`` are finite, up to the first that is not."""
-        sound = torch.ones(len(places), dtype=torch.bool)
+        at = torch.from_numpy(places).to(self.module.model.device)
+        sound = torch.ones_like(at, dtype=torch.bool)
         for buffer in self.cache.buffers():
             if buffer.is_floating_point():
-                at = torch.from_numpy(places).to(buffer.device)
                 blocks = buffer.unflatten(0, (self.cache.num_blocks, -1))[at]
-                sound &= torch.isfinite(blocks.float()).flatten(1).all(1).cpu()
+                sound &= torch.isfinite(blocks.float()).flatten(1).all(1)
         return int(sound.cumprod(0).sum())
 
     def report(self) -> ExecutorReport:
@@ -234,8 +241,9 @@ def executor_for(model: Executor | PreTrainedModel, config: EngineConfig | None)
     return executor
 
 
-def _backend_options(backend: str) -> dict[str, Any]:
-    return {"options": for_cpu()} if backend == "inductor" else {}
+def _backend_options(backend: str, device: torch.device) -> dict[str, Any]:
+    is_for_cpu = backend == "inductor" and device.type == "cpu"
+    return {"options": for_cpu()} if is_for_cpu else {}
 
 
 def _packs(

@@ -119,10 +119,15 @@ class SamplingParams:
         return self.penalises or bool(self.logit_bias or self.min_tokens or self.grammar)
 
     @property
+    def only_draws(self) -> bool:
+        """Whether all that is wanted is a token of the model's own logits."""
+        is_told = self.logprobs is not None or self.prompt_logprobs is not None
+        return not (self.changes_logits or is_told)
+
+    @property
     def is_plain(self) -> bool:
         """Whether all that is wanted is the most likely token."""
-        is_greedy = not (self.temperature or self.changes_logits)
-        return is_greedy and self.logprobs is None and self.prompt_logprobs is None
+        return self.only_draws and not self.temperature
 
     def continuation(self, number: int) -> SamplingParams:
         """Those of one of ``n`` continuations, by itself."""

@@ -48,6 +48,7 @@ class PagedCausalLM(nn.Module):
 
     Attributes:
         packed: how many weights are packed, also by an engine before.
+        vocab, logits_dtype: of its rows of logits.
 
     Raises:
         ModelRefused: a layer does not attend once a step through `AttentionInterface` (recurrent
@@ -82,6 +83,7 @@ class PagedCausalLM(nn.Module):
         self._layers = decoder_layers(model)
         self._keeps = takes_logits_to_keep(model)
         expected = plain_logits(model)
+        self.vocab, self.logits_dtype = expected.shape[-1], expected.dtype
         with contextlib.ExitStack() as undo:
             self._switch(undo)
             check_equal(self, expected)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compiled_attn.cache.quantisation import QUANTISED
 from compiled_attn.errors import KernelArgumentError, NativeUnavailable
-from compiled_attn.ops.paged_attention import unavailable
+from compiled_attn.ops.paged_attention import NAMESPACE, load, unavailable
 
 __all__ = [
     "CHOICES",
@@ -184,7 +184,7 @@ def _lacks_scores(traits: AttentionTraits) -> str | None:
 
 def _lacks_dtypes(traits: AttentionTraits) -> str | None:
     cache_dtype, value_dtype = traits.cache_dtypes
-    if traits.device != "cpu":
+    if not _serves(traits.device):
         return f"runs on cpu, not on {traits.device}"
     if traits.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"computes in float32, bfloat16 and float16, not in {traits.dtype}"
@@ -193,3 +193,14 @@ def _lacks_dtypes(traits: AttentionTraits) -> str | None:
     if cache_dtype != traits.dtype and cache_dtype not in QUANTISED:
         return f"has no cache of {cache_dtype} for queries of {traits.dtype}"
     return None
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _serves(device: str) -> bool:
+    """Whether the op has an implementation for tensors of a type of device."""
+    if device == "cpu":
+        return True
+    load()  # which defines it
+    key = torch._C._dispatch_key_for_device(device)
+    has: bool = torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::paged_attention", key)
+    return has

@@ -28,6 +28,7 @@ class LLM:
         model: as for `compiled_attn.models.load_model`: a directory, a GGUF file, ``"smollm2"``.
         config: sizes and policies of the engine.
         dtype: of the weights.
+        device: that the model is put on.
         progress: of the warmup, see `graphs.progress_for`.
 
     Attributes:
@@ -53,11 +54,12 @@ class LLM:
         config: EngineConfig | None = None,
         *,
         dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
         progress: Callable[[BucketEvent], None] | None = None,
     ) -> None:
         self.tokenizer = Tokenizer(model)
         self.grammars = Grammars(self.tokenizer)
-        self.model = load_model(model, dtype)
+        self.model = load_model(model, dtype, device)
         self.engine = Engine(
             self.model,
             config,

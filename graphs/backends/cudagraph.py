@@ -5,7 +5,8 @@ What a user has to know:
 - Outputs lie in memory that the next replay of any graph of the same callable overwrites: use them,
   or copy them, before it (or capture with ``fresh_outputs=True``).
 - Inputs are copied to fixed addresses, unless they are the graph's own `static_inputs`, filled in
-  place. An input that the callable writes to is copied back.
+  place (or the examples themselves: ``in_place=True``). An input that the callable writes to is
+  copied back.
 - Parameters and buffers of the module are used where they lie; if one is put elsewhere, the graph
   does not run.
 - All graphs of one callable share a memory pool and the buffers of their inputs, so capture the
@@ -97,12 +98,15 @@ class CudaGraphBackend(Backend):
         warm_runs: int,
         compiler: str = "inductor",
         fresh_outputs: bool = False,
+        in_place: bool = False,
     ) -> Frozen:
         """Run `warm_runs` times, then record.
 
         Args:
             compiler: what makes the code that is recorded: `inductor`, or `eager`.
             fresh_outputs: return copies, which no later replay overwrites.
+            in_place: the examples lie where the inputs of each run will lie, such as in one buffer
+                that is filled anew; the graph reads them there, and nothing is copied.
         """
         if needs_gradients(function, example_inputs):
             raise CaptureError(
@@ -111,7 +115,7 @@ class CudaGraphBackend(Backend):
         try:
             recorder, buffers = self._shared_by(function)
             _expect_on(recorder.device, example_inputs)
-            statics = buffers.of(example_inputs)
+            statics = [*example_inputs] if in_place else buffers.of(example_inputs)
             writes = _Writes(example_inputs, statics)
             call = function
             if compiler != "eager":

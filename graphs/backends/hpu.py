@@ -80,7 +80,7 @@ def _record(
     function: Callable[..., Any], inputs: Sequence[Input], name: str, warm_runs: int
 ) -> Frozen:
     bridge = _bridge()
-    module = as_module(function)
+    module = _Own(as_module(function))
     mark_step = bridge.core.mark_step
 
     def run(*inputs: Input) -> Any:
@@ -98,6 +98,17 @@ def _record(
     except Exception as error:
         raise CaptureError(name, describe_failure(error)) from error
     return Frozen(run)
+
+
+class _Own(nn.Module):
+    """A module for one graph: the bridge puts what it records into the module that it is given."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs: Input) -> Any:
+        return self.module(*inputs)
 
 
 def _bridge() -> Any:

@@ -14,6 +14,7 @@ from graphs.cgroups import cgroup_folders, lines_of, number_in
 __all__ = ["bytes_in_use", "free_bytes", "machine_bytes"]
 
 _PROC = Path("/proc")
+_CPU = torch.device("cpu")
 
 
 def bytes_in_use(devices: Iterable[torch.device]) -> int:
@@ -25,8 +26,10 @@ def bytes_in_use(devices: Iterable[torch.device]) -> int:
     return _resident() + sum(map(_reserved, accelerators))
 
 
-def machine_bytes() -> int | None:
-    """Bytes that this machine has, or its container may use; None where that is unknown."""
+def machine_bytes(device: torch.device = _CPU) -> int | None:
+    """Bytes of a device, or that this machine has or its container may use; None: unknown."""
+    if device.type != "cpu":
+        return _device_bytes(device)[1]
     try:
         there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, OSError, ValueError):
@@ -34,11 +37,13 @@ def machine_bytes() -> int | None:
     return min([there, *(group.limit for group in _groups())]) if there > 0 else None
 
 
-def free_bytes() -> int | None:
-    """Bytes that a process may still take here without swapping; None where that is unknown.
+def free_bytes(device: torch.device = _CPU) -> int | None:
+    """Bytes that a process may still take on a device, without swapping; None: unknown.
 
-    What the system says is available, but no more than the process's container has left.
+    Of the CPU what the system says is available, but no more than the process's container has left.
     """
+    if device.type != "cpu":
+        return _device_bytes(device)[0]
     available = _number_of(_PROC / "meminfo", "MemAvailable:")
     if available is None:
         return None
@@ -77,6 +82,15 @@ def _reserved(device: torch.device) -> int:
     module = torch.get_device_module(device)
     reserved = getattr(module, "memory_reserved", None)
     return int(reserved(device)) if reserved is not None else 0
+
+
+def _device_bytes(device: torch.device) -> tuple[int, int] | tuple[None, None]:
+    """Bytes that are free on an accelerator, and all that it has."""
+    told = getattr(torch.get_device_module(device), "mem_get_info", None)
+    if told is None:
+        return None, None
+    free, total = told(device)
+    return int(free), int(total)
 
 
 def _number_of(path: Path, name: str) -> int | None:

@@ -89,8 +89,7 @@ class PaddedLists:
         bucket = self._graphs.bucket(**{self._axis: len(pairs)})
         padded = np.zeros((2, bucket[self._axis]), dtype=np.int64)
         padded[:, : len(pairs)] = pairs.T
-        lists = [torch.from_numpy(row).to(self._device) for row in padded]
-        self._graphs.run(bucket, *lists)
+        self._graphs.run(bucket, *torch.from_numpy(padded).to(self._device).unbind())
 
     def close(self) -> None:
         """Frees the graphs."""

@@ -144,7 +144,7 @@ def twin(rows: Tensor) -> Tensor:
     """Another tensor over the same memory, for compilers a tensor of its own; else ``rows``."""
     try:
         other: Tensor = torch.utils.dlpack.from_dlpack(rows)
-    except (BufferError, RuntimeError, TypeError):
+    except (BufferError, RuntimeError, TypeError, ValueError):  # not of every device
         return rows
     return other if other.data_ptr() == rows.data_ptr() else rows
 

@@ -23,7 +23,7 @@ def model():
 @pytest.fixture
 def free(monkeypatch):
     """Sets the bytes that the machine has free."""
-    return lambda count: monkeypatch.setattr(cache_size, "free_bytes", lambda: count)
+    return lambda count: monkeypatch.setattr(cache_size, "free_bytes", lambda device: count)
 
 
 def _size(model, context=64, **config) -> CacheSize:

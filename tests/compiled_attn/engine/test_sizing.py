@@ -74,7 +74,7 @@ def test_a_cache_beyond_the_memory_of_the_machine_is_refused_before_it_is_made(
 
 
 def test_portable_steps_beyond_the_memory_of_the_machine_are_refused(model, monkeypatch):
-    monkeypatch.setattr("compiled_attn.engine.cache_size.machine_bytes", lambda: 10**6)
+    monkeypatch.setattr("compiled_attn.engine.cache_size.machine_bytes", lambda device: 10**6)
     config = EngineConfig(**{**SMALL, "num_blocks": 200, "max_seqs": 64}, max_tokens_per_step=800)
     with pytest.raises(
         ConfigError, match=r"at most 1,000,000 .* got [3-9],\d{3},\d{3} bytes at least"

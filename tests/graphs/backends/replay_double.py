@@ -24,13 +24,12 @@ class ReplayDouble:
     Args:
         watched: what the callable writes besides its inputs; as on a device, recording changes
             nothing.
+        device: where all of it lies.
     """
 
-    device = "cpu"
-
-    def __init__(self, watched: tuple[Tensor, ...] = ()) -> None:
-        self.watched = watched
-        self.pool = torch.zeros(1 << 16, dtype=torch.uint8)
+    def __init__(self, watched: tuple[Tensor, ...] = (), device: str = "cpu") -> None:
+        self.watched, self.device = watched, device
+        self.pool = torch.zeros(1 << 16, dtype=torch.uint8, device=device)
         self.warm_runs = self.replays = self.closed = 0
 
     def warm(self, call: Callable[[], Any], runs: int) -> None:

@@ -268,3 +268,14 @@ def test_on_a_device_a_written_input_is_copied_back():
     cache = torch.ones(3, 2, device="cuda")
     assert graph.run(cache, ones * 4) == 12
     assert cache[0].eq(4).all() and cache[1:].eq(1).all()
+
+
+def test_examples_in_place_are_what_the_graph_reads(scene):
+    buffer = torch.zeros(12)
+    example = buffer.view(4, 3)
+    graph = scene.capture(scene.layer, example, 10, in_place=True)
+    assert graph.static_inputs[0].data_ptr() == buffer.data_ptr()
+    scene.layer.count.zero_()
+    buffer.fill_(5)
+    assert graph.run(example, 10).unique().tolist() == [21]
+    assert buffer.eq(5).all()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-from importlib.machinery import ModuleSpec
-from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -13,53 +11,14 @@ from torch import nn
 from graphs import CaptureError, capture
 from graphs.backends import hpu
 from graphs.backends.hpu import HpuBackend
+from tests.graphs.backends.hpu_bridge import Bridge, stubbed_bridge
 
 BACKEND = HpuBackend()
 
 
-class Bridge:
-    """What habana_frameworks.torch would do, on the CPU, with a log of the calls."""
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-        self.is_lazy = True
-        self.has_device = True
-        self.shapes: dict[int, list[torch.Size]] = {}
-
-    def wrap_in_hpu_graph(self, module, *, disable_tensor_cache=False):
-        assert isinstance(module, nn.Module), "the bridge wraps modules only"
-        assert disable_tensor_cache
-        self.log.append("wrap")
-
-        def call(*inputs):
-            shapes = [tensor.shape for tensor in inputs if isinstance(tensor, torch.Tensor)]
-            is_new = self.shapes.setdefault(id(module), shapes) is shapes
-            assert self.shapes[id(module)] == shapes, "one graph has one shape"
-            self.log.append("record" if is_new else "replay")
-            return module(*inputs)
-
-        return call
-
-    def mark_step(self):
-        self.log.append("mark")
-
-
 @pytest.fixture
-def bridge(monkeypatch):
-    stub = Bridge()
-    top = ModuleType("habana_frameworks")
-    top.__spec__ = ModuleSpec("habana_frameworks", None)
-    inner = ModuleType("habana_frameworks.torch")
-    inner.hpu = SimpleNamespace(
-        wrap_in_hpu_graph=stub.wrap_in_hpu_graph, is_available=lambda: stub.has_device
-    )
-    inner.core = SimpleNamespace(mark_step=stub.mark_step)
-    internal = ModuleType("habana_frameworks.torch.utils.internal")
-    internal.is_lazy = lambda: stub.is_lazy
-    utils = ModuleType("habana_frameworks.torch.utils")
-    for module in (top, inner, utils, internal):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    return stub
+def bridge(monkeypatch) -> Bridge:
+    return stubbed_bridge(monkeypatch)
 
 
 @pytest.fixture

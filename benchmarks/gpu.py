@@ -1,0 +1,127 @@
+"""Attention and serving on a GPU: the op against what a user would take instead.
+
+    python benchmarks/gpu.py [--device cuda] [--dtype bfloat16] [--block-size 16] [--json FILE]
+
+32 query heads on 8 KV heads of 128. Blocks lie anywhere in a pool of twice what a step reads, and
+each call reads others: cold, but for what the device's caches hold. One process, interleaved,
+medians; several calls between two waits, so that the host is ahead of the device.
+Ratios are speeds of the op: over `copy`, a copy of the same bytes; over `varlen`
+(torch.nn.attention.varlen, torch 2.12), `flex` (FlexAttention, decodes), `sdpa` (keys in a row, no
+paging) and `gather` (blocks gathered, then SDPA). A form that cannot be had is named with its
+reason. Then tokens a second of a Llama of 1.2 billion random weights: eager, compiled, CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from accelerator import serving
+from accelerator.forms import MAKERS
+from accelerator.scene import Sizes, Step, steps
+from accelerator.timing import medians
+
+from compiled_attn.ops import load
+
+CASES = {  # requests, queries, keys of each
+    "decode 1 x 8k": (1, 1, 8192),
+    "decode 64 x 1k": (64, 1, 1024),
+    "decode 64 x 8k": (64, 1, 8192),
+    "decode 256 x 2k": (256, 1, 2048),
+    "prefill 1 x 8k": (1, 8192, 8192),
+    "prefill 8 x 2k": (8, 2048, 2048),
+    "chunk 512 of 8k": (1, 512, 8192),
+}
+SMALL = {"decode 3 x 32": (3, 1, 32), "prefill 2 x 20": (2, 20, 20), "chunk 5 of 30": (1, 5, 30)}
+BACKENDS = ["eager", "inductor", "cudagraph"]
+
+
+def usable(step: Step, wanted: torch.Tensor, skipped: dict[str, str]) -> dict[str, Callable]:
+    """The forms that compute this step, and right; why the others are left out."""
+    forms = {}
+    for name, make in MAKERS.items():
+        try:
+            form = make(step)
+            got = form(step)
+            if name not in ("copy", "sdpa"):  # sdpa has keys of its own
+                torch.testing.assert_close(got.float(), wanted, atol=2e-2, rtol=2e-2)
+        except Exception as error:  # whatever keeps it from running is the reason to tell
+            skipped[name] = f"{type(error).__name__}: {error}".splitlines()[0][:100]
+        else:
+            forms[name] = form
+    return forms
+
+
+def row(name: str, step_list: list[Step], options: argparse.Namespace) -> dict[str, object]:
+    """Prints and returns what one case came to."""
+    step, skipped = step_list[0], dict[str, str]()
+    wanted = MAKERS["gather"](step)(step).float()
+    forms = usable(step, wanted, skipped)
+    torch._dynamo.reset()
+    runs = {
+        each: lambda n, form=form: form(step_list[n % len(step_list)])
+        for each, form in forms.items()
+    }
+    with torch.no_grad():
+        found = medians(runs, options.rounds, options.calls, step.query.device)
+    own = found["op"]
+    cells = [f"{1e6 * own:9.1f} us", f"{step.kv_bytes / own / 1e9:7.0f} GB/s"]
+    cells += [f"{step.flops / own / 1e12:6.1f} TFLOP/s"]
+    cells += [f"{other} {found[other] / own:.2f}x" for other in found if other != "op"]
+    print(f"{name:>16}", *cells, flush=True)
+    for other, why in skipped.items():
+        print(f"{'':>16} # without {other}: {why}", flush=True)
+    return {"case": name, "seconds": found, "skipped": skipped}
+
+
+def main() -> None:
+    """Prints a row for each case, then one for each backend of the engine."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--calls", type=int, default=10, help="between two waits")
+    parser.add_argument("--backends", nargs="*", default=BACKENDS, help="of the engine")
+    parser.add_argument("--small", action="store_true", help="tiny sizes, to try the script")
+    parser.add_argument("--json", type=Path, help="write all figures here")
+    options = parser.parse_args()
+    try:
+        device = torch.zeros(1, device=options.device).device
+    except (RuntimeError, AssertionError) as error:
+        print(f"# skipped: no device {options.device!r} here ({error})")
+        return
+    dtype = getattr(torch, options.dtype)
+    print(f"# {describe(device)}; {dtype}, blocks of {options.block_size}; op: {load().isa}")
+    sizes = Sizes(block_size=options.block_size, dtype=dtype)
+    if options.small:
+        sizes = Sizes(4, 2, 16, options.block_size, dtype)
+    results: dict[str, list[object]] = {"attention": [], "serving": []}
+    for name, case in (SMALL if options.small else CASES).items():
+        results["attention"].append(row(name, steps(sizes, *case, device, 3), options))
+    slowest = None
+    for told in serving.rows(options.backends, options.small, dtype, device):
+        backend, speed, warm, kernel = told
+        slowest = slowest or speed
+        print(
+            f"{backend:>16} {speed:9.0f} tokens/s  {speed / slowest:5.2f}x of the first  warmup "
+            f"{warm:.1f} s  kernel {kernel}",
+            flush=True,
+        )
+        results["serving"].append(told)
+    if options.json:
+        options.json.write_text(json.dumps({"device": describe(device), **results}, indent=1))
+
+
+def describe(device: torch.device) -> str:
+    """The device and versions, for the head of the results."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+    return f"{name}, torch {torch.__version__}, python {platform.python_version()}"
+
+
+if __name__ == "__main__":
+    main()

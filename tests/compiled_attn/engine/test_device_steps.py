@@ -1,0 +1,193 @@
+"""An engine on a device that is not the CPU: the same tokens, one copy in and one out a step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from compiled_attn.engine import Engine, EngineConfig, SamplingParams
+from compiled_attn.engine.cache_size import CacheSize
+from graphs.backends.cudagraph import CudaGraphBackend
+from tests.compiled_attn.tiny import tiny_model
+from tests.graphs.backends.hpu_bridge import Bridge, stubbed_bridge
+from tests.graphs.backends.replay_double import ReplayDouble
+from tests.stand_in import counts, open_device
+
+CONFIG = EngineConfig(
+    16,
+    4,
+    block_size=4,
+    num_blocks=40,
+    context=64,
+    backend="eager",
+    max_graphs=4,
+    defrag_waste=None,
+    partial_hits=False,
+)
+PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [3, 4], [9, 8, 7, 6, 5, 4, 3, 2, 1, 2, 3, 4, 5, 6, 7], [5] * 9]
+GREEDY = SamplingParams(max_new_tokens=8)
+DRAWN = [
+    SamplingParams(max_new_tokens=8, temperature=0.8, seed=1),
+    SamplingParams(max_new_tokens=8, temperature=1.5, top_k=5, seed=2),
+    SamplingParams(max_new_tokens=8, temperature=1.0, top_p=0.7, min_p=0.05, seed=3),
+    GREEDY,
+]
+TOLD = [
+    SamplingParams(max_new_tokens=8, repetition_penalty=1.3, temperature=0.7, seed=4),
+    SamplingParams(max_new_tokens=8, logprobs=2, prompt_logprobs=1),
+    SamplingParams(max_new_tokens=8, logit_bias={3: 5.0}),
+    DRAWN[0],
+]
+
+
+@pytest.fixture(autouse=True)
+def _device():
+    open_device()
+
+
+def served(device, sampling=GREEDY, config=CONFIG, family="llama", prompts=PROMPTS):
+    """What the requests came to, and what each step asked of the device."""
+    engine = Engine(tiny_model(family).to(device), config)
+    engine.warmup()
+    for double in getattr(config.backend, "doubles", ()):
+        double.replays = 0
+    before, spent = counts(), []
+
+    def on_step(_) -> None:
+        nonlocal before
+        before, past = counts(), before
+        spent.append(before.since(past))
+
+    results = [*engine.generate(prompts, sampling, in_order=True, on_step=on_step)]
+    return results, spent, engine
+
+
+def tokens(results):
+    return [result.tokens for result in results]
+
+
+@pytest.mark.parametrize("kernel", ["native", "portable"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "qwen3"])
+def test_tokens_are_those_of_a_cpu_and_nothing_waits(family, kernel):
+    config = replace(CONFIG, kernel=kernel)
+    here, _, _ = served("cpu", config=config, family=family)
+    there, spent, engine = served("stand_in", config=config, family=family)
+    assert tokens(there) == tokens(here)
+    assert engine.executor.kernel.name == kernel
+    # Where torch has no grouped matmul, transformers reads how many tokens each expert gets.
+    read = 4 if family == "gpt_oss" else 0
+    assert {each[:3] for each in spent} == {(1, 1 + read, 0)}
+
+
+@pytest.mark.parametrize("sampling", [DRAWN, TOLD], ids=["drawn", "told"])
+@pytest.mark.parametrize("kernel", ["native", "portable"])
+def test_sampled_tokens_are_those_of_a_cpu(kernel, sampling):
+    config = replace(CONFIG, kernel=kernel)
+    here, _, _ = served("cpu", sampling, config)
+    there, spent, _ = served("stand_in", sampling, config)
+    assert tokens(there) == tokens(here)
+    for one, other in zip(there, here, strict=True):
+        assert (one.logprobs is None) == (other.logprobs is None)
+        for got, wanted in zip(one.logprobs or [], other.logprobs or [], strict=True):
+            assert got.token == wanted.token
+            assert got.logprob == pytest.approx(wanted.logprob, abs=1e-5)
+    assert {each[:3] for each in spent} == {(1, 1, 0)}
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+def test_caches_of_8_bits(kv_dtype):
+    config = replace(CONFIG, kv_dtype=kv_dtype)
+    here, _, _ = served("cpu", config=config)
+    there, spent, _ = served("stand_in", config=config)
+    assert tokens(there) == tokens(here)
+    assert {each[:3] for each in spent} == {(1, 1, 0)}
+
+
+def test_copied_and_moved_blocks_take_one_copy_more_and_nothing_waits():
+    config = replace(CONFIG, num_blocks=14, defrag_waste=0.0, defrag_min_gap=1, partial_hits=True)
+    prompts = [[7, 7, 7, 7, 7, 1 + n % 3, n % 5] * 2 for n in range(14)]
+    here, _, _ = served("cpu", config=config, prompts=prompts)
+    there, spent, engine = served("stand_in", config=config, prompts=prompts)
+    assert tokens(there) == tokens(here)
+    report = engine.report()
+    assert report.preemptions and engine.memory.figures()["copies_on_write"]
+    assert {each.copies_out for each in spent} == {1} and not any(each.waits for each in spent)
+    assert {each.copies_in for each in spent} > {1}
+
+
+def test_a_request_whose_logits_are_not_finite_fails_alone():
+    def poisoned(device):
+        model = tiny_model().to(device)
+        model.model.embed_tokens.weight.data[99] = float("nan")
+        engine = Engine(model, CONFIG)
+        engine.warmup()
+        prompts = [[1, 2, 3], [4, 99, 5], [6, 7, 8]]
+        return [*engine.generate(prompts, [GREEDY, GREEDY, DRAWN[0]], in_order=True)]
+
+    here, there = poisoned("cpu"), poisoned("stand_in")
+    assert [each.finish_reason for each in there] == ["length", "error", "length"]
+    assert tokens(there) == tokens(here) and there[1].error == here[1].error
+
+
+def test_its_cache_takes_a_share_of_the_memory_that_is_free_on_the_device():
+    config = replace(CONFIG, num_blocks=None, context=256, max_seqs=16)
+    engine = Engine(tiny_model().to("stand_in"), config)
+    assert engine.sizing.cache.why == "max_seqs requests of full context"
+    assert engine.executor.cache.key(0).device.type == "stand_in"
+    wide = replace(config, max_seqs=8192, max_tokens_per_step=8192, kernel="portable")
+    size = CacheSize.of(tiny_model().to("stand_in"), wide, 256)
+    assert "four fifths of 0.8 GiB free on stand_in:0" in size.why
+    assert 0.5 * 2**30 < size.bytes <= 0.6 * 2**30
+
+
+class Recorded(CudaGraphBackend):
+    """Records eager code, on doubles of CUDA graphs that know addresses only."""
+
+    def __init__(self) -> None:
+        self.doubles: list[ReplayDouble] = []
+        super().__init__(self._double)
+
+    def _double(self) -> ReplayDouble:
+        self.doubles.append(ReplayDouble(device="stand_in"))
+        return self.doubles[-1]
+
+    def capture(self, *args, **options):
+        return super().capture(*args, compiler="eager", **options)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("kernel", ["native", "portable"])
+def test_recorded_graphs_read_each_step_where_it_was_staged(kernel, sampling):
+    backend = Recorded()
+    here, _, _ = served("cpu", sampling, replace(CONFIG, kernel=kernel))
+    there, spent, engine = served(
+        "stand_in", sampling, replace(CONFIG, kernel=kernel, backend=backend)
+    )
+    assert tokens(there) == tokens(here)
+    assert {each[:3] for each in spent} == {(1, 1, 0)}
+    steps, *others = backend.doubles
+    assert steps.replays == len(spent) == engine.report().steps
+    # The sampler's graph runs for steps that draw, and for no other.
+    assert any(each.replays for each in others) == (sampling is DRAWN)
+
+
+@pytest.fixture
+def bridge(monkeypatch) -> Bridge:
+    return stubbed_bridge(monkeypatch)
+
+
+def test_on_gaudi_every_step_replays_a_graph_of_parts(bridge):
+    here, _, _ = served("cpu", DRAWN, replace(CONFIG, kernel="portable"))
+    engine = Engine(tiny_model().to("stand_in"), replace(CONFIG, backend="hpu"))
+    assert engine.executor.kernel.name == "portable" and "shared" in engine.sizing.buckets.names
+    engine.warmup()
+    addresses = [buffer.data_ptr() for buffer in engine.executor.cache.buffers()]
+    del bridge.log[:]
+    before = counts()
+    there = [*engine.generate(PROMPTS, DRAWN, in_order=True)]
+    spent, steps = counts().since(before), engine.report().steps
+    assert tokens(there) == tokens(here)
+    assert bridge.log.count("replay") >= steps and set(bridge.log) == {"mark", "replay"}
+    assert spent[:3] == (steps, steps, 0)
+    assert [buffer.data_ptr() for buffer in engine.executor.cache.buffers()] == addresses

@@ -1,0 +1,55 @@
+"""A step crosses to its device in one copy, to addresses that are always the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from compiled_attn.engine.staging import Staging, staged_bytes
+from tests.stand_in import counts, open_device
+
+
+def fields(seed: int, tokens: int = 5) -> list[torch.Tensor | None]:
+    chance = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, 100, (tokens,), generator=chance)
+    tables = torch.randint(0, 9, (2, 3), generator=chance, dtype=torch.int32)
+    return [ids, None, tables, torch.zeros(0, dtype=torch.int64), ids.double() / 3]
+
+
+@pytest.fixture
+def staging() -> Staging:
+    return Staging(open_device(), staged_bytes(fields(0)))
+
+
+def test_every_field_arrives_in_one_copy_with_its_bits(staging):
+    given = fields(1)
+    before = counts()
+    there = staging.stage(given)
+    assert counts().since(before)[:3] == (1, 0, 0)
+    assert there[1] is None
+    for field, moved in zip(given, there, strict=True):
+        if field is not None:
+            assert moved.device.type == "stand_in" and moved.dtype == field.dtype
+            assert torch.equal(moved.cpu(), field)
+
+
+def test_steps_of_the_same_shapes_are_the_same_tensors(staging):
+    first = staging.stage(fields(1))
+    second = staging.stage(fields(2))
+    assert all(a is b for a, b in zip(first, second, strict=True))
+    smaller = staging.stage(fields(3, tokens=4))
+    assert smaller[0].data_ptr() == first[0].data_ptr()
+    assert torch.equal(smaller[2].cpu(), fields(3, tokens=4)[2])
+
+
+def test_addresses_are_those_that_compiled_code_may_count_on(staging):
+    assert all(
+        field.data_ptr() % 64 == 0 for field in staging.stage(fields(1)) if field is not None
+    )
+
+
+def test_a_step_that_is_too_large_is_refused_before_anything_is_written(staging):
+    kept = staging.stage(fields(1))
+    with pytest.raises(ValueError, match=r"at most 192 bytes, got 320: make the staging"):
+        staging.stage(fields(2, tokens=9))
+    assert torch.equal(kept[0].cpu(), fields(1)[0])

@@ -1,0 +1,100 @@
+"""A stand-in for an accelerator, on which tests run what is meant for a device.
+
+Its tensors are on the device ``stand_in:0``, have storages of their own, and cannot be read from
+the host without a copy. It refuses tensors of two devices in one call, and counts copies and waits.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import subprocess
+import sys
+import sysconfig
+import types
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch.utils.cpp_extension import include_paths
+
+from compiled_attn.ops import load
+from compiled_attn.ops.cpu.build import default_folder, find_compiler
+from graphs.store.lock import locked
+
+__all__ = ["NAME", "Counts", "counts", "open_device"]
+
+NAME = "stand_in"
+
+_SOURCE = Path(__file__).with_name("device.cpp")
+
+
+class Counts(NamedTuple):
+    """What the host has asked of the device so far.
+
+    Args:
+        copies_in, copies_out: to the device, and from it.
+        waits: for results of the device, but for the copies.
+        kernels: that ran.
+    """
+
+    copies_in: int
+    copies_out: int
+    waits: int
+    kernels: int
+
+    def since(self, before: Counts) -> Counts:
+        """What was asked after others were counted."""
+        return Counts(*(now - then for now, then in zip(self, before, strict=True)))
+
+
+def counts() -> Counts:
+    """What the host has asked of the device so far."""
+    return Counts(*torch.ops.stand_in.counts())
+
+
+@functools.cache
+def open_device() -> torch.device:
+    """The device; builds and registers it on the first call of a process."""
+    torch.ops.load_library(str(_library()))
+    load()  # which defines the ops
+    for op in ("paged_attention", "paged_attention_"):
+        torch.ops.stand_in.serve(f"compiled_attn::{op}", "")
+    torch.ops.stand_in.open()
+    torch.utils.rename_privateuse1_backend(NAME)
+    torch._register_device_module(NAME, _module())
+    torch.utils.generate_methods_for_privateuse1_backend()
+    return torch.device(NAME, 0)
+
+
+def _module() -> types.ModuleType:
+    """What torch asks of a device's Python module."""
+    module = types.ModuleType(f"torch.{NAME}")
+    module.is_available = lambda: True  # type: ignore[attr-defined]
+    module.device_count = lambda: 1  # type: ignore[attr-defined]
+    module.current_device = lambda: 0  # type: ignore[attr-defined]
+    module._is_in_bad_fork = lambda: False  # type: ignore[attr-defined]
+    module.mem_get_info = lambda device: (3 * 2**28, 2**30)  # type: ignore[attr-defined]
+    module.get_rng_state = lambda device=0: torch.get_rng_state()  # type: ignore[attr-defined]
+    module.set_rng_state = lambda state, device=0: None  # type: ignore[attr-defined]
+    module.manual_seed_all = lambda seed: None  # type: ignore[attr-defined]
+    module.get_amp_supported_dtype = lambda: [torch.bfloat16]  # type: ignore[attr-defined]
+    sys.modules[module.__name__] = module
+    return module
+
+
+def _library() -> Path:
+    headers = [f"-I{path}" for path in (*include_paths(), sysconfig.get_path("include"))]
+    libraries = Path(torch.__file__).parent / "lib"
+    command = [find_compiler(), "-std=c++20", "-O0", "-fPIC", "-shared", *headers, str(_SOURCE)]
+    command += [f"-L{libraries}", f"-Wl,-rpath,{libraries}", "-lc10", "-ltorch_cpu", "-ltorch"]
+    text = f"{torch.__version__} {command}".encode() + _SOURCE.read_bytes()
+    folder = default_folder()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    library = folder / f"stand-in-{hashlib.sha256(text).hexdigest()[:32]}.so"
+    with locked(library.with_suffix(".lock"), shared=False, seconds=600):
+        if not library.exists():
+            made = library.with_suffix(".part")
+            subprocess.run([*command, "-o", str(made)], check=True)
+            made.replace(library)
+    return library

@@ -1,0 +1,276 @@
+// A stand-in accelerator: PrivateUse1 with storages of its own, which only its own kernels read.
+//
+// A kernel runs that of the CPU on tensors that alias the device's memory, so that results are bit
+// for bit those of a CPU. What a host program could do wrong with a device is refused or counted:
+// tensors of two devices in one call, copies in either direction, and waiting for the device.
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/native/Resize.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/library.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <vector>
+
+namespace {
+
+constexpr auto kDevice = c10::DeviceType::PrivateUse1;
+
+struct Counts {
+  std::atomic<int64_t> copies_in{0}, copies_out{0}, waits{0}, kernels{0};
+} counts;
+
+void free_memory(void* memory) { std::free(memory); }
+
+struct DeviceAllocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t bytes) override {
+    void* memory = bytes ? std::aligned_alloc(64, (bytes + 63) / 64 * 64) : nullptr;
+    return {memory, memory, &free_memory, c10::Device(kDevice, 0)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &free_memory; }
+  void copy_data(void* to, const void* from, size_t bytes) const override {
+    std::memcpy(to, from, bytes);
+  }
+} allocator;
+REGISTER_ALLOCATOR(kDevice, &allocator);
+
+struct Guard final : c10::impl::NoOpDeviceGuardImpl<kDevice> {
+  void synchronizeDevice(c10::DeviceIndex) const override { ++counts.waits; }
+  void synchronizeStream(const c10::Stream&) const override { ++counts.waits; }
+};
+C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
+
+struct Hooks final : at::PrivateUse1HooksInterface {
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  c10::DeviceIndex deviceCount() const override { return 1; }
+  c10::DeviceIndex getCurrentDevice() const override { return 0; }
+  // Its "pinned" memory is that of any CPU tensor.
+  bool isPinnedPtr(const void*) const override { return false; }
+  c10::Allocator* getPinnedMemoryAllocator() const override {
+    return c10::GetAllocator(c10::DeviceType::CPU);
+  }
+};
+
+bool is_ours(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.device().type() == kDevice;
+}
+
+// Tensors of the CPU over the memory of ours, for one call.
+class Aliases {
+ public:
+  at::Tensor of(const at::Tensor& ours) {
+    auto* key = ours.storage().unsafeGetStorageImpl();
+    c10::Storage storage;
+    for (auto& [device, host] : pairs_)
+      if (device.unsafeGetStorageImpl() == key) storage = host;
+    if (!storage) {
+      void* memory = const_cast<void*>(ours.storage().data());
+      storage = c10::Storage(
+          c10::make_intrusive<c10::StorageImpl>(
+              c10::StorageImpl::use_byte_size_t(), ours.storage().nbytes(),
+              c10::DataPtr(memory, c10::Device(c10::kCPU)),
+              c10::GetAllocator(c10::kCPU), true));
+      pairs_.emplace_back(ours.storage(), storage);
+    }
+    auto alias = at::detail::make_tensor<c10::TensorImpl>(
+        c10::Storage(storage), c10::DispatchKeySet(c10::DispatchKey::CPU), ours.dtype());
+    alias.unsafeGetTensorImpl()->set_sizes_and_strides(
+        ours.sizes(), ours.strides(), ours.storage_offset());
+    made_.emplace_back(ours, alias);
+    return alias;
+  }
+
+  // What the CPU gave back: one of the arguments, a view of one, or memory that becomes ours.
+  at::Tensor back(const at::Tensor& host) {
+    if (!host.defined()) return host;
+    for (auto& [ours, alias] : made_)
+      if (alias.unsafeGetTensorImpl() == host.unsafeGetTensorImpl()) {
+        if (host.storage().data() != ours.storage().data()) take(ours.storage(), host.storage());
+        ours.unsafeGetTensorImpl()->set_sizes_and_strides(
+            host.sizes(), host.strides(), host.storage_offset());
+        return ours;
+      }
+    for (auto& [device, alias] : pairs_)
+      if (alias.unsafeGetStorageImpl() == host.storage().unsafeGetStorageImpl())
+        return over(device, host);
+    auto storage = c10::Storage(c10::make_intrusive<c10::StorageImpl>(
+        c10::StorageImpl::use_byte_size_t(), 0, c10::DataPtr(), &allocator, true));
+    take(storage, host.storage());
+    return over(storage, host);
+  }
+
+ private:
+  // Memory that the CPU has allocated becomes that of the device.
+  static void take(const c10::Storage& ours, const c10::Storage& host) {
+    auto* kept = new c10::Storage(host);
+    void* memory = const_cast<void*>(host.data());
+    ours.unsafeGetStorageImpl()->set_data_ptr_noswap(
+        c10::DataPtr(memory, kept, [](void* held) { delete static_cast<c10::Storage*>(held); },
+                     c10::Device(kDevice, 0)));
+    ours.unsafeGetStorageImpl()->set_nbytes(host.nbytes());
+  }
+
+  static at::Tensor over(const c10::Storage& storage, const at::Tensor& like) {
+    auto ours = at::detail::make_tensor<c10::TensorImpl>(
+        c10::Storage(storage), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), like.dtype());
+    ours.unsafeGetTensorImpl()->set_sizes_and_strides(
+        like.sizes(), like.strides(), like.storage_offset());
+    return ours;
+  }
+
+  std::vector<std::pair<c10::Storage, c10::Storage>> pairs_;
+  std::vector<std::pair<at::Tensor, at::Tensor>> made_;
+};
+
+// Operators whose results have a size, or whose host code has a branch, that only the data decides.
+bool waits_for_data(const std::string& name, const c10::ArrayRef<c10::IValue>& arguments) {
+  static const std::vector<std::string> names = {
+      "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim",
+      "aten::unique_consecutive", "aten::equal", "aten::is_nonzero", "aten::bincount"};
+  for (auto& each : names)
+    if (name == each) return true;
+  if (name == "aten::repeat_interleave") return arguments.back().isNone();
+  if (name != "aten::index" && name != "aten::_index_put_impl_" && name != "aten::index_put_")
+    return false;
+  for (auto& each : arguments[1].toListRef())
+    if (each.isTensor() && each.toTensor().defined() &&
+        (each.toTensor().scalar_type() == at::kBool || each.toTensor().scalar_type() == at::kByte))
+      return true;
+  return false;
+}
+
+void run_on_device(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const auto& schema = op.schema();
+  const auto count = schema.arguments().size();
+  const auto begin = stack->size() - count;
+  ++counts.kernels;
+  if (waits_for_data(schema.name(), torch::jit::last(*stack, count))) ++counts.waits;
+  Aliases aliases;
+  auto taken = [&](const at::Tensor& tensor) {
+    if (is_ours(tensor)) return aliases.of(tensor);
+    TORCH_CHECK(
+        !tensor.defined() || tensor.dim() == 0, "stand_in: expected all tensors on one device, got ",
+        schema.name(), " with one of shape ", tensor.sizes(), " on ", tensor.device());
+    return tensor;
+  };
+  for (size_t n = 0; n < count; ++n) {
+    c10::IValue& value = (*stack)[begin + n];
+    if (value.isTensor()) {
+      value = taken(value.toTensor());
+    } else if (value.isTensorList()) {
+      std::vector<at::Tensor> all;
+      for (const at::Tensor& each : value.toTensorVector()) all.push_back(taken(each));
+      value = c10::List<at::Tensor>(all);
+    } else if (value.isOptionalTensorList()) {
+      c10::List<std::optional<at::Tensor>> all;
+      for (const std::optional<at::Tensor>& each : value.toOptionalTensorList())
+        all.push_back(each && each->defined() ? std::optional(taken(*each)) : std::nullopt);
+      value = all;
+    } else if (value.isDevice() && value.toDevice().type() == kDevice) {
+      value = c10::Device(c10::kCPU);
+    }
+  }
+  // Other accelerators have it for integers, so models take it there.
+  const bool counts_integers = schema.name() == "aten::histc" && !(*stack)[begin].toTensor().is_floating_point();
+  if (counts_integers) (*stack)[begin] = (*stack)[begin].toTensor().to(at::kDouble);
+  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  if (counts_integers) stack->back() = stack->back().toTensor().to(at::kInt);
+  const auto results = schema.returns().size();
+  for (auto at = stack->size() - results; at < stack->size(); ++at) {
+    c10::IValue& value = (*stack)[at];
+    if (value.isTensor()) {
+      value = aliases.back(value.toTensor());
+    } else if (value.isTensorList()) {
+      std::vector<at::Tensor> all;
+      for (const at::Tensor& each : value.toTensorVector()) all.push_back(aliases.back(each));
+      value = c10::List<at::Tensor>(all);
+    }
+  }
+}
+
+at::Tensor empty(c10::IntArrayRef size, std::optional<c10::ScalarType> dtype,
+                 std::optional<c10::Layout>, std::optional<c10::Device>, std::optional<bool>,
+                 std::optional<c10::MemoryFormat> format) {
+  return at::detail::empty_generic(
+      size, &allocator, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+      c10::dtype_or_default(dtype), format);
+}
+
+at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride,
+                         std::optional<c10::ScalarType> dtype, std::optional<c10::Layout>,
+                         std::optional<c10::Device>, std::optional<bool>) {
+  return at::detail::empty_strided_generic(
+      size, stride, &allocator, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+      c10::dtype_or_default(dtype));
+}
+
+at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool) {
+  Aliases aliases;
+  if (!is_ours(self)) ++counts.copies_in;
+  if (!is_ours(to)) ++counts.copies_out;
+  auto from = is_ours(self) ? aliases.of(self) : self;
+  (is_ours(to) ? aliases.of(to) : to).copy_(from);
+  return to;
+}
+
+at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& to) {
+  to.resize_(self.sizes());
+  return copy_from(self, to, false);
+}
+
+c10::Scalar item(const at::Tensor& self) {
+  ++counts.waits;
+  Aliases aliases;
+  return aliases.of(self).item();
+}
+
+const at::Tensor& resize(const at::Tensor& self, c10::SymIntArrayRef size,
+                         std::optional<c10::MemoryFormat> format) {
+  return at::native::resize_(self, C10_AS_INTARRAYREF_SLOW(size), format);
+}
+
+at::Tensor& set_storage(at::Tensor& self, c10::Storage storage, int64_t offset,
+                        c10::IntArrayRef size, c10::IntArrayRef stride) {
+  self.unsafeGetTensorImpl()->set_storage_keep_dtype(std::move(storage));
+  self.unsafeGetTensorImpl()->set_sizes_and_strides(size, stride, offset);
+  return self;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_device>());
+}
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("empty.memory_format", &empty);
+  m.impl("empty_strided", &empty_strided);
+  m.impl("_copy_from", &copy_from);
+  m.impl("_copy_from_and_resize", &copy_from_and_resize);
+  m.impl("_local_scalar_dense", &item);
+  m.impl("resize_", &resize);
+  m.impl("set_.source_Storage_storage_offset", &set_storage);
+}
+
+TORCH_LIBRARY(stand_in, m) {
+  // An op of others runs on the device as what it is on the CPU.
+  m.def("serve(str name, str overload) -> ()", [](std::string name, std::string overload) {
+    static std::vector<c10::RegistrationHandleRAII> held;
+    held.push_back(c10::Dispatcher::singleton().registerImpl(
+        {name, overload}, c10::DispatchKey::PrivateUse1,
+        c10::KernelFunction::makeFromBoxedFunction<&run_on_device>(), std::nullopt, nullptr, ""));
+  });
+  m.def("counts() -> int[]", []() {
+    return std::vector<int64_t>{counts.copies_in, counts.copies_out, counts.waits, counts.kernels};
+  });
+  m.def("open() -> ()", []() {
+    static Hooks hooks;
+    if (!at::isPrivateUse1HooksRegistered()) at::RegisterPrivateUse1HooksInterface(&hooks);
+  });
+}

@@ -1,0 +1,70 @@
+"""Calls whose tensors are moved to the stand-in device, and what was written there brought back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from tests.stand_in import counts, open_device
+
+__all__ = ["on_device"]
+
+
+def on_device(function: Callable[..., Any], *, waits: bool = True) -> Callable[..., Any]:
+    """The function with all of its tensors on the device; the results are on the host.
+
+    Tensors that share memory on the host share memory there, in the same strides.
+
+    Args:
+        function: takes tensors, also in tuples and dataclasses.
+        waits: whether it may wait for the device.
+    """
+
+    def call(*args: Any, **options: Any) -> Any:
+        memory = _Memory(open_device())
+        args, options = memory.moved((args, options))
+        before = counts()
+        result = function(*args, **options)
+        spent = counts().since(before)
+        assert waits or not any(spent[:3]), spent
+        memory.bring_back()
+        return pytree.tree_map_only(Tensor, Tensor.cpu, result)
+
+    return call
+
+
+class _Memory:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._bytes: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def moved(self, values: Any) -> Any:
+        return pytree.tree_map(self._one, values)
+
+    def bring_back(self) -> None:
+        for host, there in self._bytes.values():
+            host.copy_(there)
+
+    def _one(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._tensor(value)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            fields = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+            return dataclasses.replace(value, **{n: self._one(v) for n, v in fields.items()})
+        return value
+
+    def _tensor(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if not storage.nbytes():
+            return tensor.to(self._device)
+        if storage.data_ptr() not in self._bytes:
+            host = torch.empty(0, dtype=torch.uint8).set_(storage)
+            self._bytes[storage.data_ptr()] = host, host.to(self._device)
+        there = self._bytes[storage.data_ptr()][1].untyped_storage()
+        empty = torch.empty(0, dtype=tensor.dtype, device=self._device)
+        return empty.set_(there, tensor.storage_offset(), tensor.shape, tensor.stride())

@@ -1,0 +1,81 @@
+"""The stand-in device refuses and counts what a test of the host's code has to see."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.stand_in import counts, open_device
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return open_device()
+
+
+@pytest.fixture
+def ones(device) -> torch.Tensor:
+    return torch.ones(3, 4).to(device)
+
+
+def test_results_are_bit_for_bit_those_of_the_cpu(device):
+    host = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
+    there = host.to(device)
+    for function in (
+        lambda x: (x @ x.T).softmax(-1),
+        lambda x: x[1:, ::2].transpose(0, 1).exp().cumsum(0),
+        lambda x: x.sort(descending=True).values.to(torch.float8_e4m3fn).view(torch.uint8),
+        lambda x: torch.cat([x, x.view(8, 5).reshape(5, 8)], 1).to(torch.bfloat16),
+        lambda x: x.unflatten(1, (2, 4)).amax(1),
+    ):
+        assert torch.equal(function(there).cpu(), function(host))
+
+
+def test_views_share_memory_and_writes_in_place_are_seen_through_them(ones):
+    row = ones[1]
+    row.mul_(3)
+    ones.view(-1)[::4].add_(1)
+    assert ones.cpu().tolist() == [[2, 1, 1, 1], [4, 3, 3, 3], [2, 1, 1, 1]]
+    torch.cat([row, row], out=(out := torch.empty(0, device=ones.device)))
+    assert out.cpu().tolist() == [4, 3, 3, 3] * 2
+
+
+def test_tensors_of_two_devices_are_refused(ones):
+    host = torch.ones(3, 4)
+    for call in (
+        lambda: ones + host,
+        lambda: torch.matmul(ones, host.T),
+        lambda: ones[torch.tensor([0, 1])],
+        lambda: ones.index_copy_(0, torch.tensor([0]), host[:1]),
+    ):
+        with pytest.raises(RuntimeError, match=r"one device|same device"):
+            call()
+    assert (ones + torch.tensor(2.0)).sum().item() == 36  # a number is of no device
+
+
+@pytest.mark.parametrize(
+    ("call", "kind"),
+    [
+        (lambda x: x.copy_(torch.zeros(3, 4)), "copies_in"),
+        (lambda x: x.cpu(), "copies_out"),
+        (lambda x: x.tolist(), "copies_out"),
+        (lambda x: x.sum().item(), "waits"),
+        (lambda x: bool(x.any()), "waits"),
+        (lambda x: x[x > 0], "waits"),
+        (lambda x: x.nonzero(), "waits"),
+        (lambda x: torch.accelerator.synchronize(), "waits"),
+        (lambda x: x.clone().add_(1), ""),
+    ],
+)
+def test_copies_and_waits_are_counted(ones, call, kind):
+    before = counts()
+    call(ones)
+    spent = counts().since(before)._asdict()
+    assert [name for name in ("copies_in", "copies_out", "waits") if spent[name]] == [kind] * bool(
+        kind
+    )
+
+
+def test_numpy_cannot_read_it(ones):
+    with pytest.raises(TypeError):
+        ones.numpy()
