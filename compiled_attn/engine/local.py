@@ -307,6 +307,9 @@ def chosen_kernel(model: PreTrainedModel, config: EngineConfig) -> ChosenKernel:
         return ChosenKernel("portable", {"native": "not asked for"})
     lacks = _lacks(model, config)
     is_fallback = lacks is None
+    device = model.device.type
+    if lacks is None and device != "cpu":  # the dispatcher has it
+        return ChosenKernel("native", {"native": f"the op's kernel for {device}"})
     if lacks is None:
         ops = load()
         if ops.build is not None:
