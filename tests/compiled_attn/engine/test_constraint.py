@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -241,3 +243,16 @@ def test_another_last_token_is_read_in_place_of_the_one_that_was_undone():
         own.behind([1, 5, 99])
     assert own.behind([1]).start == ()
     assert own.is_over([1, 30, 31, 32]) and not own.is_over([1, 30])
+
+
+def test_a_text_that_was_half_read_is_read_again():
+    text, line, was_raised = [1, 5, 6, 20, 21], 0, True
+    while was_raised:
+        own = Constraint(Words(), grammar_of(*LONG), 1, ())
+        own.behind(text[:2])
+        with contextlib.suppress(Boom), interrupted_at(line, Boom) as cut:
+            own.behind(text)
+        assert own.behind(text).start == (5, 6, 20, 21)
+        assert own.behind([*text[:3], 7]).start == (5, 6, 7)
+        was_raised, line = cut.was_raised, line + 1
+    assert line > 8
