@@ -5,7 +5,8 @@
 Logits of a normal distribution, float32; each request has a text of 1,000 tokens, half of them
 generated, which were counted in an earlier step. Milliseconds, medians, one process, in turns;
 `sorted` is the definition: each row sorted in float64, cut, and drawn from (greedy: `torch.max` of
-each row). Both give the same tokens, which is asserted.
+each row). Both give the same tokens, which is asserted. Last the masks of grammars, which are
+applied to logits in place (xgrammar's time to fill them is not in it), and row by row.
 """
 
 from __future__ import annotations
@@ -13,16 +14,18 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from compiled_attn.engine import SamplingParams
+from compiled_attn.engine import Grammar, SamplingParams
+from compiled_attn.engine.constraint import Constraint, constrain
 from compiled_attn.engine.draws import Draw, drawn_rows
 from compiled_attn.engine.logit_rules import LogitRules
 from graphs.report.surroundings import machine
@@ -74,6 +77,52 @@ def _of_sorted(logits: Tensor, seed: int, params: SamplingParams) -> int:
     return int(tokens[min(place, len(kept) - 1)])
 
 
+class Masks:
+    """Grammars of which each allows a share of the tokens, drawn once, wherever it is."""
+
+    def __init__(self, rows: int, vocab: int, share: float) -> None:
+        allowed = np.random.default_rng(0).random((rows, -(-vocab // 32) * 32)) < share
+        self.allowed = torch.from_numpy(allowed[:, :vocab])
+        self._masks = np.packbits(allowed, axis=1, bitorder="little").view(np.int32)
+
+    def compiled(self, grammar: Grammar) -> Callable[[], Masks]:
+        return lambda: self
+
+    def is_completed(self) -> bool:
+        return False
+
+    def accept_token(self, token_id: int) -> bool:
+        return True
+
+    def masks(self, matchers: Sequence[object]) -> NDArray[np.int32]:
+        return self._masks
+
+
+def masked(logits: Tensor, rounds: int) -> None:
+    """Prints a row for the masks of grammars that allow few tokens, and most."""
+    count, vocab = logits.shape
+    for name, share in {"few": 0.001, "nearly all": 0.999}.items():
+        masks, pairs = Masks(count, vocab, share), []
+        constraints = [Constraint(masks, Grammar.regex("a"), 1, {0, 1}) for _ in range(count)]
+        texts = [[5] * TEXT] * count
+        constrain(logits.clone(), constraints, texts)  # reads the tokens of the texts
+        for _ in range(rounds):
+            ours, theirs = logits.clone(), logits.clone()
+            here, _ = milliseconds(lambda: constrain(ours, constraints, texts) or [])  # noqa: B023
+            there, _ = milliseconds(lambda: _by_rows(theirs, masks.allowed))  # noqa: B023
+            theirs[:, :2] = -torch.inf
+            assert torch.equal(ours, theirs)
+            pairs.append((here, there / here))
+        ms, ratio = (statistics.median(each) for each in zip(*pairs, strict=True))
+        print(f"{f'masks, {name} allowed':34} {count:5} {ms:8.2f} {ratio:14.1f}", flush=True)
+
+
+def _by_rows(logits: Tensor, allowed: Tensor) -> list[Any]:
+    for row, may in zip(logits, allowed, strict=True):
+        row[~may] = -torch.inf
+    return []
+
+
 def milliseconds(function: Callable[[], list[Any]]) -> tuple[float, list[Any]]:
     """Time of a call, and what it gave."""
     started = time.perf_counter()
@@ -111,6 +160,7 @@ def main() -> None:
                 pairs.append((here, there / here))
             ms, ratio = (statistics.median(each) for each in zip(*pairs, strict=True))
             print(f"{name:34} {count:5} {ms:8.2f} {ratio:14.1f}", flush=True)
+        masked(logits, options.rounds)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ __all__ = [
     "PagedArgumentError",
     "QueueFull",
     "RequestCancelled",
+    "RequestFailed",
     "TraceError",
     "UnknownRequest",
 ]
@@ -121,6 +122,10 @@ class QueueFull(RuntimeError):
 
 class RequestCancelled(RuntimeError):
     """A request was cancelled before its end."""
+
+
+class RequestFailed(RuntimeError):
+    """A request ended with an error, such as one whose logits are not finite."""
 
 
 class TraceError(ValueError):

@@ -10,13 +10,14 @@ from dataclasses import replace
 import torch
 from rich.console import Console
 
-from compiled_attn.cli.errors import UserError, bad_input
+from compiled_attn.cli.errors import FAILED, UserError, bad_input, tell
 from compiled_attn.cli.inputs import dtype_of, refuse_unavailable, tell_conversion
 from compiled_attn.cli.options import ChatOptions, settings_of
+from compiled_attn.cli.sampling import sampling_of
 from compiled_attn.cli.store import stored_backend
 from compiled_attn.engine import EngineConfig, SamplingParams
-from compiled_attn.errors import ConfigError
-from compiled_attn.text import LLM, Message, Tokenizer
+from compiled_attn.errors import ConfigError, RequestFailed
+from compiled_attn.text import LLM, Grammars, Message, Tokenizer
 from graphs import progress_for
 
 __all__ = ["run_chat"]
@@ -27,20 +28,31 @@ _GRAPHS = 6  # one request at a time needs few
 def run_chat(options: ChatOptions) -> int:
     """Answers a prompt, or every line of the input as a turn; returns the exit code.
 
-    Answers go to stdout, all else to stderr.
+    Answers go to stdout, all else to stderr. On a terminal Ctrl-C ends an answer, and the chat
+    where none is being written.
 
     Raises:
         UserError: no such model, or one without a tokenizer or chat template; nothing was started.
             Or a turn that the model cannot take.
     """
+    try:
+        return _chat(options)
+    except RequestFailed as error:
+        return tell(error, FAILED)
+
+
+def _chat(options: ChatOptions) -> int:
     with bad_input(), stored_backend(options.backend, None) as backend:
         refuse_unavailable(options)
-        sampling = _sampling(options)
+        sampling = sampling_of(options)
         opening = "Hello" if options.prompt is None else options.prompt
         if not opening.strip():
             raise UserError("expected --prompt with text, got an empty one: ask something")
         tell_conversion(options.model)
-        Tokenizer(options.model).encode(_messages(options, opening))  # fails before the weights do
+        tokenizer = Tokenizer(options.model)
+        tokenizer.encode(_messages(options, opening))  # fails before the weights do
+        if sampling.grammar is not None:
+            Grammars(tokenizer).compiled(sampling.grammar)
         if options.threads is not None:
             torch.set_num_threads(options.threads)
         settings = settings_of(options) | {"backend": backend}
@@ -55,7 +67,12 @@ def run_chat(options: ChatOptions) -> int:
         )
         conversation = Conversation(llm, sampling, _messages(options))
         for turn in _turns(options.prompt):
-            conversation.answer(turn)
+            try:
+                conversation.answer(turn)
+            except KeyboardInterrupt:
+                if options.prompt is not None or not sys.stdin.isatty():
+                    raise
+                _say("the answer was cut off; Ctrl-C again, or Ctrl-D, ends the chat")
     return 0
 
 
@@ -78,16 +95,20 @@ class Conversation:
 
         Raises:
             ConfigError: the conversation is longer than the context, or no valid text.
+            RequestFailed: the answer ended with an error.
         """
         self._messages.append({"role": "user", "content": turn})
         before, started = self._count(), time.perf_counter()
         pieces, first = list[str](), 0.0
-        for piece in self._llm.stream(self._messages, self._fitting()):
-            first = first or time.perf_counter() - started
-            pieces.append(piece)
-            print(piece, end="", flush=True)
-        print()
-        self._messages.append({"role": "assistant", "content": "".join(pieces)})
+        sampling = self._fitting()
+        try:
+            for piece in self._llm.stream(self._messages, sampling):
+                first = first or time.perf_counter() - started
+                pieces.append(piece)
+                print(piece, end="", flush=True)
+        finally:  # what was said so far stays, when an interrupt ends it
+            print()
+            self._messages.append({"role": "assistant", "content": "".join(pieces)})
         seconds = time.perf_counter() - started
         self._tell(
             {name: now - before[name] for name, now in self._count().items()}, first, seconds
@@ -114,23 +135,14 @@ class Conversation:
         }
 
     def _tell(self, count: dict[str, int], first_s: float, seconds: float) -> None:
-        Console(stderr=True).print(
+        _say(
             f"{count['tokens']} tokens in {seconds:.1f} s, the first after {first_s:.2f} s; "
-            f"{count['found'] / count['asked']:.0%} of {count['asked']} prompt tokens were cached",
-            style="dim",
-            highlight=False,
-            soft_wrap=True,
+            f"{count['found'] / count['asked']:.0%} of {count['asked']} prompt tokens were cached"
         )
 
 
-def _sampling(options: ChatOptions) -> SamplingParams:
-    return SamplingParams(
-        max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        seed=options.seed,
-    )
+def _say(text: str) -> None:
+    Console(stderr=True).print(text, style="dim", highlight=False, soft_wrap=True)
 
 
 def _messages(options: ChatOptions, *turns: str) -> list[Message]:
@@ -145,7 +157,7 @@ def _turns(prompt: str | None) -> Iterator[str]:
         yield prompt
         return
     if sys.stdin.isatty():
-        Console(stderr=True).print("a line is a turn; Ctrl-D ends", style="dim")
+        _say("a line is a turn; Ctrl-D ends")
     while (line := _line()) is not None:
         if line.strip():
             yield line

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from compiled_attn.cli.errors import UserError
 from compiled_attn.cli.inputs import fitted_arrivals
 from compiled_attn.cli.options import RunOptions
+from compiled_attn.cli.sampling import sampling_of
 from compiled_attn.engine import Engine, GenerationResult, SamplingParams
 from compiled_attn.engine.sizing import Sizing
 from compiled_attn.text import Answer, Prompt, Tokenizer
@@ -98,13 +99,8 @@ def _drawn_or_read(options: RunOptions) -> list[Arrival]:
 
 
 def _sampling(options: RunOptions, lengths: Sequence[int]) -> list[SamplingParams]:
+    params = sampling_of(options)
     return [
-        SamplingParams(
-            max_new_tokens=length,
-            temperature=options.temperature,
-            top_k=options.top_k,
-            top_p=options.top_p,
-            seed=options.seed + index,
-        )
+        replace(params, max_new_tokens=length, seed=options.seed + index)
         for index, length in enumerate(lengths)
     ]

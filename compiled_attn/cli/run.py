@@ -19,6 +19,7 @@ from compiled_attn.cli.facts import facts_of
 from compiled_attn.cli.inputs import model_of, refuse_unavailable
 from compiled_attn.cli.live import ServingView, serving_view
 from compiled_attn.cli.options import RunOptions, settings_of
+from compiled_attn.cli.sampling import sampling_of
 from compiled_attn.cli.store import stored_backend
 from compiled_attn.cli.table import print_result
 from compiled_attn.engine import (
@@ -31,7 +32,7 @@ from compiled_attn.engine import (
 from compiled_attn.engine.local import LocalExecutor
 from compiled_attn.engine.report import block_series
 from compiled_attn.hf.proof import CheckReport, check
-from compiled_attn.text import Answer
+from compiled_attn.text import Answer, Grammars
 from graphs import (
     BucketOverflow,
     GraphBudgetExceeded,
@@ -84,7 +85,11 @@ def _run(
     print(f"threads: {facts['threads']}; waiting: {waiting}", file=sys.stderr)
     with bad_input():
         executor = LocalExecutor(model, _config(options, backend))
-        engine = Engine(executor)
+        engine = Engine(
+            executor,
+            has_stop=None if texts is None else texts.tokenizer.has_stop,
+            grammars=None if texts is None else Grammars(texts.tokenizer),
+        )
         demand = demand_of(options, engine.sizing, texts)
         view = serving_view(len(demand.prompts), screen)
         needs: list[str] = []
@@ -135,6 +140,15 @@ def _refuse_contradictions(options: RunOptions) -> None:
         raise UserError(
             "--check compares greedy decoding: leave --temperature at 0, or --check out"
         )
+    if options.check and sampling_of(options).changes_logits:
+        raise UserError(
+            "--check compares with plain generate: leave penalties and grammars, or --check, out"
+        )
+    asks_text = [name for name in ("stop", "json_schema", "regex", "grammar")
+                 if getattr(options, name)]  # fmt: skip
+    if asks_text and options.prompts is None and options.prompt is None:
+        flag = asks_text[0].replace("_", "-")
+        raise UserError(f"--{flag} is for answers of text: give --prompt or --prompts with it")
 
 
 def _config(options: RunOptions, backend: str | Backend) -> EngineConfig:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from compiled_attn.engine.config import ConfigError, EngineConfig
     from compiled_attn.engine.draws import sample, sample_rows
     from compiled_attn.engine.engine import Engine
+    from compiled_attn.engine.grammar import Grammar
     from compiled_attn.engine.handle import RequestHandle
     from compiled_attn.engine.logprobs import TokenLogprobs
     from compiled_attn.engine.report import EngineReport, StepInfo
@@ -30,6 +31,7 @@ else:
             "config": "ConfigError EngineConfig",
             "draws": "sample sample_rows",
             "engine": "Engine",
+            "grammar": "Grammar",
             "handle": "RequestHandle",
             "logprobs": "TokenLogprobs",
             "report": "EngineReport StepInfo",
@@ -48,6 +50,7 @@ __all__ = [
     "EngineConfig",
     "EngineReport",
     "GenerationResult",
+    "Grammar",
     "Percentiles",
     "RequestHandle",
     "SamplingParams",

@@ -58,7 +58,12 @@ def sample_rows(
             token.
         params: R of them; None: the row is only looked at, and its most likely token given.
         steps, texts: as in `sample`.
+
+    Raises:
+        ValueError: settings have a grammar.
     """
+    if any(param is not None and param.grammar for param in params):
+        raise ValueError("expected settings without a grammar, got one: an engine serves it")
     rows = enumerate(zip(params, steps, texts or [()] * len(steps), strict=True))
     draws = [
         Draw(row, param, step, LogitRules(param, len(text) - step, param.stop_token_ids), text)
@@ -128,7 +133,12 @@ def _shaped(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
     ranked = RankedRows(own)
     best, tokens = ranked.best()
     if not all(math.isfinite(value) for value in best.tolist()):
-        raise ValueError("expected a token that may be drawn, got none: lower min_tokens")
+        raise ValueError(
+            "expected a token that may be drawn, got none: lower min_tokens, or mend the grammar, "
+            "which cannot go on here"
+            if any(rule.constraint for rule in rules)
+            else "expected a token that may be drawn, got none: lower min_tokens"
+        )
     drawn: list[int] = tokens.tolist()
     random = [draw._replace(row=n) for n, draw in enumerate(draws) if draw.params.temperature]
     for draw, token in zip(random, _tokens(ranked, random), strict=True):

@@ -22,6 +22,7 @@ from compiled_attn.cache.blocks import BlockPool
 from compiled_attn.cache.blocks.prefix import Salt
 from compiled_attn.engine.block_memory import BlockMemory
 from compiled_attn.engine.config import ConfigError, EngineConfig
+from compiled_attn.engine.constraint import Grammars, constraint_of
 from compiled_attn.engine.draws import NOT_FINITE
 from compiled_attn.engine.executor import Executor
 from compiled_attn.engine.local import executor_for
@@ -52,6 +53,7 @@ class Engine:
         config: sizes and policies; None: those of the executor, or the defaults.
         has_stop: finds stop strings, as `compiled_attn.text.Tokenizer.has_stop`; None: they are
             refused.
+        grammars: compiles grammars, as `compiled_attn.text.Grammars`; None: they are refused.
 
     Attributes:
         sentinel: what compiled since the warmup.
@@ -79,6 +81,7 @@ class Engine:
         config: EngineConfig | None = None,
         *,
         has_stop: HasStop | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         self.executor = executor = executor_for(model, config)
         self.config = config = executor.config
@@ -88,7 +91,7 @@ class Engine:
         self.tally = Tally([*self.sizing.buckets], self.sizing.buckets.cost)
         self.sentinel = no_compile(strict=config.strict, all_threads=config.watch_process)
         self.warmup_report: WarmupReport | None = None
-        self._has_stop = has_stop
+        self._has_stop, self._grammars = has_stop, grammars
         self._requests: dict[int, Sequence] = {}
         self._unwanted: set[int] = set()
         self._ids = itertools.count()
@@ -141,7 +144,8 @@ class Engine:
 
         Raises:
             ConfigError: the request can never be served: too long for the context, the pool or
-                every bucket, empty, not integers, or with a token outside the vocabulary.
+                every bucket, empty, not integers, or with a token outside the vocabulary; or its
+                grammar cannot be compiled.
         """
         sampling = SamplingParams() if sampling is None else sampling
         return self._enter(token_ids(prompt), sampling, salt, arrived_s, self._mailbox, None)
@@ -272,6 +276,7 @@ class Engine:
     ) -> None:
         check_settings(sampling, salt, arrived_s, has_text=self._has_stop is not None)
         self.sizing.check(prompt, sampling)
+        constraint_of(sampling, self._grammars, len(prompt))  # compiles it
 
     def _enter(
         self,
@@ -285,6 +290,7 @@ class Engine:
     ) -> int:
         """`submit`, whose events go to a mailbox, under an index (None: its id) and a choice."""
         self._check(prompt, sampling, salt, arrived_s)
+        ends = self.end_tokens(sampling)
         request_id = next(self._ids)
         sequence = Sequence(
             request_id,
@@ -292,11 +298,12 @@ class Engine:
             len(prompt),
             sampling.seeded(),
             time.perf_counter() if arrived_s is None else float(arrived_s),
-            stop_tokens=self.end_tokens(sampling),
+            stop_tokens=ends,
             salt=salt,
             index=request_id if index is None else index,
             mailbox=mailbox,
             has_stop=self._has_stop,
+            constraint=constraint_of(sampling, self._grammars, len(prompt), ends),
             choice=choice,
         )
         try:

@@ -1,6 +1,6 @@
-"""Rules that change logits before a token is taken: biases, penalties, ends that must wait.
+"""Rules that change logits before a token is taken: grammars, biases, penalties, ends that wait.
 
-The order is that of vLLM's sampler: biases and `min_tokens` first, then the penalties.
+The order is that of vLLM: the mask of a grammar, biases and `min_tokens`, then the penalties.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from compiled_attn.engine.constraint import Constraint, constrain
 from compiled_attn.engine.sampling import SamplingParams
 from compiled_attn.engine.seen_tokens import SeenTokens
 
@@ -27,15 +28,24 @@ class LogitRules:
         params: its settings.
         prompt_len: tokens of its prompt.
         ends: tokens that end it.
+        constraint: its grammar, if it has one.
     """
 
-    def __init__(self, params: SamplingParams, prompt_len: int, ends: Collection[int]) -> None:
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_len: int,
+        ends: Collection[int],
+        constraint: Constraint | None = None,
+    ) -> None:
         self.params = params
+        self.constraint = constraint
         self._prompt_len = prompt_len
         biases = dict(params.logit_bias)
         self.bias_ids = np.array([*biases], np.int64)
         self.biases = np.array([*biases.values()], np.float64)
-        self.ends = np.array(sorted(ends) if params.min_tokens else [], np.int64)
+        held = [end for end in ends if end >= 0] if params.min_tokens else []
+        self.ends = np.array(sorted(held), np.int64)
         self.seen = SeenTokens(prompt_len)
 
     def held_ends(self, text: Sequence[int], vocab: int) -> NDArray[np.int64]:
@@ -63,6 +73,7 @@ def shaped(
     """
     at = torch.tensor(rows, device=logits.device)
     made = logits.index_select(0, at).to(torch.promote_types(logits.dtype, torch.float32))
+    constrain(made, [rule.constraint for rule in rules], texts)
     pairs = [*zip(rules, texts, strict=True)]
     made[_places([rule.bias_ids for rule in rules], made)] += torch.from_numpy(
         np.concatenate([rule.biases for rule in rules])

@@ -103,9 +103,15 @@ def outcome_of(
             scored, row = row, row.token
         if sequence.computed + count < place:
             continue
+        try:
+            event = sequence.event(row, now_s, scored)
+        except Exception as error:  # of its stop strings or its grammar: nobody else's
+            reason = f"its end cannot be told: {type(error).__name__}: {error}"
+            outcome.tell(sequence, sequence.failure(reason, now_s))
+            continue
         if place == sequence.prompt_len:
             ttft_s.append(now_s - sequence.arrived_s)
-        outcome.tell(sequence, sequence.event(row, now_s, scored))
+        outcome.tell(sequence, event)
         outcome.tokens.append((sequence, place, row))
     failed = {sequence for sequence, has_failed in outcome.ended if has_failed}
     if failed:

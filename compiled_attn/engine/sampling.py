@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from compiled_attn.engine.grammar import Grammar
+
 __all__ = ["SamplingParams"]
 
 _LARGEST = float(np.finfo(np.float32).max)
@@ -44,6 +46,9 @@ class SamplingParams:
         logprobs: tell the log-probability of each generated token, and the most likely ones, so
             many, with theirs; None: tell none.
         prompt_logprobs: the same of the tokens of the prompt, which then is computed whole.
+        grammar: what the text has to be, of a JSON schema, a regular expression or rules; for an
+            engine that has a tokenizer, as `stop` is. Where the text can only end, the request
+            does, without a token for it.
         n: continuations of the prompt, for `Engine.generate` and `Engine.stream`: the first is that
             of ``seed``, the next that of ``seed + 1``, and so on.
 
@@ -68,6 +73,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     n: int = 1
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         self._settle("max_new_tokens", _integer, lambda n: n >= 1, "an integer >= 1")
@@ -99,6 +105,8 @@ class SamplingParams:
             if getattr(self, name) is not None:
                 self._settle(name, _integer, lambda n: n >= 0, "None or an integer >= 0")
         self._settle("n", _integer, lambda n: n >= 1, "an integer >= 1")
+        if self.grammar is not None:
+            self._settle("grammar", _grammar, lambda _: True, "None or a Grammar")
 
     @property
     def penalises(self) -> bool:
@@ -108,7 +116,7 @@ class SamplingParams:
     @property
     def changes_logits(self) -> bool:
         """Whether a token is not taken from the model's own logits."""
-        return self.penalises or bool(self.logit_bias or self.min_tokens)
+        return self.penalises or bool(self.logit_bias or self.min_tokens or self.grammar)
 
     @property
     def only_draws(self) -> bool:
@@ -186,6 +194,10 @@ def _biases(given: object) -> tuple[tuple[int, float], ...] | None:
 
 def _is_pair(value: object) -> bool:
     return isinstance(value, (tuple, list)) and len(value) == 2
+
+
+def _grammar(value: object) -> Grammar | None:
+    return value if isinstance(value, Grammar) else None
 
 
 def _flag(value: object) -> bool | None:

@@ -10,6 +10,7 @@ from itertools import islice
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 from compiled_attn.cache.blocks.prefix import Salt
+from compiled_attn.engine.constraint import Constraint
 from compiled_attn.engine.logit_rules import LogitRules
 from compiled_attn.engine.logprobs import ScoredToken, TokenLogprobs
 from compiled_attn.engine.sampling import SamplingParams
@@ -145,6 +146,7 @@ class Sequence:
     index: int = -1
     mailbox: Mailbox[TokenEvent] = field(default_factory=Mailbox)
     has_stop: HasStop | None = None
+    constraint: Constraint | None = None
     choice: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -154,7 +156,7 @@ class Sequence:
     def __post_init__(self) -> None:
         params, rules = self.sampling, None
         if params.changes_logits:
-            rules = LogitRules(params, self.prompt_len, self.stop_tokens)
+            rules = LogitRules(params, self.prompt_len, self.stop_tokens, self.constraint)
         self.is_plain, self.rules = params.is_plain, rules
 
     @property
@@ -188,9 +190,7 @@ class Sequence:
         """
         is_last = len(self.tokens) + 1 >= self.prompt_len + self.sampling.max_new_tokens
         own = None if scored is None else scored.logprobs
-        stops = token in self.stop_tokens or bool(
-            self.sampling.stop and self._completes_stop(token)
-        )
+        stops = token in self.stop_tokens or self._ends_text(token)
         if not (is_last or stops):
             return TokenEvent(self.index, token, None, self.request_id, self.choice, own)
         reason = "stop" if stops else "length"
@@ -221,11 +221,15 @@ class Sequence:
         if scored.logprobs is not None:
             self.logprobs[place - self.prompt_len :] = [scored.logprobs]
 
-    def _completes_stop(self, token: int) -> bool:
-        """Whether a token ends a stop string; `min_tokens` holds none back."""
-        if self.has_stop is None:
-            return False
-        return self.has_stop([*self.tokens[self.prompt_len :], token], self.sampling.stop)
+    def _ends_text(self, token: int) -> bool:
+        """Whether a token ends a stop string, which `min_tokens` does not hold back, or a text that
+        the grammar cannot go on with.
+        """
+        if self.sampling.stop and self.has_stop is not None:
+            generated = [*self.tokens[self.prompt_len :], token]
+            if self.has_stop(generated, self.sampling.stop):
+                return True
+        return self.constraint is not None and self.constraint.is_over([*self.tokens, token])
 
     def _result(
         self,

@@ -213,4 +213,5 @@ def eos_tokens(model: PreTrainedModel) -> frozenset[int]:
         eos = getattr(model.config, "eos_token_id", None)
     if eos is None:
         return frozenset()
-    return frozenset([eos] if isinstance(eos, int) else eos)
+    # Some configurations say -1 for none.
+    return frozenset(end for end in ([eos] if isinstance(eos, int) else eos) if end >= 0)

@@ -8,31 +8,33 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from compiled_attn.engine import SamplingParams
+from compiled_attn.engine import Grammar, SamplingParams
 from compiled_attn.serve.errors import RequestError
 from compiled_attn.serve.fields import check_fields
 from graphs.errors import quoted
 
-__all__ = ["EXTENSIONS", "Body", "check_body", "sampling_of", "without_nulls"]
+__all__ = ["EXTENSIONS", "Body", "check_body", "grammar_of", "sampling_of", "without_nulls"]
 
 Body = Mapping[str, Any]
 
-EXTENSIONS = frozenset({"top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos"})
+EXTENSIONS = frozenset(
+    {"top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "response_format"}
+)
 """Fields beyond the protocol, as vLLM names them: ``extra_body`` of the client."""
 
 _ENOUGH_TOKENS = 1024
 """Of a request that does not say how many it wants."""
 
-_SAME = (*EXTENSIONS, "temperature", "top_p", "seed", "presence_penalty", "frequency_penalty")
+_MOST_CHOICES, _MOST_LIKELY = 128, 20  # as OpenAI has it
+_SAME = (
+    *(EXTENSIONS - {"response_format"}),
+    *("temperature", "top_p", "seed", "presence_penalty", "frequency_penalty"),
+)
+_WITH_SCHEMAS = ("tools", "response_format", "text")
 _LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 _ONLY: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
     "best_of": (1,),
     "echo": (False,),
-    "logprobs": (False, 0),
-    "top_logprobs": (0,),
-    "response_format": ({"type": "text"},),
-    "text": ({"format": {"type": "text"}}, {}),
     "tool_choice": ("auto",),
     "functions": (),
     "function_call": (),
@@ -69,10 +71,10 @@ def check_body(body: Body, needed: str) -> None:
 def without_nulls(body: Body) -> dict[str, Any]:
     """The same without fields that are null, which the protocol takes for left out.
 
-    The schemas of tools are left as they are.
+    Schemas are left as they are.
     """
     return {
-        name: each if name == "tools" else _without_nulls(each)
+        name: each if name in _WITH_SCHEMAS else _without_nulls(each)
         for name, each in body.items()
         if each is not None
     }
@@ -82,6 +84,23 @@ def _without_nulls(given: Any) -> Any:
     if isinstance(given, dict):
         return {name: _without_nulls(each) for name, each in given.items() if each is not None}
     return [*map(_without_nulls, given)] if isinstance(given, list) else given
+
+
+def grammar_of(body: Body) -> Grammar | None:
+    """What the format that a request asks for makes of its text; None: it may be any.
+
+    Raises:
+        RequestError: a schema that is none.
+    """
+    given: Any = body.get("response_format") or body.get("text", {}).get("format")
+    if given is None or given["type"] == "text":
+        return None
+    if given["type"] == "json_object":
+        return Grammar.json_object()
+    try:
+        return Grammar.json_schema(given.get("json_schema", given)["schema"])
+    except ValueError as error:
+        raise RequestError(str(error)) from error
 
 
 def sampling_of(body: Body, default: GenerationConfig) -> tuple[SamplingParams, bool]:
@@ -104,11 +123,37 @@ def sampling_of(body: Body, default: GenerationConfig) -> tuple[SamplingParams, 
     if body.get("logit_bias"):
         wanted["logit_bias"] = _bias(body["logit_bias"])
     limit = next((body[name] for name in _LIMITS if name in body), None)
+    wanted["grammar"] = grammar_of(body)
+    wanted["n"] = _count(body, "n", 1, _MOST_CHOICES)
+    wanted["logprobs"] = _logprobs(body)
     wanted["max_new_tokens"] = _ENOUGH_TOKENS if limit is None else limit
     try:
         return SamplingParams(**wanted), limit is not None
     except (TypeError, ValueError) as error:
         raise RequestError(str(error)) from error
+
+
+def _logprobs(body: Body) -> int | None:
+    """How many of the most likely tokens are told with each; None: no log-probabilities are.
+
+    Chats say whether, and how many beside it; texts say how many.
+    """
+    most = _count(body, "top_logprobs", 0, _MOST_LIKELY)
+    whether = body.get("logprobs", False)
+    if whether is not False and whether is not True:
+        return _count(body, "logprobs", 0, _MOST_LIKELY)
+    if most and not whether:
+        raise RequestError(f"expected logprobs: true with top_logprobs, got {most} without it")
+    return most if whether else None
+
+
+def _count(body: Body, name: str, default: int, most: int) -> int:
+    given = body.get(name, default)
+    if not isinstance(given, int) or isinstance(given, bool) or not default <= given <= most:
+        raise RequestError(
+            f"expected {name}: an integer in {default}..{most}, got {quoted(given)}: choose one"
+        )
+    return given
 
 
 def _bias(given: Any) -> dict[int, float]:

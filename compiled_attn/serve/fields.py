@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from annotated_types import MinLen
-from pydantic import AfterValidator, BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from transformers import PreTrainedTokenizerBase
 
 from compiled_attn.serve.errors import RequestError
@@ -59,6 +59,28 @@ class _Tool(_Strict):
     type: Literal["function"]
 
 
+class _Plain(_Strict):
+    type: Literal["text", "json_object"]
+
+
+class _Schema(_Strict):
+    given: dict[str, Any] = Field(alias="schema")
+
+
+class _OfSchema(_Strict):
+    type: Literal["json_schema"]
+    json_schema: _Schema
+
+
+class _FlatSchema(_Schema):
+    type: Literal["json_schema"]
+
+
+class _TextSettings(_Strict):
+    model_config = ConfigDict(extra="forbid")
+    format: _Plain | _FlatSchema | None = None
+
+
 _OF_TEMPLATES = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
 
 
@@ -84,6 +106,14 @@ _KINDS: dict[str, tuple[Any, str]] = {
     "instructions": (str, "a text"),
     "tools": (list[_Tool], "a list of functions"),
     "stream": (bool, "true or false"),
+    "response_format": (
+        _Plain | _OfSchema,
+        "of type text, json_object, or json_schema with a schema in json_schema",
+    ),
+    "text": (
+        _TextSettings,
+        "a format of type text, json_object, or json_schema with a schema, and nothing else",
+    ),
     "chat_template_kwargs": (
         Annotated[dict[str, Any], AfterValidator(_settings)],
         "variables of the model's template",

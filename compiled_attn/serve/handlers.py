@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
+from fastapi.responses import StreamingResponse
 from jinja2 import TemplateError
 from transformers import GenerationConfig
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
@@ -11,7 +15,22 @@ from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.utils import Modality, get_response_template
 
-from compiled_attn.serve.body import EXTENSIONS, Body, check_body, sampling_of, without_nulls
+from compiled_attn.engine import SamplingParams, TokenLogprobs
+from compiled_attn.serve.body import (
+    EXTENSIONS,
+    Body,
+    check_body,
+    grammar_of,
+    sampling_of,
+    without_nulls,
+)
+from compiled_attn.serve.choices import (
+    ScoredText,
+    chat_logprobs,
+    completion_logprobs,
+    merged,
+    merged_streams,
+)
 from compiled_attn.serve.errors import RequestError
 from compiled_attn.serve.replies import Replies
 from compiled_attn.serve.served import Served
@@ -78,6 +97,8 @@ class _Handler:
         check_body(body, self._needed)
         body.setdefault("stream", False)
         try:
+            if (grammar := grammar_of(body)) is not None:  # it may take seconds: others go on
+                await asyncio.to_thread(self.model_manager.served.llm.grammars.compiled, grammar)
             return await super().handle_request(body, request_id)  # type: ignore[misc]
         except (TemplateError, ValueError) as error:
             raise RequestError(str(error)) from error
@@ -101,33 +122,96 @@ class _Handler:
     ) -> Any:
         llm = self.model_manager.served.llm
         sampling, is_limited = sampling_of(body, model_generation_config)
-        if sampling.stop and self._parses:
-            _refuse_stop(llm)
-        settings: Any = GenerationConfig(max_new_tokens=sampling.max_new_tokens)
-        settings.sampling, settings.is_limited = sampling, is_limited
-        return settings
+        unparsed = "stop" if sampling.stop else "logprobs" if sampling.logprobs is not None else ""
+        if unparsed and self._parses:
+            _refuse_parsed(llm, unparsed)
+        return _settings(sampling, is_limited)
 
 
-def _refuse_stop(llm: LLM) -> None:
-    """A parser reads tokens, and would show what a stop string hides."""
+def _settings(sampling: SamplingParams, is_limited: bool) -> Any:
+    """A sampling where the handlers of transformers look for one."""
+    settings: Any = GenerationConfig(max_new_tokens=sampling.max_new_tokens)
+    settings.sampling, settings.is_limited = sampling, is_limited
+    return settings
+
+
+def _refuse_parsed(llm: LLM, name: str) -> None:
+    """A parser reads tokens: it would show what a stop string hides, and hides some itself."""
     if get_response_template(llm.tokenizer.of_transformers, llm.model) is not None:
         raise RequestError(
-            "stop is not served in chats of a model whose answers are parsed for tool calls and "
+            f"{name} is not served in chats of a model whose answers are parsed for tool calls and "
             "thoughts: leave it out, or take /v1/completions"
         )
 
 
-class Chats(_Handler, ChatCompletionHandler):  # type: ignore[misc]
+class _Choosing(_Handler):
+    """What has choices: each is an answer of transformers' handler, with a sampling of its own."""
+
+    def _streaming(
+        self, request_id: str, model: Any, processor: Any, name: str, inputs: Any, settings: Any,
+        *more: Any, **named: Any,
+    ) -> Any:  # fmt: skip
+        own = super()._streaming  # type: ignore[misc]
+        answers = [
+            own(request_id, model, processor, name, inputs, each, *more, **named)
+            for each in _continuations(settings)
+        ]
+        if len(answers) == 1:
+            return answers[0]
+        streams = merged_streams([each.body_iterator for each in answers])
+        return StreamingResponse(streams, media_type="text/event-stream")
+
+    async def _non_streaming(
+        self, request_id: str, model: Any, processor: Any, name: str, inputs: Any, settings: Any,
+        *more: Any, **named: Any,
+    ) -> Any:  # fmt: skip
+        own = super()._non_streaming  # type: ignore[misc]
+
+        async def answer(each: Any) -> dict[str, Any]:
+            given = await own(request_id, model, processor, name, inputs, each, *more, **named)
+            body: dict[str, Any] = json.loads(given.body)
+            if each.sampling.logprobs is not None:
+                body["choices"][0]["logprobs"] = self._logprobs(each.scores, 0)
+            return body
+
+        return merged(await asyncio.gather(*map(answer, _continuations(settings))))
+
+    def _build_chunk_sse(self, *given: Any, **named: Any) -> str:
+        event: str = super()._build_chunk_sse(*given, **named)  # type: ignore[misc]
+        piece = named.get("content", named.get("text"))
+        if not isinstance(piece, ScoredText):
+            return event
+        chunk = json.loads(event.removeprefix("data: "))
+        chunk["choices"][0]["logprobs"] = self._logprobs(piece.scores, piece.offset)
+        return f"data: {json.dumps(chunk)}\n\n"
+
+    def _logprobs(self, scores: Sequence[TokenLogprobs], offset: int) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+def _continuations(settings: Any) -> list[Any]:
+    sampling: SamplingParams = settings.sampling
+    each = [sampling.continuation(number) for number in range(sampling.n)]
+    return [_settings(sampling, settings.is_limited) for sampling in each]
+
+
+class Chats(_Choosing, ChatCompletionHandler):  # type: ignore[misc]
     """``/v1/chat/completions``."""
 
     _needed = "messages"
 
+    def _logprobs(self, scores: Sequence[TokenLogprobs], offset: int) -> dict[str, Any]:
+        return chat_logprobs(scores, self.model_manager.served.llm.tokenizer)
 
-class Completions(_Handler, CompletionHandler):  # type: ignore[misc]
+
+class Completions(_Choosing, CompletionHandler):  # type: ignore[misc]
     """``/v1/completions``."""
 
     _needed = "prompt"
     _parses = False
+
+    def _logprobs(self, scores: Sequence[TokenLogprobs], offset: int) -> dict[str, Any]:
+        return completion_logprobs(scores, self.model_manager.served.llm.tokenizer, offset)
 
 
 class Responses(_Handler, ResponseHandler):  # type: ignore[misc]

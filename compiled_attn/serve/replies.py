@@ -16,8 +16,9 @@ from transformers.cli.serving.utils import (
     response_events_to_chunks,
 )
 
-from compiled_attn.engine import GenerationResult, RequestHandle, SamplingParams
+from compiled_attn.engine import GenerationResult, RequestHandle, SamplingParams, TokenLogprobs
 from compiled_attn.serve.call import current_call
+from compiled_attn.serve.choices import ScoredText
 from compiled_attn.serve.errors import RequestError
 from compiled_attn.serve.served import Served
 from compiled_attn.text.answer import Answer, AnswerPieces
@@ -28,22 +29,34 @@ __all__ = ["Replies", "Reply"]
 class Reply:
     """One answer that streams: pieces of text in a queue, None behind the last one.
 
+    With log-probabilities the pieces of a text are `ScoredText`.
+
     Args:
         request: that is generated.
         settings: of the request, whose limit the handler looks at when it has ended.
         pieces: of its text.
         parser: of tool calls and thoughts in the text; None: text is text.
+        ends: tokens that end it, and are no part of its text.
 
     Attributes:
         queue: what the handler sends on.
         total_tokens: generated so far.
     """
 
-    def __init__(self, request: RequestHandle, settings: Any, pieces: Any, parser: Any) -> None:
+    def __init__(
+        self,
+        request: RequestHandle,
+        settings: Any,
+        pieces: Any,
+        parser: Any,
+        ends: frozenset[int],
+    ) -> None:
         self.queue: asyncio.Queue[Any] = asyncio.Queue()
         self.total_tokens = 0
-        self._request, self._settings = request, settings
+        self._request, self._settings, self._ends = request, settings, ends
         self._pieces, self._parser = pieces, parser
+        self._scores: list[TokenLogprobs] = []
+        self._told = 0
         if parser is not None:
             self._show(parser.initial_events)
         self._task = asyncio.get_running_loop().create_task(self._run())
@@ -58,6 +71,8 @@ class Reply:
                 if event.result is not None:
                     _note_end(event.result, self._settings)
                 self.total_tokens += 1
+                if event.logprobs is not None and event.token not in self._ends:
+                    self._scores.append(event.logprobs)
                 self._tell(self._pieces.put(event.token))
             self._tell(self._pieces.rest())
             if self._parser is not None:
@@ -69,7 +84,11 @@ class Reply:
             self.queue.put_nowait(_StreamError(json.dumps(str(error))[1:-1]))
 
     def _tell(self, text: str) -> None:
-        if text and self._parser is None:
+        if text and self._scores:
+            scores, self._scores = self._scores, []
+            self.queue.put_nowait(ScoredText(text, scores, self._told))
+            self._told += len(text)
+        elif text and self._parser is None:
             self.queue.put_nowait(text)
         elif text:
             self._show(self._parser.feed(text))
@@ -131,7 +150,7 @@ class Replies(BaseGenerateManager):
         pieces: Any = _Marked(processor._tokenizer)
         if response_parser is None:
             pieces = AnswerPieces(self._served.llm.tokenizer, sampling, self._ends(sampling))
-        reply = Reply(request, gen_config, pieces, response_parser)
+        reply = Reply(request, gen_config, pieces, response_parser, self._ends(sampling))
         return reply.queue, reply
 
     async def generate_non_streaming(
@@ -142,7 +161,9 @@ class Replies(BaseGenerateManager):
         request, sampling = self._submit(prompt, gen_config)
         result = await current_call().result(request)
         _note_end(result, gen_config)
-        answer = Answer.of(result, self._served.llm.tokenizer, self._ends(sampling))
+        ends = self._ends(sampling)
+        answer = Answer.of(result, self._served.llm.tokenizer, ends)
+        gen_config.scores = [each for each in result.logprobs or () if each.token not in ends]
         return answer.text, len(prompt), result.tokens
 
     def stop(self) -> None:

@@ -11,6 +11,7 @@ from graphs.lazy import lazy_names
 
 if TYPE_CHECKING:
     from compiled_attn.text.answer import Answer, AnswerPieces
+    from compiled_attn.text.grammars import Grammars
     from compiled_attn.text.llm import LLM
     from compiled_attn.text.pieces import TextPieces
     from compiled_attn.text.stops import StopFilter
@@ -20,6 +21,7 @@ else:
         __name__,
         {
             "answer": "Answer AnswerPieces",
+            "grammars": "Grammars",
             "llm": "LLM",
             "pieces": "TextPieces",
             "stops": "StopFilter",
@@ -31,6 +33,7 @@ __all__ = [
     "LLM",
     "Answer",
     "AnswerPieces",
+    "Grammars",
     "Message",
     "Prompt",
     "StopFilter",

@@ -10,9 +10,10 @@ import torch
 
 from compiled_attn.cache.blocks.prefix import Salt
 from compiled_attn.engine import Engine, EngineConfig, SamplingParams, Stream
-from compiled_attn.errors import ConfigError
+from compiled_attn.errors import ConfigError, RequestFailed
 from compiled_attn.models import load_model
 from compiled_attn.text.answer import Answer, AnswerPieces
+from compiled_attn.text.grammars import Grammars
 from compiled_attn.text.tokenizer import Message, Prompt, Tokenizer
 from graphs import BucketEvent
 from graphs.errors import quoted
@@ -32,6 +33,7 @@ class LLM:
 
     Attributes:
         tokenizer: that of the model.
+        grammars: over its tokens.
         model: what the engine runs.
         engine: what serves it; tokens go in and out there.
 
@@ -56,8 +58,14 @@ class LLM:
         progress: Callable[[BucketEvent], None] | None = None,
     ) -> None:
         self.tokenizer = Tokenizer(model)
+        self.grammars = Grammars(self.tokenizer)
         self.model = load_model(model, dtype, device)
-        self.engine = Engine(self.model, config, has_stop=self.tokenizer.has_stop)
+        self.engine = Engine(
+            self.model,
+            config,
+            has_stop=self.tokenizer.has_stop,
+            grammars=self.grammars,
+        )
         self.engine.warmup(progress)
 
     def generate(
@@ -117,8 +125,8 @@ class LLM:
 
         Raises:
             ConfigError: see `generate`; or several continuations are wanted.
-            RuntimeError: at the first piece, while another stream of this model is open; or the
-                request ended with an error.
+            RuntimeError: at the first piece, while another stream of this model is open.
+            RequestFailed: the request ended with an error.
         """
         sampling = SamplingParams() if sampling is None else sampling
         if sampling.n != 1:
@@ -133,7 +141,7 @@ class LLM:
         with contextlib.closing(events):
             for event in events:
                 if event.result is not None and event.result.error:
-                    raise RuntimeError(event.result.error)
+                    raise RequestFailed(event.result.error)
                 if event.token is not None and (piece := pieces.put(event.token)):
                     yield piece
         if piece := pieces.rest():

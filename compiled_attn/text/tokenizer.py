@@ -86,6 +86,11 @@ class Tokenizer:
         )
         return text
 
+    def text_of(self, token: int) -> str:
+        """The text of a token by itself, a special one's name too; empty where it has none."""
+        text: str = self._tokenizer.decode([token], skip_special_tokens=False)
+        return text
+
     def is_settled(self, tokens: Sequence[int], text: str) -> bool:
         """Whether no token behind these changes their text: it ends with a whole character."""
         return not text.endswith(_REPLACEMENT) and tokens[-1] not in self._bytes

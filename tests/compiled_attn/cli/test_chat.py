@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,8 @@ pytest.importorskip("transformers", reason="needs the extra hf")
 
 from compiled_attn import LLM, model_folder
 from compiled_attn.engine import EngineConfig, SamplingParams
+from compiled_attn.models import load_model
+from compiled_attn.text import Tokenizer
 from tests.compiled_attn.cli.commands import Command, assert_refused
 from tests.compiled_attn.text.models import byte_level, save_model, save_tokenizer
 
@@ -83,6 +87,83 @@ def test_bad_input_is_one_line(
     assert_refused(command(*options), str(tmp_path), "has no tokenizer", "save it")
     save_tokenizer(byte_level(), tmp_path, template=None)
     assert_refused(command(*options), "has no chat template", "take an instruct model")
+
+
+class Terminal(io.StringIO):
+    """Where a user types."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def interrupted(pieces: int) -> Callable[..., Iterator[str]]:
+    """The stream of a model that a user interrupts after some pieces, but for its first answer."""
+    own, calls = LLM.stream, iter(range(9))
+
+    def stream(llm: LLM, *given: Any) -> Iterator[str]:
+        answer = own(llm, *given)
+        if next(calls) == 0:
+            return answer
+        return cut(answer)
+
+    def cut(answer: Iterator[str]) -> Iterator[str]:
+        for _ in range(pieces):
+            yield next(answer)
+        raise KeyboardInterrupt
+
+    return stream
+
+
+@pytest.mark.parametrize("pieces", [0, 3])
+def test_an_interrupt_ends_the_answer_and_at_the_prompt_the_chat(
+    command: Command,
+    options: list[object],
+    chat_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    pieces: int,
+) -> None:
+    turns = iter([TURNS[0], TURNS[1], None])
+
+    def typed(*_: object) -> str:
+        if (turn := next(turns)) is None:
+            raise KeyboardInterrupt
+        return turn
+
+    monkeypatch.setattr("sys.stdin", Terminal())
+    monkeypatch.setattr("rich.console.Console.input", typed)
+    monkeypatch.setattr(LLM, "stream", interrupted(pieces))
+    outcome = command(*options)
+    first, second = answers_of(chat_dir, TURNS)
+    assert outcome.code == 130 and "Traceback" not in outcome.err
+    assert outcome.out.startswith(f"{first}\n")
+    said = outcome.out[len(first) + 1 : -1]
+    assert second.startswith(said) and bool(said) == bool(pieces)
+    assert "the answer was cut off" in outcome.err
+
+
+def test_an_interrupt_ends_an_answer_to_a_prompt_and_the_command(
+    command: Command, options: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = interrupted(1)
+    monkeypatch.setattr(LLM, "stream", stream)
+    assert command(*options, "--prompt", TURNS[0]).code == 0
+    assert command(*options, "--prompt", TURNS[0]).code == 130
+
+
+def test_logits_that_are_not_finite_are_one_line(
+    command: Command, options: list[object], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    save_model(tmp_path)
+    save_tokenizer(byte_level(), tmp_path)
+    model = load_model(tmp_path)
+    (poison,) = Tokenizer(tmp_path).encode("Q")
+    model.get_input_embeddings().weight.data[poison] = torch.nan
+    model.save_pretrained(tmp_path)
+    options[2] = tmp_path
+    outcome = command(*options, "--prompt", "Quiet")
+    assert outcome.code == 1 and "Traceback" not in outcome.err
+    assert "error: expected finite logits to sample from" in outcome.err.splitlines()[-1]
 
 
 def test_without_the_package_of_the_default_model_the_error_says_how_to_get_it(

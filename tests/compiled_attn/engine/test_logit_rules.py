@@ -22,6 +22,8 @@ from transformers.generation.logits_process import (
 from compiled_attn.engine import SamplingParams, sample, sample_rows
 from compiled_attn.engine.logit_rules import LogitRules, shaped
 from compiled_attn.engine.seen_tokens import SeenTokens
+from compiled_attn.engine.sizing import eos_tokens
+from tests.compiled_attn.tiny import tiny_model
 
 VOCAB = 60
 
@@ -205,3 +207,16 @@ def test_a_bias_is_kept_as_pairs_so_that_settings_can_be_compared_and_hashed():
     given = SamplingParams(logit_bias={np.int64(5): 2, 3: -1.0})
     assert given.logit_bias == ((3, -1.0), (5, 2.0))
     assert given == replace(given) and hash(given) == hash(SamplingParams(logit_bias={3: -1, 5: 2}))
+
+
+def test_an_end_of_minus_one_is_none_and_bans_no_token():
+    logits = torch.zeros(VOCAB)
+    logits[-1] = 9
+    params = SamplingParams(max_new_tokens=20, min_tokens=5, stop_token_ids=(-1, 3))
+    made = _row(params, [1], [], logits)
+    assert made.argmax() == VOCAB - 1 and made[3] == -torch.inf
+    model = tiny_model()
+    model.generation_config.eos_token_id = [-1, 7]
+    assert eos_tokens(model) == {7}
+    model.generation_config.eos_token_id = -1
+    assert eos_tokens(model) == frozenset()

@@ -42,17 +42,25 @@ REFUSED = {
         {"messages": SAID, "extra_body": {"chat_template_kwargs": {"chat_template": "x"}}},
         "expected chat_template_kwargs: variables of the model's template",
     ),
-    "several answers": ("chat", {"messages": SAID, "n": 2}, "n is not served, got 2: send 1"),
-    "a schema": (
+    "a format there is not": (
         "chat",
-        {"messages": SAID, "response_format": {"type": "json_object"}},
-        "response_format is not served",
+        {"messages": SAID, "response_format": {"type": "xml"}},
+        "expected response_format: of type text, json_object, or json_schema",
     ),
-    "a schema of a response": (
-        "response",
-        {"input": "x", "text": {"format": {"type": "json_object"}}},
-        "text is not served",
+    "a schema that is none": (
+        "chat",
+        {"messages": SAID, "response_format": {"type": "json_schema", "json_schema": {"name": 5}}},
+        "json_schema with a schema in json_schema",
     ),
+    "a verbosity": ("response", {"input": "x", "text": {"verbosity": "low"}}, "and nothing else"),
+    "no answers": ("chat", {"messages": SAID, "n": 0}, "expected n: an integer in 1..128, got 0"),
+    "likely tokens alone": (
+        "chat",
+        {"messages": SAID, "top_logprobs": 2},
+        "expected logprobs: true with top_logprobs, got 2 without it",
+    ),
+    "too many likely tokens": ("text", {"prompt": "x", "logprobs": 21}, "expected logprobs"),
+    "several answers of a response": ("response", {"input": "x", "extra_body": {"n": 2}}, "got n"),
     "a tool that must be called": (
         "chat",
         {"messages": SAID, "tool_choice": "required"},

@@ -1,0 +1,154 @@
+"""The constraint of a request's tokens by its grammar: masks of logits, true to its text.
+
+How far a grammar has come follows from the tokens of the request alone. So nothing has to be
+undone when a step is interrupted, or a request preempted: before each mask the tokens that are new
+are read, and where those that were read are not the request's any more, all of them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from compiled_attn.engine.grammar import Grammar
+from compiled_attn.engine.sampling import SamplingParams
+from compiled_attn.errors import ConfigError
+
+__all__ = ["Constraint", "Grammars", "Matcher", "constrain", "constraint_of"]
+
+
+class Matcher(Protocol):
+    """How far a grammar has come, as xgrammar's `GrammarMatcher` tells it."""
+
+    def accept_token(self, token_id: int) -> bool:
+        """Goes on by a token; False: it may not come here, and nothing has changed."""
+
+    def is_completed(self) -> bool:
+        """Whether the text may end here."""
+
+
+class Grammars(Protocol):
+    """What knows grammars over the tokens of a vocabulary, from any thread."""
+
+    def compiled(self, grammar: Grammar) -> Callable[[], Matcher]:
+        """What makes a matcher at the beginning of a grammar, which is compiled once.
+
+        Raises:
+            ConfigError: it cannot be, or no token can begin it.
+        """
+
+    def masks(self, matchers: Sequence[Matcher]) -> NDArray[np.int32]:
+        """Which tokens may come next: of ``[n, words]`` bit ``t % 32`` of word ``t // 32`` is that
+        of token t. Tokens without a text, such as the end of one, may not.
+        """
+
+
+class Constraint:
+    """The grammar of one request, read along its tokens.
+
+    Args:
+        grammars: of the engine.
+        grammar: that they know.
+        prompt_len: tokens of its prompt, which the grammar says nothing about.
+        ends: tokens that end it, which may come where the text may end, and only there.
+    """
+
+    def __init__(
+        self, grammars: Grammars, grammar: Grammar, prompt_len: int, ends: Collection[int]
+    ) -> None:
+        self.grammars = grammars
+        self.ends = np.array(sorted(end for end in ends if end >= 0), np.int64)
+        self._make = grammars.compiled(grammar)
+        self._matcher: Matcher | None = None
+        self._prompt_len = prompt_len
+        self._read = (prompt_len, -1)  # how many tokens, and the last of them
+
+    def behind(self, text: Sequence[int]) -> Matcher:
+        """The matcher behind a text, prompt included.
+
+        Args:
+            text: that of the call before, maybe with another last token, and maybe with more.
+
+        Raises:
+            ValueError: the grammar does not allow it.
+        """
+        matcher, self._matcher = self._matcher, None  # an interrupt leaves none
+        count, last = self._read
+        if matcher is None or len(text) < count or text[count - 1] != last:
+            matcher, count = self._make(), self._prompt_len
+        for token in text[count:]:
+            if not matcher.accept_token(token):
+                raise ValueError(f"expected a token that the grammar allows, got {token}")
+        self._read, self._matcher = (len(text), text[-1]), matcher
+        return matcher
+
+    def is_over(self, text: Sequence[int]) -> bool:
+        """Whether a text can only end here; see `behind`."""
+        matcher = self.behind(text)
+        if not matcher.is_completed():
+            return False
+        allowed = _bits(self.grammars.masks([matcher]))[0]
+        allowed[self.ends[self.ends < len(allowed)]] = 0
+        return not allowed.any()
+
+
+def constraint_of(
+    sampling: SamplingParams,
+    grammars: Grammars | None,
+    prompt_len: int,
+    ends: Collection[int] = (),
+) -> Constraint | None:
+    """The constraint of a request; None where it has no grammar.
+
+    Raises:
+        ConfigError: it has one that cannot be compiled, or that the engine knows nothing of.
+    """
+    if sampling.grammar is None:
+        return None
+    if grammars is None:
+        raise ConfigError(
+            f"expected no grammar, as this engine has no tokenizer, got {sampling.grammar}: use "
+            "compiled_attn.LLM, or give the engine grammars"
+        )
+    return Constraint(grammars, sampling.grammar, prompt_len, ends)
+
+
+def constrain(
+    logits: Tensor, constraints: Sequence[Constraint | None], texts: Sequence[Sequence[int]]
+) -> None:
+    """Gives minus infinity to tokens that the grammars of rows do not allow, in all rows at once.
+
+    Args:
+        logits: ``[n, vocab]``, any float dtype; rows without a constraint stay as they are. Tokens
+            behind the vocabulary of the grammars (padding of the model's) are never allowed.
+        constraints: n, one for each row; None: it has none.
+        texts: n, of each row the tokens so far, prompt included.
+
+    Raises:
+        ValueError: see `Constraint.behind`.
+    """
+    held = {row: each for row, each in enumerate(constraints) if each is not None}
+    if not held:
+        return
+    matchers = [each.behind(texts[row]) for row, each in held.items()]
+    known = next(iter(held.values())).grammars.masks(matchers)
+    masks = np.full((len(logits), -(-logits.shape[1] // 32)), -1, np.int32)
+    rows, words = [*held], min(masks.shape[1], known.shape[1])
+    masks[rows] = 0
+    masks[rows, :words] = known[:, :words]
+    banned = _bits(~masks)[:, : logits.shape[1]]
+    ends = [each.ends[each.ends < banned.shape[1]] for each in held.values()]
+    counts = [len(each) for each in ends]
+    waits = np.repeat([not matcher.is_completed() for matcher in matchers], counts)
+    banned[np.repeat(rows, counts), np.concatenate(ends)] = waits
+    logits.masked_fill_(torch.from_numpy(banned).bool().to(logits.device), -torch.inf)
+
+
+def _bits(masks: NDArray[np.int32]) -> NDArray[np.uint8]:
+    """The bits ``[n, 32 * words]`` of masks ``[n, words]``."""
+    return np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")

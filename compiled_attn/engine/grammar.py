@@ -1,0 +1,83 @@
+"""The grammar of an answer: a JSON schema, a regular expression, or rules in EBNF."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from graphs.errors import parse_json, quoted
+
+__all__ = ["Grammar"]
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What the text of an answer has to be: one of the functions below makes it.
+
+    Two of equal kind and text are equal, and are compiled once.
+
+    Args:
+        kind: of the text.
+        text: a schema as JSON, an expression, or rules.
+
+    Example::
+
+        Grammar.json_schema({"type": "object", "properties": {"age": {"type": "integer"}}})
+        Grammar.regex("yes|no")
+        Grammar.ebnf('root ::= "yes" | "no"')
+    """
+
+    kind: Literal["json_schema", "regex", "ebnf"]
+    text: str
+
+    @staticmethod
+    def json_schema(schema: Mapping[str, Any] | str) -> Grammar:
+        """JSON that a schema describes, its properties in their order and no others unless it says
+        ``additionalProperties``.
+
+        Args:
+            schema: as a mapping, or as JSON.
+
+        Raises:
+            ValueError: it is neither.
+        """
+        try:
+            text = schema if isinstance(schema, str) else json.dumps(dict(schema))
+            if isinstance(parse_json(text), (dict, bool)):
+                return Grammar("json_schema", text)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"expected a JSON schema, got {quoted(schema)}: {error}") from error
+        raise ValueError(f"expected a JSON schema, which is an object, got {quoted(schema)}")
+
+    @staticmethod
+    def json_object() -> Grammar:
+        """Any JSON object."""
+        return Grammar("json_schema", '{"type": "object"}')
+
+    @staticmethod
+    def regex(pattern: str) -> Grammar:
+        """Text that is a match of a regular expression as a whole; ``.`` takes line ends too.
+
+        Raises:
+            ValueError: it is no text.
+        """
+        return Grammar("regex", _text(pattern))
+
+    @staticmethod
+    def ebnf(rules: str) -> Grammar:
+        """Text that rules derive from ``root``, written as llama.cpp's GBNF.
+
+        Raises:
+            ValueError: they are no text.
+        """
+        return Grammar("ebnf", _text(rules))
+
+
+def _text(given: Any) -> str:
+    try:
+        given.encode()
+        return str(given)
+    except (AttributeError, UnicodeEncodeError):
+        raise ValueError(f"expected a grammar of valid text, got {quoted(given)}") from None

@@ -1,0 +1,120 @@
+"""Grammars over the tokens of a model, by xgrammar (extra ``grammar``)."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from compiled_attn.engine.constraint import Matcher
+from compiled_attn.engine.grammar import Grammar
+from compiled_attn.errors import ConfigError
+from compiled_attn.text.tokenizer import Tokenizer
+from graphs.errors import clipped, quoted
+
+__all__ = ["Grammars"]
+
+_CACHE_BYTES = 256 * 2**20
+_CONTROLS = {*range(32)} - {*b"\n\r"}
+_BLANKS = 24  # between two elements of JSON, at most: what ends if a model likes blanks
+_PLACE = re.compile(r"^\[[\d:]+\] \S+: (Check failed: \(.*\) is false: )?")
+_NAMES = {"json_schema": "JSON schema", "regex": "regular expression", "ebnf": "EBNF grammar"}
+
+
+class Grammars:
+    """Compiles grammars for the tokens of a model, each once; for any number of threads.
+
+    xgrammar is imported when the first grammar comes.
+
+    Args:
+        tokenizer: that of the model.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._lock = threading.Lock()
+        self._compilers: dict[str, Any] = {}
+        self._vocab = 0
+
+    def compiled(self, grammar: Grammar) -> Callable[[], Matcher]:
+        """What makes matchers, see `compiled_attn.engine.constraint.Grammars`.
+
+        Raises:
+            ConfigError: xgrammar refuses the grammar, no token can begin it, or it is not
+                installed.
+        """
+        with self._lock:
+            self._compilers = self._compilers or self._of_vocabulary()
+        from xgrammar import GrammarMatcher
+
+        try:
+            make = partial(GrammarMatcher, _compiled(self._compilers[grammar.kind], grammar))
+            first = make()
+            can_begin = first.is_completed() or self.masks([first]).any()
+        except RuntimeError as error:
+            reason = " ".join(_PLACE.sub("", str(error)).split())
+            raise _refusal(grammar, clipped(reason, 200)) from error
+        if not can_begin:
+            raise _refusal(grammar, "no token of the model can begin it")
+        return make
+
+    def masks(self, matchers: Sequence[Any]) -> NDArray[np.int32]:
+        """Which tokens may come next, ``[n, ceil(vocab / 32)]``."""
+        from xgrammar import BatchGrammarMatcher
+
+        masks = np.zeros((len(matchers), -(-self._vocab // 32)), np.int32)
+        BatchGrammarMatcher().batch_fill_next_token_bitmask([*matchers], masks)
+        # Where nearly all is allowed it sets the bits behind the last token too.
+        masks[:, -1] &= np.int32(0x7FFFFFFF >> (-self._vocab % 32 - 1) if self._vocab % 32 else -1)
+        return masks
+
+    def _of_vocabulary(self) -> dict[str, Any]:
+        """Compilers of each kind of grammar over the tokens that stand for text."""
+        try:
+            from xgrammar import GrammarCompiler, TokenizerInfo, VocabType
+        except ImportError as error:
+            raise ConfigError(
+                f"a grammar needs {error.name}, which is not installed: pip install "
+                "'compiled-attn[grammar]'"
+            ) from error
+        tokenizer = self._tokenizer.of_transformers
+        try:
+            texts = [*TokenizerInfo.from_huggingface(tokenizer, stop_token_ids=[0]).decoded_vocab]
+        except Exception as error:  # of a kind of tokenizer that it does not know
+            raise ConfigError(
+                f"model {self._tokenizer.model}: xgrammar cannot read its tokenizer: {error}: ask "
+                "without a grammar"
+            ) from error
+        for number, token in tokenizer.added_tokens_decoder.items():
+            texts[number] = b"" if number in self._tokenizer.special else token.content.encode()
+        self._vocab = len(texts)
+        # xgrammar lets a string with a maxLength have what JSON must escape.
+        of_json = [b"" if _CONTROLS & {*text} else text for text in texts]
+
+        def over(texts: list[bytes]) -> Any:
+            # No token ends a text here: which do is a matter of the request.
+            vocabulary = TokenizerInfo(texts, VocabType.RAW, stop_token_ids=[])
+            return GrammarCompiler(vocabulary, cache_limit_bytes=_CACHE_BYTES)
+
+        plain = over(texts)
+        return {"json_schema": over(of_json), "regex": plain, "ebnf": plain}
+
+
+def _compiled(compiler: Any, grammar: Grammar) -> Any:
+    if grammar.kind == "json_schema":
+        return compiler.compile_json_schema(grammar.text, max_whitespace_cnt=_BLANKS)
+    if grammar.kind == "regex":
+        return compiler.compile_regex(grammar.text)
+    return compiler.compile_grammar(grammar.text)
+
+
+def _refusal(grammar: Grammar, reason: str) -> ConfigError:
+    return ConfigError(
+        f"expected a {_NAMES[grammar.kind]} that xgrammar takes, got {quoted(grammar.text)}: "
+        f"{reason}: mend it"
+    )

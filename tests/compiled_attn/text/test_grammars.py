@@ -1,0 +1,298 @@
+"""Structured output by xgrammar: texts are judged by `re` and `json`, which know nothing of it."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("xgrammar", reason="needs the extra 'grammar'")
+
+from compiled_attn import LLM, AsyncEngine
+from compiled_attn.engine import EngineConfig, Grammar, SamplingParams
+from compiled_attn.engine.constraint import Constraint, constrain
+from compiled_attn.errors import ConfigError
+from compiled_attn.text import Answer, Grammars, Tokenizer
+from tests.compiled_attn.text.models import END, byte_level, save_model, save_tokenizer
+
+QUICK = settings(
+    deadline=None,
+    max_examples=60,
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],  # to shrink takes minutes
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+
+
+def walked(tokenizer: Tokenizer, grammar: Grammar, seed: int, most: int = 80) -> list[str]:
+    """Texts of random logits, wider than the vocabulary, under a grammar: those that ended."""
+    generator, grammars, texts = torch.Generator().manual_seed(seed), Grammars(tokenizer), []
+    grammars.compiled(grammar)
+    rows = [Constraint(grammars, grammar, 1, {262}) for _ in range(8)]
+    tokens = [[0] for _ in rows]
+    for _ in range(most):
+        logits = torch.randn(len(rows), 300, generator=generator)
+        constrain(logits, rows, tokens)
+        drawn = logits.argmax(1).tolist()
+        tokens = [[*before, token] for before, token in zip(tokens, drawn, strict=True)]
+        over = [
+            each[-1] == 262 or row.is_over(each) for row, each in zip(rows, tokens, strict=True)
+        ]
+        texts += [
+            tokenizer.decode(each[1:]) for each, ends in zip(tokens, over, strict=True) if ends
+        ]
+        rows = [row for row, ends in zip(rows, over, strict=True) if not ends]
+        tokens = [each for each, ends in zip(tokens, over, strict=True) if not ends]
+        if not rows:
+            break
+    return texts
+
+
+def answers(llm: LLM, grammar: Grammar, **more: Any) -> list[Answer]:
+    """Three answers, drawn from nearly equal probabilities."""
+    drawn = {"max_new_tokens": 24, "temperature": 3.0, "seed": 1, "n": 3, **more}
+    return llm.generate(["the moon"], SamplingParams(grammar=grammar, **drawn))
+
+
+def whole(given: list[Answer]) -> list[str]:
+    """The texts of those that came to their end."""
+    assert {each.result.finish_reason for each in given} <= {"stop", "length"}
+    return [each.text for each in given if each.result.finish_reason == "stop"]
+
+
+letters = st.sampled_from(["a", "b", "é", "[a-c]", r"[^\n]", r"\d", r"\.", " ", "on", "th"])
+regexes = st.recursive(
+    letters,
+    lambda inner: st.one_of(
+        st.tuples(inner, inner).map("".join),
+        st.tuples(inner, inner).map(lambda two: f"(?:{two[0]}|{two[1]})"),
+        st.tuples(inner, st.sampled_from(["?", "*", "+", "{2}", "{1,3}"])).map(
+            lambda two: f"(?:{two[0]}){two[1]}"
+        ),
+    ),
+    max_leaves=6,
+)
+
+
+@given(regexes, st.integers(0, 99))
+@QUICK
+def test_a_text_matches_its_regular_expression(llm, regex, seed):
+    for text in walked(llm.tokenizer, Grammar.regex(regex), seed):
+        assert re.fullmatch(regex, text), text
+
+
+def test_a_text_ends_where_its_expression_does(llm):
+    given = answers(llm, Grammar.regex("(?:yes|no)!?"), min_tokens=2)
+    assert len(whole(given)) == 3
+    assert {each.text for each in given} <= {"yes", "no", "yes!", "no!"}
+
+
+leaves = st.sampled_from(
+    [
+        {"type": "integer", "minimum": 0, "maximum": 99},
+        {"type": "boolean"},
+        {"type": "null"},
+        {"enum": ["on", "off", 5]},
+        {"type": "string", "maxLength": 4},
+        {"type": "string", "pattern": "^[ab]{1,3}$"},
+    ]
+)
+schemas = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.fixed_dictionaries(
+            {"type": st.just("array"), "items": inner, "maxItems": st.integers(1, 2)}
+        ),
+        st.dictionaries(st.sampled_from("xyz"), inner, min_size=1, max_size=2).map(
+            lambda each: {"type": "object", "properties": each, "required": [*each][:1]}
+        ),
+    ),
+    max_leaves=4,
+)
+
+
+def fits(value: Any, schema: dict[str, Any]) -> bool:
+    """Whether a value is one of a schema of those above."""
+    if "enum" in schema:
+        return value in schema["enum"]
+    kind = schema["type"]
+    if kind == "integer":
+        return type(value) is int and 0 <= value <= 99
+    if kind == "string":
+        pattern = schema.get("pattern", "(?s)^.{0,4}$")
+        return isinstance(value, str) and bool(re.search(pattern, value))
+    if kind == "array":
+        return (
+            isinstance(value, list)
+            and len(value) <= schema["maxItems"]
+            and all(fits(each, schema["items"]) for each in value)
+        )
+    if kind == "object":
+        return (
+            isinstance(value, dict)
+            and set(schema["required"]) <= value.keys() <= schema["properties"].keys()
+            and all(fits(each, schema["properties"][name]) for name, each in value.items())
+        )
+    return value is None if kind == "null" else isinstance(value, bool)
+
+
+@given(schemas, st.integers(0, 99))
+@QUICK
+def test_json_fits_its_schema(llm, schema, seed):
+    for text in walked(llm.tokenizer, Grammar.json_schema(schema), seed):
+        assert fits(json.loads(text), schema), text
+
+
+def test_any_json_object_is_an_object(llm):
+    texts = whole(answers(llm, Grammar.json_object(), max_new_tokens=60, logit_bias=_closing(llm)))
+    assert texts and all(isinstance(json.loads(text), dict) for text in texts)
+
+
+def _closing(llm: LLM) -> dict[int, float]:
+    """Makes what ends strings and objects likely."""
+    return {llm.tokenizer.encode(sign)[0]: 40.0 for sign in '"}'}
+
+
+def test_rules_derive_the_text(llm):
+    rules = 'root ::= "(" root ")" | "x"'
+    texts = whole(answers(llm, Grammar.ebnf(rules)))
+    assert texts
+    for text in texts:
+        depth = text.count("(")
+        assert text == "(" * depth + "x" + ")" * depth
+
+
+def test_a_text_is_never_of_special_tokens_nor_of_ids_without_text(llm):
+    given = answers(llm, Grammar.regex("<end>(?:.|\n){20}"), max_new_tokens=60)
+    assert llm.model.config.vocab_size > len(llm.tokenizer.of_transformers)
+    for each in given:
+        assert each.text.startswith("<end>") and not llm.tokenizer.special & {*each.result.tokens}
+        assert max(each.result.tokens) < len(llm.tokenizer.of_transformers)
+
+
+def test_the_pieces_of_a_stream_are_the_text(llm):
+    params = SamplingParams(max_new_tokens=30, grammar=Grammar.regex("(?:ä|½|moon ){3,5}"))
+    text = "".join(llm.stream("the moon", params))
+    assert re.fullmatch("(?:ä|½|moon ){3,5}", text)
+    assert llm.generate(["the moon"], params)[0].text == text
+
+
+def test_a_stop_string_ends_a_text_before_its_grammar_does(llm):
+    given = answers(llm, Grammar.regex("ab{30}"), stop="bbb")
+    assert {each.text for each in given} == {"a"}
+
+
+def test_bytes_for_what_has_no_token_are_text_too(tokenizer):
+    matcher = Grammars(tokenizer).compiled(Grammar.regex("é+a"))()
+    for token in tokenizer.of_transformers("éa", add_special_tokens=False).input_ids:
+        if tokenizer.decode([token]).strip():
+            assert matcher.accept_token(token)
+    assert matcher.is_completed()
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory, config: EngineConfig) -> LLM:
+    """A model whose texts have an end token."""
+    folder: Path = tmp_path_factory.mktemp("ended")
+    torch.manual_seed(0)
+    save_model(folder, end=262)
+    save_tokenizer(byte_level(), folder)
+    return LLM(folder, config)
+
+
+def test_the_end_of_a_text_may_come_where_the_grammar_may_end_and_only_there(ended):
+    assert ended.tokenizer.of_transformers.convert_tokens_to_ids(END) == 262
+    grammar = Grammar.regex("(?:ab)+")
+    given = answers(ended, grammar, logit_bias={262: 50})
+    assert {each.text for each in given} == {"ab"} and given[0].result.tokens[-1] == 262
+    later = answers(ended, grammar, logit_bias={262: 50}, min_tokens=5)
+    assert {each.text for each in later} == {"ababab"}
+    never = answers(ended, grammar, logit_bias={262: 50}, ignore_eos=True)
+    assert {each.text for each in never} == {"ab" * 12}
+
+
+REFUSED = {
+    "half a group": (Grammar.regex("(a"), "regular expression", "parenthesis is not closed"),
+    "a lookahead": (Grammar.regex("(?=a)b"), "regular expression", "not supported"),
+    "no type": (Grammar.json_schema({"type": "moon"}), "JSON schema", 'Unsupported type "moon"'),
+    "nothing": (Grammar.json_schema("false"), "JSON schema", "cannot accept any value"),
+    "no root": (Grammar.ebnf('x ::= "a"'), "EBNF grammar", '"root" is not found'),
+    "no way out": (Grammar.ebnf('root ::= root "a"'), "EBNF grammar", "no token of the model"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_xgrammar_refuses_is_told_in_a_line_and_the_engine_goes_on(llm, name):
+    grammar, kind, reason = REFUSED[name]
+    with pytest.raises(ConfigError, match=f"^expected a {kind} that xgrammar takes, got ") as told:
+        answers(llm, grammar)
+    assert reason in str(told.value) and "\n" not in str(told.value)
+    assert "cpp" not in str(told.value)
+    assert not llm.engine.open_requests
+    assert answers(llm, Grammar.regex("a"))[0].text == "a"
+
+
+@pytest.mark.parametrize("given", ["{", "5", [1], {"a": {1}}, {1: float}])
+def test_what_is_no_schema_is_refused_when_the_grammar_is_made(given):
+    with pytest.raises(ValueError, match=r"^expected a JSON schema"):
+        Grammar.json_schema(given)
+    with pytest.raises(ValueError, match="expected a grammar of valid text"):
+        Grammar.regex("\ud800")
+    with pytest.raises(ValueError, match="expected a grammar of valid text"):
+        Grammar.ebnf(5)
+
+
+def test_many_threads_compile_a_grammar_once_and_get_their_answers(llm, monkeypatch):
+    grammars, made = Grammars(llm.tokenizer), []
+    own = Grammars._of_vocabulary
+
+    def counted(self: Grammars) -> Any:
+        made.append(own(self))
+        return made[-1]
+
+    monkeypatch.setattr(Grammars, "_of_vocabulary", counted)
+    grammar, bytes_of = Grammar.json_schema({"enum": ["on", "off"]}), []
+
+    def compile_it() -> None:
+        grammars.compiled(grammar)
+        bytes_of.append(made[0]["json_schema"].get_cache_size_bytes())
+
+    threads = [threading.Thread(target=compile_it) for _ in range(16)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    grammars.compiled(Grammar.json_schema({"enum": ["on", "off"]}))
+    assert len(made) == 1 and {*bytes_of} == {made[0]["json_schema"].get_cache_size_bytes()}
+
+
+def test_an_asynchronous_engine_refuses_at_submit_and_serves_the_rest(llm):
+    prompt = llm.tokenizer.encode("the moon")
+    with AsyncEngine(llm.engine) as serving:
+        with pytest.raises(ConfigError, match="that xgrammar takes"):
+            serving.submit(prompt, SamplingParams(grammar=Grammar.regex("(")))
+        params = [SamplingParams(grammar=Grammar.regex(f"{'a' * n}b")) for n in range(1, 9)]
+        results = [handle.result() for handle in [serving.submit(prompt, p) for p in params]]
+    assert [llm.tokenizer.decode(each.tokens) for each in results] == [
+        "a" * n + "b" for n in range(1, 9)
+    ]
+
+
+def test_without_xgrammar_only_what_asks_for_it_is_refused(llm, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "xgrammar", None)
+    with pytest.raises(ConfigError, match=r"pip install 'compiled-attn\[grammar\]'"):
+        Grammars(llm.tokenizer).compiled(Grammar.regex("a"))
+    assert llm.generate(["the moon"], SamplingParams(max_new_tokens=2))[0].text is not None
+
+
+def test_a_tokenizer_that_xgrammar_cannot_read_is_named(model_dir, monkeypatch):
+    tokenizer = Tokenizer(model_dir)
+    monkeypatch.setattr(type(tokenizer.of_transformers), "get_vocab", lambda _: {})
+    with pytest.raises(ConfigError, match="xgrammar cannot read its tokenizer"):
+        Grammars(tokenizer).compiled(Grammar.regex("a"))
