@@ -67,8 +67,8 @@ def _rows(report: EngineReport, checked: CheckReport) -> Iterator[tuple[str, str
 def _kernel(report: EngineReport) -> str:
     note = report.kernel_notes.get("native", "")
     if report.kernel == "native":
-        packed = report.kernel_notes.get("weights")
-        return f"native, {note}" + (f", {packed}" if packed else "")
+        others = (report.kernel_notes.get(name) for name in ("weights", "oneDNN"))
+        return ", ".join(["native", note, *filter(None, others)])
     return f"{report.kernel} (native: {note})" if _is_short(note) else f"{report.kernel}, see below"
 
 
