@@ -21,6 +21,8 @@ from compiled_attn.errors import ConfigError
 
 __all__ = ["Constraint", "Grammars", "Matcher", "constrain", "constraint_of"]
 
+_LAST_ID = 2**31 - 1  # of any vocabulary; what an end beyond it is, no model draws
+
 
 class Matcher(Protocol):
     """How far a grammar has come, as xgrammar's `GrammarMatcher` tells it."""
@@ -62,7 +64,7 @@ class Constraint:
         self, grammars: Grammars, grammar: Grammar, prompt_len: int, ends: Collection[int]
     ) -> None:
         self.grammars = grammars
-        self.ends = np.array(sorted(end for end in ends if end >= 0), np.int64)
+        self.ends = np.array(sorted(end for end in ends if 0 <= end <= _LAST_ID), np.int64)
         self._make = grammars.compiled(grammar)
         self._matcher: Matcher | None = None
         self._prompt_len = prompt_len

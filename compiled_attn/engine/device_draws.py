@@ -49,7 +49,7 @@ class DrawRows(NamedTuple):
             [each.seed or 0 for each in wanted], [sequence.generated for _, sequence in params]
         )
         drawn.temperature[at] = _doubles([each.temperature for each in wanted])
-        drawn.top_k[at] = torch.tensor([each.top_k or vocab for each in wanted])
+        drawn.top_k[at] = torch.tensor([min(each.top_k or vocab, vocab) for each in wanted])
         drawn.top_p[at] = _doubles([each.top_p for each in wanted])
         drawn.min_p[at] = _doubles([each.min_p for each in wanted])
         drawn.uniform[at] = torch.from_numpy(np.ascontiguousarray(uniform))

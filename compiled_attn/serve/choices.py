@@ -88,9 +88,9 @@ def _sum_of(usages: Sequence[Mapping[str, int]]) -> dict[str, int]:
 async def merged_streams(streams: Sequence[AsyncIterator[str]]) -> AsyncIterator[str]:
     """The events of several streams as they come, each with the index of its choice.
 
-    The last one tells what all of them used.
+    The last one tells what all of them used. With the first that fails all end.
     """
-    queue: asyncio.Queue[tuple[int, str | None]] = asyncio.Queue()
+    queue: asyncio.Queue[tuple[int, str | Exception | None]] = asyncio.Queue()
     usages: list[dict[str, int]] = []
 
     async def read(at: int, stream: AsyncIterator[str]) -> None:
@@ -99,8 +99,9 @@ async def merged_streams(streams: Sequence[AsyncIterator[str]]) -> AsyncIterator
                 for event in text.split("\n\n"):
                     if event:
                         queue.put_nowait((at, event))
-        finally:
             queue.put_nowait((at, None))
+        except Exception as error:
+            queue.put_nowait((at, error))
 
     tasks = [asyncio.ensure_future(read(at, stream)) for at, stream in enumerate(streams)]
     try:
@@ -110,6 +111,8 @@ async def merged_streams(streams: Sequence[AsyncIterator[str]]) -> AsyncIterator
             if event is None:
                 left -= 1
                 continue
+            if isinstance(event, Exception):
+                raise event
             chunk = json.loads(event.removeprefix("data: "))
             for choice in chunk.get("choices", ()):
                 choice["index"] = at
@@ -118,6 +121,8 @@ async def merged_streams(streams: Sequence[AsyncIterator[str]]) -> AsyncIterator
                 if len(usages) == len(tasks):
                     chunk["usage"] = _sum_of(usages)
             yield f"data: {json.dumps(chunk)}\n\n"
+            if "error" in chunk:
+                return
     finally:
         for task in tasks:
             task.cancel()

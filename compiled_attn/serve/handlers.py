@@ -93,15 +93,30 @@ class _Handler:
         Raises:
             RequestError: it cannot be served.
         """
-        body = without_nulls(body)
-        check_body(body, self._needed)
-        body.setdefault("stream", False)
         try:
-            if (grammar := grammar_of(body)) is not None:  # it may take seconds: others go on
-                await asyncio.to_thread(self.model_manager.served.llm.grammars.compiled, grammar)
+            body = without_nulls(body)
+            check_body(body, self._needed)
+            body.setdefault("stream", False)
+            await self._compile_grammar(body)
             return await super().handle_request(body, request_id)  # type: ignore[misc]
         except (TemplateError, ValueError) as error:
             raise RequestError(str(error)) from error
+        except RecursionError as error:
+            raise RequestError(
+                "expected a body of few levels, got one that is nested too deep: flatten it"
+            ) from error
+
+    async def _compile_grammar(self, body: Body) -> None:
+        """Compiles what the format asks for, which may take seconds, while others go on; not before
+        all else is found right.
+        """
+        if (grammar := grammar_of(body)) is None:
+            return
+        self._validate_request(body)
+        self._resolve_model(body)
+        llm = self.model_manager.served.llm
+        sampling_of(body, llm.model.generation_config)
+        await asyncio.to_thread(llm.grammars.compiled, grammar)
 
     def _validate_request(self, body: Body) -> None:
         known = self._valid_params_class.__mutable_keys__ | EXTENSIONS  # type: ignore[attr-defined]

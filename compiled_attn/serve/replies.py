@@ -75,6 +75,8 @@ class Reply:
                     self._scores.append(event.logprobs)
                 self._tell(self._pieces.put(event.token))
             self._tell(self._pieces.rest())
+            if self._scores:  # of tokens that no text came of
+                self.queue.put_nowait(ScoredText("", self._scores, self._told))
             if self._parser is not None:
                 with contextlib.suppress(ValueError, RuntimeError):  # it ended within a call
                     self._show(self._parser.finalize()[1])

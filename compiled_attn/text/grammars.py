@@ -20,9 +20,12 @@ from graphs.errors import clipped, quoted
 __all__ = ["Grammars"]
 
 _CACHE_BYTES = 256 * 2**20
+_KEPT = 64  # grammars: a request asks for its own several times
+_MOST_TEXT, _MOST_LEVELS = 1 << 16, 64  # their cost to compile grows with the square of levels
 _CONTROLS = {*range(32)} - {*b"\n\r"}
 _BLANKS = 24  # between two elements of JSON, at most: what ends if a model likes blanks
 _PLACE = re.compile(r"^\[[\d:]+\] \S+: (Check failed: \(.*\) is false: )?")
+_QUOTED = re.compile(r'"(\\.|[^"\\])*"|\\.')
 _NAMES = {"json_schema": "JSON schema", "regex": "regular expression", "ebnf": "EBNF grammar"}
 
 
@@ -39,6 +42,7 @@ class Grammars:
         self._tokenizer = tokenizer
         self._lock = threading.Lock()
         self._compilers: dict[str, Any] = {}
+        self._known: dict[Grammar, Callable[[], Matcher]] = {}
         self._vocab = 0
 
     def compiled(self, grammar: Grammar) -> Callable[[], Matcher]:
@@ -49,7 +53,10 @@ class Grammars:
                 installed.
         """
         with self._lock:
+            if (known := self._known.get(grammar)) is not None:
+                return known
             self._compilers = self._compilers or self._of_vocabulary()
+        _refuse_large(grammar)
         from xgrammar import GrammarMatcher
 
         try:
@@ -61,6 +68,10 @@ class Grammars:
             raise _refusal(grammar, clipped(reason, 200)) from error
         if not can_begin:
             raise _refusal(grammar, "no token of the model can begin it")
+        with self._lock:
+            self._known[grammar] = make
+            while len(self._known) > _KEPT:
+                del self._known[next(iter(self._known))]  # the oldest
         return make
 
     def masks(self, matchers: Sequence[Any]) -> NDArray[np.int32]:
@@ -111,6 +122,19 @@ def _compiled(compiler: Any, grammar: Grammar) -> Any:
     if grammar.kind == "regex":
         return compiler.compile_regex(grammar.text)
     return compiler.compile_grammar(grammar.text)
+
+
+def _refuse_large(grammar: Grammar) -> None:
+    """Raises ConfigError for a grammar that would take too long to compile, or too much memory."""
+    if len(grammar.text) > _MOST_TEXT:
+        raise _refusal(
+            grammar, f"it has {len(grammar.text):,} characters, more than {_MOST_TEXT:,}"
+        )
+    levels = 0
+    for character in _QUOTED.sub("", grammar.text):
+        levels += (character in "[{(") - (character in "]})")
+        if levels > _MOST_LEVELS:
+            raise _refusal(grammar, f"it is nested more than {_MOST_LEVELS} levels deep")
 
 
 def _refusal(grammar: Grammar, reason: str) -> ConfigError:

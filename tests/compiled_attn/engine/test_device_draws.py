@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from compiled_attn.engine import SamplingParams
 from compiled_attn.engine.device_draws import NO_TOKEN, DrawRows, drawn_tokens, likely_tokens
 from compiled_attn.engine.draws import sample
+from compiled_attn.engine.scheduler import ScheduledStep
+from compiled_attn.engine.sequence import Sequence
 from compiled_attn.engine.uniform import uniforms
 
 VOCAB = 300
@@ -75,3 +77,11 @@ def test_masked_tokens_are_never_drawn():
     params = [SamplingParams(temperature=5.0, seed=n) for n in range(64)]
     drawn = drawn_tokens(logits, likely_tokens(logits), *rows_of(params, [0] * 64))
     assert set(drawn.tolist()) == {3, 250}
+
+
+def test_a_top_k_beyond_64_bits_keeps_all():
+    sampling = SamplingParams(temperature=1.0, top_k=10**30, seed=5)
+    step = ScheduledStep({Sequence(0, [1, 2], 2, sampling, 0.0): 2})
+    logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(0))
+    drawn = drawn_tokens(logits, likely_tokens(logits), *DrawRows.of(step, 2, VOCAB))
+    assert drawn.tolist()[:1] == sample(logits[:1], [sampling], [0])

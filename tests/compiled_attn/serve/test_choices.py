@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+
 import pytest
 
 from compiled_attn.engine import SamplingParams
+from compiled_attn.serve.choices import merged_streams
 from compiled_attn.text import LLM
 from tests.compiled_attn.serve.conftest import NAME, Running
 
@@ -105,3 +109,21 @@ def test_a_text_tells_log_probabilities_whole_and_as_a_stream(server: Running, a
     assert whole.text_offset == [len("".join(names[:at])) for at in range(len(names))]
     for each, own in zip(want.result.logprobs, whole.top_logprobs, strict=True):
         assert {*own} == {alone.tokenizer.text_of(token) for token, _ in each.top}
+
+
+def test_the_first_stream_that_fails_ends_all():
+    async def told(*events: str):
+        for event in events:
+            yield event
+
+    async def failing():
+        yield 'data: {"choices": [{}]}\n\n'
+        raise RuntimeError("torn")
+
+    async def read(*streams):
+        return [json.loads(each[6:]) async for each in merged_streams([*streams])]
+
+    error = told('data: {"error": "too long"}\n\n')
+    assert asyncio.run(read(error, told()))[-1] == {"error": "too long"}
+    with pytest.raises(RuntimeError, match="torn"):
+        asyncio.run(read(failing(), told()))

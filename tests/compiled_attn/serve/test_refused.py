@@ -159,6 +159,12 @@ def test_a_body_that_is_no_object_is_refused(server, body):
     assert "expected a JSON object" in refusal(server, body)
 
 
+@pytest.mark.parametrize("levels", [100, 700, 20_000])
+def test_a_body_of_very_many_levels_is_refused(server, levels):
+    told = refusal(server, b'{"prompt": %b%b}' % (b"[" * levels, b"]" * levels))
+    assert told and "\n" not in told
+
+
 @pytest.mark.parametrize("body", [b'{"prompt": "a\\ud800"}', b'{"prompt": "a", "\\ud800": 1}'])
 def test_half_a_surrogate_pair_is_refused(server, body):
     assert "expected valid Unicode" in refusal(server, body)

@@ -248,6 +248,26 @@ def test_what_is_no_schema_is_refused_when_the_grammar_is_made(given):
         Grammar.ebnf(5)
 
 
+@pytest.mark.parametrize(
+    ("grammar", "why"),
+    [
+        (Grammar.json_schema('{"items": ' * 65 + "{}" + "}" * 65), "more than 64 levels"),
+        (Grammar.json_schema({"enum": ["x" * 70_000]}), "more than 65,536"),
+        (Grammar.regex("(" * 65 + "a" + ")" * 65), "more than 64 levels"),
+    ],
+)
+def test_what_would_take_too_long_to_compile_is_refused(llm, grammar, why):
+    with pytest.raises(ConfigError, match=why):
+        llm.generate(["the moon"], SamplingParams(grammar=grammar))
+
+
+def test_brackets_in_strings_and_escapes_are_no_levels(llm):
+    for grammar in (Grammar.json_schema({"const": "[" * 100}), Grammar.regex(r"\(" * 80)):
+        llm.engine.submit([1, 2], SamplingParams(grammar=grammar, max_new_tokens=1))
+    while llm.engine.has_work:
+        llm.engine.step()
+
+
 def test_many_threads_compile_a_grammar_once_and_get_their_answers(llm, monkeypatch):
     grammars, made = Grammars(llm.tokenizer), []
     own = Grammars._of_vocabulary
