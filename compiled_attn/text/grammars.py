@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from collections.abc import Callable, Sequence
@@ -22,8 +23,11 @@ __all__ = ["Grammars"]
 _CACHE_BYTES = 256 * 2**20
 _KEPT = 64  # grammars: a request asks for its own several times
 _MOST_TEXT, _MOST_LEVELS = 1 << 16, 64  # their cost to compile grows with the square of levels
+_MOST_REPETITIONS, _REPETITIONS_THAT_COST = 2048, 256
+_REPEATED = re.compile(r'"(?:min|max)Length"\s*:\s*(\d+)|\{(\d+)(?:,(\d*))?\}|\{,(\d+)\}')
 _CONTROLS = {*range(32)} - {*b"\n\r"}
 _BLANKS = 24  # between two elements of JSON, at most: what ends if a model likes blanks
+_THREADS = max(1, (os.cpu_count() or 1) // 4)  # of one compilation, beside a model that runs
 _PLACE = re.compile(r"^\[[\d:]+\] \S+: (Check failed: \(.*\) is false: )?")
 _QUOTED = re.compile(r'"(\\.|[^"\\])*"|\\.')
 _NAMES = {"json_schema": "JSON schema", "regex": "regular expression", "ebnf": "EBNF grammar"}
@@ -62,12 +66,15 @@ class Grammars:
         try:
             make = partial(GrammarMatcher, _compiled(self._compilers[grammar.kind], grammar))
             first = make()
-            can_begin = first.is_completed() or self.masks([first]).any()
+            is_empty, can_begin = first.is_completed(), self.masks([first]).any()
         except RuntimeError as error:
             reason = " ".join(_PLACE.sub("", str(error)).split())
             raise _refusal(grammar, clipped(reason, 200)) from error
         if not can_begin:
-            raise _refusal(grammar, "no token of the model can begin it")
+            got = (
+                "only the empty text fits it" if is_empty else "no token of the model can begin it"
+            )
+            raise _refusal(grammar, got)
         with self._lock:
             self._known[grammar] = make
             while len(self._known) > _KEPT:
@@ -110,7 +117,7 @@ class Grammars:
         def over(texts: list[bytes]) -> Any:
             # No token ends a text here: which do is a matter of the request.
             vocabulary = TokenizerInfo(texts, VocabType.RAW, stop_token_ids=[])
-            return GrammarCompiler(vocabulary, cache_limit_bytes=_CACHE_BYTES)
+            return GrammarCompiler(vocabulary, max_threads=_THREADS, cache_limit_bytes=_CACHE_BYTES)
 
         plain = over(texts)
         return {"json_schema": over(of_json), "regex": plain, "ebnf": plain}
@@ -130,11 +137,22 @@ def _refuse_large(grammar: Grammar) -> None:
         raise _refusal(
             grammar, f"it has {len(grammar.text):,} characters, more than {_MOST_TEXT:,}"
         )
+    if sum(map(_repetitions, _REPEATED.findall(grammar.text))) > _MOST_REPETITIONS:
+        raise _refusal(
+            grammar,
+            f"its repetitions (minLength, maxLength, {{m,n}}), of which each counts up to "
+            f"{_REPETITIONS_THAT_COST}, are more than {_MOST_REPETITIONS:,} in all",
+        )
     levels = 0
     for character in _QUOTED.sub("", grammar.text):
         levels += (character in "[{(") - (character in "]})")
         if levels > _MOST_LEVELS:
             raise _refusal(grammar, f"it is nested more than {_MOST_LEVELS} levels deep")
+
+
+def _repetitions(found: tuple[str, ...]) -> int:
+    """Of one that `_REPEATED` found: the larger number, as far as the cost to compile grows."""
+    return max(min(int(number), _REPETITIONS_THAT_COST) for number in found if number)
 
 
 def _refusal(grammar: Grammar, reason: str) -> ConfigError:
