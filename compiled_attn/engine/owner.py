@@ -71,10 +71,12 @@ class Owner:
             most = self._engine.config.max_seqs
             there = len(self._inbox) + len(self._outside) + len(self._open)
             if there + len(handles) > self._max_waiting + most:
-                more = "one" if len(handles) == 1 else f"{len(handles)} that belong together"
+                more = (
+                    "one more" if len(handles) == 1 else f"{len(handles)} more that belong together"
+                )
                 raise QueueFull(
                     f"expected at most {self._max_waiting} requests that wait (max_waiting) while "
-                    f"{most} run (max_seqs), got {more} more: submit it later, or raise either"
+                    f"{most} run (max_seqs), got {more}: submit it later, or raise either"
                 )
             self._inbox.extend(handles)
             self._changed.notify()

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from compiled_attn.engine.constraint import Matcher
 from compiled_attn.engine.grammar import Grammar
 from compiled_attn.errors import ConfigError
+from compiled_attn.text.grammar_size import too_large
 from compiled_attn.text.tokenizer import Tokenizer
 from graphs.errors import clipped, quoted
 
@@ -22,14 +23,10 @@ __all__ = ["Grammars"]
 
 _CACHE_BYTES = 256 * 2**20
 _KEPT = 64  # grammars: a request asks for its own several times
-_MOST_TEXT, _MOST_LEVELS = 1 << 16, 64  # their cost to compile grows with the square of levels
-_MOST_REPETITIONS, _REPETITIONS_THAT_COST = 2048, 256
-_REPEATED = re.compile(r'"(?:min|max)Length"\s*:\s*(\d+)|\{(\d+)(?:,(\d*))?\}|\{,(\d+)\}')
 _CONTROLS = {*range(32)} - {*b"\n\r"}
 _BLANKS = 24  # between two elements of JSON, at most: what ends if a model likes blanks
 _THREADS = max(1, (os.cpu_count() or 1) // 4)  # of one compilation, beside a model that runs
 _PLACE = re.compile(r"^\[[\d:]+\] \S+: (Check failed: \(.*\) is false: )?")
-_QUOTED = re.compile(r'"(\\.|[^"\\])*"|\\.')
 _NAMES = {"json_schema": "JSON schema", "regex": "regular expression", "ebnf": "EBNF grammar"}
 
 
@@ -60,7 +57,8 @@ class Grammars:
             if (known := self._known.get(grammar)) is not None:
                 return known
             self._compilers = self._compilers or self._of_vocabulary()
-        _refuse_large(grammar)
+        if reason := too_large(grammar):
+            raise _refusal(grammar, reason)
         from xgrammar import GrammarMatcher
 
         try:
@@ -129,30 +127,6 @@ def _compiled(compiler: Any, grammar: Grammar) -> Any:
     if grammar.kind == "regex":
         return compiler.compile_regex(grammar.text)
     return compiler.compile_grammar(grammar.text)
-
-
-def _refuse_large(grammar: Grammar) -> None:
-    """Raises ConfigError for a grammar that would take too long to compile, or too much memory."""
-    if len(grammar.text) > _MOST_TEXT:
-        raise _refusal(
-            grammar, f"it has {len(grammar.text):,} characters, more than {_MOST_TEXT:,}"
-        )
-    if sum(map(_repetitions, _REPEATED.findall(grammar.text))) > _MOST_REPETITIONS:
-        raise _refusal(
-            grammar,
-            f"its repetitions (minLength, maxLength, {{m,n}}), of which each counts up to "
-            f"{_REPETITIONS_THAT_COST}, are more than {_MOST_REPETITIONS:,} in all",
-        )
-    levels = 0
-    for character in _QUOTED.sub("", grammar.text):
-        levels += (character in "[{(") - (character in "]})")
-        if levels > _MOST_LEVELS:
-            raise _refusal(grammar, f"it is nested more than {_MOST_LEVELS} levels deep")
-
-
-def _repetitions(found: tuple[str, ...]) -> int:
-    """Of one that `_REPEATED` found: the larger number, as far as the cost to compile grows."""
-    return max(min(int(number), _REPETITIONS_THAT_COST) for number in found if number)
 
 
 def _refusal(grammar: Grammar, reason: str) -> ConfigError:

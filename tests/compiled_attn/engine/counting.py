@@ -25,7 +25,7 @@ class Counting:
         buckets = form.ladder(StepLimits(16, 4, 10, 19), 8).with_cost(sum_of_sizes)
         self.sizing = Sizing(40, 200, 4, 20, form, buckets)
         self.eos = frozenset([99])
-        self.copies = SimpleNamespace(num_blocks=20, bytes_per_block=1)
+        self.copies = SimpleNamespace(num_blocks=20, bytes_per_block=1, move=self._move)
         self.seen: dict[int, int] = {}
         self._builder = BatchBuilder(20, 4)
 
@@ -59,6 +59,12 @@ class Counting:
             sequence = part.sequence
             assert [self.seen[slot] for slot in slots] == sequence.tokens[:length]
         return [part.tokens[-1] + 1 for part in step.parts]
+
+    def _move(self, pairs):
+        for source, target in np.asarray(pairs).tolist():
+            for at in range(4):
+                if (token := self.seen.get(4 * source + at)) is not None:
+                    self.seen[4 * target + at] = token
 
     def finite_blocks(self, places):
         return len(places)
