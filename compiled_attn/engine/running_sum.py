@@ -8,6 +8,7 @@ float32, and a token counts where the least and the greatest sum that it may be 
 from __future__ import annotations
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from compiled_attn.engine.sampling import SamplingParams
@@ -19,6 +20,7 @@ _NATS = 40.0  # what is less likely by this factor of e shares the last bin
 # Of a sum of exponentials in float32, relative where the exponents are above -40 (of which each of
 # three roundings is 2**-24, times 40), and absolute, of a million others.
 _ERROR, _LEAST = 2.0**-16, 1e-11
+_COLDEST = 1e-30  # whose inverse is a float32
 
 
 class _InTheRest(Exception):
@@ -36,7 +38,7 @@ class RunningSum:
         self._vocab = vocab
         self._exact = [np.empty(vocab) for _ in range(3)]
         self._all_bins = np.empty(vocab, np.int64)
-        self._rough = np.empty(vocab, np.float32)
+        self._rough = torch.empty(vocab)  # whose operations take several threads
 
     def token(
         self,
@@ -53,7 +55,7 @@ class RunningSum:
             params: how it is drawn.
             number: the place, in [0, 1).
         """
-        if len(head):
+        if len(head) and params.temperature > _COLDEST:
             rest = self._sum_of_rest(values, head, params.temperature)
             self._begin(values[head], params.temperature)
             bounds = (rest * (1 - _ERROR), rest * (1 + _ERROR) + _LEAST)
@@ -69,12 +71,10 @@ class RunningSum:
     def _sum_of_rest(
         self, values: NDArray[np.floating], head: NDArray[np.int64], temperature: float
     ) -> float:
-        rough = self._rough
-        with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-            np.subtract(values, values[head].max(), out=rough)
-            np.multiply(rough, np.float32(1) / np.float32(temperature), out=rough)
-            np.exp(rough, out=rough)
-        rough[head] = 0
+        rough, top = self._rough, float(values[head].max())
+        torch.sub(torch.from_numpy(values), top, out=rough)
+        rough.mul_(1 / temperature).exp_()
+        rough.numpy()[head] = 0
         return float(rough.sum())
 
     def _begin(self, values: NDArray[np.floating], temperature: float) -> None:
