@@ -92,8 +92,10 @@ def outcome_of(
         record: figures of the step, to which those of its tokens are added.
     """
     outcome, ttft_s = Outcome(number, now_s, record, step), []
-    for (sequence, count, start), row in zip(step, rows, strict=True):
-        if sequence.status is Status.FINISHED:  # since the step began
+    finished = {each for each in step.sequences if each.status is Status.FINISHED}
+    parts = zip(step.sequences, step.counts, step.starts, rows, strict=True)
+    for sequence, count, start, row in parts:
+        if finished and sequence in finished:  # since the step began
             continue
         place = len(sequence.tokens)
         scored: ScoredToken | None = None
@@ -116,8 +118,8 @@ def outcome_of(
         outcome.tell(sequence, event)
         outcome.tokens.append((sequence, place, row))
     failed = {sequence for sequence, has_failed in outcome.ended if has_failed}
-    gone = failed.union(each for each in step.sequences if each.status is Status.FINISHED)
-    outcome.computed = step.without(gone) if gone else step
+    if gone := failed | finished:
+        outcome.computed = step.without(gone)
     outcome.record = replace(
         record,
         generated_tokens=len(outcome.tokens),

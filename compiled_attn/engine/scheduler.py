@@ -8,8 +8,9 @@ scheduling).
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from functools import cached_property
 from itertools import chain
@@ -90,9 +91,10 @@ class ScheduledStep(SequenceOf[ScheduledTokens]):
 
     def tokens(self) -> list[int]:
         """Ids of all tokens that it computes, see `ScheduledTokens.tokens`."""
-        if max(self.counts) == 1 and not self.is_ahead:
+        if max(self.counts) == 1:
             starts = zip(self.sequences, self.starts, strict=True)
-            return [each.tokens[start] for each, start in starts]
+            with contextlib.suppress(IndexError):  # of one that is not known yet
+                return [each.tokens[start] for each, start in starts]
         return [*chain.from_iterable(part.tokens for part in self)]
 
     def without(self, gone: Container[Sequence]) -> ScheduledStep:
@@ -176,7 +178,7 @@ class Scheduler:
             if part.wants_logits and part.generated + 1 >= part.sequence.sampling.max_new_tokens
         }
 
-    def schedule(self, ending: Container[Sequence] = ()) -> ScheduledStep:
+    def schedule(self, ending: Collection[Sequence] = ()) -> ScheduledStep:
         """The next step; blocks for its tokens are reserved. Empty only if there is no work.
 
         Args:
@@ -186,7 +188,8 @@ class Scheduler:
         late: list[Sequence] = []
         before, room, extra = self.preemptions, self.max_tokens, 0
         self.changed = []
-        for sequence in [each for each in self.running if each not in ending]:
+        running = [*self.running]
+        for sequence in [each for each in running if each not in ending] if ending else running:
             if len(sequence.tokens) - sequence.computed > 1:
                 late.append(sequence)  # behind the decodes
             elif room and sequence.computed < sequence.reserved:
@@ -206,7 +209,8 @@ class Scheduler:
         shared from now on."""
         for sequence, start, count in zip(step.sequences, step.starts, step.counts, strict=True):
             computed = start + count
-            sequence.computed = max(sequence.computed, computed)
+            if sequence.computed < computed:  # the next step may have begun behind it
+                sequence.computed = computed
             if computed >= sequence.quiet_below:
                 sequence.quiet_below = self.pool.commit(
                     sequence.request_id, sequence.tokens, computed

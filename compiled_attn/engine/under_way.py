@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Container
+from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
@@ -90,7 +90,7 @@ class StepsUnderWay:
         """Gives up what has begun: its requests are computed again."""
         self._begun = None
 
-    def _begin(self, ending: Container[Sequence] = ()) -> BegunStep | None:
+    def _begin(self, ending: Collection[Sequence] = ()) -> BegunStep | None:
         started = time.perf_counter()
         scheduled = self._scheduler.schedule(ending)
         if not scheduled:
