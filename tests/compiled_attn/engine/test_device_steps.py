@@ -208,3 +208,23 @@ def test_on_gaudi_every_step_replays_a_graph_of_parts(bridge):
     assert bridge.log.count("replay") >= steps and set(bridge.log) == {"mark", "replay"}
     assert spent[:3] == (steps, steps, 0) and engine.report().steps_ahead
     assert [buffer.data_ptr() for buffer in engine.executor.cache.buffers()] == addresses
+
+
+@pytest.mark.parametrize("sampling", TOLD[:2], ids=["rules", "told"])
+def test_a_step_that_has_begun_outlives_a_second_warmup(sampling):
+    def served_by(device, backend):
+        engine = Engine(tiny_model().to(device), replace(CONFIG, backend=backend))
+        engine.warmup()
+        engine.submit(PROMPTS[0], GREEDY)
+        events = engine.step() + engine.step()
+        engine.submit(PROMPTS[1], sampling)
+        events += engine.step()  # which begins the one that the host samples
+        engine.warmup()
+        while engine.has_work:
+            events += engine.step()
+        texts = sorted((event.index, event.result.tokens) for event in events if event.result)
+        return texts, engine.report().steps_ahead
+
+    here, _ = served_by("cpu", "eager")
+    there, ahead = served_by("stand_in", Recorded())
+    assert there == here and ahead
