@@ -1,0 +1,26 @@
+"""Compiled steps of an engine on a device: inputs are parts of one buffer, captured as they lie."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.compiled_attn.engine.test_device_steps import CONFIG, DRAWN, served, tokens
+from tests.slow import slow_but
+from tests.stand_in import open_device
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
+
+@pytest.mark.parametrize("kernel", slow_but(("native",), ("native", "portable")))
+def test_compiled_steps_give_the_tokens_of_a_cpu_and_wait_for_nothing(kernel):
+    open_device()
+    config = replace(CONFIG, kernel=kernel)
+    here, _, _ = served("cpu", DRAWN, config)
+    there, spent, engine = served("stand_in", DRAWN, replace(config, backend="aot_eager"))
+    assert tokens(there) == tokens(here)
+    assert {each[:3] for each in spent} == {(1, 1, 0)}
+    report = engine.executor.graphs.report
+    assert len(report.captured) == len(report.results)
+    assert kernel == "portable" or report.graphs < len(report.results)  # sizes are symbols
