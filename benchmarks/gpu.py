@@ -102,7 +102,12 @@ def main() -> None:
     sizes = Sizes(block_size=options.block_size, dtype=dtype)
     if options.small:
         sizes = Sizes(4, 2, 16, options.block_size, dtype)
-    results: dict[str, Any] = {"device": describe(device), "attention": [], "serving": [], "failed": []}
+    results: dict[str, Any] = {
+        "device": describe(device),
+        "attention": [],
+        "serving": [],
+        "failed": [],
+    }
 
     def keep(kind: str, found: object) -> None:
         """At once: what is cut off at its time limit leaves all rows before."""

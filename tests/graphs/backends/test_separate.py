@@ -46,7 +46,7 @@ def test_what_overlaps_another_or_is_alone_stays_what_it_is():
 @pytest.mark.parametrize("kind", ["aot_eager", "store"])
 def test_a_region_that_is_compiled_once_takes_parts_of_a_buffer(kind, tmp_path):
     """Torch refuses it inputs of one storage, though no two of them overlap."""
-    buffer, one, other = parts()
+    _, one, other = parts()
     store = ArtifactStore(tmp_path / "store")
     for _ in range(2 if kind == "store" else 1):
         backend = StoredInductor(store) if kind == "store" else kind
