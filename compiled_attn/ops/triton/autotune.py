@@ -43,9 +43,12 @@ def measuring(plans: Plans = PLANS) -> Iterator[Plans]:
 
 def tune(problem: Problem, device: torch.device, clock: Clock | None = None) -> Plan:
     """The fastest of some plans of a problem: first the tile, then the number of splits."""
-    clock = clock or partial(_milliseconds, device=device)
-    call, cores = call_of(problem, device), processors(device)
+    clock, cores = clock or partial(_milliseconds, device=device), processors(device)
     usual = plan(problem, cores)
+    try:
+        call = call_of(problem, device)
+    except torch.OutOfMemoryError:  # a cache has most of it: no reason to fail a warmup
+        return usual
     best = _fastest([usual, *other_tiles(problem, cores)], call, clock)
     return _fastest([best, *other_splits(best)], call, clock)
 
@@ -88,7 +91,7 @@ def _fastest(plans: list[Plan], call: PagedCall, clock: Clock) -> Plan:
     for each in plans:
         try:
             times[each] = clock(partial(attend, call, each))
-        except triton.OutOfResources:
+        except (triton.OutOfResources, torch.OutOfMemoryError):
             continue
     return min(times, key=times.__getitem__, default=plans[0])
 

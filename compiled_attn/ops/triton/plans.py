@@ -42,10 +42,11 @@ class Plans:
             ValueError: it is none of it.
         """
         for name, numbers in kept.items():
-            if len(numbers) != 5 or not all(type(each) is int and each > 0 for each in numbers):
+            are_sizes = all(type(each) is int and each > 0 for each in numbers)
+            if len(numbers) != 5 or not are_sizes or any(n & (n - 1) for n in numbers[:3]):
                 raise ValueError(
-                    f"expected rows, keys, warps, stages and splits of {name!r}, got {numbers!r}: "
-                    "measure again"
+                    f"expected rows, keys, warps (powers of two), stages and splits of {name!r}, "
+                    f"got {numbers!r}: measure again"
                 )
         adopted = {name: Plan(Tile(*tile), splits) for name, (*tile, splits) in kept.items()}
         self._measured |= adopted

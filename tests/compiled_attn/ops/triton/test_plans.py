@@ -84,7 +84,9 @@ def test_a_problem_is_measured_once_while_that_is_wanted_and_kept_as_json():
     assert later.of(DECODE, CPU) == chosen
 
 
-@pytest.mark.parametrize("numbers", [[], [16, 16, 4, 2], [16, 16, 4, 2, 0], [16, 16, 4, 2, "1"]])
+@pytest.mark.parametrize(
+    "numbers", [[], [16, 16, 4, 2], [16, 16, 4, 2, 0], [16, 16, 4, 2, "1"], [48, 16, 4, 2, 1]]
+)
 def test_what_is_no_plan_is_not_adopted(numbers):
     plans = Plans()
     with pytest.raises(ValueError, match=r"expected rows, keys, .* got .*: measure again"):
