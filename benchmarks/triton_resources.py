@@ -118,7 +118,7 @@ def kernels_of(case: Case) -> Iterator[tuple[str, Plan, Any, Launch]]:
 
 def rows(targets: list[str], cases: list[str]) -> Iterator[dict[str, Any]]:
     for name in cases:
-        for step, (tile, splits), kernel, launch in kernels_of(CASES[name]):
+        for step, (tile, splits, _), kernel, launch in kernels_of(CASES[name]):
             attends = kernel is attend_kernel
             sizes = f"{tile.rows}x{tile.keys}, {tile.warps}w, {tile.stages}s, /{splits}"
             for target in targets:

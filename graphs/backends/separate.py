@@ -8,7 +8,7 @@ from itertools import combinations
 from typing import Any
 
 from torch import Tensor
-from torch.utils.dlpack import from_dlpack, to_dlpack
+from torch.utils import dlpack
 
 from graphs.capture.inputs import Input, overlaps
 
@@ -39,8 +39,9 @@ def _own(value: Any) -> Tensor:
     """The tensor over a storage of its own; itself, where that would be another kind of tensor."""
     if type(value) is not Tensor or value.requires_grad or value.is_inference():
         return value
+    through: Any = dlpack
     try:
-        own: Tensor = from_dlpack(to_dlpack(value))  # type: ignore[no-untyped-call]
+        own: Tensor = through.from_dlpack(through.to_dlpack(value))
     except (RuntimeError, BufferError, ValueError):
-        return value
+        own = value
     return own

@@ -22,10 +22,14 @@ class Tile(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """A tile, and the number of splits that the keys of each request are cut into."""
+    """A tile, and the number of splits that the keys of each request are cut into.
+
+    ``varlen``: `compiled_attn.ops.varlen` is faster, where it serves the call.
+    """
 
     tile: Tile
     splits: int
+    varlen: bool = False
 
 
 @dataclass(frozen=True)
