@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import combinations
 from typing import Any
 
@@ -37,11 +38,10 @@ def _storage(tensor: Tensor) -> int:
 
 def _own(value: Any) -> Tensor:
     """The tensor over a storage of its own; itself, where that would be another kind of tensor."""
+    own: Tensor = value
     if type(value) is not Tensor or value.requires_grad or value.is_inference():
-        return value
+        return own
     through: Any = dlpack
-    try:
-        own: Tensor = through.from_dlpack(through.to_dlpack(value))
-    except (RuntimeError, BufferError, ValueError):
-        own = value
+    with suppress(RuntimeError, BufferError, ValueError):
+        own = through.from_dlpack(through.to_dlpack(value))
     return own
