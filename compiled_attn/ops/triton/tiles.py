@@ -70,8 +70,8 @@ class Problem:
 
 # Tiles by the size of an element (1: codes, under queries of 2 bytes) and of a head, for few rows a
 # request (which have as many rows as a group, 16 at least) and for many. All fit the 99 KB of
-# shared memory of sm_89 and sm_120, and spill no registers; but 8 or 16 bytes of heads of 256 in
-# codes and of 576, which smaller tiles would cost more.
+# shared memory of sm_89 and sm_120, and spill no registers, but for 8 or 16 bytes of a few in
+# codes or float32 (tests/compiled_attn/ops/triton/test_resources.py has them).
 _TILES: dict[tuple[int, int], tuple[Tile, Tile]] = {
     (1, 64): (Tile(16, 32, 4, 2), Tile(64, 32, 8, 2)),
     (1, 128): (Tile(16, 64, 8, 2), Tile(64, 32, 8, 2)),
