@@ -24,6 +24,7 @@ import torch
 from native.against import answer, other_process
 
 from compiled_attn.engine import Engine, EngineConfig, SamplingParams
+from compiled_attn.engine.host_steps import HostSteps
 from compiled_attn.engine.local import ChosenKernel, LocalExecutor
 from compiled_attn.engine.sizing import Sizing
 from compiled_attn.step import BatchBuilder, StepLimits, Tables
@@ -53,7 +54,8 @@ class WithoutModel(LocalExecutor):
         self.graphs = SimpleNamespace(  # type: ignore[assignment]
             bucket=buckets.pick, run=lambda bucket, *inputs: logits
         )
-        self._has_told_cut = self._is_attached = False
+        self._steps = HostSteps.__new__(HostSteps)  # which takes no model
+        self._has_told_cut = self._is_attached = self.looks_ahead = False
 
     def warmup(self, progress: object = None) -> WarmupReport:
         """Nothing to capture."""

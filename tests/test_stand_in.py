@@ -79,3 +79,31 @@ def test_copies_and_waits_are_counted(ones, call, kind):
 def test_numpy_cannot_read_it(ones):
     with pytest.raises(TypeError):
         ones.numpy()
+
+
+def test_what_nobody_waits_for_comes_as_late_as_it_may(ones):
+    here, arrived = torch.zeros(3, 4), torch.Event(ones.device)
+    before = counts()
+    here.copy_(ones, non_blocking=True)
+    arrived.record()
+    ones.add_(1)  # behind the copy
+    late = here.clone()
+    assert not arrived.query()
+    arrived.synchronize()
+    assert arrived.query() and not (late == 1).any() and (here == 1).all()
+    assert counts().since(before)[:3] == (0, 1, 0)  # to wait for a copy out is part of it
+    arrived.record()
+    arrived.synchronize()
+    assert counts().since(before).waits == 1
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_source_that_is_changed_before_its_copy_was_waited_for_is_torn(ones, waits):
+    source = torch.zeros(3, 4)
+    before = counts()
+    ones.copy_(source, non_blocking=True)
+    if waits:
+        torch.accelerator.synchronize()
+    source.add_(1)
+    torch.accelerator.synchronize()
+    assert counts().since(before).torn == (not waits)

@@ -100,6 +100,11 @@ class EngineConfig:
         "they are read, in place), plain, int8 (half of their memory, with rounding), or auto: "
         "packed where that was measured to be faster.",
     )
+    look_ahead: bool = setting(
+        True,
+        "On a device that is not the CPU, plan and begin a step before the tokens of the one "
+        "before are there; the tokens are the same without.",
+    )
     strict: bool = setting(
         True,
         "A compile after warmup or a fallback is an error, or else a counted warning; so is a "

@@ -42,12 +42,9 @@ class DrawRows(NamedTuple):
     def of(cls, step: ScheduledStep, rows: int, vocab: int) -> DrawRows:
         """Those of a step, whose settings do nothing else to the logits, padded to so many rows."""
         drawn = cls.padding(rows)
-        params = [(at, step.sequences[at]) for at in step.special]
-        at = [place for place, _ in params]
-        wanted = [sequence.sampling for _, sequence in params]
-        uniform = uniforms(
-            [each.seed or 0 for each in wanted], [sequence.generated for _, sequence in params]
-        )
+        at, parts = step.special, [step[at] for at in step.special]
+        wanted = [part.sequence.sampling for part in parts]
+        uniform = uniforms([each.seed or 0 for each in wanted], [part.generated for part in parts])
         drawn.temperature[at] = _doubles([each.temperature for each in wanted])
         drawn.top_k[at] = torch.tensor([min(each.top_k or vocab, vocab) for each in wanted])
         drawn.top_p[at] = _doubles([each.top_p for each in wanted])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from compiled_attn.engine.device_draws import NO_TOKEN, DrawRows, drawn_tokens, likely_tokens
@@ -12,7 +13,9 @@ from compiled_attn.engine.draws import NOT_FINITE
 from compiled_attn.engine.executor import FittedStep
 from compiled_attn.engine.logprobs import ScoredToken
 from compiled_attn.engine.sampler import sampled
-from compiled_attn.engine.staging import Staging, staged_bytes
+from compiled_attn.engine.scheduler import ScheduledStep
+from compiled_attn.engine.sequence import Sequence as Request
+from compiled_attn.engine.staging import Later, Return, Staging, staged_bytes
 from compiled_attn.hf import PagedCausalLM
 from graphs import Bucket, BucketSpace, WarmupManager, explicit
 
@@ -20,23 +23,29 @@ __all__ = ["DeviceSteps", "NextTokens"]
 
 
 class NextTokens(nn.Module):
-    """A model whose graph also takes the most likely tokens.
+    """A model whose graph also takes the most likely tokens, and reads those of the step before.
 
     Args:
         model: of the steps.
 
-    Shape:
-        - forward(fields of a batch) -> logits ``[L, vocab]`` and tokens ``[L]`` int64, see
-          `likely_tokens`
+    Shape (T tokens, L rows of logits):
+        - last: ``[most rows]`` int64, the tokens of the step before
+        - rows: ``[T]`` int64, for each token its row in ``last``; -1: its id is known
+        - forward(last, rows, fields of a batch) -> logits ``[L, vocab]`` and tokens ``[L]`` int64,
+          see `likely_tokens`
     """
 
     def __init__(self, model: PagedCausalLM) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, last: Tensor, rows: Tensor, input_ids: Tensor, *inputs: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Computes a step."""
-        logits = self.model(*inputs)
+        # A row without a token is not computed further, but its place may be computed once more.
+        before = last[rows.clamp_min(0)].clamp_min(0)
+        logits = self.model(torch.where(rows < 0, input_ids, before), *inputs)
         return logits, likely_tokens(logits)
 
 
@@ -46,7 +55,8 @@ class DeviceSteps:
     All tensors of a step, and how its tokens are drawn, cross in one copy. Tokens that are drawn at
     random are drawn by a second graph, which runs only if there are any. Back come the tokens; or,
     for a step with a request whose logits are changed or told (penalties, log-probabilities), all
-    of its logits, and the host samples.
+    of its logits, and the host samples. The tokens of a step stay on the device too, where the next
+    one finds them.
 
     Args:
         model: what computes them.
@@ -73,7 +83,11 @@ class DeviceSteps:
         sizes = (staged_bytes(self._batch(bucket)) for bucket in buckets)
         weight = next(model.parameters())
         self._staging = Staging(weight.device, max(sizes))
-        logits = weight.new_zeros(max(self._rows.values()), self._vocab, dtype=model.logits_dtype)
+        most = max(self._rows.values())
+        self._return = Return(weight.device, most)
+        self._last = weight.new_zeros(most, dtype=torch.int64)
+        self._row_before: Mapping[Request, int] = {}
+        logits = weight.new_zeros(most, self._vocab, dtype=model.logits_dtype)
         self._draws = WarmupManager(
             drawn_tokens,
             explicit(["rows"], sorted(set(self._rows.values()))),
@@ -89,26 +103,44 @@ class DeviceSteps:
 
     def padding(self, bucket: Bucket) -> list[Tensor | None]:
         """See `Steps`."""
-        return self._staging.stage(self._batch(bucket))[: -len(DrawRows._fields)]
+        return [self._last, *self._staging.stage(self._batch(bucket))[: -len(DrawRows._fields)]]
 
-    def run(self, graphs: WarmupManager, step: FittedStep) -> list[int | str | ScoredToken]:
+    def run(self, graphs: WarmupManager, step: FittedStep) -> Sequence[int | str | ScoredToken]:
         """See `Steps`."""
-        rows, special = self._rows[step.bucket], step.parts.special
-        on_host = not all(step.parts.sequences[at].sampling.only_draws for at in special)
-        is_drawn = bool(special) and not on_host
-        draws = DrawRows.of(step.parts, rows, self._vocab) if is_drawn else DrawRows.padding(rows)
-        staged = self._staging.stage([*step.plan.fill(step.bucket), *draws])
+        parts, rows = step.parts, self._rows[step.bucket]
+        on_host = not all(parts.sequences[at].sampling.only_draws for at in parts.special)
+        is_drawn = bool(parts.special) and not on_host
+        draws = DrawRows.of(parts, rows, self._vocab) if is_drawn else DrawRows.padding(rows)
+        batch = step.plan.fill(step.bucket)
+        before = _rows_before(parts, self._row_before, len(batch.input_ids))
+        staged = self._staging.stage([before, *batch, *draws])
         inputs, settings = staged[: -len(draws)], staged[-len(draws) :]
-        logits, tokens = graphs.run(step.bucket, *inputs)
+        logits, tokens = graphs.run(step.bucket, self._last, *inputs)
         if on_host:
-            return sampled(logits.cpu(), step.parts, step.plan.rows.logits)
+            return Later(lambda: sampled(logits.cpu(), parts, step.plan.rows.logits))
         if is_drawn:
             tokens = self._draws.run(self._draws.bucket(rows=rows), logits, tokens, *settings)
-        ids = tokens.tolist()[: len(step.parts)]
-        return [NOT_FINITE if token == NO_TOKEN else token for token in ids]
+        self._last[:rows].copy_(tokens)
+        self._row_before = {sequence: row for row, sequence in enumerate(parts.sequences)}
+        arriving = self._return.send(tokens[: len(parts)])
+        return Later(lambda: [NOT_FINITE if each == NO_TOKEN else each for each in arriving])
 
     def _batch(self, bucket: Bucket) -> list[Tensor | None]:
-        return [*self._form.padding(bucket), *DrawRows.padding(self._rows[bucket])]
+        batch = self._form.padding(bucket)
+        before = _rows_before(ScheduledStep({}), {}, len(batch.input_ids))
+        return [before, *batch, *DrawRows.padding(self._rows[bucket])]
+
+
+def _rows_before(step: ScheduledStep, rows: Mapping[Request, int], size: int) -> Tensor:
+    """For each token of a step, padded to a size, the row of the step before that gives it, or -1:
+    ``[T]`` int64."""
+    found, place = torch.full((size,), -1), 0
+    if step and step.is_ahead:
+        for sequence, count, start in step:
+            if start == len(sequence.tokens):
+                found[place] = rows[sequence]
+            place += count
+    return found
 
 
 def _draw_inputs(logits: Tensor) -> list[Tensor]:

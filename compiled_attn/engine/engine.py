@@ -23,10 +23,9 @@ from compiled_attn.cache.blocks.prefix import Salt
 from compiled_attn.engine.block_memory import BlockMemory
 from compiled_attn.engine.config import ConfigError, EngineConfig
 from compiled_attn.engine.constraint import Grammars, constraint_of
-from compiled_attn.engine.draws import NOT_FINITE
 from compiled_attn.engine.executor import Executor
 from compiled_attn.engine.local import executor_for
-from compiled_attn.engine.outcome import Attempt, Changes, Outcome, outcome_of
+from compiled_attn.engine.outcome import Attempt, Changes, Outcome
 from compiled_attn.engine.prompts import Workload, check_settings, token_ids
 from compiled_attn.engine.report import EngineReport, StepInfo, info_of, report_of
 from compiled_attn.engine.sampling import SamplingParams
@@ -35,7 +34,8 @@ from compiled_attn.engine.sequence import GenerationResult, HasStop, Mailbox, Se
 from compiled_attn.engine.sizing import Sizing
 from compiled_attn.engine.step_size import StepSize
 from compiled_attn.engine.stream import Known, Stream, ended, results_of
-from compiled_attn.engine.tally import StepRecord, Tally
+from compiled_attn.engine.tally import Tally
+from compiled_attn.engine.under_way import StepsUnderWay
 from graphs import WarmupReport, no_compile
 
 __all__ = ["Engine"]
@@ -90,6 +90,7 @@ class Engine:
         self.scheduler = Scheduler(self.pool, step.tokens, config.max_seqs)
         self.tally = Tally([*self.sizing.buckets], self.sizing.buckets.cost)
         self.sentinel = no_compile(strict=config.strict, all_threads=config.watch_process)
+        self._steps = StepsUnderWay(executor, self.memory, self.scheduler, self.sentinel)
         self.warmup_report: WarmupReport | None = None
         self._has_stop, self._grammars = has_stop, grammars
         self._requests: dict[int, Sequence] = {}
@@ -263,6 +264,11 @@ class Engine:
         return set(self._requests)
 
     @property
+    def steps_ahead(self) -> int:
+        """Steps that began before the tokens of the one before were there."""
+        return self._steps.ahead
+
+    @property
     def has_work(self) -> bool:
         """Whether `step` has anything to compute or to return."""
         return bool(self._requests) or len(self._mailbox) > 0
@@ -335,6 +341,7 @@ class Engine:
 
     def _recover(self, outcome: Outcome | None) -> None:
         self.sentinel.disarm()
+        self._steps.forget()
         if outcome is not None:
             outcome.make_true(self._requests, self.tally)
         self.memory.reset()
@@ -342,31 +349,9 @@ class Engine:
         self.restarts += 1
 
     def _compute(self, attempt: Attempt) -> None:
-        attempt.outcome = outcome = self._outcome()
+        attempt.outcome = outcome = self._steps.outcome(self.tally.count("steps"))
         outcome.make_true(self._requests, self.tally)
         outcome.release(self.scheduler, self.memory)
-
-    def _outcome(self) -> Outcome:
-        """A step, computed; of its requests nothing has changed."""
-        started = time.perf_counter()
-        scheduled = self.scheduler.schedule()
-        with self.sentinel:
-            self.memory.settle()
-            ids = (sequence.request_id for sequence in scheduled.sequences)
-            tables = self.memory.tables(ids, self.scheduler.changed)
-            step = self.executor.fit(scheduled, tables)
-            rows = self.executor.run(step)
-        now = time.perf_counter()
-        record = StepRecord(
-            step.plan.need,
-            step.bucket,
-            now - started,
-            self.pool.places.num_used,
-            self.pool.highest_used,
-            step.wanted,
-            nonfinite_rows=rows.count(NOT_FINITE),
-        )
-        return outcome_of(self.tally.count("steps"), step.parts, rows, now, record)
 
     def _abort_unwanted(self) -> None:
         """Drops what `abort` named, and the requests of streams that have ended."""

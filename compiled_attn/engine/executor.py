@@ -85,6 +85,11 @@ class Executor(Protocol):
         """Context, blocks and buckets; after the warmup the buckets that were captured."""
 
     @property
+    def looks_ahead(self) -> bool:
+        """Whether a step may begin before the tokens of the one before are read: it then takes
+        those that it lacks (`ScheduledStep.is_ahead`) from that one itself."""
+
+    @property
     def eos(self) -> frozenset[int]:
         """Tokens that end a text of the model."""
 
@@ -115,7 +120,7 @@ class Executor(Protocol):
 
     def run(self, step: FittedStep) -> SequenceOf[int | str | ScoredToken]:
         """Computes a step: the token after each part, scored if its request asks, or why there is
-        none.
+        none. They may still be on their way: reading them waits.
 
         What stands after a part that does not reach the end of its prompt is not looked at, but an
         error there is one of its request.

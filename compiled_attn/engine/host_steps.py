@@ -32,7 +32,7 @@ class Steps(Protocol):
     def padding(self, bucket: Bucket) -> Any:
         """Inputs of padding alone, to capture a bucket with."""
 
-    def run(self, graphs: WarmupManager, step: FittedStep) -> list[int | str | ScoredToken]:
+    def run(self, graphs: WarmupManager, step: FittedStep) -> Sequence[int | str | ScoredToken]:
         """The token after each part of a step, or why there is none, see `Executor.run`."""
 
 

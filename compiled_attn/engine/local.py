@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -62,6 +63,7 @@ class LocalExecutor:
     Attributes:
         config: as given.
         sizing: context, blocks and buckets; after the warmup the buckets that were captured.
+        looks_ahead: whether a step may begin before the tokens of the one before are read.
         eos: tokens that end a text of the model.
         copies: of blocks of the cache.
 
@@ -76,6 +78,7 @@ class LocalExecutor:
         backend = resolve(config.backend, "step")  # before the model is touched
         self.kernel = chosen_kernel(model, config)
         self.sizing = sizing = Sizing.of(model, config, self.kernel.form)
+        self.looks_ahead = config.look_ahead and model.device.type != "cpu"
         self.eos = eos_tokens(model)
         self.cache = cache_for(
             model, sizing.num_blocks, sizing.block_size, dtype=config.cache_dtype
@@ -183,7 +186,7 @@ class LocalExecutor:
                     self._tell_cut(wanted, largest)
                 return FittedStep(parts, plan, bucket, wanted)
 
-    def run(self, step: FittedStep) -> list[int | str | ScoredToken]:
+    def run(self, step: FittedStep) -> SequenceOf[int | str | ScoredToken]:
         """The token after each part, or why there is none, see `Executor.run`."""
         with torch.no_grad():
             return self._steps.run(self.graphs, step)
@@ -222,7 +225,7 @@ class LocalExecutor:
         rows = self._builder.rows(
             table,
             table.rows([sequence.request_id for sequence in step.sequences]),
-            [sequence.computed for sequence in step.sequences],
+            step.starts,
             step.counts,
             step.tokens(),
             logits_wanted(step),

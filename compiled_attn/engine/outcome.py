@@ -13,7 +13,7 @@ from types import FrameType
 from compiled_attn.engine.block_memory import BlockMemory
 from compiled_attn.engine.logprobs import ScoredToken
 from compiled_attn.engine.scheduler import ScheduledStep, Scheduler
-from compiled_attn.engine.sequence import Mailbox, Sequence, TokenEvent
+from compiled_attn.engine.sequence import Mailbox, Sequence, Status, TokenEvent
 from compiled_attn.engine.tally import StepRecord, Tally
 
 __all__ = ["Attempt", "Changes", "Outcome", "outcome_of"]
@@ -92,19 +92,23 @@ def outcome_of(
         record: figures of the step, to which those of its tokens are added.
     """
     outcome, ttft_s = Outcome(number, now_s, record, step), []
-    for sequence, count, row in zip(step.sequences, step.counts, rows, strict=True):
+    finished = {each for each in step.sequences if each.status is Status.FINISHED}
+    parts = zip(step.sequences, step.counts, step.starts, rows, strict=True)
+    for sequence, count, start, row in parts:
+        if finished and sequence in finished:  # since the step began
+            continue
         place = len(sequence.tokens)
         scored: ScoredToken | None = None
         if not isinstance(row, int):
             if isinstance(row, str):
                 outcome.tell(sequence, sequence.failure(row, now_s))
                 continue
-            outcome.scored.append((sequence, sequence.computed, place, row))
+            outcome.scored.append((sequence, start, place, row))
             scored, row = row, row.token
-        if sequence.computed + count < place:
+        if start + count < place:
             continue
         try:
-            event = sequence.event(row, now_s, scored)
+            event = sequence.event(row, now_s, scored, start)
         except Exception as error:  # of its stop strings or its grammar: nobody else's
             reason = f"its end cannot be told: {type(error).__name__}: {error}"
             outcome.tell(sequence, sequence.failure(reason, now_s))
@@ -114,9 +118,8 @@ def outcome_of(
         outcome.tell(sequence, event)
         outcome.tokens.append((sequence, place, row))
     failed = {sequence for sequence, has_failed in outcome.ended if has_failed}
-    if failed:
-        kept = {part.sequence: part.count for part in step if part.sequence not in failed}
-        outcome.computed = ScheduledStep(kept)
+    if gone := failed | finished:
+        outcome.computed = step.without(gone)
     outcome.record = replace(
         record,
         generated_tokens=len(outcome.tokens),

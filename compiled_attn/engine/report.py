@@ -41,7 +41,8 @@ class EngineReport:
     ``padding_waste`` is the padded share of computed tokens and of computed blocks.
     ``graph_breaks`` and ``compiles_after_warmup`` come from the sentinel, ``fallbacks`` counts
     every degraded bucket pick and a native kernel that failed to build, ``cut_steps`` the steps
-    that no bucket held whole. ``kernel`` is "native", or which portable kernel serves the causal
+    that no bucket held whole, ``steps_ahead`` those that began before the tokens of the one before
+    were there. ``kernel`` is "native", or which portable kernel serves the causal
     and shared parts; ``kernel_notes`` says why. ``memory`` has the copies of blocks: on write and
     to defragment, ``kv_cache`` the size of the cache and what decided it (`CacheSize`),
     ``step_size`` the most tokens of a step and what decided them (`StepSize`).
@@ -80,6 +81,7 @@ class EngineReport:
     graphs_loaded: int = 0
     compiled_graphs: int = 0
     cut_steps: int = 0
+    steps_ahead: int = 0
     failed_requests: int = 0
     nonfinite_rows: int = 0
     restarts: int = 0
@@ -143,6 +145,7 @@ def report_of(engine: Engine) -> EngineReport:
         kv_cache=engine.sizing.cache.to_dict() if engine.sizing.cache else {},
         step_size=engine.sizing.step.to_dict() if engine.sizing.step else {},
         cut_steps=tally.count("cut_steps"),
+        steps_ahead=engine.steps_ahead,
         seconds=round(busy, 3),
         buckets=_bucket_rows(steps, tally),
     )

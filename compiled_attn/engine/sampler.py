@@ -45,7 +45,7 @@ def sampled(
         return [*drawn_rows(last, [])]
     ready = [row for row in step.special if step[row].wants_logits]
     draws = [
-        Draw(row, each.sampling, each.generated, each.rules, each.tokens)
+        Draw(row, each.sampling, step[row].generated, each.rules, each.tokens)
         for row, each in ((row, step.sequences[row]) for row in ready)
     ]
     rows: list[int | str | ScoredToken] = [*drawn_rows(last, draws)]
@@ -83,9 +83,8 @@ def _with_prompt(
     token: int | ScoredToken, logits: Tensor, step: ScheduledStep, row: int
 ) -> ScoredToken | str:
     """A token with the log-probabilities of the tokens of the prompt after those of this step."""
-    sequence, count = step[row]
-    start = sequence.computed + 1
-    after = sequence.tokens[start : min(start + count, sequence.prompt_len)]
+    sequence, count, start = step[row]
+    after = sequence.tokens[start + 1 : min(start + 1 + count, sequence.prompt_len)]
     scored = token if isinstance(token, ScoredToken) else ScoredToken(token)
     if not after:
         return scored

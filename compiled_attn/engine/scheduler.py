@@ -8,8 +8,9 @@ scheduling).
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from functools import cached_property
 from itertools import chain
@@ -23,21 +24,26 @@ __all__ = ["ScheduledStep", "ScheduledTokens", "Scheduler"]
 
 
 class ScheduledTokens(NamedTuple):
-    """The next ``count`` uncomputed tokens of a sequence."""
+    """The ``count`` tokens of a sequence from ``start`` on."""
 
     sequence: Sequence
     count: int  # type: ignore[assignment]  # not the method of a tuple
+    start: int
 
     @property
     def tokens(self) -> list[int]:
-        """Their ids."""
-        start = self.sequence.computed
-        return self.sequence.tokens[start : start + self.count]
+        """Their ids; 0 for the one that the step before is still computing."""
+        return self.sequence.tokens[self.start : self.start + self.count] or [0]
 
     @property
     def wants_logits(self) -> bool:
-        """Whether the chunk reaches the last known token, so that the next one can be sampled."""
-        return self.count == self.sequence.remaining
+        """Whether they reach the last known token, so that the next one can be sampled."""
+        return self.start + self.count >= len(self.sequence.tokens)
+
+    @property
+    def generated(self) -> int:
+        """Tokens that the sequence has generated before the one after these."""
+        return max(0, self.start + self.count - self.sequence.prompt_len)
 
 
 class ScheduledStep(SequenceOf[ScheduledTokens]):
@@ -45,16 +51,20 @@ class ScheduledStep(SequenceOf[ScheduledTokens]):
 
     Args:
         counts: for each sequence how many of its uncomputed tokens, in the order of the step.
+        starts: where these begin; None: behind what is computed now.
     """
 
-    def __init__(self, counts: Mapping[Sequence, int]) -> None:
+    def __init__(
+        self, counts: Mapping[Sequence, int], starts: SequenceOf[int] | None = None
+    ) -> None:
         self.sequences, self.counts = [*counts], [*counts.values()]
+        self.starts = [each.computed for each in counts] if starts is None else [*starts]
 
     def __len__(self) -> int:
         return len(self.sequences)
 
     def __iter__(self) -> Iterator[ScheduledTokens]:
-        return map(ScheduledTokens, self.sequences, self.counts)
+        return map(ScheduledTokens, self.sequences, self.counts, self.starts)
 
     @overload
     def __getitem__(self, at: int) -> ScheduledTokens: ...
@@ -63,19 +73,35 @@ class ScheduledStep(SequenceOf[ScheduledTokens]):
     def __getitem__(self, at: int | slice) -> ScheduledTokens | ScheduledStep:
         if isinstance(at, slice):
             kept = zip(self.sequences[at], self.counts[at], strict=True)
-            return ScheduledStep(dict(kept))
-        return ScheduledTokens(self.sequences[at], self.counts[at])
+            return ScheduledStep(dict(kept), self.starts[at])
+        return ScheduledTokens(self.sequences[at], self.counts[at], self.starts[at])
 
     @cached_property
     def special(self) -> list[int]:
         """Places of sequences that want more than the most likely token."""
         return [at for at, sequence in enumerate(self.sequences) if not sequence.is_plain]
 
+    @property
+    def is_ahead(self) -> bool:
+        """Whether it computes tokens that the step before has not told yet."""
+        return any(
+            start == len(each.tokens)
+            for each, start in zip(self.sequences, self.starts, strict=True)
+        )
+
     def tokens(self) -> list[int]:
-        """Ids of all tokens that it computes."""
+        """Ids of all tokens that it computes, see `ScheduledTokens.tokens`."""
         if max(self.counts) == 1:
-            return [each.tokens[each.computed] for each in self.sequences]
+            starts = zip(self.sequences, self.starts, strict=True)
+            with contextlib.suppress(IndexError):  # of one that is not known yet
+                return [each.tokens[start] for each, start in starts]
         return [*chain.from_iterable(part.tokens for part in self)]
+
+    def without(self, gone: Container[Sequence]) -> ScheduledStep:
+        """The step without some sequences."""
+        kept = [part for part in self if part.sequence not in gone]
+        counts = {part.sequence: part.count for part in kept}
+        return ScheduledStep(counts, [part.start for part in kept])
 
 
 class Scheduler:
@@ -132,13 +158,38 @@ class Scheduler:
         self._head = None  # its keys are those of the pool
         self.pool, self.running, self.waiting = pool, [], deque(ordered)
 
-    def schedule(self) -> ScheduledStep:
-        """The next step; blocks for its tokens are reserved. Empty only if there is no work."""
+    @property
+    def can_look_ahead(self) -> bool:
+        """Whether a step has blocks for sure, so that none of those who wait for tokens loses its
+        own."""
+        most = len(self.running) + self.max_tokens // self.pool.block_size + 1
+        return self.pool.available >= most
+
+    def advance(self, step: ScheduledStep) -> set[Sequence]:
+        """Takes a step for computed whose tokens are not there yet, so that `schedule` can go on
+        behind it; returns the sequences that it ends for sure, which need nothing more.
+        """
+        for sequence, start, count in zip(step.sequences, step.starts, step.counts, strict=True):
+            if sequence.status is Status.RUNNING:
+                sequence.computed = start + count
+        return {
+            part.sequence
+            for part in step
+            if part.wants_logits and part.generated + 1 >= part.sequence.sampling.max_new_tokens
+        }
+
+    def schedule(self, ending: Collection[Sequence] = ()) -> ScheduledStep:
+        """The next step; blocks for its tokens are reserved. Empty only if there is no work.
+
+        Args:
+            ending: running sequences that need nothing more.
+        """
         step: dict[Sequence, int] = {}
         late: list[Sequence] = []
         before, room, extra = self.preemptions, self.max_tokens, 0
         self.changed = []
-        for sequence in [*self.running]:
+        running = [*self.running]
+        for sequence in [each for each in running if each not in ending] if ending else running:
             if len(sequence.tokens) - sequence.computed > 1:
                 late.append(sequence)  # behind the decodes
             elif room and sequence.computed < sequence.reserved:
@@ -154,9 +205,12 @@ class Scheduler:
         return ScheduledStep(step)
 
     def commit(self, step: ScheduledStep) -> None:
-        """Declares a step computed: full blocks of its sequences can be shared from now on."""
-        for sequence, count in zip(step.sequences, step.counts, strict=True):
-            sequence.computed = computed = sequence.computed + count
+        """Declares a step computed, whose tokens are told: full blocks of its sequences can be
+        shared from now on."""
+        for sequence, start, count in zip(step.sequences, step.starts, step.counts, strict=True):
+            computed = start + count
+            if sequence.computed < computed:  # the next step may have begun behind it
+                sequence.computed = computed
             if computed >= sequence.quiet_below:
                 sequence.quiet_below = self.pool.commit(
                     sequence.request_id, sequence.tokens, computed

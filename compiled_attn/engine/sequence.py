@@ -167,8 +167,8 @@ class Sequence:
 
     @property
     def remaining(self) -> int:
-        """Tokens that are known but not computed: 1 for a decode."""
-        return len(self.tokens) - self.computed
+        """Tokens that are to be computed: 1 for a decode, also of a token still on its way."""
+        return max(1, len(self.tokens) - self.computed)
 
     @property
     def generated(self) -> int:
@@ -180,13 +180,16 @@ class Sequence:
         self.status = Status.WAITING
         self.computed = self.reserved = self.quiet_below = 0
 
-    def event(self, token: int, now_s: float, scored: ScoredToken | None = None) -> TokenEvent:
+    def event(
+        self, token: int, now_s: float, scored: ScoredToken | None = None, start: int = 0
+    ) -> TokenEvent:
         """What is told once ``token`` is the next one; changes nothing.
 
         Args:
             token: its id.
             now_s: the time.
             scored: its log-probabilities, where the request wants any.
+            start: how many tokens were computed before the step that gave it.
         """
         is_last = len(self.tokens) + 1 >= self.prompt_len + self.sampling.max_new_tokens
         own = None if scored is None else scored.logprobs
@@ -194,7 +197,9 @@ class Sequence:
         if not (is_last or stops):
             return TokenEvent(self.index, token, None, self.request_id, self.choice, own)
         reason = "stop" if stops else "length"
-        result = self._result([*self.tokens[self.prompt_len :], token], reason, now_s, "", scored)
+        result = self._result(
+            [*self.tokens[self.prompt_len :], token], reason, now_s, "", scored, start
+        )
         return TokenEvent(self.index, token, result, self.request_id, self.choice, own)
 
     def failure(self, error: str, now_s: float) -> TokenEvent:
@@ -238,12 +243,13 @@ class Sequence:
         now_s: float,
         error: str = "",
         scored: ScoredToken | None = None,
+        start: int = 0,
     ) -> GenerationResult:
         first = now_s if self.first_token_s is None else self.first_token_s
         last = [scored.logprobs] if scored and scored.logprobs else []
         prompt = self.prompt_logprobs
         if scored and scored.prompt:
-            prompt = [*prompt[: self.computed], *scored.prompt]
+            prompt = [*prompt[:start], *scored.prompt]
         wants = self.sampling
         return GenerationResult(
             self.index,

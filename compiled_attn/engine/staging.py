@@ -1,15 +1,18 @@
-"""The one crossing of a step to its device: all of its tensors in one buffer, copied at once."""
+"""The crossings of a step: all of its tensors to the device in one copy, its tokens back."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
+from typing import Generic, TypeAlias, TypeVar, overload
 
 import torch
 from torch import Tensor
 
-__all__ = ["Staging", "staged_bytes"]
+__all__ = ["Later", "Return", "Staging", "staged_bytes"]
+
+Item = TypeVar("Item")
 
 Fields: TypeAlias = Sequence[Tensor | None]
 
@@ -17,10 +20,11 @@ _ALIGNMENT = 64
 
 
 class Staging:
-    """A buffer in the host's memory, pinned where the device can, and its twin on the device.
+    """Two buffers in the host's memory, pinned where the device can, and their twin on the device.
 
     The tensors of a step are views of the twin. Those of steps of the same shapes are the same
-    tensors, at the same addresses: inputs that a recorded graph may read where they are.
+    tensors, at the same addresses: inputs that a recorded graph may read where they are. The host
+    fills its buffers in turn, as the device may not have read the last one yet.
 
     Args:
         device: where steps are computed; any but the CPU.
@@ -28,34 +32,96 @@ class Staging:
     """
 
     def __init__(self, device: torch.device, size: int) -> None:
-        self._host = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
+        self._hosts = [torch.zeros(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self._copied = [torch.Event(device) for _ in range(2)]
         self._twin = torch.zeros(size, dtype=torch.uint8, device=device)
-        self._views: dict[tuple[object, ...], tuple[list[Tensor], list[Tensor]]] = {}
+        self._views: dict[tuple[object, ...], list[list[Tensor]]] = {}
+        self._turn = 0
 
     def stage(self, fields: Fields) -> list[Tensor | None]:
         """The tensors of a step on the device: one copy, which the device makes when it is there.
 
-        They hold until the next step is staged.
+        They hold, for the device, until the next step is staged.
 
         Raises:
             ValueError: it is larger than the buffer.
         """
         given = [field for field in fields if field is not None]
         end = staged_bytes(given)
-        if end > len(self._host):
+        if end > len(self._twin):
             raise ValueError(
-                f"expected a step of at most {len(self._host):,} bytes, got {end:,}: make the "
+                f"expected a step of at most {len(self._twin):,} bytes, got {end:,}: make the "
                 "staging for the largest bucket"
             )
         key = tuple((field.dtype, field.shape) for field in given)
         if key not in self._views:
-            self._views[key] = _views(self._host, given), _views(self._twin, given)
-        hosts, twins = self._views[key]
-        for host, field in zip(hosts, given, strict=True):
+            self._views[key] = [_views(each, given) for each in (*self._hosts, self._twin)]
+        *hosts, twins = self._views[key]
+        self._turn = turn = 1 - self._turn
+        if not (copied := self._copied[turn]).query():  # of a step that was given up
+            copied.synchronize()
+        for host, field in zip(hosts[turn], given, strict=True):
             host.copy_(field)
-        self._twin[:end].copy_(self._host[:end], non_blocking=True)
+        self._twin[:end].copy_(self._hosts[turn][:end], non_blocking=True)
+        copied.record()
         there = iter(twins)
         return [None if field is None else next(there) for field in fields]
+
+
+class Later(Sequence[Item], Generic[Item]):
+    """Items that are waited for when the first of them is read.
+
+    Args:
+        read: gives them.
+    """
+
+    def __init__(self, read: Callable[[], list[Item]]) -> None:
+        self._read = read
+
+    @cached_property
+    def _items(self) -> list[Item]:
+        return self._read()
+
+    @overload
+    def __getitem__(self, at: int) -> Item: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Item]: ...
+    def __getitem__(self, at: int | slice) -> Item | list[Item]:
+        return self._items[at]
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+
+class Return:
+    """The way back of the integers of a step: a copy that only its reader waits for.
+
+    Those of a step must be read before those of the second one behind it are sent.
+
+    Args:
+        device: where steps are computed; any but the CPU.
+        size: integers of the largest step.
+    """
+
+    def __init__(self, device: torch.device, size: int) -> None:
+        self._turns = [
+            (torch.zeros(size, dtype=torch.int64, pin_memory=True), torch.Event(device))
+            for _ in range(2)
+        ]
+
+    def send(self, ints: Tensor) -> Later[int]:
+        """Integers ``[n]`` int64 of the device, on their way to the host."""
+        buffer, arrived = self._turns[0]
+        self._turns.reverse()
+        buffer[: len(ints)].copy_(ints, non_blocking=True)
+        arrived.record()
+        return Later(partial(_received, buffer[: len(ints)], arrived))
+
+
+def _received(buffer: Tensor, arrived: torch.Event) -> list[int]:
+    arrived.synchronize()
+    ints: list[int] = buffer.tolist()
+    return ints
 
 
 def staged_bytes(fields: Fields) -> int:

@@ -2,6 +2,7 @@
 
 Its tensors are on the device ``stand_in:0``, have storages of their own, and cannot be read from
 the host without a copy. It refuses tensors of two devices in one call, and counts copies and waits.
+A copy that nobody waits for is as late as it may be.
 """
 
 from __future__ import annotations
@@ -36,12 +37,14 @@ class Counts(NamedTuple):
         copies_in, copies_out: to the device, and from it.
         waits: for results of the device, but for the copies.
         kernels: that ran.
+        torn: copies to the device whose source the host changed before they were waited for.
     """
 
     copies_in: int
     copies_out: int
     waits: int
     kernels: int
+    torn: int
 
     def since(self, before: Counts) -> Counts:
         """What was asked after others were counted."""

@@ -3,6 +3,10 @@
 // A kernel runs that of the CPU on tensors that alias the device's memory, so that results are bit
 // for bit those of a CPU. What a host program could do wrong with a device is refused or counted:
 // tensors of two devices in one call, copies in either direction, and waiting for the device.
+//
+// A copy that nobody waits for (non_blocking) has the device's order, but is as late as it may be:
+// what it brings to the host shows only at a wait behind it, and the host must leave alone what it
+// reads until then; where it does not, the copy counts as torn.
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -13,6 +17,8 @@
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -21,8 +27,43 @@ namespace {
 constexpr auto kDevice = c10::DeviceType::PrivateUse1;
 
 struct Counts {
-  std::atomic<int64_t> copies_in{0}, copies_out{0}, waits{0}, kernels{0};
+  std::atomic<int64_t> copies_in{0}, copies_out{0}, waits{0}, kernels{0}, torn{0};
 } counts;
+
+// Copies that nobody has waited for, oldest first, and how many there ever were.
+struct LateCopy {
+  c10::Storage host;  // kept alive
+  char* place;
+  std::vector<char> bytes;
+  bool is_out;
+};
+std::deque<LateCopy> late;
+int64_t sent = 0;
+std::mutex late_mutex;
+
+// Waits for the first copies, so many of all that ever were.
+void arrive(int64_t until) {
+  std::lock_guard lock(late_mutex);
+  for (; !late.empty() && sent - static_cast<int64_t>(late.size()) < until; late.pop_front()) {
+    auto& copy = late.front();
+    if (copy.is_out) {
+      std::memcpy(copy.place, copy.bytes.data(), copy.bytes.size());
+    } else if (std::memcmp(copy.place, copy.bytes.data(), copy.bytes.size())) {
+      ++counts.torn;
+    }
+  }
+}
+
+void arrive_all() { arrive(sent); }
+
+void copy_late(const at::Tensor& host, const at::Tensor& device, bool is_out) {
+  std::lock_guard lock(late_mutex);
+  auto* place = static_cast<char*>(const_cast<void*>(host.const_data_ptr()));
+  auto* bytes = static_cast<const char*>(is_out ? device.const_data_ptr() : place);
+  late.push_back({host.storage(), place, {bytes, bytes + host.nbytes()}, is_out});
+  ++sent;
+  if (is_out) std::memset(place, 0x7f, host.nbytes());
+}
 
 void free_memory(void* memory) { std::free(memory); }
 
@@ -39,8 +80,38 @@ struct DeviceAllocator final : c10::Allocator {
 REGISTER_ALLOCATOR(kDevice, &allocator);
 
 struct Guard final : c10::impl::NoOpDeviceGuardImpl<kDevice> {
-  void synchronizeDevice(c10::DeviceIndex) const override { ++counts.waits; }
-  void synchronizeStream(const c10::Stream&) const override { ++counts.waits; }
+  void synchronizeDevice(c10::DeviceIndex) const override { wait(); }
+  void synchronizeStream(const c10::Stream&) const override { wait(); }
+
+  // To wait for what was recorded behind a late copy from the device is part of that copy.
+  struct Event {
+    int64_t sent = 0;
+    bool is_of_copy = false;
+  };
+  void record(void** event, const c10::Stream&, const c10::DeviceIndex,
+              const c10::EventFlag) const override {
+    std::lock_guard lock(late_mutex);
+    if (!*event) *event = new Event;
+    *static_cast<Event*>(*event) = {sent, !late.empty() && late.back().is_out};
+  }
+  bool queryEvent(void* event) const override {
+    std::lock_guard lock(late_mutex);
+    return sent - static_cast<int64_t>(late.size()) >= static_cast<Event*>(event)->sent;
+  }
+  void synchronizeEvent(void* event) const override {
+    const auto& known = *static_cast<Event*>(event);
+    arrive(known.sent);
+    if (!known.is_of_copy) ++counts.waits;
+  }
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
+    delete static_cast<Event*>(event);
+  }
+
+ private:
+  static void wait() {
+    ++counts.waits;
+    arrive_all();
+  }
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
@@ -210,12 +281,18 @@ at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride,
       c10::dtype_or_default(dtype));
 }
 
-at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool) {
+at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool non_blocking) {
   Aliases aliases;
   if (!is_ours(self)) ++counts.copies_in;
   if (!is_ours(to)) ++counts.copies_out;
+  const bool is_plain = self.is_contiguous() && to.is_contiguous() &&
+                        self.dtype() == to.dtype() && self.sizes() == to.sizes();
+  const bool is_late = non_blocking && is_plain && is_ours(self) != is_ours(to);
+  if (!is_late && is_ours(self) != is_ours(to)) arrive_all();
   auto from = is_ours(self) ? aliases.of(self) : self;
-  (is_ours(to) ? aliases.of(to) : to).copy_(from);
+  auto into = is_ours(to) ? aliases.of(to) : to;
+  if (!is_late || is_ours(to)) into.copy_(from);
+  if (is_late) copy_late(is_ours(to) ? from : into, is_ours(to) ? into : from, is_ours(self));
   return to;
 }
 
@@ -226,6 +303,7 @@ at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& to) {
 
 c10::Scalar item(const at::Tensor& self) {
   ++counts.waits;
+  arrive_all();
   Aliases aliases;
   return aliases.of(self).item();
 }
@@ -267,7 +345,8 @@ TORCH_LIBRARY(stand_in, m) {
         c10::KernelFunction::makeFromBoxedFunction<&run_on_device>(), std::nullopt, nullptr, ""));
   });
   m.def("counts() -> int[]", []() {
-    return std::vector<int64_t>{counts.copies_in, counts.copies_out, counts.waits, counts.kernels};
+    return std::vector<int64_t>{
+        counts.copies_in, counts.copies_out, counts.waits, counts.kernels, counts.torn};
   });
   m.def("open() -> ()", []() {
     static Hooks hooks;

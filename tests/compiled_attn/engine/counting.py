@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 
 from compiled_attn.engine import EngineConfig
 from compiled_attn.engine.executor import ExecutorReport, FittedStep
+from compiled_attn.engine.sequence import Sequence
 from compiled_attn.engine.sizing import Sizing
+from compiled_attn.engine.staging import Later
 from compiled_attn.step import BatchBuilder, StepLimits, Tables
 from graphs import WarmupReport
 
@@ -19,13 +22,14 @@ class Counting:
     """The next token is the last one plus one; 99 is the end of a text. It remembers slots."""
 
     config = CONFIG
+    looks_ahead = False
 
     def __init__(self) -> None:
         form = Tables(20, 4, width=10)
         buckets = form.ladder(StepLimits(16, 4, 10, 19), 8).with_cost(sum_of_sizes)
         self.sizing = Sizing(40, 200, 4, 20, form, buckets)
         self.eos = frozenset([99])
-        self.copies = SimpleNamespace(num_blocks=20, bytes_per_block=1)
+        self.copies = SimpleNamespace(num_blocks=20, bytes_per_block=1, move=self.move)
         self.seen: dict[int, int] = {}
         self._builder = BatchBuilder(20, 4)
 
@@ -42,29 +46,69 @@ class Counting:
         rows = self._builder.rows(
             table,
             [table.row(part.sequence.request_id) for part in step],
-            [part.sequence.computed for part in step],
-            [part.count for part in step],
+            step.starts,
+            step.counts,
             [token for part in step for token in part.tokens],
         )
         plan = self.sizing.form.plan(rows)
         return FittedStep(step, plan, self.sizing.buckets.pick(**plan.need), plan.need)
 
     def run(self, step):
+        self.look(step, [list(part.tokens) for part in step.parts])
+        return [part.tokens[-1] + 1 for part in step.parts]
+
+    def move(self, pairs):
+        for source, target in np.asarray(pairs).tolist():
+            for slot in range(4):
+                if (token := self.seen.get(source * 4 + slot)) is not None:
+                    self.seen[target * 4 + slot] = token
+
+    def look(self, step, tokens):
+        """Writes the tokens of each part to its slots, and looks whether all before are there."""
         batch = step.plan.fill(step.bucket)
-        self.seen |= dict(zip(batch.slot_mapping.tolist(), batch.input_ids.tolist(), strict=True))
-        for part, table, length in zip(
-            step.parts, batch.block_tables.numpy(), batch.seq_lens.tolist(), strict=False
+        flat = [token for each in tokens for token in each]
+        self.seen |= dict(zip(batch.slot_mapping.tolist(), flat, strict=False))
+        for part, own, table, length in zip(
+            step.parts, tokens, batch.block_tables.numpy(), batch.seq_lens.tolist(), strict=False
         ):
             slots = (table[:, None] * 4 + np.arange(4)).reshape(-1)[:length]
-            sequence = part.sequence
-            assert [self.seen[slot] for slot in slots] == sequence.tokens[:length]
-        return [part.tokens[-1] + 1 for part in step.parts]
+            wanted = part.sequence.tokens[: part.start] + own
+            assert [self.seen[slot] for slot in slots] == wanted and len(wanted) == length
 
     def finite_blocks(self, places):
         return len(places)
 
     def report(self):
         return ExecutorReport("none", "counting")
+
+
+class CountingAhead(Counting):
+    """Tells the tokens of a step when they are read, and goes on from its own until then."""
+
+    looks_ahead = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: dict[Sequence, int] = {}
+        self.unread = self.most_unread = 0
+
+    def run(self, step):
+        tokens = [
+            [self.told[part.sequence]]
+            if part.start == len(part.sequence.tokens)
+            else list(part.tokens)
+            for part in step.parts
+        ]
+        self.look(step, tokens)
+        rows = [each[-1] + 1 for each in tokens]
+        self.told = dict(zip(step.parts.sequences, rows, strict=True))
+        self.unread += 1
+        self.most_unread = max(self.most_unread, self.unread)
+        return Later(partial(self._read, rows))
+
+    def _read(self, rows):
+        self.unread -= 1
+        return rows
 
 
 def sum_of_sizes(bucket):

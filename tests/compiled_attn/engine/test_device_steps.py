@@ -67,6 +67,12 @@ def tokens(results):
     return [result.tokens for result in results]
 
 
+def each_step(spent):
+    """Copies in, copies out and waits of a step, on average; and torn copies of all."""
+    sums = [sum(kind) for kind in zip(*spent, strict=True)]
+    return *(total / len(spent) for total in sums[:3]), sums[-1]
+
+
 @pytest.mark.parametrize("kernel", ["native", "portable"])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "qwen3"])
 def test_tokens_are_those_of_a_cpu_and_nothing_waits(family, kernel):
@@ -77,7 +83,16 @@ def test_tokens_are_those_of_a_cpu_and_nothing_waits(family, kernel):
     assert engine.executor.kernel.name == kernel
     # Where torch has no grouped matmul, transformers reads how many tokens each expert gets.
     read = 4 if family == "gpt_oss" else 0
-    assert {each[:3] for each in spent} == {(1, 1 + read, 0)}
+    assert each_step(spent) == (1, 1 + read, 0, 0)
+    assert engine.report().steps_ahead > len(spent) / 2
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+def test_without_look_ahead_every_call_computes_its_own_step(sampling):
+    ahead, _, _ = served("stand_in", sampling)
+    alone, spent, engine = served("stand_in", sampling, replace(CONFIG, look_ahead=False))
+    assert tokens(alone) == tokens(ahead)
+    assert {each[:3] for each in spent} == {(1, 1, 0)} and engine.report().steps_ahead == 0
 
 
 @pytest.mark.parametrize("sampling", [DRAWN, TOLD], ids=["drawn", "told"])
@@ -85,14 +100,15 @@ def test_tokens_are_those_of_a_cpu_and_nothing_waits(family, kernel):
 def test_sampled_tokens_are_those_of_a_cpu(kernel, sampling):
     config = replace(CONFIG, kernel=kernel)
     here, _, _ = served("cpu", sampling, config)
-    there, spent, _ = served("stand_in", sampling, config)
+    there, spent, engine = served("stand_in", sampling, config)
     assert tokens(there) == tokens(here)
+    assert bool(engine.report().steps_ahead) == (sampling is DRAWN)
     for one, other in zip(there, here, strict=True):
         assert (one.logprobs is None) == (other.logprobs is None)
         for got, wanted in zip(one.logprobs or [], other.logprobs or [], strict=True):
             assert got.token == wanted.token
             assert got.logprob == pytest.approx(wanted.logprob, abs=1e-5)
-    assert {each[:3] for each in spent} == {(1, 1, 0)}
+    assert each_step(spent) == (1, 1, 0, 0)
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
@@ -101,7 +117,7 @@ def test_caches_of_8_bits(kv_dtype):
     here, _, _ = served("cpu", config=config)
     there, spent, _ = served("stand_in", config=config)
     assert tokens(there) == tokens(here)
-    assert {each[:3] for each in spent} == {(1, 1, 0)}
+    assert each_step(spent) == (1, 1, 0, 0)
 
 
 def test_copied_and_moved_blocks_take_one_copy_more_and_nothing_waits():
@@ -112,8 +128,9 @@ def test_copied_and_moved_blocks_take_one_copy_more_and_nothing_waits():
     assert tokens(there) == tokens(here)
     report = engine.report()
     assert report.preemptions and engine.memory.figures()["copies_on_write"]
-    assert {each.copies_out for each in spent} == {1} and not any(each.waits for each in spent)
-    assert {each.copies_in for each in spent} > {1}
+    copies_in, copies_out, waits, torn = each_step(spent)
+    assert copies_in > 1 and (copies_out, waits, torn) == (1, 0, 0)
+    assert 0 < report.steps_ahead < report.steps
 
 
 def test_a_request_whose_logits_are_not_finite_fails_alone():
@@ -165,7 +182,7 @@ def test_recorded_graphs_read_each_step_where_it_was_staged(kernel, sampling):
         "stand_in", sampling, replace(CONFIG, kernel=kernel, backend=backend)
     )
     assert tokens(there) == tokens(here)
-    assert {each[:3] for each in spent} == {(1, 1, 0)}
+    assert each_step(spent) == (1, 1, 0, 0) and engine.report().steps_ahead
     steps, *others = backend.doubles
     assert steps.replays == len(spent) == engine.report().steps
     # The sampler's graph runs for steps that draw, and for no other.
@@ -189,5 +206,25 @@ def test_on_gaudi_every_step_replays_a_graph_of_parts(bridge):
     spent, steps = counts().since(before), engine.report().steps
     assert tokens(there) == tokens(here)
     assert bridge.log.count("replay") >= steps and set(bridge.log) == {"mark", "replay"}
-    assert spent[:3] == (steps, steps, 0)
+    assert spent[:3] == (steps, steps, 0) and engine.report().steps_ahead
     assert [buffer.data_ptr() for buffer in engine.executor.cache.buffers()] == addresses
+
+
+@pytest.mark.parametrize("sampling", TOLD[:2], ids=["rules", "told"])
+def test_a_step_that_has_begun_outlives_a_second_warmup(sampling):
+    def served_by(device, backend):
+        engine = Engine(tiny_model().to(device), replace(CONFIG, backend=backend))
+        engine.warmup()
+        engine.submit(PROMPTS[0], GREEDY)
+        events = engine.step() + engine.step()
+        engine.submit(PROMPTS[1], sampling)
+        events += engine.step()  # which begins the one that the host samples
+        engine.warmup()
+        while engine.has_work:
+            events += engine.step()
+        texts = sorted((event.index, event.result.tokens) for event in events if event.result)
+        return texts, engine.report().steps_ahead
+
+    here, _ = served_by("cpu", "eager")
+    there, ahead = served_by("stand_in", Recorded())
+    assert there == here and ahead

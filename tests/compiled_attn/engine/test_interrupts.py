@@ -14,6 +14,7 @@ import torch
 from compiled_attn.engine import Engine, EngineConfig, SamplingParams
 from tests.compiled_attn.tiny import plain_generate, tiny_model
 from tests.interrupts import Interruption, count_lines, interrupted_at
+from tests.stand_in import counts, open_device
 
 NEW = 7
 
@@ -52,6 +53,7 @@ class Run:
     """An engine that serves the same prompts for ever, and what came of them."""
 
     kernel: str = "portable"
+    device: str = "cpu"
     interrupts: int = 0
     places: set[str] = field(default_factory=set)
     told: dict[int, list[int]] = field(default_factory=dict)
@@ -70,7 +72,7 @@ class Run:
             defrag_waste=0.0,
             kernel=self.kernel,
         )
-        self.engine = Engine(model, config)
+        self.engine = Engine(model.to(self.device), config)
         self.engine.warmup()
         self.of: dict[int, int] = {}
         self.next = 0
@@ -134,21 +136,27 @@ def _random_lines(rng: random.Random) -> Iterator[Callable[[], Interruption]]:
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
-    ("kernel", "interrupts"),
+    ("kernel", "device", "interrupts"),
     [
-        ("portable", 60),
-        pytest.param("portable", 2500, marks=pytest.mark.slow),
-        pytest.param("auto", 1000, marks=pytest.mark.slow),
+        ("portable", "cpu", 60),
+        ("auto", "stand_in", 60),
+        pytest.param("portable", "cpu", 2500, marks=pytest.mark.slow),
+        pytest.param("auto", "cpu", 1000, marks=pytest.mark.slow),
+        pytest.param("auto", "stand_in", 1000, marks=pytest.mark.slow),
     ],
 )
-def test_steps_interrupted_at_random_lines_lose_no_token_and_no_block(kernel, interrupts):
-    run, rng = Run(kernel), random.Random(interrupts)
+def test_steps_interrupted_at_random_lines_lose_no_token_and_no_block(kernel, device, interrupts):
+    if is_ahead := device != "cpu":
+        open_device()
+    run, rng = Run(kernel, device), random.Random(interrupts)
     lines = _random_lines(rng)
     while run.interrupts < interrupts:
         for _ in range(rng.randrange(2, 8)):
             run.step()
         run.step(next(lines)())
     run.drain()
+    assert bool(run.engine.report().steps_ahead) == is_ahead
+    assert not (is_ahead and counts().torn)
 
 
 def _lines_of_steps(run: Run, steps: int) -> list[str]:

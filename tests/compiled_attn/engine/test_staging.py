@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compiled_attn.engine.staging import Staging, staged_bytes
+from compiled_attn.engine.staging import Later, Return, Staging, staged_bytes
 from tests.stand_in import counts, open_device
 
 
@@ -53,3 +53,35 @@ def test_a_step_that_is_too_large_is_refused_before_anything_is_written(staging)
     with pytest.raises(ValueError, match=r"at most 192 bytes, got 320: make the staging"):
         staging.stage(fields(2, tokens=9))
     assert torch.equal(kept[0].cpu(), fields(1)[0])
+
+
+def test_a_buffer_is_written_again_only_when_it_was_copied(staging):
+    before = counts()
+    for seed in range(3):  # nobody waits between
+        there = staging.stage(fields(seed))
+    spent = counts().since(before)
+    assert (spent.copies_in, spent.waits, spent.torn) == (3, 1, 0)
+    assert torch.equal(there[0].cpu(), fields(2)[0])
+
+
+def test_tokens_of_two_steps_can_be_on_their_way():
+    way = Return(open_device(), 4)
+    before = counts()
+    first = way.send(torch.tensor([1, 2, 3]).to("stand_in"))
+    second = way.send(torch.tensor([4, 5]).to("stand_in"))
+    assert counts().since(before)[1:3] == (2, 0)
+    assert ([*first], [*second]) == ([1, 2, 3], [4, 5])
+    assert counts().since(before).waits == 0
+
+
+def test_what_comes_later_is_read_once_and_when_it_is_needed():
+    reads = []
+
+    def read() -> list[int]:
+        reads.append(1)
+        return [1, 2, 3]
+
+    later = Later(read)
+    assert not reads
+    assert (len(later), later[1], later[1:], [*later]) == (3, 2, [2, 3], [1, 2, 3])
+    assert len(reads) == 1
