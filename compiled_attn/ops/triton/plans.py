@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from compiled_attn.ops.triton.tiles import Plan, Problem, Tile, plan
+from compiled_attn.ops.triton.varlen_calls import VarlenCalls
 
 __all__ = ["PLANS", "Plans", "processors"]
 
@@ -19,10 +20,12 @@ class Plans:
     Attributes:
         measure: gives the plan of a problem that has none yet; None, as it is but for a warmup
             (`autotune.measuring`): such a problem has the usual plan.
+        varlen: calls of the last warmup.
     """
 
     def __init__(self) -> None:
         self.measure: Callable[[Problem, torch.device], Plan] | None = None
+        self.varlen = VarlenCalls()
         self._measured: dict[str, Plan] = {}
 
     def of(self, problem: Problem, device: torch.device) -> Plan:
