@@ -53,7 +53,7 @@ def tune(problem: Problem, device: torch.device, clock: Clock | None = None) -> 
     try:
         call = call_of(problem, device)
     except torch.OutOfMemoryError:  # a cache has most of it: no reason to fail a warmup
-        REFUSED[problem] = "was not measured: the device has no memory left for it"
+        REFUSED[device, problem] = "was not measured: the device has no memory left for it"
         return usual
     best = _fastest([usual, *other_tiles(problem, cores)], call, clock)
     return _or_varlen(problem, _fastest([best, *other_splits(best)], call, clock), call, clock)
@@ -112,7 +112,7 @@ def _or_varlen(problem: Problem, best: Plan, call: PagedCall, clock: Clock) -> P
         times = {each: clock(partial(attend, call, each)) for each in (best, other)}
     except RuntimeError as error:  # it says what it cannot do only when it is called
         _log.warning("varlen is not taken: %s", error)
-        REFUSED[problem] = "failed: " + str(error).partition("\n")[0]
+        REFUSED[call.query.device, problem] = "failed: " + str(error).partition("\n")[0]
         return best
     return min(times, key=times.__getitem__)
 

@@ -25,23 +25,26 @@ _PATIENCE_SECONDS = 10.0
 
 
 @contextmanager
-def kept_plans(file: Path | None, plans: Plans = PLANS) -> Iterator[dict[str, str]]:
+def kept_plans(
+    file: Path | None, device: torch.device, plans: Plans = PLANS
+) -> Iterator[dict[str, str]]:
     """Around a warmup: plans of the file are taken, others measured, and added to the file.
 
     It gives notes for the engine's report, which are there when it closes.
 
     Args:
         file: of `plans_file`; None, or one that cannot be written: they are measured at each start.
+        device: that they are of.
         plans: those that the ops take.
     """
-    plans.adopt(_read(file))
+    plans.adopt(_read(file), device)
     notes: dict[str, str] = {}
     try:
         with measuring(plans):
             yield notes
     finally:
         notes |= plans.varlen.notes()
-        _add(file, plans.kept())
+        _add(file, plans.kept(device))
 
 
 def plans_file(device: torch.device) -> Path | None:
@@ -75,7 +78,7 @@ def _read(file: Path | None) -> dict[str, list[int]]:
     """The plans of a file; none where it is damaged."""
     try:
         known = json.loads(file.read_text()) if file else {}
-        Plans().adopt(known)
+        Plans().adopt(known, torch.device("cpu"))
     except (OSError, ValueError, AttributeError, TypeError):
         return {}
     return dict(known)

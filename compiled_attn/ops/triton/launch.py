@@ -92,7 +92,7 @@ def _planned(call: PagedCall) -> Plan:
     plan = PLANS.of(problem, call.query.device)
     if PLANS.measure is not None:
         slower = "was not faster than Triton when it was measured"
-        by_plan = None if plan.varlen else REFUSED.get(problem, slower)
+        by_plan = None if plan.varlen else REFUSED.get((call.query.device, problem), slower)
         PLANS.varlen.add(problem, varlen.why_not(call) or by_plan)
     return plan
 

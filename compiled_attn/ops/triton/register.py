@@ -38,7 +38,9 @@ def measured_plans(device: torch.device) -> AbstractContextManager[dict[str, str
         return nullcontext({})
     from compiled_attn.ops.triton.kept import kept_plans, plans_file
 
-    return kept_plans(plans_file(device))
+    if device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())  # as its tensors say
+    return kept_plans(plans_file(device), device)
 
 
 def _paged_attention(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:

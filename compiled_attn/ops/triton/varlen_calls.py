@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import torch
+
 from compiled_attn.ops.triton.tiles import Problem
 
 __all__ = ["REFUSED", "VarlenCalls"]
 
-REFUSED: dict[Problem, str] = {}
+REFUSED: dict[tuple[torch.device, Problem], str] = {}
 """What varlen, or a lack of memory, said where a problem was to be measured in this process."""
 
 

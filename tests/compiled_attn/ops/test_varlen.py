@@ -132,7 +132,7 @@ def test_the_faster_one_is_found_in_the_warmup(on_cpu):
         return 1.0
 
     assert not tune(problem, device, refuses).varlen
-    assert not tune(replace(problem, dtype="float32"), device, lambda run: 1.0).varlen
+    assert not tune(problem._replace(dtype="float32"), device, lambda run: 1.0).varlen
 
 
 def test_a_plan_that_takes_it_does_so_where_it_serves_the_call(on_cpu, monkeypatch):
@@ -162,7 +162,7 @@ def warmup(on_cpu, monkeypatch):
         plans = Plans()
         monkeypatch.setattr(autotune, "tune", partial(tune, clock=clock))
         monkeypatch.setattr(launch, "PLANS", plans)
-        with kept.kept_plans(None, plans) as notes:
+        with kept.kept_plans(None, torch.device("cpu"), plans) as notes:
             for each in options:
                 launch.attend(call_of(scene(MIXED, dtype=BF16, **each)))
         launch.attend(call_of(scene(MIXED, dtype=BF16)))  # of no warmup: not told
