@@ -38,8 +38,7 @@ def measured_plans(device: torch.device) -> AbstractContextManager[dict[str, str
         return nullcontext({})
     from compiled_attn.ops.triton.kept import kept_plans, plans_file
 
-    if device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())  # as its tensors say
+    device = torch.empty(0, device=device).device  # with its index, as tensors say it
     return kept_plans(plans_file(device), device)
 
 

@@ -71,7 +71,7 @@ class Problem(NamedTuple):
         if [*told] != [*cls._fields]:
             raise ValueError(f"expected the sizes {', '.join(cls._fields)}, got {name!r}")
         *sizes, dtype, codes = told.values()
-        return cls(*map(int, sizes), dtype=dtype, codes=codes)
+        return cls._make([*map(int, sizes), dtype, codes])
 
     @property
     def has_few_rows(self) -> bool:
