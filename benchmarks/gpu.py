@@ -18,6 +18,7 @@ import json
 import platform
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerator import serving
@@ -26,6 +27,7 @@ from accelerator.scene import Sizes, Step, steps
 from accelerator.timing import medians
 
 from compiled_attn.ops import load
+from compiled_attn.ops.triton.register import measured_plans
 
 CASES = {  # requests, queries, keys of each
     "decode 1 x 8k": (1, 1, 8192),
@@ -100,21 +102,39 @@ def main() -> None:
     sizes = Sizes(block_size=options.block_size, dtype=dtype)
     if options.small:
         sizes = Sizes(4, 2, 16, options.block_size, dtype)
-    results: dict[str, list[object]] = {"attention": [], "serving": []}
-    for name, case in (SMALL if options.small else CASES).items():
-        results["attention"].append(row(name, steps(sizes, *case, device, 3), options))
-    slowest = None
-    for told in serving.rows(options.backends, options.small, dtype, device):
-        backend, speed, warm, kernel = told
+    results: dict[str, Any] = {
+        "device": describe(device),
+        "attention": [],
+        "serving": [],
+        "failed": [],
+    }
+
+    def keep(kind: str, found: object) -> None:
+        """At once: what is cut off at its time limit leaves all rows before."""
+        results[kind].append(found)
+        if options.json:
+            options.json.write_text(json.dumps(results, indent=1))
+
+    with measured_plans(device):  # as in the warmup of an engine
+        for name, case in (SMALL if options.small else CASES).items():
+            keep("attention", row(name, steps(sizes, *case, device, 3), options))
+    model, slowest = serving.llama(options.small, dtype, device), None
+    for name in options.backends:
+        try:
+            told = backend, speed, warm, kernel = serving.row(model, name, options.small)
+        except Exception as error:  # the other backends are told all the same
+            print(f"{name:>16} failed: {type(error).__name__}: {error}", flush=True)
+            keep("failed", name)
+            continue
         slowest = slowest or speed
         print(
             f"{backend:>16} {speed:9.0f} tokens/s  {speed / slowest:5.2f}x of the first  warmup "
             f"{warm:.1f} s  kernel {kernel}",
             flush=True,
         )
-        results["serving"].append(told)
-    if options.json:
-        options.json.write_text(json.dumps({"device": describe(device), **results}, indent=1))
+        keep("serving", told)
+    if results["failed"]:
+        raise SystemExit(f"# failed: {', '.join(results['failed'])}")
 
 
 def describe(device: torch.device) -> str:

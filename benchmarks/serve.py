@@ -2,10 +2,11 @@
 
     python benchmarks/serve.py [--model smollm2] [--requests 24] [--clients 8] [--rounds 2]
 
-Both listen on this machine, and one is stopped (SIGSTOP) while the other is asked. A number of
-clients stream chats of some 40 tokens, a new one as soon as one ends; each generates 48 tokens
+All listen on this machine, and all but one are stopped (SIGSTOP) while that one is asked. A number
+of clients stream chats of some 40 tokens, a new one as soon as one ends; each generates 48 tokens
 greedily. Rounds alternate; medians over all requests. `transformers serve` runs with continuous
-batching, as its own option turns it on; without, it serves one request at a time.
+batching, as its own option turns it on, and with `--default` as it is without options too: then it
+serves one request at a time.
 """
 
 from __future__ import annotations
@@ -80,19 +81,24 @@ def free_port() -> int:
 
 
 def servers(options: argparse.Namespace) -> list[Server]:
-    """Ours and transformers', not started."""
+    """Ours first, and transformers', not started."""
     ours, theirs, folder = free_port(), free_port(), str(model_folder(options.model))
     program = "from {} import {} as main; main()"
     own = [sys.executable, "-c", program.format("compiled_attn.cli", "main"), "serve"]
     own += ["--model", options.model, "--name", "served", "--port", str(ours)]
     own += ["--max-seqs", str(options.clients), "--backend", options.backend]
     other = [sys.executable, "-c", program.format("transformers.cli.transformers", "main"), "serve"]
-    other += [folder, "--port", str(theirs), "--host", "127.0.0.1", "--continuous-batching"]
-    other += ["--device", "cpu", "--dtype", options.dtype]
-    return [
+    other += [folder, "--host", "127.0.0.1", "--device", "cpu", "--dtype", options.dtype]
+    batching = [*other, "--port", str(theirs), "--continuous-batching"]
+    made = [
         Server("compiled-attn serve", [*own, "--dtype", options.dtype], "served", ours),
-        Server("transformers serve", other, folder, theirs),
+        Server("transformers serve --continuous-batching", batching, folder, theirs),
     ]
+    if options.default:
+        plain = free_port()
+        command = [*other, "--port", str(plain)]
+        made.append(Server("transformers serve", command, folder, plain))
+    return made
 
 
 async def load(server: Server, requests: int, clients: int, round_: int) -> None:
@@ -134,15 +140,16 @@ def percentile(values: list[float], share: float) -> float:
     return 1000 * sorted(values)[min(int(share * len(values)), len(values) - 1)]
 
 
-def table(both: list[Server]) -> Iterator[str]:
-    yield f"{'':21}{'requests/s':>11}{'first token, ms':>22}{'between tokens, ms':>22}"
-    yield f"{'':32}{'p50':>11}{'p99':>11}{'p50':>11}{'p99':>11}"
-    for each in both:
+def table(all_: list[Server]) -> Iterator[str]:
+    yield f"{'':41}{'requests/s':>11}{'first token, ms':>22}{'between tokens, ms':>22}"
+    yield f"{'':52}{'p50':>11}{'p99':>11}{'p50':>11}{'p99':>11}"
+    for each in all_:
         measured = itertools.product((each.first, each.between), (0.5, 0.99))
         columns = "".join(f"{percentile(times, share):11.1f}" for times, share in measured)
-        yield f"{each.name:21}{statistics.median(each.rates):11.2f}{columns}"
-    ours, theirs = (statistics.median(each.rates) for each in both)
-    yield f"{'ours over theirs':21}{ours / theirs:10.2f}x"
+        yield f"{each.name:41}{statistics.median(each.rates):11.2f}{columns}"
+    ours, *theirs = (statistics.median(each.rates) for each in all_)
+    for each, rate in zip(all_[1:], theirs, strict=True):
+        yield f"{'over ' + each.name:46}{ours / rate:5.2f}x"
 
 
 def main() -> None:
@@ -153,26 +160,27 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=24)
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--default", action="store_true", help="their server without options too")
     options = parser.parse_args()
     try:
-        both = servers(options)
+        all_ = servers(options)
     except ModelError as error:
         print(f"# skipped: {error}")
         return
     try:
-        for server in both:
+        for server in all_:
             server.start()
             asyncio.run(load(server, 2, 2, -1))  # what is loaded at the first request
             server.let(signal.SIGSTOP)
-        for server in both:
+        for server in all_:
             server.rates, server.first, server.between = [], [], []
         for number in range(options.rounds):
-            for server in both:
+            for server in all_:
                 server.let(signal.SIGCONT)
                 asyncio.run(load(server, options.requests, options.clients, number))
                 server.let(signal.SIGSTOP)
     finally:
-        for server in both:
+        for server in all_:
             server.let(signal.SIGCONT)
             server.let(signal.SIGKILL)
     print(
@@ -180,7 +188,7 @@ def main() -> None:
         f"{torch.get_num_threads()} threads, {options.dtype}, {options.model}, "
         f"{options.clients} clients, {options.requests} requests a round"
     )
-    print("\n".join(table(both)))
+    print("\n".join(table(all_)))
 
 
 if __name__ == "__main__":

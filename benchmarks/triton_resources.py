@@ -55,6 +55,16 @@ CASES = {
     "D 256": Case(256),
     "D 576, Dv 512": Case(576, value_dim=512, kv_heads=1, group=16),
     "D 128, float32": Case(dtype=F32),
+    "D 64, float32": Case(64, dtype=F32),
+    "D 256, float32": Case(256, dtype=F32),
+    "D 576, Dv 512, float32": Case(576, dtype=F32, value_dim=512, kv_heads=1, group=16),
+    "D 64, int8": Case(64, cache=torch.int8),
+    "D 64, e4m3": Case(64, cache=torch.float8_e4m3fn),
+    "D 256, int8": Case(256, cache=torch.int8),
+    "D 256, e4m3": Case(256, cache=torch.float8_e4m3fn),
+    "D 576, Dv 512, e4m3": Case(
+        576, cache=torch.float8_e4m3fn, value_dim=512, kv_heads=1, group=16
+    ),
     "D 128, window, cap, ALiBi, sinks": Case(everything=True),
     "D 128, int8, float16, page 128": Case(dtype=F16, cache=torch.int8, page=128),
     "D 192, Dv 128": Case(192, value_dim=128, group=1),
@@ -118,7 +128,7 @@ def kernels_of(case: Case) -> Iterator[tuple[str, Plan, Any, Launch]]:
 
 def rows(targets: list[str], cases: list[str]) -> Iterator[dict[str, Any]]:
     for name in cases:
-        for step, (tile, splits), kernel, launch in kernels_of(CASES[name]):
+        for step, (tile, splits, _), kernel, launch in kernels_of(CASES[name]):
             attends = kernel is attend_kernel
             sizes = f"{tile.rows}x{tile.keys}, {tile.warps}w, {tile.stages}s, /{splits}"
             for target in targets:

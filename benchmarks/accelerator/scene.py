@@ -68,7 +68,7 @@ def steps(
     width = -(-length // sizes.block_size)
     blocks = 2 * requests * width + 1
     shape = (blocks, sizes.block_size, sizes.kv_heads, sizes.dim)
-    key, value = (torch.randn(shape).to(sizes.dtype).to(device) for _ in range(2))
+    key, value = (torch.randn(shape, dtype=sizes.dtype, device=device) for _ in range(2))
     starts = (torch.arange(requests + 1, dtype=torch.int32) * queries).to(device)
     lengths = torch.full((requests,), length, dtype=torch.int32).to(device)
     made = []

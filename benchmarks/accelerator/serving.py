@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -30,31 +29,26 @@ def llama(is_small: bool, dtype: torch.dtype, device: torch.device) -> PreTraine
         return LlamaForCausalLM(config).to(dtype).eval().requires_grad_(False)
 
 
-def rows(
-    backends: list[str], is_small: bool, dtype: torch.dtype, device: torch.device
-) -> Iterator[tuple[str, float, float, str]]:
-    """For each backend its name, tokens a second, seconds of warmup, and the kernel."""
-    model = llama(is_small, dtype, device)
+def row(model: PreTrainedModel, backend: str, is_small: bool) -> tuple[str, float, float, str]:
+    """Of a backend its name, tokens a second, seconds of warmup, and the kernel."""
     requests, length, new = (3, 9, 4) if is_small else (64, 512, 128)
     chance = torch.Generator().manual_seed(0)
     shape = requests, length
     prompts = torch.randint(1, 500, shape, generator=chance).tolist()
-    for backend in backends:
-        config = EngineConfig(
-            max_tokens_per_step=64 if is_small else 2048,
-            max_seqs=requests,
-            context=length + new,
-            block_size=16,
-            backend=backend,
-            max_graphs=4 if is_small else 12,
-            prefix_key=b"benchmark",
-        )
-        engine = Engine(model, config)
-        warm = engine.warmup().elapsed_seconds
-        list(engine.generate(prompts[:2], SamplingParams(max_new_tokens=2)))
-        started = time.perf_counter()
-        results = [*engine.generate(prompts, SamplingParams(max_new_tokens=new))]
-        spent = time.perf_counter() - started
-        tokens = sum(len(result.tokens) for result in results)
-        yield backend, tokens / spent, warm, engine.report().kernel
-        del engine
+    config = EngineConfig(
+        max_tokens_per_step=64 if is_small else 2048,
+        max_seqs=requests,
+        context=length + new,
+        block_size=16,
+        backend=backend,
+        max_graphs=4 if is_small else 12,
+        prefix_key=b"benchmark",
+    )
+    engine = Engine(model, config)
+    warm = engine.warmup().elapsed_seconds
+    list(engine.generate(prompts[:2], SamplingParams(max_new_tokens=2)))
+    started = time.perf_counter()
+    results = [*engine.generate(prompts, SamplingParams(max_new_tokens=new))]
+    spent = time.perf_counter() - started
+    tokens = sum(len(result.tokens) for result in results)
+    return backend, tokens / spent, warm, engine.report().kernel

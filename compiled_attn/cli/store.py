@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from compiled_attn.cli.errors import UserError
+from graphs.backends.cudagraph import CudaGraphBackend
 from graphs.capture.contract import Backend
 from graphs.store import ArtifactStore, StoredAoti, StoredInductor, environment_factors
 from graphs.store.cache_folder import cache_folder
@@ -38,10 +39,11 @@ def stored_backend(backend: str, store: Path | None) -> Iterator[str | Backend]:
     Raises:
         UserError: the folder that was asked for cannot be used, or not with this backend.
     """
-    if backend not in ("inductor", "aoti"):
+    if backend not in ("inductor", "aoti", "cudagraph"):
         if store is not None:
             raise UserError(
-                f"--store is for --backend inductor and aoti, got {backend}: leave one of them out"
+                "--store is for --backend inductor, aoti and cudagraph, got "
+                f"{backend}: leave one of them out"
             )
         yield backend
         return
@@ -62,7 +64,8 @@ def _opened(backend: str, folder: Path, stack: contextlib.ExitStack) -> Backend:
         return StoredAoti(store)
     cache = stack.enter_context(store.inductor_cache(environment_factors()))
     stack.enter_context(_variables(cache.environment))
-    return StoredInductor(store, cache.seal)
+    inductor = StoredInductor(store, cache.seal)
+    return CudaGraphBackend(inductor=inductor) if backend == "cudagraph" else inductor
 
 
 @contextlib.contextmanager

@@ -7,11 +7,16 @@ import time
 import weakref
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from concurrent.futures import Future
+from dataclasses import replace
 from types import TracebackType
 
 from compiled_attn.cache.blocks.prefix import Salt
+from compiled_attn.engine.compiling import Compiling
 from compiled_attn.engine.config import ConfigError
+from compiled_attn.engine.constraint import without_grammars
 from compiled_attn.engine.engine import Engine
+from compiled_attn.engine.grammar import Grammar
 from compiled_attn.engine.handle import RequestHandle
 from compiled_attn.engine.owner import Owner, Seen
 from compiled_attn.engine.prompts import token_ids
@@ -61,6 +66,8 @@ class AsyncEngine:
             raise ConfigError(f"expected max_waiting >= 0, got {max_waiting}: choose a larger one")
         self.engine = engine
         self._owner = Owner(engine, max_waiting, progress)
+        grammars = engine._grammars
+        self._compiling = None if grammars is None else Compiling(grammars)
         # One that is dropped, or left at exit, stops; its open handles keep it.
         weakref.finalize(self, self._owner.stop, drain=False, timeout=_EXIT_SECONDS)
 
@@ -80,12 +87,34 @@ class AsyncEngine:
             ConfigError: the request can never be served.
             QueueFull: ``max_waiting`` requests wait.
             EngineStopped: it was stopped, has failed, or is another process's.
+
+        A grammar is compiled in a thread of its own. This waits for it; in a coroutine it does not,
+        and a grammar that is refused is the error of the handle.
         """
-        tokens, sampling = token_ids(prompt), sampling or SamplingParams()
-        self.engine._check(tokens, sampling, salt, None)
-        handle = RequestHandle(tokens, sampling, salt, time.perf_counter(), self._owner, self)
-        self._owner.take(handle)
-        return handle
+        return self._submitted(prompt, [sampling or SamplingParams()], salt)[0]
+
+    def submit_choices(
+        self, prompt: SequenceOf[int], sampling: SamplingParams, *, salt: Salt = None
+    ) -> list[RequestHandle]:
+        """Queues the ``n`` continuations of a prompt, all of them or none, see `submit`.
+
+        The first computes the prompt, and the others wait for the blocks that it leaves for them.
+        """
+        return self._submitted(
+            prompt, [sampling.continuation(number) for number in range(sampling.n)], salt
+        )
+
+    def compiled(self, grammar: Grammar) -> Future[None]:
+        """Done when a grammar is compiled, which happens in a thread of its own; with the error
+        that it is refused with.
+
+        Raises:
+            ConfigError: the engine has no tokenizer.
+            QueueFull: too many others wait to be compiled.
+        """
+        if self._compiling is None:
+            raise without_grammars(grammar)
+        return self._compiling.begin(grammar)
 
     def look(self, look: Callable[[Engine], Seen]) -> Seen:
         """What a look at the engine gives, such as ``serving.look(Engine.report)``: between two
@@ -135,3 +164,38 @@ class AsyncEngine:
         traceback: TracebackType | None,
     ) -> None:
         await asyncio.to_thread(self.stop, drain=kind is None)
+
+    def _submitted(
+        self, prompt: SequenceOf[int], each: SequenceOf[SamplingParams], salt: Salt
+    ) -> list[RequestHandle]:
+        tokens, now = token_ids(prompt), time.perf_counter()
+        grammar = getattr(each[0], "grammar", None)
+        plain = each[0] if grammar is None else replace(each[0], grammar=None)
+        self.engine._check(tokens, plain, salt, None)
+        compiled = None if grammar is None else self._compiled_or_waited(grammar)
+        handles: list[RequestHandle] = []
+        for sampling in each:
+            first = handles[0] if handles else None
+            handles.append(
+                RequestHandle(tokens, sampling, salt, now, self._owner, self, compiled, first)
+            )
+        self._owner.take(handles)
+        if compiled is not None:
+            compiled.add_done_callback(lambda _: self._owner.look_again())
+        return handles
+
+    def _compiled_or_waited(self, grammar: Grammar) -> Future[None] | None:
+        """None when it is compiled; an event loop does not wait for that."""
+        compiled = self.compiled(grammar)
+        if not compiled.done() and _is_in_event_loop():
+            return compiled
+        compiled.result()
+        return None
+
+
+def _is_in_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

@@ -19,7 +19,7 @@ from compiled_attn.engine.grammar import Grammar
 from compiled_attn.engine.sampling import SamplingParams
 from compiled_attn.errors import ConfigError
 
-__all__ = ["Constraint", "Grammars", "Matcher", "constrain", "constraint_of"]
+__all__ = ["Constraint", "Grammars", "Matcher", "constrain", "constraint_of", "without_grammars"]
 
 _LAST_ID = 2**31 - 1  # of any vocabulary; what an end beyond it is, no model draws
 
@@ -58,12 +58,19 @@ class Constraint:
         grammar: that they know.
         prompt_len: tokens of its prompt, which the grammar says nothing about.
         ends: tokens that end it, which may come where the text may end, and only there.
+        vocab: tokens of the model, which draws none behind them.
     """
 
     def __init__(
-        self, grammars: Grammars, grammar: Grammar, prompt_len: int, ends: Collection[int]
+        self,
+        grammars: Grammars,
+        grammar: Grammar,
+        prompt_len: int,
+        ends: Collection[int],
+        vocab: int = _LAST_ID,
     ) -> None:
         self.grammars = grammars
+        self._vocab = vocab
         self.ends = np.array(sorted(end for end in ends if 0 <= end <= _LAST_ID), np.int64)
         self._make = grammars.compiled(grammar)
         self._matcher: Matcher | None = None
@@ -94,7 +101,7 @@ class Constraint:
         matcher = self.behind(text)
         if not matcher.is_completed():
             return False
-        allowed = _bits(self.grammars.masks([matcher]))[0]
+        allowed = _bits(self.grammars.masks([matcher]))[0, : self._vocab]
         allowed[self.ends[self.ends < len(allowed)]] = 0
         return not allowed.any()
 
@@ -104,6 +111,7 @@ def constraint_of(
     grammars: Grammars | None,
     prompt_len: int,
     ends: Collection[int] = (),
+    vocab: int = _LAST_ID,
 ) -> Constraint | None:
     """The constraint of a request; None where it has no grammar.
 
@@ -113,11 +121,16 @@ def constraint_of(
     if sampling.grammar is None:
         return None
     if grammars is None:
-        raise ConfigError(
-            f"expected no grammar, as this engine has no tokenizer, got {sampling.grammar}: use "
-            "compiled_attn.LLM, or give the engine grammars"
-        )
-    return Constraint(grammars, sampling.grammar, prompt_len, ends)
+        raise without_grammars(sampling.grammar)
+    return Constraint(grammars, sampling.grammar, prompt_len, ends, vocab)
+
+
+def without_grammars(grammar: Grammar) -> ConfigError:
+    """The refusal of an engine that knows no grammars."""
+    return ConfigError(
+        f"expected no grammar, as this engine has no tokenizer, got {grammar}: use "
+        "compiled_attn.LLM, or give the engine grammars"
+    )
 
 
 def constrain(

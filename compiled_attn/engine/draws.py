@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from compiled_attn.engine.logit_rules import LogitRules, shaped
-from compiled_attn.engine.ranking import RankedRows, RunningSum
+from compiled_attn.engine.ranking import RankedRows
+from compiled_attn.engine.running_sum import RunningSum
 from compiled_attn.engine.sampling import SamplingParams
 from compiled_attn.engine.uniform import uniforms
 
@@ -188,12 +189,6 @@ def _of_all(ranked: RankedRows, draws: Sequence[Draw], uniform: NDArray[np.float
     """The tokens of rows of which any number is kept, from the running sum of each row."""
     ordered, tokens = RunningSum(ranked.vocab), []
     for draw, number in zip(draws, uniform.tolist(), strict=True):
-        ordered.begin(ranked.row(draw.row), draw.params.temperature)
-        if 0 < draw.params.top_k < ranked.vocab:
-            ordered.cut_behind(draw.params.top_k)
-        if draw.params.top_p < 1:
-            ordered.cut_at(draw.params.top_p * ordered.total)
-        if draw.params.min_p:
-            ordered.cut_below(draw.params.min_p)
-        tokens.append(ordered.at(number * ordered.total))
+        values = ranked.row(draw.row)
+        tokens.append(ordered.token(values, ranked.head(draw.row, values), draw.params, number))
     return tokens

@@ -309,7 +309,9 @@ class Engine:
             index=request_id if index is None else index,
             mailbox=mailbox,
             has_stop=self._has_stop,
-            constraint=constraint_of(sampling, self._grammars, len(prompt), ends),
+            constraint=constraint_of(
+                sampling, self._grammars, len(prompt), ends, self.sizing.vocab
+            ),
             choice=choice,
         )
         try:

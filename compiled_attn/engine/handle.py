@@ -7,6 +7,7 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -42,6 +43,9 @@ class RequestHandle:
         arrived_s: on the clock of `time.perf_counter`.
         server: what serves it.
         kept: what has to be there as long as it.
+        compiled: done when its grammar is compiled, or refused; None: it has none to wait for.
+        first: the continuation that computes the prompt for it, whose blocks it then finds; None:
+            it computes its own.
     """
 
     prompt: list[int]
@@ -50,6 +54,10 @@ class RequestHandle:
     arrived_s: float
     server: _Server = field(repr=False)
     kept: object = field(repr=False)
+    compiled: Future[None] | None = field(default=None, repr=False)
+    first: RequestHandle | None = field(default=None, repr=False)
+    has_begun: bool = field(default=False, init=False)
+    """Whether its prompt was computed, or it has ended."""
     request_id: int | None = field(default=None, init=False)
     """Its id in the engine, the one of its events and its result; None while it waits outside."""
     _events: deque[TokenEvent] = field(default_factory=deque, init=False, repr=False)
@@ -61,6 +69,12 @@ class RequestHandle:
     def has_ended(self) -> bool:
         """Whether it has finished, was cancelled or failed; tokens may still be unread."""
         return self._end is not None
+
+    @property
+    def may_enter(self) -> bool:
+        """Whether it waits for nothing before its engine has it."""
+        is_compiled = self.compiled is None or self.compiled.done()
+        return is_compiled and (self.first is None or self.first.has_begun)
 
     def cancel(self) -> None:
         """Drops it, from any thread and at once or after the step that runs; its blocks are free.
@@ -115,6 +129,7 @@ class RequestHandle:
     def put(self, event: TokenEvent) -> bool:
         """Adds an event; for the thread that serves it. Whether it has to `wake` somebody."""
         self._events.append(event)
+        self.has_begun = True
         if event.result is not None:
             self._end = event.result
             return True
@@ -122,7 +137,7 @@ class RequestHandle:
 
     def fail(self, error: Exception) -> None:
         """Ends it without a result; for the thread that serves it, which calls `wake` then."""
-        self._end = error
+        self._end, self.has_begun = error, True
 
     def waiters(self) -> Iterator[_Waiter]:
         """Takes out who waits for what is there now; for `wake`."""

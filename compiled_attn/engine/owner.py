@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -50,6 +50,7 @@ class Owner:
         self._looks: deque[tuple[Callable[[Engine], Any], Future[Any]]] = deque()
         self._stop_after: str | None = None  # "all" requests, or "step"
         self._why_ended: EngineStopped | None = None
+        self._outside: list[RequestHandle] = []  # the thread's own: they may not enter yet
         self._open: dict[int, RequestHandle] = {}  # the thread's own
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -59,21 +60,30 @@ class Owner:
         """Whether it takes requests."""
         return os.getpid() == self._process and self._why_stopped() is None
 
-    def take(self, handle: RequestHandle) -> None:
-        """Queues a request.
+    def take(self, handles: Sequence[RequestHandle]) -> None:
+        """Queues requests, all of them or none.
 
         Raises:
-            EngineStopped: nobody would serve it.
+            EngineStopped: nobody would serve them.
             QueueFull: too many wait.
         """
         with self._while_serving():
             most = self._engine.config.max_seqs
-            if len(self._inbox) + len(self._open) >= self._max_waiting + most:
+            there = len(self._inbox) + len(self._outside) + len(self._open)
+            if there + len(handles) > self._max_waiting + most:
+                more = (
+                    "one more" if len(handles) == 1 else f"{len(handles)} more that belong together"
+                )
                 raise QueueFull(
                     f"expected at most {self._max_waiting} requests that wait (max_waiting) while "
-                    f"{most} run (max_seqs), got one more: submit it later, or raise either"
+                    f"{most} run (max_seqs), got {more}: submit it later, or raise either"
                 )
-            self._inbox.append(handle)
+            self._inbox.extend(handles)
+            self._changed.notify()
+
+    def look_again(self) -> None:
+        """Wakes the thread: what a request waits for outside has come."""
+        with self._changed:
             self._changed.notify()
 
     def drop(self, handle: RequestHandle) -> None:
@@ -163,37 +173,53 @@ class Owner:
         """Waits for some; False when there is none any more, or none is to be done."""
         with self._changed:
             while True:
-                has_work = bool(self._inbox) or self._engine.has_work
-                if self._stop_after == "step" or (self._stop_after and not has_work):
+                may_enter = bool(self._inbox) or any(each.may_enter for each in self._outside)
+                has_work = may_enter or self._engine.has_work
+                is_done = not (has_work or self._outside)
+                if self._stop_after == "step" or (self._stop_after and is_done):
                     return False
                 if has_work or self._unwanted or self._looks:
                     return True
                 self._changed.wait()
 
     def _enter_all(self) -> None:
-        while self._inbox:
-            handle = self._inbox.popleft()
+        with self._changed:
+            self._outside += self._inbox
+            self._inbox.clear()
+        for handle in [each for each in self._outside if each.may_enter]:
+            self._outside.remove(handle)
             try:
-                handle.request_id = self._engine.submit(
-                    handle.prompt, handle.sampling, salt=handle.salt, arrived_s=handle.arrived_s
-                )
-                self._open[handle.request_id] = handle
+                self._enter(handle)
             except Exception as error:  # its own, such as of a bucket that the warmup lost
                 handle.fail(error)
                 wake([handle])
             except BaseException:
-                self._inbox.appendleft(handle)  # where `_end` finds it
+                self._outside.append(handle)  # where `_end` finds it
                 raise
 
+    def _enter(self, handle: RequestHandle) -> None:
+        if handle.compiled is not None:
+            handle.compiled.result()
+        handle.request_id = self._engine.submit(
+            handle.prompt, handle.sampling, salt=handle.salt, arrived_s=handle.arrived_s
+        )
+        self._open[handle.request_id] = handle
+
     def _drop_unwanted(self) -> None:
-        """After all have entered: who cancels has submitted before."""
+        """After all have entered that may: who cancels has submitted before."""
         for _ in range(len(self._unwanted)):
             handle = self._unwanted.popleft()
-            if handle.request_id is None and not handle.has_ended:
+            error = RequestCancelled(
+                "expected a request that goes on, got one that was cancelled: submit it again"
+            )
+            if handle in self._outside:
+                handle.fail(error)
+                self._outside.remove(handle)
+                wake([handle])
+            elif handle.request_id is None and not handle.has_ended:
                 self._unwanted.append(handle)  # submitted since
             elif handle.request_id in self._open:
-                self._abort(handle, RequestCancelled("expected a request that goes on, got one "
-                    "that was cancelled: submit it again"))  # fmt: skip
+                self._abort(handle, error)
 
     def _look(self) -> None:
         while self._looks:
@@ -233,7 +259,8 @@ class Owner:
         got = "expected a request that is served to its end"
         with self._changed:
             self._why_ended = _stopped(got, cause)
-            inbox = [*self._inbox]
+            inbox = [*self._outside, *self._inbox]
+            self._outside.clear()
             self._inbox.clear()
             looks = [*self._looks]
             self._looks.clear()

@@ -12,14 +12,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["RankedRows", "RunningSum"]
+__all__ = ["RankedRows"]
 
 _FEW = 1024  # tokens that are taken out of a row at once, at most
 _CHUNK = 32
 _WIDE = 64 * _CHUNK  # vocabularies below it are looked at whole
 _LOW = 0xFFFFFFFF
-_BINS = 2048
-_NATS = 40.0  # what is less likely by this factor of e shares the last bin
+_SAMPLED = 256  # maxima, of which a quarter are below the head: some 24th of the tokens are in it
 
 
 class RankedRows:
@@ -91,10 +90,24 @@ class RankedRows:
         values = self._take(at, torch.from_numpy(ids).to(at.device))
         return values.double().cpu().numpy(), ids
 
-    def row(self, row: int) -> NDArray[np.float64]:
-        """The logits ``[vocab]`` of a row."""
-        values: NDArray[np.float64] = self._logits[row].double().cpu().numpy()
+    def row(self, row: int) -> NDArray[Any]:
+        """The logits ``[vocab]`` of a row: float32, or float64 where they are."""
+        wide = torch.promote_types(self._logits.dtype, torch.float32)
+        values: NDArray[Any] = self._logits[row].to("cpu", wide).numpy()
         return values
+
+    def head(self, row: int, values: NDArray[Any]) -> NDArray[np.int64]:
+        """Some of the ``values [vocab]`` of a row: ids of the largest, ascending, maybe none."""
+        if not self._chunks or values.dtype != np.float32:
+            return np.zeros(0, np.int64)
+        maxima = self._maxima[row, :_SAMPLED].float().cpu().numpy()
+        at = len(maxima) // 4
+        # Eight at once, as most of them have none.
+        eights = np.packbits(values > np.partition(maxima, at)[at], bitorder="little")
+        some = np.flatnonzero(eights != 0)
+        inside = np.flatnonzero(np.unpackbits(eights[some], bitorder="little").view(np.bool_))
+        ids: NDArray[np.int64] = some[inside >> 3] * 8 + (inside & 7)
+        return ids
 
     def _take(self, rows: Tensor, tokens: Tensor) -> Tensor:
         """The logits of ``tokens [n, m]`` of each of ``rows [n]``, none of which is there twice."""
@@ -106,79 +119,6 @@ class RankedRows:
         """The tokens ``[.., 32]`` of ``chunks [.., 1]``, ascending."""
         steps = torch.arange(_CHUNK, device=chunks.device) * self._chunks
         return torch.where(chunks < self._chunks, chunks + steps, chunks + steps[-1])
-
-
-class RunningSum:
-    """The running sum of weights in order of the logits, the largest first.
-
-    Bins of logits tell where a sum is reached; only that bin is sorted.
-
-    Its arrays serve row after row.
-
-    Args:
-        vocab: tokens of a row.
-
-    Attributes:
-        total: of the weights that were not cut off.
-    """
-
-    def __init__(self, vocab: int) -> None:
-        self._scaled, self._weights, self._places = (np.empty(vocab) for _ in range(3))
-        self._bins = np.empty(vocab, np.int64)
-
-    def begin(self, values: NDArray[np.float64], temperature: float) -> None:
-        """The next row, of logits ``[vocab]``; its weights are ``exp(values / temperature)``, the
-        largest of which is made 1.
-        """
-        with np.errstate(over="ignore"):
-            np.divide(values - values.max(), temperature, out=self._scaled)
-        np.exp(self._scaled, out=self._weights)
-        np.multiply(self._scaled, -_BINS / _NATS, out=self._places)
-        np.minimum(self._places, _BINS - 1, out=self._places)
-        np.copyto(self._bins, self._places, casting="unsafe")
-        self._sums = np.bincount(self._bins, self._weights, _BINS).cumsum()
-
-    @property
-    def total(self) -> float:
-        """The sum of all that is left."""
-        return float(self._sums[-1])
-
-    def at(self, target: float) -> int:
-        """The first token at which the sum is above ``target``, else the last that adds to it."""
-        last = int(np.searchsorted(self._sums, self.total))
-        inside = min(int(np.searchsorted(self._sums, target, "right")), last)
-        tokens, sums = self._inside(inside)
-        end = int(np.searchsorted(sums, sums[-1]))
-        return int(tokens[min(int(np.searchsorted(sums, target, "right")), end)])
-
-    def cut_at(self, target: float) -> None:
-        """Leaves the tokens up to the first at which the sum reaches ``target``."""
-        inside = min(int(np.searchsorted(self._sums, target)), _BINS - 1)
-        place = int(np.searchsorted(self._inside(inside)[1], target))
-        self._cut(inside, place)
-
-    def cut_behind(self, count: int) -> None:
-        """Leaves the first ``count`` tokens."""
-        counts = np.bincount(self._bins, minlength=_BINS).cumsum()
-        inside = int(np.searchsorted(counts, count))
-        self._cut(inside, count - 1 - (int(counts[inside - 1]) if inside else 0))
-
-    def cut_below(self, weight: float) -> None:
-        """Leaves the tokens that weigh at least that, the first of which weighs 1."""
-        self.cut_behind(int(np.count_nonzero(self._weights >= weight)))
-
-    def _inside(self, inside: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """The tokens of a bin in order, and the running sum at each."""
-        members = np.flatnonzero(self._bins == inside)
-        tokens = members[np.argsort(-self._scaled[members], kind="stable")]
-        before = self._sums[inside - 1] if inside else 0.0
-        return tokens, before + self._weights[tokens].cumsum()
-
-    def _cut(self, inside: int, place: int) -> None:
-        tokens, sums = self._inside(inside)
-        place = min(place, len(tokens) - 1)
-        self._weights[tokens[place + 1 :]] = 0
-        self._sums[inside:] = sums[place]
 
 
 def _keys(values: Tensor, ids: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -34,6 +34,7 @@ class Staging:
     def __init__(self, device: torch.device, size: int) -> None:
         self._hosts = [torch.zeros(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
         self._copied = [torch.Event(device) for _ in range(2)]
+        self._has_event = [True, True]  # not if an exception came between a copy and its event
         self._twin = torch.zeros(size, dtype=torch.uint8, device=device)
         self._views: dict[tuple[object, ...], list[list[Tensor]]] = {}
         self._turn = 0
@@ -58,12 +59,17 @@ class Staging:
             self._views[key] = [_views(each, given) for each in (*self._hosts, self._twin)]
         *hosts, twins = self._views[key]
         self._turn = turn = 1 - self._turn
-        if not (copied := self._copied[turn]).query():  # of a step that was given up
+        copied = self._copied[turn]
+        if not self._has_event[turn]:
+            torch.accelerator.synchronize(self._twin.device)
+        elif not copied.query():  # of a step that was given up
             copied.synchronize()
+        self._has_event[turn] = False
         for host, field in zip(hosts[turn], given, strict=True):
             host.copy_(field)
         self._twin[:end].copy_(self._hosts[turn][:end], non_blocking=True)
         copied.record()
+        self._has_event[turn] = True
         there = iter(twins)
         return [None if field is None else next(there) for field in fields]
 

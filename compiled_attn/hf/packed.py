@@ -131,11 +131,21 @@ class PackedEmbedding(_Packed):
         super().__init__()
         self.num_embeddings, self.embedding_dim = embedding.num_embeddings, embedding.embedding_dim
         self._keep(embedding.weight, scale)
+        load()
 
     def forward(self, ids: Tensor) -> Tensor:
         """The rows of the ids."""
-        rows = packed_linear.rows(self.weight, ids)
+        rows = self._rows(ids)
         return rows if self.scale is None else (rows * self.scale[ids][..., None]).bfloat16()
+
+    def _rows(self, ids: Tensor) -> Tensor:
+        weight = self.weight
+        is_cast = weight.dtype not in (torch.bfloat16, torch.int8)
+        if is_cast or (torch.is_grad_enabled() and weight.requires_grad):
+            return packed_linear.rows(weight, ids)
+        # An op, as inductor would look up each element anew for all that reads it.
+        flat = ids.reshape(-1).long().contiguous()
+        return torch.ops.compiled_attn.packed_rows(weight, flat).view(*ids.shape, -1)  # type: ignore[no-any-return]
 
 
 def pack_linears(

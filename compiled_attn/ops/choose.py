@@ -52,6 +52,9 @@ class AttentionTraits:
         left_pad: whether sequences begin behind a left pad.
         layout: of the caches, see `compiled_attn.compat.paged.Layout`.
         partitions: whether the results of partitions are asked for.
+        sinks: whether there are attention sinks.
+        value_dim: elements of a value head; None: any.
+        page: tokens of a block; None: any.
     """
 
     device: str
@@ -68,6 +71,9 @@ class AttentionTraits:
     left_pad: bool = False
     layout: str = "NHD"
     partitions: bool = False
+    sinks: bool = False
+    value_dim: int | None = None
+    page: int | None = None
 
 
 class Implementation(Protocol):

@@ -13,7 +13,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["arranged", "can_pack", "fake", "pack", "quantise", "reference", "rows", "unpack"]
+__all__ = [
+    "arranged",
+    "can_pack",
+    "fake",
+    "fake_rows",
+    "pack",
+    "quantise",
+    "reference",
+    "rows",
+    "unpack",
+]
 
 _PANEL = 16
 _INPUTS = 32  # of a tile
@@ -105,3 +115,8 @@ def fake(
 ) -> Tensor:
     """The result's shape."""
     return input.new_empty(input.shape[0], weight.shape[0] * _PANEL)
+
+
+def fake_rows(weight: Tensor, ids: Tensor) -> Tensor:
+    """The shape of `rows`."""
+    return weight.new_empty(ids.shape[0], weight.shape[1] * 2)

@@ -1,4 +1,4 @@
-"""The ops ``paged_attention``, ``paged_attention_`` and ``packed_linear``, native or not.
+"""The ops ``paged_attention``, ``packed_linear`` and what goes with them, native or not.
 
 `load` gives torch one implementation of them a process: C++ for this processor, built on first use,
 or else the Python reference; and for CUDA tensors, where there is Triton, that of
@@ -71,6 +71,11 @@ class NativeOps:
     ) -> Tensor:
         """See `packed_linear.reference`."""
         out: Tensor = getattr(torch.ops, self.namespace).packed_linear(input, weight, bias, scale)
+        return out
+
+    def packed_rows(self, weight: Tensor, ids: Tensor) -> Tensor:
+        """See `packed_linear.rows`; ids ``[n]``, of another index an error."""
+        out: Tensor = getattr(torch.ops, self.namespace).packed_rows(weight, ids)
         return out
 
 
@@ -227,9 +232,11 @@ _IN_PYTHON: dict[str, Callable[..., Any]] = {
     "paged_attention": reference.paged_attention,
     "paged_attention_": reference.paged_attention_,
     "packed_linear": packed_linear.reference,
+    "packed_rows": packed_linear.rows,
 }
 _FAKES: dict[str, Callable[..., Any]] = {
     "paged_attention": _fake,
     "paged_attention_": _fake_write,
     "packed_linear": packed_linear.fake,
+    "packed_rows": packed_linear.fake_rows,
 }

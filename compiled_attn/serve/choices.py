@@ -3,16 +3,51 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from fastapi.responses import JSONResponse
 
 from compiled_attn.engine import TokenLogprobs
-from compiled_attn.text import Tokenizer
+from compiled_attn.text import TextPieces, Tokenizer
 
-__all__ = ["ScoredText", "chat_logprobs", "completion_logprobs", "merged", "merged_streams"]
+__all__ = [
+    "PlacedLogprobs",
+    "Places",
+    "ScoredText",
+    "chat_logprobs",
+    "completion_logprobs",
+    "merged",
+    "merged_streams",
+    "whole_stream",
+]
+
+
+class PlacedLogprobs(NamedTuple):
+    """The log-probabilities of a token, and how many characters of the answer are before it."""
+
+    scores: TokenLogprobs
+    offset: int
+
+
+class Places:
+    """Puts the tokens of one answer to their places in its text.
+
+    Args:
+        tokenizer: that of the model.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._pieces = TextPieces(tokenizer)
+        self._told = 0
+
+    def of(self, token: int) -> int:
+        """Whole characters before the next token."""
+        offset = self._told + len(self._pieces.rest().rstrip("\ufffd"))
+        self._told += len(self._pieces.put(token))
+        return offset
 
 
 class ScoredText(str):
@@ -20,25 +55,23 @@ class ScoredText(str):
 
     Attributes:
         scores: of these tokens.
-        offset: characters of the answer before it.
     """
 
-    scores: Sequence[TokenLogprobs]
-    offset: int
+    scores: Sequence[PlacedLogprobs]
 
-    def __new__(cls, text: str, scores: Sequence[TokenLogprobs], offset: int) -> ScoredText:
+    def __new__(cls, text: str, scores: Sequence[PlacedLogprobs]) -> ScoredText:
         """The text, and what comes with it."""
         made = super().__new__(cls, text)
-        made.scores, made.offset = scores, offset
+        made.scores = scores
         return made
 
 
-def chat_logprobs(scores: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> dict[str, Any]:
+def chat_logprobs(placed: Sequence[PlacedLogprobs], tokenizer: Tokenizer) -> dict[str, Any]:
     """Those of an answer in a chat."""
 
     def told(token: int, logprob: float) -> dict[str, Any]:
-        text = tokenizer.text_of(token)
-        return {"token": text, "bytes": [*text.encode()], "logprob": logprob}
+        text, own = tokenizer.text_of(token), [*tokenizer.bytes_of(token)]
+        return {"token": text, "bytes": own, "logprob": logprob}
 
     return {
         "content": [
@@ -46,25 +79,21 @@ def chat_logprobs(scores: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> dict
                 **told(each.token, each.logprob),
                 "top_logprobs": [told(*pair) for pair in each.top],
             }
-            for each in scores
+            for each, _ in placed
         ]
     }
 
 
-def completion_logprobs(
-    scores: Sequence[TokenLogprobs], tokenizer: Tokenizer, offset: int
-) -> dict[str, Any]:
-    """Those of a text, which begins at a character of the answer."""
-    tokens = [tokenizer.text_of(each.token) for each in scores]
-    offsets = [offset + sum(map(len, tokens[:at])) for at in range(len(tokens))]
+def completion_logprobs(placed: Sequence[PlacedLogprobs], tokenizer: Tokenizer) -> dict[str, Any]:
+    """Those of a text that is gone on with."""
     return {
-        "tokens": tokens,
-        "token_logprobs": [each.logprob for each in scores],
+        "tokens": [tokenizer.text_of(each.token) for each, _ in placed],
+        "token_logprobs": [each.logprob for each, _ in placed],
         "top_logprobs": [
             {tokenizer.text_of(token): logprob for token, logprob in reversed(each.top)}
-            for each in scores
+            for each, _ in placed
         ],
-        "text_offset": offsets,
+        "text_offset": [offset for _, offset in placed],
     }
 
 
@@ -85,7 +114,33 @@ def _sum_of(usages: Sequence[Mapping[str, int]]) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": own, "total_tokens": prompt + own}
 
 
-async def merged_streams(streams: Sequence[AsyncIterator[str]]) -> AsyncIterator[str]:
+async def whole_stream(events: AsyncGenerator[str, None], *, has_usage: bool) -> AsyncIterator[str]:
+    """A stream to its end, as the protocol has it.
+
+    Args:
+        events: of one answer, or of several that are merged; the last tells what was used.
+        has_usage: that is told in an event of its own, without a choice.
+    """
+    async with contextlib.aclosing(events):
+        async for event in events:
+            # In a text that is JSON a quotation mark has a backslash before it.
+            yield _usage_apart(event) if has_usage and '"usage":' in event else event
+    yield "data: [DONE]\n\n"
+
+
+def _usage_apart(event: str) -> str:
+    chunk = json.loads(event.removeprefix("data: "))
+    usage = chunk.pop("usage")
+    return _event(chunk) + _event({**chunk, "choices": [], "usage": usage})
+
+
+def _event(chunk: Mapping[str, Any]) -> str:
+    return f"data: {json.dumps(chunk)}\n\n"
+
+
+async def merged_streams(
+    streams: Sequence[AsyncIterator[str]],
+) -> AsyncGenerator[str, None]:
     """The events of several streams as they come, each with the index of its choice.
 
     The last one tells what all of them used. With the first that fails all end.
@@ -120,7 +175,7 @@ async def merged_streams(streams: Sequence[AsyncIterator[str]]) -> AsyncIterator
                 usages.append(usage)
                 if len(usages) == len(tasks):
                     chunk["usage"] = _sum_of(usages)
-            yield f"data: {json.dumps(chunk)}\n\n"
+            yield _event(chunk)
             if "error" in chunk:
                 return
     finally:

@@ -81,6 +81,10 @@ class _TextSettings(_Strict):
     format: _Plain | _FlatSchema | None = None
 
 
+class _StreamOptions(_Strict):
+    include_usage: bool = False
+
+
 _OF_TEMPLATES = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
 
 
@@ -106,6 +110,7 @@ _KINDS: dict[str, tuple[Any, str]] = {
     "instructions": (str, "a text"),
     "tools": (list[_Tool], "a list of functions"),
     "stream": (bool, "true or false"),
+    "stream_options": (_StreamOptions, "an object whose include_usage is true or false"),
     "response_format": (
         _Plain | _OfSchema,
         "of type text, json_object, or json_schema with a schema in json_schema",

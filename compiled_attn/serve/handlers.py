@@ -15,7 +15,7 @@ from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.utils import Modality, get_response_template
 
-from compiled_attn.engine import SamplingParams, TokenLogprobs
+from compiled_attn.engine import RequestHandle, SamplingParams
 from compiled_attn.serve.body import (
     EXTENSIONS,
     Body,
@@ -25,11 +25,13 @@ from compiled_attn.serve.body import (
     without_nulls,
 )
 from compiled_attn.serve.choices import (
+    PlacedLogprobs,
     ScoredText,
     chat_logprobs,
     completion_logprobs,
     merged,
     merged_streams,
+    whole_stream,
 )
 from compiled_attn.serve.errors import RequestError
 from compiled_attn.serve.replies import Replies
@@ -50,7 +52,7 @@ class OneModel:
 
     def __init__(self, served: Served) -> None:
         self.served = served
-        self._replies = Replies(served)
+        self.replies = Replies(served)
 
     def use_continuous_batching(self, model: Any, modality: Any) -> bool:
         """Always."""
@@ -58,7 +60,7 @@ class OneModel:
 
     def get_manager(self, model_id: str, use_cb: bool = False) -> Replies:
         """The one there is."""
-        return self._replies
+        return self.replies
 
     def get_model_modality(self, model: Any, processor: Any = None) -> Modality:
         """Text."""
@@ -114,9 +116,9 @@ class _Handler:
             return
         self._validate_request(body)
         self._resolve_model(body)
-        llm = self.model_manager.served.llm
-        sampling_of(body, llm.model.generation_config)
-        await asyncio.to_thread(llm.grammars.compiled, grammar)
+        served = self.model_manager.served
+        sampling_of(body, served.llm.model.generation_config)
+        await asyncio.wrap_future(served.engine.compiled(grammar))
 
     def _validate_request(self, body: Body) -> None:
         known = self._valid_params_class.__mutable_keys__ | EXTENSIONS  # type: ignore[attr-defined]
@@ -140,13 +142,16 @@ class _Handler:
         unparsed = "stop" if sampling.stop else "logprobs" if sampling.logprobs is not None else ""
         if unparsed and self._parses:
             _refuse_parsed(llm, unparsed)
-        return _settings(sampling, is_limited)
+        settings = _settings(sampling)
+        settings.is_limited = is_limited
+        settings.has_usage = body.get("stream_options", {}).get("include_usage", False)
+        return settings
 
 
-def _settings(sampling: SamplingParams, is_limited: bool) -> Any:
-    """A sampling where the handlers of transformers look for one."""
+def _settings(sampling: SamplingParams, request: RequestHandle | None = None) -> Any:
+    """A sampling where the handlers of transformers look for one, and what it was submitted as."""
     settings: Any = GenerationConfig(max_new_tokens=sampling.max_new_tokens)
-    settings.sampling, settings.is_limited = sampling, is_limited
+    settings.sampling, settings.request = sampling, request
     return settings
 
 
@@ -167,14 +172,13 @@ class _Choosing(_Handler):
         *more: Any, **named: Any,
     ) -> Any:  # fmt: skip
         own = super()._streaming  # type: ignore[misc]
-        answers = [
-            own(request_id, model, processor, name, inputs, each, *more, **named)
-            for each in _continuations(settings)
+        streams = [
+            own(request_id, model, processor, name, inputs, each, *more, **named).body_iterator
+            for each in self._submitted(inputs, settings)
         ]
-        if len(answers) == 1:
-            return answers[0]
-        streams = merged_streams([each.body_iterator for each in answers])
-        return StreamingResponse(streams, media_type="text/event-stream")
+        events = streams[0] if len(streams) == 1 else merged_streams(streams)
+        whole = whole_stream(events, has_usage=settings.has_usage)
+        return StreamingResponse(whole, media_type="text/event-stream")
 
     async def _non_streaming(
         self, request_id: str, model: Any, processor: Any, name: str, inputs: Any, settings: Any,
@@ -186,10 +190,15 @@ class _Choosing(_Handler):
             given = await own(request_id, model, processor, name, inputs, each, *more, **named)
             body: dict[str, Any] = json.loads(given.body)
             if each.sampling.logprobs is not None:
-                body["choices"][0]["logprobs"] = self._logprobs(each.scores, 0)
+                body["choices"][0]["logprobs"] = self._logprobs(each.scores)
             return body
 
-        return merged(await asyncio.gather(*map(answer, _continuations(settings))))
+        return merged(await asyncio.gather(*map(answer, self._submitted(inputs, settings))))
+
+    def _submitted(self, inputs: Any, settings: Any) -> list[Any]:
+        """The settings of each answer, with its request."""
+        requests = self.model_manager.replies.submit(inputs["input_ids"], settings)
+        return [_settings(request.sampling, request) for request in requests]
 
     def _build_chunk_sse(self, *given: Any, **named: Any) -> str:
         event: str = super()._build_chunk_sse(*given, **named)  # type: ignore[misc]
@@ -197,17 +206,11 @@ class _Choosing(_Handler):
         if not isinstance(piece, ScoredText):
             return event
         chunk = json.loads(event.removeprefix("data: "))
-        chunk["choices"][0]["logprobs"] = self._logprobs(piece.scores, piece.offset)
+        chunk["choices"][0]["logprobs"] = self._logprobs(piece.scores)
         return f"data: {json.dumps(chunk)}\n\n"
 
-    def _logprobs(self, scores: Sequence[TokenLogprobs], offset: int) -> dict[str, Any]:
+    def _logprobs(self, scores: Sequence[PlacedLogprobs]) -> dict[str, Any]:
         raise NotImplementedError
-
-
-def _continuations(settings: Any) -> list[Any]:
-    sampling: SamplingParams = settings.sampling
-    each = [sampling.continuation(number) for number in range(sampling.n)]
-    return [_settings(sampling, settings.is_limited) for sampling in each]
 
 
 class Chats(_Choosing, ChatCompletionHandler):  # type: ignore[misc]
@@ -215,7 +218,7 @@ class Chats(_Choosing, ChatCompletionHandler):  # type: ignore[misc]
 
     _needed = "messages"
 
-    def _logprobs(self, scores: Sequence[TokenLogprobs], offset: int) -> dict[str, Any]:
+    def _logprobs(self, scores: Sequence[PlacedLogprobs]) -> dict[str, Any]:
         return chat_logprobs(scores, self.model_manager.served.llm.tokenizer)
 
 
@@ -225,8 +228,8 @@ class Completions(_Choosing, CompletionHandler):  # type: ignore[misc]
     _needed = "prompt"
     _parses = False
 
-    def _logprobs(self, scores: Sequence[TokenLogprobs], offset: int) -> dict[str, Any]:
-        return completion_logprobs(scores, self.model_manager.served.llm.tokenizer, offset)
+    def _logprobs(self, scores: Sequence[PlacedLogprobs]) -> dict[str, Any]:
+        return completion_logprobs(scores, self.model_manager.served.llm.tokenizer)
 
 
 class Responses(_Handler, ResponseHandler):  # type: ignore[misc]

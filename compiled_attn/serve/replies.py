@@ -16,9 +16,9 @@ from transformers.cli.serving.utils import (
     response_events_to_chunks,
 )
 
-from compiled_attn.engine import GenerationResult, RequestHandle, SamplingParams, TokenLogprobs
+from compiled_attn.engine import GenerationResult, RequestHandle, SamplingParams
 from compiled_attn.serve.call import current_call
-from compiled_attn.serve.choices import ScoredText
+from compiled_attn.serve.choices import PlacedLogprobs, Places, ScoredText
 from compiled_attn.serve.errors import RequestError
 from compiled_attn.serve.served import Served
 from compiled_attn.text.answer import Answer, AnswerPieces
@@ -37,6 +37,7 @@ class Reply:
         pieces: of its text.
         parser: of tool calls and thoughts in the text; None: text is text.
         ends: tokens that end it, and are no part of its text.
+        places: of its tokens in its text.
 
     Attributes:
         queue: what the handler sends on.
@@ -50,13 +51,14 @@ class Reply:
         pieces: Any,
         parser: Any,
         ends: frozenset[int],
+        places: Places,
     ) -> None:
         self.queue: asyncio.Queue[Any] = asyncio.Queue()
         self.total_tokens = 0
         self._request, self._settings, self._ends = request, settings, ends
         self._pieces, self._parser = pieces, parser
-        self._scores: list[TokenLogprobs] = []
-        self._told = 0
+        self._scores: list[PlacedLogprobs] = []
+        self._places = places
         if parser is not None:
             self._show(parser.initial_events)
         self._task = asyncio.get_running_loop().create_task(self._run())
@@ -72,11 +74,12 @@ class Reply:
                     _note_end(event.result, self._settings)
                 self.total_tokens += 1
                 if event.logprobs is not None and event.token not in self._ends:
-                    self._scores.append(event.logprobs)
+                    offset = self._places.of(event.logprobs.token)
+                    self._scores.append(PlacedLogprobs(event.logprobs, offset))
                 self._tell(self._pieces.put(event.token))
             self._tell(self._pieces.rest())
             if self._scores:  # of tokens that no text came of
-                self.queue.put_nowait(ScoredText("", self._scores, self._told))
+                self.queue.put_nowait(ScoredText("", self._scores))
             if self._parser is not None:
                 with contextlib.suppress(ValueError, RuntimeError):  # it ended within a call
                     self._show(self._parser.finalize()[1])
@@ -88,8 +91,7 @@ class Reply:
     def _tell(self, text: str) -> None:
         if text and self._scores:
             scores, self._scores = self._scores, []
-            self.queue.put_nowait(ScoredText(text, scores, self._told))
-            self._told += len(text)
+            self.queue.put_nowait(ScoredText(text, scores))
         elif text and self._parser is None:
             self.queue.put_nowait(text)
         elif text:
@@ -148,11 +150,12 @@ class Replies(BaseGenerateManager):
         response_parser: Any = None,
     ) -> tuple[asyncio.Queue[Any], Any]:
         """The queue of a reply, and the reply."""
-        request, sampling = self._submit(inputs["input_ids"], gen_config)
+        request = self._request(inputs["input_ids"], gen_config)
+        tokenizer, ends = self._served.llm.tokenizer, self._ends(request.sampling)
         pieces: Any = _Marked(processor._tokenizer)
         if response_parser is None:
-            pieces = AnswerPieces(self._served.llm.tokenizer, sampling, self._ends(sampling))
-        reply = Reply(request, gen_config, pieces, response_parser, self._ends(sampling))
+            pieces = AnswerPieces(tokenizer, request.sampling, ends)
+        reply = Reply(request, gen_config, pieces, response_parser, ends, Places(tokenizer))
         return reply.queue, reply
 
     async def generate_non_streaming(
@@ -160,18 +163,23 @@ class Replies(BaseGenerateManager):
     ) -> tuple[str, int, list[int]]:
         """The text of a reply, tokens of its prompt, and its own tokens."""
         prompt = inputs["input_ids"]
-        request, sampling = self._submit(prompt, gen_config)
+        request = self._request(prompt, gen_config)
         result = await current_call().result(request)
         _note_end(result, gen_config)
-        ends = self._ends(sampling)
-        answer = Answer.of(result, self._served.llm.tokenizer, ends)
-        gen_config.scores = [each for each in result.logprobs or () if each.token not in ends]
+        tokenizer, ends = self._served.llm.tokenizer, self._ends(request.sampling)
+        answer, places = Answer.of(result, tokenizer, ends), Places(tokenizer)
+        gen_config.scores = [
+            PlacedLogprobs(each, places.of(each.token))
+            for each in result.logprobs or ()
+            if each.token not in ends
+        ]
         return answer.text, len(prompt), result.tokens
 
     def stop(self) -> None:
         """The engine is stopped where it was started."""
 
-    def _submit(self, prompt: list[int], settings: Any) -> tuple[RequestHandle, SamplingParams]:
+    def submit(self, prompt: list[int], settings: Any) -> list[RequestHandle]:
+        """Submits what is asked for: all of its answers, or none."""
         sampling: SamplingParams = settings.sampling
         if self._served.llm.tokenizer.special.issuperset(prompt):
             raise RequestError("expected a prompt with text, got special tokens only")
@@ -180,8 +188,13 @@ class Replies(BaseGenerateManager):
             settings.max_new_tokens = max(min(room, settings.max_new_tokens), 1)
             sampling = replace(sampling, max_new_tokens=settings.max_new_tokens)
         call = current_call()
-        request = call.owns(self._served.engine.submit(prompt, sampling, salt=call.salt))
-        return request, sampling
+        requests = self._served.engine.submit_choices(prompt, sampling, salt=call.salt)
+        return [call.owns(request) for request in requests]
+
+    def _request(self, prompt: list[int], settings: Any) -> RequestHandle:
+        """What was submitted with the settings, or is now."""
+        request: RequestHandle | None = settings.request
+        return request or self.submit(prompt, settings)[0]
 
     def _ends(self, sampling: SamplingParams) -> frozenset[int]:
         return frozenset(self._served.llm.engine.end_tokens(sampling))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from compiled_attn.engine.constraint import Matcher
 from compiled_attn.engine.grammar import Grammar
 from compiled_attn.errors import ConfigError
+from compiled_attn.text.grammar_size import too_large
 from compiled_attn.text.tokenizer import Tokenizer
 from graphs.errors import clipped, quoted
 
@@ -21,11 +23,10 @@ __all__ = ["Grammars"]
 
 _CACHE_BYTES = 256 * 2**20
 _KEPT = 64  # grammars: a request asks for its own several times
-_MOST_TEXT, _MOST_LEVELS = 1 << 16, 64  # their cost to compile grows with the square of levels
 _CONTROLS = {*range(32)} - {*b"\n\r"}
 _BLANKS = 24  # between two elements of JSON, at most: what ends if a model likes blanks
+_THREADS = max(1, (os.cpu_count() or 1) // 4)  # of one compilation, beside a model that runs
 _PLACE = re.compile(r"^\[[\d:]+\] \S+: (Check failed: \(.*\) is false: )?")
-_QUOTED = re.compile(r'"(\\.|[^"\\])*"|\\.')
 _NAMES = {"json_schema": "JSON schema", "regex": "regular expression", "ebnf": "EBNF grammar"}
 
 
@@ -56,18 +57,22 @@ class Grammars:
             if (known := self._known.get(grammar)) is not None:
                 return known
             self._compilers = self._compilers or self._of_vocabulary()
-        _refuse_large(grammar)
+        if reason := too_large(grammar):
+            raise _refusal(grammar, reason)
         from xgrammar import GrammarMatcher
 
         try:
             make = partial(GrammarMatcher, _compiled(self._compilers[grammar.kind], grammar))
             first = make()
-            can_begin = first.is_completed() or self.masks([first]).any()
+            is_empty, can_begin = first.is_completed(), self.masks([first]).any()
         except RuntimeError as error:
             reason = " ".join(_PLACE.sub("", str(error)).split())
             raise _refusal(grammar, clipped(reason, 200)) from error
         if not can_begin:
-            raise _refusal(grammar, "no token of the model can begin it")
+            got = (
+                "only the empty text fits it" if is_empty else "no token of the model can begin it"
+            )
+            raise _refusal(grammar, got)
         with self._lock:
             self._known[grammar] = make
             while len(self._known) > _KEPT:
@@ -110,7 +115,7 @@ class Grammars:
         def over(texts: list[bytes]) -> Any:
             # No token ends a text here: which do is a matter of the request.
             vocabulary = TokenizerInfo(texts, VocabType.RAW, stop_token_ids=[])
-            return GrammarCompiler(vocabulary, cache_limit_bytes=_CACHE_BYTES)
+            return GrammarCompiler(vocabulary, max_threads=_THREADS, cache_limit_bytes=_CACHE_BYTES)
 
         plain = over(texts)
         return {"json_schema": over(of_json), "regex": plain, "ebnf": plain}
@@ -122,19 +127,6 @@ def _compiled(compiler: Any, grammar: Grammar) -> Any:
     if grammar.kind == "regex":
         return compiler.compile_regex(grammar.text)
     return compiler.compile_grammar(grammar.text)
-
-
-def _refuse_large(grammar: Grammar) -> None:
-    """Raises ConfigError for a grammar that would take too long to compile, or too much memory."""
-    if len(grammar.text) > _MOST_TEXT:
-        raise _refusal(
-            grammar, f"it has {len(grammar.text):,} characters, more than {_MOST_TEXT:,}"
-        )
-    levels = 0
-    for character in _QUOTED.sub("", grammar.text):
-        levels += (character in "[{(") - (character in "]})")
-        if levels > _MOST_LEVELS:
-            raise _refusal(grammar, f"it is nested more than {_MOST_LEVELS} levels deep")
 
 
 def _refusal(grammar: Grammar, reason: str) -> ConfigError:

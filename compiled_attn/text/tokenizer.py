@@ -22,6 +22,12 @@ Prompt: TypeAlias = str | Sequence[Message]
 _REPLACEMENT = "\ufffd"
 _FILES = "tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json"
 
+_SHOWN = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_BYTE_OF = {chr(byte): byte for byte in _SHOWN} | {
+    chr(256 + place): byte for place, byte in enumerate(sorted({*range(256)} - {*_SHOWN}))
+}
+"""Bytes by the letters that stand for them in vocabularies of byte-level BPE, as GPT-2 has it."""
+
 
 class Tokenizer:
     """What turns text into the token ids of a model, and back; nothing is downloaded.
@@ -87,9 +93,25 @@ class Tokenizer:
         return text
 
     def text_of(self, token: int) -> str:
-        """The text of a token by itself, a special one's name too; empty where it has none."""
-        text: str = self._tokenizer.decode([token], skip_special_tokens=False)
-        return text
+        """The text of a token behind others, with the space that it may begin with; a special
+        one's name; U+FFFD where it is a part of a character; empty where it has none.
+        """
+        alone = self._decode_all([token])
+        if token in self.special:
+            return alone
+        # A decoder drops a space at the beginning: what a second one adds is whole.
+        return self._decode_all([token, token]).removeprefix(alone)
+
+    def bytes_of(self, token: int) -> bytes:
+        """The bytes that a token stands for, where `text_of` has characters only."""
+        text = self.text_of(token)
+        if token in self._bytes:
+            return bytes([int(self._tokenizer.convert_ids_to_tokens(token)[3:5], 16)])
+        if _REPLACEMENT in text:
+            letters = self._tokenizer.convert_ids_to_tokens(token)
+            if _BYTE_OF.keys() >= {*letters}:
+                return bytes(_BYTE_OF[letter] for letter in letters)
+        return text.encode()
 
     def is_settled(self, tokens: Sequence[int], text: str) -> bool:
         """Whether no token behind these changes their text: it ends with a whole character."""
@@ -108,6 +130,12 @@ class Tokenizer:
             # More than can matter: at the beginning a space or half a character may be lost.
             if count == len(tokens) or len(text) > longest + newest + 2:
                 return any(each in text for each in stop)
+
+    def _decode_all(self, tokens: list[int]) -> str:
+        text: str = self._tokenizer.decode(
+            tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return text
 
     def _rendered(self, messages: Sequence[Message]) -> str:
         """The text of a chat, up to where the answer begins."""

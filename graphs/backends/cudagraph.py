@@ -11,11 +11,15 @@ What a user has to know:
   does not run.
 - All graphs of one callable share a memory pool and the buffers of their inputs, so capture the
   largest first, and run one at a time.
+- A recording cannot be kept on disk, what it records can: with an inductor that has a store, a
+  later process compiles nothing and only records.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -28,6 +32,7 @@ from graphs.backends.inductor import InductorBackend
 from graphs.backends.static_inputs import StaticInputs
 from graphs.capture.contract import Backend, Frozen
 from graphs.capture.inputs import Input
+from graphs.capture.symbolic import SymbolicSizes
 from graphs.errors import CaptureError
 from graphs.watch.causes import describe_failure
 
@@ -73,12 +78,19 @@ class CudaGraphBackend(Backend):
 
     Args:
         recorder: makes what records, once for each callable: a :class:`CudaRecorder`, or a double.
+        inductor: compiles what is recorded, or finds it in its store; see
+            :class:`~graphs.store.StoredInductor`.
     """
 
     name = "cudagraph"
 
-    def __init__(self, recorder: Callable[[], CudaRecorder] = CudaRecorder) -> None:
+    def __init__(
+        self,
+        recorder: Callable[[], CudaRecorder] = CudaRecorder,
+        inductor: InductorBackend | None = None,
+    ) -> None:
         self._recorder = recorder
+        self._inductor = inductor or InductorBackend()
         self._shared: WeakKeyDictionary[Any, tuple[CudaRecorder, StaticInputs]]
         self._shared = WeakKeyDictionary()
 
@@ -96,6 +108,7 @@ class CudaGraphBackend(Backend):
         *,
         name: str,
         warm_runs: int,
+        symbolic: SymbolicSizes | None = None,
         compiler: str = "inductor",
         fresh_outputs: bool = False,
         in_place: bool = False,
@@ -103,6 +116,8 @@ class CudaGraphBackend(Backend):
         """Run `warm_runs` times, then record.
 
         Args:
+            symbolic: sizes that the compiled code leaves open, so that recordings of several share
+                it; each is recorded at sizes of its own.
             compiler: what makes the code that is recorded: `inductor`, or `eager`.
             fresh_outputs: return copies, which no later replay overwrites.
             in_place: the examples lie where the inputs of each run will lie, such as in one buffer
@@ -114,25 +129,47 @@ class CudaGraphBackend(Backend):
             )
         try:
             recorder, buffers = self._shared_by(function)
-            _expect_on(recorder.device, example_inputs)
-            statics = [*example_inputs] if in_place else buffers.of(example_inputs)
-            writes = _Writes(example_inputs, statics)
-            call = function
-            if compiler != "eager":
-                inner = InductorBackend(compiler, compiler)
-                call = inner.capture(function, statics, name=name, warm_runs=1).run
-                warm_runs -= 1
-            recorder.warm(lambda: call(*statics), max(1, warm_runs))
-            writes.find()
-            recording = recorder.record(lambda: call(*statics))
-            writes.give_back(example_inputs)
+            with _on(recorder.device, example_inputs):
+                statics = [*example_inputs] if in_place else buffers.of(example_inputs)
+                writes = _Writes(example_inputs, statics)
+                code = Frozen(function)
+                if compiler != "eager":
+                    inner = self._compiler(compiler)
+                    how: dict[str, Any] = {"name": name, "warm_runs": 1, "symbolic": symbolic}
+                    code = inner.capture(function, statics, **how)
+                    warm_runs -= 1
+                call = code.run
+                recorder.warm(lambda: call(*statics), max(1, warm_runs))
+                writes.find()
+                recording = recorder.record(lambda: call(*statics))
+                writes.give_back(example_inputs)
         except CaptureError:
             raise
         except Exception as error:
             raise CaptureError(name, describe_failure(error)) from error
-        replay = _Replay(function, statics, recording, writes, fresh_outputs)
+        replay = _Replay(function, code, statics, recording, writes, fresh_outputs)
         tensors = tuple(value for value in statics if isinstance(value, Tensor))
-        return Frozen(replay, tensors, close=replay.close, stale=why_stale)
+        own: dict[str, Any] = {"static_inputs": tensors, "close": replay.close, "stale": why_stale}
+        return replace(code, run=replay, direct=None, **own)
+
+    def has(
+        self,
+        function: Callable[..., Any],
+        example_inputs: Sequence[Input],
+        *,
+        symbolic: SymbolicSizes | None = None,
+        compiler: str = "inductor",
+        **_: Any,
+    ) -> bool:
+        """Whether a capture would find its compiled code in a store, and only record."""
+        return self._compiler(compiler).has(function, example_inputs, symbolic=symbolic)
+
+    def why_no_symbolic(self) -> str:
+        """An empty string: recordings share compiled code."""
+        return ""
+
+    def _compiler(self, name: str) -> InductorBackend:
+        return self._inductor if name == "inductor" else InductorBackend(name, name)
 
     def _shared_by(self, function: Callable[..., Any]) -> tuple[CudaRecorder, StaticInputs]:
         """What the graphs of one callable share."""
@@ -191,6 +228,7 @@ class _Replay:
     def __init__(
         self,
         function: Callable[..., Any],
+        code: Frozen,
         statics: Sequence[Input],
         recording: Recording,
         writes: _Writes,
@@ -200,6 +238,7 @@ class _Replay:
         self._addresses = [tensor.data_ptr() for tensor in self._state.now()]
         self._statics = [(i, value) for i, value in enumerate(statics) if isinstance(value, Tensor)]
         self._recording: Recording | None = recording
+        self._code: Frozen | None = code  # which holds the kernels that were recorded
         self._writes = writes
         self._fresh_outputs = fresh_outputs
 
@@ -219,7 +258,7 @@ class _Replay:
     def close(self) -> None:
         if self._recording is not None:
             self._recording.close()
-        self._recording = None
+        self._recording = self._code = None
         self._statics.clear()
 
     def _expect_nothing_moved(self) -> None:
@@ -234,10 +273,18 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)  # NaN is not equal to itself
 
 
-def _expect_on(device: str, inputs: Sequence[Input]) -> None:
-    for place, value in enumerate(inputs):
-        if isinstance(value, Tensor) and value.device.type != device:
+def _on(kind: str, inputs: Sequence[Input]) -> AbstractContextManager[object]:
+    """With the device of the inputs as the current one, whose streams are recorded.
+
+    Raises:
+        ValueError: they are on several, or of another kind.
+    """
+    tensors = {i: value for i, value in enumerate(inputs) if isinstance(value, Tensor)}
+    device = next((value.device for value in tensors.values() if value.device.type == kind), kind)
+    for place, value in tensors.items():
+        if value.device != device:
             raise ValueError(
                 f"input {place} is on {value.device}; expected all tensors on {device}, since a "
                 "recorded graph cannot read another device: move it there"
             )
+    return torch.cuda.device(device) if kind == "cuda" and tensors else nullcontext()

@@ -13,6 +13,7 @@ import torch
 
 from graphs.backends.direct import direct_path, without_records
 from graphs.backends.marks import marked
+from graphs.backends.separate import separated
 from graphs.backends.vector_probe import one_probe
 from graphs.capture.contract import Backend, Frozen
 from graphs.capture.inputs import Input
@@ -70,6 +71,7 @@ class InductorBackend(Backend):
         options: Mapping[str, Any] | None = None,
     ) -> Frozen:
         """Compile in the first run; `mode` and `options` are those of `torch.compile`."""
+        example_inputs = separated(example_inputs)
         how: dict[str, Any] = {"name": name, "warm_runs": warm_runs}
         compiles = {"mode": mode, "options": options and dict(options)}
         alone = partial(self.alone, function, example_inputs, **how, **compiles)
@@ -127,7 +129,8 @@ class InductorBackend(Backend):
         if reason := self.why_no_precompile():
             raise NotImplementedError(reason)
         dims = symbolic.dims if symbolic else ()
-        compile_only(function, example_inputs, _inductor(mode, options), name=name, dims=dims)
+        compiler, inputs = _inductor(mode, options), separated(example_inputs)
+        compile_only(function, inputs, compiler, name=name, dims=dims)
 
     def prepare(self) -> None:
         """Load and probe once what every first compile needs, for forked processes to inherit."""

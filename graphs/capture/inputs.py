@@ -19,6 +19,7 @@ __all__ = [
     "InputSpec",
     "InputsCheck",
     "memory_shared_by",
+    "overlaps",
     "parameter_names",
 ]
 
@@ -193,6 +194,12 @@ def parameter_names(function: Callable[..., Any], count: int) -> list[str]:
         elif parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
             names.append(parameter.name)
     return (names + [f"input {i}" for i in range(len(names), count)])[:count]
+
+
+def overlaps(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have addresses in common."""
+    has_memory = _has_memory(one) and _has_memory(other)
+    return has_memory and _overlap(_range(one), _range(other))
 
 
 def _has_memory(value: Any) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from graphs.backends.inductor import InductorBackend, compile_only, freeze, shareable
+from graphs.backends.separate import separated
 from graphs.capture.contract import Frozen
 from graphs.capture.inputs import Input, memory_shared_by
 from graphs.capture.symbolic import SharedGraph, SymbolicSizes, warmed
@@ -137,7 +138,7 @@ class StoredInductor(StoredBackend, InductorBackend):
             super().precompile(function, example_inputs, name=name, mode=mode, **own)
         elif not self.has(function, example_inputs, **own):
             compiler = Keeping(options or {}, bool(dims))
-            compile_only(function, example_inputs, compiler, name=name, dims=dims)
+            compile_only(function, separated(example_inputs), compiler, name=name, dims=dims)
 
     def read(self, folder: Path, function: Callable[..., Any]) -> Callable[..., Any]:
         """Load the graph; nothing is traced or compiled.

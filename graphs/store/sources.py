@@ -29,6 +29,7 @@ MAKERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "inductor": (
             "graphs.backends.inductor",
             "graphs.backends.marks",
+            "graphs.backends.separate",
             "graphs.backends.vector_probe",
             "graphs.store.inductor",
             "graphs.store.inductor_graph",

@@ -111,15 +111,16 @@ class Capturing:
 
     def capture(self, bucket: Bucket) -> CapturedGraph:
         """Capture a bucket, whatever the budgets."""
-        return self._capture(bucket, self.make_inputs(bucket))
+        options = self._options(bucket)
+        return self._capture(bucket, self.make_inputs(bucket), options)
 
     def _stored(self, todo: Sequence[Bucket]) -> list[Bucket]:
         """The buckets whose graphs the backend finds in a store, and so need not compile."""
         found = []
         for bucket in todo:
             with contextlib.suppress(Exception), torch.no_grad():  # its capture will say why
-                inputs = self.make_inputs(bucket)
-                if self.backend.has(self.module, inputs, **self._options(bucket, inputs)):
+                options = self._options(bucket)
+                if self.backend.has(self.module, self.make_inputs(bucket), **options):
                     found.append(bucket)
         return found
 
@@ -140,16 +141,18 @@ class Capturing:
     def _precompile(self, bucket: Bucket) -> None:
         with torch.no_grad():
             with one_thread():
+                options = self._options(bucket)
                 inputs = self.make_inputs(bucket)
-            name, options = self.graph_name(bucket), self._options(bucket, inputs)
+            name = self.graph_name(bucket)
             self.backend.precompile(self.module, inputs, name=name, **options)
 
     def _attempt(self, bucket: Bucket) -> tuple[CapturedGraph | None, BucketResult]:
         with CompileWatch(all_threads=False) as watch:
             start, graph = time.perf_counter(), None
             try:
+                options = self._options(bucket)
                 inputs = self.make_inputs(bucket)
-                graph = self._capture(bucket, inputs)
+                graph = self._capture(bucket, inputs, options)
                 seconds = time.perf_counter() - start
                 with torch.no_grad():
                     runs = self.timed_runs
@@ -185,18 +188,20 @@ class Capturing:
             return f"budget of {self.budget_bytes} bytes is spent"
         return ""
 
-    def _capture(self, bucket: Bucket, inputs: Sequence[Input]) -> CapturedGraph:
+    def _capture(
+        self, bucket: Bucket, inputs: Sequence[Input], options: Mapping[str, Any]
+    ) -> CapturedGraph:
         with torch.no_grad():
             return capture(
                 self.module,
                 inputs,
                 backend=self.backend,
                 name=self.graph_name(bucket),
-                **self._options(bucket, inputs),
+                **options,
             )
 
-    def _options(self, bucket: Bucket, inputs: Sequence[Input]) -> Mapping[str, Any]:
-        symbolic = self.families.of(bucket, inputs)
+    def _options(self, bucket: Bucket) -> Mapping[str, Any]:
+        symbolic = self.families.of(bucket)
         return {**self.options, "symbolic": symbolic} if symbolic else self.options
 
 

@@ -53,13 +53,18 @@ class Families:
                 )
             self._members.setdefault(self.kind(bucket), []).append(bucket)
 
-    def of(self, bucket: Bucket, inputs: Sequence[Input]) -> SymbolicSizes | None:
-        """What a bucket with these inputs shares with its family; None if it has none."""
+    def of(self, bucket: Bucket) -> SymbolicSizes | None:
+        """What a bucket shares with its family; None if it has none.
+
+        It may make inputs of several buckets. These may lie in the same memory, so inputs to run on
+        are made afterwards.
+        """
         kind = self.kind(bucket)
         if not self._has_others(bucket):
             return None
         if kind not in self._shared:
-            dims = sizes_that_differ(inputs, [*self._inputs_of_others(bucket)])
+            others = [*self._inputs_of_others(bucket)]
+            dims = sizes_that_differ(self._make_inputs(bucket), others)
             self._shared[kind] = SymbolicSizes(self._title(kind), dims)
         return self._shared[kind]
 

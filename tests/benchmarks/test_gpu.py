@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -58,6 +59,15 @@ def test_without_the_device_it_is_skipped_with_a_line(tmp_path, python):
     process = ran(tmp_path, python, "xpu")
     assert process.returncode == 0
     assert "# skipped: no device 'xpu' here" in process.stdout
+
+
+def test_the_script_runs_the_folders_of_all_tests_for_a_gpu():
+    text = (ROOT / "benchmarks" / "gpu_all.sh").read_text()
+    folders = [ROOT / word for word in text.split() if word.startswith("tests/")]
+    assert folders and all(folder.is_dir() for folder in folders)
+    for file in (ROOT / "tests").rglob("*.py"):
+        if re.search(r"mark\.gpu\b", file.read_text()) and file != Path(__file__):
+            assert any(file.is_relative_to(folder) for folder in folders), file
 
 
 def test_a_step_that_fails_is_told_and_the_exit_code_says_so(tmp_path):

@@ -1,4 +1,4 @@
-"""Calls whose tensors are moved to the stand-in device, and what was written there brought back."""
+"""Calls whose tensors are moved to a device, and what was written there brought back."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ from torch.utils import _pytree as pytree
 
 from tests.stand_in import counts, open_device
 
-__all__ = ["on_device"]
+__all__ = ["Memory", "on_device"]
 
 
 def on_device(function: Callable[..., Any], *, waits: bool = True) -> Callable[..., Any]:
-    """The function with all of its tensors on the device; the results are on the host.
-
-    Tensors that share memory on the host share memory there, in the same strides.
+    """The function with all of its tensors on the stand-in; the results are on the host.
 
     Args:
         function: takes tensors, also in tuples and dataclasses.
@@ -26,7 +24,7 @@ def on_device(function: Callable[..., Any], *, waits: bool = True) -> Callable[.
     """
 
     def call(*args: Any, **options: Any) -> Any:
-        memory = _Memory(open_device())
+        memory = Memory(open_device())
         args, options = memory.moved((args, options))
         before = counts()
         result = function(*args, **options)
@@ -38,7 +36,13 @@ def on_device(function: Callable[..., Any], *, waits: bool = True) -> Callable[.
     return call
 
 
-class _Memory:
+class Memory:
+    """Copies of tensors on a device: those that share memory here share it there, strides and all.
+
+    Args:
+        device: that they are moved to.
+    """
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._bytes: dict[int, tuple[Tensor, Tensor]] = {}

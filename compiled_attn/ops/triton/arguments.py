@@ -52,7 +52,7 @@ def attend_launch(
     call: PagedCall, plan: Plan, out: Tensor, lse: Tensor, totals: Tensor | None, *, widen: bool
 ) -> Launch:
     """Of `attend.attend_kernel`; ``widen``: bfloat16 is multiplied in float32 (interpreter)."""
-    problem, (tile, splits) = problem_of(call), plan
+    problem, tile, splits = problem_of(call), plan.tile, plan.splits
     scale, window, softcap, slopes, sinks = call.scoring
     tile_heads = min(problem.group, tile.rows)
     key_block, rest_block = key_blocks(problem.key_dim)

@@ -158,7 +158,7 @@ def attend_kernel(
     top = tl.full([ROWS], float("-inf"), tl.float32)
     # A device cannot raise: numbers that cannot be make NaN, and reach no memory but the cache's.
     total = tl.full([ROWS], 0.0, tl.float32)
-    total = tl.where(given > length, float("nan"), total)
+    total = tl.where((given > length) | (given < 0), float("nan"), total)
     sums = tl.zeros([ROWS, VALUE_BLOCK], tl.float32)
     for part in tl.static_range(0 if WINDOWED else 1, 3):
         part_begin, part_end = full_begin, full_end

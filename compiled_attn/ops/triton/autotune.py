@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ import triton
 from torch import Tensor
 
 from compiled_attn.attention.scoring import Scoring
+from compiled_attn.ops import varlen
 from compiled_attn.ops.call import PagedCall
 from compiled_attn.ops.triton.arguments import CODES
 from compiled_attn.ops.triton.launch import attend
@@ -22,6 +24,8 @@ __all__ = ["call_of", "measuring", "tune"]
 
 _COLD_BYTES = 1 << 28  # of keys and of values: more than any device's second cache
 _ROUNDS = 7
+
+_log = logging.getLogger(__name__)
 
 Clock = Callable[[Callable[[], object]], float]
 """How long something takes, in any unit."""
@@ -42,12 +46,15 @@ def measuring(plans: Plans = PLANS) -> Iterator[Plans]:
 
 
 def tune(problem: Problem, device: torch.device, clock: Clock | None = None) -> Plan:
-    """The fastest of some plans of a problem: first the tile, then the number of splits."""
-    clock = clock or partial(_milliseconds, device=device)
-    call, cores = call_of(problem, device), processors(device)
+    """The fastest of some plans of a problem: tiles, then numbers of splits, then varlen."""
+    clock, cores = clock or partial(_milliseconds, device=device), processors(device)
     usual = plan(problem, cores)
+    try:
+        call = call_of(problem, device)
+    except torch.OutOfMemoryError:  # a cache has most of it: no reason to fail a warmup
+        return usual
     best = _fastest([usual, *other_tiles(problem, cores)], call, clock)
-    return _fastest([best, *other_splits(best)], call, clock)
+    return _or_varlen(_fastest([best, *other_splits(best)], call, clock), call, clock)
 
 
 def call_of(problem: Problem, device: torch.device) -> PagedCall:
@@ -88,9 +95,23 @@ def _fastest(plans: list[Plan], call: PagedCall, clock: Clock) -> Plan:
     for each in plans:
         try:
             times[each] = clock(partial(attend, call, each))
-        except triton.OutOfResources:
+        except (triton.OutOfResources, torch.OutOfMemoryError):
             continue
     return min(times, key=times.__getitem__, default=plans[0])
+
+
+def _or_varlen(best: Plan, call: PagedCall, clock: Clock) -> Plan:
+    """The plan, or the one that takes varlen where it can, if it can here and is faster."""
+    if lacks := varlen.why_not(call):
+        _log.info("varlen is not measured beside Triton: it %s", lacks)
+        return best
+    other = best._replace(varlen=True)
+    try:
+        times = {each: clock(partial(attend, call, each)) for each in (best, other)}
+    except RuntimeError as error:  # it says what it cannot do only when it is called
+        _log.warning("varlen is not taken: %s", error)
+        return best
+    return min(times, key=times.__getitem__)
 
 
 def _milliseconds(run: Callable[[], object], device: torch.device) -> float:

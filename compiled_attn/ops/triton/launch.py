@@ -16,6 +16,7 @@ from torch import Tensor
 
 from compiled_attn.attention.scoring import Scoring
 from compiled_attn.errors import KernelArgumentError
+from compiled_attn.ops import varlen
 from compiled_attn.ops.call import NewTokens, PagedCall
 from compiled_attn.ops.checks import check_shapes
 from compiled_attn.ops.triton.arguments import (
@@ -67,10 +68,12 @@ def paged_attention_(
 def attend(call: PagedCall, plan: Plan | None = None) -> tuple[Tensor, Tensor]:
     """Attends a call whose shapes fit; plan: None: the one that was measured, or the usual one."""
     query = call.query
+    plan = plan or PLANS.of(problem_of(call), query.device)
+    if plan.varlen and varlen.why_not(call) is None:
+        return varlen.attend(call)
     tokens, heads, _ = query.shape
     out = query.new_empty(tokens, heads, call.value_cache.shape[3])
     lse = query.new_empty(tokens, heads, dtype=torch.float32)
-    plan = plan or PLANS.of(problem_of(call), query.device)
     with _device(query):
         if plan.splits == 1:
             _attend(call, plan, out, lse, None)

@@ -32,8 +32,11 @@ class Plans:
         return self._measured.get(problem.name) or plan(problem, processors(device))
 
     def kept(self) -> dict[str, list[int]]:
-        """What was measured, as JSON has it: rows, keys, warps, stages and splits."""
-        return {name: [*tile, splits] for name, (tile, splits) in self._measured.items()}
+        """What was measured, as JSON: rows, keys, warps, stages, splits, and 1 for varlen or 0."""
+        return {
+            name: [*tile, splits, int(varlen)]
+            for name, (tile, splits, varlen) in self._measured.items()
+        }
 
     def adopt(self, kept: Mapping[str, list[int]]) -> None:
         """Takes what `kept` gave, of an earlier process on the same kind of device.
@@ -42,13 +45,17 @@ class Plans:
             ValueError: it is none of it.
         """
         for name, numbers in kept.items():
-            if len(numbers) != 5 or not all(type(each) is int and each > 0 for each in numbers):
+            are_sizes = all(type(each) is int and each > 0 for each in numbers[:5])
+            is_plan = len(numbers) == 6 and are_sizes and numbers[5] in (0, 1)
+            if not is_plan or any(size & (size - 1) for size in numbers[:3]):
                 raise ValueError(
-                    f"expected rows, keys, warps, stages and splits of {name!r}, got {numbers!r}: "
-                    "measure again"
+                    "expected rows, keys, warps (powers of two), stages, splits and 0 or 1 of "
+                    f"{name!r}, got {numbers!r}: measure again"
                 )
-        adopted = {name: Plan(Tile(*tile), splits) for name, (*tile, splits) in kept.items()}
-        self._measured |= adopted
+        self._measured |= {
+            name: Plan(Tile(*tile), splits, bool(varlen))
+            for name, (*tile, splits, varlen) in kept.items()
+        }
 
 
 PLANS = Plans()

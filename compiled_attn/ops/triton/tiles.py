@@ -22,10 +22,14 @@ class Tile(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """A tile, and the number of splits that the keys of each request are cut into."""
+    """A tile, and the number of splits that the keys of each request are cut into.
+
+    ``varlen``: `compiled_attn.ops.varlen` is faster, where it serves the call.
+    """
 
     tile: Tile
     splits: int
+    varlen: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,9 +70,10 @@ class Problem:
 
 # Tiles by the size of an element (1: codes, under queries of 2 bytes) and of a head, for few rows a
 # request (which have as many rows as a group, 16 at least) and for many. All fit the 99 KB of
-# shared memory of sm_89 and sm_120, and spill no registers.
+# shared memory of sm_89 and sm_120, and spill no registers, but for 8 or 16 bytes of a few in
+# codes or float32 (tests/compiled_attn/ops/triton/test_resources.py has them).
 _TILES: dict[tuple[int, int], tuple[Tile, Tile]] = {
-    (1, 64): (Tile(16, 64, 4, 2), Tile(64, 32, 4, 2)),
+    (1, 64): (Tile(16, 32, 4, 2), Tile(64, 32, 8, 2)),
     (1, 128): (Tile(16, 64, 8, 2), Tile(64, 32, 8, 2)),
     (1, 256): (Tile(16, 16, 4, 2), Tile(32, 16, 8, 2)),
     (1, 1024): (Tile(16, 16, 8, 2), Tile(16, 16, 8, 2)),

@@ -10,6 +10,7 @@ import pytest
 import compiled_attn.cli.store
 from compiled_attn.cli.errors import UserError
 from compiled_attn.cli.store import stored_backend
+from graphs.backends.cudagraph import CudaGraphBackend
 from graphs.store import StoredAoti, StoredInductor
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
@@ -26,6 +27,9 @@ def test_inductor_compiles_into_the_store_and_only_during_the_run(tmp_path, monk
 def test_other_backends_get_what_they_can_use(tmp_path):
     with stored_backend("aoti", tmp_path / "store") as backend:
         assert isinstance(backend, StoredAoti)
+    with stored_backend("cudagraph", tmp_path / "store") as backend:
+        assert isinstance(backend, CudaGraphBackend)
+        assert os.environ[VARIABLE].startswith(str(tmp_path / "store" / "inductor"))
     with stored_backend("eager", None) as backend:
         assert backend == "eager"
     with pytest.raises(UserError, match="--store is for"), stored_backend("eager", tmp_path):

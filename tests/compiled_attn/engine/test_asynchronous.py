@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
@@ -172,3 +174,48 @@ def test_a_request_that_can_never_be_served_is_refused_where_it_is_submitted(bad
         assert serving.submit([3], LONG).result(SECONDS).tokens[0] == 4
     with pytest.raises(ConfigError, match="max_waiting"):
         AsyncEngine(warm_engine(), max_waiting=-1)
+
+
+def test_continuations_are_taken_as_a_whole_and_begin_behind_the_first(paced):
+    executor, serving = paced
+    several = SamplingParams(max_new_tokens=3, temperature=1.0, seed=7, n=4)
+    with pytest.raises(QueueFull, match="got 7 more that belong together"):
+        serving.submit_choices([1], replace(several, n=7))  # max_seqs 4, max_waiting 2
+    handles = serving.submit_choices([1, 2, 3, 4, 5], several)
+    assert [each.sampling.seed for each in handles] == [7, 8, 9, 10]
+    with pytest.raises(QueueFull):
+        serving.submit_choices([1], replace(several, n=3))
+    others = serving.submit_choices([50], replace(several, n=2))
+    assert executor.begun.wait(SECONDS)  # the first step, which the test lets go now
+    assert [each.request_id for each in [*handles[1:], others[1]]] == [None] * 4
+    executor.steps.release(1000)
+    assert [each.result(SECONDS).tokens for each in handles] == [[6, 7, 8]] * 4
+    assert [each.result(SECONDS).tokens for each in others] == [[51, 52, 53]] * 2
+    with pytest.raises(ConfigError, match="integers"):
+        serving.submit_choices("text", several)
+
+
+def test_a_continuation_whose_first_is_cancelled_goes_on(paced):
+    executor, serving = paced
+    first, second, third = serving.submit_choices([1, 2, 3, 4, 5], replace(LONG, seed=1, n=3))
+    third.cancel()
+    first.cancel()
+    executor.steps.release(1000)
+    assert len(second.result(SECONDS).tokens) == 30
+    for each in (first, third):
+        with pytest.raises(RequestCancelled):
+            each.result(SECONDS)
+
+
+@pytest.mark.parametrize("drain", [True, False])
+def test_continuations_that_wait_for_the_first_end_with_the_engine(paced, drain):
+    executor, serving = paced
+    handles = serving.submit_choices([1, 2, 3, 4, 5], replace(LONG, seed=1, n=3))
+    stopping = threading.Thread(target=serving.stop, kwargs={"drain": drain})
+    stopping.start()
+    executor.steps.release(1000)
+    stopping.join()
+    if drain:
+        assert all(len(each.result().tokens) == 30 for each in handles)
+    else:
+        assert all(each.has_ended for each in handles)

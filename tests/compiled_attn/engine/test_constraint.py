@@ -53,6 +53,16 @@ def wanted(words: list[Word], prompt: list[int], ends: set[int] = frozenset()) -
             return [*made]
 
 
+def test_tokens_behind_the_models_vocabulary_are_none_that_may_follow():
+    words = [(5, 6), (5, 6, 150)]  # of a tokenizer that has more tokens than the model
+    engine = engine_of(Words(vocab=200))
+    assert engine.sizing.vocab < 150
+    (answer,) = served(
+        engine, SamplingParams(max_new_tokens=NEW, grammar=grammar_of(*words)), [[1]]
+    )
+    assert (answer.tokens, answer.finish_reason) == ([5, 6], "stop")
+
+
 def served(engine: Engine, sampling, prompts=PROMPTS):
     return [*engine.generate(prompts, sampling, in_order=True)]
 

@@ -64,6 +64,27 @@ def test_a_buffer_is_written_again_only_when_it_was_copied(staging):
     assert torch.equal(there[0].cpu(), fields(2)[0])
 
 
+def test_an_exception_between_a_copy_and_its_event_tears_nothing(staging):
+    class Interrupted:
+        def query(self) -> bool:
+            return True
+
+        def record(self) -> None:
+            raise KeyboardInterrupt
+
+    events, before = [*staging._copied], counts()
+    staging._copied[:] = [Interrupted(), Interrupted()]
+    for seed in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            staging.stage(fields(seed))
+    staging._copied[:] = events
+    for seed in range(3):
+        there = staging.stage(fields(seed))
+    torch.accelerator.synchronize()
+    assert counts().since(before).torn == 0
+    assert torch.equal(there[0].cpu(), fields(2)[0])
+
+
 def test_tokens_of_two_steps_can_be_on_their_way():
     way = Return(open_device(), 4)
     before = counts()

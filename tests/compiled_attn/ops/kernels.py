@@ -13,10 +13,12 @@ from compiled_attn.ops import NativeOps, NativeUnavailable, available_isas, load
 from compiled_attn.ops.cpu.build import find_compiler
 from compiled_attn.ops.schema import schemas
 from compiled_attn.ops.triton.register import register
+from tests.stand_in import open_device
+from tests.stand_in.moved import Memory
 
 BEST, *OTHERS = available_isas()
 SLOW = [pytest.param(isa, marks=pytest.mark.slow) for isa in OTHERS]
-TRITON, CUDA = "triton", "cuda"
+TRITON, CUDA, STAND_IN = "triton", "cuda", "stand_in"
 ON_DEVICES = [
     pytest.param(TRITON, marks=pytest.mark.slow),
     pytest.param(CUDA, marks=pytest.mark.gpu),
@@ -28,7 +30,10 @@ def loaded(isa: str) -> NativeOps:
     if isa == TRITON:
         return interpreted()
     if isa == CUDA:
-        return OnCuda("compiled_attn", "triton")
+        return OnDevice("compiled_attn", "triton")
+    if isa == STAND_IN:
+        open_device()
+        return OnStandIn("compiled_attn", "native")
     try:
         find_compiler()
     except NativeUnavailable as error:
@@ -58,8 +63,10 @@ def _interpreted() -> NativeOps:
 _LIBRARIES: list[torch.library.Library] = []
 
 
-class OnCuda(NativeOps):
-    """The ops on the device, for tensors of the CPU: moved there, and back what is written."""
+class OnDevice(NativeOps):
+    """The ops on a device, for tensors of the CPU: moved there, and back what is written."""
+
+    device = "cuda"
 
     def paged_attention(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         return self._moved("paged_attention", args, kwargs)
@@ -69,22 +76,14 @@ class OnCuda(NativeOps):
 
     def _moved(self, name: str, args: Any, kwargs: Any) -> tuple[Tensor, Tensor]:
         load()
-        moved = [_to_cuda(each) for each in args]
-        options = {key: _to_cuda(each) for key, each in kwargs.items()}
+        memory = Memory(torch.device(self.device))
+        moved, options = memory.moved((args, kwargs))
         out, lse = getattr(torch.ops.compiled_attn, name)(*moved, **options)
-        if name.endswith("_"):
-            for here, there in zip(
-                (*args, *kwargs.values()), (*moved, *options.values()), strict=True
-            ):
-                if isinstance(here, Tensor):
-                    here.copy_(there)
+        memory.bring_back()
         return out.cpu(), lse.cpu()
 
 
-def _to_cuda(value: Any) -> Any:
-    """A tensor on the device, with the strides that it has here."""
-    if not isinstance(value, Tensor):
-        return value
-    size = sum((n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True)) + 1
-    there = torch.zeros(max(size, 0), dtype=value.dtype, device="cuda")
-    return there.as_strided(value.shape, value.stride()).copy_(value)
+class OnStandIn(OnDevice):
+    """The kernel of the CPU on the stand-in device, by the same way."""
+
+    device = STAND_IN

@@ -42,8 +42,10 @@ def main(isa: str, tiles: str) -> None:
     for rows in ROWS:
         for sizes in SIZES:
             input, weight, bias = layer(rows, *sizes)
-            out = ops.packed_linear(input, packed_linear.pack(weight), bias)
-            assert_product(out, input, weight, bias)
+            packed = packed_linear.pack(weight)
+            assert_product(ops.packed_linear(input, packed, bias), input, weight, bias)
+            ids = torch.tensor([0, len(weight) - 1])
+            assert torch.equal(ops.packed_rows(packed, ids), weight[ids])
     print("clean", len(CASES), len(WRITES))
 
 

@@ -203,6 +203,33 @@ def test_unpacking_gives_the_weight_and_rows_of_it_back():
     assert torch.equal(packed_linear.rows(packed, ids), weight[ids])
 
 
+@pytest.mark.parametrize("quantises", [False, True])
+def test_the_op_gives_rows_of_a_packed_weight(ops, quantises):
+    _, weight, _ = layer(1, 48, 96)
+    packed, _ = forms(weight)[quantises]
+    ids = torch.tensor([0, 17, 47, 5, 5, 31])
+    assert torch.equal(ops.packed_rows(packed, ids), packed_linear.unpack(packed)[ids])
+    assert ops.packed_rows(packed, ids[:0]).shape == (0, 96)
+
+
+@pytest.mark.parametrize("bad", [-1, 48])
+def test_rows_that_a_weight_does_not_have_are_refused(bad):
+    packed = packed_linear.pack(layer(1, 48, 96)[1])
+    with pytest.raises(RuntimeError, match=rf"expected ids in 0..47, got {bad}: look up rows"):
+        _loaded(BEST).packed_rows(packed, torch.tensor([3, bad]))
+
+
+@pytest.mark.parametrize("quantises", [False, True])
+def test_rows_are_an_op_of_torch(quantises):
+    load(strict=True)
+    packed, _ = forms(layer(1, 48, 96)[1])[quantises]
+    torch.library.opcheck(
+        torch.ops.compiled_attn.packed_rows.default,
+        (packed, torch.tensor([3, 40])),
+        test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
+    )
+
+
 @pytest.mark.parametrize(
     "weight",
     [

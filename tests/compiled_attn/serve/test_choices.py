@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import urllib.request
 
+import openai
 import pytest
 
 from compiled_attn.engine import SamplingParams
 from compiled_attn.serve.choices import merged_streams
 from compiled_attn.text import LLM
-from tests.compiled_attn.serve.conftest import NAME, Running
+from tests.compiled_attn.serve.conftest import CONFIG, NAME, Running
+from tests.compiled_attn.text.models import SPECIAL
 
 CHAT = [{"role": "user", "content": "What is on the moon?"}]
 DRAWN = {"temperature": 1.5, "seed": 5}
@@ -90,7 +93,9 @@ def test_a_chat_tells_log_probabilities_whole_and_as_a_stream(server: Running, a
                 assert [t.token for t in own.top_logprobs] == [
                     tokenizer.text_of(token) for token, _ in each.top
                 ]
-                assert own.bytes == [*own.token.encode()]
+            shown = [each.bytes for each in given if each.token not in SPECIAL]
+            told = bytes(byte for each in shown for byte in each)
+            assert told.decode(errors="replace") == answer.text
     plain = chat(server, logprobs=True).choices[0].logprobs.content
     assert [each.top_logprobs for each in plain] == [[]] * 12
     assert chat(server).choices[0].logprobs is None
@@ -106,9 +111,112 @@ def test_a_text_tells_log_probabilities_whole_and_as_a_stream(server: Running, a
     values = [each.logprob for each in want.result.logprobs]
     assert whole.token_logprobs == pytest.approx(values, abs=1e-4)
     assert [v for part in parts for v in part.token_logprobs] == pytest.approx(values, abs=1e-4)
-    assert whole.text_offset == [len("".join(names[:at])) for at in range(len(names))]
+    before = [want.result.tokens[:at] for at in range(len(names))]
+    offsets = [len(alone.tokenizer.decode(each).rstrip("\ufffd")) for each in before]
+    assert whole.text_offset == [at for part in parts for at in part.text_offset] == offsets
     for each, own in zip(want.result.logprobs, whole.top_logprobs, strict=True):
         assert {*own} == {alone.tokenizer.text_of(token) for token, _ in each.top}
+
+
+LETTERS = "\u4f60 on\U0001f389the"
+
+
+def spelt(alone: LLM) -> dict[str, object]:
+    """What makes an answer the letters: of a grammar, so that the model has no choice."""
+    pytest.importorskip("xgrammar", reason="needs the extra 'grammar'")
+    schema = {"const": LETTERS}
+    format_ = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    return {"max_tokens": 60, "extra_body": {"response_format": format_}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_within_a_character_have_its_bytes_and_its_place(server, alone, stream):
+    settings = {"logprobs": 1, "stream": stream, **spelt(alone)}
+    given = text(server, **settings)
+    parts = [each.choices[0] for each in given] if stream else [given.choices[0]]
+    whole = "".join(part.text for part in parts)
+    assert whole == json.dumps(LETTERS, ensure_ascii=False)
+    told = [part.logprobs for part in parts if part.logprobs]
+    offsets = [at for part in told for at in part.text_offset]
+    names = [name for part in told for name in part.tokens]
+    for at, name in zip(offsets, names, strict=True):
+        assert whole.startswith(name, at) or (name == "\ufffd" and ord(whole[at]) > 127)
+    assert max(map(offsets.count, offsets)) == 4 - ("\U0001f389" in names)  # a token a byte
+    settings = {"logprobs": True, **spelt(alone)}
+    chunks = chat(server, stream=stream, **settings)
+    choices = [c.choices[0] for c in chunks] if stream else [chunks.choices[0]]
+    own = [each.bytes for c in choices if c.logprobs for each in c.logprobs.content]
+    assert bytes(byte for each in own for byte in each).decode() == whole
+
+
+def events_of(server: Running, path: str, **body: object) -> list[str]:
+    """The data of each event of a stream, as it is on the wire."""
+    request = urllib.request.Request(
+        f"{server.url}/v1/{path}",
+        json.dumps({"model": NAME, "stream": True, "max_tokens": 4, **body}).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request) as answer:
+        events = answer.read().decode().split("\n\n")
+    assert events.pop() == "" and all(each.startswith("data: ") for each in events)
+    return [each.removeprefix("data: ") for each in events]
+
+
+ASKED = {"completions": {"prompt": "over the sea"}, "chat/completions": {"messages": CHAT}}
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("path", ASKED)
+def test_a_stream_says_that_it_is_done_and_what_it_used_if_asked(server, path, n):
+    *chunks, end = events_of(server, path, n=n, **ASKED[path])
+    assert end == "[DONE]"
+    assert all(json.loads(each)["choices"] for each in chunks)
+    options = {"include_usage": True}
+    *chunks, last, end = events_of(server, path, n=n, stream_options=options, **ASKED[path])
+    told, usage = [*map(json.loads, chunks)], json.loads(last)
+    assert (
+        end == "[DONE]" and usage["choices"] == [] and usage["usage"]["completion_tokens"] == 4 * n
+    )
+    assert usage["id"] == told[0]["id"]
+    assert all(each["choices"] and "usage" not in each for each in told)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_the_official_client_reads_the_usage_of_a_stream(server, n):
+    plain = chat(server, n=n).usage
+    *chunks, last = chat(server, n=n, stream=True, stream_options={"include_usage": True})
+    assert last.usage == plain and last.choices == []
+    assert all(chunk.usage is None for chunk in chunks)
+    with pytest.raises(openai.BadRequestError, match="expected stream_options: an object"):
+        chat(server, stream=True, stream_options={"include_usage": 1})
+
+
+def test_several_answers_are_taken_as_a_whole_or_refused_as_a_whole(server):
+    owner = server.served.engine._owner
+    before, room = owner._max_waiting, server.served.engine.engine.config.max_seqs
+    tokens = server.served.llm.engine.report().generated_tokens
+    owner._max_waiting = 0
+    try:
+        for stream in (False, True):
+            with pytest.raises(openai.RateLimitError, match="9 more that belong together"):
+                chat(server, n=room + 1, stream=stream)
+        assert len(chat(server, n=room, max_tokens=1).choices) == room
+    finally:
+        owner._max_waiting = before
+    assert server.served.llm.engine.report().generated_tokens == tokens + room
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_several_answers_compute_their_prompt_once(server, stream):
+    own = {"X-Cache-Salt": f"once {stream}"}
+    before = server.served.llm.engine.report()
+    given = chat(server, n=4, max_tokens=2, extra_headers=own, stream=stream)
+    assert [*given]
+    after = server.served.llm.engine.report()
+    prompt = len(server.served.llm.tokenizer.encode(CHAT))
+    assert after.prompt_tokens - before.prompt_tokens == 4 * prompt
+    # The others compute no block of it, but the last token, and the second of each answer.
+    assert after.computed_tokens - before.computed_tokens <= prompt + 3 * CONFIG.block_size + 4
 
 
 def test_the_first_stream_that_fails_ends_all():

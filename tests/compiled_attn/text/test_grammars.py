@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import threading
@@ -18,7 +19,7 @@ pytest.importorskip("xgrammar", reason="needs the extra 'grammar'")
 from compiled_attn import LLM, AsyncEngine
 from compiled_attn.engine import EngineConfig, Grammar, SamplingParams
 from compiled_attn.engine.constraint import Constraint, constrain
-from compiled_attn.errors import ConfigError
+from compiled_attn.errors import ConfigError, QueueFull, RequestCancelled
 from compiled_attn.text import Answer, Grammars, Tokenizer
 from tests.compiled_attn.text.models import END, byte_level, save_model, save_tokenizer
 
@@ -254,6 +255,12 @@ def test_what_is_no_schema_is_refused_when_the_grammar_is_made(given):
         (Grammar.json_schema('{"items": ' * 65 + "{}" + "}" * 65), "more than 64 levels"),
         (Grammar.json_schema({"enum": ["x" * 70_000]}), "more than 65,536"),
         (Grammar.regex("(" * 65 + "a" + ")" * 65), "more than 64 levels"),
+        (Grammar.regex("[ab]{9999}" * 5), "it has 1,285 places .* more than 1,024"),
+        (Grammar.regex("." * 1025), "it has 1,025 places"),
+        (Grammar.ebnf("root ::= " + "[ab]? " * 1100), "it has 1,100 places"),
+        (Grammar.json_schema({"pattern": "[ab]*" * 1100}), "it has 1,100 places"),
+        (Grammar.json_schema({"patternProperties": {"." * 1100: {}}}), "it has 1,100 places"),
+        (Grammar.json_schema({"items": [{"maxLength": 9**99}] * 5}), "it has 1,280 places"),
     ],
 )
 def test_what_would_take_too_long_to_compile_is_refused(llm, grammar, why):
@@ -266,6 +273,20 @@ def test_brackets_in_strings_and_escapes_are_no_levels(llm):
         llm.engine.submit([1, 2], SamplingParams(grammar=grammar, max_new_tokens=1))
     while llm.engine.has_work:
         llm.engine.step()
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$defs": {"a0": {}, **{f"a{n}": {"$ref": f"#/$defs/a{n - 1}"} for n in range(1, 900)}},
+         "$ref": "#/$defs/a899"},
+        {"type": "array", "items": {"type": "integer"}, "minItems": 10**6},
+        {"type": "string", "maxLength": 10**6},
+        {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(300)}},
+    ],
+)  # fmt: skip
+def test_chains_of_references_and_large_numbers_are_taken(llm, schema):
+    assert llm.grammars.compiled(Grammar.json_schema(schema))().is_completed() is False
 
 
 def test_many_threads_compile_a_grammar_once_and_get_their_answers(llm, monkeypatch):
@@ -302,6 +323,59 @@ def test_an_asynchronous_engine_refuses_at_submit_and_serves_the_rest(llm):
     assert [llm.tokenizer.decode(each.tokens) for each in results] == [
         "a" * n + "b" for n in range(1, 9)
     ]
+
+
+def test_an_event_loop_does_not_wait_for_a_grammar(llm, monkeypatch):
+    prompt, may_go = llm.tokenizer.encode("the moon"), threading.Event()
+    own = llm.grammars.compiled
+
+    def slow(grammar: Grammar) -> Any:
+        if threading.current_thread().name == "grammar":
+            may_go.wait()
+        return own(grammar)
+
+    monkeypatch.setattr(llm.grammars, "compiled", slow)
+
+    async def main(serving: AsyncEngine) -> None:
+        texts = [Grammar.regex(text) for text in ("abc", "(", "abcd")]
+        good, bad, dropped = [serving.submit(prompt, SamplingParams(grammar=g)) for g in texts]
+        assert len((await serving.submit(prompt, SamplingParams(max_new_tokens=2))).tokens) == 2
+        dropped.cancel()
+        with pytest.raises(RequestCancelled):
+            await dropped
+        assert not (good.has_ended or bad.has_ended)
+        may_go.set()
+        assert llm.tokenizer.decode((await good).tokens) == "abc"
+        with pytest.raises(ConfigError, match="parenthesis is not closed"):
+            await bad
+        may_go.clear()
+        waits = serving.submit(prompt, SamplingParams(grammar=Grammar.regex("cab")))
+        threading.Timer(0.1, may_go.set).start()
+        await asyncio.to_thread(serving.stop)  # serves what waits
+        assert llm.tokenizer.decode((await waits).tokens) == "cab"
+
+    asyncio.run(main(AsyncEngine(llm.engine)))
+
+
+def test_grammars_that_wait_beyond_measure_are_refused(llm, monkeypatch):
+    may_go = threading.Event()
+    monkeypatch.setattr(llm.grammars, "compiled", lambda grammar: may_go.wait())
+    with AsyncEngine(llm.engine) as serving:
+        begun = [serving.compiled(Grammar.regex("a" * n)) for n in range(1, 17)]
+        assert serving.compiled(Grammar.regex("a")) is begun[0]
+        with pytest.raises(QueueFull, match="at most 16 grammars that wait"):
+            serving.compiled(Grammar.regex("b"))
+        may_go.set()
+        assert all(each.result() is None for each in begun)
+        assert serving.compiled(Grammar.regex("b")).result() is None
+
+
+@pytest.mark.parametrize("more", [{}, {"ignore_eos": True}, {"min_tokens": 3}])
+def test_the_empty_text_alone_is_no_grammar(llm, ended, more):
+    for each in (llm, ended):
+        for empty in (Grammar.regex(""), Grammar.ebnf('root ::= ""')):
+            with pytest.raises(ConfigError, match="only the empty text fits it"):
+                answers(each, empty, **more)
 
 
 def test_without_xgrammar_only_what_asks_for_it_is_refused(llm, monkeypatch):

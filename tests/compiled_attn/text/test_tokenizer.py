@@ -47,6 +47,20 @@ def test_only_the_end_of_a_long_text_is_decoded(plain, monkeypatch):
     assert max(decoded) <= 32
 
 
+@given(st.text("ab th\n🎉é½你", max_size=8))
+def test_the_bytes_of_tokens_are_those_of_their_text(tokenizer, text):
+    tokens = tokenizer.encode(f"a{text}")
+    spelt = b"".join(map(tokenizer.bytes_of, tokens)).decode()
+    assert spelt.removeprefix(" ") == tokenizer.decode(tokens)  # one that a decoder drops
+    for token in tokens:
+        assert tokenizer.bytes_of(token).decode(errors="replace") == tokenizer.text_of(token)
+
+
+def test_a_special_token_reads_as_its_name(tokenizer):
+    (end,) = tokenizer.of_transformers.encode(END, add_special_tokens=False)
+    assert tokenizer.text_of(end) == END and tokenizer.bytes_of(end) == END.encode()
+
+
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import gc
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
-from graphs import CaptureError, InputMismatch, StaleGraph, WarmupManager, capture, linear
+from graphs import (
+    CaptureError,
+    InputMismatch,
+    StaleGraph,
+    WarmupManager,
+    capture,
+    linear,
+)
+from graphs.backends import cudagraph
 from graphs.backends.cudagraph import CudaGraphBackend
+from graphs.store import ArtifactStore, StoredInductor
 from tests.graphs.backends.replay_double import Moved, ReplayDouble
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -235,6 +246,47 @@ def test_a_manager_serves_all_its_buckets_from_one_pool(scene):
     for step, rows in enumerate((8, 32, 16), start=1):
         out = manager({"rows": rows}, torch.ones(rows, 3), 10)
         assert out.unique().tolist() == [12 + step]
+
+
+def test_buckets_share_compiled_code_and_a_later_start_only_records(scene, tmp_path):
+    def warm(store):
+        layer = Layer()
+        double = ReplayDouble((layer.count,))
+        backend = CudaGraphBackend(lambda: double, StoredInductor(store))
+        manager = WarmupManager(
+            layer,
+            linear(rows=(8, 8, 32)),
+            lambda bucket: [torch.zeros(bucket.rows, 3), 10],
+            backend=backend,
+            symbolic=("rows",),
+        )
+        report = manager.warmup()
+        layer.count.zero_()
+        for step, rows in enumerate((8, 32, 16), start=1):
+            out = manager({"rows": rows}, torch.ones(rows, 3), 10)
+            assert out.unique().tolist() == [12 + step]
+        assert double.replays == 3 + 3 * len(report.results)  # those that were timed
+        return report
+
+    store = ArtifactStore(tmp_path / "store")
+    first = warm(store)
+    assert first.graphs == 1 and first.compiles > 0 and len(first.loaded) == 0
+    torch._dynamo.reset()
+    second = warm(store)
+    assert second.compiles == 0 and len(second.loaded) == len(second.results)
+
+
+def test_all_inputs_lie_on_one_device_whose_streams_are_recorded(monkeypatch):
+    current = []
+    monkeypatch.setattr(
+        torch.cuda, "device", lambda device: current.append(device) or nullcontext()
+    )
+    with FakeTensorMode():
+        one, two = (torch.empty(2, device=f"cuda:{n}") for n in (1, 0))
+    with cudagraph._on("cuda", [3, one, one]):
+        assert current == [torch.device("cuda", 1)]
+    with pytest.raises(ValueError, match="input 1 is on cuda:0; expected all tensors on cuda:1"):
+        cudagraph._on("cuda", [one, two])
 
 
 def test_without_a_device_the_reason_is_given():

@@ -161,6 +161,7 @@ _HELD = {
     "graphs.backends.export_state": "State",
     "graphs.backends.inductor": "freeze",
     "graphs.backends.marks": "marked",
+    "graphs.backends.separate": "separated",
     "graphs.backends.vector_probe": "one_probe",
     "graphs.capture.inputs": "DistinctInputs",
     "graphs.capture.wrappers": "with_own_code",

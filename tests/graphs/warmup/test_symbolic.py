@@ -210,3 +210,24 @@ def test_sizes_that_differ_are_found_by_comparing_inputs():
     there = [torch.ones(8, 3), torch.ones(2), 6, torch.ones(2, 2)]
     assert sizes_that_differ(here, [there]) == [(0,), (), (), ()]
     assert sizes_that_differ(here, []) == [(), (), (), ()]
+
+
+def test_each_graph_is_captured_on_inputs_of_its_own_where_all_lie_in_one_memory():
+    memory = torch.zeros(16)
+
+    def in_memory(bucket: Bucket) -> list[Tensor]:
+        memory.fill_(bucket.tokens)  # as a buffer that each step is copied to
+        return [memory[: bucket.tokens]]
+
+    class Wrong(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count += (x != x.shape[0]).sum()
+            return x + 1
+
+    module = Wrong()
+    warm(module, linear(tokens=(2, 2, 16)), in_memory, symbolic=("tokens",))
+    assert module.count == 0

@@ -37,6 +37,11 @@ CA_INLINE void store(BFloat16* at, Floats v) {
   std::memcpy(at, &half, sizeof half);
 }
 
+CA_INLINE void store(BFloat16* at, Floats first, Floats second) {
+  const __m512bh both = _mm512_cvtne2ps_pbh(second, first);
+  std::memcpy(at, &both, sizeof both);
+}
+
 }  // namespace compiled_attn
 
 #else

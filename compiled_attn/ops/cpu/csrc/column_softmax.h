@@ -11,6 +11,7 @@
 namespace compiled_attn {
 
 constexpr float kLog2E = 1.44269504f, kLog2 = 0.693147180f;
+constexpr float kGreat = 1 << 20;  // powers whose last bits are no small powers themselves
 constexpr float kSlack = 8;  // powers that a weight may rise to before earlier sums are scaled
 
 // 2^x, relative error 3e-6; 1 at 0. A polynomial of degree 4 on [0, 1).
@@ -57,6 +58,33 @@ CA_INLINE Floats plus_pairs(Floats sum, Ints pairs) {
 #endif
 }
 
+// The largest scores of kTile query rows.
+struct Largest {
+  alignas(64) float of[kTile];
+
+  void clear() { std::fill_n(of, kTile, -INFINITY); }
+  // Takes in scores [keys, kTile]; keys: a multiple of kAtOnce.
+  CA_INLINE void take(const float* scores, int64_t keys) {
+    constexpr int kAtOnce = 4;  // as each waits for the one before
+    for (int c = 0; c < kTile; c += kLanes) {
+      Floats most[kAtOnce] = {load(of + c), all(-INFINITY), all(-INFINITY), all(-INFINITY)};
+      for (int64_t t = 0; t < keys; t += kAtOnce)
+        for (int i = 0; i < kAtOnce; ++i)
+          most[i] = larger(load(scores + (t + i) * kTile + c), most[i]);
+      store(of + c, larger(larger(most[0], most[1]), larger(most[2], most[3])));
+    }
+  }
+  // Whether one is beyond what a fused multiply-add may compare with its rounded product.
+  bool is_great(float scale) const {
+    bool is_any = false;
+    for (float each : of) is_any |= std::fabs(each * scale) > kGreat && each != -INFINITY;
+    return is_any;
+  }
+  void multiply(float scale) {
+    for (float& each : of) each *= scale;
+  }
+};
+
 // kTile query rows: what they see, and their running softmax.
 struct Columns {
   alignas(64) float maxima[kTile], totals[kTile], factors[kTile], slopes[kTile];
@@ -70,21 +98,18 @@ struct Columns {
 
   // Rows are in the order of their positions.
   int64_t first_begin() const { return seen[0].begin; }
+  int64_t last_begin() const { return seen[kTile - 1].begin; }
+  int64_t first_end() const { return seen[0].end; }
   int64_t last_end() const { return seen[kTile - 1].end; }
 
   Running running(int64_t i) const { return {maxima[i] * kLog2, totals[i]}; }
 
-  // Takes in the maxima of scores [keys, kTile], which are to be multiplied by `scale`; whether
-  // earlier sums are to be multiplied by `factors`.
-  bool raise(const float* scores, Span keys, float scale) {
+  // Takes in the largest scores, which are to be multiplied by `scale`; whether earlier sums are to
+  // be multiplied by `factors`.
+  bool raise(const Largest& scores, float scale) {
     bool is_any = false;
     for (int c = 0; c < kTile; c += kLanes) {
-      Floats most[4] = {all(-INFINITY), all(-INFINITY), all(-INFINITY), all(-INFINITY)};
-      for (int64_t t = keys.begin; t < keys.end; t += 4)
-        for (int i = 0; i < 4; ++i)
-          most[i] = larger(load(scores + (t + i) * kTile + c), most[i]);
-      const Floats largest =
-          larger(larger(most[0], most[1]), larger(most[2], most[3])) * all(scale);
+      const Floats largest = load(scores.of + c) * all(scale);
       const Floats old = load(maxima + c);
       const Ints is_raised = largest > old + all(kSlack);
       const Floats now = either(is_raised, largest, old);
@@ -171,15 +196,18 @@ class Sight {
 };
 
 // Products [keys, kTile], which are to be multiplied by a positive scale, become -inf where a row
-// does not see a key.
-inline void hide(const Sight& sight, Span keys, float* products) {
-  const Span plain = sight.of_all();
+// does not see a key, and NaN where it sees one that is spoilt.
+template <class IsSpoilt>
+void hide(const Sight& sight, Span keys, bool is_any_spoilt, const IsSpoilt& is_spoilt,
+          float* products) {
+  const Span plain = is_any_spoilt ? Span{keys.end, keys.end} : sight.of_all();
   for (int64_t t = keys.begin; t < keys.end; ++t) {
     if (t == plain.begin) t = std::min(plain.end, keys.end);
     if (t == keys.end) break;
+    const bool is_lost = is_any_spoilt && is_spoilt(t);
     for (int c = 0; c < kTile; c += kLanes) {
       float* at = products + t * kTile + c;
-      store(at, sight.masked(load(at), t, c));
+      store(at, sight.masked(is_lost ? all(NAN) : load(at), t, c));
     }
   }
 }

@@ -1,7 +1,6 @@
 // Rows of a linear layer in products of tiles.
 //
-// Weights are tiles as they are kept; rows are copied to tiles once, sixteen by sixteen, with zeros
-// behind the last. While a block is multiplied, the one before is rounded, and memory is asked for
+// Weights are tiles as they are kept, and so is the input but for its last rows. While a block is multiplied, the one before is rounded, and memory is asked for
 // that comes next: a tile that waits for its lines stops all others.
 #pragma once
 
@@ -13,32 +12,44 @@
 
 namespace compiled_attn {
 
-// Rows as tiles of kTile rows x kTile pairs.
-class InputTiles {
- public:
-  InputTiles(const PackedLinearArgs& args, Scratch& scratch) : args_(args) {
-    scratch.take(data_, padded<kTile>(args.rows) * args.size_in);
-  }
-  const BFloat16* tiles_of(int64_t row) const { return data_ + row * args_.size_in; }
+// kTile rows of the input: tiles begin 2 * kTile inputs after each other.
+struct InputRows {
+  const BFloat16* data;
+  int64_t stride;  // bytes
 
-  // Copies rows row .. row + kTile.
-  void fill(int64_t row) const {
-    constexpr std::size_t kBytes = 2 * kTile * sizeof(BFloat16);
-    for (int64_t i = 0; i < kTile; ++i) {
-      const auto* from = static_cast<const BFloat16*>(args_.input) + (row + i) * args_.input_row;
-      BFloat16* to = data_ + row * args_.size_in + i * 2 * kTile;
-      for (int64_t k = 0; k < args_.size_in; k += 2 * kTile, to += kTilePairs) {
-        if (row + i < args_.rows)
-          std::memcpy(to, from + k, kBytes);
-        else
-          std::memset(static_cast<void*>(to), 0, kBytes);
-      }
+  CA_INLINE const BFloat16* tile(int64_t k) const { return data + k * 2 * kTile; }
+};
+
+// The input as it is, but for the last rows where they are fewer than kTile: those are copied,
+// with zeros behind.
+class Inputs {
+ public:
+  Inputs(const PackedLinearArgs& args, Scratch& scratch)
+      : args_(args), whole_(args.rows / kTile * kTile) {
+    scratch.take(rest_, whole_ < args.rows ? kTile * args.size_in : 0);
+    for (int64_t i = 0; i < kTile && whole_ < args.rows; ++i) {
+      BFloat16* to = rest_ + i * args.size_in;
+      if (whole_ + i < args.rows)
+        std::memcpy(to, row(whole_ + i), args.size_in * sizeof(BFloat16));
+      else
+        std::memset(static_cast<void*>(to), 0, args.size_in * sizeof(BFloat16));
     }
+  }
+  // Rows `first` and on; `first` is a multiple of kTile.
+  InputRows rows(int64_t first) const {
+    constexpr int64_t kBytes = sizeof(BFloat16);
+    if (first < whole_) return {row(first), args_.input_row * kBytes};
+    return {rest_, args_.size_in * kBytes};
   }
 
  private:
+  const BFloat16* row(int64_t i) const {
+    return static_cast<const BFloat16*>(args_.input) + i * args_.input_row;
+  }
+
   const PackedLinearArgs& args_;
-  BFloat16* data_;
+  int64_t whole_;
+  BFloat16* rest_;
 };
 
 // A block of sums, on its way to the output.
@@ -60,7 +71,11 @@ class LinearBlock {
   CA_INLINE void round_row() {
     if (rounded_ == rows_) return;
     const float* row = sums[rounded_ / kTile * panels_] + rounded_ % kTile * kTile;
-    for (int p = 0; p < panels_; ++p)
+    int p = 0;
+    for (; p + 2 <= panels_; p += 2)
+      round_panels(row + p * kTileFloats, row + (p + 1) * kTileFloats, finish_.from(p * kPanel),
+                   out_ + p * kPanel);
+    if (p < panels_)
       round_panel(row + p * kTileFloats, finish_.from(p * kPanel), out_ + p * kPanel);
     out_ += out_row_, ++rounded_;
   }
@@ -77,7 +92,7 @@ class LinearBlock {
 
 class LinearTiles {
  public:
-  LinearTiles(const InputTiles& inputs, int64_t size_in)
+  LinearTiles(const Inputs& inputs, int64_t size_in)
       : inputs_(inputs), panel_(kTile * size_in) {}
   ~LinearTiles() { blocks_[!turn_].round_rest(); }
 
@@ -104,16 +119,18 @@ class LinearTiles {
   // rows x panels tiles of sums, four at most.
   template <int rows, int panels>
   CA_INLINE void block(int64_t row, int64_t end, int64_t panel) {
-    const BFloat16 *a = inputs_.tiles_of(row), *b = weights_of(panel);
+    const InputRows a = inputs_.rows(row);
+    const InputRows a_next = rows == 2 ? inputs_.rows(row + kTile) : a;
+    const BFloat16* b = weights_of(panel);
     LinearBlock &now = blocks_[turn_], &before = blocks_[!turn_];
     now.begin(layer_, row, std::min<int64_t>(end - row, rows * kTile), panel * kPanel, panels);
     tiles_.zero<0>(), tiles_.zero<1>(), tiles_.zero<2>(), tiles_.zero<3>();
     for (int64_t k = 0; k < panel_; k += kTilePairs) {
       next_->take(lines_);
-      tiles_.load<4>(a + k), tiles_.load<6>(b + k);
+      tiles_.load<4>(a.tile(k / kTilePairs), a.stride), tiles_.load<6>(b + k);
       tiles_.add_products<0, 4, 6>();
       if constexpr (rows == 2) {
-        tiles_.load<5>(a + panel_ + k);
+        tiles_.load<5>(a_next.tile(k / kTilePairs), a_next.stride);
         tiles_.add_products<panels, 5, 6>();
       }
       if constexpr (panels > 1) {
@@ -141,7 +158,7 @@ class LinearTiles {
   }
 
   PackedLinearArgs layer_;
-  const InputTiles& inputs_;
+  const Inputs& inputs_;
   TileRegisters tiles_;
   int64_t panel_;  // elements
   NextWeights* next_;

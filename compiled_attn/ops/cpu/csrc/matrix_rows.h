@@ -19,7 +19,12 @@ namespace compiled_attn {
 class MatrixRows {
  public:
   static constexpr int64_t kLeastRows = 9;    // fewer rows of a KV head are left to FewRows
-  static constexpr int64_t kEnoughBands = 8;  // of a request: each packs its keys again
+
+  // Bands of a request that are enough: each packs its keys again. A window's first key, and so the
+  // bits of its sums, depends on the band.
+  static int64_t enough_bands(const PagedAttentionArgs& args, int threads) {
+    return threads == 1 && !args.window ? 1 : 8;
+  }
 
   explicit MatrixRows(const PagedAttentionArgs& args)
       : args_(args),
@@ -112,10 +117,14 @@ class MatrixRows {
     const int64_t unseen = std::max<int64_t>(first->first_begin() - chunk_.begin, 0);
     unit.columns = columns;
     unit.tiles = {unseen / kColumns, seen > unseen ? (seen + kColumns - 1) / kColumns : 0};
+    const bool sees_first = last->last_begin() <= chunk_.begin + unit.tiles.begin * kColumns;
+    const bool sees_last = first->first_end() >= chunk_.begin + unit.tiles.end * kColumns;
+    unit.is_open = scale_ > 0 && !spoilt_.wanted && sees_first && sees_last;
+    for (Largest& each : unit.largest) each.clear();
   }
 
   // Scores of kColumns keys.
-  CA_INLINE void multiply_keys(const MatrixUnit& unit, int64_t t, UnitSoftmax& softmax) {
+  CA_INLINE void multiply_keys(MatrixUnit& unit, int64_t t, UnitSoftmax& softmax) {
     const BFloat16 *a = keys_.tile(2 * t, 0), *b = query_tile(unit.columns, 0);
     const int64_t dims = keys_.tiles() * kTilePairs;
     tiles_.zero<0>(), tiles_.zero<1>(), tiles_.zero<2>(), tiles_.zero<3>();
@@ -131,6 +140,8 @@ class MatrixRows {
     }
     tiles_.store<0>(unit.score_tile(0, 2 * t)), tiles_.store<1>(unit.score_tile(1, 2 * t));
     tiles_.store<2>(unit.score_tile(0, 2 * t + 1)), tiles_.store<3>(unit.score_tile(1, 2 * t + 1));
+    if (!unit.is_open) return;
+    for (int g = 0; g < 2; ++g) unit.largest[g].take(unit.score_tile(g, 2 * t), kColumns);
   }
 
   // Adds the chunk's values, weighted, to kColumns dims.
@@ -157,21 +168,29 @@ class MatrixRows {
 
   // Before scores become weights: what is due beside a scale, and new maxima.
   void raise(MatrixUnit& unit) {
-    const Span keys{unit.tiles.begin * kColumns, unit.tiles.end * kColumns};
-    const bool is_plain = scale_ > 0 && !spoilt_.wanted;
-    unit.factor = is_plain ? scale_ * kLog2E : 1;
+    unit.factor = scale_ > 0 ? scale_ * kLog2E : 1;
+    for (int g = 0; g < 2 && !unit.is_open; ++g) finish_scores(unit, g);
+    if (unit.largest[0].is_great(unit.factor) || unit.largest[1].is_great(unit.factor))
+      unit.multiply_scores();
     for (int g = 0; g < 2; ++g) {
       Columns& rows = columns_[unit.columns + g];
-      const Sight sight(rows, chunk_.begin, chunk_.count);
-      const auto is_spoilt = [&](int64_t t) { return spoilt_.is_spoilt(0, t); };
-      float* scores = unit.score_tile(g, 0);
-      if (is_plain)
-        hide(sight, keys, scores);
-      else
-        finish_columns(args_, rows, sight, chunk_.begin, keys, is_spoilt, scores);
-      if (rows.raise(scores, keys, unit.factor))
+      if (rows.raise(unit.largest[g], unit.factor))
         rows.scale(sum_tile(unit.columns + g, 0), value_dim());
     }
+  }
+
+  // Scores that are not products alone.
+  void finish_scores(MatrixUnit& unit, int g) const {
+    const Span keys{unit.tiles.begin * kColumns, unit.tiles.end * kColumns};
+    const Columns& rows = columns_[unit.columns + g];
+    const Sight sight(rows, chunk_.begin, chunk_.count);
+    const auto is_spoilt = [&](int64_t t) { return spoilt_.is_spoilt(0, t); };
+    float* scores = unit.score_tile(g, 0);
+    if (scale_ > 0)
+      hide(sight, keys, spoilt_.wanted, is_spoilt, scores);
+    else
+      finish_columns(args_, rows, sight, chunk_.begin, keys, is_spoilt, scores);
+    unit.largest[g].take(scores + keys.begin * kTile, keys.end - keys.begin);
   }
 
   // Asks for some of the next chunk, in proportion to what is done of this one.

@@ -13,6 +13,8 @@ struct MatrixUnit {
   int64_t columns;    // the first of its two tiles of rows
   Span tiles;         // of kColumns keys
   float factor;       // of scores, to be powers of two
+  bool is_open;       // all rows see all keys of the tiles
+  Largest largest[2];
 
   bool is_empty() const { return tiles.begin >= tiles.end; }
   CA_INLINE float* score_tile(int g, int64_t t) const {
@@ -20,6 +22,16 @@ struct MatrixUnit {
   }
   CA_INLINE BFloat16* weight_tile(int g, int64_t t) const {
     return weights + (g * (kTileKeys / kColumns) + t) * kTilePairs;
+  }
+  // Makes its scores what they are with the factor, each rounded, as their maxima are.
+  void multiply_scores() {
+    for (int g = 0; g < 2; ++g) {
+      largest[g].multiply(factor);
+      const Span all_of{2 * tiles.begin * kTileFloats, 2 * tiles.end * kTileFloats};
+      for (int64_t i = all_of.begin; i < all_of.end; i += kLanes)
+        store(score_tile(g, 0) + i, load(score_tile(g, 0) + i) * all(factor));
+    }
+    factor = 1;
   }
 };
 

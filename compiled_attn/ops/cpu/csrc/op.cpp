@@ -8,6 +8,7 @@
 
 #include "abi.h"
 #include "arguments.h"
+#include "packed_rows.h"
 #include "schema.h"
 
 #ifndef COMPILED_ATTN_NAMESPACE
@@ -263,6 +264,30 @@ Tensor packed_linear(Tensor input, Tensor weight, Maybe bias, Maybe scale) {
   });
 }
 
+Tensor packed_rows(Tensor weight, Tensor ids) {
+  return in_op("packed_rows", [&] {
+    check_shape("weight", weight, {kAny, kAny, kRowsOfPanel, 2});
+    const int64_t panels = weight.size(0), pairs = weight.size(1), count = ids.numel();
+    check_dense("weight", weight, {panels, pairs, kRowsOfPanel, 2},
+                weight.scalar_type() == ScalarType::Char ? ScalarType::Char : ScalarType::BFloat16);
+    check_dense("ids", ids, {count}, ScalarType::Long);
+    int64_t bad = 0;
+    if (!are_rows(data_of<int64_t>(ids), count, panels * kRowsOfPanel, bad)) {
+      fail(text("ids in 0..", panels * kRowsOfPanel - 1), std::to_string(bad),
+           "look up rows of the weight");
+    }
+    std::vector<int64_t> shape{count, 2 * pairs};
+    Tensor out = torch::stable::new_empty(weight, shape);
+    const auto* from = static_cast<const char*>(weight.const_data_ptr());
+    const int64_t bytes = 2 * weight.element_size();
+    auto* to = static_cast<char*>(out.mutable_data_ptr());
+    const auto copy = bytes == 4 ? copy_packed_row<4> : copy_packed_row<2>;
+    for (int64_t i = 0; i < count; ++i, to += pairs * bytes)
+      copy(from, pairs, data_of<int64_t>(ids)[i], to);
+    return out;
+  });
+}
+
 }  // namespace
 }  // namespace compiled_attn
 
@@ -270,10 +295,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(COMPILED_ATTN_NAMESPACE, m) {
   m.def(compiled_attn::kPagedAttentionSchema);
   m.def(compiled_attn::kPagedAttentionWriteSchema);
   m.def(compiled_attn::kPackedLinearSchema);
+  m.def(compiled_attn::kPackedRowsSchema);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(COMPILED_ATTN_NAMESPACE, CPU, m) {
   m.impl("paged_attention", TORCH_BOX(&compiled_attn::paged_attention));
   m.impl("paged_attention_", TORCH_BOX(&compiled_attn::paged_attention_));
   m.impl("packed_linear", TORCH_BOX(&compiled_attn::packed_linear));
+  m.impl("packed_rows", TORCH_BOX(&compiled_attn::packed_rows));
 }

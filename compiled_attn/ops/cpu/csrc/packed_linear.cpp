@@ -55,7 +55,7 @@ void multiply(const PackedLinearArgs& whole) {
   BFloat16* wide;  // of a piece and of the next, in turn
   scratch.take(wide, 2 * room * threads);
 #if CA_HAS_TILES
-  const InputTiles inputs(whole, scratch);
+  const Inputs inputs(whole, scratch);
 #endif
 #pragma omp parallel num_threads(threads)
   {
@@ -63,12 +63,9 @@ void multiply(const PackedLinearArgs& whole) {
     int64_t piece = next++;  // before any thread takes its second
     BFloat16* const own = wide + 2 * room * omp_get_thread_num();
 #if CA_HAS_TILES
-#pragma omp for
-    for (int64_t row = 0; row < whole.rows; row += kTile) inputs.fill(row);
     LinearTiles worker(inputs, whole.size_in);
-#else
-#pragma omp barrier
 #endif
+#pragma omp barrier
     if (piece < count) NextWeights(pieces.layer(piece), own).take_rest();
     for (int64_t turn = 0; piece < count; turn = !turn) {
       const int64_t following = next++;

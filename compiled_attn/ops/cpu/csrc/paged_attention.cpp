@@ -106,7 +106,7 @@ class Worker {
 
 template <class Few, class Many>
 bool attend(const Args& args, int threads) {
-  const Plan plan(args, Many::kLeastRows, Many::kEnoughBands, threads);
+  const Plan plan(args, Many::kLeastRows, Many::enough_bands(args, threads), threads);
   Scratch scratch;
   Results results{args, nullptr, nullptr};
   scratch.take(results.sums, plan.rows * args.value_dim);

@@ -27,4 +27,7 @@ constexpr const char* kPackedLinearSchema =
     Tensor input, Tensor weight, Tensor? bias=None, Tensor? scale=None
   ) -> Tensor)schema";
 
+constexpr const char* kPackedRowsSchema =
+    R"schema(packed_rows(Tensor weight, Tensor ids) -> Tensor)schema";
+
 }  // namespace compiled_attn

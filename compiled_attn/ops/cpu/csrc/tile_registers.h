@@ -51,9 +51,10 @@ class TileRegisters {
   CA_INLINE void zero() {
     asm volatile("tilezero %%tmm%c0" ::"i"(tile));
   }
+  // Rows are `stride` bytes apart.
   template <int tile>
-  CA_INLINE void load(const void* at) {
-    asm volatile("tileloadd (%1,%2,1), %%tmm%c0" ::"i"(tile), "r"(at), "r"(int64_t{64}) : "memory");
+  CA_INLINE void load(const void* at, int64_t stride = 64) {
+    asm volatile("tileloadd (%1,%2,1), %%tmm%c0" ::"i"(tile), "r"(at), "r"(stride) : "memory");
   }
   template <int tile>
   CA_INLINE void store(void* at) {
@@ -77,8 +78,10 @@ class TileRegisters {
     std::memset(tiles_[tile], 0, sizeof tiles_[tile]);
   }
   template <int tile>
-  void load(const void* at) {
-    std::memcpy(tiles_[tile], at, sizeof tiles_[tile]);
+  void load(const void* at, int64_t stride = 64) {
+    for (int row = 0; row < kTile; ++row)
+      std::memcpy(tiles_[tile][row], static_cast<const char*>(at) + row * stride,
+                  sizeof tiles_[tile][row]);
   }
   template <int tile>
   void store(void* at) const {

@@ -95,7 +95,7 @@ class Tiles {
 
  public:
   static constexpr int64_t kLeastRows = kMostRows + 1;
-  static constexpr int64_t kEnoughBands = 32;
+  static int64_t enough_bands(const PagedAttentionArgs&, int) { return 32; }
 
   explicit Tiles(const PagedAttentionArgs& args)
       : args_(args),

@@ -108,6 +108,31 @@ def test_a_nan_reaches_the_rows_that_see_it_and_no_other(plain):
     assert spoilt[20:].isnan().all()
 
 
+def test_the_number_of_threads_changes_no_bit_though_bands_depend_on_it(plain):
+    step = _scene([(200, 420)])
+    last = step.block_table[0, 419 // step.value_cache.shape[1]].long()
+    step.value_cache[last] = float("nan")  # seen by the last rows
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone, _ = plain.paged_attention(*step.arguments)
+        torch.set_num_threads(3)
+        together, _ = plain.paged_attention(*step.arguments)
+    finally:
+        torch.set_num_threads(before)
+    assert alone[0].isfinite().all() and alone[-1].isnan().any()
+    assert torch.equal(alone.isnan(), together.isnan())
+    assert torch.equal(alone.nan_to_num(), together.nan_to_num())
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_scores_of_any_size_have_finite_weights(plain, causal):
+    step = _scene([(40, 300)])
+    step.query *= 2.0**60
+    for each in plain.paged_attention(*step.arguments, causal=causal):
+        assert each.isfinite().all()
+
+
 @pytest.mark.skipif(AMX not in available_isas(), reason="needs a processor with AMX")
 @pytest.mark.parametrize("kind", ["normal", "subnormal", "huge"])
 def test_the_registers_give_the_bits_of_the_plain_form(plain, kind):

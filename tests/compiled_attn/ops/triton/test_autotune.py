@@ -55,6 +55,21 @@ def test_a_plan_that_the_device_has_no_room_for_is_passed_over(autotune):
     assert autotune.tune(SMALL, CPU, clock) == usual
 
 
+def test_a_device_without_memory_to_measure_in_takes_the_usual_plan(autotune, monkeypatch):
+    def clock(run):
+        if run.args[1].splits > 1:
+            raise torch.OutOfMemoryError
+        return 1.0
+
+    assert autotune.tune(SMALL, CPU, clock).splits == 1
+
+    def full(*_):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(autotune, "call_of", full)
+    assert autotune.tune(SMALL, CPU) == plan(SMALL, 132)
+
+
 def test_only_while_it_is_measuring_is_anything_measured(autotune):
     from compiled_attn.ops.triton.plans import Plans
 

@@ -77,6 +77,7 @@ BAD = {
     "a block too large": lambda s: s.block_table.__setitem__((1, 0), 10**6),
     "a negative block": lambda s: s.block_table.__setitem__((1, 0), -1),
     "a length": lambda s: s.seq_lens.__setitem__(1, 2**31 - 1),
+    "a negative length": lambda s: s.seq_lens.__setitem__(1, -1),
 }
 
 

@@ -84,9 +84,19 @@ def test_a_problem_is_measured_once_while_that_is_wanted_and_kept_as_json():
     assert later.of(DECODE, CPU) == chosen
 
 
-@pytest.mark.parametrize("numbers", [[], [16, 16, 4, 2], [16, 16, 4, 2, 0], [16, 16, 4, 2, "1"]])
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        [],
+        [16, 16, 4, 2, 1],
+        [16, 16, 4, 2, 0, 0],
+        [16, 16, 4, 2, "1", 0],
+        [48, 16, 4, 2, 1, 0],
+        [16, 16, 4, 2, 1, 2],
+    ],
+)
 def test_what_is_no_plan_is_not_adopted(numbers):
     plans = Plans()
     with pytest.raises(ValueError, match=r"expected rows, keys, .* got .*: measure again"):
-        plans.adopt({"good": [16, 16, 4, 2, 1], "bad": numbers})
+        plans.adopt({"good": [16, 16, 4, 2, 1, 0], "bad": numbers})
     assert not plans.kept()

@@ -20,7 +20,14 @@ SHARED_OF_GFX = 64 * 1024
 CASES = [
     "D 64", "D 128", "D 128, window, cap, ALiBi, sinks", "D 128, int8, float16, page 128",
     "D 128, e4m3", "D 192, Dv 128", "D 256", "D 576, Dv 512", "D 128, float32",
+    "D 64, float32", "D 256, float32", "D 576, Dv 512, float32", "D 64, int8", "D 64, e4m3",
+    "D 256, int8", "D 256, e4m3", "D 576, Dv 512, e4m3",
 ]  # fmt: skip
+SPILLED = {
+    "D 64, float32": 16, "D 64, e4m3": 8, "D 256, int8": 16, "D 256, e4m3": 16,
+    "D 576, Dv 512, e4m3": 16, "D 576, Dv 512, float32": 16,
+}  # fmt: skip
+"""Bytes of a thread that are spilled all the same: on a few targets; smaller tiles cost more."""
 TARGETS = ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942"]
 
 
@@ -38,7 +45,7 @@ def _compiled(cases: list[str], targets: list[str]) -> list[dict[str, Any]]:
 def _expect_fits(row: dict[str, Any]) -> None:
     is_gfx = row["target"] == "gfx942"
     assert row["registers"] <= (512 if is_gfx else 255), row
-    assert row["spilled"] == 0, row
+    assert row["spilled"] <= SPILLED.get(row["case"], 0), row
     assert row["shared"] <= (SHARED_OF_GFX if is_gfx else SHARED), row
     if row["attends"] and row["dtype"] != "torch.float32":
         assert row["tensor_cores"], row

@@ -1,0 +1,27 @@
+// Rows of a packed weight: an embedding that a head shares.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace compiled_attn {
+
+constexpr int64_t kRowsOfPanel = 16;
+
+// Copies row `id` of a weight of `pairs` pairs of inputs, in bytes of `size` a pair, to `out`.
+template <int size>
+void copy_packed_row(const char* weight, int64_t pairs, int64_t id, char* out) {
+  const char* from =
+      weight + (id / kRowsOfPanel * pairs * kRowsOfPanel + id % kRowsOfPanel) * size;
+  for (int64_t k = 0; k < pairs; ++k, from += kRowsOfPanel * size, out += size)
+    std::memcpy(out, from, size);
+}
+
+// Whether all ids are rows of the weight; if not, `bad` is the first that is none.
+inline bool are_rows(const int64_t* ids, int64_t count, int64_t rows, int64_t& bad) {
+  for (int64_t i = 0; i < count; ++i)
+    if (ids[i] < 0 || ids[i] >= rows) return bad = ids[i], false;
+  return true;
+}
+
+}  // namespace compiled_attn

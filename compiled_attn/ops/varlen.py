@@ -1,0 +1,137 @@
+"""Torch's own flash attention over pages, ``torch.nn.attention.varlen``, as a kernel of the op.
+
+It serves fewer calls than Triton, and is taken where a warmup has measured it to be faster
+(`compiled_attn.ops.triton.autotune`). What it does otherwise: the rows of a request become NaN by a
+value that is not finite in any slot of that request, also one that they do not see; numbers out of
+range are not noticed.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compiled_attn.ops.call import PagedCall
+from compiled_attn.ops.choose import AttentionTraits
+
+__all__ = ["VarlenKernel", "attend", "traits_of", "why_not"]
+
+_LARGEST_HEAD = 256
+_MODULE = "torch.nn.attention.varlen"
+
+
+class VarlenKernel:
+    """The kernel behind ``torch.nn.attention.varlen.varlen_attn`` with a block table."""
+
+    name = "varlen"
+
+    def supports(self, traits: AttentionTraits) -> str | None:
+        """See `compiled_attn.ops.choose.Implementation`."""
+        if traits.device != "cuda":
+            return f"runs on cuda, not on {traits.device}"
+        if traits.gradients:
+            return "has no gradients over pages"
+        return _lacks_scores(traits) or _lacks_sizes(traits)
+
+    def unavailable(self, traits: AttentionTraits) -> str | None:
+        """See `compiled_attn.ops.choose.Implementation`."""
+        if "block_table" not in inspect.signature(_varlen_attn()).parameters:
+            return f"needs torch 2.12: the one of {torch.__version__} takes no block table"
+        attention: Any = import_module("torch.nn.attention")
+        active = attention.current_flash_attention_impl()
+        if active not in ("FA3", "FA4"):
+            return (
+                "needs FA3 (sm_90) or FA4 (sm_100), as FA2 of torch has no pages: call "
+                "torch.nn.attention.activate_flash_attention_impl"
+            )
+        if active == "FA4" and traits.page not in (None, 128):
+            return f"has pages of 128 with FA4, not of {traits.page}"
+        return None
+
+
+def why_not(call: PagedCall) -> str | None:
+    """Why it cannot serve a call here, or None."""
+    traits, kernel = traits_of(call), VarlenKernel()
+    return kernel.supports(traits) or kernel.unavailable(traits)
+
+
+def traits_of(call: PagedCall) -> AttentionTraits:
+    """What decides whether it can serve a call."""
+    _, window, softcap, slopes, sinks = call.scoring
+    left = -1 if window is None else window - 1
+    return AttentionTraits(
+        call.query.device.type,
+        call.query.dtype,
+        (call.key_cache.dtype, call.value_cache.dtype),
+        call.query.shape[2],
+        softcap=softcap is not None,
+        alibi=0 if slopes is None else 1,
+        window=(left, 0) if call.causal else (-1, -1),
+        sinks=sinks is not None,
+        value_dim=call.value_cache.shape[3],
+        page=call.key_cache.shape[1],
+    )
+
+
+def attend(call: PagedCall, function: Callable[..., Any] | None = None) -> tuple[Tensor, Tensor]:
+    """Out ``[T, H, D]`` and lse ``[T, H]`` of a call that it serves, see `why_not`.
+
+    Sizes that the kernel is told are those of the bucket, so a recorded graph serves any numbers.
+
+    Args:
+        call: whose caches hold the new tokens.
+        function: with the contract of ``varlen_attn``; None: that one.
+    """
+    query, starts = call.query, call.query_start_loc
+    tokens, width = query.shape[0], call.block_table.shape[1]
+    aux: Any = import_module(_MODULE)
+    out, lse = (function or _varlen_attn())(
+        query,
+        call.key_cache,
+        call.value_cache,
+        starts,
+        None,
+        tokens,
+        width * call.key_cache.shape[1],
+        return_aux=aux.AuxRequest(lse=True),
+        scale=float(call.scoring.scale),
+        window_size=traits_of(call).window,
+        enable_gqa=query.shape[1] != call.key_cache.shape[2],
+        seqused_k=call.seq_lens,
+        block_table=call.block_table,
+    )
+    row = torch.arange(tokens, device=query.device)
+    is_own = ((row >= starts[0]) & (row < starts[-1]))[:, None]
+    # The lse of a row that sees nothing is infinite of either sign; rows of no request are not
+    # written.
+    lse = torch.where(is_own & ~lse.t().isinf(), lse.t(), float("-inf"))
+    return torch.where(is_own[:, None], out, 0.0), lse.contiguous()
+
+
+def _varlen_attn() -> Callable[..., Any]:
+    function: Callable[..., Any] = import_module(_MODULE).varlen_attn
+    return function
+
+
+def _lacks_scores(traits: AttentionTraits) -> str | None:
+    has = {"softcap": traits.softcap, "ALiBi": traits.alibi, "sinks": traits.sinks}
+    lacks = [name for name, is_wanted in has.items() if is_wanted]
+    return f"has no {' and no '.join(lacks)}" if lacks else None
+
+
+def _lacks_sizes(traits: AttentionTraits) -> str | None:
+    dim, value_dim = traits.head_dim, traits.value_dim
+    if traits.dtype not in (torch.float16, torch.bfloat16):
+        return f"computes in float16 and bfloat16, not in {traits.dtype}"
+    if any(dtype != traits.dtype for dtype in traits.cache_dtypes):
+        return f"has no cache of {traits.cache_dtypes[0]} for queries of {traits.dtype}"
+    if dim is not None and (dim > _LARGEST_HEAD or dim % 8):
+        return f"has head sizes that 8 divides, up to {_LARGEST_HEAD}, not {dim}"
+    if value_dim not in (None, dim):
+        return f"has values of the head size of keys, {dim}, not {value_dim}"
+    return None
