@@ -77,13 +77,15 @@ def run_job(options: RunOptions, waiting: str) -> int:
         texts = texts_of(options)
         if options.threads is not None:
             torch.set_num_threads(options.threads)
-        model = model_of(options.model, options.dtype, options.seed, options.device)
-    store = stored_backend(options.backend, options.store)
-    with (
-        joined_ranks() as ranks,
-        contextlib.nullcontext(options.backend) if options.no_store else store as backend,
-    ):
-        return _run(options, model, texts, backend, waiting, ranks)
+    try:
+        with joined_ranks() as ranks:
+            with bad_input():
+                model = model_of(options.model, options.dtype, options.seed, options.device)
+            store = stored_backend(options.backend, options.store)
+            with contextlib.nullcontext(options.backend) if options.no_store else store as backend:
+                return _run(options, model, texts, backend, waiting, ranks)
+    except RankLost as error:
+        return tell(error, FAILED)
 
 
 def _run(
@@ -132,14 +134,17 @@ def _run(
         if isinstance(engine, RankEngine):
             engine.dismiss()
             if options.check:  # with all of it, as what is served is a share
-                model = model_of(options.model, options.dtype, options.seed)
+                model = model_of(options.model, options.dtype, options.seed, options.device)
         checked = _check(options, model, engine.config, finished, screen)
         if options.check and options.weights == "int8":
             facts["tokens_others_in_int8"] = _others_in_int8(
                 options, engine.config, finished, screen
             )
-    except KeyboardInterrupt:
-        code = tell("interrupted; this is the report so far", INTERRUPTED)
+    except KeyboardInterrupt as error:
+        code = INTERRUPTED
+        if lost := str(error):  # a rank, see `joined_ranks`
+            code = FAILED
+        tell(lost or "interrupted; this is the report so far", code)
     except _FAILURES as error:
         code = tell(error, FAILED)
     report = replace(
@@ -159,8 +164,6 @@ def _follow(engine: RankEngine) -> int:
     try:
         engine.warmup()
         engine.follow()
-    except KeyboardInterrupt:
-        return INTERRUPTED
     except _FAILURES as error:
         return tell(error, FAILED)
     return 0

@@ -59,7 +59,7 @@ class LocalExecutor:
     Args:
         model: a Hugging Face causal LM in eval mode; its attention is switched to the paged cache.
         config: sizes, kernel, backend and strictness.
-        ranks: how many processes compute the model together, see `compiled_attn.ranks`.
+        timed_runs: how often a graph is run after its capture, to time it.
 
     Attributes:
         config: as given.
@@ -75,7 +75,7 @@ class LocalExecutor:
     """
 
     def __init__(
-        self, model: PreTrainedModel, config: EngineConfig | None = None, *, ranks: int = 1
+        self, model: PreTrainedModel, config: EngineConfig | None = None, *, timed_runs: int = 3
     ) -> None:
         self.config = config = config or EngineConfig()
         backend = resolve(config.backend, "step")  # before the model is touched
@@ -103,7 +103,7 @@ class LocalExecutor:
             workers=config.warmup_workers,
             symbolic=() if backend.why_no_symbolic() else sizing.form.symbolic,
             journal=config.warmup_journal,
-            timed_runs=3 if ranks == 1 else 1,  # a few within a time are not the same on all ranks
+            timed_runs=timed_runs,
             name="step",
             **common,
             **self._steps.options,

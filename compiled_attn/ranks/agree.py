@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import platform
 import zlib
 from dataclasses import fields, replace
 from typing import Any
@@ -12,15 +13,16 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from compiled_attn.engine import EngineConfig
-from compiled_attn.engine.local import LocalExecutor, chosen_kernel
+from compiled_attn.engine.local import chosen_kernel
 from compiled_attn.engine.sizing import Sizing
 from compiled_attn.ranks.engine import RankEngine
+from compiled_attn.ranks.executor import RankExecutor
 from compiled_attn.ranks.group import Ranks
 from compiled_attn.ranks.shard import shard
 
 __all__ = ["engine_on"]
 
-_OWN = "num_blocks", "backend", "warmup_workers", "warmup_journal", "prefix_key"
+_OWN = "num_blocks", "backend", "buckets", "warmup_workers", "warmup_journal", "prefix_key"
 _SAMPLE = 1 << 16  # bytes of each weight that are compared
 
 
@@ -49,7 +51,7 @@ def engine_on(
         if config.num_blocks is None:
             own = Sizing.of(model, config, chosen_kernel(model, config).form).num_blocks
             config = replace(config, num_blocks=ranks.least(own), kv_memory=None)
-        return RankEngine(ranks, LocalExecutor(model, config, ranks=ranks.count), **others)
+        return RankEngine(ranks, RankExecutor(ranks, model, config), **others)
 
 
 def _facts(model: PreTrainedModel, config: EngineConfig) -> dict[str, str]:
@@ -64,6 +66,8 @@ def _facts(model: PreTrainedModel, config: EngineConfig) -> dict[str, str]:
         "model": type(model).__name__,
         "weights": _sum_of(model),
         "backend": config.backend_name,
+        "buckets": "; ".join(map(str, config.buckets or ())) or "a ladder",
+        "version of python": platform.python_version(),
         **settings,
         **versions,
     }

@@ -6,16 +6,19 @@ import datetime
 import os
 import pickle
 import socket
+import time
+import zlib
 from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from compiled_attn.errors import ConfigError, RankLost
+from compiled_attn.errors import ConfigError, RankLost, RanksDisagree
+from compiled_attn.ranks.ending import Ending
 
 __all__ = ["Ranks", "joined_ranks"]
 
@@ -28,13 +31,13 @@ class Ranks:
         rank: its number, from 0 on; rank 0 leads.
         count: how many there are.
         group: name of their process group.
-        peers: host and process id of each.
+        ending: what tells of ranks that have ended.
     """
 
     rank: int
     count: int
     group: str
-    peers: tuple[tuple[str, int], ...]
+    ending: Ending
 
     @property
     def leads(self) -> bool:
@@ -75,59 +78,97 @@ class Ranks:
             dist.broadcast(told, 0)
         return what if self.leads else pickle.loads(told.numpy().tobytes())
 
+    def agree(self, step: SequenceOf[tuple[str, list[int]]]) -> None:
+        """Compares what all ranks are about to compute, by a hash; the difference is looked for
+        only where there is one.
+
+        Raises:
+            RanksDisagree: on every rank, with the first difference.
+        """
+        with self.calling():
+            own = torch.tensor(zlib.crc32(repr(step).encode()))
+            sums = [torch.empty_like(own) for _ in range(self.count)]
+            dist.all_gather(sums, own)
+            if len({*map(int, sums)}) == 1:
+                return
+            steps: list[Any] = [None] * self.count
+            dist.all_gather_object(steps, step)
+        rank = next(rank for rank in range(self.count) if steps[rank] != steps[0])
+        raise RanksDisagree(
+            f"expected the step of rank 0 on all ranks, got another one on rank {rank}: "
+            f"{_difference(steps[0], steps[rank])}; start all ranks again, and report it, as this "
+            "is a bug of compiled-attn"
+        )
+
+    def mark(self, name: str) -> None:
+        """Ends `wait` for a name on all ranks."""
+        with self.calling():
+            _store().set(name, "done")
+
+    def wait(self, name: str) -> None:
+        """Waits until a rank has called `mark`."""
+        with self.calling():
+            while not _store().check([name]):  # one that waits in C++ would hear no signal
+                time.sleep(0.01)
+
     @contextmanager
     def calling(self) -> Iterator[None]:
         """Raises RankLost where another rank does not answer any more."""
         try:
             yield
+        except RanksDisagree:
+            raise
         except RuntimeError as error:  # gloo's are no other class
-            if lost := self._lost():
-                raise RankLost(
-                    f"expected {self.count} ranks, got no answer of {lost}, which has ended: look "
-                    "at its own output, and start all of them again"
-                ) from error
-            if "Connection" in str(error) or "imed out" in str(error):
-                raise RankLost(
-                    f"expected {self.count} ranks, got no answer of one of them: look at their "
-                    f"output, and start all of them again ({str(error).splitlines()[0]})"
-                ) from error
+            if line := self.ending.why(str(error)):
+                raise RankLost(line) from error
             raise
 
-    def _lost(self) -> str:
-        here = socket.gethostname()
-        gone = [
-            f"rank {rank} (process {pid})"
-            for rank, (host, pid) in enumerate(self.peers)
-            if host == here and not _is_alive(pid)
-        ]
-        return ", ".join(gone)
+
+def _store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
+
+
+def _difference(
+    first: SequenceOf[tuple[str, list[int]]], other: SequenceOf[tuple[str, list[int]]]
+) -> str:
+    name, wanted, got = next(
+        (name, wanted, got)
+        for (name, wanted), (_, got) in zip(first, other, strict=True)
+        if wanted != got
+    )
+    at = next((at for at, pair in enumerate(zip(wanted, got)) if pair[0] != pair[1]), None)
+    if at is None:
+        return f"{len(got)} {name} instead of {len(wanted)}"
+    return f"{name} {got[at]} instead of {wanted[at]} (number {at} of {len(wanted)})"
 
 
 @contextmanager
 def joined_ranks(timeout_s: float = 1800.0) -> Iterator[Ranks | None]:
     """The ranks that torchrun started, this one among them; None without torchrun, or alone.
 
+    Ctrl-C and the SIGTERM of torchrun, which comes within a second after the end of a rank, raise
+    KeyboardInterrupt in the main thread; with a message, if a rank has ended.
+
     Args:
         timeout_s: how long a rank waits for the others; one whose process ends is missed at once.
+
+    Raises:
+        RankLost: a rank has ended.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         yield None
         return
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout_s))
+    # Sums of what lies on a CUDA device are NCCL's, and what ranks tell each other is gloo's.
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
     try:
         peers: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(peers, (socket.gethostname(), os.getpid()))
         group = dist.group.WORLD
         assert group is not None
-        yield Ranks(dist.get_rank(), len(peers), group.group_name, tuple(peers))
+        with Ending(peers).heeded() as ending:
+            yield Ranks(dist.get_rank(), len(peers), group.group_name, ending)
     finally:
         dist.destroy_process_group()
-
-
-def _is_alive(pid: int) -> bool:
-    """Whether a process runs; one that waits for its parent to notice its end does not."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state not in ("Z", "X")

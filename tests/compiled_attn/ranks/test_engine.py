@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ def launched(case: str, *arguments: str, ranks: int = 2) -> list[list]:
     path = os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])
     settings = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     run = subprocess.run(
-        command, env=settings, capture_output=True, text=True, timeout=280, check=False
+        command, env=settings, capture_output=True, text=True, timeout=400, check=False
     )
     said = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("[")]
     assert said, run.stderr[-3000:]
@@ -52,22 +51,22 @@ def test_a_key_head_is_on_several_ranks_where_there_are_fewer_heads():
 @pytest.mark.dist
 @pytest.mark.parametrize("seed", range(3))
 def test_ranks_agree_whatever_comes_and_goes(seed):
-    (same, whole, preempted, shared, finished), = launched("chance", str(seed))
-    assert same and whole and preempted and shared and finished > 5
+    ((same, whole, preempted, shared, finished, moved),) = launched("chance", str(seed))
+    assert same and whole
+    assert preempted and shared and moved and finished > 5
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("when", ["warmup", "step"])
+@pytest.mark.parametrize("when", ["warmup", "step", "idle"])
 def test_the_end_of_a_rank_is_one_line_on_the_others(when):
-    started = time.monotonic()
     ((line,),) = launched("dies", when)
     assert "got no answer of rank 1 (process" in line and "start all of them again" in line
-    assert time.monotonic() - started < 120
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("what", "name"), [("weights", "weights"), ("setting", "setting block_size")]
+    ("what", "name"),
+    [("weights", "weights"), ("setting", "setting block_size"), ("buckets", "buckets")],
 )
 def test_a_rank_that_is_another_is_refused_with_the_difference(what, name):
     ((line,),) = launched("differs", what)
@@ -76,5 +75,5 @@ def test_a_rank_that_is_another_is_refused_with_the_difference(what, name):
 
 @pytest.mark.dist
 def test_a_rank_that_computes_another_step_is_found():
-    lines = [line for (line,) in launched("disagrees")]
-    assert any("got another one on rank 1" in line for line in lines)
+    ((line,),) = launched("disagrees")
+    assert "got another one on rank 1: token ids 5 instead of 1 (number 0 of" in line

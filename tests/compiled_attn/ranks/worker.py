@@ -7,7 +7,9 @@ import os
 import random
 import signal
 import sys
+import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -29,8 +31,7 @@ def told(engine: Engine) -> list[list[int]]:
 
 def families(ranks: Ranks, backend: str, *names: str) -> None:
     for name in names:
-        config = EngineConfig(**{**fields_of(CONFIG), "backend": backend})
-        engine = engine_on(ranks, tiny_model(name), config)
+        engine = engine_on(ranks, tiny_model(name), replace(CONFIG, backend=backend))
         engine.warmup()
         if not ranks.leads:
             engine.follow()
@@ -49,25 +50,21 @@ def check_armed(engine: RankEngine) -> None:
     assert report.steps and not (report.graph_breaks or report.compiles_after_warmup)
 
 
-def fields_of(config: EngineConfig) -> dict:
-    return {name: getattr(config, name) for name in config.__dataclass_fields__}
-
-
 def chance(ranks: Ranks, seed: str) -> None:
     """Requests, seeds and aborts at random, in a pool in which requests lose their blocks."""
     rng = random.Random(int(seed))
-    engine = engine_on(ranks, tiny_model(), CONFIG)
+    engine = engine_on(ranks, tiny_model(), replace(CONFIG, num_blocks=9, context=32))
     engine.warmup()
     if not ranks.leads:
         engine.follow()
         return
-    alone = Engine(tiny_model(), CONFIG)
+    alone = Engine(tiny_model(), replace(CONFIG, num_blocks=40))
     alone.warmup()
     given, dropped = {}, set()
     for step in range(60):
         if step < 40 and rng.random() < 0.5:
             prompt = PROMPTS[rng.randrange(len(PROMPTS))][: rng.randrange(1, 12)]
-            sampling = SamplingParams(rng.randrange(1, 12), temperature=rng.choice([0.0, 0.9]))
+            sampling = SamplingParams(rng.randrange(4, 16), temperature=rng.choice([0.0, 0.9]))
             given[engine.submit(prompt, sampling)] = prompt
         if engine.open_requests and rng.random() < 0.1:
             dropped.add(victim := rng.choice(sorted(engine.open_requests)))
@@ -82,7 +79,8 @@ def chance(ranks: Ranks, seed: str) -> None:
         for name, result in RESULTS.items()
     )
     whole = engine.pool.stats().used == 0 and {*RESULTS} == {*given} - dropped
-    say(same, whole, report.preemptions > 0, report.prefix_hit_ratio > 0, len(RESULTS))
+    moved = engine.memory.defragmenter.totals.moves
+    say(same, whole, report.preemptions, report.prefix_hit_ratio, len(RESULTS), moved)
 
 
 RESULTS: dict = {}
@@ -95,28 +93,28 @@ def collect(engine: Engine) -> None:
 
 
 def dies(ranks: Ranks, when: str) -> None:
-    """Rank 1 is killed: before its warmup, or in its third step."""
+    """Rank 1 is killed: before its warmup, in its third step, or while rank 0 does nothing."""
     engine = engine_on(ranks, tiny_model(), CONFIG)
+    compute, steps = engine._compute, iter(range(99))
+
+    def last(attempt: object) -> None:
+        if next(steps) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        compute(attempt)
+
+    if not ranks.leads:
+        engine._compute = last if when == "step" else compute
     if not ranks.leads and when == "warmup":
         os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        with ranks.calling():
-            engine.warmup()
-        if ranks.leads:
-            told(engine)
-        else:
-            compute, steps = engine._compute, iter(range(9))
-
-            def last(attempt: object) -> None:
-                if next(steps) == 2:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                compute(attempt)
-
-            engine._compute = last
-            engine.follow()
-    except RankLost as error:
-        say(str(error))
-        os._exit(0)  # before torchrun ends it, so that what it said is read
+    engine.warmup()
+    if ranks.leads and when != "idle":
+        told(engine)
+    elif ranks.leads:
+        time.sleep(60)
+    elif when == "idle":
+        os.kill(os.getpid(), signal.SIGKILL)
+    else:
+        engine.follow()
 
 
 def differs(ranks: Ranks, what: str) -> None:
@@ -124,8 +122,10 @@ def differs(ranks: Ranks, what: str) -> None:
     seed, config = 0, CONFIG
     if not ranks.leads and what == "weights":
         seed = 1
+    elif not ranks.leads and what == "setting":
+        config = replace(CONFIG, block_size=8)
     elif not ranks.leads:
-        config = EngineConfig(**{**fields_of(CONFIG), "block_size": 8})
+        config = replace(CONFIG, buckets=Engine(tiny_model(), CONFIG).sizing.buckets)
     try:
         engine_on(ranks, tiny_model(seed=seed), config)
     except ConfigError as error:
@@ -133,7 +133,7 @@ def differs(ranks: Ranks, what: str) -> None:
 
 
 def disagrees(ranks: Ranks) -> None:
-    """Rank 1 finds another sum."""
+    """Rank 1 is about to compute another token."""
     engine = engine_on(ranks, tiny_model(), CONFIG)
     engine.warmup()
     try:
@@ -143,17 +143,14 @@ def disagrees(ranks: Ranks) -> None:
             compute = engine._compute
 
             def wrong(attempt: object) -> None:
+                for sequence in engine._requests.values():
+                    sequence.tokens[0] = 5
                 compute(attempt)
-                engine._past += 1
 
             engine._compute = wrong
             engine.follow()
     except RanksDisagree as error:
-        print(json.dumps([str(error)]), flush=True)
-        os._exit(0)
-    except RankLost as error:
         say(str(error))
-        os._exit(0)
 
 
 def say(*values: object) -> None:
@@ -168,6 +165,10 @@ CASES: dict[str, Callable[..., None]] = {
 if __name__ == "__main__":
     torch.set_num_threads(1)
     FAMILIES["mixtral"] = {"num_local_experts": 4, "num_experts_per_tok": 2}
-    with joined_ranks(60) as ranks:
-        assert ranks is not None
-        CASES[sys.argv[1]](ranks, *sys.argv[2:])
+    try:
+        with joined_ranks(100) as ranks:
+            assert ranks is not None
+            CASES[sys.argv[1]](ranks, *sys.argv[2:])
+    except RankLost as error:
+        say(str(error))
+        os._exit(0)  # before torchrun ends it, so that what it said is read
