@@ -6,6 +6,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 
+import numpy as np
+from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from compiled_attn.engine.config import EngineConfig
@@ -59,15 +61,19 @@ class RankExecutor(LocalExecutor):
             return super().run(step)
 
 
-def _told(step: FittedStep) -> list[tuple[str, list[int]]]:
-    """All that decides what a step computes, by names that a difference is told by."""
+def _told(step: FittedStep) -> dict[str, NDArray[np.int64]]:
+    """What decides a step, by names that a difference is told by.
+
+    Where new tokens are written stands for the blocks: all of a request's were once new, or are
+    found by tokens, and what moves them is the pool alone.
+    """
     rows, parts = step.plan.rows, step.parts
-    tables = [rows.blocks[at : at + held].tolist() for at, held in zip(rows.base, rows.held)]
-    return [
-        ("requests", [each.request_id for each in parts.sequences]),
-        ("tokens of each request", parts.counts),
-        ("positions", rows.positions.tolist()),
-        ("token ids", rows.tokens.tolist()),
-        ("blocks", [block for table in tables for block in table]),
-        ("bucket", [*step.bucket.values()]),
-    ]
+    return {
+        "requests": np.array([each.request_id for each in parts.sequences]),
+        "counts of tokens": np.array(parts.counts),
+        "positions": rows.positions,
+        "token ids": rows.tokens,
+        "slots": rows.slots,
+        "counts of blocks": rows.held,
+        "bucket sizes": np.array([*step.bucket.values()]),
+    }

@@ -8,14 +8,16 @@ import pickle
 import socket
 import time
 import zlib
-from collections.abc import Iterator
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
+from torch.distributed.distributed_c10d import _get_default_store
 
 from compiled_attn.errors import ConfigError, RankLost, RanksDisagree
 from compiled_attn.ranks.ending import Ending
@@ -78,7 +80,7 @@ class Ranks:
             dist.broadcast(told, 0)
         return what if self.leads else pickle.loads(told.numpy().tobytes())
 
-    def agree(self, step: SequenceOf[tuple[str, list[int]]]) -> None:
+    def agree(self, step: Mapping[str, NDArray[np.int64]]) -> None:
         """Compares what all ranks are about to compute, by a hash; the difference is looked for
         only where there is one.
 
@@ -86,13 +88,13 @@ class Ranks:
             RanksDisagree: on every rank, with the first difference.
         """
         with self.calling():
-            own = torch.tensor(zlib.crc32(repr(step).encode()))
+            own = torch.tensor(zlib.crc32(b"".join(each.tobytes() for each in step.values())))
             sums = [torch.empty_like(own) for _ in range(self.count)]
             dist.all_gather(sums, own)
             if len({*map(int, sums)}) == 1:
                 return
             steps: list[Any] = [None] * self.count
-            dist.all_gather_object(steps, step)
+            dist.all_gather_object(steps, {name: each.tolist() for name, each in step.items()})
         rank = next(rank for rank in range(self.count) if steps[rank] != steps[0])
         raise RanksDisagree(
             f"expected the step of rank 0 on all ranks, got another one on rank {rank}: "
@@ -103,12 +105,14 @@ class Ranks:
     def mark(self, name: str) -> None:
         """Ends `wait` for a name on all ranks."""
         with self.calling():
-            _store().set(name, "done")
+            _get_default_store().set(name, "done")
 
     def wait(self, name: str) -> None:
         """Waits until a rank has called `mark`."""
         with self.calling():
-            while not _store().check([name]):  # one that waits in C++ would hear no signal
+            while not _get_default_store().check(
+                [name]
+            ):  # one that waits in C++ would hear no signal
                 time.sleep(0.01)
 
     @contextmanager
@@ -124,19 +128,11 @@ class Ranks:
             raise
 
 
-def _store() -> dist.Store:
-    return dist.distributed_c10d._get_default_store()
-
-
-def _difference(
-    first: SequenceOf[tuple[str, list[int]]], other: SequenceOf[tuple[str, list[int]]]
-) -> str:
-    name, wanted, got = next(
-        (name, wanted, got)
-        for (name, wanted), (_, got) in zip(first, other, strict=True)
-        if wanted != got
-    )
-    at = next((at for at, pair in enumerate(zip(wanted, got)) if pair[0] != pair[1]), None)
+def _difference(first: Mapping[str, list[int]], other: Mapping[str, list[int]]) -> str:
+    name = next(name for name in first if first[name] != other[name])
+    wanted, got = first[name], other[name]
+    pairs = enumerate(zip(wanted, got, strict=False))
+    at = next((at for at, pair in pairs if pair[0] != pair[1]), None)
     if at is None:
         return f"{len(got)} {name} instead of {len(wanted)}"
     return f"{name} {got[at]} instead of {wanted[at]} (number {at} of {len(wanted)})"

@@ -1,4 +1,4 @@
-"""A model on several ranks gives the tokens of one process, and ends with one line when one dies."""
+"""A model on several ranks gives the tokens of one process, and a lost rank ends them all."""
 
 from __future__ import annotations
 
