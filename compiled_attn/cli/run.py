@@ -141,10 +141,7 @@ def _run(
                 options, engine.config, finished, screen
             )
     except KeyboardInterrupt as error:
-        code = INTERRUPTED
-        if lost := str(error):  # a rank, see `joined_ranks`
-            code = FAILED
-        tell(lost or "interrupted; this is the report so far", code)
+        code = _interrupted(error, "interrupted; this is the report so far")
     except _FAILURES as error:
         code = tell(error, FAILED)
     report = replace(
@@ -164,9 +161,16 @@ def _follow(engine: RankEngine) -> int:
     try:
         engine.warmup()
         engine.follow()
+    except KeyboardInterrupt as error:
+        return _interrupted(error, "interrupted")
     except _FAILURES as error:
         return tell(error, FAILED)
     return 0
+
+
+def _interrupted(error: KeyboardInterrupt, line: str) -> int:
+    """By the user, or as a rank has ended, which the error then says (`joined_ranks`)."""
+    return tell(error, FAILED) if str(error) else tell(line, INTERRUPTED)
 
 
 def _refuse_contradictions(options: RunOptions) -> None:
