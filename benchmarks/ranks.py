@@ -84,7 +84,7 @@ def steps(ranks: Ranks, hidden: int, count: int) -> None:
 def served(engine: Engine, count: int) -> list[tuple[str, float]]:
     for each in range(REQUESTS):
         prompt = [(7 * each + at) % 2000 for at in range(16)]
-        engine.submit(prompt, SamplingParams(count + 2, ignore_eos=True), salt=str(time.time()))
+        engine.submit(prompt, SamplingParams(count + 2, ignore_eos=True), salt=time.time_ns())
     engine.step()
     found = []
     for _ in range(count - 2):
@@ -93,7 +93,7 @@ def served(engine: Engine, count: int) -> list[tuple[str, float]]:
         found.append(("decode", time.perf_counter() - begun))
     while engine.has_work:
         engine.step()
-    engine.submit([*range(128)], SamplingParams(1), salt=str(time.time()))
+    engine.submit([*range(128)], SamplingParams(1), salt=time.time_ns())
     begun = time.perf_counter()
     engine.step()
     return [*found, ("prompt", time.perf_counter() - begun)]

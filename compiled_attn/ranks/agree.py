@@ -1,4 +1,4 @@
-"""What all ranks must have alike, and the sizes on which they agree."""
+"""Facts that all ranks must have alike, and the sizes on which they agree."""
 
 from __future__ import annotations
 
