@@ -88,6 +88,7 @@ class LocalExecutor:
         self.module = PagedCausalLM(model, self.cache, sizing.form, packs, quantises)
         common: dict[str, Any] = {"backend": config.backend, "strict": config.strict}
         common |= self._backend_options(model)
+        load()  # the sampler's kernel, before the first step wants it
         self._steps: Steps = (
             HostSteps(self.module)
             if model.device.type == "cpu"
