@@ -88,12 +88,15 @@ void draw_rows(const DrawnTokensArgs& args) {
   {
     const FloatMode mode;
     TokenDraw& worker = workers[omp_get_thread_num()];
-    for (int64_t r = next++; r < args.rows; r = next++) {
-      const auto* logits = static_cast<const Element*>(args.logits) + r * args.logits_row;
+    const auto row = [&](int64_t r) {
+      return static_cast<const Element*>(args.logits) + r * args.logits_row;
+    };
+    for (int64_t r = next++, following; r < args.rows; r = following) {
+      following = next++;
+      const LogitRow<Element> logits(row(r), args.vocab, row(std::min(following, args.rows - 1)));
       const int64_t top_k = std::max<int64_t>(args.top_k[r], 1);
-      args.tokens[r] =
-          worker.token(LogitRow<Element>(logits, args.vocab),
-                       {args.temperature[r], top_k, args.top_p[r], args.min_p[r], args.uniform[r]});
+      args.tokens[r] = worker.token(
+          logits, {args.temperature[r], top_k, args.top_p[r], args.min_p[r], args.uniform[r]});
     }
   }
 }

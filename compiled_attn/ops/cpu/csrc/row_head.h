@@ -37,9 +37,10 @@ class RowHead {
   // Takes the logits that are not below `least`, a finite number.
   template <class Element>
   void take(const LogitRow<Element>& row, float least) {
-    count_ = 0;
-    for (int64_t at = 0; at < row.whole(); ++at) add(row.whole_vector(at), least, at * kLanes);
-    if (row.whole() < row.vectors()) add(row.vector(row.whole()), least, row.whole() * kLanes);
+    Taker taker{values_, ids_, least};
+    for (int64_t at = 0; at < row.whole(); ++at) taker.take(row.vector_again(at), at);
+    if (row.whole() < row.vectors()) taker.take(row.vector(row.whole()), row.whole());
+    count_ = taker.values - values_;
   }
 
   // The same; returns the sum of exp((logit - largest) * inverse) of the others.
@@ -47,50 +48,60 @@ class RowHead {
   double take(const LogitRow<Element>& row, float least, float largest, float inverse) {
     WideSum sum;
     Floats some{};
+    Taker taker{values_, ids_, least};
     const auto take_vector = [&](Floats v, int64_t at) {
       const Floats weights = exponential((v - all(largest)) * all(inverse));
       some += either(v >= all(least), Floats{}, weights);
-      add(v, least, at * kLanes);
+      taker.take(v, at);
     };
-    count_ = 0;
     int64_t at = 0;
     for (; at + kBlock <= row.whole(); sum.take(some))
-      for (const int64_t end = at + kBlock; at < end; ++at) take_vector(row.whole_vector(at), at);
+      for (const int64_t end = at + kBlock; at < end; ++at) take_vector(row.vector_again(at), at);
     for (; at < row.vectors(); ++at) take_vector(row.vector(at), at);
     sum.take(some);
+    count_ = taker.values - values_;
     return sum.total();
   }
 
  private:
   static constexpr int64_t kBlock = 16;
 
-#if defined(__AVX512F__)
-  CA_INLINE void add(Floats v, float least, int64_t first) {
-    const __mmask16 is_in = _mm512_cmp_ps_mask(v, all(least), _CMP_GE_OQ);
-    const Ints ids = ramp() + all(int32_t(first));
-    store(values_ + count_, bits_as<Floats>(_mm512_maskz_compress_ps(is_in, v)));
-    _mm512_storeu_si512(ids_ + count_, _mm512_maskz_compress_epi32(is_in, bits_as<__m512i>(ids)));
-    count_ += __builtin_popcount(is_in);
-  }
-#else
-  CA_INLINE void add(Floats v, float least, int64_t first) {
-    if (!any(v >= all(least))) return;
-    for (int i = 0; i < kLanes; ++i) {
-      values_[count_] = v[i], ids_[count_] = int32_t(first + i);
-      count_ += v[i] >= least;
-    }
-  }
+  // Apart from the head, so that it stays in registers.
+  struct Taker {
+    float* values;
+    int32_t* ids;
+    float least;
 
-  static CA_INLINE bool any(Ints mask) {
-#if defined(__AVX2__)
-    return _mm256_movemask_epi8(bits_as<__m256i>(mask));
-#elif defined(__x86_64__)
-    return _mm_movemask_epi8(bits_as<__m128i>(mask));
+#if defined(__AVX512F__)
+    CA_INLINE void take(Floats v, int64_t at) {
+      const __mmask16 is_in = _mm512_cmp_ps_mask(v, all(least), _CMP_GE_OQ);
+      const Ints own = ramp() + all(int32_t(at * kLanes));
+      store(values, bits_as<Floats>(_mm512_maskz_compress_ps(is_in, v)));
+      _mm512_storeu_si512(ids, _mm512_maskz_compress_epi32(is_in, bits_as<__m512i>(own)));
+      const int count = __builtin_popcount(is_in);
+      values += count, ids += count;
+    }
 #else
-    return mask[0] | mask[1] | mask[2] | mask[3];
+    CA_INLINE void take(Floats v, int64_t at) {
+      if (!any(v >= all(least))) return;
+      for (int i = 0; i < kLanes; ++i) {
+        *values = v[i], *ids = int32_t(at * kLanes + i);
+        const int count = v[i] >= least;
+        values += count, ids += count;
+      }
+    }
+
+    static CA_INLINE bool any(Ints mask) {
+#if defined(__AVX2__)
+      return _mm256_movemask_epi8(bits_as<__m256i>(mask));
+#elif defined(__x86_64__)
+      return _mm_movemask_epi8(bits_as<__m128i>(mask));
+#else
+      return mask[0] | mask[1] | mask[2] | mask[3];
 #endif
-  }
+    }
 #endif
+  };
 
   float* values_;
   int32_t* ids_;

@@ -11,11 +11,13 @@
 
 namespace compiled_attn {
 
-// A row of logits in vectors, the last of which is filled up with minus infinity.
+// A row of logits in vectors, the last of which is filled up with minus infinity; and the row that is
+// read after it.
 template <class Element>
 class LogitRow {
  public:
-  LogitRow(const Element* data, int64_t size) : data_(data), size_(size) {
+  LogitRow(const Element* data, int64_t size, const Element* next)
+      : data_(data), next_(next), size_(size) {
     std::fill(rest_, rest_ + kLanes, -INFINITY);
     for (int64_t i = whole() * kLanes; i < size; ++i) rest_[i % kLanes] = value_of(data[i]);
   }
@@ -24,10 +26,14 @@ class LogitRow {
   int64_t whole() const { return size_ / kLanes; }
   int64_t vectors() const { return (size_ + kLanes - 1) / kLanes; }
   CA_INLINE Floats whole_vector(int64_t at) const { return load(data_ + at * kLanes); }
+  CA_INLINE Floats vector_again(int64_t at) const {  // time to fetch one of the next row
+    __builtin_prefetch(next_ + at * kLanes, 0, 2);
+    return whole_vector(at);
+  }
   Floats vector(int64_t at) const { return at < whole() ? whole_vector(at) : load(rest_); }
 
  private:
-  const Element* data_;
+  const Element *data_, *next_;
   int64_t size_;
   float rest_[kLanes];
 };

@@ -52,7 +52,7 @@ class RunningSum {
  public:
   RunningSum(int64_t vocab, Scratch& scratch) : vocab_(vocab) {
     scratch.take(weights_, vocab);
-    scratch.take(bins_, vocab);
+    scratch.take(bins_, padded<kBlock>(vocab));
     scratch.take(members_, vocab);
   }
 
@@ -89,6 +89,7 @@ class RunningSum {
 
  private:
   static constexpr int kBins = 2048;
+  static constexpr int kBlock = 32;
   static constexpr double kFar = 60;  // weights below e^-60 share the last bin
   static constexpr double kUnsure = 0x1p-40;
 
@@ -104,8 +105,10 @@ class RunningSum {
     count_ = head.count(), values_ = head.values();
     const double span = std::min(kFar, -lowest);
     const double scale = span > 1e-290 ? kBins / span : 0;
+    const double inverse = std::min(1 / temperature, std::numeric_limits<double>::max());
+    std::fill(bins_ + count_, bins_ + padded<kBlock>(count_), kBins);  // none of them
     for (int64_t i = 0; i < count_; ++i) {
-      const double x = (double(values_[i]) - largest) / temperature;
+      const double x = (double(values_[i]) - largest) * inverse;
       const double place = x * -scale;
       weights_[i] = exponential(x);
       bins_[i] = uint16_t(int32_t(place < kBins - 1 ? place : kBins - 1));
@@ -166,11 +169,13 @@ class RunningSum {
 
   // Puts the tokens of a bin in order: the largest first, of equal ones the lower id.
   int64_t sort(int bin) {
+    const int64_t all = counts_[bin + 1] - counts_[bin];
     int64_t size = 0;
-    for (int64_t i = 0; i < count_; ++i) {
-      members_[size] = int32_t(i);
-      size += bins_[i] == bin;
-      if (size == counts_[bin + 1] - counts_[bin]) break;
+    for (int64_t first = 0; size < all; first += kBlock) {  // most blocks have none
+      bool has = false;
+      for (int64_t i = first; i < first + kBlock; ++i) has |= bins_[i] == bin;
+      for (int64_t i = first; has && i < std::min(first + kBlock, count_); ++i)
+        if (bins_[i] == bin) members_[size++] = int32_t(i);
     }
     const auto is_before = [this](int32_t a, int32_t b) {
       return values_[a] != values_[b] ? values_[a] > values_[b] : a < b;
