@@ -36,19 +36,18 @@ class DrawRows(NamedTuple):
         """Those of some rows among others whose most likely token is taken.
 
         Args:
-            at: n of the rows.
+            at: n >= 1 of the rows.
             params: n settings, of which those count that leave the logits as they are.
             uniform: ``[n]`` numbers in [0, 1).
             rows: how many there are.
             vocab: tokens of a row.
         """
         drawn = cls.padding(rows)
-        if len(at):
-            drawn.temperature[at] = _doubles([each.temperature for each in params])
-            drawn.top_k[at] = torch.tensor([min(each.top_k or vocab, vocab) for each in params])
-            drawn.top_p[at] = _doubles([each.top_p for each in params])
-            drawn.min_p[at] = _doubles([each.min_p for each in params])
-            drawn.uniform[at] = torch.from_numpy(np.ascontiguousarray(uniform))
+        drawn.temperature[at] = _doubles([each.temperature for each in params])
+        drawn.top_k[at] = torch.tensor([min(each.top_k or vocab, vocab) for each in params])
+        drawn.top_p[at] = _doubles([each.top_p for each in params])
+        drawn.min_p[at] = _doubles([each.min_p for each in params])
+        drawn.uniform[at] = torch.from_numpy(np.ascontiguousarray(uniform))
         return drawn
 
     @classmethod

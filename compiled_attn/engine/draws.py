@@ -142,10 +142,14 @@ def _shaped(logits: Tensor, draws: Sequence[Draw]) -> list[int | str]:
 
 def _tokens(logits: Tensor, draws: Sequence[Draw]) -> list[int | str]:
     """The tokens of all rows of the logits as they are, the most likely ones but for the draws."""
+    settings = _settings(logits, draws) if draws else DrawRows.padding(len(logits))
+    return [NOT_FINITE if token == NO_TOKEN else token for token in _drawn(logits, settings)]
+
+
+def _settings(logits: Tensor, draws: Sequence[Draw]) -> DrawRows:
     at, params = [draw.row for draw in draws], [draw.params for draw in draws]
     uniform = uniforms([each.seed or 0 for each in params], [draw.step for draw in draws])
-    settings = DrawRows.of(at, params, uniform, *logits.shape)
-    return [NOT_FINITE if token == NO_TOKEN else token for token in _drawn(logits, settings)]
+    return DrawRows.of(at, params, uniform, *logits.shape)
 
 
 def _drawn(logits: Tensor, settings: DrawRows) -> list[int]:

@@ -27,11 +27,6 @@ def test_rows_without_a_draw_give_their_most_likely_token():
     assert tokens[2] != likely(logits)[2]
 
 
-def test_no_draws_are_padding():
-    drawn = DrawRows.of([], [], np.zeros(0), 3, VOCAB)
-    assert all(map(torch.equal, drawn, DrawRows.padding(3)))
-
-
 def test_a_top_k_beyond_64_bits_keeps_all():
     params = SamplingParams(temperature=1.0, top_k=10**30, seed=5)
     settings = DrawRows.of([0], [params], uniforms([5], [0]), 1, VOCAB)
