@@ -172,10 +172,10 @@ class RunningSum {
     const int64_t all = counts_[bin + 1] - counts_[bin];
     int64_t size = 0;
     for (int64_t first = 0; size < all; first += kBlock) {  // most blocks have none
-      bool has = false;
-      for (int64_t i = first; i < first + kBlock; ++i) has |= bins_[i] == bin;
-      for (int64_t i = first; has && i < std::min(first + kBlock, count_); ++i)
-        if (bins_[i] == bin) members_[size++] = int32_t(i);
+      int left = 0;
+      for (int i = 0; i < kBlock; ++i) left += bins_[first + i] == bin;
+      for (int64_t i = first; left; ++i)
+        if (bins_[i] == bin) members_[size++] = int32_t(i), --left;
     }
     const auto is_before = [this](int32_t a, int32_t b) {
       return values_[a] != values_[b] ? values_[a] > values_[b] : a < b;
