@@ -1,4 +1,4 @@
-"""How the token of each row of a step is drawn, as tensors."""
+"""The settings of the draws of a step, as tensors: a row each."""
 
 from __future__ import annotations
 
