@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from torch import Tensor
@@ -142,7 +142,7 @@ def _shaped(logits: Tensor, draws: Sequence[Draw]) -> list[int | str]:
 
 def _tokens(logits: Tensor, draws: Sequence[Draw]) -> list[int | str]:
     """The tokens of all rows of the logits as they are, the most likely ones but for the draws."""
-    settings = _settings(logits, draws) if draws else DrawRows.padding(len(logits))
+    settings = _settings(logits, draws) if draws else _no_draws(len(logits))
     return [NOT_FINITE if token == NO_TOKEN else token for token in _drawn(logits, settings)]
 
 
@@ -152,16 +152,22 @@ def _settings(logits: Tensor, draws: Sequence[Draw]) -> DrawRows:
     return DrawRows.of(at, params, uniform, *logits.shape)
 
 
+@lru_cache(maxsize=64)
+def _no_draws(rows: int) -> DrawRows:
+    return DrawRows.padding(rows)
+
+
 def _drawn(logits: Tensor, settings: DrawRows) -> list[int]:
     """The tokens of the op, and of its definition where the op has none."""
     if logits.device.type != "cpu" or logits.dtype not in NATIVE_DTYPES:
-        tokens = reference(logits, *(each.to(logits.device) for each in settings))
+        tokens = reference(logits, *(each.to(logits.device) for each in settings)).tolist()
     else:
-        tokens = load().drawn_tokens(
-            logits if logits.stride(1) == 1 else logits.contiguous(), *settings
-        )
-    unknown = (tokens == UNDECIDED).nonzero().squeeze(1)
-    if len(unknown):
-        tokens[unknown] = reference(logits[unknown], *(each[unknown] for each in settings))
-    found: list[int] = tokens.tolist()
+        rows = logits if logits.stride(1) == 1 else logits.contiguous()
+        tokens = load().drawn_tokens(rows, *settings).tolist()
+    if UNDECIDED in tokens:
+        at = [row for row, token in enumerate(tokens) if token == UNDECIDED]
+        known = reference(logits[at], *(each[at] for each in settings)).tolist()
+        for row, token in zip(at, known, strict=True):
+            tokens[row] = token
+    found: list[int] = tokens
     return found

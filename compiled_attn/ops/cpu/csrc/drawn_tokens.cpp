@@ -11,6 +11,8 @@
 namespace compiled_attn {
 namespace {
 
+constexpr int64_t kLogitsOfThread = 1 << 16;  // to wake another costs as much as these
+
 // Draws from one row after the other.
 class TokenDraw {
  public:
@@ -78,7 +80,8 @@ class TokenDraw {
 
 template <class Element>
 void draw_rows(const DrawnTokensArgs& args) {
-  const int threads = int(std::clamp<int64_t>(args.rows, 1, args.threads));
+  const int64_t most = std::min(args.rows, 1 + args.rows * args.vocab / kLogitsOfThread);
+  const int threads = int(std::clamp<int64_t>(most, 1, args.threads));
   Scratch scratch;
   std::vector<TokenDraw> workers;
   workers.reserve(threads);
