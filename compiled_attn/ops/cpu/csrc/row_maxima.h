@@ -18,8 +18,9 @@ class LogitRow {
  public:
   LogitRow(const Element* data, int64_t size, const Element* next)
       : data_(data), next_(next), size_(size) {
-    std::fill(rest_, rest_ + kLanes, -INFINITY);
-    for (int64_t i = whole() * kLanes; i < size; ++i) rest_[i % kLanes] = value_of(data[i]);
+    const int64_t rest = size - whole() * kLanes;
+    to_floats(data + whole() * kLanes, rest, rest_);
+    std::fill(rest_ + rest, rest_ + kLanes, -INFINITY);
   }
 
   int64_t size() const { return size_; }
