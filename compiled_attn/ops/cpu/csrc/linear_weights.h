@@ -1,4 +1,7 @@
 // Weights of a linear layer that are read next: asked for, and those of int8 made bfloat16.
+//
+// All panels are taken at once, a line of each in turn: memory gives eight streams half as much
+// again as one.
 #pragma once
 
 #include "linear_output.h"
@@ -14,28 +17,37 @@ class NextWeights {
   NextWeights(const PackedLinearArgs& layer, BFloat16* wide)
       : at_(static_cast<const int8_t*>(layer.weight)),
         wide_(layer.scale ? wide : nullptr),
-        lines_(layer.size_out * layer.size_in / kLine * (wide_ ? 1 : sizeof(BFloat16))) {}
+        panels_(layer.size_out / kPanel),
+        panel_(kPanel * layer.size_in),
+        left_(panel_ / kLine * (wide_ ? 1 : sizeof(BFloat16))) {}
 
   CA_INLINE void take(int64_t lines) {
-    lines = std::min(lines, lines_);
-    lines_ -= lines;
-    if (!wide_) {
-      for (; lines > 0; --lines, at_ += kLine) __builtin_prefetch(at_, 0, 2);
-      return;
-    }
-    for (; lines > 0; --lines, at_ += kLine) {
-      __builtin_prefetch(at_ + kAhead, 0, 2);
-      for (int64_t i = 0; i < kLine; i += kLanes) widen(at_ + i, wide_ + i);
-      wide_ += kLine;
+    for (; lines > 0 && left_ > 0; lines -= panels_, --left_, at_ += kLine) {
+      if (wide_)
+        widen_panels();
+      else
+        for (int64_t p = 0; p < panels_; ++p)
+          __builtin_prefetch(at_ + p * panel_ * sizeof(BFloat16), 0, 2);
     }
   }
+  void take_all() { take(left_ * panels_); }
   // What must be there before the weights are read.
   void take_rest() {
-    if (wide_) take(lines_);
+    if (wide_) take_all();
   }
 
  private:
-  static constexpr int64_t kAhead = 4096;
+  static constexpr int64_t kAhead = 1024;  // behind the last panel lies the next piece's first
+
+  CA_INLINE void widen_panels() {
+    const int64_t ahead = kAhead + (left_ * kLine > kAhead ? 0 : (panels_ - 1) * panel_);
+    for (int64_t p = 0; p < panels_; ++p) {
+      __builtin_prefetch(at_ + p * panel_ + ahead, 0, 2);
+      for (int64_t i = 0; i < kLine; i += kLanes)
+        widen(at_ + p * panel_ + i, wide_ + p * panel_ + i);
+    }
+    wide_ += kLine;
+  }
 
   // bfloat16 holds int8 exactly.
   static CA_INLINE void widen(const int8_t* from, BFloat16* to) {
@@ -49,7 +61,8 @@ class NextWeights {
 
   const int8_t* at_ = nullptr;
   BFloat16* wide_ = nullptr;
-  int64_t lines_ = 0;  // to go
+  int64_t panels_ = 0, panel_ = 0;  // and the elements of one
+  int64_t left_ = 0;                // lines of each panel
 };
 
 }  // namespace compiled_attn

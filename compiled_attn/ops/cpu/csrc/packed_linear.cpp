@@ -12,14 +12,13 @@ namespace compiled_attn {
 namespace {
 
 constexpr int64_t kRowsAtOnce = 256;  // their inputs stay in the second level cache
-constexpr int64_t kFewRows = 16;
 
 // Pieces of rows x panels of a layer, those of the same rows one after the other.
 class Pieces {
  public:
   explicit Pieces(const PackedLinearArgs& whole)
       : whole_(whole),
-        outputs_((whole.rows <= kFewRows ? 4 : 8) * kPanel),
+        outputs_(kPanel * (whole.size_out < whole.threads * 8 * kPanel ? 4 : 8)),
         columns_((whole.size_out + outputs_ - 1) / outputs_) {}
 
   int64_t outputs() const { return outputs_; }  // of a piece, at most
@@ -66,7 +65,7 @@ void multiply(const PackedLinearArgs& whole) {
     LinearTiles worker(inputs, whole.size_in);
 #endif
 #pragma omp barrier
-    if (piece < count) NextWeights(pieces.layer(piece), own).take_rest();
+    if (piece < count) NextWeights(pieces.layer(piece), own).take_all();
     for (int64_t turn = 0; piece < count; turn = !turn) {
       const int64_t following = next++;
       PackedLinearArgs layer = pieces.layer(piece);
