@@ -91,6 +91,7 @@ class LocalExecutor:
         self.module = PagedCausalLM(model, self.cache, sizing.form, packs, quantises)
         common: dict[str, Any] = {"backend": config.backend, "strict": config.strict}
         common |= self._backend_options(model)
+        load()  # the sampler's kernel, before the first step wants it
         self._steps: Steps = (
             HostSteps(self.module)
             if model.device.type == "cpu"
@@ -116,6 +117,7 @@ class LocalExecutor:
             exchanges=False,
         )
         self._builder = BatchBuilder(sizing.num_blocks, sizing.block_size)
+        self._plan_notes: Mapping[str, str] = {}
         self._has_told_cut = self._is_attached = False
 
     def _backend_options(self, model: PreTrainedModel) -> dict[str, Any]:
@@ -141,7 +143,7 @@ class LocalExecutor:
     def warmup(self, progress: Callable[[BucketEvent], None] | None = None) -> WarmupReport:
         """Captures every bucket and the block copies, see `Executor.warmup`."""
         try:
-            with measured_plans(self.module.model.device):
+            with measured_plans(self.module.model.device) as self._plan_notes:
                 group = WarmupGroup(self.graphs, *self._steps.others, self.copies)
                 whole = group.warmup(progress)
         except CaptureError:  # of the copies; what is missing of the steps says more
@@ -211,7 +213,7 @@ class LocalExecutor:
         return ExecutorReport(
             self.config.backend_name,
             self.kernel.name if native else self.module.kernel().name,
-            {**self.kernel.notes, **self._notes()},
+            {**self.kernel.notes, **self._plan_notes, **self._notes()},
             self.graphs.fallbacks + self.graphs.degraded + self.kernel.is_fallback,
             self.graphs.report,
         )

@@ -30,6 +30,7 @@ from compiled_attn.ops.triton.attend import attend_kernel
 from compiled_attn.ops.triton.merge import merge_kernel
 from compiled_attn.ops.triton.plans import PLANS
 from compiled_attn.ops.triton.tiles import Plan
+from compiled_attn.ops.triton.varlen_calls import REFUSED
 from compiled_attn.ops.triton.write import write_kernel
 
 __all__ = ["attend", "paged_attention", "paged_attention_"]
@@ -68,7 +69,7 @@ def paged_attention_(
 def attend(call: PagedCall, plan: Plan | None = None) -> tuple[Tensor, Tensor]:
     """Attends a call whose shapes fit; plan: None: the one that was measured, or the usual one."""
     query = call.query
-    plan = plan or PLANS.of(problem_of(call), query.device)
+    plan = plan or _planned(call)
     if plan.varlen and varlen.why_not(call) is None:
         return varlen.attend(call)
     tokens, heads, _ = query.shape
@@ -83,6 +84,17 @@ def attend(call: PagedCall, plan: Plan | None = None) -> tuple[Tensor, Tensor]:
         _attend(call, plan, sums, tops, totals)
         _run(merge_kernel, merge_launch(call, (sums, tops, totals), out, lse))
     return out, lse
+
+
+def _planned(call: PagedCall) -> Plan:
+    """The plan of a call; in a warmup, whether varlen serves it is noted for the report."""
+    problem = problem_of(call)
+    plan = PLANS.of(problem, call.query.device)
+    if PLANS.measure is not None:
+        slower = "was not faster than Triton when it was measured"
+        by_plan = None if plan.varlen else REFUSED.get((call.query.device, problem), slower)
+        PLANS.varlen.add(problem, varlen.why_not(call) or by_plan)
+    return plan
 
 
 def _check(call: PagedCall) -> None:

@@ -28,16 +28,19 @@ def register(library: torch.library.Library, key: str = "CUDA") -> None:
         library.impl(name, op, key)
 
 
-def measured_plans(device: torch.device) -> AbstractContextManager[None]:
+def measured_plans(device: torch.device) -> AbstractContextManager[dict[str, str]]:
     """Open around a warmup on a device: plans of its buckets are measured, or found in a file.
 
-    Of devices without these ops it does nothing.
+    It gives notes for the engine's report, which are there when it closes. Of devices without
+    these ops it does nothing, and has none.
     """
     if device.type != "cuda" or why_not() is not None:
-        return nullcontext()
+        return nullcontext({})
     from compiled_attn.ops.triton.kept import kept_plans, plans_file
 
-    return kept_plans(plans_file(device))
+    if device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())  # as its tensors say
+    return kept_plans(plans_file(device), device)
 
 
 def _paged_attention(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 __all__ = ["Plan", "Problem", "Tile", "key_blocks", "other_splits", "other_tiles", "plan"]
@@ -32,8 +31,7 @@ class Plan(NamedTuple):
     varlen: bool = False
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """The sizes of a bucket that tiles depend on; numbers in its tensors are none of them.
 
     Attributes:
@@ -59,8 +57,21 @@ class Problem:
 
     @property
     def name(self) -> str:
-        """All sizes in words: the key under which a measured plan is kept."""
-        return ", ".join(f"{name} {value}" for name, value in asdict(self).items())
+        """All sizes in words, under which a measured plan is kept in a file; see `named`."""
+        return ", ".join(f"{name} {value}" for name, value in self._asdict().items())
+
+    @classmethod
+    def named(cls, name: str) -> Problem:
+        """The problem of a name.
+
+        Raises:
+            ValueError: it names none.
+        """
+        told = dict(each.split(" ", 1) for each in name.split(", "))
+        if [*told] != [*cls._fields]:
+            raise ValueError(f"expected the sizes {', '.join(cls._fields)}, got {name!r}")
+        *sizes, dtype, codes = told.values()
+        return cls(*map(int, sizes), dtype=dtype, codes=codes)
 
     @property
     def has_few_rows(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -131,7 +132,7 @@ def test_the_faster_one_is_found_in_the_warmup(on_cpu):
         return 1.0
 
     assert not tune(problem, device, refuses).varlen
-    assert not tune(replace(problem, dtype="float32"), device, lambda run: 1.0).varlen
+    assert not tune(problem._replace(dtype="float32"), device, lambda run: 1.0).varlen
 
 
 def test_a_plan_that_takes_it_does_so_where_it_serves_the_call(on_cpu, monkeypatch):
@@ -145,6 +146,57 @@ def test_a_plan_that_takes_it_does_so_where_it_serves_the_call(on_cpu, monkeypat
         step = scene(MIXED, dtype=BF16, **options)
         assert_right(attend_by_plan(call_of(step), chosen), step)
         assert len(asked) == count
+
+
+@pytest.fixture
+def warmup(on_cpu, monkeypatch):
+    """Attends calls in a warmup that measures by a clock, and returns its note for the report."""
+    from compiled_attn.ops.triton import autotune, kept, launch
+    from compiled_attn.ops.triton.plans import Plans
+
+    refused, tune = {}, autotune.tune
+    for module in (autotune, launch):
+        monkeypatch.setattr(module, "REFUSED", refused)
+
+    def run(clock, *options):
+        plans = Plans()
+        monkeypatch.setattr(autotune, "tune", partial(tune, clock=clock))
+        monkeypatch.setattr(launch, "PLANS", plans)
+        with kept.kept_plans(None, torch.device("cpu"), plans) as notes:
+            for each in options:
+                launch.attend(call_of(scene(MIXED, dtype=BF16, **each)))
+        launch.attend(call_of(scene(MIXED, dtype=BF16)))  # of no warmup: not told
+        return notes
+
+    return run
+
+
+def test_the_report_tells_how_many_calls_it_serves_and_why_not_the_others(warmup):
+    def fast(run):
+        return not run.args[1].varlen
+
+    def slow(run):
+        return run.args[1].varlen
+
+    assert warmup(fast, {}, {}, {"window": 3}) == {"varlen": "serves 1 of 1 kinds of calls"}
+    assert warmup(fast, {}, {"softcap": 2.0}) == {
+        "varlen": "serves 1 of 2 kinds of calls; 1 not, as it has no softcap"
+    }
+    assert warmup(slow, {}) == {
+        "varlen": "serves 0 of 1 kinds of calls; 1 not, as it was not faster than Triton when it "
+        "was measured"
+    }
+    assert warmup(fast) == {}
+
+
+def test_the_report_tells_what_it_said_when_it_was_called(warmup):
+    def refuses(run):
+        if run.args[1].varlen:
+            raise RuntimeError("FA3 forward unsupported: pages\nat line 3")
+        return 1.0
+
+    note = "serves 0 of 1 kinds of calls; 1 not, as it failed: FA3 forward unsupported: pages"
+    assert warmup(refuses, {}) == {"varlen": note}
 
 
 @pytest.mark.gpu
