@@ -19,7 +19,8 @@ from graphs.backends.inductor import InductorBackend, compile_only, freeze, shar
 from graphs.backends.separate import separated
 from graphs.capture.contract import Frozen
 from graphs.capture.inputs import Input, memory_shared_by
-from graphs.capture.symbolic import SharedGraph, SymbolicSizes, warmed
+from graphs.capture.symbolic import SharedGraph, SymbolicSizes
+from graphs.errors import CaptureError
 from graphs.store.inductor_graph import Keeping, read, read_shared
 from graphs.store.store import ArtifactStore
 from graphs.store.stored import StoredBackend
@@ -95,8 +96,9 @@ class StoredInductor(StoredBackend, InductorBackend):
         part, read_part = {"part": 0}, partial(read_shared, function=function)
         while graph := self.found(factors | part, symbolic.name, read_part):
             if not graph.why_not(example_inputs):
-                self.loaded += 1
-                own = warmed(graph.at(example_inputs), example_inputs, how["name"], runs)
+                own = graph.at(example_inputs)
+                if not self.runs(own, example_inputs, how["name"], runs):
+                    break
                 factors_of = partial(
                     self._factors, function, mode=mode, options=options, dims=symbolic.dims
                 )
@@ -185,13 +187,26 @@ def _making(
     warm_runs: int,
     options: Mapping[str, Any] | None,
 ) -> Callable[[Path], tuple[Frozen, Callable[[], object]]]:
-    """What captures a graph, and returns also what writes it into a folder."""
+    """What captures a graph, and returns also what writes it into a folder.
+
+    Where inductor cannot make one that can be kept, it is one that cannot; writing it says why.
+    """
 
     def make(folder: Path) -> tuple[Frozen, Callable[[], object]]:
         compiler = Keeping(options or {}, bool(dims))
-        frozen, result = freeze(
-            function, examples, compiler, name=name, warm_runs=warm_runs, dims=dims
-        )
+        how: dict[str, Any] = {"name": name, "warm_runs": warm_runs, "dims": dims}
+        try:
+            frozen, result = freeze(function, examples, compiler, **how)
+        except CaptureError:
+            if compiler.failure is None:
+                raise
+            how["options"] = options and dict(options)
+            return freeze(function, examples, "inductor", **how)[0], partial(_fail, compiler)
         return frozen, lambda: compiler.write(folder, function, examples, result)
 
     return make
+
+
+def _fail(compiler: Keeping) -> None:
+    assert compiler.failure is not None
+    raise compiler.failure

@@ -19,6 +19,7 @@ from graphs.backends.vector_probe import without_probes
 from graphs.capture.contract import Frozen
 from graphs.capture.inputs import Input
 from graphs.capture.symbolic import SharedGraph
+from graphs.watch.causes import describe_failure
 
 __all__ = ["Keeping", "read", "read_shared"]
 
@@ -58,8 +59,13 @@ def _why_not(layout: Mapping[str, Any], examples: Sequence[Input]) -> str:
     from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 
     inputs = {"L": {"inputs": [*examples]}}
-    failed = (guard for guard in layout["guards"] if not eval(guard, SYMPY_INTERP, inputs))
-    return str(next(failed, ""))
+    for guard in layout["guards"]:
+        try:
+            if not eval(guard, SYMPY_INTERP, inputs):
+                return str(guard)
+        except Exception as error:
+            return f"{guard} cannot be checked: {describe_failure(error)}"
+    return ""
 
 
 class Keeping:
@@ -68,9 +74,13 @@ class Keeping:
     Args:
         options: of inductor.
         is_symbolic: whether sizes of the inputs are symbols.
+
+    Attributes:
+        failure: of inductor, which may have none without keeping anything; None without one.
     """
 
     def __init__(self, options: Mapping[str, Any], is_symbolic: bool) -> None:
+        self.failure: Exception | None = None
         self._options = dict(options)
         self._is_symbolic = is_symbolic
         self._shapes: Any = None
@@ -90,13 +100,17 @@ class Keeping:
             self._placeholders = [node.meta["example_value"] for node in nodes]
             tracing: Any = TracingContext.get()
             self._shapes = tracing.fake_mode.shape_env
-        self._artifact = torch._inductor.standalone_compile(
-            graph,
-            list(self._placeholders or example_inputs),  # the former have the symbols
-            dynamic_shapes="from_tracing_context" if self._shapes else "from_example_inputs",
-            options={"config_patches": self._options},
-            aot=True,
-        )
+        try:
+            self._artifact = torch._inductor.standalone_compile(
+                graph,
+                list(self._placeholders or example_inputs),  # the former have the symbols
+                dynamic_shapes="from_tracing_context" if self._shapes else "from_example_inputs",
+                options={"config_patches": self._options},
+                aot=True,
+            )
+        except Exception as error:
+            self.failure = error
+            raise
         call: Any = self._note
 
         def run(*inputs: Any) -> Any:
