@@ -59,6 +59,7 @@ class LocalExecutor:
     Args:
         model: a Hugging Face causal LM in eval mode; its attention is switched to the paged cache.
         config: sizes, kernel, backend and strictness.
+        timed_runs: how often a graph is run after its capture, to time it.
 
     Attributes:
         config: as given.
@@ -73,7 +74,9 @@ class LocalExecutor:
         ValueError: the model cannot run on the paged cache, see `compiled_attn.hf.PagedCausalLM`.
     """
 
-    def __init__(self, model: PreTrainedModel, config: EngineConfig | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, config: EngineConfig | None = None, *, timed_runs: int = 3
+    ) -> None:
         self.config = config = config or EngineConfig()
         backend = resolve(config.backend, "step")  # before the model is touched
         self.kernel = chosen_kernel(model, config)
@@ -88,6 +91,7 @@ class LocalExecutor:
         self.module = PagedCausalLM(model, self.cache, sizing.form, packs, quantises)
         common: dict[str, Any] = {"backend": config.backend, "strict": config.strict}
         common |= self._backend_options(model)
+        load()  # the sampler's kernel, before the first step wants it
         self._steps: Steps = (
             HostSteps(self.module)
             if model.device.type == "cpu"
@@ -100,6 +104,7 @@ class LocalExecutor:
             workers=config.warmup_workers,
             symbolic=() if backend.why_no_symbolic() else sizing.form.symbolic,
             journal=config.warmup_journal,
+            timed_runs=timed_runs,
             name="step",
             **common,
             **self._steps.options,

@@ -38,8 +38,8 @@ def measured_plans(device: torch.device) -> AbstractContextManager[dict[str, str
         return nullcontext({})
     from compiled_attn.ops.triton.kept import kept_plans, plans_file
 
-    device = torch.empty(0, device=device).device  # with its index, as tensors say it
-    return kept_plans(plans_file(device), device)
+    own = torch.empty(0, device=device).device  # "cuda" has no index, its tensors do
+    return kept_plans(plans_file(own), own)
 
 
 def _paged_attention(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:

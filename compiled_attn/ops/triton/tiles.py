@@ -71,7 +71,8 @@ class Problem(NamedTuple):
         if [*told] != [*cls._fields]:
             raise ValueError(f"expected the sizes {', '.join(cls._fields)}, got {name!r}")
         *sizes, dtype, codes = told.values()
-        return cls._make([*map(int, sizes), dtype, codes])
+        tokens, requests, kv_heads, group, key_dim, value_dim, keys, page = map(int, sizes)
+        return cls(tokens, requests, kv_heads, group, key_dim, value_dim, keys, page, dtype, codes)
 
     @property
     def has_few_rows(self) -> bool:
