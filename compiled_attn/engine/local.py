@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -113,6 +113,7 @@ class LocalExecutor:
         )
         self._builder = BatchBuilder(sizing.num_blocks, sizing.block_size)
         self._has_told_cut = self._is_attached = False
+        self._varlen: Mapping[str, Collection[object]] = {}
 
     def _backend_options(self, model: PreTrainedModel) -> dict[str, Any]:
         """Options of the backend; `_onednn` then has the layers that were measured for these."""
@@ -137,7 +138,7 @@ class LocalExecutor:
     def warmup(self, progress: Callable[[BucketEvent], None] | None = None) -> WarmupReport:
         """Captures every bucket and the block copies, see `Executor.warmup`."""
         try:
-            with measured_plans(self.module.model.device):
+            with measured_plans(self.module.model.device) as self._varlen:
                 group = WarmupGroup(self.graphs, *self._steps.others, self.copies)
                 whole = group.warmup(progress)
         except CaptureError:  # of the copies; what is missing of the steps says more
@@ -219,6 +220,9 @@ class LocalExecutor:
         if self._onednn:
             sizes = ", ".join(f"{outputs} x {inputs}" for outputs, inputs in sorted(self._onednn))
             notes["oneDNN"] = f"float32 layers of {sizes}, as measured"
+        if self._varlen:
+            told = (f"{what} ({len(sizes)} sizes)" for what, sizes in self._varlen.items())
+            notes["varlen"] = "; ".join(told)
         return notes
 
     def _plan(self, step: ScheduledStep, table: RequestTable) -> Plan:

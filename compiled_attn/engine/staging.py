@@ -68,7 +68,7 @@ class Staging:
         for host, field in zip(hosts[turn], given, strict=True):
             host.copy_(field)
         self._twin[:end].copy_(self._hosts[turn][:end], non_blocking=True)
-        copied.record()
+        copied.record(torch.accelerator.current_stream(self._twin.device))
         self._has_event[turn] = True
         there = iter(twins)
         return [None if field is None else next(there) for field in fields]
@@ -120,7 +120,7 @@ class Return:
         buffer, arrived = self._turns[0]
         self._turns.reverse()
         buffer[: len(ints)].copy_(ints, non_blocking=True)
-        arrived.record()
+        arrived.record(torch.accelerator.current_stream(ints.device))  # not the current device's
         return Later(partial(_received, buffer[: len(ints)], arrived))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -43,7 +44,7 @@ def problem_of(call: PagedCall) -> Problem:
         value_dim,
         width * page,
         page,
-        str(call.query.dtype).removeprefix("torch."),
+        _name(call.query.dtype),
         CODES.get(call.key_cache.dtype, "none"),
     )
 
@@ -171,6 +172,11 @@ def _strides(prefix: str, tensor: Tensor | None, axes: tuple[str, ...]) -> dict[
 def _bytes(cache: Tensor) -> Tensor:
     is_float8 = cache.dtype in CODES and cache.dtype.is_floating_point
     return cache.view(torch.uint8) if is_float8 else cache
+
+
+@functools.cache
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _block(size: int, least: int = 16) -> int:

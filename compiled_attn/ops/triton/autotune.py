@@ -36,9 +36,9 @@ def measuring(plans: Plans = PLANS) -> Iterator[Plans]:
     """While open, a problem that the op meets for the first time is measured.
 
     Around a warmup, which runs each bucket before it captures it. `Plans.kept` has the results as
-    JSON, for `Plans.adopt` in a later process.
+    JSON, for `Plans.adopt` in a later process, and `Plans.varlen` what became of varlen.
     """
-    plans.measure = tune
+    plans.measure, plans.varlen = tune, {}
     try:
         yield plans
     finally:

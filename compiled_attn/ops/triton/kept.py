@@ -14,6 +14,7 @@ import triton
 from compiled_attn.ops.cpu.build import default_folder
 from compiled_attn.ops.triton.autotune import measuring
 from compiled_attn.ops.triton.plans import PLANS, Plans
+from compiled_attn.ops.triton.tiles import Problem
 from graphs.errors import StoreBusy, StoreError
 from graphs.files import write_whole
 from graphs.store.lock import locked
@@ -24,19 +25,24 @@ _PATIENCE_SECONDS = 10.0
 
 
 @contextmanager
-def kept_plans(file: Path | None, plans: Plans = PLANS) -> Iterator[None]:
+def kept_plans(
+    file: Path | None, device: torch.device, plans: Plans = PLANS
+) -> Iterator[dict[str, set[Problem]]]:
     """Around a warmup: plans of the file are taken, others measured, and added to the file.
+
+    Gives what is noted of torch's varlen meanwhile, see `Plans`.
 
     Args:
         file: of `plans_file`; None, or one that cannot be written: they are measured at each start.
+        device: that is warmed up.
         plans: those that the ops take.
     """
-    plans.adopt(_read(file))
+    plans.adopt(_read(file), device)
     try:
         with measuring(plans):
-            yield
+            yield plans.varlen
     finally:
-        _add(file, plans.kept())
+        _add(file, plans.kept(device))
 
 
 def plans_file(device: torch.device) -> Path | None:
@@ -69,7 +75,7 @@ def _read(file: Path | None) -> dict[str, list[int]]:
     """The plans of a file; none where it is damaged."""
     try:
         known = json.loads(file.read_text()) if file else {}
-        Plans().adopt(known)
+        Plans().adopt(known, torch.device("cpu"))
     except (OSError, ValueError, AttributeError, TypeError):
         return {}
     return dict(known)

@@ -68,7 +68,7 @@ def paged_attention_(
 def attend(call: PagedCall, plan: Plan | None = None) -> tuple[Tensor, Tensor]:
     """Attends a call whose shapes fit; plan: None: the one that was measured, or the usual one."""
     query = call.query
-    plan = plan or PLANS.of(problem_of(call), query.device)
+    plan = plan or _plan(call)
     if plan.varlen and varlen.why_not(call) is None:
         return varlen.attend(call)
     tokens, heads, _ = query.shape
@@ -83,6 +83,16 @@ def attend(call: PagedCall, plan: Plan | None = None) -> tuple[Tensor, Tensor]:
         _attend(call, plan, sums, tops, totals)
         _run(merge_kernel, merge_launch(call, (sums, tops, totals), out, lse))
     return out, lse
+
+
+def _plan(call: PagedCall) -> Plan:
+    problem = problem_of(call)
+    plan = PLANS.of(problem, call.query.device)
+    if PLANS.measure:  # in a warmup, whose report says it
+        measured = "taken" if plan.varlen else "refused or slower than Triton"
+        told = varlen.why_not(call) or f"{measured}, as measured"
+        PLANS.varlen.setdefault(told, set()).add(problem)
+    return plan
 
 
 def _check(call: PagedCall) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 
 import torch
@@ -14,32 +15,38 @@ _PROCESSORS = 132  # where no device tells: those of an H100
 
 
 class Plans:
-    """Plans by the names of their problems.
+    """Plans by devices and problems.
 
     Attributes:
         measure: gives the plan of a problem that has none yet; None, as it is but for a warmup
             (`autotune.measuring`): such a problem has the usual plan.
+        varlen: what was noted of torch's varlen in the last warmup (taken, or why not), and of
+            which problems.
     """
 
     def __init__(self) -> None:
         self.measure: Callable[[Problem, torch.device], Plan] | None = None
-        self._measured: dict[str, Plan] = {}
+        self.varlen: dict[str, set[Problem]] = {}
+        self._measured: dict[tuple[torch.device, Problem], Plan] = {}
 
     def of(self, problem: Problem, device: torch.device) -> Plan:
         """The plan that was measured of a problem, or the usual one."""
-        if problem.name not in self._measured and self.measure and not _is_capturing(device):
-            self._measured[problem.name] = self.measure(problem, device)
-        return self._measured.get(problem.name) or plan(problem, processors(device))
+        found = self._measured.get((device, problem))
+        if found is None and self.measure and not _is_capturing(device):
+            found = self._measured[device, problem] = self.measure(problem, device)
+        return found or _usual(problem, device)
 
-    def kept(self) -> dict[str, list[int]]:
-        """What was measured, as JSON: rows, keys, warps, stages, splits, and 1 for varlen or 0."""
+    def kept(self, device: torch.device) -> dict[str, list[int]]:
+        """What was measured on a device, as JSON: by the names of problems rows, keys, warps,
+        stages, splits, and 1 for varlen or 0."""
         return {
-            name: [*tile, splits, int(varlen)]
-            for name, (tile, splits, varlen) in self._measured.items()
+            problem.name: [*tile, splits, int(varlen)]
+            for (own, problem), (tile, splits, varlen) in self._measured.items()
+            if own == device
         }
 
-    def adopt(self, kept: Mapping[str, list[int]]) -> None:
-        """Takes what `kept` gave, of an earlier process on the same kind of device.
+    def adopt(self, kept: Mapping[str, list[int]], device: torch.device) -> None:
+        """Takes for a device what `kept` gave, of an earlier process on one of the same kind.
 
         Raises:
             ValueError: it is none of it.
@@ -53,13 +60,18 @@ class Plans:
                     f"{name!r}, got {numbers!r}: measure again"
                 )
         self._measured |= {
-            name: Plan(Tile(*tile), splits, bool(varlen))
+            (device, Problem.named(name)): Plan(Tile(*tile), splits, bool(varlen))
             for name, (*tile, splits, varlen) in kept.items()
         }
 
 
 PLANS = Plans()
 """Those that the ops take: torch keeps one op a name, and so one table of plans."""
+
+
+@functools.lru_cache(maxsize=4096)
+def _usual(problem: Problem, device: torch.device) -> Plan:
+    return plan(problem, processors(device))
 
 
 def processors(device: torch.device) -> int:

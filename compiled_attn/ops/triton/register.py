@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from typing import Any
@@ -28,16 +28,19 @@ def register(library: torch.library.Library, key: str = "CUDA") -> None:
         library.impl(name, op, key)
 
 
-def measured_plans(device: torch.device) -> AbstractContextManager[None]:
+def measured_plans(
+    device: torch.device,
+) -> AbstractContextManager[Mapping[str, Collection[object]]]:
     """Open around a warmup on a device: plans of its buckets are measured, or found in a file.
 
-    Of devices without these ops it does nothing.
+    Gives what is noted of torch's varlen (taken, or why not), and of which sizes. Of devices
+    without these ops it does nothing.
     """
     if device.type != "cuda" or why_not() is not None:
-        return nullcontext()
+        return nullcontext({})
     from compiled_attn.ops.triton.kept import kept_plans, plans_file
 
-    return kept_plans(plans_file(device))
+    return kept_plans(plans_file(device), device)
 
 
 def _paged_attention(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 __all__ = ["Plan", "Problem", "Tile", "key_blocks", "other_splits", "other_tiles", "plan"]
@@ -32,8 +31,7 @@ class Plan(NamedTuple):
     varlen: bool = False
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """The sizes of a bucket that tiles depend on; numbers in its tensors are none of them.
 
     Attributes:
@@ -60,7 +58,19 @@ class Problem:
     @property
     def name(self) -> str:
         """All sizes in words: the key under which a measured plan is kept."""
-        return ", ".join(f"{name} {value}" for name, value in asdict(self).items())
+        return ", ".join(f"{name} {value}" for name, value in self._asdict().items())
+
+    @classmethod
+    def named(cls, name: str) -> Problem:
+        """The problem of a name.
+
+        Raises:
+            ValueError: it is none of a problem.
+        """
+        words = dict(part.partition(" ")[::2] for part in name.split(", "))
+        if tuple(words) != cls._fields:
+            raise ValueError(f"expected values of {', '.join(cls._fields)}, got {name!r}")
+        return cls._make(int(each) if each.isdigit() else each for each in words.values())
 
     @property
     def has_few_rows(self) -> bool:

@@ -131,7 +131,7 @@ def test_the_faster_one_is_found_in_the_warmup(on_cpu):
         return 1.0
 
     assert not tune(problem, device, refuses).varlen
-    assert not tune(replace(problem, dtype="float32"), device, lambda run: 1.0).varlen
+    assert not tune(problem._replace(dtype="float32"), device, lambda run: 1.0).varlen
 
 
 def test_a_plan_that_takes_it_does_so_where_it_serves_the_call(on_cpu, monkeypatch):
@@ -145,6 +145,32 @@ def test_a_plan_that_takes_it_does_so_where_it_serves_the_call(on_cpu, monkeypat
         step = scene(MIXED, dtype=BF16, **options)
         assert_right(attend_by_plan(call_of(step), chosen), step)
         assert len(asked) == count
+
+
+def test_a_warmup_notes_what_became_of_it(on_cpu, monkeypatch):
+    from compiled_attn.ops.triton import autotune
+    from compiled_attn.ops.triton.kept import kept_plans
+    from compiled_attn.ops.triton.launch import attend as attend_by_plan
+    from compiled_attn.ops.triton.plans import PLANS, Plan
+    from compiled_attn.ops.triton.tiles import Tile
+
+    monkeypatch.setattr(varlen, "attend", lambda call: attend(call))
+    monkeypatch.setattr(PLANS, "_measured", {})
+    wide = Plan(Tile(16, 16, 4, 1), 1)
+    for takes, told in ((True, "taken, as"), (False, "refused or slower than Triton, as")):
+        plan = wide._replace(varlen=takes)
+        monkeypatch.setattr(autotune, "tune", lambda problem, device, plan=plan: plan)
+        PLANS._measured.clear()
+        with kept_plans(None, torch.device("cpu")) as noted:
+            for options in ({}, {}, {"softcap": 2.0}, {"dtype": torch.float32}):
+                attend_by_plan(call_of(scene(MIXED, **{"dtype": BF16, **options})))
+        assert {what: len(problems) for what, problems in noted.items()} == {
+            f"{told} measured": 1,
+            "has no softcap": 1,
+            "computes in float16 and bfloat16, not in torch.float32": 1,
+        }
+    attend_by_plan(call_of(scene(MIXED, dtype=BF16, softcap=2.0)))
+    assert noted is PLANS.varlen and sum(map(len, noted.values())) == 3  # nothing after it
 
 
 @pytest.mark.gpu

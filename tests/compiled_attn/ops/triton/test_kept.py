@@ -35,7 +35,7 @@ def warmup(monkeypatch, tmp_path):
     def run(*problems, file=tmp_path / "plans.json"):
         measured.clear()
         plans = Plans()
-        with kept.kept_plans(file, plans):
+        with kept.kept_plans(file, CPU, plans):
             taken = [plans.of(problem, CPU) for problem in problems]
         assert plans.measure is None
         return [*measured], taken
@@ -54,7 +54,7 @@ def test_an_interrupted_warmup_keeps_what_it_measured(warmup):
     from compiled_attn.ops.triton.kept import kept_plans
 
     plans = Plans()
-    with pytest.raises(KeyboardInterrupt), kept_plans(warmup.file, plans):
+    with pytest.raises(KeyboardInterrupt), kept_plans(warmup.file, CPU, plans):
         plans.of(ONE, CPU)
         raise KeyboardInterrupt
     assert plans.measure is None and warmup(ONE)[0] == []
@@ -75,5 +75,5 @@ def test_where_nothing_can_be_written_they_are_measured_each_time(warmup):
 
 
 def test_on_a_cpu_nothing_is_measured():
-    with measured_plans(CPU):
-        pass
+    with measured_plans(CPU) as noted:
+        assert noted == {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -52,10 +51,10 @@ def test_a_step_is_that_of_dense_attention_in_any_plan(name):
 
 
 def test_requests_that_decode_are_split_until_the_device_is_full():
-    assert plan(replace(DECODE, tokens=1, requests=1), 132).splits == 32
-    assert plan(DECODE, 132).splits < plan(replace(DECODE, tokens=4, requests=4), 132).splits
-    assert plan(replace(DECODE, tokens=4096), 132).splits == 1
-    assert plan(replace(DECODE, tokens=1, requests=1, keys=64), 132).splits == 1
+    assert plan(DECODE._replace(tokens=1, requests=1), 132).splits == 32
+    assert plan(DECODE, 132).splits < plan(DECODE._replace(tokens=4, requests=4), 132).splits
+    assert plan(DECODE._replace(tokens=4096), 132).splits == 1
+    assert plan(DECODE._replace(tokens=1, requests=1, keys=64), 132).splits == 1
 
 
 def test_a_head_takes_two_blocks_where_one_would_be_larger():
@@ -73,14 +72,14 @@ def test_other_plans_are_others():
 def test_a_problem_is_measured_once_while_that_is_wanted_and_kept_as_json():
     plans, asked = Plans(), []
     chosen = Plan(Tile(64, 16, 8, 3), 2)
-    assert plans.of(DECODE, CPU) == plan(DECODE, 132) and not plans.kept()
+    assert plans.of(DECODE, CPU) == plan(DECODE, 132) and not plans.kept(CPU)
     plans.measure = lambda problem, device: asked.append(problem) or chosen
     assert plans.of(DECODE, CPU) == plans.of(DECODE, CPU) == chosen
     assert asked == [DECODE]
     plans.measure = None
     assert plans.of(DECODE, CPU) == chosen
     later = Plans()
-    later.adopt(json.loads(json.dumps(plans.kept())))
+    later.adopt(json.loads(json.dumps(plans.kept(CPU))), CPU)
     assert later.of(DECODE, CPU) == chosen
 
 
@@ -98,5 +97,26 @@ def test_a_problem_is_measured_once_while_that_is_wanted_and_kept_as_json():
 def test_what_is_no_plan_is_not_adopted(numbers):
     plans = Plans()
     with pytest.raises(ValueError, match=r"expected rows, keys, .* got .*: measure again"):
-        plans.adopt({"good": [16, 16, 4, 2, 1, 0], "bad": numbers})
-    assert not plans.kept()
+        plans.adopt({DECODE.name: [16, 16, 4, 2, 1, 0], "bad": numbers}, CPU)
+    assert not plans.kept(CPU)
+
+
+@pytest.mark.parametrize("name", ["", "tokens 1", DECODE.name + ", more 2", "a " + DECODE.name])
+def test_what_is_no_problem_is_not_adopted(name):
+    with pytest.raises(ValueError, match=r"expected values of tokens, requests, .* got"):
+        Plans().adopt({name: [16, 16, 4, 2, 1, 0]}, CPU)
+
+
+def test_a_plan_is_that_of_its_device():
+    plans, chosen = Plans(), Plan(Tile(64, 16, 8, 3), 2)
+    one, other = torch.device("cuda:0"), torch.device("meta:1")
+    plans.adopt({DECODE.name: [*chosen.tile, 2, 0]}, one)
+    assert plans.of(DECODE, one) == chosen and plans.of(DECODE, other) == plan(DECODE, 132)
+    assert [*plans.kept(one)] == [DECODE.name] and not plans.kept(other)
+
+
+def test_a_look_up_builds_no_names(monkeypatch):
+    plans = Plans()
+    plans.of(DECODE, CPU)
+    monkeypatch.setattr(Problem, "name", property(lambda _: pytest.fail("a name was built")))
+    assert plans.of(DECODE, CPU) is plans.of(DECODE._replace(), CPU)  # not chosen anew
