@@ -19,8 +19,9 @@ from graphs.backends.inductor import InductorBackend, compile_only, freeze, shar
 from graphs.backends.separate import separated
 from graphs.capture.contract import Frozen
 from graphs.capture.inputs import Input, memory_shared_by
-from graphs.capture.symbolic import SharedGraph, SymbolicSizes, warmed
-from graphs.store.inductor_graph import Keeping, read, read_shared
+from graphs.capture.symbolic import SharedGraph, SymbolicSizes
+from graphs.errors import CaptureError
+from graphs.store.inductor_graph import Keeping, NotKept, read, read_shared
 from graphs.store.store import ArtifactStore
 from graphs.store.stored import StoredBackend
 
@@ -71,9 +72,13 @@ class StoredInductor(StoredBackend, InductorBackend):
             self.not_stored(name, factors)
             return super().alone(function, example_inputs, **how)
         make = _making(function, example_inputs, (), name, runs, options)
-        return self.load_or_store(
-            factors, function, example_inputs, make, name=name, warm_runs=runs
-        )
+        try:
+            return self.load_or_store(
+                factors, function, example_inputs, make, name=name, warm_runs=runs
+            )
+        except CaptureError as error:
+            self._not_kept(error, name)
+            return super().alone(function, example_inputs, **how)
 
     def shared(
         self,
@@ -95,15 +100,27 @@ class StoredInductor(StoredBackend, InductorBackend):
         part, read_part = {"part": 0}, partial(read_shared, function=function)
         while graph := self.found(factors | part, symbolic.name, read_part):
             if not graph.why_not(example_inputs):
-                self.loaded += 1
-                own = warmed(graph.at(example_inputs), example_inputs, how["name"], runs)
+                own = self.run_loaded(graph.at(example_inputs), example_inputs, how["name"], runs)
+                if own is None:
+                    break
                 factors_of = partial(
                     self._factors, function, mode=mode, options=options, dims=symbolic.dims
                 )
                 return replace(graph, why_not=partial(_why_not, graph, factors_of, factors)), own
             part = {"part": part["part"] + 1}
         make = _making(function, example_inputs, symbolic.dims, how["name"], runs, options)
-        return shareable(self.store_made(factors | part, function, make, symbolic.name))
+        try:
+            return shareable(self.store_made(factors | part, function, make, symbolic.name))
+        except CaptureError as error:
+            self._not_kept(error, symbolic.name)
+            return super().shared(function, example_inputs, symbolic, **how)
+
+    def _not_kept(self, error: CaptureError, name: str) -> None:
+        """Logs that inductor could not make a graph to be kept; raises any other error again."""
+        cause = getattr(error.__cause__, "inner_exception", error.__cause__)
+        if not isinstance(cause, NotKept):
+            raise error
+        self.not_stored(name, str(cause))
 
     def has(
         self,
@@ -158,6 +175,8 @@ class StoredInductor(StoredBackend, InductorBackend):
     ) -> dict[str, Any] | str:
         if mode is not None:
             return f"mode={mode!r} is resolved by torch.compile itself: give options instead"
+        if (options or {}).get("triton.cudagraphs", torch._inductor.config.triton.cudagraphs):
+            return "inductor's own CUDA graphs cannot be kept: take backend 'cudagraph'"
         if torch.is_grad_enabled():
             return "grad mode is enabled: capture under torch.no_grad()"
         if shared := memory_shared_by(function, examples):

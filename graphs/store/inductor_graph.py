@@ -19,8 +19,9 @@ from graphs.backends.vector_probe import without_probes
 from graphs.capture.contract import Frozen
 from graphs.capture.inputs import Input
 from graphs.capture.symbolic import SharedGraph
+from graphs.watch.causes import describe_failure
 
-__all__ = ["Keeping", "read", "read_shared"]
+__all__ = ["Keeping", "NotKept", "read", "read_shared"]
 
 _GRAPH = "graph.bin"
 _LAYOUT = "graph.json"
@@ -62,6 +63,11 @@ def _why_not(layout: Mapping[str, Any], examples: Sequence[Input]) -> str:
     return str(next(failed, ""))
 
 
+class NotKept(RuntimeError):
+    """Inductor fails to compile a graph to be kept, or that graph to run; one that is only run may
+    do better."""
+
+
 class Keeping:
     """A compiler for Dynamo that keeps what inductor made, and the tensors of the first run.
 
@@ -90,13 +96,14 @@ class Keeping:
             self._placeholders = [node.meta["example_value"] for node in nodes]
             tracing: Any = TracingContext.get()
             self._shapes = tracing.fake_mode.shape_env
-        self._artifact = torch._inductor.standalone_compile(
-            graph,
-            list(self._placeholders or example_inputs),  # the former have the symbols
-            dynamic_shapes="from_tracing_context" if self._shapes else "from_example_inputs",
-            options={"config_patches": self._options},
-            aot=True,
-        )
+        with _told():
+            self._artifact = torch._inductor.standalone_compile(
+                graph,
+                list(self._placeholders or example_inputs),  # the former have the symbols
+                dynamic_shapes="from_tracing_context" if self._shapes else "from_example_inputs",
+                options={"config_patches": self._options},
+                aot=True,
+            )
         call: Any = self._note
 
         def run(*inputs: Any) -> Any:
@@ -108,7 +115,8 @@ class Keeping:
 
     def _note(self, *inputs: Any) -> Any:
         self._inputs = inputs
-        self._outputs = self._artifact(*inputs)
+        with _told():
+            self._outputs = self._artifact(*inputs)
         return self._outputs
 
     def write(
@@ -188,6 +196,14 @@ def _load(path: Path) -> Callable[[list[Tensor]], Sequence[Any]]:
     with without_probes(), _no_headers():
         graph = inductor.CompiledArtifact.load(path=str(path), format="binary")
     return lambda tensors: graph(*tensors)
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise NotKept(describe_failure(error)) from error
 
 
 @contextlib.contextmanager

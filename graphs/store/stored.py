@@ -15,6 +15,7 @@ from graphs.backends.export_state import why_stale
 from graphs.capture.contract import Backend, Frozen
 from graphs.capture.inputs import Input
 from graphs.capture.symbolic import warmed
+from graphs.errors import CaptureError
 from graphs.store.factors import code_factors, graph_factors
 from graphs.store.label import describe
 from graphs.store.misses import Misses
@@ -91,13 +92,26 @@ class StoredBackend(Backend):
                 given. What fails in storing is only logged, as the graph works.
 
         Raises:
-            CaptureError: the graph that was stored fails on the examples.
+            CaptureError: it fails on the examples also as it is made anew.
         """
         run = self.found(factors, name, lambda folder: self.read(folder, function))
-        if run is not None:
-            self.loaded += 1
-            return warmed(Frozen(run, stale=why_stale, is_loaded=True), examples, name, warm_runs)
-        return self.store_made(factors, function, make, name)
+        loaded = run and self.run_loaded(
+            Frozen(run, stale=why_stale, is_loaded=True), examples, name, warm_runs
+        )
+        return loaded or self.store_made(factors, function, make, name)
+
+    def run_loaded(
+        self, frozen: Frozen, examples: Sequence[Input], name: str, runs: int
+    ) -> Frozen | None:
+        """A graph that was read, run on the examples; None if it fails, which is logged: then one
+        that is made takes its place."""
+        try:
+            warm = warmed(frozen, examples, name, runs)
+        except CaptureError as error:
+            _log.warning("%s: compiled again, not loaded: %s", name, error)
+            return None
+        self.loaded += 1
+        return warm
 
     def store_made(
         self,
