@@ -40,6 +40,8 @@ CASES = {
     ),
     "temperature, top-p 0.9": SamplingParams(temperature=0.8, top_p=0.9),
     "temperature": SamplingParams(temperature=0.8),
+    "temperature, min-p 0.05": SamplingParams(temperature=0.8, min_p=0.05),
+    "temperature of 3": SamplingParams(temperature=3.0),
 }
 
 

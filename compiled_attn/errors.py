@@ -17,6 +17,8 @@ __all__ = [
     "OutOfBlocks",
     "PagedArgumentError",
     "QueueFull",
+    "RankLost",
+    "RanksDisagree",
     "RequestCancelled",
     "RequestFailed",
     "TraceError",
@@ -118,6 +120,14 @@ class PagedArgumentError(RuntimeError, ValueError):
 
 class QueueFull(RuntimeError):
     """Too many requests wait; the one that was submitted is not among them."""
+
+
+class RankLost(RuntimeError):
+    """A rank that computes the model too does not answer any more."""
+
+
+class RanksDisagree(RuntimeError):
+    """A rank computed another step than rank 0."""
 
 
 class RequestCancelled(RuntimeError):

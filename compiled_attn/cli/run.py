@@ -29,9 +29,10 @@ from compiled_attn.engine import (
     GenerationResult,
     StepInfo,
 )
-from compiled_attn.engine.local import LocalExecutor
 from compiled_attn.engine.report import block_series
+from compiled_attn.errors import RankLost, RanksDisagree
 from compiled_attn.hf.proof import CheckReport, check
+from compiled_attn.ranks import RankEngine, Ranks, engine_on, joined_ranks
 from compiled_attn.text import Answer, Grammars
 from graphs import (
     BucketOverflow,
@@ -48,7 +49,15 @@ from graphs.report import write_report
 
 __all__ = ["run_job"]
 
-_FAILURES = GraphBudgetExceeded, InputMismatch, ModeMismatch, StaleGraph, BucketOverflow
+_FAILURES = (
+    GraphBudgetExceeded,
+    InputMismatch,
+    ModeMismatch,
+    StaleGraph,
+    BucketOverflow,
+    RankLost,
+    RanksDisagree,
+)
 
 
 def run_job(options: RunOptions, waiting: str) -> int:
@@ -68,10 +77,15 @@ def run_job(options: RunOptions, waiting: str) -> int:
         texts = texts_of(options)
         if options.threads is not None:
             torch.set_num_threads(options.threads)
-        model = model_of(options.model, options.dtype, options.seed, options.device)
-    store = stored_backend(options.backend, options.store)
-    with contextlib.nullcontext(options.backend) if options.no_store else store as backend:
-        return _run(options, model, texts, backend, waiting)
+    try:
+        with joined_ranks() as ranks:
+            with bad_input():
+                model = model_of(options.model, options.dtype, options.seed, options.device)
+            store = stored_backend(options.backend, options.store)
+            with contextlib.nullcontext(options.backend) if options.no_store else store as backend:
+                return _run(options, model, texts, backend, waiting, ranks)
+    except RankLost as error:
+        return tell(error, FAILED)
 
 
 def _run(
@@ -80,16 +94,24 @@ def _run(
     texts: Texts | None,
     backend: str | Backend,
     waiting: str,
+    ranks: Ranks | None,
 ) -> int:
-    screen, facts = Console(stderr=True), facts_of(model, asdict(options), waiting)
-    print(f"threads: {facts['threads']}; waiting: {waiting}", file=sys.stderr)
+    leads = ranks is None or ranks.leads
+    screen, facts = Console(stderr=True, quiet=not leads), facts_of(model, asdict(options), waiting)
+    if leads:
+        print(f"threads: {facts['threads']}; waiting: {waiting}", file=sys.stderr)
     with bad_input():
-        executor = LocalExecutor(model, _config(options, backend))
-        engine = Engine(
-            executor,
-            has_stop=None if texts is None else texts.tokenizer.has_stop,
-            grammars=None if texts is None else Grammars(texts.tokenizer),
-        )
+        config = _config(options, backend)
+        text: dict[str, Any] = {}
+        if texts is not None:
+            text = {"has_stop": texts.tokenizer.has_stop, "grammars": Grammars(texts.tokenizer)}
+        if ranks is not None:
+            engine: Engine = engine_on(ranks, model, config, **text)
+        else:
+            engine = Engine(model, config, **text)
+    if isinstance(engine, RankEngine) and not leads:
+        return _follow(engine)
+    with bad_input():
         demand = demand_of(options, engine.sizing, texts)
         view = serving_view(len(demand.prompts), screen)
         needs: list[str] = []
@@ -109,11 +131,17 @@ def _run(
         if texts is not None:
             answers = texts.answers(finished, engine)
             texts.print(answers)
-        checked = _check(options, executor.module.model, executor, finished, screen)
+        if isinstance(engine, RankEngine):
+            engine.dismiss()
+            if options.check:  # with all of it, as what is served is a share
+                model = model_of(options.model, options.dtype, options.seed, options.device)
+        checked = _check(options, model, engine.config, finished, screen)
         if options.check and options.weights == "int8":
-            facts["tokens_others_in_int8"] = _others_in_int8(options, executor, finished, screen)
-    except KeyboardInterrupt:
-        code = tell("interrupted; this is the report so far", INTERRUPTED)
+            facts["tokens_others_in_int8"] = _others_in_int8(
+                options, engine.config, finished, screen
+            )
+    except KeyboardInterrupt as error:
+        code = _interrupted(error, "interrupted; this is the report so far")
     except _FAILURES as error:
         code = tell(error, FAILED)
     report = replace(
@@ -126,6 +154,23 @@ def _run(
         told = facts | ({"answers": [each.text for each in answers]} if texts else {})
         _write(options, told, report, checked, engine, needs)
     return code or _verdict(report, options.strict)
+
+
+def _follow(engine: RankEngine) -> int:
+    """Computes with rank 0, which tells what came of it."""
+    try:
+        engine.warmup()
+        engine.follow()
+    except KeyboardInterrupt as error:
+        return _interrupted(error, "interrupted")
+    except _FAILURES as error:
+        return tell(error, FAILED)
+    return 0
+
+
+def _interrupted(error: KeyboardInterrupt, line: str) -> int:
+    """By the user, or as a rank has ended, which the error then says (`joined_ranks`)."""
+    return tell(error, FAILED) if str(error) else tell(line, INTERRUPTED)
 
 
 def _refuse_contradictions(options: RunOptions) -> None:
@@ -175,7 +220,7 @@ def _recording(view: ServingView, needs: list[str]) -> Callable[[StepInfo], None
 def _check(
     options: RunOptions,
     model: PreTrainedModel,
-    executor: LocalExecutor,
+    config: EngineConfig,
     finished: Sequence[GenerationResult],
     screen: Console,
 ) -> CheckReport:
@@ -185,19 +230,19 @@ def _check(
             finished,
             options.check,
             on_checked=lambda done, count: status.update(f"checking {done}/{count}"),
-            kv_dtype=executor.config.cache_dtype,
+            kv_dtype=config.cache_dtype,
         )
 
 
 def _others_in_int8(
     options: RunOptions,
-    executor: LocalExecutor,
+    config: EngineConfig,
     finished: Sequence[GenerationResult],
     screen: Console,
 ) -> int:
     """How many tokens are others than with the model's own weights, which are loaded again."""
     own = model_of(options.model, options.dtype, options.seed)
-    found = _check(options, own, executor, finished, screen)
+    found = _check(options, own, config, finished, screen)
     others = found.mismatched_tokens + len(found.ties)
     print(
         f"int8: {others} of {found.checked_tokens} tokens are others than with weights of "

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compiled_attn.engine.device_draws import NO_TOKEN, DrawRows, drawn_tokens, likely_tokens
+from compiled_attn.engine.draw_rows import DrawRows
 from compiled_attn.engine.draws import NOT_FINITE
 from compiled_attn.engine.executor import FittedStep
 from compiled_attn.engine.logprobs import ScoredToken
@@ -16,7 +16,9 @@ from compiled_attn.engine.sampler import sampled
 from compiled_attn.engine.scheduler import ScheduledStep
 from compiled_attn.engine.sequence import Sequence as Request
 from compiled_attn.engine.staging import Later, Return, Staging, staged_bytes
+from compiled_attn.engine.uniform import uniforms
 from compiled_attn.hf import PagedCausalLM
+from compiled_attn.ops.drawn_tokens import NO_TOKEN, drawn, likely
 from graphs import Bucket, BucketSpace, WarmupManager, explicit
 
 __all__ = ["DeviceSteps", "NextTokens"]
@@ -32,7 +34,7 @@ class NextTokens(nn.Module):
         - last: ``[most rows]`` int64, the tokens of the step before
         - rows: ``[T]`` int64, for each token its row in ``last``; -1: its id is known
         - forward(last, rows, fields of a batch) -> logits ``[L, vocab]`` and tokens ``[L]`` int64,
-          see `likely_tokens`
+          see `ops.drawn_tokens.likely`
     """
 
     def __init__(self, model: PagedCausalLM) -> None:
@@ -46,7 +48,7 @@ class NextTokens(nn.Module):
         # A row without a token is not computed further, but its place may be computed once more.
         before = last[rows.clamp_min(0)].clamp_min(0)
         logits = self.model(torch.where(rows < 0, input_ids, before), *inputs)
-        return logits, likely_tokens(logits)
+        return logits, likely(logits)
 
 
 class DeviceSteps:
@@ -89,7 +91,7 @@ class DeviceSteps:
         self._row_before: Mapping[Request, int] = {}
         logits = weight.new_zeros(most, self._vocab, dtype=model.logits_dtype)
         self._draws = WarmupManager(
-            drawn_tokens,
+            drawn,
             explicit(["rows"], sorted(set(self._rows.values()))),
             lambda bucket: _draw_inputs(logits[: bucket["rows"]]),
             backend=backend,
@@ -110,7 +112,7 @@ class DeviceSteps:
         parts, rows = step.parts, self._rows[step.bucket]
         on_host = not all(parts.sequences[at].sampling.only_draws for at in parts.special)
         is_drawn = bool(parts.special) and not on_host
-        draws = DrawRows.of(parts, rows, self._vocab) if is_drawn else DrawRows.padding(rows)
+        draws = _draws_of(parts, rows, self._vocab) if is_drawn else DrawRows.padding(rows)
         batch = step.plan.fill(step.bucket)
         before = _rows_before(parts, self._row_before, len(batch.input_ids))
         staged = self._staging.stage([before, *batch, *draws])
@@ -131,6 +133,14 @@ class DeviceSteps:
         return [before, *batch, *DrawRows.padding(self._rows[bucket])]
 
 
+def _draws_of(step: ScheduledStep, rows: int, vocab: int) -> DrawRows:
+    """How tokens are drawn after a step whose settings do nothing else to the logits."""
+    parts = [step[at] for at in step.special]
+    params = [part.sequence.sampling for part in parts]
+    uniform = uniforms([each.seed or 0 for each in params], [part.generated for part in parts])
+    return DrawRows.of(step.special, params, uniform, rows, vocab)
+
+
 def _rows_before(step: ScheduledStep, rows: Mapping[Request, int], size: int) -> Tensor:
     """For each token of a step, padded to a size, the row of the step before that gives it, or -1:
     ``[T]`` int64."""
@@ -145,4 +155,4 @@ def _rows_before(step: ScheduledStep, rows: Mapping[Request, int], size: int) ->
 
 def _draw_inputs(logits: Tensor) -> list[Tensor]:
     settings = DrawRows.padding(len(logits))
-    return [logits, likely_tokens(logits), *(each.to(logits.device) for each in settings)]
+    return [logits, likely(logits), *(each.to(logits.device) for each in settings)]

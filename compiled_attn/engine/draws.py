@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
+from compiled_attn.engine.draw_rows import DrawRows
 from compiled_attn.engine.logit_rules import LogitRules, shaped
-from compiled_attn.engine.ranking import RankedRows
-from compiled_attn.engine.running_sum import RunningSum
 from compiled_attn.engine.sampling import SamplingParams
 from compiled_attn.engine.uniform import uniforms
+from compiled_attn.ops import load
+from compiled_attn.ops.drawn_tokens import NATIVE_DTYPES, NO_TOKEN, UNDECIDED, reference
 
 __all__ = ["NOT_FINITE", "Draw", "drawn_rows", "sample", "sample_rows"]
 
@@ -94,101 +93,81 @@ class Draw(NamedTuple):
 
 def drawn_rows(logits: Tensor, draws: Sequence[Draw]) -> list[int | str]:
     """`sample_rows`, where rows that no draw is for give their most likely token."""
-    ranked = RankedRows(logits)
-    best, tokens = ranked.best()
-    values, rows = best.tolist(), [*tokens.tolist()]
-    if not math.isfinite(sum(values)):
-        rows = [t if math.isfinite(v) else NOT_FINITE for v, t in zip(values, rows, strict=True)]
-    finite = [draw for draw in draws if rows[draw.row] is not NOT_FINITE]
-    changed = [draw for draw in finite if draw.params.changes_logits]
-    random = [d for d in finite if d.params.temperature and not d.params.changes_logits]
-    for draw, token in zip(changed, _drawn(logits, changed), strict=True):
-        rows[draw.row] = token
-    for draw, token in zip(random, _drawn(ranked, random), strict=True):
+    own = [draw for draw in draws if not draw.params.changes_logits]
+    try:
+        rows = _tokens(logits, own)
+    except Exception:
+        rows = _tokens(logits, [])
+        for draw, token in zip(own, _each_or_why(partial(_by_rows, logits), own), strict=True):
+            rows[draw.row] = token
+    changed = [d for d in draws if d.params.changes_logits and rows[d.row] is not NOT_FINITE]
+    for draw, token in zip(changed, _each_or_why(partial(_shaped, logits), changed), strict=True):
         rows[draw.row] = token
     return rows
 
 
-def _drawn(source: Tensor | RankedRows, draws: Sequence[Draw]) -> Sequence[int | str]:
-    """All at once, or, where that fails, one by one: whatever fails is one request's alone.
-
-    Args:
-        source: logits that the rules of the draws change, or such as they are.
-        draws: from rows of these.
-    """
+def _each_or_why(
+    tokens_of: Callable[[Sequence[Draw]], Sequence[int | str]], draws: Sequence[Draw]
+) -> Sequence[int | str]:
+    """All at once, or, where that fails, one by one: whatever fails is one request's alone."""
     if not draws:
         return []
     try:
-        return _tokens(source, draws) if isinstance(source, RankedRows) else _shaped(source, draws)
+        return tokens_of(draws)
     except Exception as error:
         if len(draws) == 1:
             return [f"sampling failed: {type(error).__name__}: {error}"]
-        return [token for draw in draws for token in _drawn(source, [draw])]
+        return [token for draw in draws for token in _each_or_why(tokens_of, [draw])]
 
 
-def _shaped(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
+def _by_rows(logits: Tensor, draws: Sequence[Draw]) -> list[int | str]:
+    return [_tokens(logits[each.row, None], [each._replace(row=0)])[0] for each in draws]
+
+
+def _shaped(logits: Tensor, draws: Sequence[Draw]) -> list[int | str]:
     """The tokens of rows after their rules have changed a copy of them."""
     rules = [draw.rules for draw in draws if draw.rules is not None]
     at = [draw.row for draw in draws]
     own = shaped(logits, at, rules, [draw.text for draw in draws])
-    ranked = RankedRows(own)
-    best, tokens = ranked.best()
-    if not all(math.isfinite(value) for value in best.tolist()):
+    tokens = _tokens(own, [draw._replace(row=n) for n, draw in enumerate(draws)])
+    if NOT_FINITE in tokens:
         raise ValueError(
             "expected a token that may be drawn, got none: lower min_tokens, or mend the grammar, "
             "which cannot go on here"
             if any(rule.constraint for rule in rules)
             else "expected a token that may be drawn, got none: lower min_tokens"
         )
-    drawn: list[int] = tokens.tolist()
-    random = [draw._replace(row=n) for n, draw in enumerate(draws) if draw.params.temperature]
-    for draw, token in zip(random, _tokens(ranked, random), strict=True):
-        drawn[draw.row] = token
-    return drawn
-
-
-def _tokens(ranked: RankedRows, draws: Sequence[Draw]) -> list[int]:
-    """Each the token at a uniform place of the running sum of its row, the most likely first."""
-    if not draws:
-        return []
-    uniform = uniforms([draw.params.seed or 0 for draw in draws], [draw.step for draw in draws])
-    few = np.array([ranked.is_few(draw.params.top_k) for draw in draws])
-    tokens = np.zeros(len(draws), np.int64)
-    for at, of_some in ((np.flatnonzero(few), _of_few), (np.flatnonzero(~few), _of_all)):
-        if len(at):
-            tokens[at] = of_some(ranked, [draws[n] for n in at.tolist()], uniform[at])
-    drawn: list[int] = tokens.tolist()
-    return drawn
-
-
-def _of_few(
-    ranked: RankedRows, draws: Sequence[Draw], uniform: NDArray[np.float64]
-) -> NDArray[np.int64]:
-    """The tokens of rows of which only the first few are kept, all rows at once."""
-    params = [draw.params for draw in draws]
-    kept = np.array([each.top_k or ranked.vocab for each in params])
-    values, tokens = ranked.first(np.array([draw.row for draw in draws]), int(kept.max()))
-    temperature = np.array([[each.temperature] for each in params])
-    with np.errstate(over="ignore"):  # the largest is 0: their powers never overflow
-        weights = np.exp((values - values[:, :1]) / temperature)
-    weights[np.arange(weights.shape[1]) >= kept[:, None]] = 0
-    # Running sums, as their bits don't depend on how many tokens another row keeps.
-    sums = weights.cumsum(1)
-    # A token stays if the more likely ones don't reach top_p yet: the first one always stays.
-    reached = np.array([[each.top_p] for each in params]) * sums[:, -1:]
-    weights[sums - weights >= reached] = 0
-    weights[weights < np.array([[each.min_p] for each in params])] = 0  # of the most likely, 1
-    sums = weights.cumsum(1)
-    place = (sums <= uniform[:, None] * sums[:, -1:]).sum(1)
-    last = np.count_nonzero(weights, axis=1) - 1
-    drawn: NDArray[np.int64] = tokens[np.arange(len(draws)), np.minimum(place, last)]
-    return drawn
-
-
-def _of_all(ranked: RankedRows, draws: Sequence[Draw], uniform: NDArray[np.float64]) -> list[int]:
-    """The tokens of rows of which any number is kept, from the running sum of each row."""
-    ordered, tokens = RunningSum(ranked.vocab), []
-    for draw, number in zip(draws, uniform.tolist(), strict=True):
-        values = ranked.row(draw.row)
-        tokens.append(ordered.token(values, ranked.head(draw.row, values), draw.params, number))
     return tokens
+
+
+def _tokens(logits: Tensor, draws: Sequence[Draw]) -> list[int | str]:
+    """The tokens of all rows of the logits as they are, the most likely ones but for the draws."""
+    settings = _settings(logits, draws) if draws else _no_draws(len(logits))
+    return [NOT_FINITE if token == NO_TOKEN else token for token in _drawn(logits, settings)]
+
+
+def _settings(logits: Tensor, draws: Sequence[Draw]) -> DrawRows:
+    at, params = [draw.row for draw in draws], [draw.params for draw in draws]
+    uniform = uniforms([each.seed or 0 for each in params], [draw.step for draw in draws])
+    return DrawRows.of(at, params, uniform, *logits.shape)
+
+
+@lru_cache(maxsize=64)
+def _no_draws(rows: int) -> DrawRows:
+    return DrawRows.padding(rows)
+
+
+def _drawn(logits: Tensor, settings: DrawRows) -> list[int]:
+    """The tokens of the op, and of its definition where the op has none."""
+    if logits.device.type != "cpu" or logits.dtype not in NATIVE_DTYPES:
+        tokens = reference(logits, *(each.to(logits.device) for each in settings)).tolist()
+    else:
+        rows = logits if logits.stride(1) == 1 else logits.contiguous()
+        tokens = load().drawn_tokens(rows, *settings).tolist()
+    if UNDECIDED in tokens:
+        at = [row for row, token in enumerate(tokens) if token == UNDECIDED]
+        known = reference(logits[at], *(each[at] for each in settings)).tolist()
+        for row, token in zip(at, known, strict=True):
+            tokens[row] = token
+    found: list[int] = tokens
+    return found

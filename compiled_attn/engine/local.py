@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -59,6 +59,7 @@ class LocalExecutor:
     Args:
         model: a Hugging Face causal LM in eval mode; its attention is switched to the paged cache.
         config: sizes, kernel, backend and strictness.
+        timed_runs: how often a graph is run after its capture, to time it.
 
     Attributes:
         config: as given.
@@ -73,7 +74,9 @@ class LocalExecutor:
         ValueError: the model cannot run on the paged cache, see `compiled_attn.hf.PagedCausalLM`.
     """
 
-    def __init__(self, model: PreTrainedModel, config: EngineConfig | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, config: EngineConfig | None = None, *, timed_runs: int = 3
+    ) -> None:
         self.config = config = config or EngineConfig()
         backend = resolve(config.backend, "step")  # before the model is touched
         self.kernel = chosen_kernel(model, config)
@@ -88,6 +91,7 @@ class LocalExecutor:
         self.module = PagedCausalLM(model, self.cache, sizing.form, packs, quantises)
         common: dict[str, Any] = {"backend": config.backend, "strict": config.strict}
         common |= self._backend_options(model)
+        load()  # the sampler's kernel, before the first step wants it
         self._steps: Steps = (
             HostSteps(self.module)
             if model.device.type == "cpu"
@@ -100,6 +104,7 @@ class LocalExecutor:
             workers=config.warmup_workers,
             symbolic=() if backend.why_no_symbolic() else sizing.form.symbolic,
             journal=config.warmup_journal,
+            timed_runs=timed_runs,
             name="step",
             **common,
             **self._steps.options,
@@ -112,8 +117,8 @@ class LocalExecutor:
             exchanges=False,
         )
         self._builder = BatchBuilder(sizing.num_blocks, sizing.block_size)
+        self._plan_notes: Mapping[str, str] = {}
         self._has_told_cut = self._is_attached = False
-        self._varlen: Mapping[str, Collection[object]] = {}
 
     def _backend_options(self, model: PreTrainedModel) -> dict[str, Any]:
         """Options of the backend; `_onednn` then has the layers that were measured for these."""
@@ -138,7 +143,7 @@ class LocalExecutor:
     def warmup(self, progress: Callable[[BucketEvent], None] | None = None) -> WarmupReport:
         """Captures every bucket and the block copies, see `Executor.warmup`."""
         try:
-            with measured_plans(self.module.model.device) as self._varlen:
+            with measured_plans(self.module.model.device) as self._plan_notes:
                 group = WarmupGroup(self.graphs, *self._steps.others, self.copies)
                 whole = group.warmup(progress)
         except CaptureError:  # of the copies; what is missing of the steps says more
@@ -208,7 +213,7 @@ class LocalExecutor:
         return ExecutorReport(
             self.config.backend_name,
             self.kernel.name if native else self.module.kernel().name,
-            {**self.kernel.notes, **self._notes()},
+            {**self.kernel.notes, **self._plan_notes, **self._notes()},
             self.graphs.fallbacks + self.graphs.degraded + self.kernel.is_fallback,
             self.graphs.report,
         )
@@ -220,9 +225,6 @@ class LocalExecutor:
         if self._onednn:
             sizes = ", ".join(f"{outputs} x {inputs}" for outputs, inputs in sorted(self._onednn))
             notes["oneDNN"] = f"float32 layers of {sizes}, as measured"
-        if self._varlen:
-            told = (f"{what} ({len(sizes)} sizes)" for what, sizes in self._varlen.items())
-            notes["varlen"] = "; ".join(told)
         return notes
 
     def _plan(self, step: ScheduledStep, table: RequestTable) -> Plan:

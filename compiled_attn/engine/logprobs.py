@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from compiled_attn.engine.ranking import RankedRows
+from compiled_attn.engine.ranking import most_likely
 
 __all__ = ["ScoredToken", "TokenLogprobs", "logprobs_of"]
 
@@ -58,7 +57,7 @@ def logprobs_of(
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     total = wide.logsumexp(1)
     own = (wide[rows, at] - total).tolist()
-    values, ids = RankedRows(wide).first(np.arange(len(tokens)), max(1, *counts))
+    values, ids = most_likely(wide, max(1, *counts))
     logprobs = (values - total.double().cpu().numpy()[:, None]).tolist()
     return [
         TokenLogprobs(token, logprob, tuple(zip(of_row[:count], each[:count], strict=True)))

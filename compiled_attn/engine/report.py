@@ -43,9 +43,10 @@ class EngineReport:
     every degraded bucket pick and a native kernel that failed to build, ``cut_steps`` the steps
     that no bucket held whole, ``steps_ahead`` those that began before the tokens of the one before
     were there. ``kernel`` is "native", or which portable kernel serves the causal
-    and shared parts; ``kernel_notes`` says why. ``memory`` has the copies of blocks: on write and
-    to defragment, ``kv_cache`` the size of the cache and what decided it (`CacheSize`),
-    ``step_size`` the most tokens of a step and what decided them (`StepSize`).
+    and shared parts; ``kernel_notes`` says why, and on CUDA how many calls varlen serves.
+    ``memory`` has the copies of blocks: on write and to defragment, ``kv_cache`` the size of the
+    cache and what decided it (`CacheSize`), ``step_size`` the most tokens of a step and what
+    decided them (`StepSize`).
     ``requests`` counts those that finished, ``failed_requests`` those of them that
     ended with an error, ``nonfinite_rows`` the rows of logits that were NaN or infinite, and
     ``restarts`` how often an exception ended a step, after which all running requests were computed

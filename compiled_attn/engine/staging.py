@@ -120,7 +120,7 @@ class Return:
         buffer, arrived = self._turns[0]
         self._turns.reverse()
         buffer[: len(ints)].copy_(ints, non_blocking=True)
-        arrived.record(torch.accelerator.current_stream(ints.device))  # not the current device's
+        arrived.record(torch.accelerator.current_stream(ints.device))
         return Later(partial(_received, buffer[: len(ints)], arrived))
 
 

@@ -1,4 +1,4 @@
-"""The ops ``paged_attention``, ``packed_linear`` and what goes with them, native or not.
+"""The ops ``paged_attention``, ``packed_linear``, ``drawn_tokens`` and what goes with them.
 
 `load` gives torch one implementation of them a process: C++ for this processor, built on first use,
 or else the Python reference; and for CUDA tensors, where there is Triton, that of
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from compiled_attn.errors import NativeUnavailable
-from compiled_attn.ops import packed_linear, reference
+from compiled_attn.ops import drawn_tokens, packed_linear, reference
 from compiled_attn.ops.cpu.build import Build, build
 from compiled_attn.ops.cpu.isa import ask_permission, available_isas
 from compiled_attn.ops.schema import schemas
@@ -76,6 +76,11 @@ class NativeOps:
     def packed_rows(self, weight: Tensor, ids: Tensor) -> Tensor:
         """See `packed_linear.rows`; ids ``[n]``, of another index an error."""
         out: Tensor = getattr(torch.ops, self.namespace).packed_rows(weight, ids)
+        return out
+
+    def drawn_tokens(self, logits: Tensor, *settings: Tensor) -> Tensor:
+        """See `drawn_tokens.reference`; native, it may be `drawn_tokens.UNDECIDED`."""
+        out: Tensor = getattr(torch.ops, self.namespace).drawn_tokens(logits, *settings)
         return out
 
 
@@ -233,10 +238,12 @@ _IN_PYTHON: dict[str, Callable[..., Any]] = {
     "paged_attention_": reference.paged_attention_,
     "packed_linear": packed_linear.reference,
     "packed_rows": packed_linear.rows,
+    "drawn_tokens": drawn_tokens.reference,
 }
 _FAKES: dict[str, Callable[..., Any]] = {
     "paged_attention": _fake,
     "paged_attention_": _fake_write,
     "packed_linear": packed_linear.fake,
     "packed_rows": packed_linear.fake_rows,
+    "drawn_tokens": drawn_tokens.fake,
 }

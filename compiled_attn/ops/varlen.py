@@ -19,7 +19,7 @@ from torch import Tensor
 from compiled_attn.ops.call import PagedCall
 from compiled_attn.ops.choose import AttentionTraits
 
-__all__ = ["VarlenKernel", "attend", "traits_of", "why_not"]
+__all__ = ["VarlenKernel", "active_implementation", "attend", "traits_of", "why_not"]
 
 _LARGEST_HEAD = 256
 _MODULE = "torch.nn.attention.varlen"
@@ -42,8 +42,7 @@ class VarlenKernel:
         """See `compiled_attn.ops.choose.Implementation`."""
         if "block_table" not in inspect.signature(_varlen_attn()).parameters:
             return f"needs torch 2.12: the one of {torch.__version__} takes no block table"
-        attention: Any = import_module("torch.nn.attention")
-        active = attention.current_flash_attention_impl()
+        active = active_implementation()
         if active not in ("FA3", "FA4"):
             return (
                 "needs FA3 (sm_90) or FA4 (sm_100), as FA2 of torch has no pages: call "
@@ -52,6 +51,12 @@ class VarlenKernel:
         if active == "FA4" and traits.page not in (None, 128):
             return f"has pages of 128 with FA4, not of {traits.page}"
         return None
+
+
+def active_implementation() -> str | None:
+    """The flash attention that torch takes, such as "FA3"; None: its own, which has no pages."""
+    active: Any = getattr(import_module("torch.nn.attention"), "current_flash_attention_impl", None)
+    return active() if active else None
 
 
 def why_not(call: PagedCall) -> str | None:

@@ -119,19 +119,20 @@ async def whole_stream(events: AsyncGenerator[str, None], *, has_usage: bool) ->
 
     Args:
         events: of one answer, or of several that are merged; the last tells what was used.
-        has_usage: that is told in an event of its own, without a choice.
+        has_usage: that is passed on, in an event of its own, without a choice.
     """
     async with contextlib.aclosing(events):
         async for event in events:
             # In a text that is JSON a quotation mark has a backslash before it.
-            yield _usage_apart(event) if has_usage and '"usage":' in event else event
+            yield _last(event, has_usage=has_usage) if '"usage":' in event else event
     yield "data: [DONE]\n\n"
 
 
-def _usage_apart(event: str) -> str:
+def _last(event: str, *, has_usage: bool) -> str:
     chunk = json.loads(event.removeprefix("data: "))
     usage = chunk.pop("usage")
-    return _event(chunk) + _event({**chunk, "choices": [], "usage": usage})
+    apart = _event({**chunk, "choices": [], "usage": usage}) if has_usage else ""
+    return _event(chunk) + apart
 
 
 def _event(chunk: Mapping[str, Any]) -> str:

@@ -1,8 +1,9 @@
-"""The size of a grammar, and the bounds that keep its compilation within a minute or so.
+"""The size of a grammar, and the bounds that keep the compilation of most within a minute or so.
 
 The time grows with the tokens of the vocabulary times the places of a text where any of many
 characters may stand: classes, dots, strings of a schema that have a length; spelt out one behind
-the other with the square of these.
+the other with the square of these. Places that may be empty (``?``, ``*``) cost more than that:
+no bound of the text holds for all of them.
 """
 
 from __future__ import annotations

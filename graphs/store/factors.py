@@ -19,7 +19,7 @@ from graphs.capture.inputs import Input, InputsCheck, InputSpec
 from graphs.capture.settings import Settings
 from graphs.capture.wrappers import tensors_of
 from graphs.files import short_digest
-from graphs.store.sources import sources_of
+from graphs.store.sources import sources_of, version_of
 from graphs.store.values import digest_of_globals, digest_of_values
 
 __all__ = ["code_factors", "environment_factors", "graph_factors", "key_of"]
@@ -127,8 +127,9 @@ def _accelerators() -> list[str]:
         return []
     built = torch.version.cuda or torch.version.hip
     devices = range(torch.cuda.device_count())
+    compiles = f"{built}, triton {version_of('triton')}"
     return [
-        f"{torch.cuda.get_device_name(i)} {torch.cuda.get_device_capability(i)} {built}"
+        f"{torch.cuda.get_device_name(i)} {torch.cuda.get_device_capability(i)} {compiles}"
         for i in devices
     ]
 

@@ -21,7 +21,7 @@ from graphs.capture.contract import Frozen
 from graphs.capture.inputs import Input, memory_shared_by
 from graphs.capture.symbolic import SharedGraph, SymbolicSizes
 from graphs.errors import CaptureError
-from graphs.store.inductor_graph import Keeping, NotKept, read, read_shared
+from graphs.store.inductor_graph import Keeping, read, read_shared
 from graphs.store.store import ArtifactStore
 from graphs.store.stored import StoredBackend
 
@@ -72,13 +72,9 @@ class StoredInductor(StoredBackend, InductorBackend):
             self.not_stored(name, factors)
             return super().alone(function, example_inputs, **how)
         make = _making(function, example_inputs, (), name, runs, options)
-        try:
-            return self.load_or_store(
-                factors, function, example_inputs, make, name=name, warm_runs=runs
-            )
-        except CaptureError as error:
-            self._not_kept(error, name)
-            return super().alone(function, example_inputs, **how)
+        return self.load_or_store(
+            factors, function, example_inputs, make, name=name, warm_runs=runs
+        )
 
     def shared(
         self,
@@ -100,8 +96,8 @@ class StoredInductor(StoredBackend, InductorBackend):
         part, read_part = {"part": 0}, partial(read_shared, function=function)
         while graph := self.found(factors | part, symbolic.name, read_part):
             if not graph.why_not(example_inputs):
-                own = self.run_loaded(graph.at(example_inputs), example_inputs, how["name"], runs)
-                if own is None:
+                own = graph.at(example_inputs)
+                if not self.runs(own, example_inputs, how["name"], runs):
                     break
                 factors_of = partial(
                     self._factors, function, mode=mode, options=options, dims=symbolic.dims
@@ -109,18 +105,7 @@ class StoredInductor(StoredBackend, InductorBackend):
                 return replace(graph, why_not=partial(_why_not, graph, factors_of, factors)), own
             part = {"part": part["part"] + 1}
         make = _making(function, example_inputs, symbolic.dims, how["name"], runs, options)
-        try:
-            return shareable(self.store_made(factors | part, function, make, symbolic.name))
-        except CaptureError as error:
-            self._not_kept(error, symbolic.name)
-            return super().shared(function, example_inputs, symbolic, **how)
-
-    def _not_kept(self, error: CaptureError, name: str) -> None:
-        """Logs that inductor could not make a graph to be kept; raises any other error again."""
-        cause = getattr(error.__cause__, "inner_exception", error.__cause__)
-        if not isinstance(cause, NotKept):
-            raise error
-        self.not_stored(name, str(cause))
+        return shareable(self.store_made(factors | part, function, make, symbolic.name))
 
     def has(
         self,
@@ -204,13 +189,26 @@ def _making(
     warm_runs: int,
     options: Mapping[str, Any] | None,
 ) -> Callable[[Path], tuple[Frozen, Callable[[], object]]]:
-    """What captures a graph, and returns also what writes it into a folder."""
+    """What captures a graph, and returns also what writes it into a folder.
+
+    Where inductor cannot make one that can be kept, it is one that cannot; writing it says why.
+    """
 
     def make(folder: Path) -> tuple[Frozen, Callable[[], object]]:
         compiler = Keeping(options or {}, bool(dims))
-        frozen, result = freeze(
-            function, examples, compiler, name=name, warm_runs=warm_runs, dims=dims
-        )
+        how: dict[str, Any] = {"name": name, "warm_runs": warm_runs, "dims": dims}
+        try:
+            frozen, result = freeze(function, examples, compiler, **how)
+        except CaptureError:
+            if compiler.failure is None:
+                raise
+            how["options"] = options and dict(options)
+            return freeze(function, examples, "inductor", **how)[0], partial(_fail, compiler)
         return frozen, lambda: compiler.write(folder, function, examples, result)
 
     return make
+
+
+def _fail(compiler: Keeping) -> None:
+    assert compiler.failure is not None
+    raise compiler.failure

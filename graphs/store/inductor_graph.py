@@ -21,7 +21,7 @@ from graphs.capture.inputs import Input
 from graphs.capture.symbolic import SharedGraph
 from graphs.watch.causes import describe_failure
 
-__all__ = ["Keeping", "NotKept", "read", "read_shared"]
+__all__ = ["Keeping", "read", "read_shared"]
 
 _GRAPH = "graph.bin"
 _LAYOUT = "graph.json"
@@ -59,13 +59,13 @@ def _why_not(layout: Mapping[str, Any], examples: Sequence[Input]) -> str:
     from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 
     inputs = {"L": {"inputs": [*examples]}}
-    failed = (guard for guard in layout["guards"] if not eval(guard, SYMPY_INTERP, inputs))
-    return str(next(failed, ""))
-
-
-class NotKept(RuntimeError):
-    """Inductor fails to compile a graph to be kept, or that graph to run; one that is only run may
-    do better."""
+    for guard in layout["guards"]:
+        try:
+            if not eval(guard, SYMPY_INTERP, inputs):
+                return str(guard)
+        except Exception as error:
+            return f"{guard} cannot be checked: {describe_failure(error)}"
+    return ""
 
 
 class Keeping:
@@ -74,9 +74,13 @@ class Keeping:
     Args:
         options: of inductor.
         is_symbolic: whether sizes of the inputs are symbols.
+
+    Attributes:
+        failure: of inductor, which may have none without keeping anything; None without one.
     """
 
     def __init__(self, options: Mapping[str, Any], is_symbolic: bool) -> None:
+        self.failure: Exception | None = None
         self._options = dict(options)
         self._is_symbolic = is_symbolic
         self._shapes: Any = None
@@ -96,7 +100,7 @@ class Keeping:
             self._placeholders = [node.meta["example_value"] for node in nodes]
             tracing: Any = TracingContext.get()
             self._shapes = tracing.fake_mode.shape_env
-        with _told():
+        try:
             self._artifact = torch._inductor.standalone_compile(
                 graph,
                 list(self._placeholders or example_inputs),  # the former have the symbols
@@ -104,6 +108,9 @@ class Keeping:
                 options={"config_patches": self._options},
                 aot=True,
             )
+        except Exception as error:
+            self.failure = error
+            raise
         call: Any = self._note
 
         def run(*inputs: Any) -> Any:
@@ -115,8 +122,7 @@ class Keeping:
 
     def _note(self, *inputs: Any) -> Any:
         self._inputs = inputs
-        with _told():
-            self._outputs = self._artifact(*inputs)
+        self._outputs = self._artifact(*inputs)
         return self._outputs
 
     def write(
@@ -196,14 +202,6 @@ def _load(path: Path) -> Callable[[list[Tensor]], Sequence[Any]]:
     with without_probes(), _no_headers():
         graph = inductor.CompiledArtifact.load(path=str(path), format="binary")
     return lambda tensors: graph(*tensors)
-
-
-@contextlib.contextmanager
-def _told() -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        raise NotKept(describe_failure(error)) from error
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from graphs.store.imports import Import, SourceFile, live_imports, read_source
 from graphs.store.modules import file_of, is_own
 from graphs.store.values import is_machinery, values_in
 
-__all__ = ["sources_of"]
+__all__ = ["sources_of", "version_of"]
 
 _GRAPHS = "graphs"
 _EXPORTED = (
@@ -56,7 +56,7 @@ def sources_of(
     kinds = _kinds(function)
     files, packages = _reached(function, kinds)
     found |= {name: _digest(file) for name in files if (file := file_of(name)) is not None}
-    found |= {name: version for name in packages if (version := _version(name))}
+    found |= {name: version for name in packages if (version := version_of(name))}
     for kind in kinds:
         name = kind.__module__
         if file_of(name) is None and (code := _code_of(kind)) is not None:
@@ -119,7 +119,8 @@ def _package(name: str) -> str:
 
 
 @functools.lru_cache(maxsize=256)
-def _version(package: str) -> str:
+def version_of(package: str) -> str:
+    """The version of what is installed and imported by a name; empty of what is not."""
     if package in sys.stdlib_module_names:
         return ""
     try:

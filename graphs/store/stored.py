@@ -65,15 +65,25 @@ class StoredBackend(Backend):
 
         `dims` are the dimensions of each example that symbols stand for.
         """
-        code = None
+        try:
+            factors = graph_factors(
+                function,
+                examples,
+                backend=self.name,
+                options=options or {},
+                code=self._code_of(function),
+                dims=dims,
+            )
+        except Exception as error:  # a source that is gone, a torch that has its settings elsewhere
+            return f"what it depends on cannot be told: {describe_failure(error)}"
+        return _UNTOLD if factors is None else factors
+
+    def _code_of(self, function: Callable[..., Any]) -> dict[str, Any] | None:
         with suppress(TypeError):  # it has no hash, or cannot be referred to weakly
             if function not in self._code:
                 self._code[function] = code_factors(function, self.name)
-            code = self._code[function]
-        factors = graph_factors(
-            function, examples, backend=self.name, options=options or {}, code=code, dims=dims
-        )
-        return _UNTOLD if factors is None else factors
+            return self._code[function]
+        return None
 
     def load_or_store(
         self,
@@ -91,27 +101,25 @@ class StoredBackend(Backend):
             make: captures the graph, and returns also what puts it into the folder that it is
                 given. What fails in storing is only logged, as the graph works.
 
-        Raises:
-            CaptureError: it fails on the examples also as it is made anew.
+        A graph that was stored and fails on the examples, such as one whose kernels the device's
+        driver does not take, is made again.
         """
         run = self.found(factors, name, lambda folder: self.read(folder, function))
-        loaded = run and self.run_loaded(
-            Frozen(run, stale=why_stale, is_loaded=True), examples, name, warm_runs
-        )
-        return loaded or self.store_made(factors, function, make, name)
+        if run is not None:
+            frozen = Frozen(run, stale=why_stale, is_loaded=True)
+            if self.runs(frozen, examples, name, warm_runs):
+                return frozen
+        return self.store_made(factors, function, make, name)
 
-    def run_loaded(
-        self, frozen: Frozen, examples: Sequence[Input], name: str, runs: int
-    ) -> Frozen | None:
-        """A graph that was read, run on the examples; None if it fails, which is logged: then one
-        that is made takes its place."""
+    def runs(self, frozen: Frozen, examples: Sequence[Input], name: str, count: int) -> bool:
+        """Whether a graph out of the store runs, `count` times; why it does not is logged."""
         try:
-            warm = warmed(frozen, examples, name, runs)
+            warmed(frozen, examples, name, count)
         except CaptureError as error:
-            _log.warning("%s: compiled again, not loaded: %s", name, error)
-            return None
+            _log.warning("compiled again, as what was loaded fails: %s", error)
+            return False
         self.loaded += 1
-        return warm
+        return True
 
     def store_made(
         self,
@@ -121,7 +129,9 @@ class StoredBackend(Backend):
         name: str,
     ) -> Frozen:
         """Make a graph and store it; `make` as for :meth:`load_or_store`."""
-        with tempfile.TemporaryDirectory(prefix="graphs-store-") as folder:
+        with tempfile.TemporaryDirectory(
+            prefix="graphs-store-", ignore_cleanup_errors=True
+        ) as folder:
             frozen, write = make(Path(folder))
             try:
                 write()

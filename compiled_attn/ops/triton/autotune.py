@@ -19,6 +19,7 @@ from compiled_attn.ops.triton.arguments import CODES
 from compiled_attn.ops.triton.launch import attend
 from compiled_attn.ops.triton.plans import PLANS, Plans, processors
 from compiled_attn.ops.triton.tiles import Plan, Problem, other_splits, other_tiles, plan
+from compiled_attn.ops.triton.varlen_calls import REFUSED, VarlenCalls
 
 __all__ = ["call_of", "measuring", "tune"]
 
@@ -36,9 +37,9 @@ def measuring(plans: Plans = PLANS) -> Iterator[Plans]:
     """While open, a problem that the op meets for the first time is measured.
 
     Around a warmup, which runs each bucket before it captures it. `Plans.kept` has the results as
-    JSON, for `Plans.adopt` in a later process, and `Plans.varlen` what became of varlen.
+    JSON, for `Plans.adopt` in a later process.
     """
-    plans.measure, plans.varlen = tune, {}
+    plans.measure, plans.varlen = tune, VarlenCalls()
     try:
         yield plans
     finally:
@@ -52,9 +53,10 @@ def tune(problem: Problem, device: torch.device, clock: Clock | None = None) -> 
     try:
         call = call_of(problem, device)
     except torch.OutOfMemoryError:  # a cache has most of it: no reason to fail a warmup
+        REFUSED[device, problem] = "was not measured: the device has no memory left for it"
         return usual
     best = _fastest([usual, *other_tiles(problem, cores)], call, clock)
-    return _or_varlen(_fastest([best, *other_splits(best)], call, clock), call, clock)
+    return _or_varlen(problem, _fastest([best, *other_splits(best)], call, clock), call, clock)
 
 
 def call_of(problem: Problem, device: torch.device) -> PagedCall:
@@ -100,7 +102,7 @@ def _fastest(plans: list[Plan], call: PagedCall, clock: Clock) -> Plan:
     return min(times, key=times.__getitem__, default=plans[0])
 
 
-def _or_varlen(best: Plan, call: PagedCall, clock: Clock) -> Plan:
+def _or_varlen(problem: Problem, best: Plan, call: PagedCall, clock: Clock) -> Plan:
     """The plan, or the one that takes varlen where it can, if it can here and is faster."""
     if lacks := varlen.why_not(call):
         _log.info("varlen is not measured beside Triton: it %s", lacks)
@@ -110,6 +112,7 @@ def _or_varlen(best: Plan, call: PagedCall, clock: Clock) -> Plan:
         times = {each: clock(partial(attend, call, each)) for each in (best, other)}
     except RuntimeError as error:  # it says what it cannot do only when it is called
         _log.warning("varlen is not taken: %s", error)
+        REFUSED[call.query.device, problem] = "failed: " + str(error).partition("\n")[0]
         return best
     return min(times, key=times.__getitem__)
 

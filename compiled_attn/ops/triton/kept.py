@@ -1,4 +1,4 @@
-"""Measured plans in a file: of one kind of device, one Triton, and these kernels."""
+"""Measured plans in a file: of one kind of device, versions of what computes, and these kernels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import triton
 from compiled_attn.ops.cpu.build import default_folder
 from compiled_attn.ops.triton.autotune import measuring
 from compiled_attn.ops.triton.plans import PLANS, Plans
-from compiled_attn.ops.triton.tiles import Problem
+from compiled_attn.ops.varlen import active_implementation
 from graphs.errors import StoreBusy, StoreError
 from graphs.files import write_whole
 from graphs.store.lock import locked
@@ -27,28 +27,31 @@ _PATIENCE_SECONDS = 10.0
 @contextmanager
 def kept_plans(
     file: Path | None, device: torch.device, plans: Plans = PLANS
-) -> Iterator[dict[str, set[Problem]]]:
+) -> Iterator[dict[str, str]]:
     """Around a warmup: plans of the file are taken, others measured, and added to the file.
 
-    Gives what is noted of torch's varlen meanwhile, see `Plans`.
+    It gives notes for the engine's report, which are there when it closes.
 
     Args:
         file: of `plans_file`; None, or one that cannot be written: they are measured at each start.
-        device: that is warmed up.
+        device: that they are of.
         plans: those that the ops take.
     """
     plans.adopt(_read(file), device)
+    notes: dict[str, str] = {}
     try:
         with measuring(plans):
-            yield plans.varlen
+            yield notes
     finally:
+        notes |= plans.varlen.notes()
         _add(file, plans.kept(device))
 
 
 def plans_file(device: torch.device) -> Path | None:
     """Where the plans of a CUDA device are kept; None: nowhere."""
     sources = sorted(Path(__file__).parent.glob("*.py"))
-    factors = [torch.cuda.get_device_name(device), triton.__version__]
+    versions = torch.__version__, triton.__version__
+    factors = [torch.cuda.get_device_name(device), *versions, str(active_implementation())]
     texts = [*(factor.encode() for factor in factors), *(path.read_bytes() for path in sources)]
     try:
         folder = default_folder()

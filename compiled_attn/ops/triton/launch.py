@@ -30,6 +30,7 @@ from compiled_attn.ops.triton.attend import attend_kernel
 from compiled_attn.ops.triton.merge import merge_kernel
 from compiled_attn.ops.triton.plans import PLANS
 from compiled_attn.ops.triton.tiles import Plan
+from compiled_attn.ops.triton.varlen_calls import REFUSED
 from compiled_attn.ops.triton.write import write_kernel
 
 __all__ = ["attend", "paged_attention", "paged_attention_"]
@@ -68,7 +69,7 @@ def paged_attention_(
 def attend(call: PagedCall, plan: Plan | None = None) -> tuple[Tensor, Tensor]:
     """Attends a call whose shapes fit; plan: None: the one that was measured, or the usual one."""
     query = call.query
-    plan = plan or _plan(call)
+    plan = plan or _planned(call)
     if plan.varlen and varlen.why_not(call) is None:
         return varlen.attend(call)
     tokens, heads, _ = query.shape
@@ -85,13 +86,14 @@ def attend(call: PagedCall, plan: Plan | None = None) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def _plan(call: PagedCall) -> Plan:
+def _planned(call: PagedCall) -> Plan:
+    """The plan of a call; in a warmup, whether varlen serves it is noted for the report."""
     problem = problem_of(call)
     plan = PLANS.of(problem, call.query.device)
-    if PLANS.measure:  # in a warmup, whose report says it
-        measured = "taken" if plan.varlen else "refused or slower than Triton"
-        told = varlen.why_not(call) or f"{measured}, as measured"
-        PLANS.varlen.setdefault(told, set()).add(problem)
+    if PLANS.measure is not None:
+        slower = "was not faster than Triton when it was measured"
+        by_plan = None if plan.varlen else REFUSED.get((call.query.device, problem), slower)
+        PLANS.varlen.add(problem, varlen.why_not(call) or by_plan)
     return plan
 
 

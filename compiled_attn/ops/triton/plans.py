@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 
 import torch
 
 from compiled_attn.ops.triton.tiles import Plan, Problem, Tile, plan
+from compiled_attn.ops.triton.varlen_calls import VarlenCalls
 
 __all__ = ["PLANS", "Plans", "processors"]
 
@@ -20,13 +21,12 @@ class Plans:
     Attributes:
         measure: gives the plan of a problem that has none yet; None, as it is but for a warmup
             (`autotune.measuring`): such a problem has the usual plan.
-        varlen: what was noted of torch's varlen in the last warmup (taken, or why not), and of
-            which problems.
+        varlen: calls of the last warmup.
     """
 
     def __init__(self) -> None:
         self.measure: Callable[[Problem, torch.device], Plan] | None = None
-        self.varlen: dict[str, set[Problem]] = {}
+        self.varlen = VarlenCalls()
         self._measured: dict[tuple[torch.device, Problem], Plan] = {}
 
     def of(self, problem: Problem, device: torch.device) -> Plan:
@@ -37,20 +37,21 @@ class Plans:
         return found or _usual(problem, device)
 
     def kept(self, device: torch.device) -> dict[str, list[int]]:
-        """What was measured on a device, as JSON: by the names of problems rows, keys, warps,
+        """What was measured on a device, as JSON by the names of problems: rows, keys, warps,
         stages, splits, and 1 for varlen or 0."""
         return {
             problem.name: [*tile, splits, int(varlen)]
-            for (own, problem), (tile, splits, varlen) in self._measured.items()
-            if own == device
+            for (where, problem), (tile, splits, varlen) in self._measured.items()
+            if where == device
         }
 
     def adopt(self, kept: Mapping[str, list[int]], device: torch.device) -> None:
-        """Takes for a device what `kept` gave, of an earlier process on one of the same kind.
+        """Takes for a device what `kept` gave, of an earlier process on the same kind of device.
 
         Raises:
             ValueError: it is none of it.
         """
+        plans: dict[tuple[torch.device, Problem], Plan] = {}
         for name, numbers in kept.items():
             are_sizes = all(type(each) is int and each > 0 for each in numbers[:5])
             is_plan = len(numbers) == 6 and are_sizes and numbers[5] in (0, 1)
@@ -59,19 +60,13 @@ class Plans:
                     "expected rows, keys, warps (powers of two), stages, splits and 0 or 1 of "
                     f"{name!r}, got {numbers!r}: measure again"
                 )
-        self._measured |= {
-            (device, Problem.named(name)): Plan(Tile(*tile), splits, bool(varlen))
-            for name, (*tile, splits, varlen) in kept.items()
-        }
+            *tile, splits, is_varlen = numbers
+            plans[device, Problem.named(name)] = Plan(Tile(*tile), splits, bool(is_varlen))
+        self._measured |= plans
 
 
 PLANS = Plans()
 """Those that the ops take: torch keeps one op a name, and so one table of plans."""
-
-
-@functools.lru_cache(maxsize=4096)
-def _usual(problem: Problem, device: torch.device) -> Plan:
-    return plan(problem, processors(device))
 
 
 def processors(device: torch.device) -> int:
@@ -81,5 +76,13 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@lru_cache(maxsize=4096)
+def _usual(problem: Problem, device: torch.device) -> Plan:
+    return plan(problem, processors(device))
+
+
 def _is_capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from typing import Any
@@ -28,19 +28,18 @@ def register(library: torch.library.Library, key: str = "CUDA") -> None:
         library.impl(name, op, key)
 
 
-def measured_plans(
-    device: torch.device,
-) -> AbstractContextManager[Mapping[str, Collection[object]]]:
+def measured_plans(device: torch.device) -> AbstractContextManager[dict[str, str]]:
     """Open around a warmup on a device: plans of its buckets are measured, or found in a file.
 
-    Gives what is noted of torch's varlen (taken, or why not), and of which sizes. Of devices
-    without these ops it does nothing.
+    It gives notes for the engine's report, which are there when it closes. Of devices without
+    these ops it does nothing, and has none.
     """
     if device.type != "cuda" or why_not() is not None:
         return nullcontext({})
     from compiled_attn.ops.triton.kept import kept_plans, plans_file
 
-    return kept_plans(plans_file(device), device)
+    own = torch.empty(0, device=device).device  # "cuda" has no index, its tensors do
+    return kept_plans(plans_file(own), own)
 
 
 def _paged_attention(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:

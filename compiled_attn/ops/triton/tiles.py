@@ -57,7 +57,7 @@ class Problem(NamedTuple):
 
     @property
     def name(self) -> str:
-        """All sizes in words: the key under which a measured plan is kept."""
+        """All sizes in words, under which a measured plan is kept in a file; see `named`."""
         return ", ".join(f"{name} {value}" for name, value in self._asdict().items())
 
     @classmethod
@@ -65,12 +65,14 @@ class Problem(NamedTuple):
         """The problem of a name.
 
         Raises:
-            ValueError: it is none of a problem.
+            ValueError: it names none.
         """
-        words = dict(part.partition(" ")[::2] for part in name.split(", "))
-        if tuple(words) != cls._fields:
-            raise ValueError(f"expected values of {', '.join(cls._fields)}, got {name!r}")
-        return cls._make(int(each) if each.isdigit() else each for each in words.values())
+        told = dict(each.split(" ", 1) for each in name.split(", "))
+        if [*told] != [*cls._fields]:
+            raise ValueError(f"expected the sizes {', '.join(cls._fields)}, got {name!r}")
+        *sizes, dtype, codes = told.values()
+        tokens, requests, kv_heads, group, key_dim, value_dim, keys, page = map(int, sizes)
+        return cls(tokens, requests, kv_heads, group, key_dim, value_dim, keys, page, dtype, codes)
 
     @property
     def has_few_rows(self) -> bool:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 
-from compiled_attn.engine import ConfigError, Engine, EngineConfig, SamplingParams, local
+from compiled_attn.engine import ConfigError, Engine, EngineConfig, SamplingParams
 from compiled_attn.engine.local import LocalExecutor
 from graphs import CaptureError
 from graphs.backends.eager import EagerBackend
@@ -35,16 +33,6 @@ def test_every_request_is_continued_and_every_token_found_where_its_tables_say(e
 def test_the_executor_says_what_ends_a_text(engine):
     (result,) = engine.generate([[96]], SamplingParams(max_new_tokens=20))
     assert (result.tokens, result.finish_reason) == ([97, 98, 99], "stop")
-
-
-def test_what_a_warmup_notes_of_varlen_is_in_the_report(monkeypatch):
-    noted = {"has no softcap": {1, 2}, "taken, as measured": {3}}
-    monkeypatch.setattr(local, "measured_plans", lambda _: nullcontext(noted))
-    engine = Engine(tiny_model(), EngineConfig(16, 4, num_blocks=20, backend="eager", max_graphs=2))
-    assert "varlen" not in engine.report().kernel_notes
-    engine.warmup()
-    told = engine.report().to_dict()["kernel_notes"]["varlen"]
-    assert told == "has no softcap (2 sizes); taken, as measured (1 sizes)"
 
 
 def test_a_model_is_the_short_form_of_a_local_executor():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 import torch
@@ -156,6 +158,22 @@ def test_a_kernel_that_does_not_build_is_an_error_if_strict_and_a_reason_if_not(
     assert engine.report().fallbacks == 1
     with pytest.raises(ConfigError, match=r"^kernel 'native' cannot serve here: .*C\+\+ compiler"):
         Engine(tiny_model(), _config(strict=False))
+
+
+def test_the_report_tells_what_the_warmup_of_a_device_found(monkeypatch):
+    notes: dict[str, str] = {}
+
+    @contextmanager
+    def measured(device):
+        assert device.type == "cpu"
+        yield notes
+        notes["varlen"] = "serves 1 of 1 kinds of calls"
+
+    monkeypatch.setattr(local, "measured_plans", measured)
+    engine = Engine(tiny_model(), _config(max_graphs=2))
+    assert "varlen" not in engine.report().kernel_notes
+    engine.warmup()
+    assert engine.report().kernel_notes["varlen"] == "serves 1 of 1 kinds of calls"
 
 
 def test_buckets_of_the_native_kernel_need_it():

@@ -69,7 +69,7 @@ def test_an_exception_between_a_copy_and_its_event_tears_nothing(staging):
         def query(self) -> bool:
             return True
 
-        def record(self, _: torch.Stream) -> None:
+        def record(self, stream: torch.Stream) -> None:
             raise KeyboardInterrupt
 
     events, before = [*staging._copied], counts()
@@ -95,18 +95,30 @@ def test_tokens_of_two_steps_can_be_on_their_way():
     assert counts().since(before).waits == 0
 
 
-def test_events_are_of_the_device_that_copies_and_not_of_the_current_one():
-    here = torch.device("stand_in:1")
-    open_device()
-    staging, way = Staging(here, staged_bytes(fields(0))), Return(here, 4)
-    assert torch.accelerator.current_device_index() == 0
-    before = counts()
-    for seed in range(4):
-        there = staging.stage(fields(seed))
-        arriving = way.send(there[0][:3])
-        assert there[0].device == here and [*arriving] == fields(seed)[0][:3].tolist()
-    assert counts().since(before).torn == 0
-    assert torch.accelerator.current_device_index() == 0
+class Recorded:
+    """An event that keeps the streams it was recorded on."""
+
+    def __init__(self, streams: list[object]) -> None:
+        self._streams = streams
+
+    def query(self) -> bool:
+        return True
+
+    def record(self, stream: object) -> None:
+        self._streams.append(stream)
+
+
+def test_events_are_on_the_stream_of_the_tensors_device_not_of_the_current_one(
+    staging, monkeypatch
+):
+    device, streams = open_device(), []
+    way = Return(device, 4)
+    staging._copied[:] = [Recorded(streams), Recorded(streams)]
+    way._turns = [(buffer, Recorded(streams)) for buffer, _ in way._turns]
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda of: f"stream of {of}")
+    staging.stage(fields(1))
+    way.send(torch.tensor([1, 2]).to(device))
+    assert streams == [f"stream of {device}"] * 2
 
 
 def test_what_comes_later_is_read_once_and_when_it_is_needed():

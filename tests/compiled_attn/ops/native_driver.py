@@ -9,8 +9,29 @@ import torch
 from compiled_attn.ops import NativeOps, load, packed_linear
 from tests.compiled_attn.ops.native_cases import CASES, MIXED
 from tests.compiled_attn.ops.native_scene import Scene, assert_right, new_tokens, scene
+from tests.compiled_attn.ops.test_drawn_tokens import (
+    DTYPES,
+    KINDS,
+    draws_of,
+    of_sorted,
+    rows_of,
+    settle,
+)
+from tests.compiled_attn.ops.test_drawn_tokens import SIZES as VOCABULARIES
 from tests.compiled_attn.ops.test_packed_linear import ROWS, SIZES, assert_product, layer
 from tests.compiled_attn.ops.test_reference import BAD_NUMBERS, BAD_SHAPES, WRITES
+
+DRAWS = [
+    (0.0, 1, 1.0, 0.0, 0.0),
+    (0.8, 10**9, 1.0, 0.0, 0.99),
+    (3.0, 10**9, 0.9, 0.0, 0.9999),
+    (0.8, 50, 0.9, 0.05, 0.3),
+    (0.8, 1025, 1.0, 0.0, 0.7),
+    (1e-200, 10**9, 1.0, 1.0, 0.5),
+    (1e300, 10**9, 0.5, 0.0, 0.5),
+    (1.0, 10**9, 1.0, 1e-3, 0.5),
+]
+"""Temperature, top-k, top-p, min-p, uniform."""
 
 
 def main(isa: str, tiles: str) -> None:
@@ -46,6 +67,13 @@ def main(isa: str, tiles: str) -> None:
             assert_product(ops.packed_linear(input, packed, bias), input, weight, bias)
             ids = torch.tensor([0, len(weight) - 1])
             assert torch.equal(ops.packed_rows(packed, ids), weight[ids])
+    for kind in KINDS:
+        for vocab in VOCABULARIES:
+            for dtype in DTYPES:
+                logits = rows_of(kind, len(DRAWS), vocab).to(dtype)
+                tokens = settle(ops, logits, draws_of(*DRAWS)).tolist()
+                rows = zip(logits, DRAWS, strict=True)
+                assert tokens == [of_sorted(row, *draw) for row, draw in rows]
     print("clean", len(CASES), len(WRITES))
 
 

@@ -6,7 +6,8 @@ from compiled_attn.ops.schema import schemas
 
 
 def test_the_schemas_come_from_the_cpp_sources():
-    attention, linear = {"paged_attention", "paged_attention_"}, {"packed_linear", "packed_rows"}
-    assert set(schemas()) == attention | linear
+    attention = {"paged_attention", "paged_attention_"}
+    others = {"packed_linear", "packed_rows", "drawn_tokens"}
+    assert set(schemas()) == attention | others
     for name, text in schemas().items():
-        assert "\n" not in text and text.endswith("Tensor" if name in linear else "lse)")
+        assert "\n" not in text and text.endswith("Tensor" if name in others else "lse)")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -147,30 +148,55 @@ def test_a_plan_that_takes_it_does_so_where_it_serves_the_call(on_cpu, monkeypat
         assert len(asked) == count
 
 
-def test_a_warmup_notes_what_became_of_it(on_cpu, monkeypatch):
-    from compiled_attn.ops.triton import autotune
-    from compiled_attn.ops.triton.kept import kept_plans
-    from compiled_attn.ops.triton.launch import attend as attend_by_plan
-    from compiled_attn.ops.triton.plans import PLANS, Plan
-    from compiled_attn.ops.triton.tiles import Tile
+@pytest.fixture
+def warmup(on_cpu, monkeypatch):
+    """Attends calls in a warmup that measures by a clock, and returns its note for the report."""
+    from compiled_attn.ops.triton import autotune, kept, launch
+    from compiled_attn.ops.triton.plans import Plans
 
-    monkeypatch.setattr(varlen, "attend", lambda call: attend(call))
-    monkeypatch.setattr(PLANS, "_measured", {})
-    wide = Plan(Tile(16, 16, 4, 1), 1)
-    for takes, told in ((True, "taken, as"), (False, "refused or slower than Triton, as")):
-        plan = wide._replace(varlen=takes)
-        monkeypatch.setattr(autotune, "tune", lambda problem, device, plan=plan: plan)
-        PLANS._measured.clear()
-        with kept_plans(None, torch.device("cpu")) as noted:
-            for options in ({}, {}, {"softcap": 2.0}, {"dtype": torch.float32}):
-                attend_by_plan(call_of(scene(MIXED, **{"dtype": BF16, **options})))
-        assert {what: len(problems) for what, problems in noted.items()} == {
-            f"{told} measured": 1,
-            "has no softcap": 1,
-            "computes in float16 and bfloat16, not in torch.float32": 1,
-        }
-    attend_by_plan(call_of(scene(MIXED, dtype=BF16, softcap=2.0)))
-    assert noted is PLANS.varlen and sum(map(len, noted.values())) == 3  # nothing after it
+    refused, tune = {}, autotune.tune
+    for module in (autotune, launch):
+        monkeypatch.setattr(module, "REFUSED", refused)
+
+    def run(clock, *options):
+        plans = Plans()
+        monkeypatch.setattr(autotune, "tune", partial(tune, clock=clock))
+        monkeypatch.setattr(launch, "PLANS", plans)
+        with kept.kept_plans(None, torch.device("cpu"), plans) as notes:
+            for each in options:
+                launch.attend(call_of(scene(MIXED, dtype=BF16, **each)))
+        launch.attend(call_of(scene(MIXED, dtype=BF16)))  # of no warmup: not told
+        return notes
+
+    return run
+
+
+def test_the_report_tells_how_many_calls_it_serves_and_why_not_the_others(warmup):
+    def fast(run):
+        return not run.args[1].varlen
+
+    def slow(run):
+        return run.args[1].varlen
+
+    assert warmup(fast, {}, {}, {"window": 3}) == {"varlen": "serves 1 of 1 kinds of calls"}
+    assert warmup(fast, {}, {"softcap": 2.0}) == {
+        "varlen": "serves 1 of 2 kinds of calls; 1 not, as it has no softcap"
+    }
+    assert warmup(slow, {}) == {
+        "varlen": "serves 0 of 1 kinds of calls; 1 not, as it was not faster than Triton when it "
+        "was measured"
+    }
+    assert warmup(fast) == {}
+
+
+def test_the_report_tells_what_it_said_when_it_was_called(warmup):
+    def refuses(run):
+        if run.args[1].varlen:
+            raise RuntimeError("FA3 forward unsupported: pages\nat line 3")
+        return 1.0
+
+    note = "serves 0 of 1 kinds of calls; 1 not, as it failed: FA3 forward unsupported: pages"
+    assert warmup(refuses, {}) == {"varlen": note}
 
 
 @pytest.mark.gpu

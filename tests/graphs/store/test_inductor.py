@@ -16,8 +16,7 @@ from torch import nn
 from graphs import InputMismatch, ModeMismatch, StaleGraph, capture, no_compile
 from graphs.backends.inductor import InductorBackend
 from graphs.capture.contract import Frozen
-from graphs.capture.symbolic import SymbolicSizes
-from graphs.store import ArtifactStore, StoredInductor, inductor_graph
+from graphs.store import ArtifactStore, StoredInductor
 from graphs.store.lock import Lock
 from graphs.watch.compiles import CompileWatch
 
@@ -270,45 +269,6 @@ def test_the_sentinel_has_nothing_to_say_about_a_loaded_graph(warm):
     graph = load(warm, Net())
     with no_compile():
         graph.run(*INPUTS)
-
-
-def _fails(*_, **__):
-    raise RuntimeError("no such cubin")
-
-
-@pytest.mark.parametrize("symbolic", [False, True])
-def test_what_cannot_be_compiled_to_be_kept_is_compiled_to_be_run(
-    tmp_path, monkeypatch, caplog, symbolic
-):
-    def doubled(x):
-        return x * 2
-
-    monkeypatch.setattr(torch._inductor, "standalone_compile", _fails)
-    backend = StoredInductor(ArtifactStore(tmp_path / "store"))
-    sizes = SymbolicSizes("step", [[0]]) if symbolic else None
-    how = {"symbolic": sizes} if symbolic else {}
-    graph = backend.capture(doubled, [torch.ones(4, 3)], name="step", warm_runs=1, **how)
-    assert graph.run(torch.ones(4, 3)).eq(2).all()
-    assert (backend.stored, backend.loaded) == (0, 0)
-    assert "step: not stored: " in caplog.text and "no such cubin" in caplog.text
-
-
-def test_a_stored_graph_that_fails_where_it_runs_is_made_anew_and_takes_its_place(
-    tmp_path, monkeypatch, caplog
-):
-    def doubled(x):
-        return x * 2
-
-    store, x = ArtifactStore(tmp_path / "store"), torch.ones(4, 3)
-    capture(doubled, [x], backend=StoredInductor(store))
-    backend = StoredInductor(store)
-    with monkeypatch.context() as patch:
-        patch.setattr(inductor_graph, "_load", lambda _: _fails)
-        assert capture(doubled, [x], backend=backend).run(x).eq(2).all()
-    assert (backend.stored, backend.loaded) == (1, 0)
-    assert "compiled again, not loaded" in caplog.text and "no such cubin" in caplog.text
-    backend = StoredInductor(store)
-    assert capture(doubled, [x], backend=backend).run(x).eq(2).all() and backend.loaded == 1
 
 
 def test_cuda_graphs_of_inductor_itself_are_not_kept(tmp_path, caplog):

@@ -88,7 +88,7 @@ def forget():
     for name in ("my_net", "my_used", "my_unrelated"):
         sys.modules.pop(name, None)
     importlib.invalidate_caches()
-    graphs.store.sources._version.cache_clear()
+    graphs.store.sources.version_of.cache_clear()
     graphs.store.sources._distributions.cache_clear()
 
 

@@ -78,6 +78,23 @@ struct PackedLinearArgs {
   int32_t threads;
 };
 
+// What stands for a token that there is not.
+constexpr int64_t kNoToken = -1;    // the row's largest logit is NaN or infinite
+constexpr int64_t kUndecided = -2;  // bounds of the sums don't tell which it is
+
+// The token of each row of logits; its settings are [rows] each.
+struct DrawnTokensArgs {
+  const void* logits;  // [rows, vocab], rows `logits_row` elements apart
+  int64_t logits_row;
+  const double* temperature;  // 0: the most likely token, of equal ones the lowest
+  const int64_t* top_k;       // 1 or more
+  const double *top_p, *min_p;
+  const double* uniform;  // place in the running sum, in [0, 1)
+  int64_t* tokens;        // [rows]
+  int64_t rows, vocab;
+  int32_t dtype, threads;
+};
+
 }  // namespace compiled_attn
 
 extern "C" int32_t compiled_attn_paged_attention(const compiled_attn::PagedAttentionArgs* args,
@@ -85,3 +102,6 @@ extern "C" int32_t compiled_attn_paged_attention(const compiled_attn::PagedAtten
 
 // kOk or kOutOfMemory.
 extern "C" int32_t compiled_attn_packed_linear(const compiled_attn::PackedLinearArgs* args);
+
+// kOk or kOutOfMemory.
+extern "C" int32_t compiled_attn_drawn_tokens(const compiled_attn::DrawnTokensArgs* args);

@@ -30,4 +30,9 @@ constexpr const char* kPackedLinearSchema =
 constexpr const char* kPackedRowsSchema =
     R"schema(packed_rows(Tensor weight, Tensor ids) -> Tensor)schema";
 
+constexpr const char* kDrawnTokensSchema =
+    R"schema(drawn_tokens(
+    Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor uniform
+  ) -> Tensor)schema";
+
 }  // namespace compiled_attn

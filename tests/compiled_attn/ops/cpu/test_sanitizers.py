@@ -23,6 +23,7 @@ def _runtime(compiler: str, name: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.timeout(1800)  # with sanitizers a kernel takes minutes to compile
 @pytest.mark.parametrize(
     ("isa", "tiles"), [(isa, "none") for isa in available_isas()] + [("portable", "plain")]
 )

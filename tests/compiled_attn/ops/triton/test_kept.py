@@ -75,5 +75,18 @@ def test_where_nothing_can_be_written_they_are_measured_each_time(warmup):
 
 
 def test_on_a_cpu_nothing_is_measured():
-    with measured_plans(CPU) as noted:
-        assert noted == {}
+    with measured_plans(CPU) as notes:
+        pass
+    assert notes == {}
+
+
+def test_another_flash_attention_has_plans_of_its_own(monkeypatch):
+    interpreted()
+    from compiled_attn.ops.triton import kept
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H100")
+    files = set()
+    for active in (None, "FA3", "FA3"):
+        monkeypatch.setattr(kept, "active_implementation", lambda active=active: active)
+        files.add(kept.plans_file(torch.device("cuda:0")))
+    assert len(files) == 2

@@ -101,22 +101,34 @@ def test_what_is_no_plan_is_not_adopted(numbers):
     assert not plans.kept(CPU)
 
 
-@pytest.mark.parametrize("name", ["", "tokens 1", DECODE.name + ", more 2", "a " + DECODE.name])
-def test_what_is_no_problem_is_not_adopted(name):
-    with pytest.raises(ValueError, match=r"expected values of tokens, requests, .* got"):
-        Plans().adopt({name: [16, 16, 4, 2, 1, 0]}, CPU)
+def test_a_name_that_is_no_problem_is_not_adopted():
+    for name in ("", "tokens 4", DECODE.name.replace("tokens 32", "tokens many")):
+        with pytest.raises(ValueError):
+            Plans().adopt({name: [16, 16, 4, 2, 1, 0]}, CPU)
+    assert Problem.named(DECODE.name) == DECODE
 
 
-def test_a_plan_is_that_of_its_device():
-    plans, chosen = Plans(), Plan(Tile(64, 16, 8, 3), 2)
-    one, other = torch.device("cuda:0"), torch.device("meta:1")
-    plans.adopt({DECODE.name: [*chosen.tile, 2, 0]}, one)
-    assert plans.of(DECODE, one) == chosen and plans.of(DECODE, other) == plan(DECODE, 132)
-    assert [*plans.kept(one)] == [DECODE.name] and not plans.kept(other)
+def test_each_device_has_plans_of_its_own():
+    first, second = torch.device("meta", 0), torch.device("meta", 1)
+    plans, asked = Plans(), []
+    plans.measure = lambda problem, device: (
+        asked.append(device) or Plan(Tile(16, 16, 4, 1), 1 + device.index)
+    )
+    assert [plans.of(DECODE, each).splits for each in (first, second, first)] == [1, 2, 1]
+    assert asked == [first, second]
+    later = Plans()
+    later.adopt(plans.kept(second), first)
+    assert later.of(DECODE, first).splits == 2
+    assert later.of(DECODE, second) == plan(DECODE, 132) and not later.kept(second)
 
 
-def test_a_look_up_builds_no_names(monkeypatch):
+def test_what_a_call_looks_up_is_a_tuple_and_builds_no_name(monkeypatch):
+    def fail(self):
+        raise AssertionError("a name is for files")
+
     plans = Plans()
-    plans.of(DECODE, CPU)
-    monkeypatch.setattr(Problem, "name", property(lambda _: pytest.fail("a name was built")))
-    assert plans.of(DECODE, CPU) is plans.of(DECODE._replace(), CPU)  # not chosen anew
+    plans.adopt({DECODE.name: [16, 16, 4, 2, 3, 0]}, CPU)
+    monkeypatch.setattr(Problem, "name", property(fail))
+    other = DECODE._replace(tokens=1, requests=1)
+    assert plans.of(DECODE, CPU).splits == 3
+    assert plans.of(other, CPU) is plans.of(other, CPU)

@@ -1,0 +1,6 @@
+"""``python -m compiled_attn``: the command, also as torchrun starts it."""
+
+from compiled_attn.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,8 @@
+"""One model on several ranks: tensor parallelism under torchrun."""
+
+from compiled_attn.ranks.agree import engine_on
+from compiled_attn.ranks.engine import RankEngine
+from compiled_attn.ranks.group import Ranks, joined_ranks
+from compiled_attn.ranks.shard import shard
+
+__all__ = ["RankEngine", "Ranks", "engine_on", "joined_ranks", "shard"]

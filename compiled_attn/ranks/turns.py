@@ -1,0 +1,80 @@
+"""A backend whose graphs rank 0 compiles first, so that the others find them compiled."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch._dynamo.callback import callback_handler
+
+from compiled_attn.ranks.group import Ranks
+from graphs.capture.contract import Backend, Frozen
+from graphs.capture.inputs import Input
+
+__all__ = ["InTurn"]
+
+_TURNS = itertools.count()  # of all engines of the process, as marks stay
+
+
+class InTurn(Backend):
+    """A backend of several ranks, of which one compiles at a time.
+
+    A graph contains sums over the ranks, so all of them run it in a capture, and none can be done
+    before the others. What waits is the compile: the other ranks begin theirs when that of rank 0
+    has ended, and it is then a look into inductor's cache. A store has the graph at the next start.
+
+    Args:
+        backend: what captures.
+        ranks: who takes part.
+    """
+
+    def __init__(self, backend: Backend, ranks: Ranks) -> None:
+        self.name = backend.name
+        self._backend, self._ranks = backend, ranks
+
+    def available(self) -> str | None:
+        """As the backend's."""
+        return self._backend.available()
+
+    def capture(
+        self, function: Callable[..., Any], example_inputs: Sequence[Input], **settings: Any
+    ) -> Frozen:
+        """Capture; rank 0 tells when it has compiled, the others compile when it did."""
+        turn = f"compiled {next(_TURNS)}"
+        if not self._ranks.leads:
+            with _called(callback_handler.start_callbacks, lambda _: self._ranks.wait(turn)):
+                return self._backend.capture(function, example_inputs, **settings)
+        known = {name: settings[name] for name in settings.keys() - {"name", "warm_runs"}}
+        try:
+            if self._backend.has(function, example_inputs, **known):  # it may lack elsewhere
+                self._ranks.mark(turn)
+            with _called(callback_handler.end_callbacks, lambda _: self._ranks.mark(turn)):
+                return self._backend.capture(function, example_inputs, **settings)
+        finally:
+            self._ranks.mark(turn)
+
+    def has(
+        self, function: Callable[..., Any], example_inputs: Sequence[Input], **options: Any
+    ) -> bool:
+        """As the backend's."""
+        return self._backend.has(function, example_inputs, **options)
+
+    def why_no_symbolic(self) -> str:
+        """As the backend's."""
+        return self._backend.why_no_symbolic()
+
+    def why_no_precompile(self) -> str:
+        """Workers of several ranks would compile the same."""
+        return "of several ranks one compiles at a time"
+
+
+@contextmanager
+def _called(callbacks: list[Callable[[Any], None]], each: Callable[[Any], None]) -> Iterator[None]:
+    """Adds what Dynamo calls at the start, or at the end, of a compile."""
+    callbacks.append(each)
+    try:
+        yield
+    finally:
+        callbacks.remove(each)

@@ -1,0 +1,141 @@
+"""An engine on a GPU: the tokens of a CPU in float32, also where NaN lies all around, by replays.
+
+The same runs on the stand-in device, whose graphs are recorded by a double. What only some machines
+have is imported where it is used: a GPU's machine may lack it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from compiled_attn.engine import Engine, EngineConfig, SamplingParams
+from graphs.backends.cudagraph import CudaGraphBackend, CudaRecorder, Recording
+from tests.compiled_attn.tiny import plain_generate, tiny_model
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
+CONFIG = EngineConfig(16, 4, block_size=4, num_blocks=40, context=64, kernel="native", max_graphs=4)
+# Chunks of the long ones share steps with tokens that others decode.
+PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [3, 4], [(5 * n) % 120 for n in range(1, 38)], [5] * 9, [8] * 21]
+COUNT = 8
+FAMILIES = {"llama": "GQA", "mistral": "a window", "gemma2": "softcap"}
+
+
+class Counting(CudaRecorder):
+    """Records on the GPU, and counts replays."""
+
+    replays = 0
+
+    def record(self, call):
+        recording = super().record(call)
+
+        def replay() -> None:
+            self.replays += 1
+            recording.replay()
+
+        return Recording(replay, recording.outputs, recording.close)
+
+
+class Recorded(CudaGraphBackend):
+    """Records the steps: compiled code on a GPU, eager code on the stand-in."""
+
+    def __init__(self, device: str) -> None:
+        self.recorders: list[Counting] = []
+        self._device = device
+        super().__init__(self._recorder_of)
+
+    def _recorder_of(self):
+        self.recorders.append(Counting() if self._device == "cuda" else double(self._device))
+        return self.recorders[-1]
+
+    def capture(self, *args, **options):
+        compiler = "inductor" if self._device == "cuda" else "eager"
+        return super().capture(*args, compiler=compiler, **options)
+
+
+def double(device: str):
+    from tests.graphs.backends.replay_double import ReplayDouble
+
+    return ReplayDouble(device=device)
+
+
+DEVICES = {
+    "stand_in": ("eager", "cudagraph"),
+    "cuda": ("eager", "inductor", "cudagraph"),
+}
+RUNS = [
+    pytest.param(device, backend, marks=[pytest.mark.gpu] if device == "cuda" else [])
+    for device, backends in DEVICES.items()
+    for backend in backends
+]
+
+
+def engine_on(device: str, backend: str, family: str, **changes) -> Engine:
+    """Warmed up, on a device that is there."""
+    if device == "stand_in":
+        if torch.cuda.is_available():
+            pytest.skip("torch has one accelerator a process, and this machine's is a GPU")
+        from tests.stand_in import open_device
+
+        open_device()
+    made = Recorded(device) if backend == "cudagraph" else backend
+    config = replace(CONFIG, backend=made, **changes)
+    engine = Engine(tiny_model(family).to(device), config)
+    engine.warmup()
+    for recorder in getattr(made, "recorders", ()):
+        recorder.replays = 0
+    return engine
+
+
+def generated(engine: Engine, on_step=None) -> list[list[int]]:
+    sampling = SamplingParams(max_new_tokens=COUNT)
+    results = engine.generate(PROMPTS, sampling, in_order=True, on_step=on_step)
+    return [result.tokens for result in results]
+
+
+@cache
+def on_cpu(family: str) -> list[list[int]]:
+    """Tokens of plain `generate`."""
+    model = tiny_model(family)
+    return [plain_generate(model, prompt, COUNT) for prompt in PROMPTS]
+
+
+def assert_replayed(engine: Engine) -> None:
+    """Every step replayed its graph, if graphs are recorded; and nothing was compiled late."""
+    report = engine.report()
+    assert (report.compiles_after_warmup, report.graph_breaks, report.fallbacks) == (0, 0, 0)
+    assert report.kernel == "native"
+    if isinstance(backend := engine.executor.config.backend, Recorded):
+        steps, *_ = backend.recorders
+        assert steps.replays == report.steps > 0
+
+
+@pytest.mark.parametrize("look_ahead", [True, False], ids=["ahead", "in turn"])
+@pytest.mark.parametrize("family", FAMILIES, ids=FAMILIES.get)
+@pytest.mark.parametrize(("device", "backend"), RUNS)
+def test_tokens_are_those_of_a_cpu(device, backend, family, look_ahead):
+    engine = engine_on(device, backend, family, look_ahead=look_ahead)
+    assert generated(engine) == on_cpu(family)
+    assert bool(engine.report().steps_ahead) is look_ahead
+    assert_replayed(engine)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=FAMILIES.get)
+@pytest.mark.parametrize(("device", "backend"), RUNS)
+def test_nan_in_the_null_block_and_in_unused_blocks_changes_nothing(device, backend, family):
+    engine = engine_on(device, backend, family)
+    buffers = [*engine.executor.cache.buffers()]
+    for buffer in buffers:
+        buffer.fill_(float("nan"))
+
+    def poison(_) -> None:
+        for buffer in buffers:
+            buffer[: CONFIG.block_size].fill_(float("nan"))  # what padding has written there
+
+    assert generated(engine, poison) == on_cpu(family)
+    assert engine.report().nonfinite_rows == 0
+    assert_replayed(engine)

@@ -1,0 +1,52 @@
+"""The command under torchrun: Ctrl-C ends every rank, and a rank of other settings is refused."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+_ROOT = Path(__file__).parents[3]
+_RUN = ["-m", "compiled_attn", "run", "--backend", "eager", "--no-store"]
+
+
+def started(folder: Path, *arguments: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node=2", "--redirects=3", f"--log-dir={folder}", *arguments]
+    settings = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(_ROOT)}
+    silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    return subprocess.Popen(command, env=settings, start_new_session=True, **silent)
+
+
+def said(folder: Path, rank: int) -> str:
+    return "".join(path.read_text() for path in folder.glob(f"*/attempt_0/{rank}/std*.log"))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("to_all", [True, False], ids=["terminal", "torchrun-alone"])
+def test_ctrl_c_ends_all_ranks_without_a_traceback(tmp_path, to_all):
+    run = started(tmp_path, *_RUN, "--requests", "400")
+    while "threads:" not in said(tmp_path, 0):  # then both have begun
+        assert run.poll() is None, said(tmp_path, 0)
+        time.sleep(0.1)
+    time.sleep(3)
+    (os.killpg if to_all else os.kill)(run.pid, signal.SIGINT)
+    run.wait(timeout=200)
+    for rank in (0, 1):
+        assert "interrupted" in said(tmp_path, rank)
+        assert "Traceback" not in said(tmp_path, rank)
+
+
+@pytest.mark.dist
+def test_ranks_of_other_settings_say_the_difference(tmp_path):
+    shell = f"exec {sys.executable} {' '.join(_RUN)} --max-seqs $((RANK + 4))"
+    run = started(tmp_path, "--no-python", "bash", "-c", shell)
+    assert run.wait(timeout=200)
+    for rank in (0, 1):
+        wanted = "expected the same setting max_seqs on all ranks, got 5 on rank 1 and 4 on rank 0"
+        assert wanted in said(tmp_path, rank)

@@ -1,0 +1,174 @@
+"""One rank of a test, started by torchrun: ``worker.py CASE ARGUMENTS``; rank 0 prints JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from compiled_attn.engine import Engine, EngineConfig, SamplingParams
+from compiled_attn.errors import ConfigError, RankLost, RanksDisagree
+from compiled_attn.ranks import RankEngine, Ranks, engine_on, joined_ranks
+from tests.compiled_attn.tiny import FAMILIES, plain_generate, tiny_model
+
+CONFIG = EngineConfig(
+    16, 4, block_size=4, num_blocks=20, context=64, backend="eager", max_graphs=4, defrag_waste=0.0
+)
+PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [3, 4], [9, 8, 7] * 5, [5] * 9, [1, 2, 3, 4, 5, 6, 9, 9]]
+GREEDY = SamplingParams(max_new_tokens=8)
+
+
+def told(engine: Engine) -> list[list[int]]:
+    return [each.tokens for each in engine.generate(PROMPTS, GREEDY, in_order=True)]
+
+
+def families(ranks: Ranks, backend: str, *names: str) -> None:
+    for name in names:
+        engine = engine_on(ranks, tiny_model(name), replace(CONFIG, backend=backend))
+        engine.warmup()
+        if not ranks.leads:
+            engine.follow()
+            check_armed(engine)
+            continue
+        tokens = told(engine)
+        engine.dismiss()
+        check_armed(engine)
+        wanted = [plain_generate(tiny_model(name), prompt, 8) for prompt in PROMPTS]
+        report, heads = engine.report(), engine.executor.cache.shapes[0].num_kv_heads
+        say(name, tokens == wanted, heads, report.kernel, report.compiled_graphs)
+
+
+def check_armed(engine: RankEngine) -> None:
+    report = engine.report()
+    assert report.steps and not (report.graph_breaks or report.compiles_after_warmup)
+
+
+def chance(ranks: Ranks, seed: str) -> None:
+    """Requests, seeds and aborts at random, in a pool in which requests lose their blocks."""
+    rng = random.Random(int(seed))
+    engine = engine_on(ranks, tiny_model(), replace(CONFIG, num_blocks=9, context=32))
+    engine.warmup()
+    if not ranks.leads:
+        engine.follow()
+        return
+    alone = Engine(tiny_model(), replace(CONFIG, num_blocks=40))
+    alone.warmup()
+    given, dropped = {}, set()
+    for step in range(60):
+        if step < 40 and rng.random() < 0.5:
+            prompt = PROMPTS[rng.randrange(len(PROMPTS))][: rng.randrange(1, 12)]
+            sampling = SamplingParams(rng.randrange(4, 16), temperature=rng.choice([0.0, 0.9]))
+            given[engine.submit(prompt, sampling)] = prompt
+        if engine.open_requests and rng.random() < 0.1:
+            dropped.add(victim := rng.choice(sorted(engine.open_requests)))
+            engine.abort(victim)
+        collect(engine)
+    while engine.has_work:
+        collect(engine)
+    engine.dismiss()
+    report = engine.report()
+    same = all(
+        result.tokens == next(alone.generate([given[name]], result.sampling)).tokens
+        for name, result in RESULTS.items()
+    )
+    whole = engine.pool.stats().used == 0 and {*RESULTS} == {*given} - dropped
+    moved = engine.memory.defragmenter.totals.moves
+    say(same, whole, report.preemptions, report.prefix_hit_ratio, len(RESULTS), moved)
+
+
+RESULTS: dict = {}
+
+
+def collect(engine: Engine) -> None:
+    for event in engine.step():
+        if event.result is not None:
+            RESULTS[event.request_id] = event.result
+
+
+def dies(ranks: Ranks, when: str) -> None:
+    """Rank 1 is killed: before its warmup, in its third step, or while rank 0 does nothing."""
+    engine = engine_on(ranks, tiny_model(), CONFIG)
+    compute, steps = engine._compute, iter(range(99))
+
+    def last(attempt: object) -> None:
+        if next(steps) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        compute(attempt)
+
+    if not ranks.leads:
+        engine._compute = last if when == "step" else compute
+    if not ranks.leads and when == "warmup":
+        os.kill(os.getpid(), signal.SIGKILL)
+    engine.warmup()
+    if ranks.leads and when != "idle":
+        told(engine)
+    elif ranks.leads:
+        time.sleep(60)
+    elif when == "idle":
+        os.kill(os.getpid(), signal.SIGKILL)
+    else:
+        engine.follow()
+
+
+def differs(ranks: Ranks, what: str) -> None:
+    """Rank 1 has another model, or other settings."""
+    seed, config = 0, CONFIG
+    if not ranks.leads and what == "weights":
+        seed = 1
+    elif not ranks.leads and what == "setting":
+        config = replace(CONFIG, block_size=8)
+    elif not ranks.leads:
+        config = replace(CONFIG, buckets=Engine(tiny_model(), CONFIG).sizing.buckets)
+    try:
+        engine_on(ranks, tiny_model(seed=seed), config)
+    except ConfigError as error:
+        say(str(error))
+
+
+def disagrees(ranks: Ranks) -> None:
+    """Rank 1 is about to compute another token."""
+    engine = engine_on(ranks, tiny_model(), CONFIG)
+    engine.warmup()
+    try:
+        if ranks.leads:
+            told(engine)
+        else:
+            compute = engine._compute
+
+            def wrong(attempt: object) -> None:
+                for sequence in engine._requests.values():
+                    sequence.tokens[0] = 5
+                compute(attempt)
+
+            engine._compute = wrong
+            engine.follow()
+    except RanksDisagree as error:
+        say(str(error))
+
+
+def say(*values: object) -> None:
+    if int(os.environ["RANK"]) == 0:
+        print(json.dumps(values), flush=True)
+
+
+CASES: dict[str, Callable[..., None]] = {
+    case.__name__: case for case in (families, chance, dies, differs, disagrees)
+}
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    FAMILIES["mixtral"] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    try:
+        with joined_ranks(100) as ranks:
+            assert ranks is not None
+            CASES[sys.argv[1]](ranks, *sys.argv[2:])
+    except RankLost as error:
+        say(str(error))
+        os._exit(0)  # before torchrun ends it, so that what it said is read
