@@ -1,6 +1,7 @@
 """Attention and serving on a GPU: the op against what a user would take instead.
 
-    python benchmarks/gpu.py [--device cuda] [--dtype bfloat16] [--block-size 16] [--json FILE]
+    python benchmarks/gpu.py [--parts serving attention] [--device cuda] [--dtype bfloat16]
+                             [--block-size 16] [--json FILE]
 
 32 query heads on 8 KV heads of 128. Blocks lie anywhere in a pool of twice what a step reads, and
 each call reads others: cold, but for what the device's caches hold. One process, interleaved,
@@ -8,7 +9,7 @@ medians; several calls between two waits, so that the host is ahead of the devic
 Ratios are speeds of the op: over `copy`, a copy of the same bytes; over `varlen`
 (torch.nn.attention.varlen, torch 2.12), `flex` (FlexAttention, decodes), `sdpa` (keys in a row, no
 paging) and `gather` (blocks gathered, then SDPA). A form that cannot be had is named with its
-reason. Then tokens a second of a Llama of 1.2 billion random weights: eager, compiled, CUDA graphs.
+reason. Tokens a second of a Llama of 1.2 billion random weights: eager, CUDA graphs, compiled.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ CASES = {  # requests, queries, keys of each
     "chunk 512 of 8k": (1, 512, 8192),
 }
 SMALL = {"decode 3 x 32": (3, 1, 32), "prefill 2 x 20": (2, 20, 20), "chunk 5 of 30": (1, 5, 30)}
-BACKENDS = ["eager", "inductor", "cudagraph"]
+BACKENDS = ["eager", "cudagraph", "inductor"]
+PARTS = ["attention", "serving"]
 
 
 def usable(step: Step, wanted: torch.Tensor, skipped: dict[str, str]) -> dict[str, Callable]:
@@ -81,13 +83,14 @@ def row(name: str, step_list: list[Step], options: argparse.Namespace) -> dict[s
 
 
 def main() -> None:
-    """Prints a row for each case, then one for each backend of the engine."""
+    """Prints a row for each case, and one for each backend of the engine."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--calls", type=int, default=10, help="between two waits")
+    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
     parser.add_argument("--backends", nargs="*", default=BACKENDS, help="of the engine")
     parser.add_argument("--small", action="store_true", help="tiny sizes, to try the script")
     parser.add_argument("--json", type=Path, help="write all figures here")
@@ -115,26 +118,48 @@ def main() -> None:
         if options.json:
             options.json.write_text(json.dumps(results, indent=1))
 
+    if "attention" in options.parts:
+        attention(device, sizes, options, keep)
+    if "serving" in options.parts:
+        tokens_a_second(device, dtype, options, keep)
+    if results["failed"]:
+        raise SystemExit(f"# failed: {', '.join(results['failed'])}")
+
+
+def attention(
+    device: torch.device, sizes: Sizes, options: argparse.Namespace, keep: Callable
+) -> None:
+    """A row for each case."""
     with measured_plans(device):  # as in the warmup of an engine
         for name, case in (SMALL if options.small else CASES).items():
-            keep("attention", row(name, steps(sizes, *case, device, 3), options))
+            try:
+                found = row(name, steps(sizes, *case, device, 3), options)
+            except Exception as error:  # the other cases are told all the same
+                print(f"{name:>16} failed: {type(error).__name__}: {error}", flush=True)
+                keep("failed", name)
+            else:
+                keep("attention", found)
+
+
+def tokens_a_second(
+    device: torch.device, dtype: torch.dtype, options: argparse.Namespace, keep: Callable
+) -> None:
+    """A row for each backend."""
     model, slowest = serving.llama(options.small, dtype, device), None
     for name in options.backends:
         try:
-            told = backend, speed, warm, kernel = serving.row(model, name, options.small)
-        except Exception as error:  # the other backends are told all the same
+            told = serving.row(model, name, options.small)
+        except Exception as error:
             print(f"{name:>16} failed: {type(error).__name__}: {error}", flush=True)
             keep("failed", name)
             continue
-        slowest = slowest or speed
+        slowest = slowest or told.speed
         print(
-            f"{backend:>16} {speed:9.0f} tokens/s  {speed / slowest:5.2f}x of the first  warmup "
-            f"{warm:.1f} s  kernel {kernel}",
+            f"{name:>16} {told.speed:9.0f} tokens/s  {told.speed / slowest:5.2f}x of the first  "
+            f"warmup {told.warmup_seconds:.1f} s  kernel {told.kernel} {told.notes}",
             flush=True,
         )
-        keep("serving", told)
-    if results["failed"]:
-        raise SystemExit(f"# failed: {', '.join(results['failed'])}")
+        keep("serving", told._asdict())
 
 
 def describe(device: torch.device) -> str:

@@ -1,33 +1,56 @@
 #!/usr/bin/env bash
-# All that a machine with a GPU is for, in one go of under ten minutes: the op's tests there, the
-# engine's, and the figures. Results go to the folder in $1 (default: benchmarks/results).
+# All that a machine with a GPU is for, in one go of under ten minutes: the tests marked gpu (the
+# op's, the engine's, CUDA graphs), the op against others, and an engine's tokens a second with and
+# without graphs. Each part has a limit of its own, in seconds, and its files in the folder as it
+# goes; one that fails or is cut off costs the others nothing.
 #
-#   bash benchmarks/gpu_all.sh [FOLDER] [DEVICE]
+#   bash benchmarks/gpu_all.sh [FOLDER] [DEVICE] [PART ...]
+#
+# FOLDER: benchmarks/results; DEVICE: cuda; PARTs: tests serving attention, in this order.
+# With more time than ten minutes: LIMIT=580 for a part, one part a call.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 OUT=${1:-benchmarks/results}
 DEVICE=${2:-cuda}
+PARTS=("${@:3}")
+[ ${#PARTS[@]} -gt 0 ] || PARTS=(tests serving attention)
 PYTHON=${PYTHON:-python3}
 ARGS=${ARGS:-} # of gpu.py
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 mkdir -p "$OUT"
 failed=0
 
-step() { # NAME SECONDS COMMAND...: its output goes to the screen and a file; others run if it fails
-  local name=$1 limit=$2
+step() { # NAME SECONDS COMMAND...: its output goes to the screen and a file as it comes
+  local name=$1 limit=${LIMIT:-$2}
   shift 2
-  echo "== $name: $*"
-  timeout "$limit" "$@" 2>&1 | tee "$OUT/$name.txt"
+  echo "== $name, at most $limit s: $*"
+  # An interrupt lets it tell what it has; what does not heed it is killed.
+  timeout --signal=INT --kill-after=10 "$limit" "$@" 2>&1 | tee "$OUT/$name.txt"
   local code=${PIPESTATUS[0]}
   [ "$code" -eq 0 ] || { echo "== $name failed ($code)"; failed=1; }
 }
 
-if [ "$DEVICE" = cuda ]; then
-  nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader || true
+tests() {
+  [ "$DEVICE" = cuda ] || { echo "== no tests for $DEVICE: make test has those of the stand-in"; return; }
   # The folders with such tests alone: others import what a machine may lack.
-  SPREAD=$("$PYTHON" -c 'import xdist' 2>/dev/null && echo '-n 8') # most of the time is compiling
-  step gpu_tests 270 "$PYTHON" -m pytest -q -p no:cacheprovider $SPREAD -m gpu \
+  local spread
+  spread=$("$PYTHON" -c 'import xdist' 2>/dev/null && echo '-n 8') # most of the time is compiling
+  step gpu_tests 210 "$PYTHON" -m pytest -q -p no:cacheprovider $spread -m gpu --maxfail=30 \
     tests/compiled_attn/ops tests/compiled_attn/engine tests/graphs/backends
-fi
-step gpu 310 "$PYTHON" benchmarks/gpu.py --device "$DEVICE" --json "$OUT/gpu.json" $ARGS
+}
+
+serving() { step gpu_serving 200 "$PYTHON" benchmarks/gpu.py --device "$DEVICE" --parts serving \
+  --json "$OUT/gpu_serving.json" $ARGS; }
+
+attention() { step gpu_attention 140 "$PYTHON" benchmarks/gpu.py --device "$DEVICE" \
+  --parts attention --json "$OUT/gpu_attention.json" $ARGS; }
+
+[ "$DEVICE" != cuda ] ||
+  nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader || true
+for part in "${PARTS[@]}"; do
+  case $part in
+    tests | serving | attention) "$part" ;;
+    *) echo "== expected parts of tests, serving, attention, got $part" && failed=1 ;;
+  esac
+done
 exit $failed

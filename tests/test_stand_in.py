@@ -107,3 +107,21 @@ def test_a_source_that_is_changed_before_its_copy_was_waited_for_is_torn(ones, w
     source.add_(1)
     torch.accelerator.synchronize()
     assert counts().since(before).torn == (not waits)
+
+
+def test_each_of_two_has_an_order_of_its_own_and_refuses_the_tensors_of_the_other(device, ones):
+    other = torch.ones(3, 4, device="stand_in:1")
+    assert (other + 1).device == torch.device("stand_in:1") != ones.device
+    with pytest.raises(RuntimeError, match="same device"):
+        ones + other
+    here, arrived = torch.zeros(3, 4), torch.Event(other.device)
+    here.copy_(other, non_blocking=True)
+    arrived.record()  # of the current device, which copied nothing
+    arrived.synchronize()
+    assert not (here == 1).any()
+    arrived = torch.Event(other.device)
+    arrived.record(torch.accelerator.current_stream(other.device))
+    arrived.synchronize()
+    assert (here == 1).all()
+    with torch.accelerator.device_index(1):
+        assert torch.zeros(1, device="stand_in").device == other.device

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import NamedTuple
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -29,8 +30,22 @@ def llama(is_small: bool, dtype: torch.dtype, device: torch.device) -> PreTraine
         return LlamaForCausalLM(config).to(dtype).eval().requires_grad_(False)
 
 
-def row(model: PreTrainedModel, backend: str, is_small: bool) -> tuple[str, float, float, str]:
-    """Of a backend its name, tokens a second, seconds of warmup, and the kernel."""
+class Served(NamedTuple):
+    """What a backend came to; ``speed``: tokens a second, ``steps``: of the engine."""
+
+    backend: str
+    speed: float
+    warmup_seconds: float
+    kernel: str
+    notes: dict[str, str]
+    graphs: int
+    steps: int
+    steps_ahead: int
+    compiles_after_warmup: int
+
+
+def row(model: PreTrainedModel, backend: str, is_small: bool) -> Served:
+    """The tokens a second of a backend, after its warmup."""
     requests, length, new = (3, 9, 4) if is_small else (64, 512, 128)
     chance = torch.Generator().manual_seed(0)
     shape = requests, length
@@ -38,10 +53,10 @@ def row(model: PreTrainedModel, backend: str, is_small: bool) -> tuple[str, floa
     config = EngineConfig(
         max_tokens_per_step=64 if is_small else 2048,
         max_seqs=requests,
-        context=length + new,
+        context=length + new + 64,  # blocks to look ahead with until the end
         block_size=16,
         backend=backend,
-        max_graphs=4 if is_small else 12,
+        max_graphs=4 if is_small else 6,  # of each, some tiles are compiled and measured
         prefix_key=b"benchmark",
     )
     engine = Engine(model, config)
@@ -51,4 +66,15 @@ def row(model: PreTrainedModel, backend: str, is_small: bool) -> tuple[str, floa
     results = [*engine.generate(prompts, SamplingParams(max_new_tokens=new))]
     spent = time.perf_counter() - started
     tokens = sum(len(result.tokens) for result in results)
-    return backend, tokens / spent, warm, engine.report().kernel
+    report = engine.report()
+    return Served(
+        backend,
+        tokens / spent,
+        warm,
+        report.kernel,
+        report.kernel_notes,
+        report.graphs,
+        report.steps,
+        report.steps_ahead,
+        report.compiles_after_warmup,
+    )

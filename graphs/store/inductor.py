@@ -160,6 +160,8 @@ class StoredInductor(StoredBackend, InductorBackend):
     ) -> dict[str, Any] | str:
         if mode is not None:
             return f"mode={mode!r} is resolved by torch.compile itself: give options instead"
+        if (options or {}).get("triton.cudagraphs", torch._inductor.config.triton.cudagraphs):
+            return "inductor's own CUDA graphs cannot be kept: take backend 'cudagraph'"
         if torch.is_grad_enabled():
             return "grad mode is enabled: capture under torch.no_grad()"
         if shared := memory_shared_by(function, examples):

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,11 +29,11 @@ def python(tmp_path) -> Path:
     return script
 
 
-def ran(folder: Path, python: Path, device: str) -> subprocess.CompletedProcess[str]:
-    names = {"PYTHON": str(python), "ARGS": SMALL, "OMP_NUM_THREADS": "1"}
-    command = ["bash", "benchmarks/gpu_all.sh", str(folder), device]
+def ran(folder: Path, python: Path, device: str, *parts: str, **names: str) -> Any:
+    own = {"PYTHON": str(python), "ARGS": SMALL, "OMP_NUM_THREADS": "1", **names}
+    command = ["bash", "benchmarks/gpu_all.sh", str(folder), device, *parts]
     return subprocess.run(
-        command, cwd=ROOT, env=os.environ | names, capture_output=True, text=True, check=False
+        command, cwd=ROOT, env=os.environ | own, capture_output=True, text=True, check=False
     )
 
 
@@ -40,7 +41,7 @@ def test_one_command_writes_the_figures_of_every_case_and_backend(tmp_path, pyth
     folder = tmp_path / "results"
     process = ran(folder, python, "stand_in")
     assert process.returncode == 0, process.stdout + process.stderr
-    told = json.loads((folder / "gpu.json").read_text())
+    told = json.loads((folder / "gpu_attention.json").read_text())
     assert [row["case"] for row in told["attention"]] == [
         "decode 3 x 32",
         "prefill 2 x 20",
@@ -49,16 +50,34 @@ def test_one_command_writes_the_figures_of_every_case_and_backend(tmp_path, pyth
     for row in told["attention"]:
         assert {"op", "copy", "sdpa", "gather"} <= set(row["seconds"])
         assert set(row["skipped"]) == {"varlen", "flex"}, "each with its reason"
-    ((backend, speed, _, kernel),) = told["serving"]
-    assert (backend, kernel) == ("eager", "native") and speed > 0
-    text = (folder / "gpu.txt").read_text()
-    assert "decode 3 x 32" in text and "tokens/s" in text
+    (served,) = json.loads((folder / "gpu_serving.json").read_text())["serving"]
+    assert (served["backend"], served["kernel"]) == ("eager", "native") and served["speed"] > 0
+    assert served["steps_ahead"] and served["compiles_after_warmup"] == 0
+    assert "decode 3 x 32" in (folder / "gpu_attention.txt").read_text()
+    assert "tokens/s" in (folder / "gpu_serving.txt").read_text()
+
+
+def test_a_backend_that_fails_is_told_and_the_others_are_measured(tmp_path, python):
+    arguments = SMALL.replace("eager", "nonsense eager")
+    process = ran(tmp_path, python, "stand_in", "serving", ARGS=arguments)
+    assert process.returncode == 1 and "# failed: nonsense" in process.stdout
+    told = json.loads((tmp_path / "gpu_serving.json").read_text())
+    assert told["failed"] == ["nonsense"] and [each["backend"] for each in told["serving"]] == [
+        "eager"
+    ]
+    assert not (tmp_path / "gpu_attention.json").exists()
 
 
 def test_without_the_device_it_is_skipped_with_a_line(tmp_path, python):
-    process = ran(tmp_path, python, "xpu")
+    process = ran(tmp_path, python, "xpu", "serving")
     assert process.returncode == 0
     assert "# skipped: no device 'xpu' here" in process.stdout
+
+
+def test_the_limits_of_all_parts_are_under_ten_minutes():
+    text = (ROOT / "benchmarks" / "gpu_all.sh").read_text()
+    limits = re.findall(r"step gpu_\w+ (\d+) ", text)
+    assert len(limits) == 3 and sum(int(each) + 10 for each in limits) < 600
 
 
 def test_the_script_runs_the_folders_of_all_tests_for_a_gpu():
@@ -70,6 +89,17 @@ def test_the_script_runs_the_folders_of_all_tests_for_a_gpu():
             assert any(file.is_relative_to(folder) for folder in folders), file
 
 
-def test_a_step_that_fails_is_told_and_the_exit_code_says_so(tmp_path):
-    process = ran(tmp_path, Path("/bin/false"), "stand_in")
-    assert process.returncode == 1 and "== gpu failed (1)" in process.stdout
+def test_parts_that_fail_or_are_cut_off_are_told_and_the_others_run(tmp_path):
+    process = ran(tmp_path, Path("/bin/false"), "stand_in", "serving", "nonsense", "attention")
+    assert process.returncode == 1
+    assert re.findall("== gpu_.* failed.*", process.stdout) == [
+        "== gpu_serving failed (1)",
+        "== gpu_attention failed (1)",
+    ]
+    assert "expected parts of tests, serving, attention, got nonsense" in process.stdout
+    slow = tmp_path / "slow"
+    slow.write_text("#!/bin/sh\necho begun; trap 'echo cut off; exit 3' INT; sleep 60 & wait\n")
+    slow.chmod(0o755)
+    process = ran(tmp_path, slow, "stand_in", "serving", LIMIT="1")
+    assert process.returncode == 1 and "gpu_serving failed" in process.stdout
+    assert (tmp_path / "gpu_serving.txt").read_text() == "begun\ncut off\n"

@@ -1,8 +1,9 @@
 """A stand-in for an accelerator, on which tests run what is meant for a device.
 
-Its tensors are on the device ``stand_in:0``, have storages of their own, and cannot be read from
-the host without a copy. It refuses tensors of two devices in one call, and counts copies and waits.
-A copy that nobody waits for is as late as it may be.
+Its tensors are on the device ``stand_in:0``, or on ``stand_in:1``, which has an order of its own.
+They have storages of their own, and cannot be read from the host without a copy. It refuses tensors
+of two devices in one call, and counts copies and waits. A copy that nobody waits for is as late as
+it may be.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ def _module() -> types.ModuleType:
     """What torch asks of a device's Python module."""
     module = types.ModuleType(f"torch.{NAME}")
     module.is_available = lambda: True  # type: ignore[attr-defined]
-    module.device_count = lambda: 1  # type: ignore[attr-defined]
-    module.current_device = lambda: 0  # type: ignore[attr-defined]
+    module.device_count = lambda: 2  # type: ignore[attr-defined]
+    module.current_device = torch.accelerator.current_device_index  # type: ignore[attr-defined]
     module._is_in_bad_fork = lambda: False  # type: ignore[attr-defined]
     module.mem_get_info = lambda device: (3 * 2**28, 2**30)  # type: ignore[attr-defined]
     module.get_rng_state = lambda device=0: torch.get_rng_state()  # type: ignore[attr-defined]

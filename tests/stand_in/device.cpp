@@ -11,6 +11,7 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/Resize.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
@@ -20,6 +21,7 @@
 #include <deque>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -30,6 +32,12 @@ struct Counts {
   std::atomic<int64_t> copies_in{0}, copies_out{0}, waits{0}, kernels{0}, torn{0};
 } counts;
 
+// Two of them, of which one is current in a thread; each does its work in its own order.
+constexpr c10::DeviceIndex kDevices = 2;
+thread_local c10::DeviceIndex current = 0;
+
+c10::DeviceIndex index_of(c10::Device device) { return device.has_index() ? device.index() : current; }
+
 // Copies that nobody has waited for, oldest first, and how many there ever were.
 struct LateCopy {
   c10::Storage host;  // kept alive
@@ -37,15 +45,18 @@ struct LateCopy {
   std::vector<char> bytes;
   bool is_out;
 };
-std::deque<LateCopy> late;
-int64_t sent = 0;
+struct Queue {
+  std::deque<LateCopy> late;
+  int64_t sent = 0;
+  int64_t done() const { return sent - static_cast<int64_t>(late.size()); }
+} queues[kDevices];
 std::mutex late_mutex;
 
-// Waits for the first copies, so many of all that ever were.
-void arrive(int64_t until) {
+// Waits for the first copies of a device, so many of all that ever were.
+void arrive(Queue& queue, int64_t until) {
   std::lock_guard lock(late_mutex);
-  for (; !late.empty() && sent - static_cast<int64_t>(late.size()) < until; late.pop_front()) {
-    auto& copy = late.front();
+  for (; !queue.late.empty() && queue.done() < until; queue.late.pop_front()) {
+    auto& copy = queue.late.front();
     if (copy.is_out) {
       std::memcpy(copy.place, copy.bytes.data(), copy.bytes.size());
     } else if (std::memcmp(copy.place, copy.bytes.data(), copy.bytes.size())) {
@@ -54,14 +65,16 @@ void arrive(int64_t until) {
   }
 }
 
-void arrive_all() { arrive(sent); }
+void arrive_all() {
+  for (auto& queue : queues) arrive(queue, queue.sent);
+}
 
-void copy_late(const at::Tensor& host, const at::Tensor& device, bool is_out) {
+void copy_late(const at::Tensor& host, const at::Tensor& device, Queue& queue, bool is_out) {
   std::lock_guard lock(late_mutex);
   auto* place = static_cast<char*>(const_cast<void*>(host.const_data_ptr()));
   auto* bytes = static_cast<const char*>(is_out ? device.const_data_ptr() : place);
-  late.push_back({host.storage(), place, {bytes, bytes + host.nbytes()}, is_out});
-  ++sent;
+  queue.late.push_back({host.storage(), place, {bytes, bytes + host.nbytes()}, is_out});
+  ++queue.sent;
   if (is_out) std::memset(place, 0x7f, host.nbytes());
 }
 
@@ -70,7 +83,7 @@ void free_memory(void* memory) { std::free(memory); }
 struct DeviceAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     void* memory = bytes ? std::aligned_alloc(64, (bytes + 63) / 64 * 64) : nullptr;
-    return {memory, memory, &free_memory, c10::Device(kDevice, 0)};
+    return {memory, memory, &free_memory, c10::Device(kDevice, current)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &free_memory; }
   void copy_data(void* to, const void* from, size_t bytes) const override {
@@ -80,27 +93,41 @@ struct DeviceAllocator final : c10::Allocator {
 REGISTER_ALLOCATOR(kDevice, &allocator);
 
 struct Guard final : c10::impl::NoOpDeviceGuardImpl<kDevice> {
-  void synchronizeDevice(c10::DeviceIndex) const override { wait(); }
-  void synchronizeStream(const c10::Stream&) const override { wait(); }
+  c10::DeviceIndex deviceCount() const noexcept override { return kDevices; }
+  c10::Device getDevice() const override { return {kDevice, current}; }
+  void setDevice(c10::Device device) const override { current = index_of(device); }
+  void uncheckedSetDevice(c10::Device device) const noexcept override { current = index_of(device); }
+  c10::Device exchangeDevice(c10::Device device) const override {
+    return {kDevice, std::exchange(current, index_of(device))};
+  }
+  c10::Stream getStream(c10::Device device) const noexcept override {
+    return c10::Stream(c10::Stream::DEFAULT, c10::Device(kDevice, index_of(device)));
+  }
+  void synchronizeDevice(c10::DeviceIndex device) const override { wait({kDevice, device}); }
+  void synchronizeStream(const c10::Stream& stream) const override { wait(stream.device()); }
 
   // To wait for what was recorded behind a late copy from the device is part of that copy.
   struct Event {
+    c10::DeviceIndex device = 0;
     int64_t sent = 0;
     bool is_of_copy = false;
   };
-  void record(void** event, const c10::Stream&, const c10::DeviceIndex,
+  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex,
               const c10::EventFlag) const override {
     std::lock_guard lock(late_mutex);
+    const auto device = index_of(stream.device());
+    auto& queue = queues[device];
     if (!*event) *event = new Event;
-    *static_cast<Event*>(*event) = {sent, !late.empty() && late.back().is_out};
+    *static_cast<Event*>(*event) = {device, queue.sent, !queue.late.empty() && queue.late.back().is_out};
   }
   bool queryEvent(void* event) const override {
     std::lock_guard lock(late_mutex);
-    return sent - static_cast<int64_t>(late.size()) >= static_cast<Event*>(event)->sent;
+    const auto& known = *static_cast<Event*>(event);
+    return queues[known.device].done() >= known.sent;
   }
   void synchronizeEvent(void* event) const override {
     const auto& known = *static_cast<Event*>(event);
-    arrive(known.sent);
+    arrive(queues[known.device], known.sent);
     if (!known.is_of_copy) ++counts.waits;
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
@@ -108,9 +135,10 @@ struct Guard final : c10::impl::NoOpDeviceGuardImpl<kDevice> {
   }
 
  private:
-  static void wait() {
+  static void wait(c10::Device device) {
     ++counts.waits;
-    arrive_all();
+    auto& queue = queues[index_of(device)];
+    arrive(queue, queue.sent);
   }
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
@@ -119,8 +147,8 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
-  c10::DeviceIndex deviceCount() const override { return 1; }
-  c10::DeviceIndex getCurrentDevice() const override { return 0; }
+  c10::DeviceIndex deviceCount() const override { return kDevices; }
+  c10::DeviceIndex getCurrentDevice() const override { return current; }
   // Its "pinned" memory is that of any CPU tensor.
   bool isPinnedPtr(const void*) const override { return false; }
   c10::Allocator* getPinnedMemoryAllocator() const override {
@@ -135,7 +163,16 @@ bool is_ours(const at::Tensor& tensor) {
 // Tensors of the CPU over the memory of ours, for one call.
 class Aliases {
  public:
+  // The device of the call: that of its tensors, or what it asks for.
+  void on(c10::Device device) {
+    TORCH_CHECK(device_ < 0 || device_ == index_of(device),
+                "stand_in: expected all tensors on one device, got stand_in:", int(device_),
+                " and ", device);
+    device_ = index_of(device);
+  }
+
   at::Tensor of(const at::Tensor& ours) {
+    on(ours.device());
     auto* key = ours.storage().unsafeGetStorageImpl();
     c10::Storage storage;
     for (auto& [device, host] : pairs_)
@@ -178,12 +215,12 @@ class Aliases {
 
  private:
   // Memory that the CPU has allocated becomes that of the device.
-  static void take(const c10::Storage& ours, const c10::Storage& host) {
+  void take(const c10::Storage& ours, const c10::Storage& host) {
     auto* kept = new c10::Storage(host);
     void* memory = const_cast<void*>(host.data());
     ours.unsafeGetStorageImpl()->set_data_ptr_noswap(
         c10::DataPtr(memory, kept, [](void* held) { delete static_cast<c10::Storage*>(held); },
-                     c10::Device(kDevice, 0)));
+                     c10::Device(kDevice, device_ < 0 ? current : device_)));
     ours.unsafeGetStorageImpl()->set_nbytes(host.nbytes());
   }
 
@@ -195,6 +232,7 @@ class Aliases {
     return ours;
   }
 
+  c10::DeviceIndex device_ = -1;
   std::vector<std::pair<c10::Storage, c10::Storage>> pairs_;
   std::vector<std::pair<at::Tensor, at::Tensor>> made_;
 };
@@ -244,6 +282,7 @@ void run_on_device(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
         all.push_back(each && each->defined() ? std::optional(taken(*each)) : std::nullopt);
       value = all;
     } else if (value.isDevice() && value.toDevice().type() == kDevice) {
+      aliases.on(value.toDevice());
       value = c10::Device(c10::kCPU);
     }
   }
@@ -266,8 +305,9 @@ void run_on_device(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 }
 
 at::Tensor empty(c10::IntArrayRef size, std::optional<c10::ScalarType> dtype,
-                 std::optional<c10::Layout>, std::optional<c10::Device>, std::optional<bool>,
-                 std::optional<c10::MemoryFormat> format) {
+                 std::optional<c10::Layout>, std::optional<c10::Device> device,
+                 std::optional<bool>, std::optional<c10::MemoryFormat> format) {
+  const c10::OptionalDeviceGuard guard(device);
   return at::detail::empty_generic(
       size, &allocator, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
       c10::dtype_or_default(dtype), format);
@@ -275,7 +315,8 @@ at::Tensor empty(c10::IntArrayRef size, std::optional<c10::ScalarType> dtype,
 
 at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride,
                          std::optional<c10::ScalarType> dtype, std::optional<c10::Layout>,
-                         std::optional<c10::Device>, std::optional<bool>) {
+                         std::optional<c10::Device> device, std::optional<bool>) {
+  const c10::OptionalDeviceGuard guard(device);
   return at::detail::empty_strided_generic(
       size, stride, &allocator, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
       c10::dtype_or_default(dtype));
@@ -292,7 +333,10 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool non_bloc
   auto from = is_ours(self) ? aliases.of(self) : self;
   auto into = is_ours(to) ? aliases.of(to) : to;
   if (!is_late || is_ours(to)) into.copy_(from);
-  if (is_late) copy_late(is_ours(to) ? from : into, is_ours(to) ? into : from, is_ours(self));
+  if (is_late) {
+    auto& queue = queues[(is_ours(self) ? self : to).device().index()];
+    copy_late(is_ours(to) ? from : into, is_ours(to) ? into : from, queue, is_ours(self));
+  }
   return to;
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -12,13 +13,23 @@ from compiled_attn.cache.quantisation import largest
 from compiled_attn.ops.call import NewTokens, PagedCall
 from compiled_attn.ops.triton.tiles import Plan, Problem, key_blocks
 
-__all__ = ["CODES", "Launch", "attend_launch", "merge_launch", "problem_of", "write_launch"]
+__all__ = [
+    "CODES",
+    "MOST_WARPS_OF_AMD",
+    "Launch",
+    "attend_launch",
+    "merge_launch",
+    "problem_of",
+    "write_launch",
+]
 
 CODES = {torch.int8: "int8", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 """The names that kernels have for the dtypes of quantised caches."""
 
 _FAR = 1 << 30  # a window that holds all keys, and that a position can be added to
 _WRITTEN_AT_ONCE = 2048
+MOST_WARPS_OF_AMD = 8
+"""Warps have 64 threads there, twice as many: with more, a program's registers do not suffice."""
 
 
 class Launch(NamedTuple):
@@ -43,7 +54,7 @@ def problem_of(call: PagedCall) -> Problem:
         value_dim,
         width * page,
         page,
-        str(call.query.dtype).removeprefix("torch."),
+        _name(call.query.dtype),
         CODES.get(call.key_cache.dtype, "none"),
     )
 
@@ -96,7 +107,8 @@ def attend_launch(
     }
     tiles = problem.tokens // (tile.rows // tile_heads) + max(problem.requests, 1)
     grid = tiles, problem.kv_heads * -(-problem.group // tile_heads), splits
-    return Launch(grid, arguments, {"num_warps": tile.warps, "num_stages": tile.stages})
+    warps = min(tile.warps, MOST_WARPS_OF_AMD) if torch.version.hip else tile.warps
+    return Launch(grid, arguments, {"num_warps": warps, "num_stages": tile.stages})
 
 
 def merge_launch(
@@ -171,6 +183,11 @@ def _strides(prefix: str, tensor: Tensor | None, axes: tuple[str, ...]) -> dict[
 def _bytes(cache: Tensor) -> Tensor:
     is_float8 = cache.dtype in CODES and cache.dtype.is_floating_point
     return cache.view(torch.uint8) if is_float8 else cache
+
+
+@functools.cache
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _block(size: int, least: int = 16) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from compiled_attn.ops.triton.arguments import Launch
+from compiled_attn.ops.triton.arguments import MOST_WARPS_OF_AMD, Launch
 
 __all__ = ["TARGETS", "Resources", "resources"]
 
@@ -70,6 +70,8 @@ def resources(kernel: Any, launch: Launch, target: str) -> Resources:
     """
     source = _source(kernel, launch.arguments)
     options = {**launch.options, "enable_fp_fusion": True}  # else Triton 3.9 warns of its default
+    if target.startswith("gfx"):
+        options["num_warps"] = min(options["num_warps"], MOST_WARPS_OF_AMD)
     made = triton.compile(source, target=GPUTarget(*TARGETS[target]), options=options)
     if "cubin" in made.asm:
         return _of_cubin(made)

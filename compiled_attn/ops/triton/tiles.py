@@ -82,18 +82,18 @@ class Problem(NamedTuple):
 
 # Tiles by the size of an element (1: codes, under queries of 2 bytes) and of a head, for few rows a
 # request (which have as many rows as a group, 16 at least) and for many. All fit the 99 KB of
-# shared memory of sm_89 and sm_120, and spill no registers, but for 8 or 16 bytes of a few in
-# codes or float32 (tests/compiled_attn/ops/triton/test_resources.py has them).
+# shared memory of sm_89 and sm_120, and spill no registers, but for 16 bytes of float32 with heads
+# of 576 on sm_100 and sm_120 (tests/compiled_attn/ops/triton/test_resources.py).
 _TILES: dict[tuple[int, int], tuple[Tile, Tile]] = {
-    (1, 64): (Tile(16, 32, 4, 2), Tile(64, 32, 8, 2)),
+    (1, 64): (Tile(16, 32, 4, 3), Tile(64, 32, 8, 2)),
     (1, 128): (Tile(16, 64, 8, 2), Tile(64, 32, 8, 2)),
-    (1, 256): (Tile(16, 16, 4, 2), Tile(32, 16, 8, 2)),
-    (1, 1024): (Tile(16, 16, 8, 2), Tile(16, 16, 8, 2)),
+    (1, 256): (Tile(16, 16, 4, 3), Tile(16, 16, 4, 2)),
+    (1, 1024): (Tile(16, 16, 16, 2), Tile(16, 16, 16, 2)),
     (2, 64): (Tile(16, 64, 4, 2), Tile(128, 64, 8, 2)),
     (2, 128): (Tile(16, 64, 8, 2), Tile(64, 32, 4, 2)),
     (2, 256): (Tile(16, 16, 4, 2), Tile(32, 16, 8, 2)),
     (2, 1024): (Tile(16, 16, 8, 2), Tile(16, 16, 8, 2)),
-    (4, 64): (Tile(16, 32, 8, 2), Tile(32, 32, 8, 2)),
+    (4, 64): (Tile(16, 32, 8, 2), Tile(32, 32, 8, 1)),
     (4, 128): (Tile(16, 16, 4, 2), Tile(16, 16, 4, 2)),
     (4, 256): (Tile(16, 16, 8, 2), Tile(16, 16, 8, 2)),
     (4, 1024): (Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
@@ -109,11 +109,12 @@ def plan(problem: Problem, processors: int) -> Plan:
 def other_tiles(problem: Problem, processors: int) -> list[Plan]:
     """Plans with other tiles than the usual one, to be measured beside it."""
     usual = _usual(problem)
+    rows = usual.rows // 2 if usual.rows > 16 else 16 if problem.has_few_rows else 32
     changed = [
         usual._replace(keys=2 * usual.keys),
         usual._replace(keys=max(16, usual.keys // 2)),
-        usual._replace(rows=max(16, usual.rows // 2)),
-        usual._replace(warps=8 if usual.warps == 4 else 4),
+        usual._replace(rows=rows),
+        usual._replace(warps=usual.warps // 2 if usual.warps > 4 else 8),
         usual._replace(stages=usual.stages + 1),
     ]
     others = [tile for tile in dict.fromkeys(changed) if tile != usual]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from compiled_attn.engine import Engine, EngineConfig, SamplingParams
 from compiled_attn.engine.cache_size import CacheSize
@@ -85,6 +86,14 @@ def test_tokens_are_those_of_a_cpu_and_nothing_waits(family, kernel):
     read = 4 if family == "gpt_oss" else 0
     assert each_step(spent) == (1, 1 + read, 0, 0)
     assert engine.report().steps_ahead > len(spent) / 2
+
+
+def test_a_device_that_is_not_the_current_one_serves_as_well():
+    here, _, _ = served("cpu", DRAWN)
+    there, spent, engine = served("stand_in:1", DRAWN)
+    assert tokens(there) == tokens(here) and torch.accelerator.current_device_index() == 0
+    assert engine.executor.cache.key(0).device == torch.device("stand_in:1")
+    assert each_step(spent) == (1, 1, 0, 0)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])

@@ -269,3 +269,9 @@ def test_the_sentinel_has_nothing_to_say_about_a_loaded_graph(warm):
     graph = load(warm, Net())
     with no_compile():
         graph.run(*INPUTS)
+
+
+def test_cuda_graphs_of_inductor_itself_are_not_kept(tmp_path, caplog):
+    backend = StoredInductor(ArtifactStore(tmp_path / "store"))
+    capture(torch.neg, [torch.ones(3)], backend=backend, options={"triton.cudagraphs": True})
+    assert backend.stored == 0 and "take backend 'cudagraph'" in caplog.text
