@@ -54,6 +54,7 @@ class CudaRecorder:
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        self._streams: dict[int, torch.cuda.Stream] = {}
 
     def warm(self, call: Callable[[], Any], runs: int) -> None:
         """Run on a side stream, so that lazy initialisation is not part of the graph."""
@@ -68,7 +69,12 @@ class CudaRecorder:
     def record(self, call: Callable[[], Any]) -> Recording:
         """Record what `call` does, which runs nothing."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Torch's own stream for it is one a process, on the device that was recorded first.
+        # Graphs share the memory of their pool on the same stream only.
+        device = torch.cuda.current_device()
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._streams[device]):
             outputs = call()
         return Recording(graph.replay, outputs, graph.reset)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from graphs import (
     linear,
 )
 from graphs.backends import cudagraph
-from graphs.backends.cudagraph import CudaGraphBackend
+from graphs.backends.cudagraph import CudaGraphBackend, CudaRecorder
 from graphs.store import ArtifactStore, StoredInductor
 from tests.graphs.backends.replay_double import Moved, ReplayDouble
 
@@ -287,6 +288,25 @@ def test_all_inputs_lie_on_one_device_whose_streams_are_recorded(monkeypatch):
         assert current == [torch.device("cuda", 1)]
     with pytest.raises(ValueError, match="input 1 is on cuda:0; expected all tensors on cuda:1"):
         cudagraph._on("cuda", [one, two])
+
+
+def test_graphs_are_recorded_on_a_stream_of_their_own_device(monkeypatch):
+    devices, used = iter((0, 1, 0)), []
+
+    @contextmanager
+    def graph(_, *, pool, stream):
+        used.append((pool, stream))
+        yield
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: next(devices))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: f"a stream of {device}, {len(used)}")
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=None, reset=None))
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    recorder = CudaRecorder()
+    assert [recorder.record(lambda: 5).outputs for _ in range(3)] == [5, 5, 5]
+    first, second = ("pool", "a stream of 0, 0"), ("pool", "a stream of 1, 1")
+    assert used == [first, second, first]
 
 
 def test_without_a_device_the_reason_is_given():
