@@ -151,15 +151,18 @@ def joined_ranks(timeout_s: float = 1800.0) -> Iterator[Ranks | None]:
     Raises:
         RankLost: a rank has ended.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+    if not dist.is_torchelastic_launched():
         yield None
         return
     # Sums of what lies on a CUDA device are NCCL's, and what ranks tell each other is gloo's.
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(dist.get_node_local_rank())
     dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
     try:
+        if dist.get_world_size() == 1:
+            yield None
+            return
         peers: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(peers, (socket.gethostname(), os.getpid()))
         group = dist.group.WORLD

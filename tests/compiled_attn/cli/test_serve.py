@@ -64,14 +64,19 @@ def test_a_signal_lets_what_was_asked_be_answered_and_takes_nothing_new(chat_dir
     with started(chat_dir) as (process, url):
         client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
         stream = client.completions.create(
-            model="tiny", prompt="the moon", max_tokens=200, stream=True, temperature=0
+            model="tiny",
+            prompt="the moon",
+            max_tokens=200,
+            stream=True,
+            temperature=0,
+            stream_options={"include_usage": True},
         )
         chunks = [next(iter(stream))]
         process.send_signal(signal.SIGTERM)
         threading.Thread(target=process.stderr.read, daemon=True).start()
-        chunks += stream
+        *chunks, usage = [*chunks, *stream]
         assert chunks[-1].choices[0].finish_reason == "length"
-        assert chunks[-1].usage.completion_tokens == 200
+        assert usage.usage.completion_tokens == 200
         assert process.wait(timeout=60) == 0
         with pytest.raises(urllib.error.URLError):
             urllib.request.urlopen(f"{url}/models")
