@@ -31,7 +31,7 @@ class Sizing:
         context: longest prompt plus generation, in tokens.
         vocab: token ids are below this.
         block_size: slots in a block.
-        num_blocks: blocks of the cache, null block included.
+        num_blocks: blocks of the cache, null block included; of all ranks that keep parts of it.
         form: how steps become tensors.
         buckets: shapes to capture, with the form's cost.
         cache: size of the cache and why it has it; None where nothing decided it.
@@ -48,15 +48,23 @@ class Sizing:
     step: StepSize | None = None
 
     @staticmethod
-    def of(model: PreTrainedModel, config: EngineConfig, form: Form = Parts) -> Sizing:
+    def of(
+        model: PreTrainedModel, config: EngineConfig, form: Form = Parts, ranks: int = 1
+    ) -> Sizing:
         """Fills in what the configuration leaves open.
+
+        Args:
+            model: what is served.
+            config: of the engine; the cache is of one rank.
+            form: how steps become tensors.
+            ranks: how many keep parts of one cache.
 
         Raises:
             ConfigError: the sizes do not fit the model or each other.
         """
         context = _context(model, config)
-        cache = CacheSize.of(model, config, context)
-        num_blocks = cache.blocks
+        cache = CacheSize.of(model, config, context, ranks)
+        num_blocks = 1 + ranks * (cache.blocks - 1)
         step = StepSize.of(config, form.symbolic)
         limits = step_limits(config, step.tokens, context, num_blocks)
         steps = form(num_blocks, config.block_size, limits.context_blocks)

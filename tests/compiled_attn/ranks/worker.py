@@ -45,6 +45,23 @@ def families(ranks: Ranks, backend: str, *names: str) -> None:
         say(name, tokens == wanted, heads, report.kernel, report.compiled_graphs)
 
 
+def contexts(ranks: Ranks, backend: str, *names: str) -> None:
+    """As `families`, but each rank has all weights and some blocks of each request."""
+    for name in names:
+        config = replace(CONFIG, backend=backend, num_blocks=12)
+        engine = engine_on(ranks, tiny_model(name), config, context_parallel=True)
+        engine.warmup()
+        if not ranks.leads:
+            engine.follow()
+            check_armed(engine)
+            continue
+        tokens = told(engine)
+        engine.dismiss()
+        check_armed(engine)
+        wanted = [plain_generate(tiny_model(name), prompt, 8) for prompt in PROMPTS]
+        say(name, tokens == wanted, engine.report().kernel, engine.report().compiled_graphs)
+
+
 def check_armed(engine: RankEngine) -> None:
     report = engine.report()
     assert report.steps and not (report.graph_breaks or report.compiles_after_warmup)
@@ -159,7 +176,7 @@ def say(*values: object) -> None:
 
 
 CASES: dict[str, Callable[..., None]] = {
-    case.__name__: case for case in (families, chance, dies, differs, disagrees)
+    case.__name__: case for case in (families, contexts, chance, dies, differs, disagrees)
 }
 
 if __name__ == "__main__":
