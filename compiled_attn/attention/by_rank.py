@@ -51,8 +51,8 @@ def gathered(out: Tensor, lse: Tensor, ranks: KeyRanks) -> list[PartialAttention
     ops = torch.ops._c10d_functional  # in place in no graph, and known to torch.compile
     wide = torch.promote_types(out.dtype, torch.float32)
     own = torch.cat([out.to(wide), lse.to(wide).unsqueeze(-1)], -1).contiguous()
-    every = ops.wait_tensor(ops.all_gather_into_tensor(own, ranks.count, ranks.group))
-    return [_part(each[..., :-1], each[..., -1]) for each in every.chunk(ranks.count)]
+    every = ops.wait_tensor(ops.all_gather_into_tensor(own, ranks.size, ranks.group))
+    return [_part(each[..., :-1], each[..., -1]) for each in every.chunk(ranks.size)]
 
 
 def _earlier(call: UnifiedCall) -> tuple[Tensor, Tensor]:
@@ -64,10 +64,9 @@ def _earlier(call: UnifiedCall) -> tuple[Tensor, Tensor]:
         None if each is None else each.unflatten(0, (-1, m.block_size)) for each in caches
     )
     assert keys is not None and values is not None
-    scales = {"key_scale": key_scale, "value_scale": value_scale}
     scoring = _without_sinks(call.scoring)
     return attend_paged(
-        PagedCall(call.query, keys, values, *m.by_request, scoring, causal=False, **scales)
+        PagedCall(call.query, keys, values, *m.by_request, scoring, False, key_scale, value_scale)
     )
 
 

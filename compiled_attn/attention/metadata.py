@@ -21,11 +21,11 @@ class KeyRanks(NamedTuple):
 
     Args:
         group: name of their process group.
-        count: how many there are.
+        size: how many there are.
     """
 
     group: str
-    count: int
+    size: int
 
 
 @dataclass(frozen=True)

@@ -69,8 +69,9 @@ def unified_attention(
         return_lse: also return the log-sum-exp ``[T, H]`` in float32, for merging across devices.
         attend: the kernel of the causal and shared parts: `compiled_attn.attention.dense.attend`,
             or `SdpaKernel.attend` of `compiled_attn.attention.sdpa`; None: the faster that can.
-        kernel: (without ``metadata.ranks``) "native": the C++ kernel, which reads what ``metadata`` says request by request;
-            "portable": the three parts; "auto": native where it supports the call.
+        kernel: "native": the C++ kernel, which reads what ``metadata`` says request by request;
+            "portable": the three parts; "auto": native where it supports the call. Where keys lie
+            on several ranks (``metadata.ranks``), it is always the op that attends.
         fused_write: whether the native kernel also writes the cache. False inside of a
             `torch.compiler.nested_compile_region`, where torch refuses ops that write: there torch
             writes, and the kernel reads.

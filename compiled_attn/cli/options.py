@@ -196,6 +196,13 @@ class RunOptions(SamplingOptions, ServingOptions):
         metavar="FILE",
     )
     prompt: str | None = option(_DEMAND, None, "One prompt; prints the answer.")
+    context_parallel: bool = option(
+        _ENGINE,
+        False,
+        "Under torchrun: each rank has all weights and some blocks of every request, so that a "
+        "prompt may be longer than the cache of one; by default the weights are divided.",
+        "--context-parallel",
+    )
     store: Path | None = option(
         _ENGINE,
         None,

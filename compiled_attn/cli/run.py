@@ -106,7 +106,13 @@ def _run(
         if texts is not None:
             text = {"has_stop": texts.tokenizer.has_stop, "grammars": Grammars(texts.tokenizer)}
         if ranks is not None:
-            engine: Engine = engine_on(ranks, model, config, **text)
+            divides = options.context_parallel
+            engine: Engine = engine_on(ranks, model, config, context_parallel=divides, **text)
+        elif options.context_parallel:
+            raise UserError(
+                "expected several ranks for --context-parallel, got one process: start it with "
+                "torchrun --nproc-per-node N -m compiled_attn run"
+            )
         else:
             engine = Engine(model, config, **text)
     if isinstance(engine, RankEngine) and not leads:

@@ -38,9 +38,7 @@ class CacheSize:
     why: str
 
     @staticmethod
-    def of(
-        model: PreTrainedModel, config: EngineConfig, context: int, ranks: int = 1
-    ) -> CacheSize:
+    def of(model: PreTrainedModel, config: EngineConfig, context: int, ranks: int = 1) -> CacheSize:
         """The size as configured, or else what this model needs of what this machine has.
 
         By default that is four times the weights, but 256 MiB at least; no more than half of the

@@ -45,7 +45,7 @@ class ContextExecutor(RankExecutor):
     def finite_blocks(self, places: NDArray[np.int64]) -> int:
         """See `LocalExecutor.finite_blocks`; the same on every rank."""
         own = np.flatnonzero(self._share.has(places))
-        found = LocalExecutor.finite_blocks(self, self._share.places(places[own]))
+        found = LocalExecutor.finite_blocks(self, self._share.places(places[own]).astype(np.int64))
         return self.ranks.least(int(own[found]) if found < len(own) else len(places))
 
     def _sizing_of(self, model: PreTrainedModel) -> Sizing:
@@ -56,7 +56,7 @@ class ContextExecutor(RankExecutor):
             )
         sizing = Sizing.of(model, self.config, self.kernel.form, self._share.count)
         form = DividedTables(
-            sizing.num_blocks, sizing.block_size, sizing.form.width, self._share, self._group
+            sizing.num_blocks, sizing.block_size, sizing.table_width, self._share, self._group
         )
         return replace(sizing, form=form)
 
