@@ -196,7 +196,8 @@ def launched(*arguments: str, ranks: int = 2, folder: str | None = None) -> str:
     command = [sys.executable]
     if ranks > 1:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    settings = os.environ | {"OMP_NUM_THREADS": "1"}
+    # Threads that spin would keep a core from the process that others run beside it.
+    settings = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     if folder is not None:
         settings["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/inductor"
     run = subprocess.run(

@@ -36,6 +36,7 @@ class Sizing:
         buckets: shapes to capture, with the form's cost.
         cache: size of the cache and why it has it; None where nothing decided it.
         step: the most tokens that a step computes, and why; None: what the configuration says.
+        ranks: how many keep parts of the cache.
     """
 
     context: int
@@ -46,6 +47,7 @@ class Sizing:
     buckets: BucketSpace
     cache: CacheSize | None = None
     step: StepSize | None = None
+    ranks: int = 1
 
     @staticmethod
     def of(
@@ -71,7 +73,9 @@ class Sizing:
         buckets = _buckets(config, steps, limits).with_cost(steps.cost(work_of(model)))
         vocab = model.config.get_text_config().vocab_size
         step = step.within(limits.tokens)
-        sizing = Sizing(context, vocab, config.block_size, num_blocks, steps, buckets, cache, step)
+        sizing = Sizing(
+            context, vocab, config.block_size, num_blocks, steps, buckets, cache, step, ranks
+        )
         sizing._refuse_steps_beyond_memory(model)
         return sizing
 
@@ -127,7 +131,7 @@ class Sizing:
             raise ConfigError(
                 f"expected a pool that holds one request of {length} tokens ({blocks} blocks of "
                 f"{self.block_size}), got {self.num_blocks - 1} blocks: "
-                f"raise num_blocks to at least {blocks + 1}"
+                f"raise num_blocks to at least {-(-blocks // self.ranks) + 1}"
             )
         need = self.form.smallest_need(blocks)
         try:

@@ -69,8 +69,9 @@ def test_a_layer_over_keys_of_several_ranks_is_dense_attention(ranks):
 @pytest.mark.dist
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_that_divide_contexts_give_the_tokens_of_one_process(ranks):
-    said = launched("contexts", "eager", "llama", "qwen3", "mixtral", ranks=ranks)
-    assert [name for name, *_ in said] == ["llama", "qwen3", "mixtral"]
+    names = ["llama", "qwen3", "mixtral", "deepseek_v3"]  # the last keeps latents
+    said = launched("contexts", "eager", *names, ranks=ranks)
+    assert [name for name, *_ in said] == names
     assert all(rest[:2] == [True, "native"] for _, *rest in said)
 
 
@@ -97,6 +98,18 @@ def test_a_block_that_is_not_finite_on_its_rank_is_so_on_all():
 def test_windows_are_refused_where_contexts_are_divided():
     ((line,),) = launched("windows")
     assert "with windows of [9] tokens: divide its weights instead" in line
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("divided", ["weights", "context"])
+def test_one_rank_compiles_and_a_second_start_loads_on_all(tmp_path, divided):
+    ((ranks, stored),) = launched("stored", str(tmp_path), divided)
+    (first, *others), graphs = ranks, ranks[0][0]
+    assert graphs and first[1:3] == [0, 0]
+    assert all(each[:3] == [graphs, graphs, 0] for each in others)  # each a look into the cache
+    assert stored == graphs  # by one key on all ranks
+    ((ranks, stored),) = launched("stored", str(tmp_path), divided)
+    assert all(each[0] == 0 and each[2] == each[3] for each in ranks) and stored == graphs
 
 
 @pytest.mark.dist

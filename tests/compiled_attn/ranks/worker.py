@@ -12,13 +12,18 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch._dynamo.utils import counters
 
+from compiled_attn.cli.store import stored_backend
 from compiled_attn.engine import Engine, EngineConfig, SamplingParams
 from compiled_attn.errors import ConfigError, ModelRefused, RankLost, RanksDisagree
 from compiled_attn.ranks import RankEngine, Ranks, engine_on, joined_ranks
+from tests.compiled_attn.hf.families import small_model
 from tests.compiled_attn.ranks.layers import farthest
 from tests.compiled_attn.tiny import FAMILIES, plain_generate, tiny_model
 
@@ -52,8 +57,9 @@ def families(ranks: Ranks, backend: str, *names: str) -> None:
 def contexts(ranks: Ranks, backend: str, *names: str) -> None:
     """As `families`, but each rank has all weights and some blocks of each request."""
     for name in names:
+        model_of = tiny_model if name in FAMILIES else small_model
         config = replace(CONFIG, backend=backend, num_blocks=12)
-        engine = engine_on(ranks, tiny_model(name), config, context_parallel=True)
+        engine = engine_on(ranks, model_of(name), config, context_parallel=True)
         engine.warmup()
         if not ranks.leads:
             engine.follow()
@@ -62,7 +68,7 @@ def contexts(ranks: Ranks, backend: str, *names: str) -> None:
         tokens = told(engine)
         engine.dismiss()
         check_armed(engine)
-        wanted = [plain_generate(tiny_model(name), prompt, 8) for prompt in PROMPTS]
+        wanted = [plain_generate(model_of(name), prompt, 8) for prompt in PROMPTS]
         say(name, tokens == wanted, engine.report().kernel, engine.report().compiled_graphs)
 
 
@@ -103,6 +109,19 @@ def broken(ranks: Ranks) -> None:
 def layers(ranks: Ranks) -> None:
     """How far a layer over keys of all ranks is from dense attention in float64."""
     say(*(farthest(ranks, seed) for seed in range(12)))
+
+
+def stored(ranks: Ranks, folder: str, divides: str) -> None:
+    """What each rank compiled, took out of inductor's cache and loaded, and what the store has."""
+    with stored_backend("inductor", Path(folder)) as backend:
+        config = replace(CONFIG, backend=backend)
+        engine = engine_on(ranks, tiny_model(), config, context_parallel=divides == "context")
+        report = engine.warmup()
+        hits = counters["aot_autograd"]["autograd_cache_hit"]
+        facts: list = [None] * ranks.count
+        own = [report.compiles, hits, len(report.loaded), len(report.results)]
+        dist.all_gather_object(facts, own)
+        say(facts, len(backend.store.entries()))
 
 
 def windows(ranks: Ranks) -> None:
@@ -234,7 +253,7 @@ def say(*values: object) -> None:
 CASES: dict[str, Callable[..., None]] = {
     case.__name__: case
     for case in (
-        *(families, contexts, layers, long, broken, windows),
+        *(families, contexts, layers, long, broken, stored, windows),
         *(chance, dies, differs, disagrees),
     )
 }
