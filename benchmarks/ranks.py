@@ -1,6 +1,6 @@
 """Two ranks of a model against one process: a step by model size, and the warmup, cold and stored.
 
-    python benchmarks/ranks.py [--sizes 256 512 1024] [--steps 16] [--skip-warmup]
+    python benchmarks/ranks.py [--sizes 256 512 1024] [--steps 16] [--parts steps warmups]
 
 Steps: rank 0 serves the same requests in turns with the ranks (a thread each) and alone with the
 whole model (two threads, while the other rank waits), in one run. The share of the collectives is
@@ -241,17 +241,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", type=int, nargs="+", default=[256, 512, 1024])
     parser.add_argument("--steps", type=int, default=16)
-    parser.add_argument("--skip-warmup", action="store_true")
+    parts = ["steps", "warmups"]
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--store", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.case is None:
-        for case in ("weights", "contexts"):
+        for case in ("weights", "contexts") if "steps" in given.parts else ():
             for size in given.sizes:
                 count = str(given.steps)
                 print(launched("--case", case, "--sizes", str(size), "--steps", count), end="")
-        if not given.skip_warmup:
-            warmups(given.sizes[-1])
+        if "warmups" in given.parts:
+            warmups(given.sizes[0])
         return
     torch.set_num_threads(1)
     with joined_ranks() as ranks:
