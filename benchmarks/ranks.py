@@ -224,7 +224,10 @@ def warmups(hidden: int) -> None:
                                     ranks=ranks, folder=folder)  # fmt: skip
                     lines = sorted(json.loads(line) for line in said.splitlines() if line[0] == "[")
                     assert start == "cold" or not any(compiles for *_, compiles in lines)
-                    seconds.setdefault((name, start), []).append([each for _, each, _ in lines])
+                    found = [each for _, each, _ in lines]
+                    seconds.setdefault((name, start), []).append(found)
+                    told = ", ".join(f"{each:.1f} s" for each in found)
+                    print(f"# {name}, {start}: {told}", flush=True)
     alone = median(each[0] for each in seconds["one process", "cold"])
     for name, *_ in kinds:
         cold, second = ([median(rank) for rank in zip(*seconds[name, start], strict=True)]
