@@ -53,9 +53,7 @@ Choose = Callable[[Sequence[int]], tuple[int, Callable[[], None]]]
 def read(path: Path, most: int | None = None) -> list[Request]:
     """Requests of a trace in the order of their arrival."""
     rows = [json.loads(line) for line in path.read_text().splitlines()[:most]]
-    return [
-        Request(row["arrival_s"], row["prompt_tokens"], tuple(row["hash_ids"])) for row in rows
-    ]
+    return [Request(row["arrival_s"], row["prompt_tokens"], tuple(row["hash_ids"])) for row in rows]
 
 
 def by_prefix(replicas: int, cache_blocks: int) -> Choose:
@@ -106,9 +104,7 @@ def simulate(
         heapq.heappush(running, (free_at[at], number, done))
     cuts = statistics.quantiles(waits, n=100)
     blocks = sum(len(each.blocks) for each in requests)
-    return Outcome(
-        found / blocks, max(computed) / statistics.mean(computed), cuts[49], cuts[98]
-    )
+    return Outcome(found / blocks, max(computed) / statistics.mean(computed), cuts[49], cuts[98])
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -23,7 +23,10 @@ __all__ = ["serve_replicas"]
 
 
 def serve_replicas(
-    options: ServeOptions, listening: socket.socket, when_up: Callable[[], None]
+    options: ServeOptions,
+    listening: socket.socket,
+    when_up: Callable[[], None],
+    tell: Callable[[str], None],
 ) -> None:
     """Serves until a signal ends it.
 
@@ -45,6 +48,7 @@ def serve_replicas(
         options.replicas,
         listening,
         when_up,
+        tell,
         address=options.address,
         cpus=threads,
         gpus=int(options.device.startswith("cuda")),

@@ -59,7 +59,7 @@ def run_serve(options: ServeOptions) -> int:
         if options.replicas is None:
             run(Served(name, partial(_load, options, config)), listening, when_up)
         else:
-            serve_replicas(options, listening, when_up)
+            serve_replicas(options, listening, when_up, _say)
     return 0
 
 

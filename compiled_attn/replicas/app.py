@@ -38,7 +38,12 @@ def fleet_app(fleet: Fleet, when_failed: Callable[[], None]) -> Starlette:
             fleet.end()
 
     async def health(request: Request) -> JSONResponse:
-        return JSONResponse({"status": fleet.stage}, 200 if fleet.ready else 503)
+        each = [
+            {"replica": one.number, "stage": one.stage, "process": one.process}
+            for one in fleet.members
+        ]
+        told = {"status": fleet.stage, "replicas": each}
+        return JSONResponse(told, 200 if fleet.ready else 503)
 
     async def metrics(request: Request) -> Response:
         return Response(await fleet_exposition(fleet), media_type=CONTENT_TYPE_LATEST)

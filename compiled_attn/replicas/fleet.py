@@ -46,6 +46,7 @@ class Fleet:
     Args:
         start: makes an actor of `Replica`.
         count: of replicas.
+        tell: called with the stage each time that another number of replicas is ready.
 
     Attributes:
         members: all of them.
@@ -54,12 +55,12 @@ class Fleet:
         error: why no replica can serve, None while one may.
     """
 
-    def __init__(self, start: Callable[[], Any], count: int) -> None:
+    def __init__(self, start: Callable[[], Any], count: int, tell: Callable[[str], None]) -> None:
         self.members = [Member(number) for number in range(count)]
         self.router = PrefixRouter()
         self.retried = 0
         self.error: str | None = None
-        self._start = start
+        self._start, self._tell = start, tell
         self._became_ready = asyncio.Event()
 
     @property
@@ -77,11 +78,15 @@ class Fleet:
 
     async def watch(self, when_failed: Callable[[], None]) -> None:
         """Starts the replicas and looks after them, until it is cancelled or none can serve."""
+        told = 0
         while self.error is None:
             for each in self.members:
                 if each.actor is None and (each.number == 0 or self.members[0].stage == "ready"):
                     each.actor, each.stage = self._start(), "starting"
             await asyncio.gather(*(self._look(each) for each in self.members if each.actor))
+            if told != len(self.ready):
+                told = len(self.ready)
+                self._tell(self.stage)
             await asyncio.sleep(_LOOK_EVERY)
         when_failed()
 

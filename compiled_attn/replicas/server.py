@@ -28,6 +28,7 @@ def run_fleet(
     count: int,
     listening: socket.socket,
     when_up: Callable[[], None],
+    tell: Callable[[str], None],
     *,
     address: str | None = None,
     cpus: int = 1,
@@ -40,6 +41,7 @@ def run_fleet(
         count: of replicas.
         listening: where the front listens.
         when_up: called when it does.
+        tell: called with a line when a replica is ready, or is lost.
         address: of a cluster of Ray; None: one of this process's own, on this machine.
         cpus, gpus: that a replica reserves.
 
@@ -52,7 +54,7 @@ def run_fleet(
         actor = ray.remote(Replica).options(
             max_restarts=-1, max_concurrency=_AT_ONCE, num_cpus=cpus, num_gpus=gpus
         )
-        _serve(Fleet(lambda: actor.remote(name, make), count), listening, when_up)
+        _serve(Fleet(lambda: actor.remote(name, make), count, tell), listening, when_up)
     finally:
         ray.shutdown()
 
