@@ -41,7 +41,8 @@ def serve_replicas(
             "'compiled-attn[ray]'"
         ) from error
     assert options.replicas is not None
-    threads = options.threads or max((os.cpu_count() or 1) // options.replicas, 1)
+    cores = 1 if options.address else (os.cpu_count() or 1) // options.replicas
+    threads = options.threads or max(cores, 1)
     run_fleet(
         options.name or options.model.stem,
         partial(_load, options, threads),
