@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -60,6 +61,7 @@ def run_fleet(
 
 
 def _connect(address: str | None, cpus: int) -> None:
+    when_terminated = signal.getsignal(signal.SIGTERM)
     own: dict[str, Any] = {"num_cpus": max(cpus, os.cpu_count() or 1), "include_dashboard": False}
     try:
         ray.init(
@@ -71,6 +73,8 @@ def _connect(address: str | None, cpus: int) -> None:
     except (ConnectionError, ValueError, RuntimeError) as error:
         where = address or "this machine"
         raise ConfigError(f"cannot use Ray at {where}: {error}: see `ray status`") from error
+    finally:
+        signal.signal(signal.SIGTERM, when_terminated)  # Ray has set its own
 
 
 def _serve(fleet: Fleet, listening: socket.socket, when_up: Callable[[], None]) -> None:
