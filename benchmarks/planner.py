@@ -15,12 +15,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from field.families import decode, mixed, prefill
 from field.ladders import ladders
 
 from compiled_attn.workloads import Arrival, read_trace
 from compiled_attn.workloads.default_demand import default_demand, full_speed
 from compiled_attn.workloads.families import Family, within
+from compiled_attn.workloads.phases import decode, mixed, prefill
 from compiled_attn.workloads.simulate import SimulatedEngine, simulate
 from compiled_attn.workloads.synthetic import KINDS
 from graphs.planner import Demand, Judgement, PlanReport, judge, plan
