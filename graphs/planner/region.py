@@ -113,7 +113,10 @@ def prices(
     costs: Floats,
     ranks: Floats | None = None,
 ) -> Floats:
-    """The cost of the bucket of lowest rank (None: the cheapest) for boxes whose high corners lie on ``ladders``: ``[n]``."""
+    """The cost of the bucket of lowest rank (None: the cheapest) for boxes: ``[n]``.
+
+    Their high corners lie on ``ladders``.
+    """
     table = np.full([len(ladder) for ladder in ladders], np.inf)
     for at in np.argsort(-(costs if ranks is None else ranks), kind="stable"):
         ends = zip(ladders, buckets[at], strict=True)

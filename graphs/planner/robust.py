@@ -1,9 +1,9 @@
 """Buckets for the worst of several demands, and nowhere worse than the best ladder of their number.
 
 Candidates are plans for mixtures of the scenarios, in which those that fare badly get more weight
-from round to round (multiplicative weights: Freund and Schapire, 1999), and the ladders; the best of
-these also with the graphs that it never uses spent on what saves most. A ladder is among them, so
-what is chosen cannot be worse than it.
+from round to round (multiplicative weights: Freund and Schapire, 1999), and the ladders; the best
+of these also with the graphs that it never uses spent on what saves most. A ladder is among them,
+so what is chosen cannot be worse than it.
 """
 
 from __future__ import annotations

@@ -71,7 +71,8 @@ def scenarios_of(demand: Demand, region: Region, cost: CostOf, seed: int) -> Sce
 
     - *resampled*: the record is cut into 16 periods, and these are weighed at random (a Bayesian
       bootstrap of periods: Rubin, 1981), as other days have more of one hour than of another;
-    - *oftener*: a rare kind of steps (such as those that read shared blocks) has six times its odds;
+    - *oftener*: a rare kind of steps (such as those that read shared blocks) has six times its
+      odds;
     - *costlier*: the costliest fifth of the steps occurs three times as often;
     - *stretched*: all sizes are a quarter larger, or a fifth smaller, as far as that is legal;
     - *anything*: a tenth of the cost is that of any legal steps, each ratio of sizes as likely.
@@ -94,8 +95,7 @@ def _weights(points: Points, some: Points, weights: Floats) -> Floats:
     """The weights ``[n]`` of distinct points in order, given those of ``some`` of them."""
     together = np.concatenate([points, some])
     _, which = np.unique(together, axis=0, return_inverse=True)
-    found: Floats = np.bincount(which.reshape(-1)[len(points) :], weights, len(points))
-    return found
+    return np.bincount(which.reshape(-1)[len(points) :], weights, len(points)).astype(np.float64)
 
 
 def _with_anything(demand: Demand, region: Region, cost: CostOf) -> tuple[Points, Floats]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -113,7 +114,7 @@ def read_histogram(path: Path, name: str) -> Histogram:
         )
     bounds = sorted(counts)
     below = [0.0, *(counts[bound] for bound in bounds)]
-    each = [max(0.0, high - low) for low, high in zip(below, below[1:], strict=False)]
+    each = [max(0.0, high - low) for low, high in pairwise(below)]
     return Histogram(name, tuple(bounds), tuple(each), total)
 
 
