@@ -55,7 +55,7 @@ def _needs(options: PlanOptions, known: Format) -> tuple[Limits, dict[str, Deman
     if options.metrics is not None and options.format == "vllm":
         limits = _limits(options, options.context or _CONTEXT)
         needs = step_tokens(options.metrics, limits.max_tokens)
-        print("between the bounds of vLLM's histogram sizes are assumed: see the docs")
+        print("between the bounds of vLLM's histogram sizes are assumed, and it knows no halves")
         return limits, {part.name: needs for part in known.parts(limits)}
     arrivals = _arrivals(options)
     longest = max(each.prompt_tokens + each.output_tokens for each in arrivals)

@@ -19,7 +19,7 @@ from compiled_attn.integrations.plans.base import EnginePart, EnginePlan, Limits
 from compiled_attn.workloads import phases
 from compiled_attn.workloads.families import Family
 from compiled_attn.workloads.simulated.separate import SeparateSteps
-from graphs.buckets.axes import Axis
+from graphs.buckets.axes import Axis, Bucket
 from graphs.buckets.ladders import explicit
 from graphs.buckets.space import BucketSpace
 from graphs.planner import CostModel, by_size
@@ -139,7 +139,7 @@ def written(plans: Mapping[str, EnginePlan]) -> str:
     return "\n".join(lines)
 
 
-def _sorted(space: BucketSpace) -> list[Mapping[str, int]]:
+def _sorted(space: BucketSpace) -> list[Bucket]:
     return sorted(space, key=lambda bucket: bucket.sizes)
 
 

@@ -119,7 +119,9 @@ def read_histogram(path: Path, name: str) -> Histogram:
 
 
 def step_tokens(path: Path, largest: int) -> Demand:
-    """The tokens of steps, as ``vllm:iteration_tokens_total`` counts them.
+    """The tokens of steps, as ``vllm:iteration_tokens_total`` counts them, half of each count twice.
+
+    A histogram knows no time, so both halves of the demand are the same.
 
     Args:
         path: what ``/metrics`` gave.
@@ -129,7 +131,8 @@ def step_tokens(path: Path, largest: int) -> Demand:
         TraceError: see `read_histogram`.
     """
     sizes, weights = read_histogram(path, _STEPS).spread(largest)
-    return Demand(("tokens",), [(size,) for size in sizes], weights)
+    halves = [weight / 2 for weight in weights] * 2
+    return Demand(("tokens",), [(size,) for size in sizes * 2], halves)
 
 
 def drawn_requests(path: Path, count: int, context: int, seed: int = 0) -> list[Arrival]:
