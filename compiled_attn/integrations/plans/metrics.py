@@ -119,7 +119,7 @@ def read_histogram(path: Path, name: str) -> Histogram:
 
 
 def step_tokens(path: Path, largest: int) -> Demand:
-    """The tokens of steps, as ``vllm:iteration_tokens_total`` counts them, half of each count twice.
+    """The tokens of steps, as ``vllm:iteration_tokens_total`` counts them, each in two halves.
 
     A histogram knows no time, so both halves of the demand are the same.
 
