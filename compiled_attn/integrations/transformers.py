@@ -1,7 +1,7 @@
 """Our engine as the continuous batching of transformers: `install`, and its undoing.
 
-From then on ``generate_batch``, ``continuous_batching_context_manager``, ``init_continuous_batching``
-and ``transformers serve --continuous-batching`` are answered by it, without a change in the caller.
+From then on it answers ``generate_batch``, ``continuous_batching_context_manager``,
+``init_continuous_batching`` and the server that ``transformers serve --continuous-batching`` is.
 """
 
 from __future__ import annotations
