@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import GenerationConfig
@@ -47,12 +47,21 @@ def manager_for(
         raise EngineUnsupported("expected return_logprobs=False, got True: uninstall for these")
     settings = generation_config or model.generation_config
     attention = model.config._attn_implementation
-    engine: Engine | None = getattr(model, _KEPT, None)
-    if engine is None:
-        engine = Engine(model, config)
-        setattr(model, _KEPT, engine)
-        model.set_attn_implementation(attention)
-    return EngineManager(model, engine, settings, attention)
+    kept: _Kept | None = getattr(model, _KEPT, None)
+    if kept is None:
+        try:
+            kept = _Kept(Engine(model, config), threading.Lock())
+        finally:
+            model.set_attn_implementation(attention)
+        setattr(model, _KEPT, kept)
+    return EngineManager(model, kept.engine, settings, attention, kept.in_use)
+
+
+class _Kept(NamedTuple):
+    """What stays with a model: its engine, and the lock of the one manager that serves with it."""
+
+    engine: Engine
+    in_use: threading.Lock
 
 
 @dataclass
@@ -81,6 +90,7 @@ class EngineManager:
         engine: of the model.
         settings: ``GenerationConfig`` of all requests.
         attention: the model's own implementation.
+        in_use: held by the manager that serves with the engine.
 
     Attributes:
         background_thread_status: whether the thread has failed.
@@ -91,12 +101,17 @@ class EngineManager:
     batch_processor = None
 
     def __init__(
-        self, model: Any, engine: Engine, settings: GenerationConfig, attention: str
+        self,
+        model: Any,
+        engine: Engine,
+        settings: GenerationConfig,
+        attention: str,
+        in_use: threading.Lock,
     ) -> None:
         sampling_for(model, settings, (), 1)  # refused now, and not request by request
         self.model, self.engine, self.generation_config = model, engine, settings
         self.background_thread_status, self.output_router = Status(), OutputRouter()
-        self._attention = attention
+        self._attention, self._in_use = attention, in_use
         self._names = (f"req_{number}" for number in itertools.count())
         self._orders: queue.SimpleQueue[_Order | str] = queue.SimpleQueue()
         self._open: dict[int, _Order] = {}
@@ -119,13 +134,26 @@ class EngineManager:
         return self._thread is not None and self._thread.is_alive()
 
     def start(self) -> None:
-        """Begins to serve; warms up first if nobody did."""
+        """Begins to serve; warms up first if nobody did.
+
+        Raises:
+            RuntimeError: another manager of the model serves.
+        """
         if self.is_running():
             return
+        if not self._in_use.acquire(blocking=False):
+            raise RuntimeError(
+                "expected a model whose other managers are stopped, got one that is served: stop "
+                "that manager first"
+            )
         self._stopping = False
         self.background_thread_status.fatal_error = None
         self._thread = threading.Thread(target=self._run, name="compiled-attn manager", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:
+            self._in_use.release()
+            raise
 
     def stop(
         self,
@@ -160,12 +188,14 @@ class EngineManager:
 
         Raises:
             EngineUnsupported: time stamps or settings of processors of logits.
-            ConfigError: it can never be served.
+            RuntimeError: nobody serves.
+
+        One that can never be served, being too long, has an error for its result.
         """
         if record_timestamps or processors:
             asked = sorted(processors) or ["record_timestamps"]
             raise EngineUnsupported(f"expected a plain request, got {asked}: leave them out")
-        if self._stopping:
+        if self._stopping or self.background_thread_status.fatal_error is not None:
             raise RuntimeError("expected a manager that serves, got one that was stopped: start it")
         settings, prompt = self.generation_config, [*map(int, input_ids)]
         name = next(self._names) if request_id is None else request_id
@@ -188,7 +218,7 @@ class EngineManager:
         """Queues requests, see `add_request`, and returns their ids in order."""
         end = self.generation_config.eos_token_id
         end = self.model.config.eos_token_id if end is None else end
-        ends = {"eos_token_id": -1 if end is None else end}
+        ends: dict[str, Any] = {"eos_token_id": -1 if end is None else end}
         return [
             self.add_request(each, max_new_tokens=max_new_tokens, **ends, **options)
             for each in inputs
@@ -252,7 +282,10 @@ class EngineManager:
             error: BaseException = RuntimeError("the manager was stopped before it had ended")
         except BaseException as failure:
             self.background_thread_status.fatal_error = error = failure
-        self._end(error)
+        try:
+            self._end(error)
+        finally:
+            self._in_use.release()
 
     def _take_orders(self) -> bool:
         """Enters what was asked; False when there is nothing more to do."""

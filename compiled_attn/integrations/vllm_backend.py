@@ -117,32 +117,34 @@ class PagedAttentionImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
         caches = cache_views(kv_cache, _FP8.get(self.kv_cache_dtype))
         where = step.block_table, step.seq_lens, step.query_start_loc
         options = self._options(step.causal)
-        is_new = key is not None and value is not None and not self.kv_sharing_target_layer_name
-        if is_new and not self.is_fp8_kv_cache:
+        new = None  # where a layer shares the cache of another, that one has written it
+        if key is not None and value is not None and not self.kv_sharing_target_layer_name:
             new = key[:tokens], value[:tokens]
+        if new is not None and not self.is_fp8_kv_cache:
             out, _ = torch.ops.compiled_attn.paged_attention_(
                 query[:tokens], *new, *caches, step.slot_mapping, *where, self.scale, **options
             )
         else:
             if self.is_fp8_kv_cache:
                 options |= self._layer_scales(layer, caches[0])
-            if is_new:
-                _write_codes(caches[0], key[:tokens] / layer._k_scale_float, step.slot_mapping)
-                _write_codes(caches[1], value[:tokens] / layer._v_scale_float, step.slot_mapping)
+            if new is not None:  # the op's own write would choose a scale for each token
+                _write_codes(caches[0], new[0] / layer._k_scale_float, step.slot_mapping)
+                _write_codes(caches[1], new[1] / layer._v_scale_float, step.slot_mapping)
             out, _ = torch.ops.compiled_attn.paged_attention(
                 query[:tokens], *caches, *where, self.scale, **options
             )
         output[:tokens].view(out.shape).copy_(out)
 
     def _options(self, causal: bool) -> dict[str, Any]:
-        if self.sinks is not None and self.sinks.dtype != torch.float32:
-            self.sinks = self.sinks.float()  # they are loaded after the layer is made
+        sinks: Tensor | None = self.sinks
+        if sinks is not None and sinks.dtype != torch.float32:
+            self.sinks = sinks = sinks.float()  # they are loaded after the layer is made
         return {
             "causal": causal,
             "window": self._window if causal else None,
             "softcap": self._softcap,
             "alibi_slopes": self.alibi_slopes,
-            "sinks": self.sinks,
+            "sinks": sinks,
         }
 
     def _layer_scales(self, layer: Any, cache: Tensor) -> dict[str, Tensor]:
