@@ -69,6 +69,8 @@ class PagedAttentionBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
 class PagedAttentionImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
     """Attention of one layer: one call that writes the new tokens and attends."""
 
+    sinks: Tensor | None
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.attn_type == AttentionType.ENCODER_DECODER:

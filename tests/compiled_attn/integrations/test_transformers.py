@@ -213,3 +213,26 @@ def test_transformers_takes_no_attention_of_another_name_for_its_own_batching(mo
     model.set_attn_implementation("compiled_attn_probe")
     with pytest.raises(ValueError, match="not supported for continuous batching"):
         model.init_continuous_batching(GREEDY)
+
+
+def test_the_manager_of_transformers_server_is_answered_by_our_engine(model):
+    from transformers.cli.serving.utils import CBGenerateManager
+
+    from compiled_attn.integrations.transformers_manager import EngineManager
+
+    class Words:
+        def decode(self, tokens, skip_special_tokens):
+            return " ".join(map(str, tokens))
+
+    async def ask(server):
+        inputs = {"input_ids": PROMPTS[0]}
+        return await server.generate_non_streaming(model, Words(), inputs, GREEDY, request_id="a")
+
+    expected = plain_generate(model, PROMPTS[0], 8)
+    with install(CONFIG):
+        server = CBGenerateManager()
+        server.init_cb(model, GREEDY)
+    assert isinstance(server._cb, EngineManager)
+    assert asyncio.run(ask(server)) == (" ".join(map(str, expected)), 4, expected)
+    assert server.is_alive()
+    server.stop()
