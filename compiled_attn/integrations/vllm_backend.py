@@ -138,12 +138,17 @@ class PagedAttentionImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
         output[:tokens].view(out.shape).copy_(out)
 
     def _options(self, causal: bool) -> dict[str, Any]:
+        if self._window is not None and not causal:
+            raise EngineUnsupported(
+                "expected layers with a window to be causal, got one that looks ahead: unset "
+                "COMPILED_ATTN_VLLM for this model"
+            )
         sinks: Tensor | None = self.sinks
         if sinks is not None and sinks.dtype != torch.float32:
             self.sinks = sinks = sinks.float()  # they are loaded after the layer is made
         return {
             "causal": causal,
-            "window": self._window if causal else None,
+            "window": self._window,
             "softcap": self._softcap,
             "alibi_slopes": self.alibi_slopes,
             "sinks": sinks,
