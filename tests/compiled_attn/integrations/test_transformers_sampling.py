@@ -6,11 +6,11 @@ import pytest
 
 pytest.importorskip("transformers", reason="needs the extra hf")
 
-from transformers import GenerationConfig  # noqa: E402
+from transformers import GenerationConfig
 
-from compiled_attn.engine import SamplingParams  # noqa: E402
-from compiled_attn.integrations.transformers_sampling import sampling_for  # noqa: E402
-from tests.compiled_attn.tiny import tiny_model  # noqa: E402
+from compiled_attn.engine import SamplingParams
+from compiled_attn.integrations.transformers_sampling import sampling_for
+from tests.compiled_attn.tiny import tiny_model
 
 DRAWN = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.2}
 
