@@ -206,7 +206,7 @@ class RunOptions(SamplingOptions, ServingOptions):
     threads: int | None = _THREADS
     warmup_workers: int = setting("warmup_workers", metavar="N")
     warmup_journal: Path | None = setting("warmup_journal", metavar="FILE")
-    defrag_waste: float = setting("defrag_waste", metavar="SHARE")
+    defrag_waste: float | None = setting("defrag_waste", metavar="SHARE")
     buckets: Path | None = setting("buckets", metavar="FILE")
     max_graphs: int | None = setting("max_graphs", default=None, metavar="N")
     check: int = option(

@@ -198,8 +198,6 @@ def _refuse_contradictions(options: RunOptions) -> None:
 
 def _config(options: RunOptions, backend: str | Backend) -> EngineConfig:
     settings = settings_of(options) | {"backend": backend}
-    if options.defrag_waste == 1:
-        settings["defrag_waste"] = None
     if options.buckets is not None:
         settings["buckets"] = from_file(options.buckets)
     if options.max_graphs is None:

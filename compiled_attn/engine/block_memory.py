@@ -106,7 +106,7 @@ class BlockMemory:
 
     Attributes:
         pool: who holds which block.
-        defragmenter: None where the configuration turns it off.
+        defragmenter: None where the configuration turns it off, or spread blocks cost nothing.
     """
 
     def __init__(self, executor: Executor, config: EngineConfig) -> None:
@@ -198,7 +198,9 @@ class BlockMemory:
 
     def _new_defragmenter(self, pool: BlockPool) -> OnlineDefragmenter | None:
         waste = self._config.defrag_waste
-        if waste is None:
+        if waste is None and self._executor.sizing.form.reads_range:
+            waste = 0.25
+        if waste is None or waste == 1:
             return None
         return OnlineDefragmenter(
             pool.places,

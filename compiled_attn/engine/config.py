@@ -69,9 +69,10 @@ class EngineConfig:
     )
     max_graphs: int = setting(24, "Graphs to capture at most.", least=1)
     defrag_waste: float | None = setting(
-        0.25,
+        None,
         "Move blocks between steps, a few at a time, when more than this share of their range is "
-        "unused; 0: whenever one can, 1 (in Python also None): never.",
+        "unused; 0: whenever one can, 1: never; by default 0.25 where a step reads all of the "
+        "range (portable kernel), never where it reads the blocks of its requests (native).",
     )
     defrag_min_gap: int = setting(
         8, "Move none before so many places of the range are unused.", least=1

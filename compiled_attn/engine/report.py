@@ -39,11 +39,12 @@ class EngineReport:
     came from a store; ``warmup_seconds`` includes the graphs that copy blocks.
     ``buckets`` has a row per bucket: its warmup, how many steps ran in it, how long they took.
     ``padding_waste`` is the padded share of computed tokens and of computed blocks.
-    ``graph_breaks`` and ``compiles_after_warmup`` come from the sentinel, ``fallbacks`` counts
-    every degraded bucket pick and a native kernel that failed to build, ``cut_steps`` the steps
-    that no bucket held whole, ``steps_ahead`` those that began before the tokens of the one before
-    were there. ``kernel`` is "native", or which portable kernel serves the causal
-    and shared parts; ``kernel_notes`` says why, and on CUDA how many calls varlen serves.
+    ``graph_breaks``, ``compiles_after_warmup`` and ``replays`` (of recorded graphs: steps and
+    copies of blocks) come from the sentinel, ``fallbacks`` counts every degraded bucket pick and a
+    native kernel that failed to build, ``cut_steps`` the steps that no bucket held whole,
+    ``steps_ahead`` those that began before the tokens of the one before were there. ``kernel`` is
+    "native", or which portable kernel serves the causal and shared parts; ``kernel_notes`` says
+    why, and on CUDA how many calls varlen serves.
     ``memory`` has the copies of blocks: on write and to defragment, ``kv_cache`` the size of the
     cache and what decided it (`CacheSize`), ``step_size`` the most tokens of a step and what
     decided them (`StepSize`).
@@ -83,6 +84,7 @@ class EngineReport:
     compiled_graphs: int = 0
     cut_steps: int = 0
     steps_ahead: int = 0
+    replays: int = 0
     failed_requests: int = 0
     nonfinite_rows: int = 0
     restarts: int = 0
@@ -147,6 +149,7 @@ def report_of(engine: Engine) -> EngineReport:
         step_size=engine.sizing.step.to_dict() if engine.sizing.step else {},
         cut_steps=tally.count("cut_steps"),
         steps_ahead=engine.steps_ahead,
+        replays=sentinel.replays,
         seconds=round(busy, 3),
         buckets=_bucket_rows(steps, tally),
     )

@@ -162,7 +162,9 @@ class Scheduler:
     def can_look_ahead(self) -> bool:
         """Whether a step has blocks for sure, so that none of those who wait for tokens loses its
         own."""
-        most = len(self.running) + self.max_tokens // self.pool.block_size + 1
+        ahead = (len(each.tokens) - each.computed - 1 for each in self.running)
+        prompts = self.max_tokens if self.waiting else min(self.max_tokens, sum(ahead))
+        most = len(self.running) + prompts // self.pool.block_size + 1
         return self.pool.available >= most
 
     def advance(self, step: ScheduledStep) -> set[Sequence]:

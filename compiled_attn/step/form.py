@@ -81,6 +81,10 @@ class StepForm(Protocol):
     def symbolic(self) -> tuple[str, ...]:
         """Those of the axes whose sizes a graph may leave open, so that buckets share it."""
 
+    @property
+    def reads_range(self) -> bool:
+        """Whether a step reads all places up to the highest used one: spread blocks cost time."""
+
     def ladder(self, limits: StepLimits, max_graphs: int) -> BucketSpace:
         """Buckets for all steps within limits, ``max_graphs`` of them at most."""
 

@@ -38,6 +38,7 @@ class Parts:
 
     axes = ("tokens", "shared", "unique", "logits")
     symbolic: tuple[str, ...] = ()  # all sizes are compiled in
+    reads_range = True
 
     def __init__(self, num_blocks: int, block_size: int, width: int | None = None) -> None:
         self.num_blocks = num_blocks

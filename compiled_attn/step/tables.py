@@ -153,6 +153,7 @@ class Tables:
     width: int | None = None
 
     axes = symbolic = _AXES
+    reads_range = False
 
     def ladder(self, limits: StepLimits, max_graphs: int) -> BucketSpace:
         """1, 2, 4 .. requests that decode, then more and more tokens.

@@ -35,6 +35,7 @@ from graphs.capture.inputs import Input
 from graphs.capture.symbolic import SymbolicSizes
 from graphs.errors import CaptureError
 from graphs.watch.causes import describe_failure
+from graphs.watch.compiles import note_replay
 
 __all__ = ["CudaGraphBackend", "CudaRecorder", "Recording"]
 
@@ -256,6 +257,7 @@ class _Replay:
             if inputs[place].data_ptr() != static.data_ptr():
                 static.copy_(inputs[place], non_blocking=True)
         recording.replay()
+        note_replay()
         self._writes.give_back(inputs)
         if self._fresh_outputs:
             return pytree.tree_map_only(Tensor, torch.clone, recording.outputs)

@@ -20,6 +20,7 @@ from graphs.capture.inputs import Input
 from graphs.capture.wrappers import as_module, writes_seen
 from graphs.errors import CaptureError
 from graphs.watch.causes import describe_failure
+from graphs.watch.compiles import note_replay
 
 __all__ = ["HpuBackend"]
 
@@ -88,6 +89,7 @@ def _record(
         mark_step()
         result = recorded(*inputs)
         mark_step()
+        note_replay()
         return result
 
     try:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from graphs.backends.direct import direct_path, without_records
+from graphs.backends.direct import direct_path, lean_calls
 from graphs.backends.marks import marked
 from graphs.backends.separate import separated
 from graphs.backends.vector_probe import one_probe
@@ -158,7 +158,7 @@ def freeze(
     own = with_own_code(function, name)
     try:
         compiled = _compile_once(own, compiler, **how)
-        with without_records(), one_probe(), marked(example_inputs, dims):
+        with lean_calls(), one_probe(), marked(example_inputs, dims):
             result = compiled(*example_inputs)
         direct = direct_path(own, example_inputs)
         for _ in range(warm_runs - 1):
@@ -199,7 +199,7 @@ def compile_only(
 
     compiled = _compile_once(with_own_code(function, name), compile_and_refuse)
     with (
-        without_records(),
+        lean_calls(),
         one_probe(),
         marked(example_inputs, dims),
         contextlib.suppress(_Compiled),

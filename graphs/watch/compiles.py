@@ -54,6 +54,7 @@ class CompileWatch:
     Attributes:
         graphs: how many graphs Dynamo made; fewer than compiles, where a function had no operator.
         graph_breaks: how many graph breaks the compiles met.
+        replays: how many recorded graphs (CUDA's, Gaudi's) ran again.
 
     Torch compiles in one thread at a time. A compile inside another compile is not seen apart, nor
     is one that begins while another thread compiles a backward or records a CUDA graph of torch's.
@@ -69,6 +70,7 @@ class CompileWatch:
     ) -> None:
         self.graphs = 0
         self.graph_breaks = 0
+        self.replays = 0
         self._events: list[CompileEvent] = []
         self._on_event = on_event
         self._all_threads = all_threads
@@ -171,6 +173,13 @@ class CompileWatch:
     def _built(self, what: str) -> None:
         if not self._is_compiling:  # or else it is part of the compile that was noted
             self.note(event_at("build", CompileSite(what)))
+
+
+def note_replay() -> None:
+    """Tell every started watch of this thread that a recorded graph runs again."""
+    thread = threading.get_ident()
+    for watch in _watching:
+        watch.replays += watch._watches(thread)
 
 
 def watching() -> tuple[CompileWatch, ...]:

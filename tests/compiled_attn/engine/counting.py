@@ -15,7 +15,7 @@ from compiled_attn.engine.staging import Later
 from compiled_attn.step import BatchBuilder, StepLimits, Tables
 from graphs import WarmupReport
 
-CONFIG = EngineConfig(16, 4, block_size=4, num_blocks=20, context=40, defrag_waste=None)
+CONFIG = EngineConfig(16, 4, block_size=4, num_blocks=20, context=40, defrag_waste=1)
 
 
 class Counting:

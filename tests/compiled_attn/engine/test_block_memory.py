@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from compiled_attn.cache.blocks import BlockPool, OutOfBlocks, UnknownRequest
 from compiled_attn.cache.defrag.report import DefragTotals
 from compiled_attn.engine.block_memory import BlockMemory, StepTables
+from compiled_attn.step import Tables
+from compiled_attn.step.parts_form import Parts
 from tests.compiled_attn.engine.counting import CONFIG, Counting
 from tests.interrupts import count_lines, interrupted_at
 
@@ -87,3 +89,14 @@ def test_a_reset_interrupted_at_any_line_keeps_what_was_counted():
         memory.reset()
         counts = memory.stats().allocations, memory.defragmenter.totals.calls
         assert counts == (8, 5), cut.where
+
+
+@pytest.mark.parametrize(
+    ("form", "asked", "waste"),
+    [(Parts, None, 0.25), (Tables, None, None), (Tables, 0.5, 0.5), (Parts, 1, None)],
+)
+def test_blocks_are_kept_together_where_a_step_reads_their_range(form, asked, waste):
+    executor = Counting()
+    executor.sizing = replace(executor.sizing, form=form(20, 4))
+    found = BlockMemory(executor, replace(CONFIG, defrag_waste=asked)).defragmenter
+    assert (found.max_waste if found else None) == waste

@@ -23,7 +23,7 @@ CONFIG = EngineConfig(
     context=64,
     backend="eager",
     max_graphs=4,
-    defrag_waste=None,
+    defrag_waste=1,
     partial_hits=False,
 )
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [3, 4], [9, 8, 7, 6, 5, 4, 3, 2, 1, 2, 3, 4, 5, 6, 7], [5] * 9]

@@ -87,7 +87,7 @@ def test_a_prompt_that_shares_the_beginning_of_a_block_copies_it_and_keeps_its_t
 
 
 def test_without_partial_hits_nothing_is_copied():
-    engine = _engine(block_size=16, partial_hits=False, defrag_waste=None)
+    engine = _engine(block_size=16, partial_hits=False, defrag_waste=1)
     prompt = list(range(1, 40))
     for tokens in (prompt, [*prompt[:-7], 99, 98]):
         assert len(list(engine.generate([tokens], SamplingParams(max_new_tokens=2)))) == 1

@@ -112,6 +112,9 @@ def assert_replayed(engine: Engine) -> None:
     if isinstance(backend := engine.executor.config.backend, Recorded):
         steps, *_ = backend.recorders
         assert steps.replays == report.steps > 0
+        assert report.replays == sum(each.replays for each in backend.recorders)
+    else:
+        assert report.replays == 0
 
 
 @pytest.mark.parametrize("look_ahead", [True, False], ids=["ahead", "in turn"])

@@ -312,7 +312,7 @@ def test_an_unknown_backend_is_refused_before_the_model_is_touched():
 
 def test_blocks_that_somebody_moves_between_two_steps_are_found_where_they_are():
     model, prompts = tiny_model(), _prompts(6)
-    engine = _engine(model, defrag_waste=None)
+    engine = _engine(model, defrag_waste=1)
     moving = OnlineDefragmenter(engine.pool.places, engine.executor.copies, max_waste=0, min_gap=1)
     requests = [engine.submit(prompt, SamplingParams(max_new_tokens=4 + 9 * (n % 2)))
                 for n, prompt in enumerate(prompts)]  # fmt: skip

@@ -86,7 +86,7 @@ def test_tokens_are_mostly_those_of_plain_generate_and_never_far_from_it(kind, r
 @pytest.mark.parametrize("kind", KINDS)
 def test_prefix_cache_preemption_and_defragmentation_change_no_token(kind, kernel):
     model, prompts = tiny_model(), _prompts(7, longest=30)
-    plenty = _tokens(_engine(model, kind, kernel=kernel, defrag_waste=None), prompts)
+    plenty = _tokens(_engine(model, kind, kernel=kernel, defrag_waste=1), prompts)
     engine = _engine(model, kind, kernel=kernel, num_blocks=18, defrag_waste=0.0)
     assert _tokens(engine, prompts) == plenty
     report = engine.report()

@@ -56,6 +56,17 @@ def test_no_more_than_max_seqs_run():
     assert len(scheduler.waiting) == 1
 
 
+def test_decodes_alone_look_ahead_with_one_block_each_to_spare():
+    scheduler = Scheduler(BlockPool(6, 4), max_tokens=64, max_seqs=2)
+    scheduler.add(_sequence(0, 4))
+    scheduler.add(_sequence(1, 4, start=100))
+    assert not scheduler.can_look_ahead  # two prompts wait
+    assert _run_step(scheduler) == [(0, 4), (1, 4)]
+    assert scheduler.pool.available == 3 and scheduler.can_look_ahead
+    scheduler.add(_sequence(2, 4, start=200))
+    assert not scheduler.can_look_ahead
+
+
 def test_a_common_prefix_is_computed_once():
     scheduler = Scheduler(BlockPool(64, 4), max_tokens=64, max_seqs=4)
     scheduler.add(_sequence(0, 10))

@@ -134,6 +134,52 @@ def test_a_buffer_of_another_dtype_makes_the_graph_stale():
     assert module.sum.tolist() == [0.0] * 4
 
 
+class Leaf(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4))
+        self.factor = 1.0
+        self.factors = [1.0]
+        self.register_buffer("shift", torch.zeros(4))
+
+    def forward(self, x):
+        shifted = x @ self.weight + self.shift if self.training else x @ self.weight
+        return shifted * self.factor * self.factors[0]
+
+
+def nested():
+    """Three levels of modules, as a model has."""
+    return nn.Sequential(*(nn.Sequential(*(Leaf() for _ in range(3))) for _ in range(2))).eval()
+
+
+CHANGES = {
+    "a number": lambda leaf: setattr(leaf, "factor", 2.0),
+    "a number in a list": lambda leaf: leaf.factors.__setitem__(0, 2.0),
+    "the mode": lambda leaf: leaf.train(),
+    "a dtype": lambda leaf: setattr(leaf, "weight", nn.Parameter(torch.ones(4, 4).double())),
+    "a dtype behind a parameter": lambda leaf: setattr(
+        leaf.weight, "data", torch.ones(4, 4).double()
+    ),
+    "strides behind a parameter": lambda leaf: setattr(
+        leaf.weight, "data", torch.ones(8, 4).t()[:, ::2]
+    ),
+    "a size behind a parameter": lambda leaf: setattr(leaf.weight, "data", torch.ones(4, 8)),
+    "whether it learns": lambda leaf: leaf.weight.requires_grad_(False),
+    "its forward": lambda leaf: setattr(leaf, "forward", lambda x: x * 7),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_what_changes_deep_inside_makes_a_graph_stale_that_has_run_before(change):
+    module = nested()
+    graph = capture(module, [torch.ones(2, 4)], backend="aot_eager")
+    for _ in range(4):  # guards remember what they have seen unchanged
+        graph.run(torch.ones(2, 4))
+    change(module[1][2])
+    with pytest.raises(StaleGraph):
+        graph.run(torch.ones(2, 4))
+
+
 def test_an_object_that_is_replaced_by_another_makes_the_graph_stale():
     module = nn.Module()
     module.act = nn.ReLU()

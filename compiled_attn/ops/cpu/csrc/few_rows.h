@@ -2,12 +2,13 @@
 //
 // Keys and values are read once for all query heads of their group, a chunk of tokens at a time,
 // straight from the cache. What comes kAheadBytes after the tokens in use is prefetched line by
-// line in address order, across the block table: the hardware does not know where the next block
-// lies.
+// line in address order, across the block table and into the next part: the hardware does not know
+// where the next block lies.
 #pragma once
 
 #include "few_rows_digits.h"
 #include "few_rows_loops.h"
+#include "lookahead.h"
 #include "output.h"
 #include "spoilt.h"
 
@@ -26,8 +27,10 @@ class FewRows {
   static_assert(kChunk % Math::kValues == 0, "groups of values fill a chunk");
 
  public:
-  explicit FewRows(const PagedAttentionArgs& args)
+  // behind: the part that comes after the one that runs, or null.
+  FewRows(const PagedAttentionArgs& args, std::function<const Part*()> behind)
       : args_(args),
+        ahead_(args, sizeof(Element), rows_ahead(args), std::move(behind)),
         group_(args.heads / args.kv_heads),
         dim_(padded<Math::kWide>(args.head_dim)),
         value_dim_(padded<Math::kWide>(args.value_dim)),
@@ -57,7 +60,7 @@ class FewRows {
     const Request request(args_, part.request);
     Keys chunk;
     chunk.fill(request, part.keys.begin, part.keys.end);
-    ask_for_start(chunk);
+    if (ahead_.begin(part)) ask_for_start();
     prepare(part, request);
     const int64_t segments = part.segments();
     for (int64_t s = 0; s < segments; ++s) {
@@ -132,7 +135,7 @@ class FewRows {
     return spoilt_.wanted;
   }
 
-  // Up to a segment's end, but looks ahead to the part's.
+  // Up to a segment's end.
   template <int rows>
   Keys run_rows(const Part& part, int64_t end, const Request& request, const Keys& first) {
     Keys chunks[2] = {first, first};
@@ -143,23 +146,19 @@ class FewRows {
       next.fill(request, chunk.begin + chunk.count, part.keys.end);
       const Stretch keys = stretch(args_.key_cache, chunk.key, chunk.count);
       const Stretch values = stretch(args_.value_cache, chunk.value, chunk.count);
-      const Stretch more = stretch(args_.key_cache, next.key, next.count);
       ask_for_scales(next);
       spoilt_.find(args_, 0, args_.kv_heads, chunk);
-      all_products<rows>(chunk, keys, Prefetch(keys, values, ahead()));
+      all_products<rows>(chunk, keys);
       softmax<rows>(chunk);
-      all_sums<rows>(chunk, values, Prefetch(values, more, ahead()));
+      all_sums<rows>(chunk, values);
     }
     return chunks[now];
   }
 
-  void ask_for_start(const Keys& first) const {
-    if (!first.count) return;
-    const Stretch rows = stretch(args_.key_cache, first.key, first.count);
-    Prefetch keys(rows, rows, 0);
-    for (int64_t row = std::min(ahead(), rows.rows()); row > 0; --row) {
-      const char* at = keys.rows(1);
-      for (int64_t d = 0; d < args_.head_dim; d += Prefetch::kLine / int64_t(sizeof(Element)))
+  void ask_for_start() {
+    for (int64_t row = ahead_.at_once(); row > 0; --row) {
+      const char* at = ahead_.rows(1);
+      for (int64_t d = 0; d < args_.head_dim; d += kLine / int64_t(sizeof(Element)))
         prefetch<1>(at + d * sizeof(Element));
     }
   }
@@ -178,12 +177,10 @@ class FewRows {
     return {pages, offsets, count, args_.kv_heads, sizeof(Element)};
   }
 
-  // Rows to prefetch ahead: those that are taken together are asked for before the first is read.
-  // A chunk at most, for a walk goes over two stretches.
-  int64_t ahead() const {
-    const int64_t together = std::max(Math::kKeys, Math::kValues) * args_.kv_heads;
-    return std::min(together + kAheadBytes / int64_t(args_.head_dim * sizeof(Element)),
-                    kChunk * args_.kv_heads);
+  // Rows to ask for ahead: those that are taken together are asked for before the first is read.
+  static int64_t rows_ahead(const PagedAttentionArgs& args) {
+    const int64_t together = std::max(Math::kKeys, Math::kValues) * args.kv_heads;
+    return together + kAheadBytes / int64_t(args.head_dim * sizeof(Element));
   }
 
   // Calls body(head, token) for some tokens of a head at a time, in the order of addresses.
@@ -198,25 +195,27 @@ class FewRows {
   }
 
   template <int rows>
-  void all_products(const Keys& chunk, const Stretch& keys, Prefetch next) {
+  void all_products(const Keys& chunk, const Stretch& keys) {
+    ahead_.reading(keys.rows());
     in_order<Math::kKeys>(keys, [&](int64_t h, int64_t t) {
       const Element* tokens[Math::kKeys];
       head(args_.key_cache, h, chunk.key + t, args_.head_dim, dim_, tokens);
-      const char* ahead = next.rows(Math::kKeys);
+      const char* ahead = ahead_.rows(Math::kKeys);
       for (int64_t at = h * count_; at < (h + 1) * count_; at += rows)
         products<rows>(math_, queries_ + at * dim_, dim_, tokens, scores_ + at * kChunk + t, ahead);
     });
   }
 
   template <int rows>
-  void all_sums(const Keys& chunk, const Stretch& values, Prefetch next) {
+  void all_sums(const Keys& chunk, const Stretch& values) {
+    ahead_.reading(values.rows());
     in_order<Math::kValues>(values, [&](int64_t h, int64_t t) {
       const Element* tokens[Math::kValues];
       head(args_.value_cache, h, chunk.value + t, args_.value_dim, value_dim_, tokens);
       if (spoilt_.wanted)
         for (int i = 0; i < Math::kValues; ++i) tokens[i] = spoilt_.value(tokens[i], h, t + i);
       const char* ahead[Math::kValues / Math::kRun];
-      for (const char*& run : ahead) run = next.rows(Math::kRun);
+      for (const char*& run : ahead) run = ahead_.rows(Math::kRun);
       for (int64_t at = h * count_; at < (h + 1) * count_; at += rows)
         weighted_sums<rows>(math_, weights_ + at, t, tokens, now_.sums + at * value_dim_,
                             value_dim_, ahead);
@@ -298,6 +297,7 @@ class FewRows {
   }
 
   const PagedAttentionArgs& args_;
+  Lookahead<kChunk> ahead_;
   Scratch scratch_;
   const Math math_{};
   int64_t group_, dim_, value_dim_, used_ = 0, count_ = 0;

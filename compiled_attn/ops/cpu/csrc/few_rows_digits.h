@@ -157,7 +157,7 @@ CA_INLINE void products(const InDigits& math, const float* query, int64_t dim,
       zip_quarters(zipped[i], zipped[4 + i], zipped[8 + i], zipped[12 + i], fours);
 #pragma GCC unroll 4
       for (int quarter = 0; quarter < 4; ++quarter) {
-        prefetch<1>(ahead + 16 * d + Prefetch::kLine * (4 * i + quarter));
+        prefetch<1>(ahead + 16 * d + kLine * (4 * i + quarter));
         asm volatile("" ::: "memory");  // keeps it here: GCC would bring all of them forward
         const Octets four = offset(fours[quarter]);
         for (int r = 0; r < rows; ++r) {
@@ -185,7 +185,7 @@ CA_INLINE void weighted_sums(const InDigits& math, const InDigits::Weights* weig
       Ints high[rows][2] = {}, low[rows][2];
       for (int r = 0; r < rows; ++r) low[r][0] = low[r][1] = all(weights[r].start);
       for (int64_t t = 0; t < count; t += 4) {
-        prefetch<2>(ahead[t / math.kRun] + 4 * d + half * 2 * Prefetch::kLine);
+        prefetch<2>(ahead[t / math.kRun] + 4 * d + half * 2 * kLine);
         Octets two[2], four[2];
         for (int i = 0; i < 2; ++i) {
           const Octets a = octets_at(values[t + 2 * i] + d);

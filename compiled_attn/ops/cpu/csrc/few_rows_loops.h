@@ -10,7 +10,7 @@ namespace compiled_attn {
 // Cache lines that some elements fill, at least one.
 template <class Math>
 constexpr int lines_of(int elements) {
-  return std::max<int>(elements * sizeof(typename Math::Element) / Prefetch::kLine, 1);
+  return std::max<int>(elements * sizeof(typename Math::Element) / kLine, 1);
 }
 
 // Products of `rows` queries [rows, dim] with some keys: out [rows, kChunk].

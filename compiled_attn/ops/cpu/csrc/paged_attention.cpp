@@ -45,22 +45,32 @@ int32_t check(const Args& args, int64_t error[4]) {
   return kOk;
 }
 
-// A loop over threads whose bodies may run out of memory. `make` gives each thread its worker.
-template <class Make>
-bool in_parallel(int64_t n, int threads, const Make& make) {
-  std::atomic<int64_t> next{0};
+// Calls what each of some threads has to do; false where one ran out of memory.
+template <class Body>
+bool on_threads(int threads, const Body& body) {
   std::atomic<bool> is_out_of_memory{false};
-#pragma omp parallel num_threads(int(std::clamp<int64_t>(n, 1, threads)))
+#pragma omp parallel num_threads(threads)
   {
     const FloatMode mode;
     try {
-      auto work = make();
-      for (int64_t i = next++; i < n; i = next++) work(i);
+      body();
     } catch (...) {  // nothing else is thrown
       is_out_of_memory = true;
     }
   }
   return !is_out_of_memory;
+}
+
+int at_most(int64_t n, int threads) { return int(std::clamp<int64_t>(n, 1, threads)); }
+
+// A loop over threads. `make` gives each thread its worker.
+template <class Make>
+bool in_parallel(int64_t n, int threads, const Make& make) {
+  std::atomic<int64_t> next{0};
+  return on_threads(at_most(n, threads), [&] {
+    auto work = make();
+    for (int64_t i = next++; i < n; i = next++) work(i);
+  });
 }
 
 bool write_tokens(const Args& args, int threads) {
@@ -86,11 +96,16 @@ bool write_tokens(const Args& args, int threads) {
 template <class Few, class Many>
 class Worker {
  public:
-  explicit Worker(const Args& args) : args_(args) {}
+  Worker(const Args& args, PartsOfThread parts) : args_(args), parts_(parts) {}
 
+  void run(const Results& results) {
+    while (const Part* part = parts_.take()) run(*part, results);
+  }
+
+ private:
   void run(const Part& part, const Results& results) {
-    if (Plan::is_few(args_, part.request, Many::kLeastRows)) {
-      if (!few_) few_ = std::make_unique<Few>(args_);
+    if (is_few(part)) {
+      if (!few_) few_ = std::make_unique<Few>(args_, [this] { return few_behind(); });
       few_->run(part, results);
     } else {
       if (!many_) many_ = std::make_unique<Many>(args_);
@@ -98,8 +113,17 @@ class Worker {
     }
   }
 
- private:
+  bool is_few(const Part& part) const {
+    return Plan::is_few(args_, part.request, Many::kLeastRows);
+  }
+
+  const Part* few_behind() {
+    const Part* part = parts_.behind();
+    return part && is_few(*part) ? part : nullptr;
+  }
+
   const Args& args_;
+  PartsOfThread parts_;
   std::unique_ptr<Few> few_;
   std::unique_ptr<Many> many_;
 };
@@ -112,12 +136,12 @@ bool attend(const Args& args, int threads) {
   scratch.take(results.sums, plan.rows * args.value_dim);
   scratch.take(results.running, plan.rows);
   if (args.slot_mapping && !write_tokens(args, threads)) return false;
-  const bool is_done = in_parallel(plan.parts.size(), threads, [&] {
-    return [&, worker = Worker<Few, Many>(args)](int64_t i) mutable {
-      worker.run(plan.parts[i], results);
-    };
-  });
-  if (!is_done) return false;
+  std::atomic<size_t> next{0};
+  const int used = at_most(plan.parts.size(), threads);
+  if (!on_threads(used, [&] {
+        Worker<Few, Many>(args, PartsOfThread(plan.parts, next, used)).run(results);
+      }))
+    return false;
   const int64_t groups = plan.groups.size();
   const int64_t none_before = args.requests ? args.query_start_loc[0] : args.tokens;
   const int64_t none_after = args.requests ? args.query_start_loc[args.requests] : args.tokens;

@@ -1,6 +1,10 @@
 // A part of a step's work.
 #pragma once
 
+#include <atomic>
+#include <utility>
+#include <vector>
+
 #include "request.h"
 #include "scores.h"
 
@@ -35,6 +39,30 @@ struct Part {
     const int64_t begin = keys.begin + s * of_segment;
     return {begin, std::min(begin + of_segment, keys.end)};
   }
+};
+
+// The parts of a step as one of its threads takes them.
+class PartsOfThread {
+ public:
+  PartsOfThread(const std::vector<Part>& parts, std::atomic<size_t>& next, int threads)
+      : parts_(parts), next_(next), threads_(threads) {}
+
+  // The next part, or null.
+  const Part* take() { return held_ ? std::exchange(held_, nullptr) : at(next_++); }
+
+  // What `take` will give, where that leaves something for other threads; or null.
+  const Part* behind() {
+    if (!held_ && next_ + threads_ <= parts_.size()) held_ = at(next_++);
+    return held_;
+  }
+
+ private:
+  const Part* at(size_t i) const { return i < parts_.size() ? &parts_[i] : nullptr; }
+
+  const std::vector<Part>& parts_;
+  std::atomic<size_t>& next_;
+  size_t threads_;
+  const Part* held_ = nullptr;
 };
 
 }  // namespace compiled_attn
