@@ -82,12 +82,20 @@ def test_smollm2_compiled_by_vllm_writes_the_same_tokens(tmp_path):
     assert _tokens(_smollm2(), tmp_path, ours=True, enforce_eager=False) == theirs
 
 
-@pytest.mark.parametrize("codes", ["fp8_e4m3", "fp8_e5m2"])
-def test_an_fp8_cache_begins_as_the_cache_of_float32_does(codes, tmp_path):
+def test_an_fp8_cache_begins_as_the_cache_of_float32_does(tmp_path):
     """Rounding lets texts part at some token, and most of them later than by chance."""
     exact = _tokens(_smollm2(), tmp_path, ours=False)[0]
-    rounded = _tokens(_smollm2(), tmp_path, ours=True, kv_cache_dtype=codes)[0]
+    rounded = _tokens(_smollm2(), tmp_path, ours=True, kv_cache_dtype="fp8_e4m3")[0]
     assert sum(a[:2] == b[:2] for a, b in zip(exact, rounded, strict=True)) >= len(PROMPTS) / 2
+
+
+def test_a_layer_over_fp8_bytes_is_softmax_over_the_rounded_keys_and_values(tmp_path):
+    command = [PYTHON, str(SCRIPT.with_name("fp8.py"))]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    errors = json.loads(done.stdout.splitlines()[-1])
+    assert errors.keys() == {"fp8_e4m3", "fp8_e5m2"}
+    assert max(errors.values()) < 1e-5
 
 
 def test_a_value_of_the_variable_that_is_none_is_one_line(tmp_path):
