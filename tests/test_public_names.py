@@ -43,6 +43,8 @@ NAMES = {
     "compiled_attn.attention.rotary": "apply_rotary",
     "compiled_attn.engine": "Engine EngineConfig SamplingParams AsyncEngine RequestHandle",
     "compiled_attn.engine.asynchronous": "AsyncEngine",
+    "compiled_attn.integrations.transformers": "install uninstall",
+    "compiled_attn.integrations.vllm": "register",
     "compiled_attn.ranks": "RankEngine Ranks engine_on joined_ranks shard",
     "compiled_attn": "LLM",
     "compiled_attn.text": "LLM Answer AnswerPieces Tokenizer TextPieces StopFilter",

@@ -10,16 +10,18 @@ from pathlib import Path
 from peers.servers import PeerGone
 
 TORCH = "torch==2.13.0+cpu"
+PROJECT = Path(__file__).resolve().parents[2]
 _OPTIONAL = ("torchvision", "torchaudio", "torchcodec")
 """Packages that the peers require, and do without where their wheel is for another torch."""
 
 
 @dataclass(frozen=True)
 class Environment:
-    """The packages of a peer, in a folder of this name."""
+    """The packages of a peer, in a folder of this name; ``with_ours``: also this project, alone."""
 
     name: str
     packages: tuple[str, ...]
+    with_ours: bool = False
 
     def python(self, cache: Path, torch_index: str | None) -> Path:
         """Its interpreter; raises `PeerGone` with pip's reason where it cannot be installed."""
@@ -33,6 +35,8 @@ class Environment:
             _install(python, *index, TORCH)
             _install(python, TORCH, *self.packages)
             _drop_misfits(python)
+            if self.with_ours:  # for its entry points: torch and numpy are the peer's
+                _run("pip", str(python), "-m", "pip", "install", "-q", "--no-deps", str(PROJECT))
             stamp.write_text(wanted)
         return python
 

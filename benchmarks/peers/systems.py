@@ -36,6 +36,7 @@ class System:
     worker: str
     environment: Environment | None = None
     least_bfloat16_threads: int = 1
+    variables: tuple[tuple[str, str], ...] = ()
 
     def threads(self, task: Task) -> int:
         """Threads that it is given: those of the task, or what it needs at least."""
@@ -74,7 +75,8 @@ class System:
         }
         # vLLM installs this OpenMP, and says that it is slower without.
         openmp = python.parents[1] / "lib/libiomp5.so"
-        return found | ({"LD_PRELOAD": str(openmp)} if openmp.is_file() else {})
+        preloaded = {"LD_PRELOAD": str(openmp)} if openmp.is_file() else {}
+        return found | preloaded | dict(self.variables)
 
 
 OURS = System("ours", "ours")

@@ -1,0 +1,39 @@
+"""The versions of engines that an integration is tested with, and the line that says so."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+from compiled_attn.errors import EngineUnsupported
+
+__all__ = ["check_tested", "installed"]
+
+
+def installed(*packages: str) -> str | None:
+    """The version of the first of these packages that is installed; None: none is."""
+    for each in packages:
+        try:
+            return version(each)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def check_tested(engine: str, found: str | None, tested: str, remedy: str) -> None:
+    """Raises EngineUnsupported, in one line, unless a version of an engine is one of the tested.
+
+    Before anything of the engine's interface is touched: what changed there fails anywhere.
+
+    Args:
+        engine: its name.
+        found: the installed version; None: it is not installed.
+        tested: what the version must begin with, such as ``5.23``.
+        remedy: what the user can do.
+    """
+    if found is not None and f"{found.split('+')[0]}.".startswith(f"{tested}."):
+        return
+    got = "none" if found is None else found
+    raise EngineUnsupported(
+        f"expected {engine} {tested}.*, which this version of compiled-attn is tested with, "
+        f"got {got}: {remedy}"
+    )
