@@ -46,7 +46,7 @@ def wastes(space, demands, order=None):
     return {n: judge(space.with_cost(cost), d, model, *orders).waste for n, d in demands.items()}
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(demands, st.sampled_from([None, 3.0]), st.sampled_from([None, by_size]))
 def test_a_plan_is_on_no_demand_considered_worse_than_the_ladder_that_is_best_at_its_worst(
     needs, rho, order
@@ -165,6 +165,7 @@ def decodes(seed, longer, steps=2000):
     return Demand(("sequences", "blocks"), np.stack([sequences, blocks.astype(int)], axis=1))
 
 
+@pytest.mark.slow
 def test_decodes_whose_requests_grow_a_tenth_longer_stay_below_8_percent():
     axes = [Axis("sequences", 1, 128), Axis("blocks", 1, 4096)]
     model = CostModel(lambda n: 15 * n["sequences"] + 5.6 * n["blocks"])
