@@ -36,6 +36,7 @@ def check(call: UnifiedCall) -> None:
     _check_shapes(call.metadata, tokens, heads, query)
     _check_positions(call)
     _check_requests(call.metadata, query)
+    _check_ranks(call)
     if can_read(query):
         # First, since numbers that are written over after they were checked can be anything.
         names = "key_cache", "value_cache", "key_scale", "value_scale"
@@ -172,6 +173,18 @@ def _check_requests(m: UnifiedMetadata, like: Tensor) -> None:
     _expect_ints("block_tables", tables, (requests, tables.shape[-1]), like)
     _expect_ints("seq_lens", lengths, (requests,), like)
     _expect_ints("query_start_loc", starts, (requests + 1,), like)
+
+
+def _check_ranks(call: UnifiedCall) -> None:
+    """No rank knows which positions its keys have."""
+    m, scoring = call.metadata, call.scoring
+    if m.ranks is None:
+        return
+    remedy = "keys on several ranks are found by block tables"
+    _expect(m.by_request is not None, "ranks with a step request by request", "none", remedy)
+    remedy = "attention that depends on positions needs all keys on one rank"
+    _expect(scoring.window is None, "ranks without a sliding window", scoring.window, remedy)
+    _expect(scoring.alibi_slopes is None, "ranks without ALiBi", "slopes", remedy)
 
 
 def _check_positions(call: UnifiedCall) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +13,19 @@ from compiled_attn.attention.cached_blocks import usage_bias
 from compiled_attn.attention.scoring import by_position, check_window
 from compiled_attn.attention.state import FEPS, FMIN
 
-__all__ = ["UnifiedMetadata"]
+__all__ = ["KeyRanks", "UnifiedMetadata"]
+
+
+class KeyRanks(NamedTuple):
+    """Ranks that each keep some of the keys and values of a request.
+
+    Args:
+        group: name of their process group.
+        size: how many there are.
+    """
+
+    group: str
+    size: int
 
 
 @dataclass(frozen=True)
@@ -45,6 +58,11 @@ class UnifiedMetadata:
         - seq_lens: ``[R]`` ints, tokens of each request with those of this step; 0 for padding
         - query_start_loc: ``[R + 1]`` ints, rows of T of each request, as a running sum
 
+    A step whose keys lie on several ranks is request by request:
+        - ranks: who they are; ``block_tables`` and ``seq_lens`` then tell of the keys of earlier
+          steps that this rank keeps, and ``slot_mapping`` points into null block 0 for new tokens
+          that another one keeps. None: all keys are here
+
     Two spare work, and are derived or done without where they are None:
         - shared_lengths: ``[S]`` ints, leading slots of each shared block that any token sees
         - unique_queries: ``[Q]`` ints, rows that occur in ``unique_block_mapping``, padded with -1
@@ -70,6 +88,7 @@ class UnifiedMetadata:
     block_tables: Tensor | None = None
     seq_lens: Tensor | None = None
     query_start_loc: Tensor | None = None
+    ranks: KeyRanks | None = None
 
     @property
     def by_request(self) -> tuple[Tensor, Tensor, Tensor] | None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from compiled_attn.attention.by_parts import attend_parts
+from compiled_attn.attention.by_rank import attend_ranks
 from compiled_attn.attention.by_request import attend_requests
 from compiled_attn.attention.call import UnifiedCall
 from compiled_attn.attention.checks import check
@@ -69,7 +70,8 @@ def unified_attention(
         attend: the kernel of the causal and shared parts: `compiled_attn.attention.dense.attend`,
             or `SdpaKernel.attend` of `compiled_attn.attention.sdpa`; None: the faster that can.
         kernel: "native": the C++ kernel, which reads what ``metadata`` says request by request;
-            "portable": the three parts; "auto": native where it supports the call.
+            "portable": the three parts; "auto": native where it supports the call. Where keys lie
+            on several ranks (``metadata.ranks``), it is always the op that attends.
         fused_write: whether the native kernel also writes the cache. False inside of a
             `torch.compiler.nested_compile_region`, where torch refuses ops that write: there torch
             writes, and the kernel reads.
@@ -98,7 +100,9 @@ def unified_attention(
         value_projection,
     )  # fmt: skip
     check(call)
-    if chooses_native(kernel, call.traits()):
+    if metadata.ranks is not None:
+        out, log_sum = attend_ranks(call)
+    elif chooses_native(kernel, call.traits()):
         out, log_sum = attend_requests(call, fused_write)
     else:
         out, log_sum = attend_parts(call, attend)

@@ -149,6 +149,12 @@ class ServeOptions(ModelOptions):
     )
     host: str = option(_DEMAND, "127.0.0.1", "Address to listen at; 0.0.0.0 is all of them.")
     port: int = option(_DEMAND, 8000, "Port to listen at; 0 takes a free one.", min=0, max=65535)
+    replicas: int | None = option(
+        _DEMAND, None, "Serve with N processes on Ray (extra ray).", metavar="N", min=1
+    )
+    address: str | None = option(
+        _DEMAND, None, "Cluster of Ray for --replicas, HOST:6379 or auto; by default this machine."
+    )
     max_seqs: int = setting("max_seqs")
     max_graphs: int = setting("max_graphs", metavar="N")
     context: int | None = setting("context", metavar="N")
@@ -196,6 +202,13 @@ class RunOptions(SamplingOptions, ServingOptions):
         metavar="FILE",
     )
     prompt: str | None = option(_DEMAND, None, "One prompt; prints the answer.")
+    context_parallel: bool = option(
+        _ENGINE,
+        False,
+        "Under torchrun: each rank has all weights and some blocks of every request, so that a "
+        "prompt may be longer than the cache of one; by default the weights are divided.",
+        "--context-parallel",
+    )
     store: Path | None = option(
         _ENGINE,
         None,

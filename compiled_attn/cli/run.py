@@ -79,6 +79,11 @@ def run_job(options: RunOptions, waiting: str) -> int:
             torch.set_num_threads(options.threads)
     try:
         with joined_ranks() as ranks:
+            if options.context_parallel and ranks is None:
+                raise UserError(
+                    "expected several ranks for --context-parallel, got one process: start it with "
+                    "torchrun --nproc-per-node N -m compiled_attn run"
+                )
             with bad_input():
                 model = model_of(options.model, options.dtype, options.seed, options.device)
             store = stored_backend(options.backend, options.store)
@@ -106,7 +111,8 @@ def _run(
         if texts is not None:
             text = {"has_stop": texts.tokenizer.has_stop, "grammars": Grammars(texts.tokenizer)}
         if ranks is not None:
-            engine: Engine = engine_on(ranks, model, config, **text)
+            divides = options.context_parallel
+            engine: Engine = engine_on(ranks, model, config, context_parallel=divides, **text)
         else:
             engine = Engine(model, config, **text)
     if isinstance(engine, RankEngine) and not leads:

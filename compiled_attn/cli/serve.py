@@ -13,6 +13,7 @@ import torch
 from compiled_attn.cli.errors import UserError, bad_input
 from compiled_attn.cli.inputs import dtype_of, refuse_unavailable, tell_conversion
 from compiled_attn.cli.options import ServeOptions, settings_of
+from compiled_attn.cli.replicas import serve_replicas
 from compiled_attn.cli.store import stored_backend
 from compiled_attn.engine import EngineConfig
 from compiled_attn.models import usable_device
@@ -37,6 +38,8 @@ def run_serve(options: ServeOptions) -> int:
             f"the server needs a package that is not installed: {error}: pip install "
             "'compiled-attn[serve]'"
         ) from error
+    if options.address is not None and options.replicas is None:
+        raise UserError("--address is for --replicas: give both, or none")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with bad_input(), stored_backend(options.backend, None) as backend:
         refuse_unavailable(options)
@@ -46,10 +49,17 @@ def run_serve(options: ServeOptions) -> int:
         if options.threads is not None:
             torch.set_num_threads(options.threads)
         config = EngineConfig(**settings_of(options) | {"backend": backend}, watch_process=True)
+        name = options.name or options.model.stem
         listening = bound(options.host, options.port)
-        served = Served(options.name or options.model.stem, partial(_load, options, config))
         host, port = listening.getsockname()[:2]
-        run(served, listening, lambda: _say(f"{served.name} at http://{host}:{port}/v1"))
+
+        def when_up() -> None:
+            _say(f"{name} at http://{host}:{port}/v1")
+
+        if options.replicas is None:
+            run(Served(name, partial(_load, options, config)), listening, when_up)
+        else:
+            serve_replicas(options, listening, when_up, _say)
     return 0
 
 

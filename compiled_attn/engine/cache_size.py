@@ -38,7 +38,7 @@ class CacheSize:
     why: str
 
     @staticmethod
-    def of(model: PreTrainedModel, config: EngineConfig, context: int) -> CacheSize:
+    def of(model: PreTrainedModel, config: EngineConfig, context: int, ranks: int = 1) -> CacheSize:
         """The size as configured, or else what this model needs of what this machine has.
 
         By default that is four times the weights, but 256 MiB at least; no more than half of the
@@ -47,12 +47,14 @@ class CacheSize:
         same at the next start: captured graphs are of one size of the cache. Of an accelerator,
         which nobody else uses, it is four fifths of what is free, in 64ths of all that it has.
 
+        Where several ``ranks`` keep a context together, it is the size of the cache of one.
+
         Raises:
             ConfigError: it is too small for a block, or too large for the machine.
         """
         slot = cache_for(model, 2, 1, dtype=config.cache_dtype)
         block_bytes = slot.bytes_per_block * config.block_size
-        blocks, why = _blocks(model, config, context, block_bytes)
+        blocks, why = _blocks(model, config, -(-context // ranks), block_bytes)
         _refuse_beyond_memory(model, config, blocks, block_bytes)
         name = str(slot.dtype).removeprefix("torch.")
         return CacheSize(name, blocks * block_bytes, blocks, (blocks - 1) * config.block_size, why)

@@ -80,12 +80,11 @@ class LocalExecutor:
         self.config = config = config or EngineConfig()
         backend = resolve(config.backend, "step")  # before the model is touched
         self.kernel = chosen_kernel(model, config)
-        self.sizing = sizing = Sizing.of(model, config, self.kernel.form)
+        self.sizing = sizing = self._sizing_of(model)
         self.looks_ahead = config.look_ahead and model.device.type != "cpu"
         self.eos = eos_tokens(model)
-        self.cache = cache_for(
-            model, sizing.num_blocks, sizing.block_size, dtype=config.cache_dtype
-        )
+        blocks = sizing.num_blocks if sizing.cache is None else sizing.cache.blocks
+        self.cache = cache_for(model, blocks, sizing.block_size, dtype=config.cache_dtype)
         packs = _packs(model, config, self.kernel)
         quantises = config.weights == "int8"
         self.module = PagedCausalLM(model, self.cache, sizing.form, packs, quantises)
@@ -119,6 +118,9 @@ class LocalExecutor:
         self._builder = BatchBuilder(sizing.num_blocks, sizing.block_size)
         self._plan_notes: Mapping[str, str] = {}
         self._has_told_cut = self._is_attached = False
+
+    def _sizing_of(self, model: PreTrainedModel) -> Sizing:
+        return Sizing.of(model, self.config, self.kernel.form)
 
     def _backend_options(self, model: PreTrainedModel) -> dict[str, Any]:
         """Options of the backend; `_onednn` then has the layers that were measured for these."""

@@ -31,11 +31,12 @@ class Sizing:
         context: longest prompt plus generation, in tokens.
         vocab: token ids are below this.
         block_size: slots in a block.
-        num_blocks: blocks of the cache, null block included.
+        num_blocks: blocks of the cache, null block included; of all ranks that keep parts of it.
         form: how steps become tensors.
         buckets: shapes to capture, with the form's cost.
         cache: size of the cache and why it has it; None where nothing decided it.
         step: the most tokens that a step computes, and why; None: what the configuration says.
+        ranks: how many keep parts of the cache.
     """
 
     context: int
@@ -46,24 +47,35 @@ class Sizing:
     buckets: BucketSpace
     cache: CacheSize | None = None
     step: StepSize | None = None
+    ranks: int = 1
 
     @staticmethod
-    def of(model: PreTrainedModel, config: EngineConfig, form: Form = Parts) -> Sizing:
+    def of(
+        model: PreTrainedModel, config: EngineConfig, form: Form = Parts, ranks: int = 1
+    ) -> Sizing:
         """Fills in what the configuration leaves open.
+
+        Args:
+            model: what is served.
+            config: of the engine; the cache is of one rank.
+            form: how steps become tensors.
+            ranks: how many keep parts of one cache.
 
         Raises:
             ConfigError: the sizes do not fit the model or each other.
         """
         context = _context(model, config)
-        cache = CacheSize.of(model, config, context)
-        num_blocks = cache.blocks
+        cache = CacheSize.of(model, config, context, ranks)
+        num_blocks = 1 + ranks * (cache.blocks - 1)
         step = StepSize.of(config, form.symbolic)
         limits = step_limits(config, step.tokens, context, num_blocks)
         steps = form(num_blocks, config.block_size, limits.context_blocks)
         buckets = _buckets(config, steps, limits).with_cost(steps.cost(work_of(model)))
         vocab = model.config.get_text_config().vocab_size
         step = step.within(limits.tokens)
-        sizing = Sizing(context, vocab, config.block_size, num_blocks, steps, buckets, cache, step)
+        sizing = Sizing(
+            context, vocab, config.block_size, num_blocks, steps, buckets, cache, step, ranks
+        )
         sizing._refuse_steps_beyond_memory(model)
         return sizing
 
@@ -119,7 +131,7 @@ class Sizing:
             raise ConfigError(
                 f"expected a pool that holds one request of {length} tokens ({blocks} blocks of "
                 f"{self.block_size}), got {self.num_blocks - 1} blocks: "
-                f"raise num_blocks to at least {blocks + 1}"
+                f"raise num_blocks to at least {-(-blocks // self.ranks) + 1}"
             )
         need = self.form.smallest_need(blocks)
         try:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from compiled_attn.engine import EngineConfig
 from compiled_attn.engine.local import chosen_kernel
 from compiled_attn.engine.sizing import Sizing
+from compiled_attn.ranks.context import ContextExecutor
 from compiled_attn.ranks.engine import RankEngine
 from compiled_attn.ranks.executor import RankExecutor
 from compiled_attn.ranks.group import Ranks
@@ -27,7 +28,12 @@ _SAMPLE = 1 << 16  # bytes of each weight that are compared
 
 
 def engine_on(
-    ranks: Ranks, model: PreTrainedModel, config: EngineConfig | None = None, **others: Any
+    ranks: Ranks,
+    model: PreTrainedModel,
+    config: EngineConfig | None = None,
+    *,
+    context_parallel: bool = False,
+    **others: Any,
 ) -> RankEngine:
     """An engine on several ranks; each calls this, with the same model and settings.
 
@@ -35,23 +41,30 @@ def engine_on(
 
     Args:
         ranks: who takes part.
-        model: whole; it is cut to the share of this rank.
-        config: of the engine.
+        model: whole; it is cut to the share of this rank, unless contexts are divided.
+        config: of the engine; sizes of the cache are those of one rank.
+        context_parallel: each rank has all weights, and some blocks of every request, so that a
+            prompt may be longer than the cache of one; see `ContextExecutor`.
         others: as of `compiled_attn.engine.Engine`.
 
     Raises:
         ConfigError: another rank has another model, other settings or versions.
-        ModelRefused: the model cannot be cut, see `shard`; or cannot run on a paged cache.
+        ModelRefused: the model cannot be cut, see `shard`, or has windows and contexts are to be
+            divided; or cannot run on a paged cache.
         RankLost: a rank has ended.
     """
     config = config or EngineConfig()
-    ranks.same(_facts(model, config))
+    ranks.same(_facts(model, config) | {"setting context_parallel": str(context_parallel)})
+    executor = ContextExecutor if context_parallel else RankExecutor
     with ranks.calling():
-        shard(model, ranks)
+        if not context_parallel:
+            shard(model, ranks)
         if config.num_blocks is None:
-            own = Sizing.of(model, config, chosen_kernel(model, config).form).num_blocks
+            among = ranks.count if context_parallel else 1
+            sizing = Sizing.of(model, config, chosen_kernel(model, config).form, among)
+            own = 1 + (sizing.num_blocks - 1) // among
             config = replace(config, num_blocks=ranks.least(own), kv_memory=None)
-        return RankEngine(ranks, RankExecutor(ranks, model, config), **others)
+        return RankEngine(ranks, executor(ranks, model, config), **others)
 
 
 def _facts(model: PreTrainedModel, config: EngineConfig) -> dict[str, str]:

@@ -48,6 +48,10 @@ class RankExecutor(LocalExecutor):
         with self.ranks.calling():
             return super().warmup(progress)
 
+    def finite_blocks(self, places: NDArray[np.int64]) -> int:
+        """See `Executor.finite_blocks`; as few as on the rank that has the fewest."""
+        return self.ranks.least(super().finite_blocks(places))
+
     def run(self, step: FittedStep) -> SequenceOf[int | str | ScoredToken]:
         """The token after each part, the same on each rank, see `Executor.run`.
 

@@ -10,6 +10,7 @@ from typing import Any
 from torch._dynamo.callback import callback_handler
 
 from compiled_attn.ranks.group import Ranks
+from graphs.backends.inductor import compiling_after
 from graphs.capture.contract import Backend, Frozen
 from graphs.capture.inputs import Input
 
@@ -22,8 +23,9 @@ class InTurn(Backend):
     """A backend of several ranks, of which one compiles at a time.
 
     A graph contains sums over the ranks, so all of them run it in a capture, and none can be done
-    before the others. What waits is the compile: the other ranks begin theirs when that of rank 0
-    has ended, and it is then a look into inductor's cache. A store has the graph at the next start.
+    before the others. What waits is the compile, and not the trace before it: the other ranks begin
+    theirs when that of rank 0 has ended, and it is then a look into inductor's cache. A store has
+    the graph at the next start.
 
     Args:
         backend: what captures.
@@ -44,13 +46,13 @@ class InTurn(Backend):
         """Capture; rank 0 tells when it has compiled, the others compile when it did."""
         turn = f"compiled {next(_TURNS)}"
         if not self._ranks.leads:
-            with _called(callback_handler.start_callbacks, lambda _: self._ranks.wait(turn)):
+            with compiling_after(lambda: self._ranks.wait(turn)):
                 return self._backend.capture(function, example_inputs, **settings)
         known = {name: settings[name] for name in settings.keys() - {"name", "warm_runs"}}
         try:
             if self._backend.has(function, example_inputs, **known):  # it may lack elsewhere
                 self._ranks.mark(turn)
-            with _called(callback_handler.end_callbacks, lambda _: self._ranks.mark(turn)):
+            with _at_its_end(lambda _: self._ranks.mark(turn)):
                 return self._backend.capture(function, example_inputs, **settings)
         finally:
             self._ranks.mark(turn)
@@ -71,10 +73,10 @@ class InTurn(Backend):
 
 
 @contextmanager
-def _called(callbacks: list[Callable[[Any], None]], each: Callable[[Any], None]) -> Iterator[None]:
-    """Adds what Dynamo calls at the start, or at the end, of a compile."""
-    callbacks.append(each)
+def _at_its_end(each: Callable[[Any], None]) -> Iterator[None]:
+    """Adds what Dynamo calls at the end of a compile."""
+    callback_handler.end_callbacks.append(each)
     try:
         yield
     finally:
-        callbacks.remove(each)
+        callback_handler.end_callbacks.remove(each)

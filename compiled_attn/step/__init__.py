@@ -14,6 +14,7 @@ Which part shows a token what, so that nothing is counted twice:
 """
 
 from compiled_attn.step.builder import BatchBuilder
+from compiled_attn.step.divided import BlockShare, DividedTables
 from compiled_attn.step.form import ModelWork, StepForm, StepLimits
 from compiled_attn.step.metadata import AttentionMetadata
 from compiled_attn.step.parts import StepBatch, StepPlan
@@ -24,6 +25,8 @@ from compiled_attn.step.tables import TableBatch, TablePlan, Tables
 __all__ = [
     "AttentionMetadata",
     "BatchBuilder",
+    "BlockShare",
+    "DividedTables",
     "ModelWork",
     "Parts",
     "Request",

@@ -100,11 +100,11 @@ class TablePlan:
     """
 
     def __init__(self, rows: StepRows, used: Ints, width: int | None = None) -> None:
-        self.rows = rows
+        self.rows, self.used = rows, used
         # A bucket has as many rows of logits as requests.
         requests = max(len(rows.query), int(rows.logits.sum()))
         self.need = {"tokens": len(rows.tokens), "requests": requests}
-        self._used, self._widest = used, int(used.max())
+        self._widest = int(used.max())
         self._width = self._widest if width is None else width
 
     def fill(self, bucket: Mapping[str, int] | None = None, width: int | None = None) -> TableBatch:
@@ -113,7 +113,7 @@ class TablePlan:
         Raises:
             ValueError: the bucket or the width is too small.
         """
-        held = len(self._used)
+        held = len(self.used)
         sizes = {**(bucket or self.need), "width": self._width if width is None else width}
         check_holds(sizes, {**self.need, "width": self._widest})
         rows, tokens, requests = self.rows, sizes["tokens"], sizes["requests"]
@@ -135,7 +135,7 @@ class TablePlan:
         kept = self.rows.kept
         if kept is not None and len(kept) >= requests and kept.shape[1] == width:
             return kept[:requests]
-        return block_tables(self.rows, self._used, requests, width)
+        return block_tables(self.rows, self.used, requests, width)
 
 
 @dataclass(frozen=True, slots=True)

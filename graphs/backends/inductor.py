@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,12 +23,25 @@ from graphs.capture.wrappers import with_own_code
 from graphs.errors import CaptureError
 from graphs.watch.causes import describe_failure, site_of_error, site_of_stack
 
-__all__ = ["InductorBackend", "compile_only", "freeze", "shareable"]
+__all__ = ["InductorBackend", "compile_only", "compiling_after", "freeze", "shareable"]
 
 _NO_COMPILER = (
     "no working C++ compiler found; install one (Debian/Ubuntu: apt install g++, "
     "Fedora: dnf install gcc-c++, macOS: xcode-select --install) or use backend 'eager'"
 )
+
+
+_BEFORE: ContextVar[Callable[[], object] | None] = ContextVar("before a compile", default=None)
+
+
+@contextlib.contextmanager
+def compiling_after(wait: Callable[[], object]) -> Iterator[None]:
+    """Calls ``wait`` between the trace of a callable and its compile, for each that is captured."""
+    before = _BEFORE.set(wait)
+    try:
+        yield
+    finally:
+        _BEFORE.reset(before)
 
 
 class InductorBackend(Backend):
@@ -224,11 +238,38 @@ def _compile_once(
     **how: Any,
 ) -> Callable[..., Any]:
     settings: dict[str, Any]
+    if wait := _BEFORE.get():
+        compiler, how = _After(wait, _named(compiler, **how)), {}
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
         settings = {"isolate_recompiles": True, "recompile_limit": 1, "backend": compiler, **how}
     else:
         settings = {"backend": _OneGraph(compiler, **how)}
     return torch.compile(function, fullgraph=True, dynamic=False, **settings)
+
+
+def _named(
+    compiler: str | Callable[..., Any],
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """The Dynamo backend of a name; a function is one."""
+    from torch._dynamo import lookup_backend
+
+    if compiler == "inductor":
+        return _inductor(mode, options)
+    found: Callable[..., Any] = lookup_backend(compiler)
+    return found
+
+
+class _After:
+    """A Dynamo backend that waits before it compiles."""
+
+    def __init__(self, wait: Callable[[], object], compile: Callable[..., Any]) -> None:
+        self._wait, self._compile = wait, compile
+
+    def __call__(self, graph: Any, example_inputs: Any) -> Any:
+        self._wait()
+        return self._compile(graph, example_inputs)
 
 
 class _OneGraph:
@@ -240,11 +281,7 @@ class _OneGraph:
         mode: str | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        from torch._dynamo import lookup_backend
-
-        self._compile: Any = (
-            _inductor(mode, options) if compiler == "inductor" else lookup_backend(compiler)
-        )
+        self._compile: Any = _named(compiler, mode, options)
         self._is_used = False
 
     def __call__(self, graph: Any, example_inputs: Any) -> Any:

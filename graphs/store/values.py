@@ -22,7 +22,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 _DEPTH = 6
 _MOST = 1000  # values in a global container, above which it is data and no setting
 # By these names go numbers that are others in each process.
-_OF_A_PROCESS = ("_hash", "address", "addresses", "data_ptr", "data_ptrs", "pid")
+_OF_A_PROCESS = ("_hash", "address", "addresses", "data_ptr", "data_ptrs", "pid", "process_rank")
 # What captures and serves a module may hang from it, with counters and seconds.
 MACHINERY = ("graphs.capture", "graphs.store", "graphs.warmup", "graphs.watch")
 

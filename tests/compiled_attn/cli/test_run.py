@@ -214,6 +214,10 @@ def test_an_unknown_kernel_is_refused(command: Command, small: list[object]) -> 
     assert_refused(command(*small, "--kernel", "cuda"), "'auto', 'native', 'portable'", "cuda")
 
 
+def test_contexts_of_one_process_cannot_be_divided(command: Command, small: list[object]) -> None:
+    assert_refused(command(*small, "--context-parallel"), "got one process", "torchrun")
+
+
 def test_the_default_model_serves_a_drawn_demand(command: Command, tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     outcome = command(

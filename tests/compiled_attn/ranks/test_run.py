@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 _ROOT = Path(__file__).parents[3]
+pytestmark = pytest.mark.timeout(900)  # of a machine that others share
+
 _RUN = ["-m", "compiled_attn", "run", "--backend", "eager", "--no-store"]
 
 
@@ -36,17 +38,26 @@ def test_ctrl_c_ends_all_ranks_without_a_traceback(tmp_path, to_all):
         time.sleep(0.1)
     time.sleep(3)
     (os.killpg if to_all else os.kill)(run.pid, signal.SIGINT)
-    run.wait(timeout=200)
+    run.wait(timeout=800)
     for rank in (0, 1):
         assert "interrupted" in said(tmp_path, rank)
         assert "Traceback" not in said(tmp_path, rank)
 
 
 @pytest.mark.dist
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_divided_contexts_give_the_tokens_of_plain_transformers(tmp_path, dtype):
+    arguments = ["--context-parallel", "--dtype", dtype, "--requests", "4", "--check", "4"]
+    run = started(tmp_path, *_RUN, *arguments, "--scale", "0.1", "--max-seqs", "2")
+    assert run.wait(timeout=800) == 0, said(tmp_path, 0)
+    assert "4 requests" in said(tmp_path, 0)
+
+
+@pytest.mark.dist
 def test_ranks_of_other_settings_say_the_difference(tmp_path):
     shell = f"exec {sys.executable} {' '.join(_RUN)} --max-seqs $((RANK + 4))"
     run = started(tmp_path, "--no-python", "bash", "-c", shell)
-    assert run.wait(timeout=200)
+    assert run.wait(timeout=800)
     for rank in (0, 1):
         wanted = "expected the same setting max_seqs on all ranks, got 5 on rank 1 and 4 on rank 0"
         assert wanted in said(tmp_path, rank)

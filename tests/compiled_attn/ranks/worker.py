@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import math
 import os
 import random
 import signal
@@ -10,12 +12,19 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import torch
+import torch.distributed as dist
+from torch._dynamo.utils import counters
 
+from compiled_attn.cli.store import stored_backend
 from compiled_attn.engine import Engine, EngineConfig, SamplingParams
-from compiled_attn.errors import ConfigError, RankLost, RanksDisagree
+from compiled_attn.errors import ConfigError, ModelRefused, RankLost, RanksDisagree
 from compiled_attn.ranks import RankEngine, Ranks, engine_on, joined_ranks
+from tests.compiled_attn.hf.families import small_model
+from tests.compiled_attn.ranks.layers import farthest
 from tests.compiled_attn.tiny import FAMILIES, plain_generate, tiny_model
 
 CONFIG = EngineConfig(
@@ -45,15 +54,94 @@ def families(ranks: Ranks, backend: str, *names: str) -> None:
         say(name, tokens == wanted, heads, report.kernel, report.compiled_graphs)
 
 
+def contexts(ranks: Ranks, backend: str, *names: str) -> None:
+    """As `families`, but each rank has all weights and some blocks of each request."""
+    for name in names:
+        model_of = tiny_model if name in FAMILIES else small_model
+        config = replace(CONFIG, backend=backend, num_blocks=12)
+        engine = engine_on(ranks, model_of(name), config, context_parallel=True)
+        engine.warmup()
+        if not ranks.leads:
+            engine.follow()
+            check_armed(engine)
+            continue
+        tokens = told(engine)
+        engine.dismiss()
+        check_armed(engine)
+        wanted = [plain_generate(model_of(name), prompt, 8) for prompt in PROMPTS]
+        say(name, tokens == wanted, engine.report().kernel, engine.report().compiled_graphs)
+
+
+def long(ranks: Ranks) -> None:
+    """A prompt for which the cache of one rank is too small, with log-probabilities."""
+    config = replace(CONFIG, num_blocks=2 + 12 // ranks.count)  # 28 or 16 tokens, of 41
+    sampling = SamplingParams(8, logprobs=3)
+    prompt = [(7 * at) % 101 for at in range(33)]
+    engine = engine_on(ranks, tiny_model(), config, context_parallel=True)
+    engine.warmup()
+    if not ranks.leads:
+        engine.follow()
+        return
+    (ours,) = engine.generate([prompt], sampling)
+    engine.dismiss()
+    alone = Engine(tiny_model(), replace(CONFIG, num_blocks=20))
+    alone.warmup()
+    (one,) = alone.generate([prompt], sampling)
+    pairs = zip(ours.logprobs, one.logprobs, strict=True)
+    apart = max(abs(a.logprob - b.logprob) for a, b in pairs)
+    try:
+        Engine(tiny_model(), config).submit(prompt, sampling)
+    except ConfigError as error:
+        say(ours.tokens == one.tokens, apart, str(error))
+
+
+def broken(ranks: Ranks) -> None:
+    """A block that is not finite on one rank ends what all of them take for sound."""
+    engine = engine_on(ranks, tiny_model(), CONFIG, context_parallel=True)
+    blocks = np.array([1, 2, 5, 4, 3])
+    found = [engine.executor.finite_blocks(blocks)]
+    if not ranks.leads:  # whose second block is the fourth of all
+        engine.executor.cache.key(1)[2 * CONFIG.block_size] = math.nan
+    found.append(engine.executor.finite_blocks(blocks))
+    say(*found)
+
+
+def layers(ranks: Ranks) -> None:
+    """How far a layer over keys of all ranks is from dense attention in float64."""
+    say(*(farthest(ranks, seed) for seed in range(12)))
+
+
+def stored(ranks: Ranks, folder: str, divides: str) -> None:
+    """What each rank compiled, took out of inductor's cache and loaded, and what the store has."""
+    with stored_backend("inductor", Path(folder)) as backend:
+        config = replace(CONFIG, backend=backend)
+        engine = engine_on(ranks, tiny_model(), config, context_parallel=divides == "context")
+        report = engine.warmup()
+        hits = counters["aot_autograd"]["autograd_cache_hit"]
+        facts: list = [None] * ranks.count
+        own = [report.compiles, hits, len(report.loaded), len(report.results)]
+        dist.all_gather_object(facts, own)
+        say(facts, len(backend.store.entries()))
+
+
+def windows(ranks: Ranks) -> None:
+    try:
+        engine_on(ranks, tiny_model("gemma2"), CONFIG, context_parallel=True)
+    except ModelRefused as error:
+        say(str(error))
+
+
 def check_armed(engine: RankEngine) -> None:
     report = engine.report()
     assert report.steps and not (report.graph_breaks or report.compiles_after_warmup)
 
 
-def chance(ranks: Ranks, seed: str) -> None:
+def chance(ranks: Ranks, seed: str, divides: str = "weights") -> None:
     """Requests, seeds and aborts at random, in a pool in which requests lose their blocks."""
     rng = random.Random(int(seed))
-    engine = engine_on(ranks, tiny_model(), replace(CONFIG, num_blocks=9, context=32))
+    is_context = divides == "context"
+    config = replace(CONFIG, num_blocks=5 if is_context else 9, context=32)  # 8 that are held
+    engine = engine_on(ranks, tiny_model(), config, context_parallel=is_context)
     engine.warmup()
     if not ranks.leads:
         engine.follow()
@@ -79,7 +167,8 @@ def chance(ranks: Ranks, seed: str) -> None:
         for name, result in RESULTS.items()
     )
     whole = engine.pool.stats().used == 0 and {*RESULTS} == {*given} - dropped
-    moved = engine.memory.defragmenter.totals.moves
+    defragmenter = engine.memory.defragmenter
+    moved = defragmenter.totals.moves if defragmenter else 0
     say(same, whole, report.preemptions, report.prefix_hit_ratio, len(RESULTS), moved)
 
 
@@ -118,16 +207,19 @@ def dies(ranks: Ranks, when: str) -> None:
 
 
 def differs(ranks: Ranks, what: str) -> None:
-    """Rank 1 has another model, or other settings."""
-    seed, config = 0, CONFIG
+    """Rank 1 has another model, other settings or versions."""
+    seed, config, divides = 0, CONFIG, what == "division" and not ranks.leads
     if not ranks.leads and what == "weights":
         seed = 1
     elif not ranks.leads and what == "setting":
         config = replace(CONFIG, block_size=8)
-    elif not ranks.leads:
+    elif not ranks.leads and what == "version":
+        version = importlib.metadata.version
+        importlib.metadata.version = lambda name: version(name) + "x" * (name == "torch")
+    elif not ranks.leads and what == "buckets":
         config = replace(CONFIG, buckets=Engine(tiny_model(), CONFIG).sizing.buckets)
     try:
-        engine_on(ranks, tiny_model(seed=seed), config)
+        engine_on(ranks, tiny_model(seed=seed), config, context_parallel=divides)
     except ConfigError as error:
         say(str(error))
 
@@ -159,7 +251,11 @@ def say(*values: object) -> None:
 
 
 CASES: dict[str, Callable[..., None]] = {
-    case.__name__: case for case in (families, chance, dies, differs, disagrees)
+    case.__name__: case
+    for case in (
+        *(families, contexts, layers, long, broken, stored, windows),
+        *(chance, dies, differs, disagrees),
+    )
 }
 
 if __name__ == "__main__":

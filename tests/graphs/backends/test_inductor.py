@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from graphs import CaptureError, StaleGraph, available_backends, capture
+from graphs.backends.inductor import InductorBackend, compiling_after
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -132,3 +133,22 @@ def test_without_a_compiler_the_reason_says_how_to_get_one(without_compiler, mon
         capture(Counter(), [torch.ones(2, 2)])
     assert "\n" not in str(caught.value)
     assert capture(Counter(), [torch.ones(2, 2)], backend="eager").backend == "eager"
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "own"])
+def test_a_wait_lies_between_the_trace_of_a_callable_and_its_compile(compiler):
+    order = []
+
+    def own(graph, inputs):
+        order.append("compile")
+        return graph.forward
+
+    backend = InductorBackend("waiting", own if compiler == "own" else compiler)
+    x = torch.arange(4.0)
+    with compiling_after(lambda: order.append("wait")):
+        frozen = backend.capture(torch.sin, [x], name="sine", warm_runs=2)
+    assert order == (["wait", "compile"] if compiler == "own" else ["wait"])
+    assert torch.equal(frozen.run(x), x.sin())
+    order.clear()
+    backend.capture(torch.cos, [x], name="cosine", warm_runs=1)
+    assert "wait" not in order

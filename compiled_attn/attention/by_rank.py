@@ -1,0 +1,95 @@
+"""Unified attention of a request whose blocks lie on several ranks: parts that are gathered."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from compiled_attn.attention.call import UnifiedCall
+from compiled_attn.attention.merge import lse as log_sum_exp
+from compiled_attn.attention.merge import merge
+from compiled_attn.attention.metadata import KeyRanks
+from compiled_attn.attention.parts import partial_attn_sinks
+from compiled_attn.attention.scoring import Scoring
+from compiled_attn.attention.state import FMIN, PartialAttention
+from compiled_attn.cache.writes import write_step
+from compiled_attn.ops import PagedCall, attend_paged
+from compiled_attn.ops.paged_attention import unavailable
+
+__all__ = ["attend_ranks", "gathered"]
+
+
+def attend_ranks(call: UnifiedCall) -> tuple[Tensor, Tensor]:
+    """Out ``[T, H, Dv]`` and lse ``[T, H]``, in float32 and the same on every rank.
+
+    A rank attends to those keys of earlier steps that it has, none of which is hidden from a new
+    token, and the ranks exchange what comes of it. The keys of this step are in every rank's hands,
+    whoever keeps them: each attends to all of them, causally, and sends nothing.
+
+    Source: merging by log-sum-exp as in Flash-Decoding (2023) and ring attention (2023).
+    """
+    ranks = call.metadata.ranks
+    assert ranks is not None
+    unavailable()  # or native: the op is there from here on
+    key, value = (each.to(call.query.dtype) for each in write_step(call))
+    parts = [*gathered(*_earlier(call), ranks), _part(*_new(call, key, value))]
+    if (sink := partial_attn_sinks(call.scoring.sinks, parts[0])) is not None:
+        parts.append(sink)
+    return merge(*parts, feps=call.metadata.feps), log_sum_exp(*parts).float()
+
+
+def gathered(out: Tensor, lse: Tensor, ranks: KeyRanks) -> list[PartialAttention]:
+    """What each rank has found, in order: one collective.
+
+    Args:
+        out: ``[T, H, Dv]``, normalised, zero in a row that saw no key.
+        lse: ``[T, H]``, -inf in such a row.
+        ranks: who takes part.
+    """
+    ops = torch.ops._c10d_functional  # in place in no graph, and known to torch.compile
+    wide = torch.promote_types(out.dtype, torch.float32)
+    own = torch.cat([out.to(wide), lse.to(wide).unsqueeze(-1)], -1).contiguous()
+    every = ops.wait_tensor(ops.all_gather_into_tensor(own, ranks.size, ranks.group))
+    return [_part(each[..., :-1], each[..., -1]) for each in every.chunk(ranks.size)]
+
+
+def _earlier(call: UnifiedCall) -> tuple[Tensor, Tensor]:
+    """Every new token over the keys of this rank."""
+    m = call.metadata
+    assert m.by_request is not None
+    caches = call.key_cache, *call.values, call.key_scale
+    keys, values, value_scale, key_scale = (
+        None if each is None else each.unflatten(0, (-1, m.block_size)) for each in caches
+    )
+    assert keys is not None and values is not None
+    scoring = _without_sinks(call.scoring)
+    return attend_paged(
+        PagedCall(call.query, keys, values, *m.by_request, scoring, False, key_scale, value_scale)
+    )
+
+
+def _new(call: UnifiedCall, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Every new token over those of its request up to itself: a cache of blocks of one token."""
+    starts = call.metadata.query_start_loc
+    assert starts is not None
+    rows = torch.arange(key.shape[0], device=starts.device, dtype=starts.dtype)
+    table, counts = starts[:-1].unsqueeze(-1) + rows, starts.diff()
+    scoring = _without_sinks(call.scoring)
+    return attend_paged(
+        PagedCall(call.query, key.unsqueeze(1), value.unsqueeze(1), table, counts, starts, scoring)
+    )
+
+
+def _without_sinks(scoring: Scoring) -> Scoring:
+    """A sink is one key more of a row, whatever its keys are divided into."""
+    return scoring._replace(sinks=None)
+
+
+def _part(out: Tensor, lse: Tensor) -> PartialAttention:
+    """What was normalised, as a part again: its sum is 1, or 0 in a row that saw nothing."""
+    is_empty = lse == -math.inf
+    wide = torch.promote_types(out.dtype, torch.float32)
+    total = (~is_empty).to(wide)
+    return PartialAttention(out.to(wide), lse.to(wide).masked_fill(is_empty, FMIN), total)

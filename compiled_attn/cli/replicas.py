@@ -1,0 +1,65 @@
+"""The command ``serve --replicas``: what each replica loads, in a process of its own."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import socket
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from compiled_attn.cli.errors import UserError
+from compiled_attn.cli.inputs import dtype_of
+from compiled_attn.cli.options import ServeOptions, settings_of
+from compiled_attn.cli.store import stored_backend
+from compiled_attn.engine import EngineConfig
+from compiled_attn.text import LLM
+from graphs import BucketEvent
+
+__all__ = ["serve_replicas"]
+
+
+def serve_replicas(
+    options: ServeOptions,
+    listening: socket.socket,
+    when_up: Callable[[], None],
+    tell: Callable[[str], None],
+) -> None:
+    """Serves until a signal ends it.
+
+    Raises:
+        UserError: Ray is not installed.
+    """
+    try:
+        from compiled_attn.replicas.server import run_fleet
+    except ImportError as error:
+        raise UserError(
+            f"--replicas needs a package that is not installed: {error}: pip install "
+            "'compiled-attn[ray]'"
+        ) from error
+    assert options.replicas is not None
+    cores = 1 if options.address else (os.cpu_count() or 1) // options.replicas
+    threads = options.threads or max(cores, 1)
+    run_fleet(
+        options.name or options.model.stem,
+        partial(_load, options, threads),
+        options.replicas,
+        listening,
+        when_up,
+        tell,
+        address=options.address,
+        cpus=threads,
+        gpus=int(options.device.startswith("cuda")),
+    )
+
+
+def _load(options: ServeOptions, threads: int, told: Callable[[BucketEvent], None]) -> LLM:
+    torch.set_num_threads(threads)
+    open_store = contextlib.ExitStack()  # as long as the process
+    atexit.register(open_store.close)
+    backend = open_store.enter_context(stored_backend(options.backend, None))
+    config = EngineConfig(**settings_of(options) | {"backend": backend}, watch_process=True)
+    return LLM(options.model, config, dtype=dtype_of(options), device=options.device, progress=told)

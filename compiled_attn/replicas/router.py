@@ -1,0 +1,115 @@
+"""The router: to the replica with the longest shared prefix, unless that one has too much to do."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+from compiled_attn.errors import ConfigError
+from compiled_attn.replicas.recent import RecentBlocks
+
+__all__ = ["PrefixRouter", "Route"]
+
+
+@dataclass(eq=False)
+class _Replica:
+    name: Hashable
+    recent: RecentBlocks
+    load: int = 0
+    chosen: int = 0
+
+
+@dataclass(frozen=True)
+class Route:
+    """Where a request went, until `PrefixRouter.done`.
+
+    Attributes:
+        replica: that has it.
+        shared: leading blocks that were sent there before.
+        work: what it adds to the load: blocks that are new there, and one.
+    """
+
+    replica: Hashable
+    shared: int
+    work: int
+    _at: _Replica = field(repr=False, compare=False)
+
+
+class PrefixRouter:
+    """Chooses a replica for each request, by the blocks that it sent there before.
+
+    Of the replicas below the limit the one with the longest shared prefix; of equal ones the least
+    loaded; of these the one that was chosen least recently. The limit is that of consistent hashing
+    with bounded loads (Mirrokni, Thorup and Zadimoghaddam, 2018): ``most_load`` times the mean
+    load with this request, which one replica at least is below. Not for several threads.
+
+    Args:
+        most_blocks: keys remembered for each replica; about what its cache holds.
+        most_load: times the mean load that a replica may have and still get more; 1 or larger.
+        least_share: of a prompt's blocks that must be shared to count. A system prompt that all
+            requests begin with says nothing of where to go.
+
+    Raises:
+        ConfigError: a number that is out of these bounds.
+    """
+
+    def __init__(
+        self, most_blocks: int = 65_536, most_load: float = 1.5, least_share: float = 0.1
+    ) -> None:
+        if most_blocks < 1 or not most_load >= 1 or not 0 <= least_share <= 1:
+            raise ConfigError(
+                "expected most_blocks >= 1, most_load >= 1 and least_share in 0..1, got "
+                f"{most_blocks}, {most_load} and {least_share}: choose others"
+            )
+        self._most_blocks, self._most_load = most_blocks, most_load
+        self._least_share = least_share
+        self._replicas: dict[Hashable, _Replica] = {}
+        self._routed = 0
+
+    @property
+    def loads(self) -> dict[Hashable, int]:
+        """Blocks that each replica computes or waits with now."""
+        return {name: each.load for name, each in self._replicas.items()}
+
+    def add(self, name: Hashable) -> None:
+        """A replica that is ready, with nothing cached; one that is known stays as it is."""
+        if name not in self._replicas:
+            self._replicas[name] = _Replica(name, RecentBlocks(self._most_blocks))
+
+    def remove(self, name: Hashable) -> None:
+        """A replica that has ended, with its cache and all that it had to do."""
+        self._replicas.pop(name, None)
+
+    def route(self, keys: Sequence[int]) -> Route | None:
+        """The replica for a prompt, which counts there from now on; None: there is none.
+
+        Args:
+            keys: of its blocks, see `prompt_keys`.
+        """
+        if not self._replicas:
+            return None
+        able = self._below_limit(1 + len(keys))
+        shared = {each: self._counted(each.recent.shared(keys), len(keys)) for each in able}
+        best = min(able, key=lambda each: (-shared[each], each.load, each.chosen))
+        return self._taken(best, keys)
+
+    def done(self, route: Route) -> None:
+        """The request has ended there, however it did; once for each route."""
+        route._at.load -= route.work
+
+    def _below_limit(self, need: int) -> list[_Replica]:
+        every = [*self._replicas.values()]
+        limit = self._most_load * (sum(each.load for each in every) + need) / len(every)
+        return [each for each in every if each.load < limit]
+
+    def _counted(self, shared: int, total: int) -> int:
+        return shared if shared >= self._least_share * total else 0
+
+    def _taken(self, best: _Replica, keys: Sequence[int]) -> Route:
+        self._routed += 1
+        shared = best.recent.shared(keys)
+        route = Route(best.name, shared, 1 + len(keys) - shared, best)
+        best.recent.use(keys)
+        best.load += route.work
+        best.chosen = self._routed
+        return route

@@ -1,0 +1,89 @@
+"""The server of a fleet: Ray on this machine or a cluster, and the front that listens here."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import ray
+import uvicorn
+
+from compiled_attn.errors import ConfigError, ModelError
+from compiled_attn.replicas.app import fleet_app
+from compiled_attn.replicas.fleet import Fleet
+from compiled_attn.replicas.replica import Replica
+from compiled_attn.serve.served import Make
+
+__all__ = ["run_fleet"]
+
+_AT_ONCE = 4096  # calls of one actor; its engine has a queue of its own
+
+
+def run_fleet(
+    name: str,
+    make: Make,
+    count: int,
+    listening: socket.socket,
+    when_up: Callable[[], None],
+    tell: Callable[[str], None],
+    *,
+    address: str | None = None,
+    cpus: int = 1,
+    gpus: int = 0,
+) -> None:
+    """Serves until a signal ends it; then what was asked is answered, and nothing new taken.
+
+    Args:
+        name, make: of the model, see `Served`; pickled.
+        count: of replicas.
+        listening: where the front listens.
+        when_up: called when it does.
+        tell: called with a line when a replica is ready, or is lost.
+        address: of a cluster of Ray; None: one of this process's own, on this machine.
+        cpus, gpus: that a replica reserves.
+
+    Raises:
+        ConfigError: no cluster answers there.
+        ModelError: no replica can serve, with the reason of the last one.
+    """
+    _connect(address, count * cpus)
+    try:
+        actor = ray.remote(Replica).options(
+            max_restarts=-1, max_concurrency=_AT_ONCE, num_cpus=cpus, num_gpus=gpus
+        )
+        _serve(Fleet(lambda: actor.remote(name, make), count, tell), listening, when_up)
+    finally:
+        ray.shutdown()
+
+
+def _connect(address: str | None, cpus: int) -> None:
+    when_terminated = signal.getsignal(signal.SIGTERM)
+    own: dict[str, Any] = {"num_cpus": max(cpus, os.cpu_count() or 1), "include_dashboard": False}
+    try:
+        ray.init(
+            address or "local",
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            **({} if address else own),
+        )
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        where = address or "this machine"
+        raise ConfigError(f"cannot use Ray at {where}: {error}: see `ray status`") from error
+    finally:
+        signal.signal(signal.SIGTERM, when_terminated)  # Ray has set its own
+
+
+def _serve(fleet: Fleet, listening: socket.socket, when_up: Callable[[], None]) -> None:
+    def give_up() -> None:
+        server.should_exit = True
+
+    app = fleet_app(fleet, give_up)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
+    when_up()
+    server.run(sockets=[listening])
+    if fleet.error is not None:
+        raise ModelError(fleet.error)

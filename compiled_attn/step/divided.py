@@ -1,0 +1,132 @@
+"""Steps request by request whose blocks lie on several ranks: what one of them reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from compiled_attn.attention.metadata import KeyRanks, UnifiedMetadata
+from compiled_attn.step.requests import Ints, StepRows, block_tables, padded
+from compiled_attn.step.tables import TableBatch, TablePlan, Tables
+
+__all__ = ["BlockShare", "DividedTables"]
+
+_Blocks: TypeAlias = NDArray[np.integer[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockShare:
+    """The blocks of one rank among those of all.
+
+    They are dealt out in turns: of ``n`` ranks the first has blocks 1, n + 1, 2n + 1, .., so that
+    a request that takes the next free ones has as many on each. Every rank has a null block.
+
+    Args:
+        process_rank: the rank's number; no graph depends on it.
+        count: of the ranks.
+    """
+
+    process_rank: int
+    count: int
+
+    def of_all(self, num_blocks: int) -> int:
+        """Blocks of all ranks where each has ``num_blocks``, of which one is the null block."""
+        return 1 + self.count * (num_blocks - 1)
+
+    def has(self, blocks: _Blocks) -> NDArray[np.bool_]:
+        """Which of some blocks of all ranks are this one's; the null block is not."""
+        is_own: NDArray[np.bool_] = (blocks - 1) % self.count == self.process_rank
+        return is_own & (blocks > 0)
+
+    def places(self, blocks: _Blocks) -> _Blocks:
+        """Where blocks of this rank lie in its cache; 0, the null block, for those of others."""
+        places: _Blocks = np.where(self.has(blocks), (blocks - 1) // self.count + 1, 0)
+        return places
+
+
+class DividedPlan(TablePlan):
+    """A step of which a rank reads the earlier tokens that it keeps.
+
+    Args:
+        rows: its requests and tokens, in blocks of all ranks.
+        used: ``[R]`` blocks that each request reads.
+        share: the blocks of the rank.
+        block_size: slots in a block.
+        width: blocks of a table where `fill` is not told; None: those of the longest request.
+
+    Attributes:
+        need: the sizes of a bucket that holds it, the same on every rank.
+    """
+
+    def __init__(
+        self, rows: StepRows, used: Ints, share: BlockShare, block_size: int, width: int | None
+    ) -> None:
+        super().__init__(rows, used, width)
+        self._share, self._block_size = share, block_size
+
+    def fill(self, bucket: Mapping[str, int] | None = None, width: int | None = None) -> TableBatch:
+        """See `TablePlan.fill`; lengths and tables are of the tokens before this step."""
+        batch = super().fill(bucket, width)
+        tokens, (requests, columns) = len(batch.slot_mapping), batch.block_tables.shape
+        tables, lengths = self._earlier(requests, columns)
+        return batch._replace(
+            slot_mapping=padded(self._slots(), tokens),
+            block_tables=torch.from_numpy(tables),
+            seq_lens=padded(lengths, requests).int(),
+        )
+
+    def _slots(self) -> Ints:
+        """Slots of the new tokens in the rank's cache; of those it does not keep, the first."""
+        blocks, within = np.divmod(self.rows.slots, self._block_size)
+        places = self._share.places(blocks)
+        return np.where(places > 0, places * self._block_size + within, 0)
+
+    def _earlier(self, requests: int, width: int) -> tuple[NDArray[np.int32], Ints]:
+        """The rank's blocks ``[requests, width]`` of each request, and tokens ``[R]`` in them."""
+        size, context = self._block_size, self.rows.context
+        used = -(-context // size)
+        tables, lengths = np.zeros((requests, width), np.int32), np.zeros(len(used), np.int64)
+        if not used.any():
+            return tables, lengths
+        blocks = block_tables(self.rows, used, len(used), int(used.max()))
+        is_own = self._share.has(blocks)
+        request, column = is_own.nonzero()
+        tables[request, is_own.cumsum(1)[request, column] - 1] = self._share.places(
+            blocks[request, column]
+        )
+        ends = np.minimum((column + 1) * size, context[request])
+        np.add.at(lengths, request, ends - column * size)
+        return tables, lengths
+
+
+@dataclass(frozen=True, slots=True)
+class DividedTables(Tables):
+    """The form of steps for the op where each rank keeps some blocks of a request.
+
+    Args:
+        num_blocks: blocks of all ranks, null block included, see `BlockShare.of_all`.
+        share: those of this rank.
+        group: name of the process group.
+    """
+
+    share: BlockShare = BlockShare(0, 1)
+    group: str = ""
+
+    def plan(self, rows: StepRows) -> DividedPlan:
+        """See `StepForm.plan`."""
+        checked = super(DividedTables, self).plan(rows)
+        return DividedPlan(rows, checked.used, self.share, self.block_size, self.width)
+
+    def metadata(self, batch: TableBatch, block_size: int) -> UnifiedMetadata:
+        """See `TableBatch.metadata`."""
+        ranks = KeyRanks(self.group, self.share.count)
+        return replace(batch.metadata(block_size), ranks=ranks)
+
+    def over(self, num_blocks: int, block_size: int, width: int) -> DividedTables:
+        """See `StepForm.over`."""
+        return DividedTables(num_blocks, block_size, width, self.share, self.group)
