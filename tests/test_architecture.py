@@ -82,7 +82,7 @@ def test_only_what_is_installed_with_an_extra_is_imported_late():
     extras = ("compiled_attn.cli", "compiled_attn.hf", "compiled_attn.engine", "graphs.cli",
               "graphs.report", "graphs.store", "compiled_attn.models", "compiled_attn.serve",
               "compiled_attn.workloads", "compiled_attn.ops.triton", "compiled_attn.ranks",
-              "compiled_attn.replicas", "graphs.backends.onnx", "compiled_attn.integrations",
+               "compiled_attn.replicas", "graphs.backends.onnx", "compiled_attn.integrations",
               "graphs.watch.pytest_plugin", "graphs.__main__")  # fmt: skip
     found = {
         name: {each.split(".")[0] for each in _imports(ast.parse(path.read_text()).body)} - allowed

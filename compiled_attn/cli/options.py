@@ -250,6 +250,31 @@ class PlanOptions(ServingOptions):
     requests: int | None = option(
         _DEMAND, None, "Requests to read; by default all.", metavar="N", min=1
     )
+    metrics: Path | None = option(
+        _DEMAND,
+        None,
+        "With --format: what vLLM's /metrics gave, instead of a trace.",
+        metavar="FILE",
+    )
+    request_log: Path | None = option(
+        _DEMAND,
+        None,
+        "With --format: vLLM's log at DEBUG with --enable-log-requests, instead of a trace.",
+        metavar="FILE",
+    )
+    format: str | None = option(
+        _RESULT,
+        None,
+        "Plan for another engine, and write what it reads: vllm, vllm-gaudi or sglang.",
+        metavar="ENGINE",
+    )
+    context: int | None = option(
+        _ENGINE,
+        None,
+        "With --format: the longest request; by default that of the demand.",
+        metavar="N",
+        min=2,
+    )
     max_graphs: int = option(_RESULT, 24, "Buckets at most.", metavar="K", min=1, max=1000)
     rho: float = option(
         _RESULT,

@@ -19,7 +19,7 @@ from compiled_attn.engine.step_size import StepSize
 from compiled_attn.workloads import read_trace
 from compiled_attn.workloads.default_demand import default_demand
 from compiled_attn.workloads.families import Family, family, within
-from compiled_attn.workloads.ladders import Comparison, compare
+from compiled_attn.workloads.ladders import Comparison, compare, ladders_within
 from compiled_attn.workloads.simulate import SimulatedEngine, simulate
 from graphs import to_file
 from graphs.planner import CostModel, Demand, PlanReport, read_demand
@@ -40,6 +40,10 @@ _LIMITS = {
 def run_plan(options: PlanOptions) -> int:
     """Compare bucket strategies on a demand, and write the planned buckets; the exit code."""
     _refuse_contradictions(options)
+    if options.format is not None:
+        from compiled_attn.cli.plan_for import run_plan_for
+
+        return run_plan_for(options)
     with bad_input():
         recorded = None if options.demand is None else _recorded(options.demand, options.kernel)
         sizing, engine, steps = _engine(options, recorded)
@@ -56,9 +60,14 @@ def run_plan(options: PlanOptions) -> int:
 
 
 def _refuse_contradictions(options: PlanOptions) -> None:
+    if options.format is None:
+        for name in ("metrics", "request_log", "context"):
+            if getattr(options, name) is not None:
+                flag = name.replace("_", "-")
+                raise UserError(f"expected --{flag} with --format only: name an engine, or drop it")
     if options.trace is not None and options.demand is not None:
         raise UserError("expected one of --trace and --demand, got both: choose what to plan for")
-    if options.trace is None:
+    if options.trace is None and options.metrics is None and options.request_log is None:
         for name in ("requests", "scale", "speed", "concurrency"):
             if getattr(options, name) is not None:
                 raise UserError(f"expected --{name} with --trace only: give one, or leave it out")
@@ -104,6 +113,8 @@ def _write(options: PlanOptions, steps: Family, needs: Demand) -> None:
         axes=steps.axes,
         legal=steps.legal,
         rho=options.rho or None,
+        drift=True,
+        ladders=ladders_within(steps, options.max_graphs),
     )
     what = "a mixture of drawn workloads" if is_default else "both halves"
     print(f"{_buckets(report)}, planned on {what}: waste {report.waste:.1%}")
@@ -194,6 +205,7 @@ def _remarks(plan: PlanReport, needs: Demand, cut: float) -> list[str]:
         f"The plan wastes {plan.waste:.1%} on the first half; with {_buckets(plan)} no plan wastes "
         f"below {plan.lower_bound:.1%}. No legal need pays above {plan.guard:.3g} times its cost."
     ]
+    remarks += str(plan.drift).splitlines() if plan.drift is not None else []
     if cut:
         remarks.append(f"{cut:.2%} of the steps are left out: the engine cuts them into smaller.")
     if needs.total < _ENOUGH_STEPS:

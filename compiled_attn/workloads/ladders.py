@@ -40,7 +40,7 @@ def compare(
     others: Mapping[str, BucketSpace] | None = None,
     rho: float | None = 3.0,
 ) -> Comparison:
-    """Judge the ladders of the field, others, and a fitted plan, all of at most ``max_graphs``.
+    """Judge the ladders of the field, others, and a plan for drift, all of ``max_graphs`` at most.
 
     Args:
         family: axes, legal needs and cost.
@@ -55,8 +55,17 @@ def compare(
         ValueError: what `graphs.planner.plan` and `judge` raise.
     """
     kept = family.foreseen(within(first, family.axes)[0])
-    fitted = plan(kept, family.cost, max_graphs, axes=family.axes, legal=family.legal, rho=rho)
     spaces = {**ladders_within(family, max_graphs), **(others or {})}
+    fitted = plan(
+        kept,
+        family.cost,
+        max_graphs,
+        axes=family.axes,
+        legal=family.legal,
+        rho=rho,
+        drift=True,
+        ladders=spaces,
+    )
     judged = {
         name: judge(space.with_cost(family.cost), second, family.cost)
         for name, space in spaces.items()

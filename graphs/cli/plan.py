@@ -44,6 +44,7 @@ def plan(
 ) -> int:
     """Choose the buckets that waste least on recorded needs, and write them as a bucket file.
 
+    The plan is for the worst of the recorded needs and of others near them, resampled and shifted.
     The cost of a bucket is what was measured, or else the product of its sizes. Ends with 2 on bad
     input.
     """
@@ -66,6 +67,7 @@ def plan(
             Budget(graphs=max_graphs, seconds=max_seconds),
             seconds=CostModel.fitted((r.bucket, r.seconds) for r in rows) if rows else None,
             rho=rho or None,
+            drift=True,
         )
     except ValueError as error:
         raise UserError(f"{needs}: {error}") from error

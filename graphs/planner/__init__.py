@@ -7,6 +7,7 @@ from graphs.planner.budget import Budget
 from graphs.planner.cost import CostModel
 from graphs.planner.demand import Demand
 from graphs.planner.demand_file import read_demand
+from graphs.planner.drift import DriftReport, KindLimit, Outcome, by_cost, by_size
 from graphs.planner.planning import plan
 from graphs.planner.report import BucketUse, DriftWatch, Judgement, PlanReport, judge
 
@@ -16,9 +17,14 @@ __all__ = [
     "CostModel",
     "Demand",
     "DemandFileError",
+    "DriftReport",
     "DriftWatch",
     "Judgement",
+    "KindLimit",
+    "Outcome",
     "PlanReport",
+    "by_cost",
+    "by_size",
     "judge",
     "plan",
     "read_demand",

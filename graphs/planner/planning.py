@@ -15,10 +15,13 @@ from graphs.planner.bound import lower_bound
 from graphs.planner.budget import Budget, Expense, Expenses
 from graphs.planner.cost import CostModel
 from graphs.planner.demand import Demand, Points
-from graphs.planner.fit import fitted, guarded
+from graphs.planner.drift import DriftReport, PickOrder, Trial, by_cost
 from graphs.planner.one_axis import best_buckets
 from graphs.planner.problem import Problem, problem_of, region_of
 from graphs.planner.report import PlanReport, judge
+from graphs.planner.robust import Task, fitting_ladders, planned, robust
+from graphs.planner.scenarios import rare_kinds, scenarios_of
+from graphs.planner.usual import usual_ladders
 
 __all__ = ["plan"]
 
@@ -33,6 +36,9 @@ def plan(
     seconds: Expense | None = None,
     bytes: Expense | None = None,
     rho: float | None = 3.0,
+    drift: bool = False,
+    ladders: Mapping[str, BucketSpace] | None = None,
+    order: PickOrder = by_cost,
     seed: int = 0,
 ) -> PlanReport:
     """Choose the buckets within a budget that waste least on a demand.
@@ -57,7 +63,14 @@ def plan(
         seconds: warmup seconds of a bucket, for a budget in seconds; never falling either.
         bytes: of a bucket's graph, for a budget in bytes; never falling either.
         rho: the guard's multiple; None: no guard.
-        seed: of the disturbed copies.
+        drift: plan for the worst of the demand and others near it, resampled and shifted, instead
+            of for the demand alone: then `PlanReport.drift` says what the plan bears. It takes
+            several times as long.
+        ladders: by name, those that a plan for drift is measured against. Of those within the
+            budget, the plan is on no demand near this one worse than the one whose worst waste is
+            least. None: linear and exponential ladders.
+        order: by which the engine picks among buckets that hold a need: `by_cost`, or `by_size`.
+        seed: of the disturbed copies and the resampled demands.
 
     Raises:
         ValueError: axes that don't fit the demand, a need outside them, ``rho`` of 1 or less, a
@@ -75,26 +88,53 @@ def plan(
     model = CostModel.of_any(cost)
     region = region_of(demand, axes, legal)
     expenses = Expenses(region.names, limits, seconds, bytes)
-    problem = problem_of(demand, region, model, expenses, seed)
-    if rho is None:
-        buckets, guards = fitted(problem, limits), 0
-    else:
-        buckets, guards = guarded(problem, region, limits, rho)
+
+    def problem(needs: Demand) -> Problem:
+        return problem_of(needs, region, model, expenses, seed)
+
+    task = Task(region, limits, rho, order, lambda p: model.of(region.names, p), problem)
+    buckets, guards, borne = _chosen(task, demand, expenses, ladders, drift, seed)
     space = _space(region.axes, buckets, model)
-    judged = judge(space, demand, model)
+    judged = judge(space, demand, model, order)
     return PlanReport(
         space=space,
         cost=model,
         waste=judged.waste,
-        lower_bound=_bound(demand, problem, judged.waste),
-        guard=region.worst(buckets, problem.cost(buckets), problem.cost),
+        lower_bound=_bound(demand, problem(demand), judged.waste),
+        guard=region.worst(buckets, task.cost(buckets), task.cost, order(buckets, task.cost)),
         rho=rho,
         guards=guards,
         steps=demand.total,
         uses=judged.uses,
         seconds=_sum(seconds, space),
         bytes=_sum(bytes, space),
+        order=order,
+        drift=borne,
     )
+
+
+def _chosen(
+    task: Task,
+    demand: Demand,
+    expenses: Expenses,
+    ladders: Mapping[str, BucketSpace] | None,
+    drift: bool,
+    seed: int,
+) -> tuple[Points, int, DriftReport | None]:
+    """The buckets, how many of them are the guard's, and what drift they bear."""
+    if not drift:
+        return *planned(task, task.problem(demand)), None
+    given = usual_ladders(task.region, task.limits) if ladders is None else ladders
+    sizes = {name: _sizes(space, task.region.names) for name, space in given.items()}
+    rivals = fitting_ladders(sizes, task.region, expenses)
+    scenarios = scenarios_of(demand, task.region, task.cost, seed)
+    trial = Trial(scenarios, task.cost, task.order)
+    buckets, guards = robust(task, scenarios, trial, rivals)
+    return buckets, guards, trial.report(buckets, rivals, rare_kinds(demand))
+
+
+def _sizes(space: BucketSpace, names: tuple[str, ...]) -> Points:
+    return np.array([[bucket[name] for name in names] for bucket in space], np.int64)
 
 
 def _space(axes: Sequence[Axis], buckets: Points, cost: CostModel) -> BucketSpace:

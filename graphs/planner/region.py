@@ -63,7 +63,9 @@ class Region:
         each = max(2, int(boxes ** (1 / len(self.axes))))
         return self._boxes([_ladder(axis, each) for axis in self.axes])
 
-    def worst(self, buckets: Points, costs: Floats, cost: CostOf) -> float:
+    def worst(
+        self, buckets: Points, costs: Floats, cost: CostOf, ranks: Floats | None = None
+    ) -> float:
         """How many times its own cost a legal need pays at most, or slightly more than that.
 
         All needs between two sizes of the buckets go to the same bucket, so only the least need of
@@ -75,6 +77,7 @@ class Region:
             buckets: ``[k, axes]``, the maximum among them.
             costs: ``[k]``.
             cost: of points.
+            ranks: ``[k]``: of the buckets that hold a need, the lowest serves it; None: the costs.
         """
         each = int(_MOST_CELLS ** (1 / len(self.axes)))
         ladders = []
@@ -84,7 +87,7 @@ class Region:
             ladders.append(np.unique(np.concatenate([sizes, more])))
         boxes = self._boxes(ladders)
         own = cost(boxes.low)
-        paid = prices(boxes.high, ladders, buckets, costs)
+        paid = prices(boxes.high, ladders, buckets, costs, ranks)
         return float((paid / np.where(own > 0, own, np.inf)).max(initial=1.0))
 
     def _boxes(self, ladders: Sequence[NDArray[np.int64]]) -> Grid:
@@ -104,11 +107,18 @@ class Region:
 
 
 def prices(
-    highs: Points, ladders: Sequence[NDArray[np.int64]], buckets: Points, costs: Floats
+    highs: Points,
+    ladders: Sequence[NDArray[np.int64]],
+    buckets: Points,
+    costs: Floats,
+    ranks: Floats | None = None,
 ) -> Floats:
-    """The cheapest bucket's cost for boxes whose high corners lie on ``ladders``: ``[n]``."""
+    """The cost of the bucket of lowest rank (None: the cheapest) for boxes: ``[n]``.
+
+    Their high corners lie on ``ladders``.
+    """
     table = np.full([len(ladder) for ladder in ladders], np.inf)
-    for at in np.argsort(-costs, kind="stable"):
+    for at in np.argsort(-(costs if ranks is None else ranks), kind="stable"):
         ends = zip(ladders, buckets[at], strict=True)
         table[tuple(slice(0, np.searchsorted(la, size, "right")) for la, size in ends)] = costs[at]
     places = zip(ladders, highs.T, strict=True)

@@ -11,6 +11,7 @@ from graphs.buckets.axes import Bucket
 from graphs.buckets.space import BucketSpace
 from graphs.planner.cost import CostModel
 from graphs.planner.demand import Demand
+from graphs.planner.drift import DriftReport, PickOrder, by_cost
 from graphs.planner.serving import cheapest
 
 __all__ = ["BucketUse", "DriftWatch", "Judgement", "PlanReport", "judge"]
@@ -60,8 +61,11 @@ class Judgement:
         return sum(not use.share for use in self.uses)
 
 
-def judge(space: BucketSpace, demand: Demand, cost: CostModel) -> Judgement:
-    """Serve a demand from a space, each need by the cheapest bucket that holds it.
+def judge(
+    space: BucketSpace, demand: Demand, cost: CostModel, order: PickOrder = by_cost
+) -> Judgement:
+    """Serve a demand from a space, each need by the cheapest bucket that holds it, or in another
+    order: ``graphs.planner.by_size``.
 
     Raises:
         ValueError: the demand has other axes than the space, or costs nothing.
@@ -74,7 +78,8 @@ def judge(space: BucketSpace, demand: Demand, cost: CostModel) -> Judgement:
     needs = demand.project(space.names).histogram()
     buckets = np.array([bucket.sizes for bucket in space], np.int64)
     costs, own = cost.of(space.names, buckets), cost.of(space.names, needs.points)
-    which = cheapest(buckets, costs, needs.points)
+    ranks = order(buckets, lambda points: cost.of(space.names, points))
+    which = cheapest(buckets, ranks, needs.points)
     held = which >= 0
     which, own, weights = which[held], own[held], needs.weights[held]
     total = float(own @ weights)
@@ -109,6 +114,8 @@ class PlanReport:
         uses: each bucket's share of the steps and of the waste.
         seconds: warmup seconds of all buckets; None where they were not planned with.
         bytes: of all graphs; None where they were not planned with.
+        order: by which the engine picks.
+        drift: what drift the plan bears; None where it was not planned for.
     """
 
     space: BucketSpace
@@ -122,6 +129,8 @@ class PlanReport:
     uses: tuple[BucketUse, ...]
     seconds: float | None = None
     bytes: float | None = None
+    order: PickOrder = by_cost
+    drift: DriftReport | None = None
 
     @property
     def is_guarded(self) -> bool:
@@ -130,13 +139,14 @@ class PlanReport:
 
     def judge(self, demand: Demand) -> Judgement:
         """What the buckets do to another demand."""
-        return judge(self.space, demand, self.cost)
+        return judge(self.space, demand, self.cost, self.order)
 
     def __str__(self) -> str:
         lines = [
             f"{len(self.space)} buckets, waste {self.waste:.1%} (at least {self.lower_bound:.1%}), "
             f"no legal need above {self.guard:.3g} times its cost"
         ]
+        lines += [] if self.drift is None else [str(self.drift)]
         by_share = sorted(self.uses, key=lambda use: -use.share)
         lines += [f"{u.bucket}  {u.share:.1%} of steps, waste {u.waste:.2%}" for u in by_share]
         return "\n".join(lines)

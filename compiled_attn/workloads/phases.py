@@ -1,4 +1,4 @@
-"""The families of steps of the field: decodes, prefills, and both together without logits."""
+"""Families of the steps of other engines: decodes, prefills, and both together without logits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from compiled_attn.workloads.families import Family, family
 from compiled_attn.workloads.simulate import SimulatedEngine
-from field.steps import SeparateSteps
+from compiled_attn.workloads.simulated.separate import SeparateSteps
 from graphs.buckets.axes import Axis
 from graphs.planner import CostModel
 

@@ -1,0 +1,80 @@
+"""Padding and graphs saved in other engines, against the ladder that each captures by default.
+
+For each public trace and engine its steps are simulated within its limits. The plan is made for the
+worst of the demands near the first half, and both are judged on the second half by the engine's own
+rule of picking: the smallest size that holds a step in vLLM and SGLang, the first bucket in order
+in vLLM's plugin for Gaudi. Padding is the cost of the buckets over the cost of the needs, less 1
+(rows in vLLM and SGLang). Two budgets: as many graphs as the ladder has, and half of them.
+
+    python benchmarks/engine_plans.py --traces ../shared/traces --requests 4000
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+from compiled_attn.integrations.plans import FORMATS, EnginePart, Limits, planned_for
+from compiled_attn.integrations.plans.formats import needs_of
+from compiled_attn.workloads import Arrival, read_trace
+from compiled_attn.workloads.default_demand import full_speed
+from compiled_attn.workloads.simulate import simulate
+from graphs.planner import Demand
+
+TRACES = {
+    "azure2023_conv.csv": 16384,
+    "azure2023_code.csv": 9472,
+    "mooncake_conversation_head.jsonl": 131072,
+}
+
+
+def limits_of(context: int) -> Limits:
+    return Limits(max_seqs=128, max_tokens=8192, block_size=128, blocks=4096, context=context)
+
+
+def compare(engine: str, part: EnginePart, needs: Demand) -> None:
+    ladder = len(part.default)
+    for graphs in (ladder, max(1, ladder // 2)):
+        started = time.perf_counter()
+        found = planned_for(part, needs, graphs, None)
+        took = time.perf_counter() - started
+        theirs, ours = found.theirs, found.ours
+        print(
+            f"  {engine:<11} {part.name:<7} {theirs.graphs:>4} {theirs.unused:>5} "
+            f"{theirs.waste:>7.1%} | {ours.graphs:>4} {ours.waste:>7.1%}  "
+            f"beyond {found.outside:.0%}, {took:.0f} s",
+            flush=True,
+        )
+
+
+def speed_of(arrivals: list[Arrival], limits: Limits, part: EnginePart, load: float) -> float:
+    at_once = simulate(arrivals, limits.engine, speed=None, steps=part.family.steps)
+    return load * full_speed(arrivals, at_once)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--traces", type=Path, default=Path("../shared/traces"))
+    parser.add_argument("--requests", type=int, default=4000, help="of each trace")
+    parser.add_argument("--load", type=float, default=0.8, help="1: arrivals just keep it busy")
+    options = parser.parse_args()
+    for file, context in TRACES.items():
+        path = options.traces / file
+        if not path.exists():
+            print(f"{file}: left out, there is no {path}; give its folder with --traces")
+            continue
+        arrivals, limits = read_trace(path, options.requests), limits_of(context)
+        print(f"{file}: {len(arrivals):,} requests at {options.load:g} of full load")
+        print("  engine      steps   graphs unused padding | plan graphs, padding")
+        for engine, known in FORMATS.items():
+            parts = known.parts(limits)
+            speed = speed_of(arrivals, limits, parts[0], options.load)
+            needs = needs_of(parts, arrivals, limits, speed=speed)
+            for part in parts:
+                compare(engine, part, needs[part.name])
+        print(flush=True)
+
+
+if __name__ == "__main__":
+    main()

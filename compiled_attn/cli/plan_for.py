@@ -1,0 +1,143 @@
+"""The job behind ``compiled-attn plan --format``: buckets for another engine, in its syntax."""
+
+from __future__ import annotations
+
+import math
+from importlib.metadata import PackageNotFoundError, version
+
+from rich.console import Console
+from rich.table import Table
+
+from compiled_attn.cli.errors import UserError, bad_input
+from compiled_attn.cli.options import PlanOptions
+from compiled_attn.integrations.plans.base import EnginePart, EnginePlan, Limits
+from compiled_attn.integrations.plans.formats import FORMATS, Format, needs_of, planned_for
+from compiled_attn.integrations.plans.metrics import drawn_requests, step_tokens
+from compiled_attn.integrations.plans.request_log import read_request_log
+from compiled_attn.workloads import Arrival, read_trace
+from compiled_attn.workloads.arrival import fit, scaled
+from graphs.planner import Demand
+
+__all__ = ["run_plan_for"]
+
+_TOKENS, _CONTEXT = 8192, 16384
+_DRAWN = 2000  # requests that stand for those that metrics count
+
+
+def run_plan_for(options: PlanOptions) -> int:
+    """Compare a plan with the engine's own ladder, and write it as the engine reads it."""
+    known = FORMATS.get(options.format or "")
+    if known is None:
+        names = ", ".join(FORMATS)
+        raise UserError(f"expected --format of {names}, got {options.format!r}: choose one")
+    sources = [options.trace, options.metrics, options.request_log]
+    if sum(each is not None for each in sources) != 1 or options.demand is not None:
+        raise UserError(
+            "expected one of --trace, --metrics and --request-log with --format: name one"
+        )
+    with bad_input():
+        limits, needs = _needs(options, known)
+        plans = _plans(options, known.parts(limits), needs)
+        text = known.written(plans)
+    _print(options, plans)
+    print(_tested(known))
+    if options.out is None:
+        print(text)
+    else:
+        with bad_input():
+            options.out.write_text(text + "\n", encoding="utf-8")
+        print(f"written: {known.use.format(file=options.out)}")
+    return 0
+
+
+def _needs(options: PlanOptions, known: Format) -> tuple[Limits, dict[str, Demand]]:
+    """What the engine was started with, and what its steps need, by part."""
+    if options.metrics is not None and options.format == "vllm":
+        limits = _limits(options, options.context or _CONTEXT)
+        needs = step_tokens(options.metrics, limits.max_tokens)
+        print("between the bounds of vLLM's histogram sizes are assumed, and it knows no halves")
+        return limits, {part.name: needs for part in known.parts(limits)}
+    arrivals = _arrivals(options)
+    longest = max(each.prompt_tokens + each.output_tokens for each in arrivals)
+    limits = _limits(options, options.context or longest)
+    if longest > limits.context:
+        arrivals = fit(arrivals, limits.context)
+    parts = known.parts(limits)
+    concurrency, speed = options.concurrency, options.speed
+    return limits, needs_of(parts, arrivals, limits, speed=speed, concurrency=concurrency)
+
+
+def _arrivals(options: PlanOptions) -> list[Arrival]:
+    if options.trace is not None:
+        found = read_trace(options.trace, options.requests)
+    elif options.request_log is not None:
+        found = read_request_log(options.request_log)[: options.requests]
+    else:
+        assert options.metrics is not None
+        context = options.context or _CONTEXT
+        found = drawn_requests(options.metrics, options.requests or _DRAWN, context)
+        print(
+            "prompts and answers are drawn independently: metrics don't tell what belongs to what"
+        )
+    return found if options.scale is None else scaled(found, options.scale)
+
+
+def _limits(options: PlanOptions, context: int) -> Limits:
+    size, seqs = options.block_size, options.max_seqs
+    blocks = options.num_blocks or math.ceil(context / size) * seqs
+    tokens = options.max_tokens_per_step or _TOKENS
+    return Limits(seqs, max(tokens, seqs), size, blocks, context)
+
+
+def _plans(
+    options: PlanOptions, parts: list[EnginePart], needs: dict[str, Demand]
+) -> dict[str, EnginePlan]:
+    """A plan of each part, which share the graphs as the engine's own ladders do."""
+    whole = sum(len(part.default) for part in parts)
+    if options.max_graphs < len(parts):
+        raise UserError(
+            f"expected --max-graphs of at least {len(parts)}: one for each kind of step"
+        )
+    plans, left = {}, options.max_graphs
+    for number, part in enumerate(parts):
+        share = max(1, round(options.max_graphs * len(part.default) / whole))
+        count = left if number == len(parts) - 1 else min(share, left - (len(parts) - 1 - number))
+        left -= count
+        plans[part.name] = planned_for(part, needs[part.name], count, options.rho or None)
+    return plans
+
+
+def _print(options: PlanOptions, plans: dict[str, EnginePlan]) -> None:
+    console = Console()
+    table = Table(title="Second half of the steps, planned on the first", title_justify="left")
+    for name in ("steps", "strategy"):
+        table.add_column(name, no_wrap=True)
+    for name in ("graphs", "never used", "padding", "worst step"):
+        table.add_column(name, justify="right")
+    for name, each in plans.items():
+        for strategy, judged in ((f"{options.format}'s default", each.theirs), ("plan", each.ours)):
+            figures = f"{judged.waste:.1%}", f"{judged.worst:.1f}x"
+            table.add_row(name, strategy, str(judged.graphs), str(judged.unused), *figures)
+    console.print(table)
+    for name, each in plans.items():
+        for line in _remarks(name, each):
+            console.print(line, highlight=False, soft_wrap=True)
+
+
+def _remarks(name: str, each: EnginePlan) -> list[str]:
+    lines = [f"{name}: {line}" for line in str(each.report.drift).splitlines()]
+    if each.outside:
+        lines.append(f"{name}: {each.outside:.1%} of the steps are larger: each {each.part.beyond}")
+    return lines
+
+
+def _tested(known: Format) -> str:
+    """One line: which versions the syntax was tried with, and which one is here."""
+    tried = f"{known.package} {known.tested}.*" if known.tested else f"sources of {known.package}"
+    try:
+        found = version(known.package)
+    except PackageNotFoundError:
+        return f"syntax and rules of picking: tested with {tried}"
+    if known.tested and not f"{found}.".startswith(f"{known.tested}."):
+        return f"syntax and rules of picking: expected {tried}, got {found}: look at the result"
+    return f"syntax and rules of picking: tested with {tried}, {found} is installed"

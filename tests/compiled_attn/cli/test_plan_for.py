@@ -1,0 +1,57 @@
+"""``compiled-attn plan --format``: another engine's buckets in its syntax, and what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytest.importorskip("typer", reason="needs the extra cli")
+pytest.importorskip("transformers", reason="needs the extra hf")
+
+from tests.compiled_attn.cli.commands import assert_refused
+from tests.compiled_attn.integrations.test_plan_sources import STEPS, exposed
+
+LIMITS = ["--max-seqs", 4, "--max-tokens-per-step", 64, "--block-size", 8, "--max-graphs", 6]
+
+
+def test_sizes_for_vllm_are_written_and_how_to_use_them_is_told(command, trace, tmp_path):
+    out = tmp_path / "vllm.json"
+    code, text, err = command("plan", "--format", "vllm", "--trace", trace, *LIMITS, "--out", out)
+    assert code == 0, err
+    config = json.loads(out.read_text())
+    sizes = config["cudagraph_capture_sizes"]
+    assert sizes == sorted(set(sizes)) and sizes[-1] == 8 and len(sizes) <= 6
+    assert "vllm's default" in text and "drift: waste at most" in text
+    assert f'written: vllm serve MODEL --compilation-config "$(cat {out})"' in text
+    assert "syntax and rules of picking: " in text and "vllm 0.32.*" in text
+
+
+def test_without_out_the_option_for_sglang_is_the_last_line(command, trace):
+    code, text, err = command("plan", "--format", "sglang", "--trace", trace, *LIMITS)
+    assert code == 0, err
+    option, *sizes = text.splitlines()[-1].split()
+    assert option == "--cuda-graph-bs" and sizes[-1] == "4"
+
+
+def test_a_plan_for_vllm_comes_out_of_its_metrics(command, tmp_path):
+    path = tmp_path / "metrics.txt"
+    path.write_text(exposed("vllm:iteration_tokens_total", STEPS))
+    code, text, err = command("plan", "--format", "vllm", "--metrics", path, *LIMITS)
+    assert code == 0, err
+    assert "between the bounds of vLLM's histogram sizes are assumed" in text
+    assert json.loads(text.splitlines()[-1])["cudagraph_capture_sizes"][-1] == 8
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        (["--format", "tensorrt"], ["expected --format of vllm, vllm-gaudi, sglang", "tensorrt"]),
+        (["--format", "vllm"], ["one of --trace, --metrics and --request-log", "name one"]),
+        (["--context", 64], ["expected --context with --format only"]),
+        (["--metrics", "x"], ["expected --metrics with --format only"]),
+        (["--format", "vllm", "--request-log", "missing"], ["missing: cannot be read"]),
+    ],
+)
+def test_what_cannot_be_planned_is_one_line(command, options, parts):
+    assert_refused(command("plan", *options), *parts)
