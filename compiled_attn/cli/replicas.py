@@ -33,6 +33,7 @@ def serve_replicas(
     Raises:
         UserError: Ray is not installed.
     """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray tells nobody, unless it is asked to
     try:
         from compiled_attn.replicas.server import run_fleet
     except ImportError as error:
