@@ -144,7 +144,7 @@ def test_the_python_blocks_of_a_guide_check_what_they_show(page):
             checks += sum(bool(e.want) for e in doctest.DocTestParser().get_examples(block))
         else:
             checks += sum(isinstance(node, ast.Assert) for node in ast.walk(ast.parse(block)))
-    assert checks >= (2 if page.parent.name == "docs" else 1)
+    assert checks >= 2
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -85,8 +85,8 @@ def install(config: EngineConfig | None = None) -> Installed:
         """A manager of continuous batching on the engine of compiled-attn."""
         return manager_for(self, generation_config, continuous_batching_config, state.config)
 
+    _active.append(state)  # first: what an interrupt leaves half done can be undone
     setattr(ContinuousMixin, _HOOK, init_continuous_batching)
-    _active.append(state)
     return state
 
 

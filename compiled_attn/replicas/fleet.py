@@ -79,11 +79,17 @@ class Fleet:
     async def watch(self, when_failed: Callable[[], None]) -> None:
         """Starts the replicas and looks after them, until it is cancelled or none can serve."""
         told = 0
+        looks: dict[int, asyncio.Task[None]] = {}  # one that Ray has no room for answers late
         while self.error is None:
             for each in self.members:
                 if each.actor is None and (each.number == 0 or self.members[0].stage == "ready"):
                     each.actor, each.stage = self._start(), "starting"
-            await asyncio.gather(*(self._look(each) for each in self.members if each.actor))
+                if each.actor and (each.number not in looks or looks[each.number].done()):
+                    looks[each.number] = asyncio.create_task(self._look(each))
+            await asyncio.wait(looks.values(), timeout=_LOOK_EVERY)
+            for look in looks.values():
+                if look.done():
+                    look.result()
             if told != len(self.ready):
                 told = len(self.ready)
                 self._tell(self.stage)
