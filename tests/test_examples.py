@@ -34,7 +34,7 @@ from graphs.backends.eager import EagerBackend
 from tests.compiled_attn.tiny import tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PYTHON_BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 EAGER = ["--backend", "eager"]
 
