@@ -44,7 +44,7 @@ from graphs import (
     progress_for,
 )
 from graphs.capture.contract import Backend
-from graphs.cli.outputs import refuse_unwritable
+from graphs.cli.errors import refuse_unwritable
 from graphs.report import write_report
 
 __all__ = ["run_job"]

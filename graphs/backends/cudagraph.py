@@ -29,7 +29,6 @@ from torch.utils import _pytree as pytree
 
 from graphs.backends.export_state import State, StateChanged, needs_gradients, why_stale
 from graphs.backends.inductor import InductorBackend
-from graphs.backends.static_inputs import StaticInputs
 from graphs.capture.contract import Backend, Frozen
 from graphs.capture.inputs import Input
 from graphs.capture.symbolic import SymbolicSizes
@@ -37,7 +36,7 @@ from graphs.errors import CaptureError
 from graphs.watch.causes import describe_failure
 from graphs.watch.compiles import note_replay
 
-__all__ = ["CudaGraphBackend", "CudaRecorder", "Recording"]
+__all__ = ["CudaGraphBackend", "CudaRecorder", "Recording", "StaticInputs"]
 
 
 class Recording(NamedTuple):
@@ -296,3 +295,39 @@ def _on(kind: str, inputs: Sequence[Input]) -> AbstractContextManager[object]:
                 "recorded graph cannot read another device: move it there"
             )
     return torch.cuda.device(device) if kind == "cuda" and tensors else nullcontext()
+
+
+class StaticInputs:
+    """Inputs at fixed addresses, in buffers that all graphs of one callable share.
+
+    The graphs run one at a time. The first capture decides how large the buffers are, so capture
+    the largest first. A graph that needs more gets one of its own: the others stay where they are.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[int, torch.device], Tensor] = {}
+
+    def of(self, examples: Sequence[Input]) -> list[Input]:
+        """What a graph is captured on: constants as they are, tensors at fixed addresses, filled.
+
+        A tensor keeps its shape and strides.
+        """
+        # An inference tensor has no version, so its writes would not be seen.
+        with torch.inference_mode(False), torch.no_grad():
+            return [
+                self._view(place, value).copy_(value) if isinstance(value, Tensor) else value
+                for place, value in enumerate(examples)
+            ]
+
+    def _view(self, place: int, like: Tensor) -> Tensor:
+        extent = 1 + sum((n - 1) * step for n, step in zip(like.shape, like.stride(), strict=True))
+        needed = extent * like.element_size() if like.numel() else 0
+        flat = self._buffer(place, like.device, needed)[:needed].view(like.dtype)
+        return flat.as_strided(like.shape, like.stride())
+
+    def _buffer(self, place: int, device: torch.device, needed: int) -> Tensor:
+        buffer = self._buffers.get((place, device))
+        if buffer is None or buffer.numel() < needed:
+            buffer = torch.zeros(needed, dtype=torch.uint8, device=device)
+            self._buffers[place, device] = buffer
+        return buffer

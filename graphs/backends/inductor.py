@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from graphs.backends.direct import direct_path, lean_calls
-from graphs.backends.marks import marked
-from graphs.backends.separate import separated
+from graphs.backends.dynamo_inputs import marked, separated
 from graphs.backends.vector_probe import one_probe
 from graphs.capture.contract import Backend, Frozen
 from graphs.capture.inputs import Input

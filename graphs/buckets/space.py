@@ -12,7 +12,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import index
-from typing import Any, NoReturn, TypeAlias
+from typing import NoReturn, TypeAlias
 
 from graphs.buckets.axes import Axis, Bucket, whole
 from graphs.errors import BucketOverflow
@@ -21,7 +21,6 @@ __all__ = ["BucketSpace"]
 
 Cost: TypeAlias = "Callable[[Bucket], float]"
 
-_JSON_VERSION = 1
 _MAX_CELLS = 2_000_000
 
 
@@ -155,31 +154,6 @@ class BucketSpace:
     def _need_default_cost(self, other: BucketSpace) -> None:
         if self._cost is not None or other._cost is not None:
             raise ValueError("combine spaces first, then give the result a cost using with_cost()")
-
-    def to_json(self) -> dict[str, Any]:
-        """The axes and buckets as plain lists and ints, without the cost."""
-        return {
-            "version": _JSON_VERSION,
-            "axes": [{"name": a.name, "low": a.low, "high": a.high} for a in self.axes],
-            "buckets": [list(bucket.sizes) for bucket in self._buckets],
-        }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any], cost: Cost | None = None) -> BucketSpace:
-        """Read what :meth:`to_json` wrote.
-
-        Raises:
-            ValueError: `data` has another form, or was written by a newer version.
-        """
-        try:
-            version, axes, buckets = data["version"], data["axes"], data["buckets"]
-            if version != _JSON_VERSION:
-                raise ValueError(
-                    f"version {version} is not readable here, expected {_JSON_VERSION}"
-                )
-            return cls([Axis(a["name"], a["low"], a["high"]) for a in axes], buckets, cost)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"not the JSON form of a bucket space: {error!r}") from error
 
     def __iter__(self) -> Iterator[Bucket]:
         return iter(self._buckets)

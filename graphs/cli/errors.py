@@ -1,11 +1,11 @@
-"""User errors: each becomes one line and an exit code."""
+"""User errors: each becomes one line and an exit code; some are found before the work."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from graphs.errors import clipped
@@ -17,6 +17,7 @@ __all__ = [
     "UserError",
     "exit_code_of",
     "failed",
+    "refuse_unwritable",
     "tell",
     "users_code",
 ]
@@ -94,3 +95,26 @@ def tell(problem: object, code: int, program: str = "graphs") -> int:
     if line := " ".join(str(problem).split()):
         print(f"{program}: {kind}{clipped(line, _LONGEST)}", file=sys.stderr)
     return code
+
+
+def refuse_unwritable(files: Iterable[Path | None], folder: Path | None) -> None:
+    """Open each file for writing, and make the report's folder; what is in them stays as it is.
+
+    Raises:
+        OSError: a result cannot be written there.
+        UserError: a library that draws the report is not installed.
+    """
+    for path in files:
+        if path is not None:
+            existed = path.exists()
+            path.open("a", encoding="utf-8").close()
+            if not existed:  # nothing empty is left behind if the work fails
+                path.unlink()
+    if folder is not None:
+        from graphs.report.page import check_libraries
+
+        try:
+            check_libraries()
+        except ImportError as error:
+            raise UserError(str(error)) from error
+        folder.mkdir(parents=True, exist_ok=True)

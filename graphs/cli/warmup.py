@@ -11,8 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from graphs.cli.errors import BAD_INPUT, FAILED, INTERRUPTED, UserError, failed, tell
-from graphs.cli.outputs import refuse_unwritable
+from graphs.cli.errors import (
+    BAD_INPUT,
+    FAILED,
+    INTERRUPTED,
+    UserError,
+    failed,
+    refuse_unwritable,
+    tell,
+)
 
 if TYPE_CHECKING:
     from graphs.warmup.manager import WarmupManager

@@ -132,11 +132,6 @@ class PlanReport:
     order: PickOrder = by_cost
     drift: DriftReport | None = None
 
-    @property
-    def is_guarded(self) -> bool:
-        """Whether the budget sufficed for the guard that was asked for."""
-        return self.rho is None or self.guard <= self.rho * (1 + 1e-9)
-
     def judge(self, demand: Demand) -> Judgement:
         """What the buckets do to another demand."""
         return judge(self.space, demand, self.cost, self.order)

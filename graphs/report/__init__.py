@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from graphs.report.describe import describe
 from graphs.report.page import write_report
+from graphs.report.rows import describe
 
 __all__ = ["describe", "write_report"]

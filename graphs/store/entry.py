@@ -1,25 +1,43 @@
-"""Entries of a store: the files of an artifact, with a manifest of its factors and digests."""
+"""Entries of a store: an artifact's files, their manifest, and a label for people who list them.
+
+The manifest has the factors of the artifact and the digests of its files. The label is not part of
+its key, and no loss if it is damaged.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Mapping
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from graphs.errors import StoreError
-from graphs.files import digest_of, files_in, read_json, write_whole
+from graphs.files import digest_of, files_in, read_json, remove, visible, write_whole
 from graphs.store.factors import key_of
-from graphs.store.label import Label
+from graphs.store.lock import Lock
 from graphs.store.safety import digests_of_own, refuse_others
 
-__all__ = ["Entry", "write_manifest"]
+__all__ = [
+    "Entry",
+    "Label",
+    "sweep_unfinished",
+    "unfinished",
+    "write_label",
+    "write_manifest",
+]
 
 _FORM = "graphs store entry"
 _MANIFEST = "manifest.json"
 _FILES = "files"
+_LABEL = "about.json"
+_LOCK = ".lock"
+_LONGEST = 80  # characters of a label
 
 
 @dataclass(frozen=True)
@@ -107,3 +125,86 @@ def write_manifest(folder: Path, factors: Mapping[str, Any]) -> int:
     }
     write_whole(folder / _MANIFEST, json.dumps(manifest, indent=1, sort_keys=True).encode())
     return size
+
+
+@dataclass(frozen=True)
+class Label:
+    """A short description; an empty text or None where an older version stored the artifact.
+
+    Attributes:
+        model: what was captured: its class, and how many parameters it has.
+        name: of the graph, with its bucket if it has one, such as `step[tokens=16]`.
+        made: when it was stored, in seconds since the epoch.
+    """
+
+    model: str = ""
+    name: str = ""
+    made: float | None = None
+
+    @classmethod
+    def read(cls, folder: Path) -> Label:
+        """The label of the entry in a folder."""
+        try:
+            written = read_json(folder / _LABEL)
+        except (OSError, ValueError):
+            return cls()
+        if not isinstance(written, dict):
+            return cls()
+        made = written.get("made")
+        is_time = isinstance(made, float) and math.isfinite(made)
+        return cls(
+            _line(written.get("model")), _line(written.get("name")), made if is_time else None
+        )
+
+
+def write_label(folder: Path, about: Mapping[str, str]) -> None:
+    """Write the label of an entry that is being made in a folder."""
+    # Not synced: a crash that costs it costs nothing else.
+    text = json.dumps({"model": "", "name": "", **about, "made": time.time()})
+    (folder / _LABEL).write_text(text, "utf-8")
+
+
+def _line(text: Any) -> str:
+    # It goes to a terminal, to which some characters are commands.
+    shown = str(text)[:_LONGEST] if isinstance(text, str) else ""
+    return "".join(char if char.isprintable() else "?" for char in shown)
+
+
+@contextmanager
+def unfinished(
+    folder: Path, exclusive: Callable[[], AbstractContextManager[None]]
+) -> Iterator[Path]:
+    """A path in `folder` to write to; what is still there at the end is removed.
+
+    Each has a lock, which the kernel releases when its process dies.
+
+    Args:
+        folder: of all unfinished entries.
+        exclusive: keeps other processes out meanwhile.
+    """
+    path = folder / f"{os.getpid()}-{secrets.token_hex(4)}"
+    with exclusive():
+        sweep_unfinished(folder)
+        lock = Lock(_lock_of(path))
+        lock.take()
+    try:
+        yield path
+    finally:
+        remove(path)
+        lock.path.unlink(missing_ok=True)
+        lock.close()
+
+
+def sweep_unfinished(folder: Path) -> None:
+    """Remove what dead processes left, while the caller keeps all others out."""
+    # The lock comes before what it locks and goes after it: without one, no process is at work.
+    paths = {path.with_suffix("") if path.suffix == _LOCK else path for path in visible(folder)}
+    for path in paths:
+        with closing(Lock(_lock_of(path))) as lock:
+            if lock.take():
+                remove(path)
+                lock.path.unlink(missing_ok=True)
+
+
+def _lock_of(path: Path) -> Path:
+    return path.with_name(path.name + _LOCK)

@@ -1,15 +1,18 @@
-"""The imports of a source file, and which of them its live code can use."""
+"""Source files of modules: where they are, what they import, and what of it live code can use."""
 
 from __future__ import annotations
 
 import ast
 import functools
+import site
+import sys
+import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
-__all__ = ["Import", "SourceFile", "live_imports", "read_source"]
+__all__ = ["Import", "SourceFile", "file_of", "is_own", "live_imports", "read_source"]
 
 _NEVER = "<not run on import>"
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -156,3 +159,37 @@ def _is_list_of_names(node: ast.AST) -> bool:
 def _catches_import(handler: ast.ExceptHandler) -> bool:
     kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
     return any((_identifier(kind) if kind else "") in _OPTIONAL for kind in kinds)
+
+
+def is_own(name: str) -> bool:
+    """Whether a module has a source file outside of Python and its installed packages."""
+    if name.partition(".")[0] in sys.stdlib_module_names:
+        return False
+    file = file_of(name)
+    return file is not None and not _is_installed(file)
+
+
+def file_of(name: str) -> Path | None:
+    """The source of a module, also of one in a loaded package that is not imported yet."""
+    if name in sys.modules:
+        file = getattr(sys.modules[name], "__file__", None)
+        return _existing(file) if file and file.endswith(".py") else None
+    package, _, last = name.rpartition(".")
+    above = file_of(package) if package else None
+    if above is None or above.name != "__init__.py":
+        return None
+    places = (above.with_name(f"{last}.py"), above.parent / last / "__init__.py")
+    return next((place for place in places if place.is_file()), None)
+
+
+@functools.lru_cache(maxsize=8192)
+def _is_installed(file: Path) -> bool:
+    paths = sysconfig.get_paths()
+    folders = [paths[name] for name in ("purelib", "platlib", "stdlib", "platstdlib")]
+    folders += [site.getusersitepackages()]  # what `pip install --user` is for
+    return any(file.is_relative_to(folder) for folder in folders)
+
+
+def _existing(file: str) -> Path | None:
+    path = Path(file)
+    return path if path.is_file() else None

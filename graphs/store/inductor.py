@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from graphs.backends.dynamo_inputs import separated
 from graphs.backends.inductor import InductorBackend, compile_only, freeze, shareable
-from graphs.backends.separate import separated
 from graphs.capture.contract import Frozen
 from graphs.capture.inputs import Input, memory_shared_by
 from graphs.capture.symbolic import SharedGraph, SymbolicSizes

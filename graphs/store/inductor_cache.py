@@ -9,15 +9,12 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 from graphs.errors import StoreBusy, UnsafeStore
 from graphs.files import digest_of, digest_of_open, discard, read_json, remove, sweep, write_whole
 from graphs.store.lock import Lock, locked
 from graphs.store.safety import is_of_user, open_own, refuse_others
-
-if TYPE_CHECKING:
-    from typing import Self
 
 __all__ = ["InductorCache"]
 

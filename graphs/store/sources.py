@@ -12,8 +12,7 @@ from types import CodeType, MappingProxyType, ModuleType
 from typing import Any
 
 from graphs.files import digest_of, short_digest
-from graphs.store.imports import Import, SourceFile, live_imports, read_source
-from graphs.store.modules import file_of, is_own
+from graphs.store.imports import Import, SourceFile, file_of, is_own, live_imports, read_source
 from graphs.store.values import is_machinery, values_in
 
 __all__ = ["sources_of", "version_of"]
@@ -28,8 +27,7 @@ MAKERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "inductor": (
             "graphs.backends.inductor",
-            "graphs.backends.marks",
-            "graphs.backends.separate",
+            "graphs.backends.dynamo_inputs",
             "graphs.backends.vector_probe",
             "graphs.store.inductor",
             "graphs.store.inductor_graph",

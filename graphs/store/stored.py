@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
+from torch import nn
+
 from graphs.backends.export_state import why_stale
 from graphs.capture.contract import Backend, Frozen
 from graphs.capture.inputs import Input
 from graphs.capture.symbolic import warmed
 from graphs.errors import CaptureError
 from graphs.store.factors import code_factors, graph_factors
-from graphs.store.label import describe
 from graphs.store.misses import Misses
 from graphs.store.store import ArtifactStore
 from graphs.watch.causes import describe_failure
@@ -133,9 +134,10 @@ class StoredBackend(Backend):
             prefix="graphs-store-", ignore_cleanup_errors=True
         ) as folder:
             frozen, write = make(Path(folder))
+            about = {"model": _model(function), "name": name}
             try:
                 write()
-                self.stored += self.store.put(factors, folder, about=describe(function, name))
+                self.stored += self.store.put(factors, folder, about=about)
             except Exception as error:
                 self.not_stored(name, describe_failure(error))
         return frozen
@@ -158,3 +160,24 @@ class StoredBackend(Backend):
         except Exception as error:  # a store that is busy or gone, a torch that cannot read it
             _log.warning("%s: compiled again, not loaded: %s", name, describe_failure(error))
         return None
+
+
+def _model(function: Callable[..., Any]) -> str:
+    """A callable for people: a module's class, and how many parameters it has."""
+    if not isinstance(function, nn.Module):
+        return getattr(function, "__name__", type(function).__qualname__)
+    count = _parameters(function)
+    around = [child for child in function.children() if count and _parameters(child) == count]
+    of = f" of {type(around[0]).__qualname__}" if len(around) == 1 else ""
+    return f"{type(function).__qualname__}{of}, {_short(count)} parameters"
+
+
+def _parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _short(count: int) -> str:
+    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if count >= size:
+            return f"{count / size:.3g}{unit}"
+    return str(count)

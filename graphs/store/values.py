@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from graphs.files import short_digest
-from graphs.store.modules import file_of, is_own
+from graphs.store.imports import file_of, is_own
 
 __all__ = ["digest_of_globals", "digest_of_values", "is_machinery", "values_in"]
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any, Self
 
 from graphs.warmup.report import BucketEvent
-
-if TYPE_CHECKING:
-    from typing import Self
 
 __all__ = ["progress_for"]
 

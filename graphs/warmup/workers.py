@@ -16,12 +16,9 @@ import struct
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import Self
 
 import torch
-
-if TYPE_CHECKING:
-    from typing import Self
 
 __all__ = ["Workers", "one_thread", "why_no_workers"]
 

@@ -12,25 +12,27 @@ cache, or is built by another process, does not count as a build.
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import threading
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Self
 
-from graphs.watch.builds import build_of
 from graphs.watch.causes import CompileSite, site_of_stack
 from graphs.watch.events import CompileEvent, Kind, event_at
 
-if TYPE_CHECKING:
-    from typing import Self
-
-__all__ = ["CompileWatch"]
+__all__ = ["CompileWatch", "build_of"]
 
 _log = logging.getLogger(__name__)
 
 _TRIGGERS: dict[str, Kind] = {"LAZY_BACKWARD": "backward", "CUDAGRAPH_RECORDING": "recording"}
 _LIMIT_LOG = "torch._dynamo.convert_frame"
 _ASK = "graphs.watch.compiles.is_audited"
+_COMPILER = re.compile(
+    r"(?:^|-)(?:g\+\+|gcc|c\+\+|cc|clang|clang\+\+|icpx?|nvcc|hipcc|ptxas|cl)(?:-[\d.]+)?(?:\.exe)?$"
+)
+_NINJA = re.compile(r"^ninja(?:-build)?(?:\.exe)?$")
 
 _watching: tuple[CompileWatch, ...] = ()
 _blinded: tuple[CompileWatch, ...] = ()
@@ -266,3 +268,17 @@ def _graphs_and_breaks() -> tuple[int, int]:
     from torch._dynamo.utils import counters, graph_break_reasons
 
     return counters["stats"]["unique_graphs"], len(graph_break_reasons)
+
+
+def build_of(command: Sequence[object]) -> str:
+    """The source file that a command builds, or `ninja`; empty if it builds nothing.
+
+    Asking a compiler for its version is none.
+    """
+    words = [str(word) for word in command]
+    program = re.split(r"[/\\]", words[0])[-1] if words else ""
+    if _NINJA.search(program):
+        return "" if "--version" in words else "a C++ extension (ninja)"
+    if not _COMPILER.search(program):
+        return ""
+    return Path(next((word for word in words[1:] if not word.startswith("-")), "")).name

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import Self
 
 from graphs.errors import GraphBudgetExceeded
 from graphs.watch.causes import CompileSite
 from graphs.watch.compiles import CompileWatch, watching
 from graphs.watch.events import CompileEvent, event_at
-
-if TYPE_CHECKING:
-    from typing import Self
 
 __all__ = ["no_compile", "note_capture"]
 

@@ -9,13 +9,10 @@ from __future__ import annotations
 import importlib
 import logging
 import threading
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol, Self
 
 from graphs.errors import GraphBudgetExceeded
 from graphs.watch.events import CompileEvent
-
-if TYPE_CHECKING:
-    from typing import Self
 
 __all__ = ["XlaMetrics", "no_xla_compile"]
 

@@ -2,7 +2,8 @@
 
 Weights, buffers and caches are inputs of the ONNX model, bound by address at each run: nothing is
 stored twice, and what the user changes in them counts at once. A cache that the graph updates is
-written where it lies if that is safe (:mod:`graphs.backends.onnx.alias`), else copied back.
+written where it lies if that is safe (:func:`graphs.backends.onnx.session.may_alias`), else copied
+back.
 """
 
 from __future__ import annotations

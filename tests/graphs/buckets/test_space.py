@@ -1,5 +1,4 @@
 import itertools
-import json
 
 import numpy as np
 import pytest
@@ -133,21 +132,6 @@ def test_spaces_with_a_cost_of_their_own_are_not_combined_in_silence():
         costly * explicit(["b"], [1])
     with pytest.raises(ValueError, match="with_cost"):
         explicit(["a"], [1]) | costly
-
-
-def test_the_json_form_gives_the_same_space_back():
-    space = explicit([Axis("a", 1, 9), "b"], [(1, 0), (8, 4)])
-    again = BucketSpace.from_json(json.loads(json.dumps(space.to_json())))
-    assert again == space and hash(again) == hash(space)
-
-
-@pytest.mark.parametrize(
-    "data",
-    [{}, {"version": 2, "axes": [], "buckets": []}, {"version": 1, "axes": 3, "buckets": []}],
-)
-def test_a_foreign_json_form_is_refused(data):
-    with pytest.raises(ValueError):
-        BucketSpace.from_json(data)
 
 
 def legal(need):

@@ -56,4 +56,4 @@ def every_need(axes: Sequence[Axis], legal: Callable[[Bucket], bool]) -> Iterato
 
 def figures(report: PlanReport) -> dict[str, Any]:
     """All that a plan says, so that two can be compared: cost models have no equality."""
-    return {**vars(report), "cost": None, "space": report.space.to_json()}
+    return {**vars(report), "cost": None, "space": tuple(report.space)}

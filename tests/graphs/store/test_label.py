@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from graphs.store import ArtifactStore
-from graphs.store.label import describe
+from graphs.store.stored import _model
 
 FACTORS = {"backend": "inductor"}
 
@@ -39,14 +39,12 @@ class Wrapped(nn.Module):
 
 def test_a_model_is_told_by_its_class_and_its_parameters():
     net = nn.Linear(100, 50)
-    assert describe(net, "step[a=1]") == {"model": "Linear, 5.05k parameters", "name": "step[a=1]"}
-    assert describe(Wrapped(net), "")["model"] == "Wrapped of Linear, 5.05k parameters"
-    assert describe(nn.GELU(), "")["model"] == "GELU, 0 parameters"
-    assert describe(torch.relu, "")["model"] == "relu"
+    assert _model(net) == "Linear, 5.05k parameters"
+    assert _model(Wrapped(net)) == "Wrapped of Linear, 5.05k parameters"
+    assert _model(nn.GELU()) == "GELU, 0 parameters"
+    assert _model(torch.relu) == "relu"
     with torch.device("meta"):
-        assert describe(nn.Linear(50_000, 50_000, bias=False), "")["model"] == (
-            "Linear, 2.5B parameters"
-        )
+        assert _model(nn.Linear(50_000, 50_000, bias=False)) == "Linear, 2.5B parameters"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from graphs.store import ArtifactStore
 from graphs.store.entry import Entry
-from graphs.store.room import Room
+from graphs.store.store import Room
 from tests.graphs.store.held import FACTORS
 
 

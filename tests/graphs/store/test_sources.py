@@ -14,7 +14,7 @@ from torch import nn
 import graphs.store.sources
 from graphs import CapturedGraph, CompileWatch, WarmupManager, explicit
 from graphs.store import ArtifactStore, StoredInductor, graph_factors, key_of
-from graphs.store.modules import file_of
+from graphs.store.imports import file_of
 from graphs.store.sources import MAKERS
 from graphs.store.values import MACHINERY, is_machinery
 from graphs.warmup.capturing import Capturing
@@ -160,8 +160,7 @@ _HELD = {
     "graphs.backends.aoti": "build",
     "graphs.backends.export_state": "State",
     "graphs.backends.inductor": "freeze",
-    "graphs.backends.marks": "marked",
-    "graphs.backends.separate": "separated",
+    "graphs.backends.dynamo_inputs": "separated",
     "graphs.backends.vector_probe": "one_probe",
     "graphs.capture.inputs": "DistinctInputs",
     "graphs.capture.wrappers": "with_own_code",

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from graphs import CompileWatch
+from graphs.watch.compiles import build_of
 
 
 def compiled(function):
@@ -168,3 +169,24 @@ def test_what_on_event_raises_stops_a_build():
 
     with CompileWatch(refuse), pytest.raises(RuntimeError, match=r"no nothing\.c"):
         subprocess.Popen(["cc", "nothing.c"])
+
+
+@pytest.mark.parametrize(
+    ("command", "built"),
+    [
+        (["g++", "/tmp/x/kernel.cpp", "-O3"], "kernel.cpp"),
+        (["/usr/bin/x86_64-linux-gnu-g++-12", "-shared", "main.cpp"], "main.cpp"),
+        (["/usr/local/cuda/bin/nvcc", "-arch=sm_90", "attend.cu"], "attend.cu"),
+        (["clang++-18", "a.cc"], "a.cc"),
+        (["ninja", "-v"], "a C++ extension (ninja)"),
+        (["g++", "--version"], ""),
+        (["g++", "-v"], ""),
+        (["c++", "-dumpfullversion", "-dumpversion"], ""),
+        (["ninja", "--version"], ""),
+        (["gcc-report", "x.c"], ""),
+        (["python", "g++.py"], ""),
+        ([], ""),
+    ],
+)
+def test_a_build_is_a_compiler_with_a_source_and_no_question_for_its_version(command, built):
+    assert build_of(command) == built

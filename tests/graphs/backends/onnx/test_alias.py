@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from graphs.backends.onnx.alias import may_alias
+from graphs.backends.onnx.session import may_alias
 
 helper = pytest.importorskip("onnx.helper")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from graphs import capture
-from graphs.backends.separate import separated
+from graphs.backends.dynamo_inputs import separated
 from graphs.store import ArtifactStore, StoredInductor
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler", "without_gradients")
