@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import count
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ __all__ = ["AotiBackend", "build", "load"]
 
 _PACKAGE = "graph.pt2"
 _LAYOUT = "graph.json"
+_VERSION = 2
 
 
 class AotiBackend(Backend):
@@ -78,13 +79,13 @@ class AotiBackend(Backend):
 
         try:
             build(function, example_inputs, folder, options)
-            run = load(folder, function)
+            frozen = load(folder, function)
             for _ in range(warm_runs):
-                run(*example_inputs)
+                frozen.run(*example_inputs)
         except Exception as error:
             close()
             raise CaptureError(name, describe_failure(error)) from error
-        return Frozen(run, close=close, stale=why_stale)
+        return replace(frozen, close=close, is_loaded=False)
 
     def load(self, function: Callable[..., Any], path: str | Path, *, name: str) -> Frozen:
         """Load what a capture of the same callable left in `path`; nothing is compiled or run.
@@ -95,7 +96,7 @@ class AotiBackend(Backend):
             CaptureError: there is no package, or it was built for other tensors.
         """
         try:
-            return Frozen(load(Path(path), function), stale=why_stale, is_loaded=True)
+            return load(Path(path), function)
         except Exception as error:
             raise CaptureError(name, describe_failure(error)) from error
 
@@ -133,43 +134,36 @@ def build(
     (folder / _LAYOUT).write_text(layout)
 
 
-def load(folder: Path, function: Callable[..., Any]) -> Callable[..., Any]:
+def load(folder: Path, function: Callable[..., Any]) -> Frozen:
     """What runs the package in `folder` on the tensors of `function`.
 
     Raises:
         FileNotFoundError: there is no package.
-        ValueError: the parameters and buffers of `function` differ from those it was built with.
+        ValueError: the parameters and buffers of `function` differ from those it was built with, or
+            it was built by another version.
     """
     path = folder / _PACKAGE
     if not path.is_file():
         raise FileNotFoundError(f"there is no {path}: capture it again")
     layout = json.loads((folder / _LAYOUT).read_text())
-    takes = [["input", i] for i in layout["inputs"]]
-    takes += [["state", i] for i in range(len(layout["state"]))]
-    layout |= {"tensors": layout["inputs"], "takes": takes}
-    layout["leaves"] = [*_leaves(layout["leaves"], takes)]
-    return restored(
+    if layout.get("version") != _VERSION:
+        raise ValueError(f"{path} was written by another version of this library: capture it again")
+    run = restored(
         function, layout, lambda: torch._inductor.aoti_load_package(str(path)).loader.run
     )
-
-
-def _leaves(leaves: list[Any], takes: list[list[Any]]) -> Iterator[list[Any]]:
-    made = count()
-    for leaf in leaves:
-        if leaf is None:
-            yield ["made", next(made)]
-        else:
-            yield takes[leaf] if isinstance(leaf, int) else ["constant", leaf[0]]
+    return Frozen(run, stale=why_stale, is_loaded=True)
 
 
 def _layout(stateless: Stateless) -> dict[str, Any]:
     returned = stateless.returned
-    for leaf in returned.leaves:
-        if isinstance(leaf, list):
-            constant_of(leaf[0])
+    for kind, leaf in returned.leaves:
+        if kind == "constant":
+            constant_of(leaf)
     return {
-        "inputs": stateless.places,
-        "state": stateless.state.layout(),
+        "version": _VERSION,
+        "takes": stateless.takes,
         "leaves": returned.leaves,
         "spec": pytree.treespec_dumps(returned.spec),
+        "tensors": stateless.places,
+        "state": stateless.state.layout(),
     }

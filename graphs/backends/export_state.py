@@ -110,12 +110,10 @@ class State:
 
 
 class Returned:
-    """What a callable returned, and how it was nested: the index of a tensor that it was given, a
-    constant in a list of its own, or None for each tensor that it made.
-    """
+    """What a callable returned, as `leaves` of :func:`restored`, and how it was nested."""
 
     # An object of its own, since export takes back what is assigned to the module it traces.
-    leaves: Sequence[int | list[Any] | None] = ()
+    leaves: Sequence[list[Any]] = ()
     spec: Any = None
 
 
@@ -124,6 +122,7 @@ class Stateless(nn.Module):
 
     Attributes:
         places: indices of the inputs that are tensors; the others are fixed.
+        takes: whose each tensor is that it takes, as in :func:`restored`.
         returned: what the last call returned.
     """
 
@@ -134,6 +133,8 @@ class Stateless(nn.Module):
         self._examples = list(examples)
         self.state = State(function)
         self.places = [i for i, value in enumerate(examples) if isinstance(value, Tensor)]
+        self.takes = [["input", place] for place in self.places]
+        self.takes += [["state", i] for i in range(len(self.state.specs))]
         self.returned = Returned()
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -143,12 +144,16 @@ class Stateless(nn.Module):
             inputs[place] = tensor
         with self.state.replaced_by(tensors[len(self.places) :]):
             leaves, self.returned.spec = pytree.tree_flatten(self._function(*inputs))
-        own = {id(tensor): i for i, tensor in enumerate(tensors)}
-        made = [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in own]
-        self.returned.leaves = [
-            None if any(leaf is each for each in made) else own.get(id(leaf), [leaf])
-            for leaf in leaves
-        ]
+        own = {id(tensor): take for tensor, take in zip(tensors, self.takes, strict=True)}
+        made: list[Tensor] = []
+        told: list[list[Any]] = []
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and id(leaf) not in own:
+                told.append(["made", len(made)])
+                made.append(leaf)
+            else:
+                told.append(own.get(id(leaf), ["constant", leaf]))
+        self.returned.leaves = told
         return tuple(made)
 
 

@@ -15,9 +15,9 @@ import torch
 from graphs.backends.direct import direct_path, lean_calls
 from graphs.backends.dynamo_inputs import marked, separated
 from graphs.backends.vector_probe import one_probe
-from graphs.capture.contract import Backend, Frozen
+from graphs.capture.contract import Backend, Frozen, Job
 from graphs.capture.inputs import Input
-from graphs.capture.symbolic import SharedGraph, SymbolicSizes
+from graphs.capture.symbolic import SymbolicSizes
 from graphs.capture.wrappers import with_own_code
 from graphs.errors import CaptureError
 from graphs.watch.causes import describe_failure, site_of_error, site_of_stack
@@ -84,31 +84,20 @@ class InductorBackend(Backend):
         options: Mapping[str, Any] | None = None,
     ) -> Frozen:
         """Compile in the first run; `mode` and `options` are those of `torch.compile`."""
-        example_inputs = separated(example_inputs)
-        how: dict[str, Any] = {"name": name, "warm_runs": warm_runs}
-        compiles = {"mode": mode, "options": options and dict(options)}
-        alone = partial(self.alone, function, example_inputs, **how, **compiles)
+        examples = separated(example_inputs)
+        job = Job(function, examples, name, warm_runs, symbolic, mode, options)
         if symbolic is None:
-            return alone()
-        make = partial(self.shared, function, example_inputs, symbolic, **how, **compiles)
-        return symbolic.capture(example_inputs, make, alone, **how)
+            return self.alone(job)
+        alone = partial(self.alone, replace(job, symbolic=None))
+        return symbolic.capture(job, partial(self.shared, job), alone)
 
-    def alone(
-        self, function: Callable[..., Any], example_inputs: Sequence[Input], **how: Any
-    ) -> Frozen:
-        """A graph of fixed sizes; `how` are the arguments of `capture`."""
-        return freeze(function, example_inputs, self._compiler, **how)[0]
+    def alone(self, job: Job) -> Frozen:
+        """A graph of fixed sizes."""
+        return freeze(job, self._compiler)[0]
 
-    def shared(
-        self,
-        function: Callable[..., Any],
-        example_inputs: Sequence[Input],
-        symbolic: SymbolicSizes,
-        **how: Any,
-    ) -> tuple[SharedGraph, Frozen]:
-        """A graph in which symbols stand for sizes of the inputs, and it for the examples."""
-        how |= {"dims": symbolic.dims}
-        return shareable(freeze(function, example_inputs, self._compiler, **how)[0])
+    def shared(self, job: Job) -> Frozen:
+        """A graph in which symbols stand for sizes of the inputs."""
+        return shareable(freeze(job, self._compiler)[0])
 
     def why_no_symbolic(self) -> str:
         """An empty string: Dynamo has symbols for sizes."""
@@ -125,14 +114,7 @@ class InductorBackend(Backend):
         return ""
 
     def precompile(
-        self,
-        function: Callable[..., Any],
-        example_inputs: Sequence[Input],
-        *,
-        name: str,
-        symbolic: SymbolicSizes | None = None,
-        mode: str | None = None,
-        options: Mapping[str, Any] | None = None,
+        self, function: Callable[..., Any], example_inputs: Sequence[Input], **settings: Any
     ) -> None:
         """Compile into inductor's cache on disk, and run nothing.
 
@@ -141,65 +123,45 @@ class InductorBackend(Backend):
         """
         if reason := self.why_no_precompile():
             raise NotImplementedError(reason)
-        dims = symbolic.dims if symbolic else ()
-        compiler, inputs = _inductor(mode, options), separated(example_inputs)
-        compile_only(function, inputs, compiler, name=name, dims=dims)
+        job = Job(function, separated(example_inputs), **settings)
+        compile_only(job, _inductor(job.mode, job.options))
 
     def prepare(self) -> None:
         """Load and probe once what every first compile needs, for forked processes to inherit."""
         InductorBackend.precompile(self, torch.neg, [torch.ones(8)], name="prepare")
 
 
-def freeze(
-    function: Callable[..., Any],
-    example_inputs: Sequence[Input],
-    compiler: str | Callable[..., Any],
-    *,
-    name: str,
-    warm_runs: int,
-    dims: Sequence[Sequence[int]] = (),
-    **how: Any,
-) -> tuple[Frozen, Any]:
-    """Compile in the first of `warm_runs` runs: the graph, and what that run returned.
-
-    `dims` are the dimensions of each example that symbols stand for, `how` are `mode` and `options`
-    of `torch.compile`.
+def freeze(job: Job, compiler: str | Callable[..., Any]) -> tuple[Frozen, Any]:
+    """Compile in the first of the runs: the graph, and what that run returned.
 
     Raises:
         CaptureError: a graph break, or the callable or the compiler failed.
     """
-    own = with_own_code(function, name)
+    own = with_own_code(job.function, job.name)
+    options = job.options and dict(job.options)
     try:
-        compiled = _compile_once(own, compiler, **how)
-        with lean_calls(), one_probe(), marked(example_inputs, dims):
-            result = compiled(*example_inputs)
-        direct = direct_path(own, example_inputs)
-        for _ in range(warm_runs - 1):
-            compiled(*example_inputs)
+        compiled = _compile_once(own, compiler, mode=job.mode, options=options)
+        with lean_calls(), one_probe(), marked(job.examples, job.dims):
+            result = compiled(*job.examples)
+        direct = direct_path(own, job.examples)
+        for _ in range(job.warm_runs - 1):
+            compiled(*job.examples)
     except Exception as error:
-        raise CaptureError(name, _why_not(error)) from error
+        raise CaptureError(job.name, _why_not(error)) from error
     return Frozen(compiled, stale=_why_stale, direct=direct), result
 
 
-def shareable(frozen: Frozen) -> tuple[SharedGraph, Frozen]:
-    """What :func:`freeze` made of symbolic sizes, for others to share and for its own examples."""
-    if frozen.direct is None:
-        return SharedGraph(
-            lambda _: "this torch keeps its guards elsewhere", lambda _: frozen
-        ), frozen
-    why_not = frozen.direct.why_not
-    own = replace(frozen, direct=replace(frozen.direct, sees_sizes=False))
-    return SharedGraph(lambda examples: why_not(tuple(examples)), lambda _: own), own
+def shareable(frozen: Frozen) -> Frozen:
+    """What :func:`freeze` made of symbolic sizes, for others to share."""
+    direct = frozen.direct
+    if direct is None:
+        return replace(frozen, why_not=lambda _: "this torch keeps its guards elsewhere")
+    why_not = direct.why_not
+    sharing: dict[str, Any] = {"why_not": lambda examples: why_not(tuple(examples))}
+    return replace(frozen, direct=replace(direct, sees_sizes=False), **sharing)
 
 
-def compile_only(
-    function: Callable[..., Any],
-    example_inputs: Sequence[Input],
-    compiler: Callable[..., Any],
-    *,
-    name: str,
-    dims: Sequence[Sequence[int]] = (),
-) -> None:
+def compile_only(job: Job, compiler: Callable[..., Any]) -> None:
     """Trace a callable and give its graph to `compiler`; nothing runs."""
 
     def compile_and_refuse(graph: Any, inputs: Any) -> Callable[..., Any]:
@@ -210,14 +172,10 @@ def compile_only(
 
         return refuse
 
-    compiled = _compile_once(with_own_code(function, name), compile_and_refuse)
-    with (
-        lean_calls(),
-        one_probe(),
-        marked(example_inputs, dims),
-        contextlib.suppress(_Compiled),
-    ):
-        compiled(*example_inputs)
+    compiled = _compile_once(with_own_code(job.function, job.name), compile_and_refuse)
+    marks = marked(job.examples, job.dims)
+    with lean_calls(), one_probe(), marks, contextlib.suppress(_Compiled):
+        compiled(*job.examples)
 
 
 class _Compiled(Exception):

@@ -15,15 +15,18 @@ never runs a stale graph in silence.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from graphs.capture.inputs import Input
 
-__all__ = ["Backend", "Direct", "Frozen"]
+if TYPE_CHECKING:
+    from graphs.capture.symbolic import SymbolicSizes
+
+__all__ = ["Backend", "Direct", "Frozen", "Job"]
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,8 @@ class Frozen:
         is_loaded: whether it came from a store, and nothing was compiled.
         shared_as: name of the compiled graph, where other captures share it.
         why_alone: why it is not, or not first, the graph that others share; empty where it is.
+        why_not: of a graph whose sizes are symbols, given inputs of other sizes, why it cannot run
+            on them; an empty string if it can.
     """
 
     run: Callable[..., Any]
@@ -73,6 +78,36 @@ class Frozen:
     is_loaded: bool = False
     shared_as: str = ""
     why_alone: str = ""
+    why_not: Callable[[Sequence[Input]], str] = lambda _: ""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A capture that a backend was asked for, for the parts of it that share the work.
+
+    Attributes:
+        function, examples, name, warm_runs: those of :meth:`Backend.capture`.
+        symbolic: what is shared with captures of other sizes; None: all sizes are fixed.
+        mode, options: those of `torch.compile`.
+    """
+
+    function: Callable[..., Any]
+    examples: Sequence[Input]
+    name: str = ""
+    warm_runs: int = 1
+    symbolic: SymbolicSizes | None = None
+    mode: str | None = None
+    options: Mapping[str, Any] | None = None
+
+    @property
+    def dims(self) -> Sequence[Sequence[int]]:
+        """The dimensions of each example that symbols stand for."""
+        return self.symbolic.dims if self.symbolic else ()
+
+    @property
+    def graph_name(self) -> str:
+        """Of what is compiled, which may be shared."""
+        return self.symbolic.name if self.symbolic else self.name
 
 
 class Backend(ABC):

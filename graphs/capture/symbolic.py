@@ -4,31 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torch import Tensor
 
-from graphs.capture.contract import Frozen
+from graphs.capture.contract import Frozen, Job
 from graphs.capture.inputs import Input
 from graphs.errors import CaptureError
 from graphs.watch.causes import describe_failure
 
-__all__ = ["SharedGraph", "SymbolicSizes", "sizes_that_differ", "warmed"]
+__all__ = ["SymbolicSizes", "sizes_that_differ", "warmed"]
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class SharedGraph:
-    """A compiled graph in which sizes of its inputs are symbols.
-
-    Attributes:
-        why_not: given inputs, why it cannot run on them; an empty string if it can.
-        at: given inputs that it can run on, the graph for inputs like them.
-    """
-
-    why_not: Callable[[Sequence[Input]], str]
-    at: Callable[[Sequence[Input]], Frozen]
 
 
 class SymbolicSizes:
@@ -42,33 +29,26 @@ class SymbolicSizes:
     def __init__(self, name: str, dims: Sequence[Sequence[int]]) -> None:
         self.name = name
         self.dims = tuple(map(tuple, dims))
-        self._graphs: list[SharedGraph] = []
+        self._graphs: list[Frozen] = []
         self._refused = ""
 
-    def capture(
-        self,
-        examples: Sequence[Input],
-        make: Callable[[], tuple[SharedGraph, Frozen]],
-        alone: Callable[[], Frozen],
-        *,
-        name: str,
-        warm_runs: int,
-    ) -> Frozen:
+    def capture(self, job: Job, make: Callable[[], Frozen], alone: Callable[[], Frozen]) -> Frozen:
         """A graph that runs on the examples: one that is there, or one more, or one of fixed sizes.
 
         Args:
+            job: with the examples.
             make: compiles or loads a graph, and runs it on the examples.
             alone: captures at the sizes of the examples, where no symbol can stand for them.
 
         Raises:
             CaptureError: neither way of capturing works.
         """
-        told = ""
+        name, examples, told = job.name, job.examples, ""
         for place, graph in enumerate(self._graphs):
             if told := graph.why_not(examples):
                 continue
             try:
-                return self._named(warmed(graph.at(examples), examples, name, warm_runs), place)
+                return self._named(warmed(graph, examples, name, job.warm_runs), place)
             except CaptureError as error:  # such as of inputs that share memory
                 why = f"{self._at(place)} fails on its inputs: {error.detail}"
                 frozen = alone()
@@ -77,7 +57,7 @@ class SymbolicSizes:
         if self._refused:
             return replace(alone(), why_alone=self._refused)
         try:
-            graph, frozen = make()
+            graph = make()
         except CaptureError as error:
             frozen = alone()
             self._refused = f"{self.name} cannot be compiled: {error.detail}"
@@ -87,7 +67,7 @@ class SymbolicSizes:
         if told:
             told = f"it does not fit {self.name}: {told}"
             _log.warning("%s: compiled by itself: %s", name, told)
-        return replace(self._named(frozen, len(self._graphs) - 1), why_alone=told)
+        return replace(self._named(graph, len(self._graphs) - 1), why_alone=told)
 
     def _named(self, frozen: Frozen, place: int) -> Frozen:
         return replace(frozen, shared_as=self._at(place))

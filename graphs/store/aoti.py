@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from graphs.backends.aoti import AotiBackend, load
-from graphs.capture.contract import Frozen
+from graphs.capture.contract import Frozen, Job
 from graphs.capture.inputs import Input
 from graphs.store.store import ArtifactStore
 from graphs.store.stored import StoredBackend
@@ -24,7 +24,7 @@ class StoredAoti(StoredBackend):
     name = "aoti"
 
     def __init__(self, store: ArtifactStore) -> None:
-        super().__init__(store)
+        super().__init__(store, load)
         self._aoti = AotiBackend()
 
     def available(self) -> str | None:
@@ -41,20 +41,15 @@ class StoredAoti(StoredBackend):
         options: Mapping[str, Any] | None = None,
     ) -> Frozen:
         """Load the package, or build it and store it; `options` are those of the backend."""
-        settings: dict[str, Any] = {"name": name, "warm_runs": warm_runs}
-        factors = self.factors(function, example_inputs, options)
+        job = Job(function, example_inputs, name, warm_runs, options=options)
 
         def make(folder: Path | None) -> tuple[Frozen, Callable[[], object]]:
-            frozen = self._aoti.capture(
-                function, example_inputs, package_path=folder, options=options, **settings
-            )
+            settings: dict[str, Any] = {"name": name, "warm_runs": warm_runs, "options": options}
+            frozen = self._aoti.capture(function, example_inputs, package_path=folder, **settings)
             return frozen, lambda: None  # it is in its folder already
 
+        factors = self.factors(job)
         if isinstance(factors, str):
             self.not_stored(name, factors)
             return make(None)[0]
-        return self.load_or_store(factors, function, example_inputs, make, **settings)
-
-    def read(self, folder: Path, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Load the package; nothing is compiled."""
-        return load(folder, function)
+        return self.load_or_store(job, factors, make)

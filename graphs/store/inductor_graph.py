@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,42 +17,26 @@ from torch.utils import _pytree as pytree
 
 from graphs.backends.export_state import State, constant_of, restored, why_stale
 from graphs.backends.vector_probe import without_probes
-from graphs.capture.contract import Frozen
+from graphs.capture.contract import Frozen, Job
 from graphs.capture.inputs import Input
-from graphs.capture.symbolic import SharedGraph
 from graphs.watch.causes import describe_failure
 
-__all__ = ["Keeping", "read", "read_shared"]
+__all__ = ["Keeping", "read"]
 
 _GRAPH = "graph.bin"
 _LAYOUT = "graph.json"
 
 
-def read(folder: Path, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Load a graph of fixed sizes; nothing is traced or compiled.
+def read(folder: Path, function: Callable[..., Any]) -> Frozen:
+    """Load a graph, with the guards of its symbolic sizes; nothing is traced or compiled.
 
     Raises:
         ValueError: the parameters and buffers of `function` are not those it was compiled for.
     """
-    return _restored(folder, function, _layout_of(folder))
-
-
-def read_shared(folder: Path, function: Callable[..., Any]) -> SharedGraph:
-    """Load a graph of symbolic sizes, with the guards of these; as :func:`read`."""
-    layout = _layout_of(folder)
-    frozen = Frozen(_restored(folder, function, layout), stale=why_stale, is_loaded=True)
-    return SharedGraph(lambda examples: _why_not(layout, examples), lambda _: frozen)
-
-
-def _layout_of(folder: Path) -> dict[str, Any]:
     layout: dict[str, Any] = json.loads((folder / _LAYOUT).read_bytes())
-    return layout
-
-
-def _restored(
-    folder: Path, function: Callable[..., Any], layout: Mapping[str, Any]
-) -> Callable[..., Any]:
-    return restored(function, layout, lambda: _load(folder / _GRAPH))
+    run = restored(function, layout, lambda: _load(folder / _GRAPH))
+    why_not = partial(_why_not, layout)
+    return Frozen(run, stale=why_stale, is_loaded=True, why_not=why_not)
 
 
 def _why_not(layout: Mapping[str, Any], examples: Sequence[Input]) -> str:
@@ -72,17 +57,16 @@ class Keeping:
     """A compiler for Dynamo that keeps what inductor made, and the tensors of the first run.
 
     Args:
-        options: of inductor.
-        is_symbolic: whether sizes of the inputs are symbols.
+        job: whose options are inductor's.
 
     Attributes:
         failure: of inductor, which may have none without keeping anything; None without one.
     """
 
-    def __init__(self, options: Mapping[str, Any], is_symbolic: bool) -> None:
+    def __init__(self, job: Job) -> None:
         self.failure: Exception | None = None
-        self._options = dict(options)
-        self._is_symbolic = is_symbolic
+        self._options = dict(job.options or {})
+        self._is_symbolic = bool(job.dims)
         self._shapes: Any = None
         self._placeholders: list[Any] = []
         self._artifact: Any = None
@@ -125,29 +109,25 @@ class Keeping:
         self._outputs = self._artifact(*inputs)
         return self._outputs
 
-    def write(
-        self, folder: Path, function: Callable[..., Any], examples: Sequence[Input], result: Any
-    ) -> None:
+    def write(self, folder: Path, job: Job, result: Any) -> None:
         """Write the graph, and whose tensors it takes and makes: `result` is of the first run.
 
         Raises:
             ValueError: a later process could not know whose a tensor is.
         """
         try:
-            layout = self._layout(function, examples, result)
+            layout = self._layout(job, result)
         finally:
             # Nobody needs the tensors of the first run any more, nor what was traced.
             self._inputs, self._outputs, self._placeholders, self._shapes = (), (), [], None
         self._artifact.save(path=str(folder / _GRAPH), format="binary")
         (folder / _LAYOUT).write_text(json.dumps(layout), "utf-8")
 
-    def _layout(
-        self, function: Callable[..., Any], examples: Sequence[Input], result: Any
-    ) -> dict[str, Any]:
+    def _layout(self, job: Job, result: Any) -> dict[str, Any]:
         # Tensors are recognised by their identity.
         if self._has_constants:
             raise ValueError("tensors are constants of the graph: make them inputs, or buffers")
-        state = State(function)
+        state, examples = State(job.function), job.examples
         known = {id(tensor): ["state", i] for i, tensor in enumerate(state.now())}
         known |= {id(x): ["input", i] for i, x in enumerate(examples) if isinstance(x, Tensor)}
         given = enumerate(self._inputs)

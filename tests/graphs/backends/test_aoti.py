@@ -206,7 +206,11 @@ def test_a_stateless_call_tells_what_was_given_made_or_constant():
     call = Stateless(lambda x, n: (x, x + n, None), [OUTSIDE, 2])
     (made,) = call(OUTSIDE)
     assert torch.equal(made, OUTSIDE + 2)
-    assert isinstance(call.returned, Returned) and call.returned.leaves == [0, None, [None]]
+    assert isinstance(call.returned, Returned) and call.returned.leaves == [
+        ["input", 0],
+        ["made", 0],
+        ["constant", None],
+    ]
 
 
 def test_aoti_is_available_where_inductor_is():

@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graphs.capture.contract import Frozen
-from graphs.capture.symbolic import SharedGraph, SymbolicSizes
+from graphs.capture.contract import Frozen, Job
+from graphs.capture.symbolic import SymbolicSizes
 from graphs.errors import CaptureError
-
-HOW = {"name": "net", "warm_runs": 1}
 
 
 def _doubles(x):
@@ -23,10 +21,8 @@ def _fails_on_four(x):
 
 
 def _captured(symbolic, run, size, alone=_doubles):
-    frozen = Frozen(run, is_loaded=True)
-    graph = SharedGraph(lambda _: "", lambda _: frozen)
-    examples = [torch.ones(size)]
-    return symbolic.capture(examples, lambda: (graph, frozen), lambda: Frozen(alone), **HOW)
+    job = Job(run, [torch.ones(size)], "net")
+    return symbolic.capture(job, lambda: Frozen(run, is_loaded=True), lambda: Frozen(alone))
 
 
 def test_where_the_shared_graph_fails_the_capture_is_alone_and_says_why(caplog):
@@ -46,6 +42,6 @@ def test_what_fails_in_either_way_is_an_error_of_the_capture():
     def alone():
         raise CaptureError("net", "a graph break")
 
-    examples = [torch.ones(4)]
+    job = Job(_doubles, [torch.ones(4)], "net")
     with pytest.raises(CaptureError, match="a graph break"):
-        symbolic.capture(examples, lambda: None, alone, **HOW)
+        symbolic.capture(job, lambda: None, alone)
