@@ -1,4 +1,7 @@
-"""Control groups of this process: the limits that a container or a service gives it."""
+"""Control groups of this process: the limits that a container or a service gives it.
+
+Without torch, since how many threads there are is decided before it is loaded.
+"""
 
 from __future__ import annotations
 

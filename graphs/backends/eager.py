@@ -7,7 +7,6 @@ from typing import Any
 
 from graphs.capture.contract import Backend, Frozen
 from graphs.capture.inputs import Input
-from graphs.errors import CaptureError
 
 __all__ = ["EagerBackend"]
 
@@ -26,9 +25,4 @@ class EagerBackend(Backend):
         warm_runs: int,
     ) -> Frozen:
         """Run the callable `warm_runs` times, so that an error shows now."""
-        try:
-            for _ in range(warm_runs):
-                function(*example_inputs)
-        except Exception as error:
-            raise CaptureError(name, f"{type(error).__name__}: {error}") from error
-        return Frozen(function)
+        return Frozen(function).warmed(example_inputs, name, warm_runs)

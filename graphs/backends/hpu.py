@@ -95,11 +95,9 @@ def _record(
     try:
         # Its cache would keep the inputs of the recording, and with them old caches, alive.
         recorded = bridge.hpu.wrap_in_hpu_graph(module, disable_tensor_cache=True)
-        for _ in range(warm_runs):
-            run(*inputs)
     except Exception as error:
         raise CaptureError(name, describe_failure(error)) from error
-    return Frozen(run)
+    return Frozen(run).warmed(inputs, name, warm_runs)
 
 
 class _Own(nn.Module):

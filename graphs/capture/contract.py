@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from graphs.capture.inputs import Input
+from graphs.errors import CaptureError
+from graphs.watch.causes import describe_failure
 
 if TYPE_CHECKING:
     from graphs.capture.symbolic import SymbolicSizes
@@ -79,6 +81,19 @@ class Frozen:
     shared_as: str = ""
     why_alone: str = ""
     why_not: Callable[[Sequence[Input]], str] = lambda _: ""
+
+    def warmed(self, examples: Sequence[Input], name: str, runs: int) -> Frozen:
+        """The graph, after so many runs on the examples.
+
+        Raises:
+            CaptureError: it fails on them.
+        """
+        try:
+            for _ in range(runs):
+                self.run(*examples)
+        except Exception as error:
+            raise CaptureError(name, describe_failure(error)) from error
+        return self
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,8 @@ from torch import Tensor
 from graphs.capture.contract import Frozen, Job
 from graphs.capture.inputs import Input
 from graphs.errors import CaptureError
-from graphs.watch.causes import describe_failure
 
-__all__ = ["SymbolicSizes", "sizes_that_differ", "warmed"]
+__all__ = ["SymbolicSizes", "sizes_that_differ"]
 
 _log = logging.getLogger(__name__)
 
@@ -48,7 +47,7 @@ class SymbolicSizes:
             if told := graph.why_not(examples):
                 continue
             try:
-                return self._named(warmed(graph, examples, name, job.warm_runs), place)
+                return self._named(graph.warmed(examples, name, job.warm_runs), place)
             except CaptureError as error:  # such as of inputs that share memory
                 why = f"{self._at(place)} fails on its inputs: {error.detail}"
                 frozen = alone()
@@ -100,17 +99,3 @@ def _size(others: Sequence[Input], place: int, dim: int, like: Tensor) -> int:
     other = others[place] if place < len(others) else None
     is_alike = isinstance(other, Tensor) and other.dim() == like.dim()
     return other.shape[dim] if is_alike else like.shape[dim]  # type: ignore[union-attr]
-
-
-def warmed(frozen: Frozen, examples: Sequence[Input], name: str, runs: int) -> Frozen:
-    """The graph, run on the examples.
-
-    Raises:
-        CaptureError: it fails on them.
-    """
-    try:
-        for _ in range(runs):
-            frozen.run(*examples)
-    except Exception as error:
-        raise CaptureError(name, describe_failure(error)) from error
-    return frozen

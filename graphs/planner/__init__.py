@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from graphs.errors import DemandFileError
-from graphs.planner.budget import Budget
 from graphs.planner.cost import CostModel
 from graphs.planner.demand import Demand
 from graphs.planner.demand_file import read_demand
 from graphs.planner.drift import DriftReport, KindLimit, Outcome, by_cost, by_size
 from graphs.planner.planning import plan
+from graphs.planner.problem import Budget
 from graphs.planner.report import BucketUse, DriftWatch, Judgement, PlanReport, judge
 
 __all__ = [

@@ -9,9 +9,9 @@ from typing import TypeAlias
 import numpy as np
 
 from graphs.planner.cells import CostOf
+from graphs.planner.choose import cheapest
 from graphs.planner.demand import Floats, Points
 from graphs.planner.scenarios import RareKind, Scenarios
-from graphs.planner.serving import cheapest
 
 __all__ = ["DriftReport", "KindLimit", "Outcome", "PickOrder", "Trial", "by_cost", "by_size"]
 

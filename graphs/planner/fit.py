@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from graphs.planner.budget import Budget
 from graphs.planner.choose import grow, improve, start
 from graphs.planner.demand import Points
 from graphs.planner.guard import guard
 from graphs.planner.one_axis import best_buckets
-from graphs.planner.problem import Problem
+from graphs.planner.problem import Budget, Problem
 from graphs.planner.region import Region
 
 __all__ = ["fitted", "guarded"]

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from graphs.planner.cells import CostOf, dominates
+from graphs.planner.choose import cheapest
 from graphs.planner.demand import Floats, Points
 from graphs.planner.region import Grid, Region
-from graphs.planner.serving import cheapest
 
 __all__ = ["guard"]
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from graphs.planner.choose import start
+from graphs.planner.choose import cheapest, start
 from graphs.planner.demand import Points
 from graphs.planner.drift import PickOrder
 from graphs.planner.problem import Problem
-from graphs.planner.serving import cheapest
 
 __all__ = ["mended"]
 

@@ -12,16 +12,14 @@ import numpy as np
 from graphs.buckets.axes import Axis, Bucket
 from graphs.buckets.space import BucketSpace
 from graphs.planner.bound import lower_bound
-from graphs.planner.budget import Budget, Expense, Expenses
 from graphs.planner.cost import CostModel
 from graphs.planner.demand import Demand, Points
 from graphs.planner.drift import DriftReport, PickOrder, Trial, by_cost
 from graphs.planner.one_axis import best_buckets
-from graphs.planner.problem import Problem, problem_of, region_of
+from graphs.planner.problem import Budget, Expense, Expenses, Problem, problem_of, region_of
 from graphs.planner.report import PlanReport, judge
-from graphs.planner.robust import Task, fitting_ladders, planned, robust
+from graphs.planner.robust import Task, fitting_ladders, planned, robust, sizes_of, usual_ladders
 from graphs.planner.scenarios import rare_kinds, scenarios_of
-from graphs.planner.usual import usual_ladders
 
 __all__ = ["plan"]
 
@@ -124,17 +122,15 @@ def _chosen(
     """The buckets, how many of them are the guard's, and what drift they bear."""
     if not drift:
         return *planned(task, task.problem(demand)), None
-    given = usual_ladders(task.region, task.limits) if ladders is None else ladders
-    sizes = {name: _sizes(space, task.region.names) for name, space in given.items()}
+    if ladders is None:
+        sizes = usual_ladders(task.region, task.limits)
+    else:
+        sizes = {name: sizes_of(space, task.region.names) for name, space in ladders.items()}
     rivals = fitting_ladders(sizes, task.region, expenses)
     scenarios = scenarios_of(demand, task.region, task.cost, seed)
     trial = Trial(scenarios, task.cost, task.order)
     buckets, guards = robust(task, scenarios, trial, rivals)
     return buckets, guards, trial.report(buckets, rivals, rare_kinds(demand))
-
-
-def _sizes(space: BucketSpace, names: tuple[str, ...]) -> Points:
-    return np.array([[bucket[name] for name in names] for bucket in space], np.int64)
 
 
 def _space(axes: Sequence[Axis], buckets: Points, cost: CostModel) -> BucketSpace:

@@ -9,10 +9,10 @@ import numpy as np
 
 from graphs.buckets.axes import Bucket
 from graphs.buckets.space import BucketSpace
+from graphs.planner.choose import cheapest
 from graphs.planner.cost import CostModel
 from graphs.planner.demand import Demand
 from graphs.planner.drift import DriftReport, PickOrder, by_cost
-from graphs.planner.serving import cheapest
 
 __all__ = ["BucketUse", "DriftWatch", "Judgement", "PlanReport", "judge"]
 

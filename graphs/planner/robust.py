@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from graphs.planner.budget import Budget, Expenses
+from graphs.buckets.ladders import exponential, linear
+from graphs.buckets.space import BucketSpace
 from graphs.planner.cells import CostOf
 from graphs.planner.choose import grow, improve, start
 from graphs.planner.demand import Demand, Floats, Points
@@ -21,15 +22,16 @@ from graphs.planner.drift import PickOrder, Trial, by_cost
 from graphs.planner.fit import fitted, guarded
 from graphs.planner.guard import guard
 from graphs.planner.mend import mended
-from graphs.planner.problem import Problem
+from graphs.planner.problem import Budget, Expenses, Problem
 from graphs.planner.region import Region
 from graphs.planner.scenarios import Scenarios
 
-__all__ = ["Task", "fitting_ladders", "planned", "robust"]
+__all__ = ["Task", "fitting_ladders", "planned", "robust", "sizes_of", "usual_ladders"]
 
 _ROUNDS = 2
 _GUARD_SHARE = 1 / 6
 _MORE_THAN_ASKED = 2.0  # a guard that is not reached counts as equal up to here
+_MOST = 4096  # buckets of a product before those that no need reaches are left out
 _SLACK = 1e-9
 
 
@@ -157,3 +159,44 @@ def _guard(task: Task, each: _Found) -> float:
         return 1.0
     costs, ranks = task.cost(each.buckets), task.order(each.buckets, task.cost)
     return task.region.worst(each.buckets, costs, task.cost, ranks)
+
+
+def usual_ladders(region: Region, limits: Budget) -> dict[str, Points]:
+    """Linear and exponential ladders with as many sizes on each axis as the graphs allow.
+
+    Buckets that are no legal need themselves are left out; the maximum is always there.
+    """
+    tops = dict(zip(region.names, region.top.tolist(), strict=True))
+    makers: Mapping[str, Callable[[int], BucketSpace]] = {
+        "linear": lambda n: linear(**{name: _steps(top, n) for name, top in tops.items()}),
+        "exponential": lambda n: exponential(
+            **{name: (min(1, top), top, n) for name, top in tops.items()}
+        ),
+    }
+    found = {name: _largest(make, region, limits.graphs or 64) for name, make in makers.items()}
+    return {name: ladder for name, ladder in found.items() if len(ladder)}
+
+
+def sizes_of(space: BucketSpace, names: tuple[str, ...]) -> Points:
+    """The buckets of a space ``[k, axes]``, with the axes in this order."""
+    return np.array([[bucket[name] for name in names] for bucket in space], np.int64)
+
+
+def _steps(top: int, count: int) -> tuple[int, int, int]:
+    step = max(1, -(-top // count))
+    return min(step, top), step, top
+
+
+def _largest(make: Callable[[int], BucketSpace], region: Region, most: int) -> Points:
+    best: Points = np.zeros((0, len(region.names)), np.int64)
+    for count in range(1, most + 1):
+        space = make(count)
+        if len(space) > _MOST:
+            break
+        sizes = sizes_of(space, region.names)
+        kept = np.unique([*sizes[region.allows(sizes)], region.top], axis=0)
+        if len(kept) > most:
+            break
+        if len(kept) >= len(best):
+            best = kept
+    return best

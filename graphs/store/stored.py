@@ -13,7 +13,6 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from graphs.capture.contract import Backend, Frozen, Job
-from graphs.capture.symbolic import warmed
 from graphs.errors import CaptureError
 from graphs.store.factors import code_factors, graph_factors
 from graphs.store.misses import Misses
@@ -89,7 +88,7 @@ class StoredBackend(Backend):
     def runs(self, frozen: Frozen, job: Job) -> bool:
         """Whether a graph out of the store runs on the examples; why it does not is logged."""
         try:
-            warmed(frozen, job.examples, job.name, job.warm_runs)
+            frozen.warmed(job.examples, job.name, job.warm_runs)
         except CaptureError as error:
             _log.warning("compiled again, as what was loaded fails: %s", error)
             return False

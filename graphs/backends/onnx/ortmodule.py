@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from graphs.capture.contract import Backend, Frozen
 from graphs.capture.inputs import Input
 from graphs.capture.wrappers import as_module, writes_seen
 from graphs.errors import CaptureError
+from graphs.watch.causes import describe_failure
 
 __all__ = ["OrtModuleBackend"]
 
@@ -40,20 +41,18 @@ class OrtModuleBackend(Backend):
     ) -> Frozen:
         """Run eagerly once, to see that nothing changes in place, then through ORTModule."""
         module = as_module(function)
+        tensors = [(f"input {i}", x) for i, x in enumerate(example_inputs) if isinstance(x, Tensor)]
+        changed = writes_seen([*module.named_buffers(), *tensors])
+        Frozen(module).warmed(example_inputs, name, 1)
+        if names := changed():
+            raise CaptureError(
+                name, f"changes {names} in place, which ORTModule loses; use 'onnxrt'"
+            )
         try:
-            changed = _changed_in_place(module, example_inputs)
-            if changed:
-                raise CaptureError(
-                    name, f"changes {changed} in place, which ORTModule loses; use 'onnxrt'"
-                )
             converted = _ort_module()(module)
-            for _ in range(warm_runs):
-                converted(*example_inputs)
-        except CaptureError:
-            raise
         except Exception as error:
-            raise CaptureError(name, f"{type(error).__name__}: {error}") from error
-        return Frozen(converted)
+            raise CaptureError(name, describe_failure(error)) from error
+        return Frozen(converted).warmed(example_inputs, name, warm_runs)
 
 
 def _ort_module() -> Any:
@@ -68,10 +67,3 @@ def _why_not(error: Exception) -> str:
         f"torch-ort does not import with torch {torch.__version__} "
         f"({type(error).__name__}: {text[0] if text else ''})"
     )
-
-
-def _changed_in_place(module: nn.Module, inputs: Sequence[Input]) -> str:
-    named = [(f"input {i}", value) for i, value in enumerate(inputs) if isinstance(value, Tensor)]
-    written = writes_seen([*module.named_buffers(), *named])
-    module(*inputs)
-    return written()

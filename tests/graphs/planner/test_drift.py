@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from graphs import Axis, BucketSpace, exponential, linear
 from graphs.planner import Budget, CostModel, Demand, by_size, judge, plan
-from graphs.planner.budget import Expenses
-from graphs.planner.problem import region_of
+from graphs.planner.problem import Expenses, region_of
 from graphs.planner.robust import fitting_ladders
 from graphs.planner.scenarios import rare_kinds, scenarios_of
 

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from graphs import Axis, BucketOverflow, exponential
 from graphs.planner import Budget, CostModel, Demand, judge, plan
-from graphs.planner.budget import Expenses
 from graphs.planner.cells import compress, jittered
-from graphs.planner.problem import problem_of, region_of
+from graphs.planner.problem import Expenses, problem_of, region_of
 from tests.graphs.planner.brute import figures, least_waste
 
 NAMES = ("a", "b")

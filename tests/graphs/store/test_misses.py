@@ -106,9 +106,12 @@ def plain(monkeypatch):
     def write(self, folder, *_):
         (folder / "graph").write_text("nothing")
 
-    monkeypatch.setattr("graphs.store.inductor.freeze", lambda f, *_, **__: (Frozen(f), None))
+    def freeze(job, compiler):
+        return Frozen(job.function), None
+
+    monkeypatch.setattr("graphs.store.inductor.freeze", freeze)
     monkeypatch.setattr("graphs.store.inductor_graph.Keeping.write", write)
-    monkeypatch.setattr(StoredInductor, "read", lambda self, folder, function: function)
+    monkeypatch.setattr("graphs.store.inductor.read", lambda folder, function: Frozen(function))
 
 
 def test_a_warmup_in_another_environment_says_so_in_one_line(store, plain, monkeypatch, caplog):
