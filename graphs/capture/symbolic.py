@@ -6,13 +6,10 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from torch import Tensor
-
 from graphs.capture.contract import Frozen, Job
-from graphs.capture.inputs import Input
 from graphs.errors import CaptureError
 
-__all__ = ["SymbolicSizes", "sizes_that_differ"]
+__all__ = ["SymbolicSizes"]
 
 _log = logging.getLogger(__name__)
 
@@ -73,29 +70,3 @@ class SymbolicSizes:
 
     def _at(self, place: int) -> str:
         return f"{self.name} {place + 1}" if place else self.name
-
-
-def sizes_that_differ(
-    inputs: Sequence[Input], others: Sequence[Sequence[Input]]
-) -> list[tuple[int, ...]]:
-    """For each input, the dimensions whose size is another one in the inputs of another bucket.
-
-    Sizes below 2 are none of them, as torch cannot have a symbol for these. An input that is no
-    tensor, or one of another rank there, has none.
-    """
-    return [
-        tuple(
-            dim
-            for dim, size in enumerate(value.shape)
-            if size > 1 and any(size != _size(other, place, dim, value) for other in others)
-        )
-        if isinstance(value, Tensor)
-        else ()
-        for place, value in enumerate(inputs)
-    ]
-
-
-def _size(others: Sequence[Input], place: int, dim: int, like: Tensor) -> int:
-    other = others[place] if place < len(others) else None
-    is_alike = isinstance(other, Tensor) and other.dim() == like.dim()
-    return other.shape[dim] if is_alike else like.shape[dim]  # type: ignore[union-attr]

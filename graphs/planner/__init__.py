@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from graphs.errors import DemandFileError
 from graphs.planner.cost import CostModel
-from graphs.planner.demand import Demand
-from graphs.planner.demand_file import read_demand
+from graphs.planner.demand import Demand, read_demand
 from graphs.planner.drift import DriftReport, KindLimit, Outcome, by_cost, by_size
 from graphs.planner.planning import plan
 from graphs.planner.problem import Budget

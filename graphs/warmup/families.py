@@ -6,10 +6,11 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 from graphs.buckets.axes import Bucket
 from graphs.capture.inputs import Input
-from graphs.capture.symbolic import SymbolicSizes, sizes_that_differ
+from graphs.capture.symbolic import SymbolicSizes
 
 __all__ = ["Families"]
 
@@ -64,7 +65,7 @@ class Families:
             return None
         if kind not in self._shared:
             others = [*self._inputs_of_others(bucket)]
-            dims = sizes_that_differ(self._make_inputs(bucket), others)
+            dims = _sizes_that_differ(self._make_inputs(bucket), others)
             self._shared[kind] = SymbolicSizes(self._title(kind), dims)
         return self._shared[kind]
 
@@ -99,3 +100,29 @@ class Families:
             if other is not None:
                 with contextlib.suppress(Exception), torch.no_grad():  # its own capture says why
                     yield self._make_inputs(other)
+
+
+def _sizes_that_differ(
+    inputs: Sequence[Input], others: Sequence[Sequence[Input]]
+) -> list[tuple[int, ...]]:
+    """For each input, the dimensions whose size is another one in the inputs of another bucket.
+
+    Sizes below 2 are none of them, as torch cannot have a symbol for these. An input that is no
+    tensor, or one of another rank there, has none.
+    """
+    return [
+        tuple(
+            dim
+            for dim, size in enumerate(value.shape)
+            if size > 1 and any(size != _size(other, place, dim, value) for other in others)
+        )
+        if isinstance(value, Tensor)
+        else ()
+        for place, value in enumerate(inputs)
+    ]
+
+
+def _size(others: Sequence[Input], place: int, dim: int, like: Tensor) -> int:
+    other = others[place] if place < len(others) else None
+    is_alike = isinstance(other, Tensor) and other.dim() == like.dim()
+    return other.shape[dim] if is_alike else like.shape[dim]  # type: ignore[union-attr]

@@ -17,7 +17,7 @@ from graphs import (
     no_compile,
 )
 from graphs.capture.contract import Backend, Frozen
-from graphs.capture.symbolic import sizes_that_differ
+from graphs.warmup.families import _sizes_that_differ
 
 AXES = ("tokens", "requests")
 SPACE = explicit(AXES, [(1, 1), (2, 2), (4, 4), (8, 4), (16, 4)])
@@ -208,8 +208,8 @@ def test_a_warmup_after_close_compiles_again():
 def test_sizes_that_differ_are_found_by_comparing_inputs():
     here = [torch.ones(4, 3), torch.ones(1), 5, torch.ones(2)]
     there = [torch.ones(8, 3), torch.ones(2), 6, torch.ones(2, 2)]
-    assert sizes_that_differ(here, [there]) == [(0,), (), (), ()]
-    assert sizes_that_differ(here, []) == [(), (), (), ()]
+    assert _sizes_that_differ(here, [there]) == [(0,), (), (), ()]
+    assert _sizes_that_differ(here, []) == [(), (), (), ()]
 
 
 def test_each_graph_is_captured_on_inputs_of_its_own_where_all_lie_in_one_memory():
