@@ -19,9 +19,9 @@ from graphs.planner.cells import CostOf
 from graphs.planner.choose import grow, improve, start
 from graphs.planner.demand import Demand, Floats, Points
 from graphs.planner.drift import PickOrder, Trial, by_cost
+from graphs.planner.first_fit import mended
 from graphs.planner.fit import fitted, guarded
 from graphs.planner.guard import guard
-from graphs.planner.mend import mended
 from graphs.planner.problem import Budget, Expenses, Problem
 from graphs.planner.region import Region
 from graphs.planner.scenarios import Scenarios

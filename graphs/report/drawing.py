@@ -70,7 +70,7 @@ def as_svg(figure: Figure, label: str, tooltips: Mapping[str, str] | None = None
 
     Args:
         figure: with one pair of axes.
-        label: for who cannot see it.
+        label: what it shows, for readers who cannot see it.
         tooltips: by the ``gid`` of what has them.
     """
     (axes,) = figure.axes

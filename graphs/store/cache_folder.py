@@ -34,6 +34,6 @@ def cache_folder(name: str) -> Path:
         from platformdirs import user_cache_path
     except ImportError:
         return home / ".cache" / name
-    # It takes some variables as they are, and a relative path is nobody's cache.
+    # It takes some variables as they are, but a relative path cannot be a user's cache.
     found = user_cache_path(name, appauthor=False)
     return found if found.is_absolute() else home / ".cache" / name

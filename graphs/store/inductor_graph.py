@@ -166,7 +166,7 @@ class Keeping:
         """What has to hold for the sizes of the inputs, as expressions of Python."""
         if self._shapes is None:
             return []
-        from torch._dynamo.source import GetItemSource, LocalSource  # who only loads needs none
+        from torch._dynamo.source import GetItemSource, LocalSource  # a load needs none
 
         inputs = {place: i for place, (kind, i, *_) in enumerate(takes) if kind == "input"}
         guards: list[str] = self._shapes.produce_guards(

@@ -114,7 +114,7 @@ class StoredBackend(Backend):
         _log.warning("%s: not stored: %s", name, reason)
 
     def found(self, job: Job, factors: Mapping[str, Any]) -> Frozen | None:
-        """The graph that the entry of these factors holds, or None; a miss or a damage is told."""
+        """The graph that the entry of these factors holds, or None, with the reason logged."""
         try:
             is_there = self.store.has(factors)
             with self.store.use(factors) as folder:

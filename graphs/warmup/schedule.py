@@ -142,7 +142,7 @@ class Schedule:
         )
 
     def _fitted(self, buckets: Sequence[Bucket], done: Sequence[Bucket]) -> float:
-        if not buckets or not done:  # who shares a graph takes next to nothing
+        if not buckets or not done:  # one that shares a graph takes next to no time
             return 0.0
         costs = [self._cost(bucket) for bucket in done]
         seconds = [self._done[bucket] for bucket in done]

@@ -1,4 +1,4 @@
-"""A sentinel for XLA: how often it compiled, after its own counters.
+"""A sentinel for XLA: how often it compiled, by its own counters.
 
 XLA compiles behind Dynamo's back, when a traced step is executed. `torch_xla` counts that, and
 tells nobody before, so a compile is seen when it is done.

@@ -61,7 +61,7 @@ def compiled_attn_ort(graph: torch.fx.GraphModule, example_inputs: Sequence[Any]
     """
     from torch._dynamo.backends.common import aot_autograd
 
-    _refuse_what_is_not_for_us(example_inputs)
+    _refuse_unsupported(example_inputs)
     compiler = aot_autograd(fw_compiler=_compile, keep_inference_input_mutations=True)
     return compiler(graph, example_inputs)
 
@@ -73,7 +73,7 @@ def _compile(graph: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
     return make_boxed_func(lambda *inputs: session(inputs))
 
 
-def _refuse_what_is_not_for_us(inputs: Sequence[Any]) -> None:
+def _refuse_unsupported(inputs: Sequence[Any]) -> None:
     tensors = [value for value in inputs if isinstance(value, Tensor)]
     if devices := {value.device.type for value in tensors} - {"cpu"}:
         raise NoOnnx(
