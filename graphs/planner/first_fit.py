@@ -1,4 +1,4 @@
-"""Buckets for an engine that takes the first that holds a need, where more of them may serve worse."""
+"""Buckets for an engine that takes the first that holds a need: more of them may serve worse."""
 
 from __future__ import annotations
 

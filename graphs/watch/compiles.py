@@ -1,8 +1,9 @@
 """A watch over what one thread, or all of them, compile, record and build.
 
 Torch, its log and Python's audit are hooked once, while anybody watches. The started watches are a
-tuple that is replaced as a whole, so that threads may come and go while another one compiles. Everything here
-may be interrupted at any line: :meth:`CompileWatch.stop`, called again, leaves nothing behind.
+tuple that is replaced as a whole, so that threads may come and go while another one compiles.
+Everything here may be interrupted at any line: :meth:`CompileWatch.stop`, called again, leaves
+nothing behind.
 
 `torch.utils.cpp_extension`, inductor and others also build outside of Dynamo's view, but they start
 a compiler, and Python audits that (event `subprocess.Popen`). A kernel that is only loaded from a
