@@ -53,7 +53,7 @@ class State:
                 self.specs.append(InputSpec.of(name, tensor))
             known[id(tensor)].append(home)
         self._first = [homes[0] for homes in self.homes]
-        self._check = InputsCheck(_of_anything, [each.tensors[each.key] for each in self._first])
+        self._check = InputsCheck(lambda *tensors: None, [own[key] for own, key in self._first])
 
     def layout(self) -> list[list[str]]:
         """Name, shape, dtype, device and stride of each, as text."""
@@ -266,7 +266,3 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, _Home]]:
             for key, tensor in tensors.items():
                 if tensor is not None:
                     yield f"{path}.{key}".lstrip("."), _Home(tensors, key)
-
-
-def _of_anything(*tensors: Tensor) -> None:
-    pass

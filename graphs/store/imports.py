@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import os
 import site
 import sys
 import sysconfig
@@ -173,7 +174,7 @@ def file_of(name: str) -> Path | None:
     """The source of a module, also of one in a loaded package that is not imported yet."""
     if name in sys.modules:
         file = getattr(sys.modules[name], "__file__", None)
-        return _existing(file) if file and file.endswith(".py") else None
+        return Path(file) if file and file.endswith(".py") and os.path.isfile(file) else None
     package, _, last = name.rpartition(".")
     above = file_of(package) if package else None
     if above is None or above.name != "__init__.py":
@@ -188,8 +189,3 @@ def _is_installed(file: Path) -> bool:
     folders = [paths[name] for name in ("purelib", "platlib", "stdlib", "platstdlib")]
     folders += [site.getusersitepackages()]  # what `pip install --user` is for
     return any(file.is_relative_to(folder) for folder in folders)
-
-
-def _existing(file: str) -> Path | None:
-    path = Path(file)
-    return path if path.is_file() else None

@@ -149,12 +149,7 @@ def _making(job: Job) -> Make:
         except CaptureError:
             if compiler.failure is None:
                 raise
-            return freeze(job, "inductor")[0], partial(_fail, compiler)
+            frozen, result = freeze(job, "inductor")
         return frozen, lambda: compiler.write(folder, job, result)
 
     return make
-
-
-def _fail(compiler: Keeping) -> None:
-    assert compiler.failure is not None
-    raise compiler.failure

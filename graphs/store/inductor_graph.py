@@ -114,7 +114,10 @@ class Keeping:
 
         Raises:
             ValueError: a later process could not know whose a tensor is.
+            Exception: the `failure`, if there was one.
         """
+        if self.failure is not None:
+            raise self.failure
         try:
             layout = self._layout(job, result)
         finally:

@@ -61,12 +61,13 @@ class Families:
         are made afterwards.
         """
         kind = self.kind(bucket)
-        if not self._has_others(bucket):
+        if all(other == bucket for other in self._members.get(kind, ())):
             return None
         if kind not in self._shared:
             others = [*self._inputs_of_others(bucket)]
             dims = _sizes_that_differ(self._make_inputs(bucket), others)
-            self._shared[kind] = SymbolicSizes(self._title(kind), dims)
+            told = (a if a in self._axes and n == _ANY else f"{a}={n}" for a, n in kind.items())
+            self._shared[kind] = SymbolicSizes(f"{self._name}[{' '.join(told)}]", dims)
         return self._shared[kind]
 
     def kind(self, bucket: Bucket) -> Bucket:
@@ -84,13 +85,6 @@ class Families:
     def forget(self) -> None:
         """Let go of what was shared."""
         self._shared.clear()
-
-    def _has_others(self, bucket: Bucket) -> bool:
-        return any(other != bucket for other in self._members.get(self.kind(bucket), ()))
-
-    def _title(self, kind: Bucket) -> str:
-        told = (a if a in self._axes and n == _ANY else f"{a}={n}" for a, n in kind.items())
-        return f"{self._name}[{' '.join(told)}]"
 
     def _inputs_of_others(self, bucket: Bucket) -> Iterator[Sequence[Input]]:
         """Of one bucket of the family with another size, for each axis."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,9 @@ class Journal:
             raise JournalError(f"{self.path} {_NO_JOURNAL}") from error
 
     def _read(self, lines: list[str]) -> None:
-        head = _parsed(lines[0])
+        head = None
+        with suppress(ValueError):
+            head = parse_json(lines[0])
         if not isinstance(head, dict) or head.get("form") != _FORM:
             raise JournalError(f"{self.path} {_NO_JOURNAL}")
         for key, expected in self._head.items():
@@ -117,10 +120,3 @@ class Journal:
         text = "".join(json.dumps(line) + "\n" for line in lines)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(self.path, text.encode())
-
-
-def _parsed(text: str) -> object:
-    try:
-        return parse_json(text)
-    except ValueError:
-        return None

@@ -127,13 +127,9 @@ def _value(match: re.Match[str]) -> Meaning:
 def _plain(expression: str) -> str:
     # From how Dynamo reaches a value to how its owner writes it.
     text = re.sub(r"\._(?:modules|parameters|buffers)\['(\w+)'\]", r".\1", expression.strip())
-    text = re.sub(r"G\['__import_(\w+?)'\]", lambda m: f"global {_module(m[1])}", text)
+    text = re.sub(r"G\['__import_(\w+?)'\]", lambda m: f"global {m[1].replace('_dot_', '.')}", text)
     text = re.sub(r"G\['(\w+)'\]", r"global \1", text)
     return re.sub(r"^(?:L\['function'\]|function)\.", "attribute ", text)
-
-
-def _module(alias: str) -> str:
-    return alias.replace("_dot_", ".")
 
 
 _TABLE: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], Meaning]], ...] = tuple(

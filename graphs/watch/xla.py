@@ -92,7 +92,9 @@ class no_xla_compile:
             return
         self._compiles += new
         seconds = self._seen[1] - (before[1] if self._seen[1] >= before[1] else 0.0)
-        event = _event(new, seconds)
+        what = f"{new} XLA graph{'s' if new > 1 else ''}"
+        reason = f"the counter {_METRIC} rose by {new}, {seconds:.2f} s"
+        event = CompileEvent("compile", what, "", 0, reason, threading.get_ident(), _REMEDY)
         self._events.append(event)
         if self.strict:
             raise GraphBudgetExceeded(event)
@@ -116,9 +118,3 @@ class no_xla_compile:
         assert self._metrics is not None
         data = self._metrics.metric_data(_METRIC)
         return (0, 0.0) if data is None else (int(data[0]), float(data[1]) / 1e9)
-
-
-def _event(count: int, seconds: float) -> CompileEvent:
-    what = f"{count} XLA graph{'s' if count > 1 else ''}"
-    reason = f"the counter {_METRIC} rose by {count}, {seconds:.2f} s"
-    return CompileEvent("compile", what, "", 0, reason, threading.get_ident(), _REMEDY)

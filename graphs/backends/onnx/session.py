@@ -158,7 +158,9 @@ def may_alias(graph: Any, input_name: str, output_name: str) -> bool:
     readers = {i for i, node in enumerate(nodes) if shared.intersection(node.input)}
     if not readers <= _needed_by(final, nodes, producers):
         return False
-    return final not in readers or _writes_in_place(nodes[final], shared)
+    node = nodes[final]
+    writes_in_place = node.op_type in _IN_PLACE and not shared.intersection(node.input[1:])
+    return final not in readers or writes_in_place
 
 
 def _sharing(nodes: list[Any], name: str) -> set[str]:
@@ -178,7 +180,3 @@ def _needed_by(final: int, nodes: list[Any], producers: dict[str, int]) -> set[i
                 needed.add(source)
                 todo.append(source)
     return needed
-
-
-def _writes_in_place(node: Any, shared: set[str]) -> bool:
-    return node.op_type in _IN_PLACE and not shared.intersection(node.input[1:])
