@@ -10,19 +10,13 @@ from typing import Annotated
 import typer
 
 from graphs.cli.errors import FAILED, UserError, users_code
+from graphs.cli.target import Named, load_target
 
 __all__ = ["explain"]
 
 
 def explain(
-    target: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODULE:CALLABLE",
-            help="Module or .py file, and a function, an nn.Module or its class in it; with () "
-            "behind it, what calling it returns.",
-        ),
-    ],
+    target: Named,
     input: Annotated[
         list[str] | None,
         typer.Option(
@@ -51,7 +45,6 @@ def explain(
     import torch
 
     from graphs.cli.inputs import inputs_of, parse_bucket, parse_input
-    from graphs.cli.target import load_target
     from graphs.watch.explain import explain as explain_callable
 
     if input and bucket:

@@ -9,13 +9,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Annotated, Any
 
-from torch import nn
+import typer
 
 from graphs.cli.errors import UserError, users_code
 
-__all__ = ["Target", "load_target"]
+__all__ = ["Named", "Target", "load_target"]
+
+Named = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODULE:CALLABLE",
+        help="Module or .py file, and a function, an nn.Module or its class in it; with () "
+        "behind it, what calling it returns.",
+    ),
+]
 
 
 @dataclass(frozen=True)
@@ -38,6 +47,8 @@ def load_target(text: str) -> Target:
         UserError: there is no such module or name, it cannot be imported or called, or it is not
             callable.
     """
+    from torch import nn
+
     place, colon, name = text.rpartition(":")
     if not colon or not place or not name:
         raise UserError(f"expected MODULE:NAME, got {text!r}: such as model.py:MyModule")

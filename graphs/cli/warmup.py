@@ -20,6 +20,7 @@ from graphs.cli.errors import (
     refuse_unwritable,
     tell,
 )
+from graphs.cli.target import Named, load_target
 
 if TYPE_CHECKING:
     from graphs.warmup.manager import WarmupManager
@@ -29,14 +30,7 @@ __all__ = ["warmup"]
 
 
 def warmup(
-    target: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODULE:CALLABLE",
-            help="Module or .py file, and a function, an nn.Module or its class in it; with () "
-            "behind it, what calling it returns.",
-        ),
-    ],
+    target: Named,
     buckets: Annotated[
         Path, typer.Option(metavar="FILE", help="Bucket file: the shapes to capture.")
     ],
@@ -74,7 +68,6 @@ def warmup(
     from graphs.buckets.file import from_file
     from graphs.capture.capture import available_backends
     from graphs.cli.inputs import make_inputs_of
-    from graphs.cli.target import load_target
     from graphs.warmup.manager import WarmupManager
 
     if reason := available_backends().get(backend, "there is none of that name"):

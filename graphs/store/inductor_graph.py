@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -187,20 +188,13 @@ def _load(path: Path) -> Callable[[list[Tensor]], Sequence[Any]]:
     return lambda tensors: graph(*tensors)
 
 
-@contextlib.contextmanager
-def _no_headers() -> Iterator[None]:
+def _no_headers() -> contextlib.AbstractContextManager[Any]:
     # Inductor preprocesses its headers in each process, to compile kernels faster. Here none is
     # compiled, but where inductor's cache has lost one.
     codecache: Any = importlib.import_module("torch._inductor.codecache")
-    precompile = getattr(codecache, "_precompile_header", None)
-    if precompile is None:
-        yield
-        return
-    codecache._precompile_header = lambda *_, **__: None
-    try:
-        yield
-    finally:
-        codecache._precompile_header = precompile
+    if not hasattr(codecache, "_precompile_header"):
+        return contextlib.nullcontext()
+    return patch.object(codecache, "_precompile_header", lambda *_, **__: None)
 
 
 def _values_of(part: Any) -> Iterator[Any]:
