@@ -19,6 +19,7 @@ from graphs.backends.dynamo_inputs import separated
 from graphs.backends.inductor import InductorBackend, compile_only, freeze, shareable
 from graphs.capture.contract import Frozen, Job
 from graphs.capture.inputs import Input, memory_shared_by
+from graphs.capture.symbolic import SymbolicSizes
 from graphs.errors import CaptureError
 from graphs.store.inductor_graph import Keeping, read
 from graphs.store.store import ArtifactStore
@@ -84,7 +85,9 @@ class StoredInductor(StoredBackend, InductorBackend):
             if not graph.why_not(job.examples):
                 if not self.runs(graph, job):
                     break
-                return replace(graph, why_not=partial(self._why_not, graph, job, factors))
+                # Without the examples, nor what is shared, which holds this graph.
+                like = replace(job, examples=(), symbolic=SymbolicSizes(job.graph_name, job.dims))
+                return replace(graph, why_not=partial(self._why_not, graph, like, factors))
             part = {"part": part["part"] + 1}
         return shareable(self.store_made(job, factors | part, _making(job)))
 
