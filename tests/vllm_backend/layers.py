@@ -60,7 +60,9 @@ def expected(impl: Any, query: Tensor, kv_cache: Tensor, step: Any) -> Tensor:
         q = query[starts[row] : starts[row + 1]].double()
         scores = torch.einsum("qhd,khd->hqk", q, k) * impl.scale
         ahead = torch.arange(length) > torch.arange(length - len(q), length)[:, None]
-        parts.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(ahead, -torch.inf).softmax(-1), v))
+        parts.append(
+            torch.einsum("hqk,khd->qhd", scores.masked_fill(ahead, -torch.inf).softmax(-1), v)
+        )
     return torch.cat(parts)
 
 
