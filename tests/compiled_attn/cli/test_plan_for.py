@@ -71,3 +71,15 @@ def test_an_engine_of_another_version_is_one_line_with_the_tested_range(
     code, text, _ = command("plan", "--format", "vllm", "--trace", trace, "--max-graphs", 4)
     line = next(line for line in text.splitlines() if line.startswith("syntax and rules"))
     assert code == 0 and "expected vllm 0.32.*, got 0.40.1: look at the result" in line
+
+
+def test_a_number_of_graphs_below_the_kinds_of_steps_is_refused(command, trace):
+    few = ["--format", "vllm-gaudi", "--trace", trace, "--max-graphs", 1]
+    assert_refused(command("plan", *few), "expected --max-graphs of at least 2")
+
+
+@pytest.mark.parametrize("engine", ["vllm", "vllm-gaudi", "sglang"])
+def test_metrics_that_are_none_are_one_line_for_each_engine(command, tmp_path, engine):
+    path = tmp_path / "metrics.txt"
+    path.write_text("# nothing of vLLM\n")
+    assert_refused(command("plan", "--format", engine, "--metrics", path, *LIMITS), "metrics.txt")
