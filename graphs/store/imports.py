@@ -70,7 +70,7 @@ def read_source(name: str, file: str, changed: int, size: int) -> SourceFile:
         names = source.mentions.setdefault(scope, set())
         if isinstance(part, _DEFINITIONS) and part.decorator_list:
             source.registered.add(part.name)
-        for node in ast.walk(part):
+        for node in _nodes(part):
             if isinstance(node, (ast.Import, ast.ImportFrom)):
                 bound = {alias.asname or alias.name.partition(".")[0] for alias in node.names}
                 targets = tuple(_targets(node, package))
@@ -128,6 +128,19 @@ def _parts(node: ast.AST, scope: str = "", is_optional: bool = False) -> Iterato
             yield scope, is_optional, child
 
 
+def _nodes(part: ast.AST) -> Iterator[ast.AST]:
+    """A node and all below it, in half of the time of `ast.walk`."""
+    todo = [part]
+    while todo:
+        node = todo.pop()
+        yield node
+        for value in vars(node).values():
+            if isinstance(value, list):
+                todo += [each for each in value if isinstance(each, ast.AST)]
+            elif isinstance(value, ast.AST) and not isinstance(value, ast.expr_context):
+                todo.append(value)
+
+
 def _targets(node: ast.Import | ast.ImportFrom, package: str) -> Iterator[str]:
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
@@ -164,10 +177,10 @@ def _catches_import(handler: ast.ExceptHandler) -> bool:
 
 def is_own(name: str) -> bool:
     """Whether a module has a source file outside of Python and its installed packages."""
-    if name.partition(".")[0] in sys.stdlib_module_names:
+    if name.partition(".")[0] in sys.stdlib_module_names or _is_installed(_loaded_file(name)):
         return False
     file = file_of(name)
-    return file is not None and not _is_installed(file)
+    return file is not None and not _is_installed(str(file))
 
 
 def file_of(name: str) -> Path | None:
@@ -183,9 +196,20 @@ def file_of(name: str) -> Path | None:
     return next((place for place in places if place.is_file()), None)
 
 
+def _loaded_file(name: str) -> str:
+    """The file of a module, or of the package that it would be in; empty if none is loaded."""
+    while name and name not in sys.modules:
+        name = name.rpartition(".")[0]
+    return getattr(sys.modules.get(name), "__file__", None) or ""
+
+
 @functools.lru_cache(maxsize=8192)
-def _is_installed(file: Path) -> bool:
+def _is_installed(file: str) -> bool:
+    return any(Path(file).is_relative_to(folder) for folder in _folders())
+
+
+@functools.lru_cache(maxsize=1)
+def _folders() -> list[str]:
     paths = sysconfig.get_paths()
     folders = [paths[name] for name in ("purelib", "platlib", "stdlib", "platstdlib")]
-    folders += [site.getusersitepackages()]  # what `pip install --user` is for
-    return any(file.is_relative_to(folder) for folder in folders)
+    return [*folders, site.getusersitepackages()]  # what `pip install --user` is for

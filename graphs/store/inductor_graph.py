@@ -17,9 +17,11 @@ from torch._guards import TracingContext
 from torch.utils import _pytree as pytree
 
 from graphs.backends.export_state import State, constant_of, restored, why_stale
-from graphs.backends.vector_probe import without_probes
+from graphs.backends.vector_probe import probed, without_probes
 from graphs.capture.contract import Frozen, Job
 from graphs.capture.inputs import Input
+from graphs.store.stand_ins import standing_in
+from graphs.store.torch_files import state_of_torch, take_key
 from graphs.watch.causes import describe_failure
 
 __all__ = ["Keeping", "read"]
@@ -35,7 +37,7 @@ def read(folder: Path, function: Callable[..., Any]) -> Frozen:
         ValueError: the parameters and buffers of `function` are not those it was compiled for.
     """
     layout: dict[str, Any] = json.loads((folder / _LAYOUT).read_bytes())
-    run = restored(function, layout, lambda: _load(folder / _GRAPH))
+    run = restored(function, layout, lambda: _load(folder / _GRAPH, layout))
     why_not = partial(_why_not, layout)
     return Frozen(run, stale=why_stale, is_loaded=True, why_not=why_not)
 
@@ -154,6 +156,8 @@ class Keeping:
             "spec": pytree.treespec_dumps(spec),
             "tensors": [i for i, value in enumerate(examples) if isinstance(value, Tensor)],
             "state": state.layout(),
+            "vectors": probed(),
+            "torch": state_of_torch(),
         }
 
     def _size_of(self, place: int, known: Mapping[int, list[Any]]) -> list[Any] | None:
@@ -181,9 +185,12 @@ class Keeping:
         return guards
 
 
-def _load(path: Path) -> Callable[[list[Tensor]], Sequence[Any]]:
+def _load(path: Path, layout: Mapping[str, Any]) -> Callable[[list[Tensor]], Sequence[Any]]:
     inductor: Any = torch._inductor
-    with without_probes(), _no_headers():
+    content = path.read_bytes()
+    if layout["torch"] == state_of_torch():
+        take_key(content)
+    with standing_in(content), without_probes(layout["vectors"]), _no_headers():
         graph = inductor.CompiledArtifact.load(path=str(path), format="binary")
     return lambda tensors: graph(*tensors)
 
