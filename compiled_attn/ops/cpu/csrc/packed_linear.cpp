@@ -63,6 +63,8 @@ void multiply(const PackedLinearArgs& whole) {
     BFloat16* const own = wide + 2 * room * omp_get_thread_num();
 #if CA_HAS_TILES
     LinearTiles worker(inputs, whole.size_in);
+#else
+    LinearRows worker;
 #endif
 #pragma omp barrier
     if (piece < count) NextWeights(pieces.layer(piece), own).take_all();
@@ -72,11 +74,7 @@ void multiply(const PackedLinearArgs& whole) {
       if (whole.scale) layer.weight = own + turn * room;
       NextWeights ahead;
       if (following < count) ahead = {pieces.layer(following), own + !turn * room};
-#if CA_HAS_TILES
       worker.run(layer, pieces.begin(piece), pieces.end(piece), ahead);
-#else
-      LinearRows(layer).run(pieces.begin(piece), pieces.end(piece));
-#endif
       ahead.take_rest();
       piece = following;
     }
