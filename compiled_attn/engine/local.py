@@ -26,6 +26,7 @@ from compiled_attn.engine.sizing import FORMS, Form, Sizing, eos_tokens
 from compiled_attn.hf import PagedCausalLM, cache_for
 from compiled_attn.hf.packed import packable, packed_weights, quantised_weights
 from compiled_attn.ops import AttentionTraits, NativeKernel, load
+from compiled_attn.ops.joined import JoinedLayers
 from compiled_attn.ops.packed_linear import can_pack
 from compiled_attn.ops.triton.register import measured_plans
 from compiled_attn.ops.tuning import onednn_sizes, tuning
@@ -127,11 +128,12 @@ class LocalExecutor:
         self._onednn: set[tuple[int, int]] = set()
         if self.config.backend_name != "inductor" or model.device.type != "cpu":
             return {}
+        joined = {"post_grad_custom_pre_pass": JoinedLayers()} if self.module.packed else {}
         if self.kernel.name != "native" or not for_cpu():
             # What is measured is kept beside the kernels, and stored graphs need it at each start.
-            return {"options": for_cpu()}
+            return {"options": for_cpu() | joined}
         self._onednn = onednn_sizes(model, tuning())
-        return {"options": for_cpu(self._onednn)}
+        return {"options": for_cpu(self._onednn) | joined}
 
     def attach(self) -> None:
         """Notes that an engine serves with it, see `Executor.attach`."""

@@ -73,6 +73,18 @@ class NativeOps:
         out: Tensor = getattr(torch.ops, self.namespace).packed_linear(input, weight, bias, scale)
         return out
 
+    def packed_linears(
+        self,
+        input: Tensor,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor] = (),
+        scales: Sequence[Tensor] = (),
+    ) -> list[Tensor]:
+        """See `packed_linear.reference_all`."""
+        op = getattr(torch.ops, self.namespace).packed_linears
+        out: list[Tensor] = op(input, weights, biases, scales)
+        return out
+
     def packed_rows(self, weight: Tensor, ids: Tensor) -> Tensor:
         """See `packed_linear.rows`; ids ``[n]``, of another index an error."""
         out: Tensor = getattr(torch.ops, self.namespace).packed_rows(weight, ids)
@@ -237,6 +249,7 @@ _IN_PYTHON: dict[str, Callable[..., Any]] = {
     "paged_attention": reference.paged_attention,
     "paged_attention_": reference.paged_attention_,
     "packed_linear": packed_linear.reference,
+    "packed_linears": packed_linear.reference_all,
     "packed_rows": packed_linear.rows,
     "drawn_tokens": drawn_tokens.reference,
 }
@@ -244,6 +257,7 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "paged_attention": _fake,
     "paged_attention_": _fake_write,
     "packed_linear": packed_linear.fake,
+    "packed_linears": packed_linear.fake_all,
     "packed_rows": packed_linear.fake_rows,
     "drawn_tokens": drawn_tokens.fake,
 }
