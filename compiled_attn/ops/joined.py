@@ -8,8 +8,9 @@ has 4 calls instead of 7. Each weight stays the parameter that it was; results a
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from operator import getitem
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
@@ -56,7 +57,7 @@ def _arguments(node: Node) -> list[Any]:
 def _identity(node: Any) -> Any:
     """The same for what is the same tensor in the same shape: each layer flattens its input."""
     if isinstance(node, Node) and node.target in _SHAPES:
-        shaped, shape = node.args
+        shaped, shape = node.args[0], cast(Sequence[Any], node.args[1])
         return node.target, _identity(shaped), tuple(shape)
     return node
 
