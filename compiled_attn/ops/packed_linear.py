@@ -137,7 +137,8 @@ def fake_all(
 
 
 def _layers(weights: Sequence[Tensor], *others: Sequence[Tensor]) -> Any:
-    return zip(weights, *(each or [None] * len(weights) for each in others), strict=True)
+    missing = [None] * len(weights)
+    return zip(weights, *(each or missing for each in others), strict=True)
 
 
 def fake_rows(weight: Tensor, ids: Tensor) -> Tensor:
