@@ -25,17 +25,15 @@ from compiled_attn.engine.config import ConfigError, EngineConfig
 from compiled_attn.engine.constraint import Grammars, constraint_of
 from compiled_attn.engine.executor import Executor
 from compiled_attn.engine.local import executor_for
-from compiled_attn.engine.outcome import Attempt, Changes, Outcome
 from compiled_attn.engine.prompts import Workload, check_settings, token_ids
 from compiled_attn.engine.report import EngineReport, StepInfo, info_of, report_of
 from compiled_attn.engine.sampling import SamplingParams
 from compiled_attn.engine.scheduler import Scheduler
 from compiled_attn.engine.sequence import GenerationResult, HasStop, Mailbox, Sequence, TokenEvent
-from compiled_attn.engine.sizing import Sizing
-from compiled_attn.engine.step_size import StepSize
+from compiled_attn.engine.sizing import Sizing, StepSize
+from compiled_attn.engine.steps import Attempt, Changes, Outcome, StepsUnderWay
 from compiled_attn.engine.stream import Known, Stream, ended, results_of
 from compiled_attn.engine.tally import Tally
-from compiled_attn.engine.under_way import StepsUnderWay
 from graphs import WarmupReport, no_compile
 
 __all__ = ["Engine"]

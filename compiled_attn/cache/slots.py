@@ -1,4 +1,4 @@
-"""Reading blocks of a flat cache, and hiding what lies in their unused slots."""
+"""Slots of a flat cache: rows written in place, blocks read, and what is hidden in them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,35 @@ import math
 import torch
 from torch import Tensor
 
-from compiled_attn.cache.quantisation import dequantise
+from compiled_attn.cache.quantisation import QUANTISED, dequantise, quantise
 
-__all__ = ["gather_blocks", "read_blocks", "slots_of", "strict_index", "usage_bias"]
+__all__ = [
+    "gather_blocks",
+    "read_blocks",
+    "slots_of",
+    "strict_index",
+    "usage_bias",
+    "write_slots",
+]
+
+
+def write_slots(cache: Tensor, new: Tensor, slots: Tensor, scale: Tensor | None) -> Tensor:
+    """Writes rows ``[T, Hk, D]`` to slots ``[T]`` of a flat cache, in place.
+
+    Returns:
+        The rows as they will be read: of the cache's dtype, or dequantised to float32.
+    """
+    # index_copy_: inside a captured graph it writes T rows and does not copy the cache.
+    slots = strict_index(slots.long(), cache.shape[0])
+    if cache.dtype not in QUANTISED or scale is None:
+        kept = new.to(cache.dtype)
+        cache.index_copy_(0, slots, kept)
+        return kept
+    codes, row_scales = quantise(new, cache.dtype)
+    # There is no index_copy_ of float8: its bytes are copied.
+    cache.view(torch.uint8).index_copy_(0, slots, codes.view(torch.uint8))
+    scale.index_copy_(0, slots, row_scales)
+    return dequantise(codes, row_scales)
 
 
 def usage_bias(usage: Tensor, block_size: int) -> Tensor:
