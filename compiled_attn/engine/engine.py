@@ -25,14 +25,14 @@ from compiled_attn.engine.config import ConfigError, EngineConfig
 from compiled_attn.engine.constraint import Grammars, constraint_of
 from compiled_attn.engine.executor import Executor
 from compiled_attn.engine.local import executor_for
-from compiled_attn.engine.prompts import Workload, check_settings, token_ids
+from compiled_attn.engine.prompts import check_fits, check_settings, token_ids
 from compiled_attn.engine.report import EngineReport, StepInfo, info_of, report_of
 from compiled_attn.engine.sampling import SamplingParams
 from compiled_attn.engine.scheduler import Scheduler
 from compiled_attn.engine.sequence import GenerationResult, HasStop, Mailbox, Sequence, TokenEvent
 from compiled_attn.engine.sizing import Sizing, StepSize
 from compiled_attn.engine.steps import Attempt, Changes, Outcome, StepsUnderWay
-from compiled_attn.engine.stream import Known, Stream, ended, results_of
+from compiled_attn.engine.stream import Known, Stream, Workload, ended, results_of
 from compiled_attn.engine.tally import Tally
 from graphs import WarmupReport, no_compile
 
@@ -279,7 +279,7 @@ class Engine:
         self, prompt: list[int], sampling: SamplingParams, salt: Salt, arrived_s: float | None
     ) -> None:
         check_settings(sampling, salt, arrived_s, has_text=self._has_stop is not None)
-        self.sizing.check(prompt, sampling)
+        check_fits(self.sizing, prompt, sampling)
         constraint_of(sampling, self._grammars, len(prompt))  # compiles it
 
     def _enter(

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ from compiled_attn.engine.logit_rules import LogitRules, shaped
 from compiled_attn.engine.logprobs import ScoredToken, TokenLogprobs, logprobs_of
 from compiled_attn.engine.sampling import SamplingParams
 from compiled_attn.engine.scheduler import ScheduledStep
-from compiled_attn.ops import load
+from compiled_attn.ops import NativeOps, load
 from compiled_attn.ops.drawn_tokens import NATIVE_DTYPES, NO_TOKEN, UNDECIDED, reference
 
 __all__ = ["NOT_FINITE", "Draw", "drawn_rows", "logits_wanted", "sample", "sample_rows", "sampled"]
@@ -162,13 +162,18 @@ def _no_draws(rows: int) -> DrawRows:
     return DrawRows.padding(rows)
 
 
+@cache
+def _native() -> NativeOps:
+    return load()  # the same for all of a process
+
+
 def _drawn(logits: Tensor, settings: DrawRows) -> list[int]:
     """The tokens of the op, and of its definition where the op has none."""
     if logits.device.type != "cpu" or logits.dtype not in NATIVE_DTYPES:
         tokens = reference(logits, *(each.to(logits.device) for each in settings)).tolist()
     else:
         rows = logits if logits.stride(1) == 1 else logits.contiguous()
-        tokens = load().drawn_tokens(rows, *settings).tolist()
+        tokens = _native().drawn_tokens(rows, *settings).tolist()
     if UNDECIDED in tokens:
         at = [row for row, token in enumerate(tokens) if token == UNDECIDED]
         known = reference(logits[at], *(each[at] for each in settings)).tolist()

@@ -4,14 +4,13 @@ fit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from transformers import PreTrainedModel
 
 from compiled_attn.engine.cache_size import CacheSize, memory_for
 from compiled_attn.engine.config import ConfigError, EngineConfig
-from compiled_attn.engine.sampling import SamplingParams
 from compiled_attn.hf import context_limit
 from compiled_attn.step import ModelWork, Parts, StepForm, StepLimits, Tables
 from graphs import BucketOverflow, BucketSpace
@@ -144,20 +143,6 @@ class Sizing:
         """Blocks of a request of full context."""
         return -(-self.context // self.block_size)
 
-    def check(self, prompt: Sequence[int], sampling: SamplingParams) -> None:
-        """Raises ConfigError if the request can never be served, whatever else runs."""
-        if not prompt:
-            raise ConfigError("expected a prompt of at least one token, got none")
-        if min(prompt) < 0 or max(prompt) >= self.vocab:
-            raise ConfigError(
-                f"expected token ids in 0..{self.vocab - 1}, got {min(prompt)}..{max(prompt)}: "
-                "tokenize with the model's own tokenizer"
-            )
-        self._check_tokens("a logit_bias for", dict(sampling.logit_bias))
-        if sampling.min_tokens:
-            self._check_tokens("min_tokens with stop_token_ids of", sampling.stop_token_ids)
-        self.check_lengths(len(prompt), sampling.max_new_tokens)
-
     def check_lengths(self, prompt: int, new: int) -> None:
         """Raises ConfigError if a request of these lengths can never be served."""
         length = prompt + new
@@ -177,13 +162,6 @@ class Sizing:
                     f"not enough memory: expected steps of at most {there:,} bytes, which this "
                     f"machine has, got {wanted:,} bytes at least for {bucket}: lower "
                     "max_tokens_per_step (--max-tokens-per-step), or take smaller buckets"
-                )
-
-    def _check_tokens(self, what: str, tokens: Iterable[int]) -> None:
-        for token in tokens:
-            if not 0 <= token < self.vocab:
-                raise ConfigError(
-                    f"expected {what} token ids in 0..{self.vocab - 1}, got {token}: leave it out"
                 )
 
     def _check_blocks(self, length: int, blocks: int) -> None:

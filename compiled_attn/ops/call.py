@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,6 +46,29 @@ class PagedCall(NamedTuple):
     key_scale: Tensor | None = None
     value_scale: Tensor | None = None
     new: NewTokens | None = None
+
+    @classmethod
+    def of(
+        cls,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        block_table: Tensor,
+        seq_lens: Tensor,
+        query_start_loc: Tensor,
+        scale: float,
+        *,
+        causal: bool = True,
+        key_scale: Tensor | None = None,
+        value_scale: Tensor | None = None,
+        new: NewTokens | None = None,
+        **scoring: Any,
+    ) -> PagedCall:
+        """The call with the arguments of the op; ``scoring``: those of `Scoring` beside a scale."""
+        return cls(
+            query, key_cache, value_cache, block_table, seq_lens, query_start_loc,
+            Scoring(scale, **scoring), causal, key_scale, value_scale, new,
+        )  # fmt: skip
 
 
 def attend_paged(call: PagedCall) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from compiled_attn.integrations.plans.base import EnginePart, EnginePlan, Limits
 from compiled_attn.workloads.families import Family
-from compiled_attn.workloads.simulated.separate import SeparateSteps
+from compiled_attn.workloads.simulated.steps import SeparateSteps
 from graphs.buckets.axes import Axis
 from graphs.buckets.ladders import explicit
 from graphs.planner import CostModel
