@@ -32,7 +32,7 @@ from compiled_attn.attention.parts import (
     partial_attn_unique,
 )
 from compiled_attn.attention.sdpa import SdpaKernel
-from compiled_attn.cache.slots import usage_bias
+from compiled_attn.cache.kv_cache import usage_bias
 
 BLOCK, HEADS, KV_HEADS, DIM = 16, 32, 8, 128
 DTYPES = torch.float32, torch.bfloat16

@@ -14,8 +14,7 @@ from compiled_attn.attention.metadata import KeyRanks
 from compiled_attn.attention.parts import partial_attn_sinks
 from compiled_attn.attention.scoring import Scoring
 from compiled_attn.attention.state import FMIN, PartialAttention
-from compiled_attn.ops import PagedCall, attend_paged
-from compiled_attn.ops.paged_attention import unavailable
+from compiled_attn.ops import PagedCall, attend_paged, unavailable
 
 __all__ = ["attend_ranks", "gathered"]
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from compiled_attn.arguments import FLOATS, INTS, Expect, can_read, slot_used_twice
 from compiled_attn.attention.metadata import UnifiedMetadata
 from compiled_attn.attention.scoring import Scoring, check_window
+from compiled_attn.cache.kv_cache import write_slots
 from compiled_attn.cache.quantisation import QUANTISED
-from compiled_attn.cache.slots import write_slots
 from compiled_attn.ops import AttentionTraits, NewTokens, PagedCall, unit_strides
 
 __all__ = ["UnifiedCall", "check", "check_numbers"]

@@ -11,7 +11,7 @@ from compiled_attn.attention.dense import attend, exp_scores
 from compiled_attn.attention.merge import reduce_to_rows
 from compiled_attn.attention.scoring import capped
 from compiled_attn.attention.state import FMIN, Attend, PartialAttention
-from compiled_attn.cache.slots import (
+from compiled_attn.cache.kv_cache import (
     gather_blocks,
     read_blocks,
     slots_of,

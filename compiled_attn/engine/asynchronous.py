@@ -19,8 +19,7 @@ from compiled_attn.engine.engine import Engine
 from compiled_attn.engine.grammar import Grammar
 from compiled_attn.engine.handle import RequestHandle
 from compiled_attn.engine.owner import Owner, Seen
-from compiled_attn.engine.prompts import token_ids
-from compiled_attn.engine.sampling import SamplingParams
+from compiled_attn.engine.sampling import SamplingParams, token_ids
 from compiled_attn.errors import QueueFull
 
 __all__ = ["AsyncEngine", "Compiling"]

@@ -22,12 +22,11 @@ from compiled_attn.cache.blocks import BlockPool
 from compiled_attn.cache.blocks.prefix import Salt
 from compiled_attn.engine.block_memory import BlockMemory
 from compiled_attn.engine.config import ConfigError, EngineConfig
-from compiled_attn.engine.constraint import Grammars, constraint_of
+from compiled_attn.engine.constraint import Constraint, Grammars, without_grammars
 from compiled_attn.engine.executor import Executor
 from compiled_attn.engine.local import executor_for
-from compiled_attn.engine.prompts import check_fits, check_settings, token_ids
 from compiled_attn.engine.report import EngineReport, StepInfo, info_of, report_of
-from compiled_attn.engine.sampling import SamplingParams
+from compiled_attn.engine.sampling import SamplingParams, check_fits, check_settings, token_ids
 from compiled_attn.engine.scheduler import Scheduler
 from compiled_attn.engine.sequence import GenerationResult, HasStop, Mailbox, Sequence, TokenEvent
 from compiled_attn.engine.sizing import Sizing, StepSize
@@ -280,7 +279,15 @@ class Engine:
     ) -> None:
         check_settings(sampling, salt, arrived_s, has_text=self._has_stop is not None)
         check_fits(self.sizing, prompt, sampling)
-        constraint_of(sampling, self._grammars, len(prompt))  # compiles it
+        self._constraint(sampling, len(prompt))  # compiles it
+
+    def _constraint(self, sampling: SamplingParams, prompt_len: int) -> Constraint | None:
+        if sampling.grammar is None:
+            return None
+        if self._grammars is None:
+            raise without_grammars(sampling.grammar)
+        ends = self.end_tokens(sampling)
+        return Constraint(self._grammars, sampling.grammar, prompt_len, ends, self.sizing.vocab)
 
     def _enter(
         self,
@@ -294,7 +301,6 @@ class Engine:
     ) -> int:
         """`submit`, whose events go to a mailbox, under an index (None: its id) and a choice."""
         self._check(prompt, sampling, salt, arrived_s)
-        ends = self.end_tokens(sampling)
         request_id = next(self._ids)
         sequence = Sequence(
             request_id,
@@ -302,14 +308,12 @@ class Engine:
             len(prompt),
             sampling.seeded(),
             time.perf_counter() if arrived_s is None else float(arrived_s),
-            stop_tokens=ends,
+            stop_tokens=self.end_tokens(sampling),
             salt=salt,
             index=request_id if index is None else index,
             mailbox=mailbox,
             has_stop=self._has_stop,
-            constraint=constraint_of(
-                sampling, self._grammars, len(prompt), ends, self.sizing.vocab
-            ),
+            constraint=self._constraint(sampling, len(prompt)),
             choice=choice,
         )
         try:

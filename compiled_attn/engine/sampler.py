@@ -7,9 +7,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -18,7 +19,7 @@ from compiled_attn.engine.logit_rules import LogitRules, shaped
 from compiled_attn.engine.logprobs import ScoredToken, TokenLogprobs, logprobs_of
 from compiled_attn.engine.sampling import SamplingParams
 from compiled_attn.engine.scheduler import ScheduledStep
-from compiled_attn.ops import NativeOps, load
+from compiled_attn.ops import load
 from compiled_attn.ops.drawn_tokens import NATIVE_DTYPES, NO_TOKEN, UNDECIDED, reference
 
 __all__ = ["NOT_FINITE", "Draw", "drawn_rows", "logits_wanted", "sample", "sample_rows", "sampled"]
@@ -163,8 +164,9 @@ def _no_draws(rows: int) -> DrawRows:
 
 
 @cache
-def _native() -> NativeOps:
-    return load()  # the same for all of a process
+def _op() -> Any:
+    load()  # the same for all of a process
+    return torch.ops.compiled_attn.drawn_tokens
 
 
 def _drawn(logits: Tensor, settings: DrawRows) -> list[int]:
@@ -173,7 +175,7 @@ def _drawn(logits: Tensor, settings: DrawRows) -> list[int]:
         tokens = reference(logits, *(each.to(logits.device) for each in settings)).tolist()
     else:
         rows = logits if logits.stride(1) == 1 else logits.contiguous()
-        tokens = _native().drawn_tokens(rows, *settings).tolist()
+        tokens = _op()(rows, *settings).tolist()
     if UNDECIDED in tokens:
         at = [row for row, token in enumerate(tokens) if token == UNDECIDED]
         known = reference(logits[at], *(each[at] for each in settings)).tolist()

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from compiled_attn.attention.metadata import UnifiedMetadata
-from compiled_attn.cache.slots import usage_bias
+from compiled_attn.cache.kv_cache import usage_bias
 from compiled_attn.step.metadata import AttentionMetadata
 from compiled_attn.step.requests import (
     Ints,

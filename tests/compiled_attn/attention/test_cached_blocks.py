@@ -15,8 +15,8 @@ from compiled_attn.attention.nonfinite import sum_of_parts
 from compiled_attn.attention.parts import partial_attn_shared, partial_attn_unique
 from compiled_attn.attention.sdpa import SdpaKernel
 from compiled_attn.attention.state import FMIN, PartialAttention
+from compiled_attn.cache.kv_cache import gather_blocks, usage_bias
 from compiled_attn.cache.quantisation import QUANTISED, dequantise, quantise
-from compiled_attn.cache.slots import gather_blocks, usage_bias
 from tests.compiled_attn.attention.partial_cases import dense_under, random_qkv
 
 
