@@ -26,7 +26,13 @@ from compiled_attn.engine.constraint import Constraint, Grammars, without_gramma
 from compiled_attn.engine.executor import Executor
 from compiled_attn.engine.local import executor_for
 from compiled_attn.engine.report import EngineReport, StepInfo, info_of, report_of
-from compiled_attn.engine.sampling import SamplingParams, check_fits, check_settings, token_ids
+from compiled_attn.engine.sampling import (
+    SamplingParams,
+    check_fits,
+    check_lengths,
+    check_settings,
+    token_ids,
+)
 from compiled_attn.engine.scheduler import Scheduler
 from compiled_attn.engine.sequence import GenerationResult, HasStop, Mailbox, Sequence, TokenEvent
 from compiled_attn.engine.sizing import Sizing, StepSize
@@ -376,7 +382,7 @@ class Engine:
         """Ends requests that were queued before a warmup which lost the buckets for them."""
         for sequence in list(self._requests.values()):
             try:
-                self.sizing.check_lengths(sequence.prompt_len, sequence.sampling.max_new_tokens)
+                check_lengths(self.sizing, sequence.prompt_len, sequence.sampling.max_new_tokens)
             except ConfigError as error:
                 event = sequence.failure(str(error), time.perf_counter())
                 sequence.mailbox.put({("warmup", sequence.request_id): event})

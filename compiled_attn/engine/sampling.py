@@ -15,11 +15,12 @@ from torch import Tensor
 
 from compiled_attn.engine.config import ConfigError
 from compiled_attn.engine.grammar import Grammar
+from graphs import BucketOverflow
 
 if TYPE_CHECKING:
     from compiled_attn.engine.sizing import Sizing
 
-__all__ = ["SamplingParams", "check_fits", "check_settings", "token_ids"]
+__all__ = ["SamplingParams", "check_fits", "check_lengths", "check_settings", "token_ids"]
 
 _LARGEST = float(np.finfo(np.float32).max)
 _PENALTIES = ("presence_penalty", "frequency_penalty")
@@ -276,7 +277,37 @@ def check_fits(sizing: Sizing, prompt: Sequence[int], sampling: SamplingParams) 
     _check_tokens(sizing.vocab, "a logit_bias for", dict(sampling.logit_bias))
     if sampling.min_tokens:
         _check_tokens(sizing.vocab, "min_tokens with stop_token_ids of", sampling.stop_token_ids)
-    sizing.check_lengths(len(prompt), sampling.max_new_tokens)
+    check_lengths(sizing, len(prompt), sampling.max_new_tokens)
+
+
+def check_lengths(sizing: Sizing, prompt: int, new: int) -> None:
+    """Raises ConfigError if a request of these lengths can never be served."""
+    length = prompt + new
+    if length > sizing.context:
+        raise ConfigError(
+            f"expected prompt + max_new_tokens <= context {sizing.context}, got {prompt} + "
+            f"{new}: shorten the prompt or scale the lengths"
+        )
+    # The last token is never computed, so it needs no slot.
+    _check_blocks(sizing, length, -(-(length - 1) // sizing.block_size))
+
+
+def _check_blocks(sizing: Sizing, length: int, blocks: int) -> None:
+    if blocks > sizing.num_blocks - 1:
+        raise ConfigError(
+            f"expected a pool that holds one request of {length} tokens ({blocks} blocks of "
+            f"{sizing.block_size}), got {sizing.num_blocks - 1} blocks: "
+            f"raise num_blocks to at least {-(-blocks // sizing.ranks) + 1}"
+        )
+    need = sizing.form.smallest_need(blocks)
+    try:
+        sizing.buckets.pick(**need)
+    except BucketOverflow as error:
+        least = [f"{axis} >= {size}" for axis, size in need.items() if size]
+        raise ConfigError(
+            f"expected a bucket for the last token of a request of {length} tokens, got none: "
+            f"add one with {', '.join(least[:-1])} and {least[-1]}"
+        ) from error
 
 
 def _check_tokens(vocab: int, what: str, tokens: Iterable[int]) -> None:

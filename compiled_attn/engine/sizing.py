@@ -143,17 +143,6 @@ class Sizing:
         """Blocks of a request of full context."""
         return -(-self.context // self.block_size)
 
-    def check_lengths(self, prompt: int, new: int) -> None:
-        """Raises ConfigError if a request of these lengths can never be served."""
-        length = prompt + new
-        if length > self.context:
-            raise ConfigError(
-                f"expected prompt + max_new_tokens <= context {self.context}, got {prompt} + "
-                f"{new}: shorten the prompt or scale the lengths"
-            )
-        # The last token is never computed, so it needs no slot.
-        self._check_blocks(length, -(-(length - 1) // self.block_size))
-
     def _refuse_steps_beyond_memory(self, model: PreTrainedModel) -> None:
         there = memory_for(model)
         for bucket in self.buckets:
@@ -163,23 +152,6 @@ class Sizing:
                     f"machine has, got {wanted:,} bytes at least for {bucket}: lower "
                     "max_tokens_per_step (--max-tokens-per-step), or take smaller buckets"
                 )
-
-    def _check_blocks(self, length: int, blocks: int) -> None:
-        if blocks > self.num_blocks - 1:
-            raise ConfigError(
-                f"expected a pool that holds one request of {length} tokens ({blocks} blocks of "
-                f"{self.block_size}), got {self.num_blocks - 1} blocks: "
-                f"raise num_blocks to at least {-(-blocks // self.ranks) + 1}"
-            )
-        need = self.form.smallest_need(blocks)
-        try:
-            self.buckets.pick(**need)
-        except BucketOverflow as error:
-            least = [f"{axis} >= {size}" for axis, size in need.items() if size]
-            raise ConfigError(
-                f"expected a bucket for the last token of a request of {length} tokens, got none: "
-                f"add one with {', '.join(least[:-1])} and {least[-1]}"
-            ) from error
 
 
 def step_limits(config: EngineConfig, wanted: int, context: int, num_blocks: int) -> StepLimits:

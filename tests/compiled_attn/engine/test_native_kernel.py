@@ -10,6 +10,7 @@ import torch
 
 from compiled_attn.engine import ConfigError, Engine, EngineConfig, SamplingParams, local
 from compiled_attn.engine import kernel as choice
+from compiled_attn.engine.sampling import check_lengths
 from compiled_attn.ops import NativeOps
 from graphs import explicit
 from tests.compiled_attn.tiny import FAMILIES, plain_generate, tiny_model
@@ -199,7 +200,7 @@ def test_a_request_without_a_bucket_is_told_the_axes_of_the_kernel():
         tiny_model(), _config(strict=False, buckets=explicit(("tokens", "requests"), [(8, 0)]))
     )
     with pytest.raises(ConfigError, match="add one with tokens >= 1 and requests >= 1"):
-        engine.sizing.check_lengths(3, 3)
+        check_lengths(engine.sizing, 3, 3)
 
 
 def test_buckets_that_do_not_hold_the_largest_step_are_refused_if_strict():
