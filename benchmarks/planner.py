@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -80,9 +80,11 @@ class Scene:
         )
 
 
-def scenes(trace: Trace, arrivals: list[Arrival], load: float) -> Iterator[Scene]:
-    for name, family_of in FAMILIES.items():
-        kind = family_of(ENGINE, trace.context)
+def scenes(
+    trace: Trace, arrivals: list[Arrival], load: float, families: Sequence[str]
+) -> Iterator[Scene]:
+    for name in families:
+        kind = FAMILIES[name](ENGINE, trace.context)
         at_once = simulate(arrivals, ENGINE, speed=None, steps=kind.steps)
         speed = load * full_speed(arrivals, at_once)
         started = time.perf_counter()
@@ -107,9 +109,15 @@ class Score:
         return "met" if met else "MISSED"
 
 
-def compare(scene: Scene, score: Score) -> None:
+def compare(scene: Scene, score: Score, parts: Sequence[str]) -> None:
+    print(f"\n  {scene.name} ({', '.join(scene.family.names)})")
+    for name in parts:
+        PARTS[name](scene, score)
+
+
+def beside_ladders(scene: Scene, score: Score) -> None:
+    """A plan of as many graphs as each ladder of the field has."""
     kind = scene.family
-    print(f"\n  {scene.name} ({', '.join(kind.names)})")
     print(f"  {'ladder':<18} graphs unused   waste | plan: graphs   waste  ratio  goal <= 0.33")
     plans: dict[int, Judgement] = {}
     for name, space in ladders(scene.name, kind, ENGINE, scene.trace.context).items():
@@ -124,9 +132,6 @@ def compare(scene: Scene, score: Score) -> None:
             f"       {ours.graphs:>6} {ours.waste:>7.1%} {ratio:>6.2f}  "
             f"{score.verdict(ratio <= GOAL_RATIO)}"
         )
-    at_64(scene, score)
-    for_drift(scene, score)
-    shipped(scene, score)
 
 
 def for_drift(scene: Scene, score: Score) -> None:
@@ -195,21 +200,29 @@ def shipped(scene: Scene, score: Score) -> None:
     )
 
 
+PARTS = {"ladders": beside_ladders, "64": at_64, "drift": for_drift, "shipped": shipped}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--traces", type=Path, default=Path("../shared/traces"))
+    parser.add_argument("--parts", nargs="+", default=[*PARTS], choices=PARTS)
+    parser.add_argument("--families", nargs="+", default=[*FAMILIES], choices=FAMILIES)
+    parser.add_argument("--only", nargs="+", metavar="FILE", help="these traces")
     parser.add_argument("--load", type=float, default=1.0, help="1: arrivals just keep it busy")
     options = parser.parse_args()
     score = Score()
     for trace in TRACES:
+        if options.only and trace.file not in options.only:
+            continue
         path = options.traces / trace.file
         if not path.exists():
             print(f"{trace.file}: left out, there is no {path}; give its folder with --traces")
             continue
         arrivals = read_trace(path)
         print(f"{trace.file}: {len(arrivals):,} requests at {options.load:g} of full load")
-        for scene in scenes(trace, arrivals, options.load):
-            compare(scene, score)
+        for scene in scenes(trace, arrivals, options.load, options.families):
+            compare(scene, score, options.parts)
         print()
     print(f"{sum(score.met)} of {len(score.met)} goals met")
 

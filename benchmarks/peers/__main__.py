@@ -21,30 +21,24 @@ import json
 import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from graphs.store.cache_folder import cache_folder
 from peers import table
 from peers.contest import Contest
-from peers.model import model_directory
+from peers.options import parser_of, tasks
 from peers.rounds import measure, warm_up
 from peers.systems import OURS, PEERS, System, Task
-from peers.workloads import NAMES, TRACE, Workload, workloads
+from peers.workloads import Workload, workloads
 
 
 def main() -> int:
     """Prints the tables of each dtype; 1 if tokens differ that must not."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # nobody else ends what is stopped
     options = _options()
-    cache = options.cache.expanduser().resolve()
-    cache.mkdir(parents=True, exist_ok=True)
-    model = model_directory(options.model, cache).resolve()
     served = [*workloads(options.workloads, options.trace)]
     systems = [OURS, *(each for each in PEERS if each.name in options.peers)]
     agreed = True
-    for dtype in options.dtypes:
-        task = Task(model, dtype, options.threads, cache, options.torch_index)
-        print(table.heading(f"{dtype}, {model.name}"), flush=True)
+    for task in tasks(options):
+        print(table.heading(f"{task.dtype}, {task.model.name}"), flush=True)
         agreed &= compare(task, systems, served, options.rounds, options.warm)
     return 0 if agreed else 1
 
@@ -72,20 +66,9 @@ def compare(
 
 def _options() -> argparse.Namespace:
     names = [each.name for each in PEERS]
-    parser = argparse.ArgumentParser(prog="python -m peers", description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, metavar="DIR", help="default: drawn SmolLM2-135M")
-    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser = parser_of(__doc__, "peers")
     parser.add_argument("--peers", nargs="*", default=names, choices=names)
-    parser.add_argument("--workloads", nargs="+", default=NAMES, choices=NAMES)
-    parser.add_argument("--trace", type=Path, default=TRACE, metavar="FILE")
     parser.add_argument("--warm", action="store_true", help="no cold starts: keep what was kept")
-    parser.add_argument("--torch-index", metavar="URL", help="has CPU builds of torch, for pip")
-    parser.add_argument(
-        "--cache", type=Path, metavar="DIR", default=cache_folder("compiled-attn-peers"),
-        help="environments, weights, and what starts keep (default: %(default)s)",
-    )  # fmt: skip
     return parser.parse_args()
 
 

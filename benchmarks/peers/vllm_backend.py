@@ -10,20 +10,17 @@ of tokens before the first that differs (float32: 100 %, or the exit code is 1).
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
-from graphs.store.cache_folder import cache_folder
 from peers import table
 from peers.contest import Contest
 from peers.environments import Environment
-from peers.model import model_directory
+from peers.options import parser_of, tasks
 from peers.rounds import Cell, measure, warm_up
 from peers.systems import VLLM, System, Task
-from peers.workloads import NAMES, TRACE, Workload, workloads
+from peers.workloads import Workload, workloads
 
 _PACKAGES = VLLM.environment.packages if VLLM.environment else ()
 _BOTH = Environment("vllm-backend", _PACKAGES, with_ours=True)
@@ -33,14 +30,11 @@ OURS = System("vllm-ours", "vllm", _BOTH, variables=(("COMPILED_ATTN_VLLM", "1")
 
 def main() -> int:
     """Prints a table of each dtype; 1 if tokens differ that must not, or one does not serve."""
-    options = _options()
-    cache = options.cache.expanduser().resolve()
-    cache.mkdir(parents=True, exist_ok=True)
-    model = model_directory(options.model, cache).resolve()
+    options = parser_of(__doc__, "peers.vllm_backend").parse_args()
     agreed = True
-    for dtype in options.dtypes:
-        task = Task(model, dtype, options.threads, cache, options.torch_index)
-        print(table.heading(f"{dtype}, {model.name}, {options.threads} threads"), flush=True)
+    for task in tasks(options):
+        heading = f"{task.dtype}, {task.model.name}, {task.threads} threads"
+        print(table.heading(heading), flush=True)
         agreed &= compare(task, [*workloads(options.workloads, options.trace)], options.rounds)
     return 0 if agreed else 1
 
@@ -72,22 +66,6 @@ def rows(workload: Workload, cells: Mapping[str, Cell]) -> Iterator[str]:
     wall, processor = (theirs.over(ours, unit) for unit in ("seconds", "cpu_seconds"))
     yield f"  ours is {wall:.2f} as fast, {processor:.2f} by CPU time"
     yield f"  equal tokens {theirs.equal(ours):.1%}"
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, metavar="DIR", help="default: drawn SmolLM2-135M")
-    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--workloads", nargs="+", default=NAMES, choices=NAMES)
-    parser.add_argument("--trace", type=Path, default=TRACE, metavar="FILE")
-    parser.add_argument("--torch-index", metavar="URL", help="has CPU builds of torch, for pip")
-    parser.add_argument(
-        "--cache", type=Path, metavar="DIR", default=cache_folder("compiled-attn-peers"),
-        help="environments, weights, and what starts keep (default: %(default)s)",
-    )  # fmt: skip
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -94,8 +94,15 @@ def _compared(options: PlanOptions, sizing: Sizing, steps: Family, needs: Demand
     kept, cut = within(needs, steps.axes)
     first, second = needs.project(steps.names).halves()
     default = {"engine's default": sizing.buckets}
-    rho = options.rho or None
-    found = compare(steps, first, second, options.max_graphs, others=default, rho=rho)
+    found = compare(
+        steps,
+        first,
+        second,
+        options.max_graphs,
+        others=default,
+        rho=options.rho or None,
+        drift=not options.no_drift,
+    )
     _print(found, kept, cut)
     return kept
 
@@ -112,7 +119,7 @@ def _write(options: PlanOptions, steps: Family, needs: Demand) -> None:
         axes=steps.axes,
         legal=steps.legal,
         rho=options.rho or None,
-        drift=True,
+        drift=not options.no_drift,
         ladders=ladders_within(steps, options.max_graphs),
     )
     what = "a mixture of drawn workloads" if is_default else "both halves"

@@ -103,7 +103,8 @@ def _plans(
         share = max(1, round(options.max_graphs * len(part.default) / whole))
         count = left if number == len(parts) - 1 else min(share, left - (len(parts) - 1 - number))
         left -= count
-        plans[part.name] = planned_for(part, needs[part.name], count, options.rho or None)
+        rho, drift = options.rho or None, not options.no_drift
+        plans[part.name] = planned_for(part, needs[part.name], count, rho, drift)
     return plans
 
 
@@ -125,7 +126,8 @@ def _print(options: PlanOptions, plans: dict[str, EnginePlan]) -> None:
 
 
 def _remarks(name: str, each: EnginePlan) -> list[str]:
-    lines = [f"{name}: {line}" for line in str(each.report.drift).splitlines()]
+    borne = str(each.report.drift or "").splitlines()
+    lines = [f"{name}: {line}" for line in borne]
     if each.outside:
         lines.append(f"{name}: {each.outside:.1%} of the steps are larger: each {each.part.beyond}")
     return lines

@@ -39,8 +39,9 @@ def compare(
     *,
     others: Mapping[str, BucketSpace] | None = None,
     rho: float | None = 3.0,
+    drift: bool = True,
 ) -> Comparison:
-    """Judge the ladders of the field, others, and a plan for drift, all of ``max_graphs`` at most.
+    """Judge the ladders of the field, others, and a plan, all of ``max_graphs`` at most.
 
     Args:
         family: axes, legal needs and cost.
@@ -50,6 +51,7 @@ def compare(
         max_graphs: buckets of each at most.
         others: further buckets to judge, by name.
         rho: of the plan's guard; None: no guard.
+        drift: plan for the worst of the demands near ``first``.
 
     Raises:
         ValueError: what `graphs.planner.plan` and `judge` raise.
@@ -63,7 +65,7 @@ def compare(
         axes=family.axes,
         legal=family.legal,
         rho=rho,
-        drift=True,
+        drift=drift,
         ladders=spaces,
     )
     judged = {

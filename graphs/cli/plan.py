@@ -38,13 +38,17 @@ def plan(
             metavar="X", help="No need may pay more than X times its own cost; 0: no such guard."
         ),
     ] = 3.0,
+    drift: Annotated[
+        bool, typer.Option(help="Plan for the worst of several needs near the recorded ones.")
+    ] = True,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the bucket file here.")
     ] = None,
 ) -> int:
     """Choose the buckets that waste least on recorded needs, and write them as a bucket file.
 
-    The plan is for the worst of the recorded needs and of others near them, resampled and shifted.
+    The plan is for the worst of the recorded needs and of others near them, resampled and shifted,
+    unless it is told otherwise.
     The cost of a bucket is what was measured, or else the product of its sizes. Ends with 2 on bad
     input.
     """
@@ -67,7 +71,7 @@ def plan(
             Budget(graphs=max_graphs, seconds=max_seconds),
             seconds=CostModel.fitted((r.bucket, r.seconds) for r in rows) if rows else None,
             rho=rho or None,
-            drift=True,
+            drift=drift,
         )
     except ValueError as error:
         raise UserError(f"{needs}: {error}") from error

@@ -24,12 +24,17 @@ class Cells(NamedTuple):
     """Needs in groups.
 
     Shape (n cells, m groups of cells): corners ``[n, axes]``, the least bucket that holds all needs
-    of a cell; weights ``[n]``; joins ``[m, axes]``, the same for groups of neighbouring cells.
+    of a cell; weights ``[n]``, or ``[demands, n]``; joins ``[m, axes]``, the corners of groups of
+    neighbouring cells.
     """
 
     corners: Points
     weights: Floats
     joins: Points
+
+    def mixed(self, shares: Floats) -> Cells:
+        """One demand, in which each has its share ``[demands]`` of the weight."""
+        return self._replace(weights=shares @ self.weights)
 
 
 class Cut(NamedTuple):
@@ -46,31 +51,40 @@ def best_cut(points: Points, weights: Floats, cost: CostOf, top: Points | None =
     All pay for the bucket ``top [axes]``; None: the least that holds them all.
     """
     top = points.max(axis=0) if top is None else top
-    paid = float(cost(top[None])[0])
-    best = Cut(0.0, 0, 0)
+    found = [(top[None], np.zeros(1), np.zeros(1, np.int64), 0)]
     for axis in range(points.shape[1]):
         order = np.argsort(points[:, axis], kind="stable")
         ordered = points[order]
         sizes = ordered[:, axis]
-        ends = np.flatnonzero(np.append(sizes[1:] > sizes[:-1], sizes[-1] < top[axis]))
-        if not len(ends):
-            continue
+        is_end = np.empty(len(sizes), np.bool_)
+        np.greater(sizes[1:], sizes[:-1], out=is_end[:-1])
+        is_end[-1] = sizes[-1] < top[axis]
+        ends = np.flatnonzero(is_end)
         corners = np.maximum.accumulate(ordered, axis=0)[ends]
-        savings = weights[order].cumsum()[ends] * (paid - cost(corners))
-        at = int(savings.argmax())
-        if savings[at] > best.saving:
-            best = Cut(float(savings[at]), axis, int(sizes[ends[at]]))
+        found.append((corners, weights[order].cumsum()[ends], sizes[ends], axis))
+    costs = cost(np.concatenate([corners for corners, *_ in found]))
+    best, start = Cut(0.0, 0, 0), 0
+    for corners, sums, sizes, axis in found:
+        savings = sums * (costs[0] - costs[start : start + len(corners)])
+        start += len(corners)
+        if len(savings) and savings.max() > best.saving:
+            at = int(savings.argmax())
+            best = Cut(float(savings[at]), axis, int(sizes[at]))
     return best
 
 
 def compress(points: Points, weights: Floats, cost: CostOf, count: int) -> Cells:
-    """At most ``count`` cells, cut where rounding needs up to their corner costs most."""
+    """At most ``count`` cells, cut where rounding needs up to their corner costs most.
+
+    Several demands over the same points, ``weights [demands, n]``, get the same cells.
+    """
+    together = weights if weights.ndim == 1 else weights.sum(axis=0)
     leaves: list[tuple[float, int, Points, Cut]] = []
     joins: list[Points] = []
     numbers = itertools.count()  # no two leaves compare by their rows
 
     def add(rows: Points) -> None:
-        cut = best_cut(points[rows], weights[rows], cost)
+        cut = best_cut(points[rows], together[rows], cost)
         heapq.heappush(leaves, (-cut.saving, next(numbers), rows, cut))
 
     add(np.arange(len(points)))
@@ -81,7 +95,7 @@ def compress(points: Points, weights: Floats, cost: CostOf, count: int) -> Cells
         add(rows[low])
         add(rows[~low])
     corners = np.array([points[rows].max(axis=0) for _, _, rows, _ in leaves])
-    sums = np.array([weights[rows].sum() for _, _, rows, _ in leaves])
+    sums = np.stack([weights[..., rows].sum(axis=-1) for _, _, rows, _ in leaves], axis=-1)
     return Cells(corners, sums, np.array(joins, np.int64).reshape(-1, points.shape[1]))
 
 
@@ -101,7 +115,7 @@ def jittered(
     stays, and so does one that occurs often: a full step, no context.
 
     Args:
-        points, weights: ``[n, axes]`` and ``[n]``.
+        points, weights: ``[n, axes]`` and ``[n]``, or ``[demands, n]``.
         high: ``[axes]`` the limits.
         seed: of the random numbers.
         share: between 0 and 1.
@@ -109,7 +123,8 @@ def jittered(
         allows: which points are legal; a copy that is not stays where it was.
     """
     rng = np.random.default_rng(seed)
-    stays = (points == high) | np.stack([_often(sizes, weights) for sizes in points.T], axis=1)
+    summed = weights if weights.ndim == 1 else weights.sum(axis=0)
+    stays = (points == high) | np.stack([_often(sizes, summed) for sizes in points.T], axis=1)
     together = [points]
     for _ in range(_COPIES):
         factors = np.exp(spread * rng.standard_normal(points.shape))
@@ -119,7 +134,7 @@ def jittered(
             moved if allows is None else np.where(allows(moved)[:, None], moved, points)
         )
     parts = [weights * (1 - share), *[weights * share / _COPIES] * _COPIES]
-    return np.concatenate(together), np.concatenate(parts)
+    return np.concatenate(together), np.concatenate(parts, axis=-1)
 
 
 def _often(sizes: Points, weights: Floats) -> NDArray[np.bool_]:

@@ -117,6 +117,7 @@ class Trial:
     def __init__(self, scenarios: Scenarios, cost: CostOf, order: PickOrder) -> None:
         self._scenarios, self._cost, self._order = scenarios, cost, order
         self.points = scenarios.points
+        self.count = len(scenarios.names)
 
     def paid(self, buckets: Points) -> Floats:
         """What each need pays: ``[n]``; the buckets hold all of them."""

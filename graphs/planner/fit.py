@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from graphs.planner.budget import Budget
@@ -12,41 +14,69 @@ from graphs.planner.one_axis import best_buckets
 from graphs.planner.problem import Problem
 from graphs.planner.region import Region
 
-__all__ = ["fitted", "guarded"]
+__all__ = ["Fit", "fitted", "guarded"]
 
 _GUARD_SHARE = 1 / 6
 _GUARD_SHARE_AT_MOST = 1 / 4
 _SLACK = 1e-9
 
 
-def fitted(problem: Problem, budget: Budget) -> Points:
-    """The best buckets for the demand that are found within the budget, ``[k, axes]`` in order."""
-    return _filled(problem, _best(problem, budget, 0.0))
+class Fit(NamedTuple):
+    """Buckets, and what it takes to fit them to a demand near the first.
+
+    Args:
+        buckets: ``[k, axes]`` in order, those of a guard among them.
+        guards: how many are there for the guard alone.
+        base: ``[n, axes]`` the buckets before the guard, the maximum first.
+        share: of the budget, for the guard.
+        reached: the multiple that the guard keeps; 1 without a guard.
+    """
+
+    buckets: Points
+    guards: int
+    base: Points
+    share: float = 0.0
+    reached: float = 1.0
 
 
-def guarded(problem: Problem, region: Region, budget: Budget, rho: float) -> tuple[Points, int]:
-    """Fitted buckets and those of the guard, and how many the latter are.
+def fitted(problem: Problem, budget: Budget, before: Fit | None = None) -> Fit:
+    """The best buckets for the demand that are found within the budget; ``before`` is a start."""
+    base = _best(problem, budget, 0.0, None if before is None else before.base)
+    return Fit(_filled(problem, base), 0, base)
+
+
+def guarded(
+    problem: Problem, region: Region, budget: Budget, rho: float, before: Fit | None = None
+) -> Fit:
+    """Fitted buckets and those of the guard.
 
     The guard is laid over what is fitted, so it comes second, and what it leaves of the budget is
     fitted once more. It gets a quarter where that keeps the promise, or else a sixth, and what the
-    demand has no use for.
+    demand has no use for; after a fit ``before``, what it had there.
     """
-    buckets = _best(problem, budget, _GUARD_SHARE_AT_MOST)
-    added, reached = _guard(problem, region, buckets, rho, budget, _GUARD_SHARE_AT_MOST)
+    first = before or _first(problem, region, budget, rho)
+    base = _best(problem, budget, first.share, first.base)
+    asked = max(rho, first.reached)
+    added, reached = _guard(problem, region, base, asked, budget, first.share)
+    found = Fit(np.concatenate([base, added]), len(added), base, first.share, reached)
+    if before is None and reached > first.reached:
+        found = first
+    filled, guards = _filled(problem, found.buckets), found.guards
+    if found.reached > rho:
+        spare = float(1.0 - problem.expenses.of(filled).sum(axis=0).max())
+        more, _ = _guard(problem, region, filled, rho, budget, spare)
+        filled, guards = np.concatenate([filled, more]), guards + len(more)
+    return found._replace(buckets=filled, guards=guards)
+
+
+def _first(problem: Problem, region: Region, budget: Budget, rho: float) -> Fit:
+    """Buckets and a guard, with nothing done about what the guard leaves."""
+    base = _best(problem, budget, _GUARD_SHARE_AT_MOST)
+    added, reached = _guard(problem, region, base, rho, budget, _GUARD_SHARE_AT_MOST)
     if reached > rho:
-        added, reached = _guard(problem, region, buckets, rho, budget, _GUARD_SHARE)
+        added, reached = _guard(problem, region, base, rho, budget, _GUARD_SHARE)
     share = float(problem.expenses.of(added).sum(axis=0).max(initial=0.0))
-    again = _best(problem, budget, share)
-    kept, reached_again = _guard(problem, region, again, reached, budget, share)
-    if reached_again <= reached:
-        buckets, added = again, kept
-        reached = reached_again
-    filled = _filled(problem, np.concatenate([buckets, added]))
-    if reached <= rho:
-        return filled, len(added)
-    spare = float(1.0 - problem.expenses.of(filled).sum(axis=0).max())
-    more, _ = _guard(problem, region, filled, rho, budget, spare)
-    return np.concatenate([filled, more]), len(added) + len(more)
+    return Fit(np.concatenate([base, added]), len(added), base, share, reached)
 
 
 def _guard(
@@ -64,26 +94,26 @@ def _guard(
     return added, reached
 
 
-def _best(problem: Problem, budget: Budget, reserve: float) -> Points:
-    """Buckets for the demand, the maximum first; a share of the budget is left over."""
+def _best(problem: Problem, budget: Budget, reserve: float, begin: Points | None = None) -> Points:
+    """Buckets for the demand, the maximum first; a share of the budget is left over.
+
+    Args:
+        problem, budget: of the demand.
+        reserve: that share.
+        begin: buckets to begin with, the maximum first; None: the maximum alone.
+    """
     if problem.top.shape == (1,) and problem.expenses.counts_only:
         count = _graphs(budget, 1.0) - _graphs(budget, reserve)
         cells = problem.cells
         return best_buckets(cells.corners, cells.weights, problem.cost, problem.top, count)[::-1]
-    return _near_optimal(problem, budget, reserve)
-
-
-def _near_optimal(problem: Problem, budget: Budget, reserve: float) -> Points:
-    serving = start(problem)
-    spent = problem.expenses.of(problem.top[None])[0]
-    left = 1.0 - spent
-    if (left < -_SLACK).any():
+    if (problem.expenses.of(problem.top[None]) > 1 + _SLACK).any():
         raise ValueError(f"expected a budget with room for the maximum, got {budget}: raise it")
+    serving = start(problem, None if begin is None else begin[1:])
+    left = 1.0 - problem.expenses.of(serving.buckets).sum(axis=0)
     kept = np.full(len(left), reserve)
     if budget.graphs is not None:
         kept[0] = _graphs(budget, reserve) / budget.graphs
-    kept = np.minimum(kept, left)
-    free = grow(problem, serving, left - kept)
+    free = grow(problem, serving, left - np.minimum(kept, left))
     improve(problem, serving, free)
     return serving.buckets
 

@@ -17,7 +17,7 @@ from graphs.planner.cost import CostModel
 from graphs.planner.demand import Demand, Points
 from graphs.planner.drift import DriftReport, PickOrder, Trial, by_cost
 from graphs.planner.one_axis import best_buckets
-from graphs.planner.problem import Problem, problem_of, region_of
+from graphs.planner.problem import check_needs, mixtures_of, problem_of, region_of
 from graphs.planner.report import PlanReport, judge
 from graphs.planner.robust import Task, fitting_ladders, planned, robust
 from graphs.planner.scenarios import rare_kinds, scenarios_of
@@ -89,18 +89,20 @@ def plan(
     region = region_of(demand, axes, legal)
     expenses = Expenses(region.names, limits, seconds, bytes)
 
-    def problem(needs: Demand) -> Problem:
-        return problem_of(needs, region, model, expenses, seed)
-
-    task = Task(region, limits, rho, order, lambda p: model.of(region.names, p), problem)
-    buckets, guards, borne = _chosen(task, demand, expenses, ladders, drift, seed)
+    task = Task(region, limits, rho, order, lambda p: model.of(region.names, p))
+    check_needs(demand.histogram(), region, model)
+    if drift:
+        buckets, guards, borne = _for_drift(task, demand, model, expenses, ladders, seed)
+    else:
+        fit = planned(task, problem_of(demand, region, model, expenses, seed))
+        buckets, guards, borne = fit.buckets, fit.guards, None
     space = _space(region.axes, buckets, model)
     judged = judge(space, demand, model, order)
     return PlanReport(
         space=space,
         cost=model,
         waste=judged.waste,
-        lower_bound=_bound(demand, problem(demand), judged.waste),
+        lower_bound=_bound(demand, task, expenses, judged.waste),
         guard=region.worst(buckets, task.cost(buckets), task.cost, order(buckets, task.cost)),
         rho=rho,
         guards=guards,
@@ -113,23 +115,23 @@ def plan(
     )
 
 
-def _chosen(
+def _for_drift(
     task: Task,
     demand: Demand,
+    model: CostModel,
     expenses: Expenses,
     ladders: Mapping[str, BucketSpace] | None,
-    drift: bool,
     seed: int,
-) -> tuple[Points, int, DriftReport | None]:
+) -> tuple[Points, int, DriftReport]:
     """The buckets, how many of them are the guard's, and what drift they bear."""
-    if not drift:
-        return *planned(task, task.problem(demand)), None
-    given = usual_ladders(task.region, task.limits) if ladders is None else ladders
-    sizes = {name: _sizes(space, task.region.names) for name, space in given.items()}
-    rivals = fitting_ladders(sizes, task.region, expenses)
-    scenarios = scenarios_of(demand, task.region, task.cost, seed)
-    trial = Trial(scenarios, task.cost, task.order)
-    buckets, guards = robust(task, scenarios, trial, rivals)
+    region = task.region
+    given = usual_ladders(region, task.limits) if ladders is None else ladders
+    sizes = {name: _sizes(space, region.names) for name, space in given.items()}
+    rivals = fitting_ladders(sizes, region, expenses)
+    found = scenarios_of(demand, region, task.cost, seed)
+    trial = Trial(found, task.cost, task.order)
+    mixed = mixtures_of(found.points, found.weights, region, model, expenses, seed)
+    buckets, guards = robust(task, mixed, trial, rivals)
     return buckets, guards, trial.report(buckets, rivals, rare_kinds(demand))
 
 
@@ -144,12 +146,12 @@ def _space(axes: Sequence[Axis], buckets: Points, cost: CostModel) -> BucketSpac
     return BucketSpace(ranges, [Bucket.of(names, tuple(row)) for row in buckets.tolist()], cost)
 
 
-def _bound(demand: Demand, problem: Problem, waste: float) -> float:
+def _bound(demand: Demand, task: Task, expenses: Expenses, waste: float) -> float:
     """No buckets within the budget waste less; on one axis some do waste just as much."""
-    needs, top = demand.histogram(), problem.top
-    points, weights, cost = needs.points, needs.weights, problem.cost
+    needs, top, cost = demand.histogram(), task.region.top, task.cost
+    points, weights = needs.points, needs.weights
     own = float(cost(points) @ weights)
-    count = _most_buckets(problem, points)
+    count = _most_buckets(expenses, top, points)
     if len(top) > 1:
         return lower_bound(points, weights, cost, top, count, own * (1 + waste)) / own - 1
     best = best_buckets(points, weights, cost, top, count)
@@ -157,10 +159,10 @@ def _bound(demand: Demand, problem: Problem, waste: float) -> float:
     return float(paid) / own - 1
 
 
-def _most_buckets(problem: Problem, points: Points) -> int:
+def _most_buckets(expenses: Expenses, top: Points, points: Points) -> int:
     """How many buckets the budget could hold, if all beside the maximum took the least."""
-    left = 1.0 - problem.expenses.of(problem.top[None])[0]
-    least = problem.expenses.of(points).min(axis=0)
+    left = 1.0 - expenses.of(top[None])[0]
+    least = expenses.of(points).min(axis=0)
     some = least > 0
     most = float((left[some] / least[some]).min(initial=len(points)))
     return 1 + math.floor(most + 1e-9)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from graphs.planner.cost import CostModel
 from graphs.planner.demand import Demand, Floats, Points
 from graphs.planner.region import Region
 
-__all__ = ["Problem", "problem_of", "region_of"]
+__all__ = ["Problem", "check_needs", "mixtures_of", "problem_of", "region_of"]
 
 _CELLS = 2500
 _SIZES_OF_ONE_AXIS = 20_000
@@ -60,33 +60,62 @@ def region_of(
 def problem_of(
     demand: Demand, region: Region, model: CostModel, expenses: Expenses, seed: int
 ) -> Problem:
-    """The needs of a demand in cells, and the buckets that may be chosen for them.
-
-    Raises:
-        ValueError: a need outside the axes, a cost that is negative, zero for all, or falling.
-    """
+    """The needs of a demand in cells, and the buckets that may be chosen for them."""
     needs = demand.histogram()
-    _check_inside(needs, region)
+    return _problem(needs.points, needs.weights, region, model, expenses, seed)
 
-    def cost(points: Points) -> Floats:
-        return model.of(region.names, points)
 
-    points, weights, count = needs.points, needs.weights, _SIZES_OF_ONE_AXIS
+def mixtures_of(
+    points: Points,
+    weights: Floats,
+    region: Region,
+    model: CostModel,
+    expenses: Expenses,
+    seed: int,
+) -> Callable[[Floats], Problem]:
+    """The problem of any mixture of demands, given the share ``[demands]`` of each.
+
+    The cells are the same for all mixtures, so they are made once.
+
+    Args:
+        points: ``[n, axes]`` distinct needs.
+        weights: ``[demands, n]``.
+        region, model, expenses, seed: see `problem_of`.
+    """
+    each = _problem(points, weights, region, model, expenses, seed)
+    return lambda shares: replace(each, cells=each.cells.mixed(shares))
+
+
+def _problem(
+    points: Points, weights: Floats, region: Region, model: CostModel, expenses: Expenses, seed: int
+) -> Problem:
+    def cost(some: Points) -> Floats:
+        return model.of(region.names, some)
+
+    count = _SIZES_OF_ONE_AXIS
     if len(region.names) > 1:
         count = _CELLS
         points, weights = jittered(points, weights, region.top, seed=seed, allows=region.allows)
-    _check_cost(needs.points[:: 1 + len(needs) // _CHECKED], cost, region.top)
     cells = compress(points, weights, cost, count)
     candidates = np.unique(np.concatenate([cells.corners, cells.joins]), axis=0)
     return Problem(cells, cost, region.top, expenses, candidates)
 
 
-def _check_inside(needs: Demand, region: Region) -> None:
+def check_needs(needs: Demand, region: Region, model: CostModel) -> None:
+    """Raises ValueError: a need outside the axes, a cost that is negative, 0 for all, or falling.
+
+    Args:
+        needs: each once.
+        region: the axes.
+        model: the cost.
+    """
     outside = (needs.points > region.top).any(axis=1)
     if outside.any():
         need = dict(zip(needs.names, needs.points[int(outside.argmax())].tolist(), strict=True))
         limits = ", ".join(f"{axis.name} <= {axis.high}" for axis in region.axes)
         raise ValueError(f"expected needs with {limits}, got {need}: raise the axis")
+    some = needs.points[:: 1 + len(needs) // _CHECKED]
+    _check_cost(some, lambda points: model.of(region.names, points), region.top)
 
 
 def _check_cost(points: Points, cost: CostOf, top: Points) -> None:

@@ -1,14 +1,14 @@
 """Buckets for the worst of several demands, and nowhere worse than the best ladder of their number.
 
 Candidates are plans for mixtures of the scenarios, in which those that fare badly get more weight
-from round to round (multiplicative weights: Freund and Schapire, 1999), and the ladders; the best
-of these also with the graphs that it never uses spent on what saves most. A ladder is among them,
-so what is chosen cannot be worse than it.
+from round to round (multiplicative weights: Freund and Schapire, 1999). Where a ladder wastes less
+on any of them, the ladders are candidates too, and the best of these with the graphs that it never
+uses spent on what saves most: so what is chosen cannot be worse than it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,25 +16,24 @@ import numpy as np
 from graphs.planner.budget import Budget, Expenses
 from graphs.planner.cells import CostOf
 from graphs.planner.choose import grow, improve, start
-from graphs.planner.demand import Demand, Floats, Points
+from graphs.planner.demand import Floats, Points
 from graphs.planner.drift import PickOrder, Trial, by_cost
-from graphs.planner.fit import fitted, guarded
+from graphs.planner.fit import Fit, fitted, guarded
 from graphs.planner.guard import guard
 from graphs.planner.mend import mended
 from graphs.planner.problem import Problem
 from graphs.planner.region import Region
-from graphs.planner.scenarios import Scenarios
 
 __all__ = ["Task", "fitting_ladders", "planned", "robust"]
 
-_ROUNDS = 2
+_ROUNDS = 4
 _GUARD_SHARE = 1 / 6
 _MORE_THAN_ASKED = 2.0  # a guard that is not reached counts as equal up to here
 _SLACK = 1e-9
 
 
 class Task(NamedTuple):
-    """All that a choice of buckets depends on.
+    """All that a choice of buckets depends on, but for the demand.
 
     Args:
         region: of legal needs.
@@ -42,7 +41,6 @@ class Task(NamedTuple):
         rho: the guard's multiple, or None.
         order: by which the engine picks.
         cost: of points.
-        problem: of a demand.
     """
 
     region: Region
@@ -50,7 +48,6 @@ class Task(NamedTuple):
     rho: float | None
     order: PickOrder
     cost: CostOf
-    problem: Callable[[Demand], Problem]
 
 
 class _Found(NamedTuple):
@@ -59,34 +56,52 @@ class _Found(NamedTuple):
     wastes: Floats
 
 
-def planned(task: Task, problem: Problem) -> tuple[Points, int]:
-    """Buckets for one demand ``[k, axes]``, and how many of them are there for the guard alone."""
+def planned(task: Task, problem: Problem, before: Fit | None = None) -> Fit:
+    """Buckets for one demand, fitted anew or from those for one near it."""
     if task.rho is None:
-        buckets, guards = fitted(problem, task.limits), 0
+        found = fitted(problem, task.limits, before)
     else:
-        buckets, guards = guarded(problem, task.region, task.limits, task.rho)
-    return (buckets, guards) if task.order is by_cost else (mended(problem, buckets, task.order), 0)
+        found = guarded(problem, task.region, task.limits, task.rho, before)
+    if task.order is by_cost:
+        return found
+    return found._replace(buckets=mended(problem, found.buckets, task.order), guards=0)
 
 
 def robust(
-    task: Task, scenarios: Scenarios, trial: Trial, ladders: Mapping[str, Points]
+    task: Task, mixed: Callable[[Floats], Problem], trial: Trial, ladders: Mapping[str, Points]
 ) -> tuple[Points, int]:
-    """The chosen buckets ``[k, axes]``, and how many of them are there for the guard alone."""
+    """The chosen buckets ``[k, axes]``, and how many of them are there for the guard alone.
+
+    Args:
+        task: what is asked.
+        mixed: the problem of a mixture of the scenarios, given the share of each.
+        trial: of buckets on the scenarios.
+        ladders: rivals within the budget.
+    """
     rivals = [_Found(each, 0, trial.wastes(each)) for each in ladders.values()]
     reference = min(rivals, key=lambda each: each.wastes.max(), default=None)
-    found = [*_candidates(task, scenarios, trial, reference), *rivals]
-    if reference is not None:
+    shares, found = _in_rounds(task, mixed, trial)
+    if reference is not None and all(_is_beaten(each, rivals) for each in found):
+        problem = mixed(shares)
+        for buckets in _enriched(task, problem, trial.used(reference.buckets)):
+            found.append(_Found(buckets, 0, trial.wastes(buckets)))
+        found += rivals
         found = [each for each in found if (each.wastes <= reference.wastes + _SLACK).all()]
     guards = [_guard(task, each) for each in found]
     bearable = _MORE_THAN_ASKED * max(min(guards), task.rho or 0.0)
 
     def merit(at: int) -> tuple[bool, bool, float, float]:
         wastes = found[at].wastes
-        is_beaten = any((wastes > each.wastes + _SLACK).any() for each in rivals)
-        return is_beaten, guards[at] > bearable, float(wastes.max()), float(wastes[0])
+        beaten = _is_beaten(found[at], rivals)
+        return beaten, guards[at] > bearable, float(wastes.max()), float(wastes[0])
 
     best = found[min(range(len(found)), key=merit)]
     return best.buckets, best.guards
+
+
+def _is_beaten(each: _Found, rivals: Sequence[_Found]) -> bool:
+    """Whether some ladder wastes less on some scenario."""
+    return any((each.wastes > rival.wastes + _SLACK).any() for rival in rivals)
 
 
 def fitting_ladders(
@@ -102,26 +117,20 @@ def fitting_ladders(
     return found
 
 
-def _candidates(
-    task: Task, scenarios: Scenarios, trial: Trial, reference: _Found | None
-) -> Iterator[_Found]:
-    first = np.zeros(len(scenarios.names))
-    first[0] = 1.0
-    yield _planned(task, scenarios, trial, first)
-    shares = np.full(len(first), 1.0 / len(first))
+def _in_rounds(
+    task: Task, mixed: Callable[[Floats], Problem], trial: Trial
+) -> tuple[Floats, list[_Found]]:
+    """Plans for mixtures, each begun from the last; and the shares after them."""
+    shares = np.full(trial.count, 1.0 / trial.count)
+    found: list[_Found] = []
+    fit = None
     for _ in range(_ROUNDS):
-        yield (found := _planned(task, scenarios, trial, shares))
-        shares = shares * np.exp(found.wastes / max(float(found.wastes.max()), 1e-12))
+        fit = planned(task, mixed(shares), fit)
+        wastes = trial.wastes(fit.buckets)
+        found.append(_Found(fit.buckets, fit.guards, wastes))
+        shares = shares * np.exp(wastes / max(float(wastes.max()), 1e-12))
         shares = shares / shares.sum()
-    if reference is not None:
-        problem = task.problem(scenarios.demand(task.region.names, shares))
-        for buckets in _enriched(task, problem, trial.used(reference.buckets)):
-            yield _Found(buckets, 0, trial.wastes(buckets))
-
-
-def _planned(task: Task, scenarios: Scenarios, trial: Trial, shares: Floats) -> _Found:
-    buckets, guards = planned(task, task.problem(scenarios.demand(task.region.names, shares)))
-    return _Found(buckets, guards, trial.wastes(buckets))
+    return shares, found
 
 
 def _enriched(task: Task, problem: Problem, used: Points) -> Iterator[Points]:

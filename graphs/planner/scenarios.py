@@ -34,14 +34,11 @@ class Scenarios:
     points: Points
     weights: Floats
 
-    def demand(self, axes: tuple[str, ...], shares: Floats) -> Demand:
-        """One demand in which scenario ``i`` has ``shares[i]`` of the weight."""
-        return _demand(axes, self.points, shares @ self.weights)
-
     def each(self, axes: tuple[str, ...]) -> Iterator[tuple[str, Demand]]:
         """The demands by name."""
         for name, weights in zip(self.names, self.weights, strict=True):
-            yield name, _demand(axes, self.points, weights)
+            some = weights > 0
+            yield name, Demand(axes, self.points[some], weights[some])
 
 
 @dataclass(frozen=True)
@@ -146,8 +143,3 @@ def _stretched(demand: Demand, region: Region, factor: float) -> Points:
     moved = np.clip(np.ceil(demand.points * factor).astype(np.int64), low, region.top)
     moved = np.where(demand.points > 0, moved, demand.points)
     return np.where(region.allows(moved)[:, None], moved, demand.points)
-
-
-def _demand(axes: tuple[str, ...], points: Points, weights: Floats) -> Demand:
-    some = weights > 0
-    return Demand(axes, points[some], weights[some])

@@ -74,6 +74,7 @@ class no_xla_compile:
 
         Raises:
             ModuleNotFoundError: `torch_xla` is not installed.
+            ValueError: its counter is not what this was written for.
         """
         if self._metrics is None:
             self._metrics = importlib.import_module("torch_xla.debug.metrics")
@@ -118,7 +119,13 @@ class no_xla_compile:
     def _count(self) -> tuple[int, float]:
         assert self._metrics is not None
         data = self._metrics.metric_data(_METRIC)
-        return (0, 0.0) if data is None else (int(data[0]), float(data[1]) / 1e9)
+        try:
+            return (0, 0.0) if data is None else (int(data[0]), float(data[1]) / 1e9)
+        except (TypeError, ValueError, LookupError):
+            raise ValueError(
+                f"expected (samples, nanoseconds, ...) of torch_xla's metric_data({_METRIC!r}), "
+                f"got {data!r:.60}: install a version that counts so"
+            ) from None
 
 
 def _event(count: int, seconds: float) -> CompileEvent:

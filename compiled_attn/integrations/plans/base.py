@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from compiled_attn.workloads.families import Family
 from compiled_attn.workloads.simulate import SimulatedEngine
+from compiled_attn.workloads.simulated.steps import SimulatedSteps
+from graphs.buckets.axes import Axis
+from graphs.buckets.ladders import explicit
 from graphs.buckets.space import BucketSpace
-from graphs.planner import Demand, Judgement, PlanReport, by_cost, judge
+from graphs.planner import CostModel, Demand, Judgement, PlanReport, by_cost, judge
 from graphs.planner.drift import PickOrder
 
-__all__ = ["EnginePart", "EnginePlan", "Limits", "Written"]
+__all__ = ["EnginePart", "EnginePlan", "Limits", "Written", "part_of_sizes"]
 
 Written = Callable[[Mapping[str, "EnginePlan"]], str]
 """Plans by the name of their part -> the text of the engine's file or option."""
@@ -79,6 +82,24 @@ class EnginePart:
     def judge(self, space: BucketSpace, demand: Demand) -> Judgement:
         """What buckets waste, picked by the engine's own rule."""
         return judge(space.with_cost(self.family.cost), demand, self.family.cost, self.order)
+
+
+def part_of_sizes(
+    name: str, kind: str, axis: str, sizes: Sequence[int], steps: type[SimulatedSteps]
+) -> EnginePart:
+    """Steps that an engine pads along one axis, counted in its units; larger ones run unpadded.
+
+    Args:
+        name: of the part.
+        kind: under which ``steps`` counts them.
+        axis: such as ``tokens``.
+        sizes: of the engine's default ladder, ascending.
+        steps: what a step computes.
+    """
+    whole = Axis(axis, 1, sizes[-1])
+    cost = CostModel(lambda need: need[axis])
+    family = Family(kind, (whole,), lambda need: need[axis] >= 1, cost, steps=steps)
+    return EnginePart(name, family, explicit([whole], sizes))
 
 
 @dataclass(frozen=True)

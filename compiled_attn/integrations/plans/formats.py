@@ -72,8 +72,12 @@ def needs_of(
     return {part.name: part.measured(found.needs[families[part.name]]) for part in parts}
 
 
-def planned_for(part: EnginePart, needs: Demand, max_graphs: int, rho: float | None) -> EnginePlan:
+def planned_for(
+    part: EnginePart, needs: Demand, max_graphs: int, rho: float | None, drift: bool = True
+) -> EnginePlan:
     """Plan a part for the worst of the demands near ``needs``, and judge it on their second half.
+
+    Without ``drift`` it is planned for ``needs`` alone.
 
     Both the plan and the ladder are judged by the engine's own rule of picking, on the second half,
     for which the judged plan was not made.
@@ -95,7 +99,7 @@ def planned_for(part: EnginePart, needs: Demand, max_graphs: int, rho: float | N
             axes=part.family.axes,
             legal=part.family.legal,
             rho=rho,
-            drift=True,
+            drift=drift,
             ladders=ladders,
             order=part.order,
         )

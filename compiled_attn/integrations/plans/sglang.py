@@ -10,12 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from compiled_attn.integrations.plans.base import EnginePart, EnginePlan, Limits
-from compiled_attn.workloads.families import Family
+from compiled_attn.integrations.plans.base import EnginePart, EnginePlan, Limits, part_of_sizes
 from compiled_attn.workloads.simulated.steps import SeparateSteps
-from graphs.buckets.axes import Axis
-from graphs.buckets.ladders import explicit
-from graphs.planner import CostModel
 
 __all__ = ["TESTED", "batch_sizes", "parts", "written"]
 
@@ -34,12 +30,7 @@ def batch_sizes(max_seqs: int, largest: int = _LARGEST) -> list[int]:
 def parts(limits: Limits) -> list[EnginePart]:
     """Decodes only: prompts are padded by other rules, or not at all."""
     sizes = batch_sizes(limits.max_seqs)
-    axis = Axis("sequences", 1, sizes[-1])
-    family = Family(
-        "decode", (axis,), lambda n: n["sequences"] >= 1, CostModel(lambda n: n["sequences"]),
-        steps=SeparateSteps,
-    )  # fmt: skip
-    return [EnginePart("decode", family, explicit([axis], sizes))]
+    return [part_of_sizes("decode", "decode", "sequences", sizes, SeparateSteps)]
 
 
 def written(plans: Mapping[str, EnginePlan]) -> str:

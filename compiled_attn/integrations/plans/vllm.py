@@ -11,12 +11,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from compiled_attn.integrations.plans.base import EnginePart, EnginePlan, Limits
-from compiled_attn.workloads.families import Family
+from compiled_attn.integrations.plans.base import EnginePart, EnginePlan, Limits, part_of_sizes
 from compiled_attn.workloads.simulated.steps import SimulatedSteps
-from graphs.buckets.axes import Axis
-from graphs.buckets.ladders import explicit
-from graphs.planner import CostModel
 
 __all__ = ["TESTED", "capture_sizes", "parts", "written"]
 
@@ -36,12 +32,7 @@ def capture_sizes(max_seqs: int, max_tokens: int, largest: int = _LARGEST) -> li
 def parts(limits: Limits) -> list[EnginePart]:
     """All steps are one part: those of at most as many tokens as the largest default size."""
     sizes = capture_sizes(limits.max_seqs, limits.max_tokens)
-    axis = Axis("tokens", 1, sizes[-1])
-    family = Family(
-        "table", (axis,), lambda n: n["tokens"] >= 1, CostModel(lambda n: n["tokens"]),
-        steps=SimulatedSteps,
-    )  # fmt: skip
-    return [EnginePart("steps", family, explicit([axis], sizes))]
+    return [part_of_sizes("steps", "table", "tokens", sizes, SimulatedSteps)]
 
 
 def written(plans: Mapping[str, EnginePlan]) -> str:

@@ -55,3 +55,31 @@ def test_a_plan_for_vllm_comes_out_of_its_metrics(command, tmp_path):
 )
 def test_what_cannot_be_planned_is_one_line(command, options, parts):
     assert_refused(command("plan", *options), *parts)
+
+
+def test_without_drift_nothing_is_said_of_it(command, trace):
+    code, text, err = command("plan", "--format", "vllm", "--trace", trace, *LIMITS, "--no-drift")
+    assert code == 0 and "drift" not in text, err
+
+
+def test_an_engine_of_another_version_is_one_line_with_the_tested_range(
+    command, trace, monkeypatch
+):
+    from compiled_attn.cli import plan_for
+
+    monkeypatch.setattr(plan_for, "version", lambda package: "0.40.1")
+    code, text, _ = command("plan", "--format", "vllm", "--trace", trace, "--max-graphs", 4)
+    line = next(line for line in text.splitlines() if line.startswith("syntax and rules"))
+    assert code == 0 and "expected vllm 0.32.*, got 0.40.1: look at the result" in line
+
+
+def test_a_number_of_graphs_below_the_kinds_of_steps_is_refused(command, trace):
+    few = ["--format", "vllm-gaudi", "--trace", trace, "--max-graphs", 1]
+    assert_refused(command("plan", *few), "expected --max-graphs of at least 2")
+
+
+@pytest.mark.parametrize("engine", ["vllm", "vllm-gaudi", "sglang"])
+def test_metrics_that_are_none_are_one_line_for_each_engine(command, tmp_path, engine):
+    path = tmp_path / "metrics.txt"
+    path.write_text("# nothing of vLLM\n")
+    assert_refused(command("plan", "--format", engine, "--metrics", path, *LIMITS), "metrics.txt")

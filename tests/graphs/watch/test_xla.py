@@ -75,3 +75,11 @@ def test_without_torch_xla_arming_says_what_is_missing():
             no_xla_compile().arm()
     else:
         pytest.skip("torch_xla is installed")
+
+
+@pytest.mark.parametrize("data", [{"samples": 1}, (), 7, ("many", 1.0)])
+def test_counters_of_another_form_are_one_line_that_says_what_was_expected(metrics, data):
+    metrics.metric_data = lambda name: data
+    with pytest.raises(ValueError, match=r"expected \(samples, nanoseconds, \.\.\.\)") as caught:
+        no_xla_compile(metrics=metrics).arm()
+    assert "\n" not in str(caught.value)
