@@ -1,12 +1,14 @@
 """Two ranks of a model against one process: a step by model size, and the warmup, cold and stored.
 
     python benchmarks/ranks.py [--sizes 256 512 1024] [--steps 16] [--parts steps warmups]
+        [--rounds 3]
 
 Steps: rank 0 serves the same requests in turns with the ranks (a thread each) and alone with the
 whole model (two threads, while the other rank waits), in one run. The share of the collectives is
 that of as many of the same shape, timed on their own in the same run; agreement is what ranks tell
 each other before a step. Contexts: the same of long ones, of which each rank keeps half. Warmup: a
-process each, with a fresh store and compile cache, then again with these.
+process each, with a fresh store and compile cache, then again with these; in turns, `--rounds` of
+them, each of some minutes.
 """
 
 from __future__ import annotations
@@ -212,11 +214,11 @@ def launched(*arguments: str, ranks: int = 2, folder: str | None = None) -> str:
     return run.stdout
 
 
-def warmups(hidden: int) -> None:
+def warmups(hidden: int, rounds: int) -> None:
     seconds: dict[tuple[str, str], list[list[float]]] = {}
     kinds = (("one process", 1, "warmup"), ("two ranks, weights", 2, "warmup"),
              ("two ranks, contexts", 2, "warmup-contexts"))  # fmt: skip
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for name, ranks, case in kinds:
             with tempfile.TemporaryDirectory() as folder:
                 for start in ("cold", "second"):
@@ -244,6 +246,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", type=int, nargs="+", default=[256, 512, 1024])
     parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of warmups")
     parts = ["steps", "warmups"]
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--case", help=argparse.SUPPRESS)
@@ -255,7 +258,7 @@ def main() -> None:
                 count = str(given.steps)
                 print(launched("--case", case, "--sizes", str(size), "--steps", count), end="")
         if "warmups" in given.parts:
-            warmups(given.sizes[0])
+            warmups(given.sizes[0], given.rounds)
         return
     torch.set_num_threads(1)
     with joined_ranks() as ranks:

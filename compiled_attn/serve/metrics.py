@@ -66,6 +66,7 @@ def _so_far(report: EngineReport) -> Iterable[Metric]:
     )
     yield _gauge("prefix_hit_ratio", "Share of prompt tokens found.", report.prefix_hit_ratio)
     yield _gauge("graphs", "Captured buckets.", report.graphs)
+    yield _gauge("graphs_loaded", "Of these, from the store.", report.graphs_loaded)
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

