@@ -25,7 +25,7 @@ from compiled_attn.ops.cpu.isa import ask_permission, available_isas
 from compiled_attn.ops.schema import schemas
 from compiled_attn.ops.triton.register import register, why_not
 
-__all__ = ["NAMESPACE", "REFERENCE", "NativeOps", "load", "unavailable"]
+__all__ = ["NAMESPACE", "REFERENCE", "NativeOps", "load"]
 
 NAMESPACE = "compiled_attn"
 REFERENCE = "reference"
@@ -125,12 +125,6 @@ def load(
             variant).
     """
     return _LOADER.load(isa, strict, _Variant(debug, tuple(sanitize), plain_tiles), folder)
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def unavailable() -> str | None:
-    """Why the ops are not native in this process, or None; builds them on the first call."""
-    return load().why_not_native
 
 
 @dataclass(frozen=True)
