@@ -24,7 +24,6 @@ import torch
 from native.against import answer, other_process
 from torch import Tensor
 
-from compiled_attn.attention.cached_blocks import usage_bias
 from compiled_attn.attention.dense import attend
 from compiled_attn.attention.merge import merge
 from compiled_attn.attention.parts import (
@@ -33,6 +32,7 @@ from compiled_attn.attention.parts import (
     partial_attn_unique,
 )
 from compiled_attn.attention.sdpa import SdpaKernel
+from compiled_attn.cache.kv_cache import usage_bias
 
 BLOCK, HEADS, KV_HEADS, DIM = 16, 32, 8, 128
 DTYPES = torch.float32, torch.bfloat16

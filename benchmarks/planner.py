@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from field.ladders import ladders, limits_of
@@ -20,14 +20,19 @@ from field.ladders import ladders, limits_of
 from compiled_attn.integrations.plans import vllm
 from compiled_attn.workloads import Arrival, read_trace
 from compiled_attn.workloads.default_demand import default_demand, full_speed
-from compiled_attn.workloads.families import Family, within
+from compiled_attn.workloads.families import Family, decode, family, prefill, within
 from compiled_attn.workloads.ladders import ladders_within
-from compiled_attn.workloads.phases import decode, mixed, prefill
 from compiled_attn.workloads.simulate import SimulatedEngine, simulate
 from compiled_attn.workloads.synthetic import KINDS
 from graphs.planner import Demand, Judgement, PlanReport, judge, plan
 
 MOST_GRAPHS = 256
+
+
+def mixed(engine: SimulatedEngine, context: int) -> Family:
+    """The engine's own, over tokens, shared and unique blocks."""
+    whole = family("engine", engine, context)
+    return replace(whole, axes=whole.axes[:3], legal=lambda n: whole.legal({**n, "logits": 0}))
 
 
 def tokens(engine: SimulatedEngine, context: int) -> Family:

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from compiled_attn.engine import Grammar, SamplingParams
 from compiled_attn.engine.constraint import Constraint, constrain
-from compiled_attn.engine.draws import Draw, drawn_rows
 from compiled_attn.engine.logit_rules import LogitRules
+from compiled_attn.engine.sampler import Draw, drawn_rows
 from graphs.report.surroundings import machine
 
 TEXT = 1000

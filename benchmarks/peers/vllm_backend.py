@@ -11,6 +11,7 @@ of tokens before the first that differs (float32: 100 %, or the exit code is 1).
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Iterator, Mapping
 
@@ -30,6 +31,7 @@ OURS = System("vllm-ours", "vllm", _BOTH, variables=(("COMPILED_ATTN_VLLM", "1")
 
 def main() -> int:
     """Prints a table of each dtype; 1 if tokens differ that must not, or one does not serve."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # nobody else ends what is stopped
     options = parser_of(__doc__, "peers.vllm_backend").parse_args()
     agreed = True
     for task in tasks(options):

@@ -18,7 +18,6 @@ from compiled_attn.attention.parts import (
 )
 from compiled_attn.attention.sdpa import SdpaKernel
 from compiled_attn.attention.state import Attend, PartialAttention
-from compiled_attn.cache.writes import write_step
 from compiled_attn.ops import AttentionTraits, choose
 
 __all__ = ["DENSE_KERNELS", "attend_parts"]
@@ -49,7 +48,7 @@ def attend_parts(call: UnifiedCall, attend: Attend | None) -> tuple[Tensor, Tens
     ``attend``: the kernel of the causal and shared parts; None: the fastest that can.
     """
     attend = choose(call.traits(), DENSE_KERNELS).attend if attend is None else attend
-    key, value = write_step(call)
+    key, value = call.write()
     scoring = call.scoring
     m = replace(call.metadata, shared_blocks=None, shared_bias=None)
     m = m.seen_from(window=scoring.window, alibi_slopes=scoring.alibi_slopes)

@@ -14,9 +14,7 @@ from compiled_attn.attention.metadata import KeyRanks
 from compiled_attn.attention.parts import partial_attn_sinks
 from compiled_attn.attention.scoring import Scoring
 from compiled_attn.attention.state import FMIN, PartialAttention
-from compiled_attn.cache.writes import write_step
-from compiled_attn.ops import PagedCall, attend_paged
-from compiled_attn.ops.paged_attention import unavailable
+from compiled_attn.ops import PagedCall, attend_paged, unavailable
 
 __all__ = ["attend_ranks", "gathered"]
 
@@ -33,7 +31,7 @@ def attend_ranks(call: UnifiedCall) -> tuple[Tensor, Tensor]:
     ranks = call.metadata.ranks
     assert ranks is not None
     unavailable()  # or native: the op is there from here on
-    key, value = (each.to(call.query.dtype) for each in write_step(call))
+    key, value = (each.to(call.query.dtype) for each in call.write())
     parts = [*gathered(*_earlier(call), ranks), _part(*_new(call, key, value))]
     if (sink := partial_attn_sinks(call.scoring.sinks, parts[0])) is not None:
         parts.append(sink)
@@ -57,17 +55,7 @@ def gathered(out: Tensor, lse: Tensor, ranks: KeyRanks) -> list[PartialAttention
 
 def _earlier(call: UnifiedCall) -> tuple[Tensor, Tensor]:
     """Every new token over the keys of this rank."""
-    m = call.metadata
-    assert m.by_request is not None
-    caches = call.key_cache, *call.values, call.key_scale
-    keys, values, value_scale, key_scale = (
-        None if each is None else each.unflatten(0, (-1, m.block_size)) for each in caches
-    )
-    assert keys is not None and values is not None
-    scoring = _without_sinks(call.scoring)
-    return attend_paged(
-        PagedCall(call.query, keys, values, *m.by_request, scoring, False, key_scale, value_scale)
-    )
+    return attend_paged(call.paged(_without_sinks(call.scoring), causal=False))
 
 
 def _new(call: UnifiedCall, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

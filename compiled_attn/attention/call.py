@@ -1,17 +1,25 @@
-"""One call of unified attention: its arguments under the names of `unified_attention`."""
+"""One call of unified attention: its arguments, and their checks before anything is written.
+
+A compiled or captured graph must not read numbers: there `BatchBuilder` has checked them on the
+host.
+"""
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from compiled_attn.arguments import FLOATS, INTS, Expect, can_read, slot_used_twice
 from compiled_attn.attention.metadata import UnifiedMetadata
-from compiled_attn.attention.scoring import Scoring
-from compiled_attn.ops import AttentionTraits, unit_strides
+from compiled_attn.attention.scoring import Scoring, check_window
+from compiled_attn.cache.kv_cache import write_slots
+from compiled_attn.cache.quantisation import QUANTISED
+from compiled_attn.ops import AttentionTraits, NewTokens, PagedCall, unit_strides
 
-__all__ = ["UnifiedCall"]
+__all__ = ["UnifiedCall", "check", "check_numbers"]
 
 
 class UnifiedCall(NamedTuple):
@@ -40,6 +48,31 @@ class UnifiedCall(NamedTuple):
             return self.value_cache, self.value_scale
         return self.key_cache[..., : self.latent], self.key_scale
 
+    def write(self) -> tuple[Tensor, Tensor]:
+        """Writes the keys and values; returns them as a later step will read them, of the cache's
+        dtype or dequantised to float32.
+        """
+        slots = self.metadata.slot_mapping
+        key = write_slots(self.key_cache, self.key, slots, self.key_scale)
+        if self.value is None or self.value_cache is None:  # part of the keys, written with them
+            return key, key[..., : self.latent]
+        return key, write_slots(self.value_cache, self.value, slots, self.value_scale)
+
+    def paged(
+        self, scoring: Scoring, *, causal: bool = True, new: NewTokens | None = None
+    ) -> PagedCall:
+        """The call of the op over the same caches, seen block by block."""
+        m = self.metadata
+        assert m.by_request is not None
+        caches = self.key_cache, *self.values, self.key_scale
+        keys, values, value_scale, key_scale = (
+            None if each is None else each.unflatten(0, (-1, m.block_size)) for each in caches
+        )
+        assert keys is not None and values is not None
+        return PagedCall(
+            self.query, keys, values, *m.by_request, scoring, causal, key_scale, value_scale, new
+        )
+
     def traits(self) -> AttentionTraits:
         """What decides who can serve the call."""
         query, keys = self.query, self.key_cache
@@ -59,4 +92,266 @@ class UnifiedCall(NamedTuple):
             by_request=self.metadata.by_request is not None,
             by_parts=self.metadata.has_parts,
             unit_stride=unit_strides(keys, values),
+        )
+
+
+_expect = Expect(
+    ValueError,
+    TypeError,
+    remedy="build the metadata and the tensors of a step with the same bucket",
+)
+
+
+def check(call: UnifiedCall) -> None:
+    """Raises ValueError or TypeError unless the arguments of `unified_attention` fit together."""
+    query, key = call.query, call.key
+    _expect.tensor("query", query, "[T, H, D]", (None, None, None), FLOATS)
+    tokens, heads, dim = query.shape
+    _expect.tensor("key", key, "[T, Hk, D]", (tokens, None, dim), (query.dtype,), query)
+    _expect.heads(heads, key.shape[1])
+    _check_cache("key", call.key_cache, call.key_scale, key, call.metadata.block_size)
+    _check_values(call)
+    _check_scoring(call)
+    _check_projection(call)
+    _check_parts(call.metadata)
+    _check_shapes(call.metadata, tokens, heads, query)
+    _check_positions(call)
+    _check_requests(call.metadata, query)
+    _check_ranks(call)
+    if can_read(query):
+        # First, since numbers that are written over after they were checked can be anything.
+        names = "key_cache", "value_cache", "key_scale", "value_scale"
+        read = {"query": query, "key": key, "value": call.value, **vars(call.metadata)}
+        _expect.apart({name: getattr(call, name) for name in names}, read)
+        if query.device.type == "cpu":  # of another device each layer would wait for them
+            check_numbers(call.metadata, tokens, call.key_cache.shape[0])
+
+
+def _check_cache(
+    name: str, cache: Tensor, scale: Tensor | None, new: Tensor, block_size: int
+) -> None:
+    legend = "[num_blocks * block_size, Hk, D]"
+    shape = (None, *new.shape[1:])
+    _expect.tensor(f"{name}_cache", cache, legend, shape, FLOATS + QUANTISED, new)
+    slots = cache.shape[0]
+    if block_size < 1 or slots % block_size:
+        wanted = f"{name}_cache of a multiple of block_size {block_size} slots"
+        _expect(False, wanted, slots, "the metadata was built for another cache")
+    if (cache.dtype in QUANTISED) != (scale is not None):
+        wanted = f"{name}_scale with a cache of {QUANTISED} and with no other"
+        got = f"{name}_scale {_given(scale)} with {cache.dtype}"
+        _expect(False, wanted, got, "pass PagedKVCache's caches and scales together")
+    if scale is not None:
+        shape = (slots, new.shape[1])
+        _expect.tensor(f"{name}_scale", scale, "[slots, Hk]", shape, (torch.float32,), new)
+
+
+def _check_values(call: UnifiedCall) -> None:
+    query, value, cache, scale = call.query, call.value, call.value_cache, call.value_scale
+    if (value is None) != (cache is None):
+        wanted = "value and value_cache both (a cache with V) or neither (latents, without V)"
+        got = f"value {_given(value)} and value_cache {_given(cache)}"
+        _expect(False, wanted, got, "pass the other too")
+    if value is None or cache is None:
+        got, remedy = _given(scale), "latents have key_scale"
+        _expect(scale is None, "value_scale only with value_cache", got, remedy)
+        return
+    shape = (query.shape[0], call.key.shape[1], None)
+    _expect.tensor("value", value, "[T, Hk, Dv]", shape, (query.dtype,), query)
+    _check_cache("value", cache, scale, value, call.metadata.block_size)
+    both = cache.shape[0], call.key_cache.shape[0]
+    remedy = "make both caches with the same number of blocks"
+    _expect(both[0] == both[1], "as many value slots as key slots", both, remedy)
+
+
+def _check_scoring(call: UnifiedCall) -> None:
+    scoring = call.scoring
+    for name, vector in (("alibi_slopes", scoring.alibi_slopes), ("sinks", scoring.sinks)):
+        if vector is not None:
+            _expect.tensor(name, vector, "[H]", call.query.shape[1:2], like=call.query)
+    positive = scoring.softcap is None or scoring.softcap > 0
+    _expect(positive, "softcap of a positive number", scoring.softcap, "None is no softcap")
+    if scoring.window is not None:
+        check_window(scoring.window)
+
+
+def _check_projection(call: UnifiedCall) -> None:
+    projection = call.value_projection
+    if projection is None:
+        return
+    legend = "[H, R, Dv], R at most a value's size,"
+    _expect.tensor("value_projection", projection, legend, (None, None, None))
+    taken = projection.shape[1]
+    if call.value is not None:
+        taken = call.value.shape[-1]
+    elif taken > call.query.shape[2]:
+        taken = call.query.shape[2]
+    shape = (call.query.shape[1], taken, None)
+    _expect.tensor("value_projection", projection, legend, shape, like=call.query)
+
+
+def _check_parts(m: UnifiedMetadata) -> None:
+    parts: dict[str, list[Tensor | int | None]] = {
+        "causal": [m.causal_bias],
+        "shared": [m.shared_blocks, m.shared_bias],
+        "unique": [m.unique_blocks, m.unique_block_mapping, m.unique_bias],
+    }
+    for name, fields in parts.items():
+        given = sum(field is not None for field in fields)
+        if 0 < given < len(fields):
+            wanted, got = f"all fields of the {name} part or none of them", f"{given}"
+            _expect(False, wanted, got, "blocks without a bias would be left out in silence")
+    _expect(
+        m.has_parts or m.by_request is not None,
+        "at least one part of the attention",
+        "none",
+        "give the step a causal bias, shared blocks or unique blocks",
+    )
+    for name, size in (("causal_width", m.causal_width), ("shared_chunk", m.shared_chunk)):
+        if size is not None and size < 1:
+            _expect(False, f"{name} of at least 1 or None", size, "None is one piece")
+
+
+def _check_shapes(m: UnifiedMetadata, tokens: int, heads: int, like: Tensor) -> None:
+    _expect_ints("slot_mapping", m.slot_mapping, (tokens,), like)
+    if m.causal_bias is not None:
+        _expect_bias("causal_bias", m.causal_bias, (tokens, tokens), heads, like)
+    if m.shared_blocks is not None and m.shared_bias is not None:
+        blocks = m.shared_blocks.numel()
+        _expect_ints("shared_blocks", m.shared_blocks, (blocks,), like)
+        if m.shared_bias.is_floating_point():
+            shape = (tokens, blocks, m.block_size)
+            _expect_bias("shared_bias", m.shared_bias, shape, heads, like)
+        else:
+            _expect_ints("shared_bias (usages)", m.shared_bias, (tokens, blocks), like)
+        if m.shared_lengths is not None:
+            _expect_ints("shared_lengths", m.shared_lengths, (blocks,), like)
+    _check_unique(m, heads, like)
+
+
+def _check_unique(m: UnifiedMetadata, heads: int, like: Tensor) -> None:
+    listed, mapping, bias = m.unique_blocks, m.unique_block_mapping, m.unique_bias
+    if listed is None or mapping is None or bias is None:
+        return
+    unique = listed if isinstance(listed, int) else listed.numel()
+    if isinstance(listed, Tensor):
+        _expect_ints("unique_blocks", listed, (unique,), like)
+    _expect_ints("unique_block_mapping", mapping, (unique,), like)
+    between = (heads,) if bias.dim() == 3 else ()
+    _expect.tensor("unique_bias", bias, "", (unique, *between, m.block_size), FLOATS, like)
+    if m.unique_queries is not None:
+        _expect_ints("unique_queries", m.unique_queries, (m.unique_queries.numel(),), like)
+
+
+def _check_requests(m: UnifiedMetadata, like: Tensor) -> None:
+    given = [field is not None for field in (m.block_tables, m.seq_lens, m.query_start_loc)]
+    if any(given) and not all(given):
+        wanted = "block_tables, seq_lens and query_start_loc together or none of them"
+        _expect(False, wanted, f"{sum(given)} of them", "fill all three, or none")
+    if m.by_request is None:
+        return
+    tables, lengths, starts = m.by_request
+    requests = tables.shape[0]
+    _expect_ints("block_tables", tables, (requests, tables.shape[-1]), like)
+    _expect_ints("seq_lens", lengths, (requests,), like)
+    _expect_ints("query_start_loc", starts, (requests + 1,), like)
+
+
+def _check_ranks(call: UnifiedCall) -> None:
+    """No rank knows which positions its keys have."""
+    m, scoring = call.metadata, call.scoring
+    if m.ranks is None:
+        return
+    remedy = "keys on several ranks are found by block tables"
+    _expect(m.by_request is not None, "ranks with a step request by request", "none", remedy)
+    remedy = "attention that depends on positions needs all keys on one rank"
+    _expect(scoring.window is None, "ranks without a sliding window", scoring.window, remedy)
+    _expect(scoring.alibi_slopes is None, "ranks without ALiBi", "slopes", remedy)
+
+
+def _check_positions(call: UnifiedCall) -> None:
+    m, scoring = call.metadata, call.scoring
+    if (scoring.window is None and scoring.alibi_slopes is None) or not m.has_parts:
+        return
+    needed = [("positions", m.positions, call.query.shape[0])]
+    if m.shared_blocks is not None and m.shared_blocks.shape[0]:
+        needed.append(("shared_starts", m.shared_starts, m.shared_blocks.shape[0]))
+    if m.unique_block_mapping is not None and m.unique_block_mapping.shape[0]:
+        needed.append(("unique_starts", m.unique_starts, m.unique_block_mapping.shape[0]))
+    for name, tensor, size in needed:
+        if tensor is not None:
+            _expect_ints(name, tensor, (size,), m.slot_mapping)
+        m.needs(tensor, name)
+
+
+def _expect_ints(name: str, tensor: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
+    _expect.tensor(name, tensor, "", shape, INTS, like)
+
+
+def _expect_bias(name: str, bias: Tensor, shape: tuple[int, ...], heads: int, like: Tensor) -> None:
+    between = (heads,) if bias.dim() == len(shape) + 1 else ()
+    _expect.tensor(name, bias, "(0 shows a key, -inf hides it)", (*between, *shape), FLOATS, like)
+
+
+def _given(tensor: Tensor | None) -> str:
+    return "not given" if tensor is None else "given"
+
+
+def check_numbers(m: UnifiedMetadata, tokens: int, slots: int) -> None:
+    """Raises ValueError unless every slot, block and row is one, and new tokens have their own.
+
+    Args:
+        m: metadata whose shapes and dtypes fit already.
+        tokens: rows of the step.
+        slots: slots of the cache.
+    """
+    blocks = slots // m.block_size
+    _expect_range("slot_mapping", m.slot_mapping, slots)
+    if m.shared_blocks is not None:
+        _expect_range("shared_blocks", m.shared_blocks, blocks)
+    if isinstance(m.unique_blocks, Tensor):
+        _expect_range("unique_blocks", m.unique_blocks, blocks)
+    elif m.unique_blocks is not None and not 0 <= m.unique_blocks <= blocks:
+        raise ValueError(
+            f"unique_blocks: expected at most the {blocks} blocks of the cache, "
+            f"got {m.unique_blocks}: the metadata was built for another cache"
+        )
+    if m.unique_block_mapping is not None:
+        _expect_range("unique_block_mapping", m.unique_block_mapping, tokens)
+    _check_queries(m)
+    _check_overlap(m)
+
+
+def _check_queries(m: UnifiedMetadata) -> None:
+    mapping, bias = m.unique_block_mapping, m.unique_bias
+    if m.unique_queries is None or mapping is None or bias is None:
+        return
+    reading = mapping[(bias > -math.inf).flatten(1).any(1)]
+    listed = m.unique_queries[m.unique_queries >= 0]
+    if not torch.isin(reading, listed).all() or listed.unique().numel() != listed.numel():
+        raise ValueError(
+            "unique_queries: expected every row of unique_block_mapping in it once, got "
+            f"{m.unique_queries.tolist()}: a row that is left out would lose its blocks, one that "
+            "is listed twice would count them twice"
+        )
+
+
+def _check_overlap(m: UnifiedMetadata) -> None:
+    # The null block is where padding writes, all of it to the same slots.
+    slot = slot_used_twice(m.slot_mapping[m.slot_mapping >= m.block_size])
+    if slot is not None:
+        raise ValueError(
+            f"slot_mapping: expected a slot of its own for every new token, got slot {slot} twice: "
+            "requests that share a block must copy it before they write to it"
+        )
+
+
+def _expect_range(name: str, ids: Tensor, limit: int) -> None:
+    if not ids.numel():
+        return
+    low, high = (int(end) for end in torch.aminmax(ids))
+    if low < 0 or high >= limit:
+        raise ValueError(
+            f"{name}: expected numbers in 0..{limit - 1}, got {low}..{high}: "
+            "check the block tables; padding points at 0"
         )

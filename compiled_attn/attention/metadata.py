@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_attn.attention.cached_blocks import usage_bias
 from compiled_attn.attention.scoring import by_position, check_window
 from compiled_attn.attention.state import FEPS, FMIN
+from compiled_attn.cache.kv_cache import usage_bias
 
 __all__ = ["KeyRanks", "UnifiedMetadata"]
 

@@ -7,17 +7,17 @@ import math
 import torch
 from torch import Tensor
 
-from compiled_attn.attention.cached_blocks import (
+from compiled_attn.attention.dense import attend, exp_scores
+from compiled_attn.attention.merge import reduce_to_rows
+from compiled_attn.attention.scoring import capped
+from compiled_attn.attention.state import FMIN, Attend, PartialAttention
+from compiled_attn.cache.kv_cache import (
     gather_blocks,
     read_blocks,
     slots_of,
     strict_index,
     usage_bias,
 )
-from compiled_attn.attention.dense import attend, exp_scores
-from compiled_attn.attention.merge import reduce_to_rows
-from compiled_attn.attention.scoring import capped
-from compiled_attn.attention.state import FMIN, Attend, PartialAttention
 
 __all__ = [
     "partial_attn_causal",

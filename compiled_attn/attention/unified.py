@@ -12,14 +12,12 @@ from torch import Tensor
 
 from compiled_attn.attention.by_parts import attend_parts
 from compiled_attn.attention.by_rank import attend_ranks
-from compiled_attn.attention.by_request import attend_requests
-from compiled_attn.attention.call import UnifiedCall
-from compiled_attn.attention.checks import check
+from compiled_attn.attention.call import UnifiedCall, check
 from compiled_attn.attention.dense import attend
 from compiled_attn.attention.metadata import UnifiedMetadata
 from compiled_attn.attention.scoring import Scoring
 from compiled_attn.attention.state import Attend
-from compiled_attn.ops import KernelChoice, chooses_native
+from compiled_attn.ops import KernelChoice, NewTokens, attend_paged, chooses_native
 
 __all__ = ["unified_attention"]
 
@@ -103,7 +101,7 @@ def unified_attention(
     if metadata.ranks is not None:
         out, log_sum = attend_ranks(call)
     elif chooses_native(kernel, call.traits()):
-        out, log_sum = attend_requests(call, fused_write)
+        out, log_sum = _attend_requests(call, fused_write)
     else:
         out, log_sum = attend_parts(call, attend)
     if value_projection is not None:
@@ -111,3 +109,17 @@ def unified_attention(
         out = torch.einsum("thr,hrv->thv", out, value_projection.to(out.dtype))
     out = out.to(query.dtype)
     return (out, log_sum) if return_lse else out
+
+
+def _attend_requests(call: UnifiedCall, fused_write: bool) -> tuple[Tensor, Tensor]:
+    """Out ``[T, H, Dv]`` in the query's dtype and lse ``[T, H]`` of a call.
+
+    ``fused_write`` False: torch writes the cache, which a nested compile region can do, and the op
+    reads it.
+    """
+    new = None
+    if call.value is not None and call.value_cache is not None and fused_write:
+        new = NewTokens(call.key, call.value, call.metadata.slot_mapping)
+    else:
+        call.write()
+    return attend_paged(call.paged(call.scoring, new=new))

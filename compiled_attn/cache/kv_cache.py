@@ -1,7 +1,8 @@
-"""The paged KV cache: one flat K and one flat V buffer per layer."""
+"""The paged KV cache: one flat K and one flat V buffer per layer; rows written, blocks read."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -9,9 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from compiled_attn.cache import huge_pages
-from compiled_attn.cache.quantisation import QUANTISED
+from compiled_attn.cache.quantisation import QUANTISED, dequantise, quantise
 
-__all__ = ["KVShape", "PagedKVCache"]
+__all__ = [
+    "KVShape",
+    "PagedKVCache",
+    "gather_blocks",
+    "read_blocks",
+    "slots_of",
+    "strict_index",
+    "usage_bias",
+    "write_slots",
+]
 
 
 class KVShape(NamedTuple):
@@ -207,3 +217,71 @@ def _check_shapes(shapes: tuple[KVShape, ...], num_layers: int) -> None:
                 f"shapes[{layer}]: expected it the same as an earlier layer of its shape with "
                 f"buffers of its own, got same_as={same}: name such a layer, or None"
             )
+
+
+def write_slots(cache: Tensor, new: Tensor, slots: Tensor, scale: Tensor | None) -> Tensor:
+    """Writes rows ``[T, Hk, D]`` to slots ``[T]`` of a flat cache, in place.
+
+    Returns:
+        The rows as they will be read: of the cache's dtype, or dequantised to float32.
+    """
+    # index_copy_: inside a captured graph it writes T rows and does not copy the cache.
+    slots = strict_index(slots.long(), cache.shape[0])
+    if cache.dtype not in QUANTISED or scale is None:
+        kept = new.to(cache.dtype)
+        cache.index_copy_(0, slots, kept)
+        return kept
+    codes, row_scales = quantise(new, cache.dtype)
+    # There is no index_copy_ of float8: its bytes are copied.
+    cache.view(torch.uint8).index_copy_(0, slots, codes.view(torch.uint8))
+    scale.index_copy_(0, slots, row_scales)
+    return dequantise(codes, row_scales)
+
+
+def usage_bias(usage: Tensor, block_size: int) -> Tensor:
+    """0 for the first ``usage`` slots of a block, else -inf: ``[...] -> [..., block_size]``."""
+    visible = slots_of(block_size, usage) < usage.unsqueeze(-1)
+    return torch.where(visible, 0.0, -math.inf)
+
+
+def gather_blocks(
+    cache: Tensor, blocks: Tensor, used: Tensor, scale: Tensor | None = None
+) -> Tensor:
+    """Blocks of a flat cache as ``[B, block_size, Hk, D]``, with zeros in unused slots.
+
+    Args:
+        cache: ``[num_blocks * block_size, Hk, D]``.
+        blocks: ``[B]`` ids.
+        used: ``[B, block_size]`` bool. What lies in other slots may be NaN, and 0 * NaN is NaN.
+        scale: ``[num_blocks * block_size, Hk]`` of a quantised cache, or None.
+    """
+    read = read_blocks(cache, blocks, used.shape[-1], scale)
+    return torch.where(used[:, :, None, None], read, 0)
+
+
+def read_blocks(
+    cache: Tensor, blocks: Tensor | int, block_size: int, scale: Tensor | None = None
+) -> Tensor:
+    """Blocks as they are, garbage included: ``[B, block_size, Hk, D]``, float32 if quantised.
+
+    Args:
+        cache, scale: as in `gather_blocks`.
+        blocks: ``[B]`` ids, or an int B: the first B blocks, without a gather.
+        block_size: slots in a block.
+    """
+    by_block = cache.unflatten(0, (-1, block_size))
+    at = slice(blocks) if isinstance(blocks, int) else strict_index(blocks, by_block.shape[0])
+    read = by_block[at]
+    return read if scale is None else dequantise(read, scale.unflatten(0, (-1, block_size))[at])
+
+
+def strict_index(ids: Tensor, limit: int) -> Tensor:
+    """Ids for indexing, negative ones made ``limit``: where a graph cannot read them to refuse
+    them, indexing by -1 would take the last element in silence, but by ``limit`` it fails.
+    """
+    return torch.where(ids < 0, limit, ids)
+
+
+def slots_of(block_size: int, like: Tensor) -> Tensor:
+    """``[0, 1, .. block_size - 1]`` on a tensor's device."""
+    return torch.arange(block_size, device=like.device)

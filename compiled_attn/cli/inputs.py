@@ -10,6 +10,7 @@ import torch
 
 from compiled_attn.cli.errors import UserError
 from compiled_attn.cli.options import ModelOptions, ServingOptions
+from compiled_attn.engine.sampling import check_lengths
 from compiled_attn.model_folder import will_convert
 from compiled_attn.models import default_model, load_model
 from compiled_attn.workloads import Arrival, fit_scale, scaled
@@ -92,7 +93,7 @@ def fitted_arrivals(
     scale = fit_scale(arrivals, sizing.context) if options.scale is None else options.scale
     arrivals = scaled(arrivals, scale)
     for arrival in arrivals:
-        sizing.check_lengths(arrival.prompt_tokens, arrival.output_tokens)
+        check_lengths(sizing, arrival.prompt_tokens, arrival.output_tokens)
     prompt_tokens = sum(arrival.prompt_tokens for arrival in arrivals)
     output_tokens = sum(arrival.output_tokens for arrival in arrivals)
     print(

@@ -13,9 +13,8 @@ from compiled_attn.cli.errors import UserError, bad_input
 from compiled_attn.cli.inputs import fitted_arrivals, known_backend, model_of
 from compiled_attn.cli.options import PlanOptions, settings_of
 from compiled_attn.engine import EngineConfig
-from compiled_attn.engine.local import chosen_kernel
-from compiled_attn.engine.sizing import FORMS, Sizing, step_limits, work_of
-from compiled_attn.engine.step_size import StepSize
+from compiled_attn.engine.kernel import chosen_kernel
+from compiled_attn.engine.sizing import FORMS, Sizing, StepSize, step_limits, work_of
 from compiled_attn.workloads import read_trace
 from compiled_attn.workloads.default_demand import default_demand
 from compiled_attn.workloads.families import Family, family, within

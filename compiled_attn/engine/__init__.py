@@ -12,12 +12,12 @@ from graphs.lazy import lazy_names
 if TYPE_CHECKING:
     from compiled_attn.engine.asynchronous import AsyncEngine
     from compiled_attn.engine.config import ConfigError, EngineConfig
-    from compiled_attn.engine.draws import sample, sample_rows
     from compiled_attn.engine.engine import Engine
     from compiled_attn.engine.grammar import Grammar
     from compiled_attn.engine.handle import RequestHandle
     from compiled_attn.engine.logprobs import TokenLogprobs
     from compiled_attn.engine.report import EngineReport, StepInfo
+    from compiled_attn.engine.sampler import sample, sample_rows
     from compiled_attn.engine.sampling import SamplingParams
     from compiled_attn.engine.scheduler import ScheduledStep, ScheduledTokens, Scheduler
     from compiled_attn.engine.sequence import GenerationResult, Sequence, Status, TokenEvent
@@ -29,7 +29,7 @@ else:
         {
             "asynchronous": "AsyncEngine",
             "config": "ConfigError EngineConfig",
-            "draws": "sample sample_rows",
+            "sampler": "sample sample_rows",
             "engine": "Engine",
             "grammar": "Grammar",
             "handle": "RequestHandle",

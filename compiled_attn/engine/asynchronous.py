@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -12,17 +13,66 @@ from dataclasses import replace
 from types import TracebackType
 
 from compiled_attn.cache.blocks.prefix import Salt
-from compiled_attn.engine.compiling import Compiling
 from compiled_attn.engine.config import ConfigError
-from compiled_attn.engine.constraint import without_grammars
+from compiled_attn.engine.constraint import Grammars, without_grammars
 from compiled_attn.engine.engine import Engine
 from compiled_attn.engine.grammar import Grammar
 from compiled_attn.engine.handle import RequestHandle
 from compiled_attn.engine.owner import Owner, Seen
-from compiled_attn.engine.prompts import token_ids
-from compiled_attn.engine.sampling import SamplingParams
+from compiled_attn.engine.sampling import SamplingParams, token_ids
+from compiled_attn.errors import QueueFull
 
-__all__ = ["AsyncEngine"]
+__all__ = ["AsyncEngine", "Compiling"]
+
+_MOST_WAITING, _KEPT = 16, 48
+
+
+class Compiling:
+    """Compiles each grammar once, in threads that keep no interpreter from its exit.
+
+    Args:
+        grammars: what compiles them, and keeps what it compiled.
+    """
+
+    def __init__(self, grammars: Grammars) -> None:
+        self._grammars = grammars
+        self._turn, self._lock = threading.Lock(), threading.Lock()
+        self._begun: dict[Grammar, Future[None]] = {}
+
+    def begin(self, grammar: Grammar) -> Future[None]:
+        """Done when the grammar is compiled; with the error that it is refused with.
+
+        Raises:
+            QueueFull: too many others wait to be compiled.
+        """
+        with self._lock:
+            if (known := self._begun.get(grammar)) is not None:
+                return known
+            if sum(not each.done() for each in self._begun.values()) >= _MOST_WAITING:
+                raise QueueFull(
+                    f"expected at most {_MOST_WAITING} grammars that wait to be compiled, got one "
+                    "more: submit it later"
+                )
+            future = self._begun[grammar] = Future[None]()
+            done = [each for each, other in self._begun.items() if other.done()]
+            for each in done[: len(self._begun) - _KEPT]:
+                del self._begun[each]
+        threading.Thread(
+            target=self._compile, args=(grammar, future), name="grammar", daemon=True
+        ).start()
+        return future
+
+    def _compile(self, grammar: Grammar, future: Future[None]) -> None:
+        with self._turn:
+            try:
+                self._grammars.compiled(grammar)
+            except BaseException as error:
+                with self._lock:
+                    del self._begun[grammar]  # it may be mended, as by an installation
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+
 
 _EXIT_SECONDS = 5.0  # that an exit of the interpreter waits for the step that runs
 

@@ -16,10 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from compiled_attn.engine.grammar import Grammar
-from compiled_attn.engine.sampling import SamplingParams
 from compiled_attn.errors import ConfigError
 
-__all__ = ["Constraint", "Grammars", "Matcher", "constrain", "constraint_of", "without_grammars"]
+__all__ = ["Constraint", "Grammars", "Matcher", "constrain", "without_grammars"]
 
 _LAST_ID = 2**31 - 1  # of any vocabulary; what an end beyond it is, no model draws
 
@@ -104,25 +103,6 @@ class Constraint:
         allowed = _bits(self.grammars.masks([matcher]))[0, : self._vocab]
         allowed[self.ends[self.ends < len(allowed)]] = 0
         return not allowed.any()
-
-
-def constraint_of(
-    sampling: SamplingParams,
-    grammars: Grammars | None,
-    prompt_len: int,
-    ends: Collection[int] = (),
-    vocab: int = _LAST_ID,
-) -> Constraint | None:
-    """The constraint of a request; None where it has no grammar.
-
-    Raises:
-        ConfigError: it has one that cannot be compiled, or that the engine knows nothing of.
-    """
-    if sampling.grammar is None:
-        return None
-    if grammars is None:
-        raise without_grammars(sampling.grammar)
-    return Constraint(grammars, sampling.grammar, prompt_len, ends, vocab)
 
 
 def without_grammars(grammar: Grammar) -> ConfigError:

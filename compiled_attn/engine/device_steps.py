@@ -9,14 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from compiled_attn.engine.draw_rows import DrawRows
-from compiled_attn.engine.draws import NOT_FINITE
 from compiled_attn.engine.executor import FittedStep
 from compiled_attn.engine.logprobs import ScoredToken
-from compiled_attn.engine.sampler import sampled
+from compiled_attn.engine.sampler import NOT_FINITE, sampled
 from compiled_attn.engine.scheduler import ScheduledStep
 from compiled_attn.engine.sequence import Sequence as Request
 from compiled_attn.engine.staging import Later, Return, Staging, staged_bytes
-from compiled_attn.engine.uniform import uniforms
 from compiled_attn.hf import PagedCausalLM
 from compiled_attn.ops.drawn_tokens import NO_TOKEN, drawn, likely
 from graphs import Bucket, BucketSpace, WarmupManager, explicit
@@ -67,7 +65,7 @@ class DeviceSteps:
         backend, options: as of the graphs of the steps.
 
     Attributes:
-        module, options, others: see `compiled_attn.engine.host_steps.Steps`.
+        module, options, others: see `compiled_attn.engine.local.Steps`.
     """
 
     def __init__(
@@ -137,8 +135,7 @@ def _draws_of(step: ScheduledStep, rows: int, vocab: int) -> DrawRows:
     """How tokens are drawn after a step whose settings do nothing else to the logits."""
     parts = [step[at] for at in step.special]
     params = [part.sequence.sampling for part in parts]
-    uniform = uniforms([each.seed or 0 for each in params], [part.generated for part in parts])
-    return DrawRows.of(step.special, params, uniform, rows, vocab)
+    return DrawRows.of(step.special, params, [part.generated for part in parts], rows, vocab)
 
 
 def _rows_before(step: ScheduledStep, rows: Mapping[Request, int], size: int) -> Tensor:

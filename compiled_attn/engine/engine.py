@@ -22,20 +22,23 @@ from compiled_attn.cache.blocks import BlockPool
 from compiled_attn.cache.blocks.prefix import Salt
 from compiled_attn.engine.block_memory import BlockMemory
 from compiled_attn.engine.config import ConfigError, EngineConfig
-from compiled_attn.engine.constraint import Grammars, constraint_of
+from compiled_attn.engine.constraint import Constraint, Grammars, without_grammars
 from compiled_attn.engine.executor import Executor
 from compiled_attn.engine.local import executor_for
-from compiled_attn.engine.outcome import Attempt, Changes, Outcome
-from compiled_attn.engine.prompts import Workload, check_settings, token_ids
 from compiled_attn.engine.report import EngineReport, StepInfo, info_of, report_of
-from compiled_attn.engine.sampling import SamplingParams
+from compiled_attn.engine.sampling import (
+    SamplingParams,
+    check_fits,
+    check_lengths,
+    check_settings,
+    token_ids,
+)
 from compiled_attn.engine.scheduler import Scheduler
 from compiled_attn.engine.sequence import GenerationResult, HasStop, Mailbox, Sequence, TokenEvent
-from compiled_attn.engine.sizing import Sizing
-from compiled_attn.engine.step_size import StepSize
-from compiled_attn.engine.stream import Known, Stream, ended, results_of
+from compiled_attn.engine.sizing import Sizing, StepSize
+from compiled_attn.engine.steps import Attempt, Changes, Outcome, StepsUnderWay
+from compiled_attn.engine.stream import Known, Stream, Workload, ended, results_of
 from compiled_attn.engine.tally import Tally
-from compiled_attn.engine.under_way import StepsUnderWay
 from graphs import WarmupReport, no_compile
 
 __all__ = ["Engine"]
@@ -281,8 +284,16 @@ class Engine:
         self, prompt: list[int], sampling: SamplingParams, salt: Salt, arrived_s: float | None
     ) -> None:
         check_settings(sampling, salt, arrived_s, has_text=self._has_stop is not None)
-        self.sizing.check(prompt, sampling)
-        constraint_of(sampling, self._grammars, len(prompt))  # compiles it
+        check_fits(self.sizing, prompt, sampling)
+        self._constraint(sampling, len(prompt))  # compiles it
+
+    def _constraint(self, sampling: SamplingParams, prompt_len: int) -> Constraint | None:
+        if sampling.grammar is None:
+            return None
+        if self._grammars is None:
+            raise without_grammars(sampling.grammar)
+        ends = self.end_tokens(sampling)
+        return Constraint(self._grammars, sampling.grammar, prompt_len, ends, self.sizing.vocab)
 
     def _enter(
         self,
@@ -296,7 +307,6 @@ class Engine:
     ) -> int:
         """`submit`, whose events go to a mailbox, under an index (None: its id) and a choice."""
         self._check(prompt, sampling, salt, arrived_s)
-        ends = self.end_tokens(sampling)
         request_id = next(self._ids)
         sequence = Sequence(
             request_id,
@@ -304,14 +314,12 @@ class Engine:
             len(prompt),
             sampling.seeded(),
             time.perf_counter() if arrived_s is None else float(arrived_s),
-            stop_tokens=ends,
+            stop_tokens=self.end_tokens(sampling),
             salt=salt,
             index=request_id if index is None else index,
             mailbox=mailbox,
             has_stop=self._has_stop,
-            constraint=constraint_of(
-                sampling, self._grammars, len(prompt), ends, self.sizing.vocab
-            ),
+            constraint=self._constraint(sampling, len(prompt)),
             choice=choice,
         )
         try:
@@ -374,7 +382,7 @@ class Engine:
         """Ends requests that were queued before a warmup which lost the buckets for them."""
         for sequence in list(self._requests.values()):
             try:
-                self.sizing.check_lengths(sequence.prompt_len, sequence.sampling.max_new_tokens)
+                check_lengths(self.sizing, sequence.prompt_len, sequence.sampling.max_new_tokens)
             except ConfigError as error:
                 event = sequence.failure(str(error), time.perf_counter())
                 sequence.mailbox.put({("warmup", sequence.request_id): event})

@@ -5,31 +5,30 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from compiled_attn.cache.defrag import BlockSwap
 from compiled_attn.engine.config import ConfigError, EngineConfig
 from compiled_attn.engine.device_steps import DeviceSteps
 from compiled_attn.engine.executor import COPIES, Executor, ExecutorReport, FittedStep
-from compiled_attn.engine.host_steps import HostSteps, Steps
+from compiled_attn.engine.kernel import chosen_kernel, packs
 from compiled_attn.engine.logprobs import ScoredToken
-from compiled_attn.engine.sampler import logits_wanted
+from compiled_attn.engine.sampler import logits_wanted, sampled
 from compiled_attn.engine.scheduler import ScheduledStep
-from compiled_attn.engine.sizing import FORMS, Form, Sizing, eos_tokens
+from compiled_attn.engine.sizing import Sizing, eos_tokens
 from compiled_attn.hf import PagedCausalLM, cache_for
-from compiled_attn.hf.packed import packable, packed_weights, quantised_weights
-from compiled_attn.ops import AttentionTraits, NativeKernel, load
-from compiled_attn.ops.packed_linear import can_pack
+from compiled_attn.ops import load
+from compiled_attn.ops.joined import JoinedLayers
 from compiled_attn.ops.triton.register import measured_plans
 from compiled_attn.ops.tuning import onednn_sizes, tuning
-from compiled_attn.step import BatchBuilder, Parts, RequestTable, Tables
+from compiled_attn.step import BatchBuilder, RequestTable
 from compiled_attn.step.form import Plan
 from graphs import (
     Bucket,
@@ -44,9 +43,7 @@ from graphs import (
 from graphs.backends.onednn_linear import for_cpu
 from graphs.capture.capture import resolve
 
-__all__ = ["ChosenKernel", "LocalExecutor", "chosen_kernel", "executor_for"]
-
-_BACKENDS = ("inductor", "aoti", "eager", "aot_eager", "cudagraph")
+__all__ = ["HostSteps", "LocalExecutor", "Steps", "executor_for"]
 
 _log = logging.getLogger(__name__)
 
@@ -85,9 +82,9 @@ class LocalExecutor:
         self.eos = eos_tokens(model)
         blocks = sizing.num_blocks if sizing.cache is None else sizing.cache.blocks
         self.cache = cache_for(model, blocks, sizing.block_size, dtype=config.cache_dtype)
-        packs = _packs(model, config, self.kernel)
+        packed = packs(model, config, self.kernel)
         quantises = config.weights == "int8"
-        self.module = PagedCausalLM(model, self.cache, sizing.form, packs, quantises)
+        self.module = PagedCausalLM(model, self.cache, sizing.form, packed, quantises)
         common: dict[str, Any] = {"backend": config.backend, "strict": config.strict}
         common |= self._backend_options(model)
         load()  # the sampler's kernel, before the first step wants it
@@ -127,11 +124,12 @@ class LocalExecutor:
         self._onednn: set[tuple[int, int]] = set()
         if self.config.backend_name != "inductor" or model.device.type != "cpu":
             return {}
+        joined = {"post_grad_custom_pre_pass": JoinedLayers()} if self.module.packed else {}
         if self.kernel.name != "native" or not for_cpu():
             # What is measured is kept beside the kernels, and stored graphs need it at each start.
-            return {"options": for_cpu()}
+            return {"options": for_cpu() | joined}
         self._onednn = onednn_sizes(model, tuning())
-        return {"options": for_cpu(self._onednn)}
+        return {"options": for_cpu(self._onednn) | joined}
 
     def attach(self) -> None:
         """Notes that an engine serves with it, see `Executor.attach`."""
@@ -272,34 +270,47 @@ def executor_for(model: Executor | PreTrainedModel, config: EngineConfig | None)
     return executor
 
 
-def _packs(
-    model: PreTrainedModel, config: EngineConfig, kernel: ChosenKernel
-) -> Callable[[Tensor], bool] | None:
-    """Which weights are to be packed; None: none of them.
+class Steps(Protocol):
+    """How the steps of a model get to its graphs, and tokens back.
 
-    Raises:
-        ConfigError: they must be, and cannot: no such weights, or not the kernel that does it.
+    Attributes:
+        module: what is captured for each bucket.
+        options: of its capture.
+        others: graphs beside those of the buckets.
     """
-    weights, packed = config.weights, packed_weights(model)
-    is_asked_for = weights in ("packed", "int8")
-    if is_asked_for and kernel.name != "native":
-        raise ConfigError(
-            f"weights {weights!r} are for the native kernel, got {kernel.name} "
-            f"({kernel.notes['native']}): take weights 'auto' or 'plain'"
-        )
-    if is_asked_for and not packable(model) and not packed:
-        raise ConfigError(
-            f"expected weights of bfloat16 that can be packed (weights {weights!r}), got none: "
-            "take weights 'auto' or 'plain'"
-        )
-    if packed and bool(quantised_weights(model)) is not (weights == "int8"):
-        raise ConfigError(
-            f"expected a model of plain weights for weights {weights!r}, got one that an engine "
-            f"before has made {'int8' if quantised_weights(model) else 'packed'}: load it again"
-        )
-    if weights == "plain" or kernel.name != "native":
-        return None
-    return can_pack if is_asked_for else tuning().packs
+
+    module: nn.Module
+    options: Mapping[str, Any]
+    others: SequenceOf[WarmupManager]
+
+    def padding(self, bucket: Bucket) -> Any:
+        """Inputs of padding alone, to capture a bucket with."""
+
+    def run(self, graphs: WarmupManager, step: FittedStep) -> SequenceOf[int | str | ScoredToken]:
+        """The token after each part of a step, or why there is none, see `Executor.run`."""
+
+
+class HostSteps:
+    """The steps of a model on the CPU.
+
+    Args:
+        model: what computes them.
+
+    Attributes:
+        module, options, others: see `Steps`.
+    """
+
+    options: Mapping[str, Any] = {}
+    others: SequenceOf[WarmupManager] = ()
+
+    def __init__(self, model: PagedCausalLM) -> None:
+        self.module: nn.Module = model
+        self.padding = model.form.padding
+
+    def run(self, graphs: WarmupManager, step: FittedStep) -> list[int | str | ScoredToken]:
+        """See `Steps`."""
+        logits: Tensor = graphs.run(step.bucket, *step.plan.fill(step.bucket))
+        return sampled(logits, step.parts, step.plan.rows.logits)
 
 
 def _shorter(step: ScheduledStep) -> ScheduledStep:
@@ -308,63 +319,3 @@ def _shorter(step: ScheduledStep) -> ScheduledStep:
         return step[:-1]
     only = step[0]
     return ScheduledStep({only.sequence: only.count // 2} if only.count > 1 else {})
-
-
-@dataclass(frozen=True, slots=True)
-class ChosenKernel:
-    """The kernel that is taken.
-
-    Args:
-        name: "native", or "portable".
-        notes: for the native kernel what it is here, or why it is not taken.
-        is_fallback: whether the native one would have been taken, but could not be built.
-    """
-
-    name: str
-    notes: Mapping[str, str] = field(default_factory=dict)
-    is_fallback: bool = False
-
-    @property
-    def form(self) -> Form:
-        """The form of its steps."""
-        return FORMS[self.name]
-
-
-def chosen_kernel(model: PreTrainedModel, config: EngineConfig) -> ChosenKernel:
-    """The kernel of an engine; builds the native one if it comes into question.
-
-    Raises:
-        ConfigError: it must be native and cannot; or it could be, but the build fails (strict).
-    """
-    if config.kernel == "portable":
-        return ChosenKernel("portable", {"native": "not asked for"})
-    lacks = _lacks(model, config)
-    is_fallback = lacks is None
-    device = model.device.type
-    if lacks is None and device != "cpu":  # the dispatcher has it
-        return ChosenKernel("native", {"native": f"the op's kernel for {device}"})
-    if lacks is None:
-        ops = load()
-        if ops.build is not None:
-            built = f"built in {ops.build.seconds:.1f} s" if ops.build.seconds else "built before"
-            return ChosenKernel("native", {"native": f"{ops.isa}, {built}"})
-        lacks = ops.why_not_native or "not built"
-        if config.strict:
-            raise ConfigError(
-                f"the native kernel cannot be built here: {lacks}; or take kernel 'portable' "
-                "(--kernel portable)"
-            )
-    if config.kernel == "native":
-        raise ConfigError(f"kernel 'native' cannot serve here: {lacks}: take 'auto' or 'portable'")
-    _log.info("the engine takes portable attention, not the native kernel: %s", lacks)
-    return ChosenKernel("portable", {"native": lacks}, is_fallback)
-
-
-def _lacks(model: PreTrainedModel, config: EngineConfig) -> str | None:
-    dtype = model.dtype
-    if config.backend_name not in _BACKENDS:
-        return f"runs in graphs of {', '.join(_BACKENDS)}, not of {config.backend_name}"
-    if config.buckets is not None and set(config.buckets.names) == set(Parts.axes):
-        return f"has buckets over {', '.join(Tables.axes)}, not over {', '.join(Parts.axes)}"
-    kept = config.cache_dtype or dtype
-    return NativeKernel().supports(AttentionTraits(model.device.type, dtype, (kept, kept)))

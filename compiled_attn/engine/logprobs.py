@@ -3,14 +3,92 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from compiled_attn.engine.ranking import most_likely
+__all__ = ["ScoredToken", "TokenLogprobs", "logprobs_of", "most_likely"]
 
-__all__ = ["ScoredToken", "TokenLogprobs", "logprobs_of"]
+_SPARE = 1024  # chunks beyond twice the wanted ones, before rows are taken one by one
+_CHUNK = 32
+_WIDE = 64 * _CHUNK  # vocabularies below it are looked at whole
+_LOW = 0xFFFFFFFF
+
+
+def most_likely(logits: Tensor, count: int) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Values and ids ``[R, count]`` of the largest logits of each row, of equal ones the lower id.
+
+    The k largest of a row are in those chunks of 32 tokens whose maxima are not below the k-th
+    largest maximum. Chunk ``j`` of ``C`` holds the tokens ``j, j + C, ...``, so that finding the
+    maxima is one pass of plain vector maxima; tokens behind the last whole chunk are chunks of
+    their own.
+
+    Args:
+        logits: ``[R, vocab]``, any float dtype; those of float64 are compared as float32.
+        count: how many are wanted; as many as there are, at most.
+    """
+    vocab = logits.shape[1]
+    count = min(count, vocab)
+    if vocab < _WIDE:
+        ids = _ids(_first(_keys(logits, np.arange(vocab)), count))
+    else:
+        chunks = vocab // _CHUNK
+        whole = logits[:, : chunks * _CHUNK].unflatten(1, (_CHUNK, chunks)).amax(1)
+        maxima = torch.cat([whole, logits[:, chunks * _CHUNK :]], 1)
+        ids = _by_chunks(logits, maxima, chunks, count)
+    values = logits.gather(1, torch.from_numpy(ids).to(logits.device))
+    return values.double().cpu().numpy(), ids
+
+
+def _by_chunks(logits: Tensor, maxima: Tensor, chunks: int, count: int) -> NDArray[np.int64]:
+    # With all whose maximum equals that of the last: in each may be a token of a lower id.
+    largest, at = maxima.topk(min(count, maxima.shape[1]), sorted=False)
+    wanted = int((maxima >= largest.amin(1, keepdim=True)).sum(1).max())
+    if wanted > 2 * count + _SPARE and len(logits) > 1:  # one row of equals is not for all
+        rows = zip(logits.split(1), maxima.split(1), strict=True)
+        return np.concatenate([_by_chunks(*row, chunks, count) for row in rows])
+    if wanted > at.shape[1]:
+        kept = _largest(_keys(maxima, np.arange(maxima.shape[1])), wanted)
+        at = torch.from_numpy(_ids(kept)).to(logits.device)
+    steps = torch.arange(_CHUNK, device=logits.device) * chunks
+    members = at[:, :, None] + torch.where(at[:, :, None] < chunks, steps, steps[-1])
+    members = members.flatten(1)
+    # Chunks of one are told as often as the others have members: only the first counts.
+    keys = _keys(logits.gather(1, members), members.cpu().numpy())
+    alone = np.repeat(at.cpu().numpy() >= chunks, _CHUNK, axis=1)
+    alone[:, ::_CHUNK] = False
+    keys[alone] = np.iinfo(np.int64).min
+    return _ids(_first(keys, count))
+
+
+def _keys(values: Tensor, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Integers in the order of the values, 32 bits, and of the ids turned round, 32 bits."""
+    bits = (values.float().cpu() + 0.0).contiguous().view(torch.int32).numpy()  # no -0.0
+    keys: NDArray[np.int64] = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).astype(np.int64)
+    keys <<= 32
+    keys |= _LOW - ids
+    return keys
+
+
+def _ids(keys: NDArray[np.int64]) -> NDArray[np.int64]:
+    ids: NDArray[np.int64] = _LOW - (keys & _LOW)
+    return ids
+
+
+def _first(keys: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+    """The ``count`` largest of each row, the largest first."""
+    return np.sort(_largest(keys, count), axis=1)[:, ::-1]
+
+
+def _largest(keys: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+    """The ``count`` largest of each row, in any order."""
+    if count == keys.shape[1]:
+        return keys
+    largest: NDArray[Any] = np.partition(keys, keys.shape[1] - count, axis=1)
+    return largest[:, -count:]
 
 
 class TokenLogprobs(NamedTuple):

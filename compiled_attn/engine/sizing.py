@@ -1,21 +1,80 @@
-"""The sizes of an engine, settled: context, blocks, buckets; and which requests fit."""
+"""The sizes of an engine, settled: context, blocks, tokens of a step, buckets; and which requests
+fit.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 
 from transformers import PreTrainedModel
 
 from compiled_attn.engine.cache_size import CacheSize, memory_for
 from compiled_attn.engine.config import ConfigError, EngineConfig
-from compiled_attn.engine.sampling import SamplingParams
-from compiled_attn.engine.step_size import StepSize
 from compiled_attn.hf import context_limit
 from compiled_attn.step import ModelWork, Parts, StepForm, StepLimits, Tables
 from graphs import BucketOverflow, BucketSpace
+from graphs.backends import BACKENDS
 
-__all__ = ["FORMS", "Form", "Sizing", "eos_tokens", "step_limits", "work_of"]
+__all__ = ["FORMS", "Form", "Sizing", "StepSize", "eos_tokens", "step_limits", "work_of"]
+
+_ONE_COMPILE, _COMPILE_EACH = 512, 256
+
+
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    """The most tokens that a step computes, and why.
+
+    Args:
+        tokens: decodes and chunks of prompts together.
+        why: what decided.
+    """
+
+    tokens: int
+    why: str
+
+    @staticmethod
+    def of(config: EngineConfig, symbolic: Sequence[str]) -> StepSize:
+        """The size as configured, or else what the graphs cost that it takes.
+
+        Larger steps read the weights less often for a prompt, and keep those that decode waiting
+        for longer. By default 512 where one compile serves all buckets, so that one bucket more
+        costs next to nothing; 256 where each is compiled; no more than the buckets hold, and no
+        less than `max_seqs`.
+
+        Args:
+            config: of the engine.
+            symbolic: axes whose sizes a graph may leave open, see `StepForm.symbolic`.
+        """
+        if config.max_tokens_per_step is not None:
+            return StepSize(config.max_tokens_per_step, "max_tokens_per_step")
+        size = StepSize(_COMPILE_EACH, "a compile for each bucket")
+        if symbolic and _has_symbols(config):
+            size = StepSize(_ONE_COMPILE, "one compile for all buckets")
+        if config.buckets is not None and (held := _held(config)) < size.tokens:
+            size = StepSize(held, "the largest bucket")
+        return max(size, StepSize(config.max_seqs, "max_seqs"), key=lambda each: each.tokens)
+
+    def within(self, tokens: int) -> StepSize:
+        """The size where no step can have more than so many tokens."""
+        if self.tokens <= tokens:
+            return self
+        return StepSize(tokens, "slots of the pool, or tokens of max_seqs contexts")
+
+    def to_dict(self) -> dict[str, object]:
+        """The size as JSON-able values."""
+        return asdict(self)
+
+
+def _has_symbols(config: EngineConfig) -> bool:
+    backend = config.backend
+    found = BACKENDS.get(backend) if isinstance(backend, str) else backend
+    return found is not None and not found.why_no_symbolic()
+
+
+def _held(config: EngineConfig) -> int:
+    return max((bucket.get("tokens", 0) for bucket in config.buckets or ()), default=0)
+
 
 Form = type[Tables] | type[Parts]
 
@@ -84,31 +143,6 @@ class Sizing:
         """Blocks of a request of full context."""
         return -(-self.context // self.block_size)
 
-    def check(self, prompt: Sequence[int], sampling: SamplingParams) -> None:
-        """Raises ConfigError if the request can never be served, whatever else runs."""
-        if not prompt:
-            raise ConfigError("expected a prompt of at least one token, got none")
-        if min(prompt) < 0 or max(prompt) >= self.vocab:
-            raise ConfigError(
-                f"expected token ids in 0..{self.vocab - 1}, got {min(prompt)}..{max(prompt)}: "
-                "tokenize with the model's own tokenizer"
-            )
-        self._check_tokens("a logit_bias for", dict(sampling.logit_bias))
-        if sampling.min_tokens:
-            self._check_tokens("min_tokens with stop_token_ids of", sampling.stop_token_ids)
-        self.check_lengths(len(prompt), sampling.max_new_tokens)
-
-    def check_lengths(self, prompt: int, new: int) -> None:
-        """Raises ConfigError if a request of these lengths can never be served."""
-        length = prompt + new
-        if length > self.context:
-            raise ConfigError(
-                f"expected prompt + max_new_tokens <= context {self.context}, got {prompt} + "
-                f"{new}: shorten the prompt or scale the lengths"
-            )
-        # The last token is never computed, so it needs no slot.
-        self._check_blocks(length, -(-(length - 1) // self.block_size))
-
     def _refuse_steps_beyond_memory(self, model: PreTrainedModel) -> None:
         there = memory_for(model)
         for bucket in self.buckets:
@@ -118,30 +152,6 @@ class Sizing:
                     f"machine has, got {wanted:,} bytes at least for {bucket}: lower "
                     "max_tokens_per_step (--max-tokens-per-step), or take smaller buckets"
                 )
-
-    def _check_tokens(self, what: str, tokens: Iterable[int]) -> None:
-        for token in tokens:
-            if not 0 <= token < self.vocab:
-                raise ConfigError(
-                    f"expected {what} token ids in 0..{self.vocab - 1}, got {token}: leave it out"
-                )
-
-    def _check_blocks(self, length: int, blocks: int) -> None:
-        if blocks > self.num_blocks - 1:
-            raise ConfigError(
-                f"expected a pool that holds one request of {length} tokens ({blocks} blocks of "
-                f"{self.block_size}), got {self.num_blocks - 1} blocks: "
-                f"raise num_blocks to at least {-(-blocks // self.ranks) + 1}"
-            )
-        need = self.form.smallest_need(blocks)
-        try:
-            self.buckets.pick(**need)
-        except BucketOverflow as error:
-            least = [f"{axis} >= {size}" for axis, size in need.items() if size]
-            raise ConfigError(
-                f"expected a bucket for the last token of a request of {length} tokens, got none: "
-                f"add one with {', '.join(least[:-1])} and {least[-1]}"
-            ) from error
 
 
 def step_limits(config: EngineConfig, wanted: int, context: int, num_blocks: int) -> StepLimits:

@@ -1,4 +1,4 @@
-"""The tokens that serving a workload gives, one after the other."""
+"""A workload, and the tokens that serving it gives, one after the other."""
 
 from __future__ import annotations
 
@@ -7,20 +7,96 @@ import inspect
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from numbers import Integral
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from compiled_attn.engine.prompts import Workload
+from compiled_attn.cache.blocks.prefix import Salt
+from compiled_attn.engine.config import ConfigError
 from compiled_attn.engine.report import StepInfo
+from compiled_attn.engine.sampling import SamplingParams, token_ids
 from compiled_attn.engine.sequence import GenerationResult, Mailbox, TokenEvent
 
 if TYPE_CHECKING:
     from compiled_attn.engine.engine import Engine
 
-__all__ = ["Known", "Stream", "ended", "refuse_second", "results_of"]
+__all__ = ["Known", "Stream", "Workload", "ended", "refuse_second", "results_of"]
+
+_FOREVER = 1e9
 
 Known: TypeAlias = "list[tuple[weakref.ref[Stream], Mailbox[TokenEvent]]]"
 """The streams of an engine, of which at most one is open."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests with their sampling and arrival times: each continuation of a prompt is one.
+
+    Args:
+        names: index of the prompt of each request, and which of its continuations it is.
+        prompts: token ids of each request.
+        sampling: how each is continued.
+        salts: which prompts may share blocks: those of equal salt.
+        arrivals: seconds from the start at which each arrives (open loop); None: all at once.
+        concurrency: requests in flight at most (closed loop); None: no limit.
+    """
+
+    names: Sequence[tuple[int, int]]
+    prompts: Sequence[list[int]]
+    sampling: Sequence[SamplingParams]
+    salts: Sequence[Salt]
+    arrivals: Sequence[float] | None
+    concurrency: int | None
+
+    @staticmethod
+    def of(
+        prompts: Any,
+        sampling: SamplingParams | Sequence[SamplingParams] | None,
+        salt: Salt | Sequence[Salt],
+        arrivals: Sequence[float] | None,
+        concurrency: Any,
+    ) -> Workload:
+        """The workload, with one sampling and one salt spread over all requests.
+
+        Raises:
+            ConfigError: prompts are not token ids, numbers of prompts, samplings, salts and
+                arrivals differ, or concurrency < 1.
+        """
+        tokens = _all_token_ids(prompts)
+        if concurrency is not None and not (
+            isinstance(concurrency, Integral) and int(concurrency) >= 1
+        ):
+            raise ConfigError(f"expected concurrency: None or an integer >= 1, got {concurrency!r}")
+        sampling = SamplingParams() if sampling is None else sampling
+        params = _one_each(sampling, SamplingParams, len(tokens), "SamplingParams")
+        salts = _one_each(salt, (str, bytes, type(None)), len(tokens), "salts")
+        times = None if arrivals is None else _seconds(arrivals, len(tokens))
+        names = [
+            (at, choice)
+            for at, each in enumerate(params)
+            for choice in range(getattr(each, "n", 1))
+        ]
+        return Workload(
+            names,
+            [[*tokens[at]] for at, _ in names],
+            [_continuation(params[at], choice) for at, choice in names],
+            [salts[at] for at, _ in names],
+            None if times is None else [times[at] for at, _ in names],
+            None if concurrency is None else int(concurrency),
+        )
+
+    def others(self, at: int) -> list[int]:
+        """The further continuations of a prompt, given its first."""
+        index, choice = self.names[at]
+        same = takewhile(lambda other: self.names[other][0] == index, range(at, len(self.names)))
+        return [] if choice else [*same][1:]
+
+
+def _continuation(sampling: Any, choice: int) -> Any:
+    """One of the continuations; what is no `SamplingParams` is refused later, with its prompt."""
+    return sampling.continuation(choice) if isinstance(sampling, SamplingParams) else sampling
 
 
 class Stream(Iterator[TokenEvent]):
@@ -164,3 +240,35 @@ def _in_order(
         while waiting and waiting[0] in early:
             yield early.pop(waiting.popleft())
     yield from (early[name] for name in sorted(early))  # behind one that was aborted
+
+
+def _all_token_ids(prompts: Any) -> list[list[int]]:
+    if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Iterable):
+        raise ConfigError(
+            f"expected a list of prompts, each a list of token ids, got {type(prompts).__name__}: "
+            "tokenize first, and put a single prompt into a list"
+        )
+    return [token_ids(prompt) for prompt in prompts]
+
+
+def _one_each(given: Any, one: type | tuple[type, ...], count: int, name: str) -> list[Any]:
+    """A list of ``count``: what is given, or that many of the one that is given."""
+    if isinstance(given, one):
+        return [given] * count
+    if isinstance(given, Mapping) or not isinstance(given, Iterable):
+        raise ConfigError(f"expected {name}, one or one per prompt, got {type(given).__name__}")
+    values = list(given)
+    if len(values) != count:
+        raise ConfigError(f"expected {count} {name}, one per prompt, got {len(values)}")
+    return values
+
+
+def _seconds(arrivals: Any, count: int) -> list[float]:
+    values = _one_each(arrivals, (), count, "arrivals")
+    try:
+        seconds = [float(value) for value in values]
+    except (TypeError, ValueError, OverflowError):
+        seconds = [-1.0]
+    if not all(0 <= at < _FOREVER for at in seconds):
+        raise ConfigError("expected arrivals in seconds, of at least 0 and below 31 years")
+    return seconds

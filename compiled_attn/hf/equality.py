@@ -6,21 +6,51 @@ counts itself, state that it keeps between tokens, a second call with other valu
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from compiled_attn.cache.kv_cache import PagedKVCache
 from compiled_attn.errors import ModelRefused
 from compiled_attn.hf.refused import plain_attention, refused
-from compiled_attn.hf.small_steps import small_cache, step_logits
-from compiled_attn.step import Request
+from compiled_attn.step import BatchBuilder, Request
 
 if TYPE_CHECKING:
     from compiled_attn.hf.model import PagedCausalLM
 
-__all__ = ["check_equal", "check_near", "plain_logits"]
+__all__ = ["check_equal", "check_near", "plain_logits", "small_cache", "step_logits"]
+
+
+def small_cache(
+    cache: PagedKVCache, num_blocks: int, block_size: int, dtype: torch.dtype
+) -> PagedKVCache:
+    """A cache of the same layers, in other sizes and another dtype."""
+    return PagedKVCache(
+        cache.num_layers,
+        num_blocks,
+        block_size,
+        cache.num_kv_heads,
+        cache.head_dim,
+        dtype=dtype,
+        device=cache.key(0).device,
+        shapes=cache.shapes,
+    )
+
+
+def step_logits(paged: PagedCausalLM, cache: PagedKVCache, requests: Sequence[Request]) -> Tensor:
+    """Logits ``[L, vocab]`` of one step of requests, in the form of the model's steps."""
+    width = max(len(request.block_table) for request in requests)
+    form = paged.form.over(cache.num_blocks, cache.block_size, width)
+    plan = form.plan(BatchBuilder(cache.num_blocks, cache.block_size).rows_of(requests))
+    step: Any = plan.fill()
+    device = cache.key(0).device
+    moved = type(step)(*(None if field is None else field.to(device) for field in step))
+    with torch.no_grad():
+        return paged.compute(moved, cache)
+
 
 # Most rows of the second step read what the first wrote, beside what is new.
 _STEPS = ((0, 2), (2, 6))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from compiled_attn.hf.latent import latent_shape
+from compiled_attn.hf.attention import latent_shape
 
 __all__ = ["PlainCaches"]
 
@@ -25,7 +25,7 @@ class PlainCaches:
 
     Args:
         dtype: int8 or float8_e4m3fn; None: what transformers takes.
-        latent: layers that keep latents and rotated keys as one row, see `compiled_attn.hf.latent`.
+        latent: layers that keep latents and rotated keys as one row (`hf.attention`).
     """
 
     dtype: torch.dtype | None = None

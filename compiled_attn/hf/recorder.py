@@ -12,11 +12,13 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from compiled_attn.hf.layers import carrying, decoder_layers
-from compiled_attn.hf.names import RECORDER_NAME
+from compiled_attn.hf.attention import carrying, decoder_layers
 from compiled_attn.hf.refused import plain_attention, refused
 
-__all__ = ["AttentionCall", "Recorder", "record", "takes_logits_to_keep"]
+__all__ = ["RECORDER_NAME", "AttentionCall", "Recorder", "record", "takes_logits_to_keep"]
+
+RECORDER_NAME = "compiled_attn_recorder"
+"""Notes how it is called, and computes nothing."""
 
 _TOKENS = 3
 _KNOWN = {"s_aux", "position_ids", "logits_to_keep"}
@@ -35,7 +37,7 @@ class AttentionCall:
         has_mask: whether a mask was passed.
         sees: transformers' function of that mask; None where the mask is another's work.
         others: tensors among the keywords that our attention would leave out.
-        is_carried: whether its layer hands no keywords on, see `compiled_attn.hf.layers`.
+        is_carried: whether its layer hands no keywords on, see `compiled_attn.hf.attention`.
     """
 
     module: nn.Module

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from compiled_attn.errors import KernelArgumentError, NativeUnavailable
-from compiled_attn.ops.call import NewTokens, PagedCall, as_int32, attend_paged
+from compiled_attn.ops.call import NewTokens, PagedCall
 from compiled_attn.ops.choose import (
     CHOICES,
     AttentionTraits,
     Implementation,
     KernelChoice,
     NativeKernel,
+    as_int32,
+    attend_paged,
     choose,
     chooses_native,
+    unavailable,
     unit_strides,
 )
 from compiled_attn.ops.cpu.build import build, default_folder
 from compiled_attn.ops.cpu.isa import available_isas
-from compiled_attn.ops.paged_attention import NativeOps, load, unavailable
+from compiled_attn.ops.paged_attention import NativeOps, load
 from compiled_attn.ops.rows import write_rows
 
 __all__ = [

@@ -1,7 +1,11 @@
-"""The choice among implementations of attention: each says what it supports, and why not."""
+"""The one door to attention over pages: who serves a call, and why no other does, and the call.
+
+Unified attention, flash and paged come through it.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeVar, get_args
@@ -11,7 +15,8 @@ from torch import Tensor
 
 from compiled_attn.cache.quantisation import QUANTISED
 from compiled_attn.errors import KernelArgumentError, NativeUnavailable
-from compiled_attn.ops.paged_attention import NAMESPACE, load, unavailable
+from compiled_attn.ops.call import PagedCall
+from compiled_attn.ops.paged_attention import NAMESPACE, load
 from compiled_attn.ops.triton.register import why_not as why_no_triton
 
 __all__ = [
@@ -21,10 +26,15 @@ __all__ = [
     "KernelChoice",
     "NativeKernel",
     "PortableKernel",
+    "as_int32",
+    "attend_paged",
     "choose",
     "chooses_native",
+    "unavailable",
     "unit_strides",
 ]
+
+_INT32 = torch.iinfo(torch.int32)
 
 KernelChoice = Literal["auto", "native", "portable"]
 """``native``: the op's kernel of the device (C++, Triton) or an error; ``portable``: plain torch;
@@ -89,6 +99,15 @@ class Implementation(Protocol):
 
 
 Chosen = TypeVar("Chosen", bound=Implementation)
+
+
+_default = functools.cache(load)  # the first call of a process decides for all
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def unavailable() -> str | None:
+    """Why the ops are not native in this process, or None; builds them on the first call."""
+    return _default().why_not_native
 
 
 class NativeKernel:
@@ -156,6 +175,49 @@ def chooses_native(kernel: KernelChoice, traits: AttentionTraits) -> bool:
         raise ValueError(f"expected a kernel of {CHOICES}, got {kernel!r}: choose one of these")
     among = [each for each in _KERNELS if kernel in ("auto", each.name)]
     return choose(traits, among).name == "native"
+
+
+def attend_paged(call: PagedCall) -> tuple[Tensor, Tensor]:
+    """Out ``[T, H, Dv]`` and lse ``[T, H]`` of the op, for integers and strides of any kind.
+
+    The caches must have a last stride of 1: the op writes them where they are.
+    """
+    scale, window, softcap, slopes, sinks = call.scoring
+    ints = call.block_table, call.seq_lens, call.query_start_loc
+    step = [_dense_rows(as_int32(each)) for each in ints]
+    options = {
+        "causal": call.causal,
+        "window": window,
+        "softcap": softcap,
+        "alibi_slopes": None if slopes is None else slopes.float().contiguous(),
+        "sinks": None if sinks is None else sinks.float().contiguous(),
+        "key_scale": call.key_scale,
+        "value_scale": call.value_scale,
+    }
+    query, caches = _dense_rows(call.query), (call.key_cache, call.value_cache)
+    if call.new is None:
+        out, lse = torch.ops.compiled_attn.paged_attention(query, *caches, *step, scale, **options)
+        return out, lse
+    key, value, slots = call.new
+    out, lse = torch.ops.compiled_attn.paged_attention_(
+        query, _dense_rows(key), _dense_rows(value), *caches, slots.long().contiguous(), *step,
+        scale, **options,
+    )  # fmt: skip
+    return out, lse
+
+
+def as_int32(ints: Tensor) -> Tensor:
+    """Block ids, lengths or offsets in int32; -1, which the op refuses, is what does not fit."""
+    if ints.dtype == torch.int32:
+        return ints
+    if ints.dtype == torch.int64:
+        ints = torch.where((ints >= _INT32.min) & (ints <= _INT32.max), ints, -1)
+    return ints.int()
+
+
+def _dense_rows(tensor: Tensor) -> Tensor:
+    """The op walks along the last axis, and takes any other strides; vectors are dense."""
+    return tensor if tensor.dim() > 1 and tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def unit_strides(*caches: Tensor) -> bool:

@@ -9,6 +9,9 @@ memory than before, see `compiled_attn.hf.packed`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -17,10 +20,12 @@ __all__ = [
     "arranged",
     "can_pack",
     "fake",
+    "fake_all",
     "fake_rows",
     "pack",
     "quantise",
     "reference",
+    "reference_all",
     "rows",
     "unpack",
 ]
@@ -115,6 +120,25 @@ def fake(
 ) -> Tensor:
     """The result's shape."""
     return input.new_empty(input.shape[0], weight.shape[0] * _PANEL)
+
+
+def reference_all(
+    input: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], scales: Sequence[Tensor]
+) -> list[Tensor]:
+    """`reference` for each of some layers of one input; ``biases``, ``scales``: of all or none."""
+    return [reference(input, *layer) for layer in _layers(weights, biases, scales)]
+
+
+def fake_all(
+    input: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], scales: Sequence[Tensor]
+) -> list[Tensor]:
+    """The results' shapes."""
+    return [fake(input, *layer) for layer in _layers(weights, biases, scales)]
+
+
+def _layers(weights: Sequence[Tensor], *others: Sequence[Tensor]) -> Any:
+    missing = [None] * len(weights)
+    return zip(weights, *(each or missing for each in others), strict=True)
 
 
 def fake_rows(weight: Tensor, ids: Tensor) -> Tensor:

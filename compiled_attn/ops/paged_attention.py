@@ -25,7 +25,7 @@ from compiled_attn.ops.cpu.isa import ask_permission, available_isas
 from compiled_attn.ops.schema import schemas
 from compiled_attn.ops.triton.register import register, why_not
 
-__all__ = ["NAMESPACE", "REFERENCE", "NativeOps", "load", "unavailable"]
+__all__ = ["NAMESPACE", "REFERENCE", "NativeOps", "load"]
 
 NAMESPACE = "compiled_attn"
 REFERENCE = "reference"
@@ -73,6 +73,18 @@ class NativeOps:
         out: Tensor = getattr(torch.ops, self.namespace).packed_linear(input, weight, bias, scale)
         return out
 
+    def packed_linears(
+        self,
+        input: Tensor,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor] = (),
+        scales: Sequence[Tensor] = (),
+    ) -> list[Tensor]:
+        """See `packed_linear.reference_all`."""
+        op = getattr(torch.ops, self.namespace).packed_linears
+        out: list[Tensor] = op(input, weights, biases, scales)
+        return out
+
     def packed_rows(self, weight: Tensor, ids: Tensor) -> Tensor:
         """See `packed_linear.rows`; ids ``[n]``, of another index an error."""
         out: Tensor = getattr(torch.ops, self.namespace).packed_rows(weight, ids)
@@ -113,12 +125,6 @@ def load(
             variant).
     """
     return _LOADER.load(isa, strict, _Variant(debug, tuple(sanitize), plain_tiles), folder)
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def unavailable() -> str | None:
-    """Why the ops are not native in this process, or None; builds them on the first call."""
-    return load().why_not_native
 
 
 @dataclass(frozen=True)
@@ -237,6 +243,7 @@ _IN_PYTHON: dict[str, Callable[..., Any]] = {
     "paged_attention": reference.paged_attention,
     "paged_attention_": reference.paged_attention_,
     "packed_linear": packed_linear.reference,
+    "packed_linears": packed_linear.reference_all,
     "packed_rows": packed_linear.rows,
     "drawn_tokens": drawn_tokens.reference,
 }
@@ -244,6 +251,7 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "paged_attention": _fake,
     "paged_attention_": _fake_write,
     "packed_linear": packed_linear.fake,
+    "packed_linears": packed_linear.fake_all,
     "packed_rows": packed_linear.fake_rows,
     "drawn_tokens": drawn_tokens.fake,
 }

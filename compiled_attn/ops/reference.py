@@ -6,6 +6,7 @@ The oracle of the C++ kernels, and the implementation of the ops where none can 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from compiled_attn.attention.dense import attend
 from compiled_attn.attention.merge import lse as log_sum_exp
 from compiled_attn.attention.merge import merge
 from compiled_attn.attention.parts import partial_attn_sinks
-from compiled_attn.attention.scoring import Scoring, by_position
+from compiled_attn.attention.scoring import by_position
 from compiled_attn.cache.quantisation import QUANTISED, dequantise, quantise
 from compiled_attn.ops.call import NewTokens, PagedCall
 from compiled_attn.ops.checks import check
@@ -73,10 +74,10 @@ def paged_attention(
     Raises:
         KernelArgumentError: shapes, dtypes or numbers that do not fit (C++: ``RuntimeError``).
     """
-    scoring = Scoring(scale, window, softcap, alibi_slopes, sinks)
-    call = PagedCall(
-        query, key_cache, value_cache, block_table, seq_lens, query_start_loc, scoring, causal,
-        key_scale, value_scale,
+    call = PagedCall.of(
+        query, key_cache, value_cache, block_table, seq_lens, query_start_loc, scale,
+        causal=causal, window=window, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
+        key_scale=key_scale, value_scale=value_scale,
     )  # fmt: skip
     check(call)
     return _attend_requests(call)
@@ -89,18 +90,8 @@ def paged_attention_(
     key_cache: Tensor,
     value_cache: Tensor,
     slot_mapping: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    scale: float,
-    *,
-    causal: bool = True,
-    window: int | None = None,
-    softcap: float | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    key_scale: Tensor | None = None,
-    value_scale: Tensor | None = None,
+    *step: Any,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Writes this step's keys and values to the caches in place, then attends.
 
@@ -109,21 +100,16 @@ def paged_attention_(
         value: ``[T, Hk, Dv]`` in the query's dtype.
         slot_mapping: ``[T]`` int64, slot ``block * block_size + offset`` of each token; padding
             points into null block 0.
-        key_scale, value_scale: written too.
+        step, options: the others of `paged_attention`; the scales are written too.
 
-    The others are those of `paged_attention`, and so are results and errors; after an error nothing
-    is written. What is written may not share memory with query, key, value or one of the integer
-    tensors.
+    Results and errors are those of `paged_attention`; after an error nothing is written. What is
+    written may not share memory with query, key, value or one of the integer tensors.
     """
-    scoring = Scoring(scale, window, softcap, alibi_slopes, sinks)
     new = NewTokens(key, value, slot_mapping)
-    call = PagedCall(
-        query, key_cache, value_cache, block_table, seq_lens, query_start_loc, scoring, causal,
-        key_scale, value_scale, new,
-    )  # fmt: skip
+    call = PagedCall.of(query, key_cache, value_cache, *step, new=new, **options)
     check(call)
-    _write(key_cache, key, slot_mapping, key_scale)
-    _write(value_cache, value, slot_mapping, value_scale)
+    _write(key_cache, key, slot_mapping, call.key_scale)
+    _write(value_cache, value, slot_mapping, call.value_scale)
     return _attend_requests(call)
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from compiled_attn.engine import EngineConfig
-from compiled_attn.engine.local import chosen_kernel
+from compiled_attn.engine.kernel import chosen_kernel
 from compiled_attn.engine.sizing import Sizing
 from compiled_attn.ranks.context import ContextExecutor
 from compiled_attn.ranks.engine import RankEngine

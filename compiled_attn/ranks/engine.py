@@ -8,8 +8,8 @@ from typing import Any
 
 from compiled_attn.cache.blocks.prefix import Salt
 from compiled_attn.engine import Engine, SamplingParams
-from compiled_attn.engine.outcome import Attempt
 from compiled_attn.engine.sequence import Mailbox, Sequence, TokenEvent
+from compiled_attn.engine.steps import Attempt
 from compiled_attn.errors import EngineStopped
 from compiled_attn.ranks.group import Ranks
 

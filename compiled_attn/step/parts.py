@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from compiled_attn.attention.cached_blocks import usage_bias
 from compiled_attn.attention.metadata import UnifiedMetadata
+from compiled_attn.cache.kv_cache import usage_bias
 from compiled_attn.step.metadata import AttentionMetadata
 from compiled_attn.step.requests import (
     Ints,

@@ -10,21 +10,17 @@ from typing import TYPE_CHECKING
 from graphs.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from compiled_attn.text.answer import Answer, AnswerPieces
+    from compiled_attn.text.answer import Answer, AnswerPieces, StopFilter, TextPieces
     from compiled_attn.text.grammars import Grammars
     from compiled_attn.text.llm import LLM
-    from compiled_attn.text.pieces import TextPieces
-    from compiled_attn.text.stops import StopFilter
     from compiled_attn.text.tokenizer import Message, Prompt, Tokenizer
 else:
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
-            "answer": "Answer AnswerPieces",
+            "answer": "Answer AnswerPieces StopFilter TextPieces",
             "grammars": "Grammars",
             "llm": "LLM",
-            "pieces": "TextPieces",
-            "stops": "StopFilter",
             "tokenizer": "Message Prompt Tokenizer",
         },
     )

@@ -1,17 +1,99 @@
-"""The text of a request: whole, when it has finished, or in pieces while it is generated."""
+"""The text of a request: whole, when it has finished, or in pieces of whole characters."""
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from compiled_attn.engine.sampling import SamplingParams
 from compiled_attn.engine.sequence import GenerationResult
-from compiled_attn.text.pieces import TextPieces
-from compiled_attn.text.stops import StopFilter, end_of
 from compiled_attn.text.tokenizer import Tokenizer
 
-__all__ = ["Answer", "AnswerPieces"]
+__all__ = ["Answer", "AnswerPieces", "StopFilter", "TextPieces", "end_of"]
+
+
+class TextPieces:
+    """Decodes tokens as they come; all pieces together are the text of all tokens.
+
+    Args:
+        tokenizer: that of the model.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._told: list[int] = []  # of the last piece, which the next tokens are decoded with
+        self._open: list[int] = []
+
+    def put(self, token: int) -> str:
+        """What the token adds to the text; empty while a character is not whole yet."""
+        if token in self._tokenizer.special:
+            return ""
+        self._open.append(token)
+        piece = self._piece()
+        if not piece or not self._tokenizer.is_settled(self._open, piece):
+            return ""
+        self._told, self._open = self._open, []
+        return piece
+
+    def rest(self) -> str:
+        """What is left when no token follows, such as half a character (U+FFFD)."""
+        return self._piece()
+
+    def _piece(self) -> str:
+        told = self._tokenizer.decode(self._told)
+        return self._tokenizer.decode([*self._told, *self._open])[len(told) :]
+
+
+def end_of(text: str, stop: Sequence[str]) -> int | None:
+    """Where a text has to be cut: at the beginning of the stop string that is whole first.
+
+    So it does not matter in which pieces the text came. None: it has no stop string.
+    """
+    found = [(at + len(each), at) for each in stop if (at := text.find(each)) >= 0]
+    return min(found)[1] if found else None
+
+
+class StopFilter:
+    """Lets the pieces of a text through until a stop string, of which no part is shown.
+
+    Args:
+        stop: the strings, none of them empty.
+
+    Attributes:
+        has_ended: whether one of them came.
+    """
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._stop = stop
+        self._held = ""
+        self.has_ended = False
+
+    def put(self, piece: str) -> str:
+        """What can be shown now; what may be the beginning of a stop string is held back."""
+        if self.has_ended:
+            return ""
+        text = self._held + piece
+        end = end_of(text, self._stop)
+        self.has_ended = end is not None
+        shown = len(text) - self._undecided(text) if end is None else end
+        self._held = text[shown:]
+        return text[:shown]
+
+    def rest(self) -> str:
+        """What was held back, when nothing follows; nothing behind a stop string."""
+        return "" if self.has_ended else self._held
+
+    def _undecided(self, text: str) -> int:
+        """Characters at the end of a text that a stop string may begin with."""
+        longest = max(map(len, self._stop), default=1)
+        return next(
+            (
+                size
+                for size in range(min(longest - 1, len(text)), 0, -1)
+                if any(each.startswith(text[-size:]) for each in self._stop)
+            ),
+            0,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,7 @@
-"""The kinds of steps an engine captures graphs for: axes, what is legal, what it costs."""
+"""The kinds of steps an engine captures graphs for: axes, what is legal, what it costs.
+
+Beside our own those of engines that keep decodes and prefills apart.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from compiled_attn.workloads.simulate import SimulatedEngine
-from compiled_attn.workloads.simulated.steps import SimulatedSteps
+from compiled_attn.workloads.simulated.steps import SeparateSteps, SimulatedSteps
 from graphs.buckets.axes import Axis
 from graphs.planner import CostModel, Demand
 
@@ -128,3 +131,37 @@ def _engine(engine: SimulatedEngine, longest: int) -> Family:
         return prompt + time.block_slot * size * n["unique"]
 
     return Family("engine", axes, legal, CostModel(cost), {"shared": longest})
+
+
+def decode(engine: SimulatedEngine, context: int) -> Family:
+    """Over sequences and the distinct blocks that they read."""
+    time, longest = engine.time, _longest(engine, context)
+    read = time.block_slot * engine.block_size
+    return Family(
+        "decode",
+        (
+            Axis("sequences", 1, engine.max_seqs),
+            Axis("blocks", 1, min(engine.blocks, engine.max_seqs * longest)),
+        ),
+        lambda n: (n["sequences"] <= n["blocks"]) & (n["blocks"] <= n["sequences"] * longest),
+        CostModel(lambda n: time.token * n["sequences"] + read * n["blocks"]),
+        steps=SeparateSteps,
+    )
+
+
+def prefill(engine: SimulatedEngine, context: int) -> Family:
+    """Over the tokens of a chunk and the blocks that its prompt has in the cache."""
+    time, size = engine.time, engine.block_size
+    return Family(
+        "prefill",
+        (Axis("tokens", 1, engine.max_tokens), Axis("context", 0, _longest(engine, context))),
+        lambda n: n["tokens"] + (n["context"] - 1) * size < context,
+        CostModel(
+            lambda n: n["tokens"] * (time.token + time.pair * (n["tokens"] + size * n["context"]))
+        ),
+        steps=SeparateSteps,
+    )
+
+
+def _longest(engine: SimulatedEngine, context: int) -> int:
+    return min(-(-context // engine.block_size), engine.blocks)

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from compiled_attn.workloads.arrival import Arrival
-from compiled_attn.workloads.simulated.engine import SimulatedEngine, StepTime
-from compiled_attn.workloads.simulated.requests import sequences
+from compiled_attn.workloads.simulated.engine import SimulatedEngine, StepTime, sequences
 from compiled_attn.workloads.simulated.steps import SimulatedSteps
 from graphs.planner import Demand
 

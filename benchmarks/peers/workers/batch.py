@@ -8,7 +8,7 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
 from compiled_attn.engine import EngineConfig
-from compiled_attn.engine.step_size import StepSize
+from compiled_attn.engine.sizing import StepSize
 from compiled_attn.models import load_model
 from compiled_attn.step import Tables
 from peers.workers.protocol import Serve, answer

@@ -9,12 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from compiled_attn.arguments import whole
-from compiled_attn.cache.blocks.allocator import BlockAllocator
 from compiled_attn.cache.blocks.partial_hits import least_partial
 from compiled_attn.cache.blocks.places import BlockPlaces
 from compiled_attn.cache.blocks.prefix import PrefixIndex, PrefixMatch, PromptKeys, Salt, Tokens
 from compiled_attn.cache.blocks.stats import PoolStats
-from compiled_attn.cache.blocks.table import BlockTable
+from compiled_attn.cache.blocks.table import BlockAllocator, BlockTable
 from compiled_attn.errors import DuplicateRequest, OutOfBlocks, UnknownRequest
 
 __all__ = ["BlockPool"]
@@ -258,7 +257,7 @@ class BlockPool:
         table._check_commit(tokens, length, self._blocks.copies)
         table._publish(self._index, tokens, length)
         table.num_computed = length
-        table._quiet_below = table._next_findable(self._index, length)
+        table._quiet_below = self._index.next_findable(length)
         return table._quiet_below
 
     def withdraw(self, request_id: Hashable, first: int = 0) -> None:

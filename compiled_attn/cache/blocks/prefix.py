@@ -210,6 +210,25 @@ class PrefixIndex:
             self._partial.put(parent, data, block)
         return key
 
+    def findable(self, before: int, length: int) -> int:
+        """Up to which position blocks are indexed once ``length`` positions are computed.
+
+        Args:
+            before: positions that were computed before.
+            length: those that are.
+        """
+        full = length - length % self.block_size
+        step = self.min_partial
+        if step is None:
+            return full
+        return length if (length - full) // step > max(0, before - full) // step else full
+
+    def next_findable(self, length: int) -> int:
+        """The next position above ``length`` up to which more can be found once it is computed."""
+        step = self.min_partial or self.block_size
+        inside = length % self.block_size
+        return length - inside + min(inside - inside % step + step, self.block_size)
+
     def remove(self, block: int) -> None:
         """Forget ``block``; a twin is found instead. ``ValueError`` where it is not indexed."""
         if block not in self:

@@ -1,4 +1,9 @@
-"""A call of `flash_attn_with_kvcache` from checks to results: appends, then attends."""
+"""A call of `flash_attn_with_kvcache` from checks to results: appends, then attends.
+
+Masks and the ALiBi bias count in cache slots. Query i of a row whose sequence ends before slot
+``total`` stands at slot ``total - Sq + i`` (bottom-right alignment); a left pad shifts queries and
+keys alike, so it cancels out.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +14,53 @@ from compiled_attn.arguments import can_read
 from compiled_attn.attention.merge import lse, merge, merge_online
 from compiled_attn.attention.rotary import apply_rotary
 from compiled_attn.attention.state import PartialAttention
-from compiled_attn.compat.flash.bounds import assert_bounds, check_bounds
 from compiled_attn.compat.flash.call import FlashCall
-from compiled_attn.compat.flash.checks import check
+from compiled_attn.compat.flash.checks import assert_bounds, check, check_bounds
 from compiled_attn.compat.flash.key_slice import KeySlice, form_for
-from compiled_attn.compat.flash.masks import alibi, query_slots, slots_in_use, visible
 from compiled_attn.compat.flash.page_table import PageTable
 from compiled_attn.ops import PagedCall, attend_paged, chooses_native, write_rows
 
-__all__ = ["forward"]
+__all__ = ["alibi", "forward", "query_slots", "slots_in_use", "visible"]
+
+
+def query_slots(totals: Tensor, queries: int) -> Tensor:
+    """The slot each query stands at, ``[B] -> [B, Sq]``; negative with fewer keys than queries."""
+    return totals.unsqueeze(1) - queries + torch.arange(queries, device=totals.device)
+
+
+def slots_in_use(slots: Tensor, totals: Tensor, leftpad: Tensor | None) -> Tensor:
+    """Which slots ``[N]`` hold a token of each row's sequence, ``[B, N]``; others may hold NaN."""
+    used = slots < totals.unsqueeze(1)
+    return used if leftpad is None else used & (slots >= leftpad.unsqueeze(1))
+
+
+def visible(slots: Tensor, used: Tensor, at: Tensor, window: tuple[int, int]) -> Tensor:
+    """The slots ``[N]`` that each query sees, ``[B, Sq, N]``.
+
+    Args:
+        slots: ``[N]``.
+        used: ``[B, N]``, of `slots_in_use`.
+        at: ``[B, Sq]``, of `query_slots`.
+        window: slots to the left and to the right of its own that a query sees; negative: all of
+            them.
+    """
+    left, right = window
+    seen = used.unsqueeze(1).expand(-1, at.shape[1], -1)
+    if left >= 0:
+        seen = seen & (slots >= at.unsqueeze(2) - left)
+    if right >= 0:
+        seen = seen & (slots <= at.unsqueeze(2) + right)
+    return seen
+
+
+def alibi(slopes: Tensor, slots: Tensor, at: Tensor) -> Tensor:
+    """The bias ``-slope * distance``, ``[B, H, Sq, N]``, from slopes ``[H]`` or ``[B, H]``.
+
+    Source: ALiBi (Press et al., 2022) in FlashAttention's symmetric form.
+    """
+    distance = (slots - at.unsqueeze(2)).abs().unsqueeze(1)  # [B, 1, Sq, N]
+    return -slopes.view(-1, slopes.shape[-1], 1, 1) * distance
+
 
 _SCORES_AT_ONCE = 1 << 24
 """Scores of a slice of keys when ``num_splits`` is 0: 64 MiB in float32."""

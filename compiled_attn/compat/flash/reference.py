@@ -10,9 +10,8 @@ from torch import Tensor
 
 from compiled_attn.attention.nonfinite import are_sound, hurt, only
 from compiled_attn.attention.rotary import apply_rotary
-from compiled_attn.compat.flash.bounds import check_bounds
 from compiled_attn.compat.flash.call import FlashCall
-from compiled_attn.compat.flash.checks import check
+from compiled_attn.compat.flash.checks import check, check_bounds
 
 __all__ = ["flash_attn_with_kvcache_reference"]
 

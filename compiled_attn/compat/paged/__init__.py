@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from compiled_attn.compat.paged.attention import PARTITION, paged_attention_v1, paged_attention_v2
-from compiled_attn.compat.paged.inputs import PagedInputs
 from compiled_attn.compat.paged.layouts import (
     LAYOUTS,
     Layout,
@@ -14,7 +13,7 @@ from compiled_attn.compat.paged.layouts import (
     packing,
     value_shape,
 )
-from compiled_attn.compat.paged.module import PagedAttention
+from compiled_attn.compat.paged.module import PagedAttention, PagedInputs
 from compiled_attn.compat.paged.reference import paged_attention_reference
 from compiled_attn.compat.paged.reshape_and_cache import reshape_and_cache
 from compiled_attn.errors import PagedArgumentError

@@ -16,9 +16,9 @@ from typing import Any
 
 from compiled_attn.engine.scheduler import ScheduledTokens
 from compiled_attn.integrations.plans.base import EnginePart, EnginePlan, Limits
-from compiled_attn.workloads import phases
+from compiled_attn.workloads import families
 from compiled_attn.workloads.families import Family
-from compiled_attn.workloads.simulated.separate import SeparateSteps
+from compiled_attn.workloads.simulated.steps import SeparateSteps
 from graphs.buckets.axes import Axis, Bucket
 from graphs.buckets.ladders import explicit
 from graphs.buckets.space import BucketSpace
@@ -86,7 +86,7 @@ def prompt_ladder(limits: Limits) -> list[tuple[int, int]]:
 def parts(limits: Limits) -> list[EnginePart]:
     """Prompts, counted in blocks as the cache is written by blocks, and decodes."""
     size = limits.block_size
-    decode = phases.decode(limits.engine, limits.context)
+    decode = families.decode(limits.engine, limits.context)
     axes = (decode.axes[0], Axis("blocks", 1, _most_references(limits)))
     return [
         EnginePart(
@@ -110,7 +110,7 @@ def parts(limits: Limits) -> list[EnginePart]:
 def _prompts(limits: Limits) -> Family:
     """Over the blocks of a chunk and the blocks of its context."""
     size, time = limits.block_size, limits.engine.time
-    contexts = phases.prefill(limits.engine, limits.context).axes[1]
+    contexts = families.prefill(limits.engine, limits.context).axes[1]
 
     def cost(need: Mapping[str, Any]) -> Any:
         tokens = need["chunk"] * size

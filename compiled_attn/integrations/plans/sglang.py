@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from compiled_attn.integrations.plans.base import EnginePart, EnginePlan, Limits, part_of_sizes
-from compiled_attn.workloads.simulated.separate import SeparateSteps
+from compiled_attn.workloads.simulated.steps import SeparateSteps
 
 __all__ = ["TESTED", "batch_sizes", "parts", "written"]
 

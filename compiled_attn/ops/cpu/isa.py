@@ -13,7 +13,7 @@ import torch
 
 from compiled_attn.errors import NativeUnavailable
 
-__all__ = ["ISAS", "ask_permission", "available_isas", "best_isa", "flags_of"]
+__all__ = ["ISAS", "ask_permission", "available_isas", "flags_of"]
 
 _AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
 _AVX512_BF16 = ("avx512_bf16", "avx512vbmi", "avx512_vnni")
@@ -42,11 +42,6 @@ def available_isas(cpuinfo: Path = Path("/proc/cpuinfo"), machine: str | None = 
     """What this processor can run, best first; "portable" is always there."""
     has = _features(cpuinfo, machine or platform.machine())
     return [isa for isa, needs in ISAS.items() if has.issuperset(needs)]
-
-
-def best_isa() -> str:
-    """The first of `available_isas`."""
-    return available_isas()[0]
 
 
 def ask_permission(isa: str) -> None:

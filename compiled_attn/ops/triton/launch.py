@@ -7,14 +7,12 @@ device and are not checked: what is out of range makes NaN, or is not written.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from compiled_attn.attention.scoring import Scoring
 from compiled_attn.errors import KernelArgumentError
 from compiled_attn.ops import varlen
 from compiled_attn.ops.call import NewTokens, PagedCall
@@ -42,7 +40,7 @@ def paged_attention(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, *step: Any, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """See `compiled_attn.ops.reference.paged_attention`."""
-    call = _call(query, key_cache, value_cache, step, options, None)
+    call = PagedCall.of(query, key_cache, value_cache, *step, **options)
     _check(call)
     return attend(call)
 
@@ -59,7 +57,7 @@ def paged_attention_(
 ) -> tuple[Tensor, Tensor]:
     """See `compiled_attn.ops.reference.paged_attention_`."""
     new = NewTokens(key, value, slot_mapping)
-    call = _call(query, key_cache, value_cache, step, options, new)
+    call = PagedCall.of(query, key_cache, value_cache, *step, new=new, **options)
     _check(call)
     with _device(query):
         _run(write_kernel, write_launch(call, new))
@@ -120,28 +118,3 @@ def _run(kernel: Any, launch: Launch) -> None:
 def _device(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
     """Kernels are launched on the device of their tensors."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
-
-
-def _call(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    step: tuple[Any, ...],
-    options: Mapping[str, Any],
-    new: NewTokens | None,
-) -> PagedCall:
-    block_table, seq_lens, query_start_loc, scale = step
-    names = "window", "softcap", "alibi_slopes", "sinks"
-    return PagedCall(
-        query,
-        key_cache,
-        value_cache,
-        block_table,
-        seq_lens,
-        query_start_loc,
-        Scoring(scale, *(options.get(name) for name in names)),
-        options.get("causal", True),
-        options.get("key_scale"),
-        options.get("value_scale"),
-        new,
-    )

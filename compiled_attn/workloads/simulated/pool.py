@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable
 
-from compiled_attn.workloads.simulated.requests import CountedTokens
+from compiled_attn.workloads.simulated.engine import CountedTokens
 
 __all__ = ["CountedTable", "SimulatedPool"]
 

@@ -9,13 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compiled_attn.attention.cached_blocks import gather_blocks, usage_bias
 from compiled_attn.attention.dense import attend
 from compiled_attn.attention.merge import lse, merge
 from compiled_attn.attention.nonfinite import sum_of_parts
 from compiled_attn.attention.parts import partial_attn_shared, partial_attn_unique
 from compiled_attn.attention.sdpa import SdpaKernel
 from compiled_attn.attention.state import FMIN, PartialAttention
+from compiled_attn.cache.kv_cache import gather_blocks, usage_bias
 from compiled_attn.cache.quantisation import QUANTISED, dequantise, quantise
 from tests.compiled_attn.attention.partial_cases import dense_under, random_qkv
 

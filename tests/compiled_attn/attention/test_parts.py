@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compiled_attn.attention.cached_blocks import usage_bias
 from compiled_attn.attention.dense import attend
 from compiled_attn.attention.merge import lse, merge, merge_online
 from compiled_attn.attention.parts import (
@@ -21,6 +20,7 @@ from compiled_attn.attention.parts import (
 )
 from compiled_attn.attention.sdpa import SdpaKernel
 from compiled_attn.attention.state import FMIN, PartialAttention
+from compiled_attn.cache.kv_cache import usage_bias
 from tests.compiled_attn.attention.partial_cases import dense_under, random_qkv
 
 ATTENDS = [pytest.param(attend, id="reference"), pytest.param(SdpaKernel.attend, id="sdpa")]

@@ -200,7 +200,7 @@ def test_why_a_kernel_could_not_be_built_is_told_whole_and_counts_as_a_fallback(
 ) -> None:
     why = "expected g++ to build the kernel, but it failed (1): " + "a long reason; " * 9 + "end"
     failed = NativeOps("compiled_attn", "reference", why_not_native=why)
-    monkeypatch.setattr("compiled_attn.engine.local.load", lambda: failed)
+    monkeypatch.setattr("compiled_attn.engine.kernel.load", lambda: failed)
     path = tmp_path / "result.json"
     outcome = command(*small, "--no-strict", "--json", path)
     assert outcome.code == 0 and f"native kernel: {why}\n" in outcome.out

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from compiled_attn.engine import ConfigError, Engine, EngineConfig, SamplingParams, cache_size
-from compiled_attn.engine.byte_size import byte_size
 from compiled_attn.engine.cache_size import CacheSize
+from compiled_attn.engine.config import byte_size
 from compiled_attn.models import default_model
 from tests.compiled_attn.tiny import tiny_model
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-import compiled_attn.engine.draws as draws_module
+import compiled_attn.engine.draw_rows as draws_module
 from compiled_attn.cache.defrag import OnlineDefragmenter
 from compiled_attn.engine import (
     ConfigError,

@@ -217,6 +217,6 @@ def test_a_check_finds_scales_that_are_wrong(kind, monkeypatch):
 
     model = tiny_model()
     engine = _engine(model, kind, kernel="portable")
-    monkeypatch.setattr("compiled_attn.cache.writes.quantise", wrong)
+    monkeypatch.setattr("compiled_attn.cache.kv_cache.quantise", wrong)
     results = list(engine.generate(_prompts(20), SAMPLING, in_order=True))
     assert check(model, results, 20, kv_dtype=KINDS[kind]).mismatched_tokens > 0

@@ -20,8 +20,7 @@ from transformers.generation.logits_process import (
 )
 
 from compiled_attn.engine import SamplingParams, sample, sample_rows
-from compiled_attn.engine.logit_rules import LogitRules, shaped
-from compiled_attn.engine.seen_tokens import SeenTokens
+from compiled_attn.engine.logit_rules import LogitRules, SeenTokens, shaped
 from compiled_attn.engine.sizing import eos_tokens
 from tests.compiled_attn.tiny import tiny_model
 

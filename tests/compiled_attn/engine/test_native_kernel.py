@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from compiled_attn.engine import ConfigError, Engine, EngineConfig, SamplingParams, local
+from compiled_attn.engine import kernel as choice
+from compiled_attn.engine.sampling import check_lengths
 from compiled_attn.ops import NativeOps
 from graphs import explicit
 from tests.compiled_attn.tiny import FAMILIES, plain_generate, tiny_model
@@ -134,10 +136,10 @@ def test_auto_is_native_where_the_model_is_supported():
 def test_what_is_not_supported_is_portable_by_auto_and_an_error_by_native(changes, match):
     match = "buckets over" if match == "axes" else match
     model = tiny_model()
-    chosen = local.chosen_kernel(model, _config(kernel="auto", **changes))
+    chosen = choice.chosen_kernel(model, _config(kernel="auto", **changes))
     assert chosen.name == "portable" and match in chosen.notes["native"]
     with pytest.raises(ConfigError, match=match):
-        local.chosen_kernel(model, _config(**changes))
+        choice.chosen_kernel(model, _config(**changes))
 
 
 def test_float64_is_portable_with_its_reason():
@@ -148,7 +150,7 @@ def test_float64_is_portable_with_its_reason():
 
 def test_a_kernel_that_does_not_build_is_an_error_if_strict_and_a_reason_if_not(monkeypatch):
     failed = NativeOps("compiled_attn", "reference", why_not_native=WHY)
-    monkeypatch.setattr(local, "load", lambda: failed)
+    monkeypatch.setattr(choice, "load", lambda: failed)
     for kernel in ("auto", "native"):
         with pytest.raises(ConfigError, match="--kernel portable"):
             Engine(tiny_model(), _config(kernel=kernel))
@@ -198,7 +200,7 @@ def test_a_request_without_a_bucket_is_told_the_axes_of_the_kernel():
         tiny_model(), _config(strict=False, buckets=explicit(("tokens", "requests"), [(8, 0)]))
     )
     with pytest.raises(ConfigError, match="add one with tokens >= 1 and requests >= 1"):
-        engine.sizing.check_lengths(3, 3)
+        check_lengths(engine.sizing, 3, 3)
 
 
 def test_buckets_that_do_not_hold_the_largest_step_are_refused_if_strict():

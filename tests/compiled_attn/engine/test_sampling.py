@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compiled_attn.engine import SamplingParams, sample, sample_rows
-from compiled_attn.engine.draws import NOT_FINITE
+from compiled_attn.engine.sampler import NOT_FINITE
 
 
 def _draws(logits: torch.Tensor, count: int, **params) -> np.ndarray:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from compiled_attn.engine import Engine, EngineConfig
-from compiled_attn.engine.sizing import Sizing
-from compiled_attn.engine.step_size import StepSize
+from compiled_attn.engine.sizing import Sizing, StepSize
 from compiled_attn.step import Parts, Tables
 from graphs import explicit
 from graphs.store import ArtifactStore, StoredInductor

@@ -7,7 +7,7 @@ import torch
 
 from compiled_attn.cache.kv_cache import KVShape
 from compiled_attn.hf import PagedCausalLM, cache_for
-from compiled_attn.hf.latent import absorb, latent_shape
+from compiled_attn.hf.attention import absorb, latent_shape
 from compiled_attn.step import Parts, Tables
 from tests.compiled_attn.hf.families import small_model
 from tests.compiled_attn.hf.survey import plain_generate, serve

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from compiled_attn.hf import PagedCausalLM, cache_for
+from compiled_attn.hf.equality import small_cache, step_logits
 from compiled_attn.hf.plain_cache import PlainCaches
 from compiled_attn.hf.rounding import last_logits
-from compiled_attn.hf.small_steps import small_cache, step_logits
 from compiled_attn.step import Request
 from tests.compiled_attn.engine.kept import KINDS, kept_rows
 from tests.compiled_attn.hf.families import small_model

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from compiled_attn.hf import PagedCausalLM, cache_for
+from compiled_attn.hf.equality import small_cache, step_logits
 from compiled_attn.hf.rounding import last_logits
-from compiled_attn.hf.small_steps import small_cache, step_logits
 from compiled_attn.step import Parts, Request, Tables
 from tests.compiled_attn.hf.families import small_model
 from tests.compiled_attn.tiny import tiny_model

@@ -143,6 +143,27 @@ def test_the_number_of_threads_changes_no_bit(ops, rows, quantises):
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("quantises", [False, True])
+@pytest.mark.parametrize("rows", [0, 1, 5, 40, 300])
+@pytest.mark.parametrize("outputs", [(48, 16, 208), (16 * 40, 16, 16)])
+def test_layers_at_once_give_the_bits_that_each_gives_alone(ops, outputs, rows, quantises, biased):
+    input = layer(rows, 16, 96)[0]
+    drawn = [layer(1, each, 96, seed=each)[1:] for each in outputs]
+    packed, scales = zip(*(forms(weight)[quantises] for weight, _ in drawn), strict=True)
+    biases = [bias if biased else None for _, bias in drawn]
+    alone = [ops.packed_linear(input, *each) for each in zip(packed, biases, scales, strict=True)]
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            lists = biases if biased else [], scales if quantises else []
+            at_once = ops.packed_linears(input, packed, *lists)
+            assert all(torch.equal(*pair) for pair in zip(at_once, alone, strict=True))
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_the_registers_give_the_bits_of_plain_tiles():
     if AMX not in available_isas():
         pytest.skip("this processor has no AMX")
@@ -180,6 +201,35 @@ def test_wrong_tensors_are_refused(change, told):
     good = {"input": torch.zeros(3, 64).bfloat16(), "weight": torch.zeros(2, 32, 16, 2).bfloat16()}
     with pytest.raises(RuntimeError, match=f"packed_linear: expected .*{told}"):
         ops.packed_linear(**{**good, **change})
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"weights": []}, "weights of at least one layer, got none"),
+        ({"biases": [torch.zeros(32).bfloat16()]}, "biases of all weights or of none, got 1 for 2"),
+        ({"scales": [torch.ones(32)] * 3}, "scales of all weights or of none, got 3 for 2"),
+        (
+            {"weights": [torch.zeros(2, 16, 16, 2).bfloat16()] * 2},
+            r"input: \[any, 32\], got \[3, 64",
+        ),
+    ],
+)
+def test_wrong_lists_are_refused(given, told):
+    ops = _loaded(BEST)
+    good = {"weights": [torch.zeros(2, 32, 16, 2).bfloat16()] * 2}
+    with pytest.raises(RuntimeError, match=f"packed_linears: expected .*{told}"):
+        ops.packed_linears(torch.zeros(3, 64).bfloat16(), **{**good, **given})
+
+
+def test_torch_finds_nothing_wrong_with_layers_at_once():
+    input, weight, bias = layer(5, 32, 64)
+    load()
+    torch.library.opcheck(
+        torch.ops.compiled_attn.packed_linears.default,
+        (input, [packed_linear.pack(weight)] * 2, [bias, bias], []),
+        test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
+    )
 
 
 @pytest.mark.parametrize("quantises", [False, True])

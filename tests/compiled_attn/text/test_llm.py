@@ -10,7 +10,7 @@ from compiled_attn import LLM
 from compiled_attn.engine import SamplingParams
 from compiled_attn.errors import ConfigError
 from compiled_attn.text import Answer, AnswerPieces
-from compiled_attn.text.stops import end_of
+from compiled_attn.text.answer import end_of
 from tests.compiled_attn.text.models import byte_level, save_model, save_tokenizer
 from tests.compiled_attn.tiny import plain_generate
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compiled_attn.text import StopFilter
-from compiled_attn.text.stops import end_of
+from compiled_attn.text.answer import end_of
 
 STOPS = st.lists(st.text("abc", min_size=1, max_size=4), min_size=0, max_size=3)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from compiled_attn.workloads import Arrival
 from compiled_attn.workloads.simulate import SimulatedEngine, simulate
-from compiled_attn.workloads.simulated.separate import SeparateSteps
+from compiled_attn.workloads.simulated.steps import SeparateSteps
 
 ENGINE = SimulatedEngine(max_tokens=64, max_seqs=4, block_size=16, blocks=64)
 

@@ -101,7 +101,8 @@ extern "C" int32_t compiled_attn_paged_attention(const compiled_attn::PagedAtten
                                                  int64_t error[4]);
 
 // kOk or kOutOfMemory.
-extern "C" int32_t compiled_attn_packed_linear(const compiled_attn::PackedLinearArgs* args);
+extern "C" int32_t compiled_attn_packed_linear(const compiled_attn::PackedLinearArgs* layers,
+                                               int64_t count);
 
 // kOk or kOutOfMemory.
 extern "C" int32_t compiled_attn_drawn_tokens(const compiled_attn::DrawnTokensArgs* args);

@@ -1,8 +1,8 @@
-// Rows of a linear layer in vector registers: some rows against a panel of weights.
+// Rows of a linear layer in vector registers: some rows against some panels of weights.
 #pragma once
 
 #include "bfloat16_dot.h"
-#include "linear_output.h"
+#include "linear_weights.h"
 
 namespace compiled_attn {
 
@@ -38,6 +38,9 @@ using LinearProducts = PairProducts;
 using LinearProducts = FloatProducts;
 #endif
 
+// Where weights are read once, memory sets the pace, and each stream asks for its own next lines.
+// Where they are read for block after block of rows, the first of them would wait: what the next
+// piece needs is asked for meanwhile.
 class LinearRows {
  public:
   static constexpr int kPanels = kRegisters == 32 ? 4 : 1;  // side by side
@@ -45,51 +48,71 @@ class LinearRows {
   static constexpr int kVectors = kPanel / kLanes;          // of a panel
   static constexpr int64_t kAhead = 2048;  // elements between what is read and what is asked for
 
-  explicit LinearRows(const PackedLinearArgs& layer) : args_(layer) {}
-
   // Outputs of a layer for some rows.
-  void run(int64_t begin, int64_t end) const {
-    const int64_t panels = args_.size_out / kPanel;
-    int64_t p = 0;
-    for (; p + kPanels <= panels; p += kPanels) columns<kPanels>(begin, end, p);
-    for (; p < panels; ++p) columns<1>(begin, end, p);
+  void run(const PackedLinearArgs& layer, int64_t begin, int64_t end, NextWeights& next) {
+    layer_ = layer, next_ = &next;
+    const int64_t panels = layer.size_out / kPanel;
+    steps_ = blocks(end - begin, kRows) * blocks(panels, kPanels) * (layer.scale ? 2 : 1);
+    if (end - begin <= kRows)
+      panels_of<true>(begin, end, panels);
+    else
+      panels_of<false>(begin, end, panels);
   }
 
  private:
-  template <int panels>
-  void columns(int64_t begin, int64_t end, int64_t panel) const {
-    int64_t row = begin;
-    for (; row + kRows <= end; row += kRows) block<kRows, panels>(row, panel);
-    for (; row < end; ++row) block<1, panels>(row, panel);
+  static int64_t blocks(int64_t count, int64_t size) { return count / size + count % size; }
+
+  template <bool once>
+  void panels_of(int64_t begin, int64_t end, int64_t panels) {
+    int64_t p = 0;
+    for (; p + kPanels <= panels; p += kPanels) columns<once, kPanels>(begin, end, p);
+    for (; p < panels; ++p) columns<once, 1>(begin, end, p);
   }
 
-  template <int rows, int panels>
-  void block(int64_t row, int64_t panel) const {
+  template <bool once, int panels>
+  void columns(int64_t begin, int64_t end, int64_t panel) {
+    int64_t row = begin;
+    for (; row + kRows <= end; row += kRows) block<once, kRows, panels>(row, panel);
+    for (; row < end; ++row) block<once, 1, panels>(row, panel);
+  }
+
+  template <bool once, int rows, int panels>
+  void block(int64_t row, int64_t panel) {
     constexpr int vectors = panels * kVectors;
-    const auto* input = static_cast<const BFloat16*>(args_.input) + row * args_.input_row;
+    const auto* input = static_cast<const BFloat16*>(layer_.input) + row * layer_.input_row;
     const auto* weight =
-        static_cast<const BFloat16*>(args_.weight) + panel * kPanel * args_.size_in;
+        static_cast<const BFloat16*>(layer_.weight) + panel * kPanel * layer_.size_in;
     alignas(64) Floats sums[rows][vectors] = {};
-    for (int64_t k = 0; k < args_.size_in; k += 2) {
-      for (int v = 0; v < vectors; ++v) {
-        const BFloat16* at =
-            weight + v / kVectors * kPanel * args_.size_in + k * kPanel + v % kVectors * kLanes * 2;
-        __builtin_prefetch(at + kAhead, 0, 2);
-        const auto weights = LinearProducts::weights(at);
+    for (int64_t k = 0; k < layer_.size_in;) {
+      // A line of each panel of the next piece for a line of each panel of this one.
+      if (!once) next_->take_line();
+      const int64_t end = once ? layer_.size_in : std::min(k + 2 * steps_, layer_.size_in);
+      for (; k < end; k += 2) {
+        LinearProducts::Weights weights[vectors];
+        for (int v = 0; v < vectors; ++v) {
+          const BFloat16* at = weight + v / kVectors * kPanel * layer_.size_in + k * kPanel +
+                               v % kVectors * kLanes * 2;
+          if (once) __builtin_prefetch(at + kAhead, 0, 2);
+          weights[v] = LinearProducts::weights(at);
+        }
         for (int r = 0; r < rows; ++r)
-          sums[r][v] = LinearProducts::added(sums[r][v], weights, input + r * args_.input_row + k);
+          for (int v = 0; v < vectors; ++v)
+            sums[r][v] =
+                LinearProducts::added(sums[r][v], weights[v], input + r * layer_.input_row + k);
       }
     }
     for (int r = 0; r < rows; ++r)
       for (int p = 0; p < panels; ++p) {
         const int64_t column = (panel + p) * kPanel;
         round_panel(reinterpret_cast<const float*>(&sums[r][p * kVectors]),
-                    finish_of(args_).from(column),
-                    static_cast<BFloat16*>(args_.out) + (row + r) * args_.out_row + column);
+                    finish_of(layer_).from(column),
+                    static_cast<BFloat16*>(layer_.out) + (row + r) * layer_.out_row + column);
       }
   }
 
-  const PackedLinearArgs& args_;
+  PackedLinearArgs layer_;
+  NextWeights* next_;
+  int64_t steps_;  // pairs of inputs for each line of the next piece
 };
 
 }  // namespace compiled_attn

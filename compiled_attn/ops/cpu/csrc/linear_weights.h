@@ -30,6 +30,7 @@ class NextWeights {
           __builtin_prefetch(at_ + p * panel_ * sizeof(BFloat16), 0, 2);
     }
   }
+  CA_INLINE void take_line() { take(panels_); }
   void take_all() { take(left_ * panels_); }
   // What must be there before the weights are read.
   void take_rest() {

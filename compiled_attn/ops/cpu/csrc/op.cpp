@@ -233,34 +233,75 @@ Result paged_attention_(Tensor query, Tensor key, Tensor value, Tensor key_cache
   });
 }
 
+// A layer without room for its output.
+PackedLinearArgs layer_of(const Tensor& input, const Tensor& weight, const Tensor* bias,
+                          const Tensor* scale) {
+  check_shape("weight", weight, {kAny, kAny, 16, 2});
+  const int64_t size_in = 2 * weight.size(1), size_out = 16 * weight.size(0);
+  if (size_in % 32) {
+    fail("a multiple of 32 inputs", std::to_string(size_in), "leave such a layer as it is");
+  }
+  check_dense("weight", weight, {weight.size(0), weight.size(1), 16, 2},
+              scale ? ScalarType::Char : ScalarType::BFloat16);
+  if (scale) check_dense("scale", *scale, {size_out}, ScalarType::Float);
+  check_shape("input", input, {kAny, size_in});
+  check_dtype("input", input, ScalarType::BFloat16);
+  check_rows("input", input);
+  if (bias) check_dense("bias", *bias, {size_out}, ScalarType::BFloat16);
+
+  PackedLinearArgs args{};
+  args.rows = input.size(0), args.size_in = size_in, args.size_out = size_out;
+  args.input = input.const_data_ptr(), args.input_row = input.stride(0);
+  args.out_row = size_out;
+  args.weight = weight.const_data_ptr();
+  args.scale = scale ? data_of<float>(*scale) : nullptr;
+  args.bias = bias ? bias->const_data_ptr() : nullptr;
+  args.threads = int32_t(torch::stable::get_num_threads());
+  return args;
+}
+
+Tensor room_for(const Tensor& input, PackedLinearArgs& layer) {
+  Tensor out = torch::stable::new_empty(input, std::vector<int64_t>{layer.rows, layer.size_out});
+  layer.out = out.mutable_data_ptr();
+  return out;
+}
+
+void multiply(const PackedLinearArgs* layers, int64_t count) {
+  if (compiled_attn_packed_linear(layers, count) != kOk) {
+    fail("scratch memory", "none", "free memory");
+  }
+}
+
 Tensor packed_linear(Tensor input, Tensor weight, Maybe bias, Maybe scale) {
   return in_op("packed_linear", [&] {
-    check_shape("weight", weight, {kAny, kAny, 16, 2});
-    const int64_t size_in = 2 * weight.size(1), size_out = 16 * weight.size(0);
-    if (size_in % 32) {
-      fail("a multiple of 32 inputs", std::to_string(size_in), "leave such a layer as it is");
-    }
-    check_dense("weight", weight, {weight.size(0), weight.size(1), 16, 2},
-                scale ? ScalarType::Char : ScalarType::BFloat16);
-    if (scale) check_dense("scale", *scale, {size_out}, ScalarType::Float);
-    check_shape("input", input, {kAny, size_in});
-    check_dtype("input", input, ScalarType::BFloat16);
-    check_rows("input", input);
-    if (bias) check_dense("bias", *bias, {size_out}, ScalarType::BFloat16);
-
-    PackedLinearArgs args{};
-    args.rows = input.size(0), args.size_in = size_in, args.size_out = size_out;
-    args.input = input.const_data_ptr(), args.input_row = input.stride(0);
-    args.out_row = size_out;
-    args.weight = weight.const_data_ptr();
-    args.scale = floats_of(scale);
-    args.bias = bias ? bias->const_data_ptr() : nullptr;
-    std::vector<int64_t> shape{args.rows, size_out};
-    Tensor out = torch::stable::new_empty(input, shape);
-    args.out = out.mutable_data_ptr();
-    args.threads = int32_t(torch::stable::get_num_threads());
-    if (compiled_attn_packed_linear(&args) != kOk) fail("scratch memory", "none", "free memory");
+    auto layer = layer_of(input, weight, bias ? &*bias : nullptr, scale ? &*scale : nullptr);
+    Tensor out = room_for(input, layer);
+    multiply(&layer, 1);
     return out;
+  });
+}
+
+void check_one_each(const char* name, const std::vector<Tensor>& of,
+                    const std::vector<Tensor>& weights) {
+  if (of.empty() || of.size() == weights.size()) return;
+  fail(text(name, " of all weights or of none"), text(of.size(), " for ", weights.size()),
+       "call the op for the others apart");
+}
+
+std::vector<Tensor> packed_linears(Tensor input, std::vector<Tensor> weights,
+                                   std::vector<Tensor> biases, std::vector<Tensor> scales) {
+  return in_op("packed_linears", [&] {
+    if (weights.empty()) fail("weights of at least one layer", "none", "pass them as a list");
+    check_one_each("biases", biases, weights);
+    check_one_each("scales", scales, weights);
+    std::vector<PackedLinearArgs> layers;
+    std::vector<Tensor> outs;
+    for (size_t i = 0; i < weights.size(); ++i)
+      layers.push_back(layer_of(input, weights[i], biases.empty() ? nullptr : &biases[i],
+                                scales.empty() ? nullptr : &scales[i]));
+    for (auto& layer : layers) outs.push_back(room_for(input, layer));
+    multiply(layers.data(), int64_t(layers.size()));
+    return outs;
   });
 }
 
@@ -330,6 +371,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(COMPILED_ATTN_NAMESPACE, m) {
   m.def(compiled_attn::kPagedAttentionSchema);
   m.def(compiled_attn::kPagedAttentionWriteSchema);
   m.def(compiled_attn::kPackedLinearSchema);
+  m.def(compiled_attn::kPackedLinearsSchema);
   m.def(compiled_attn::kPackedRowsSchema);
   m.def(compiled_attn::kDrawnTokensSchema);
 }
@@ -338,6 +380,7 @@ STABLE_TORCH_LIBRARY_IMPL(COMPILED_ATTN_NAMESPACE, CPU, m) {
   m.impl("paged_attention", TORCH_BOX(&compiled_attn::paged_attention));
   m.impl("paged_attention_", TORCH_BOX(&compiled_attn::paged_attention_));
   m.impl("packed_linear", TORCH_BOX(&compiled_attn::packed_linear));
+  m.impl("packed_linears", TORCH_BOX(&compiled_attn::packed_linears));
   m.impl("packed_rows", TORCH_BOX(&compiled_attn::packed_rows));
   m.impl("drawn_tokens", TORCH_BOX(&compiled_attn::drawn_tokens));
 }

@@ -13,39 +13,51 @@ namespace {
 
 constexpr int64_t kRowsAtOnce = 256;  // their inputs stay in the second level cache
 
-// Pieces of rows x panels of a layer, those of the same rows one after the other.
+// Pieces of rows x panels of layers of one input, those of the same rows one after the other.
 class Pieces {
  public:
-  explicit Pieces(const PackedLinearArgs& whole)
-      : whole_(whole),
-        outputs_(kPanel * (whole.size_out < whole.threads * 8 * kPanel ? 4 : 8)),
-        columns_((whole.size_out + outputs_ - 1) / outputs_) {}
+  Pieces(const PackedLinearArgs* layers, int64_t count)
+      : layers_(layers), rows_(layers->rows) {
+    int64_t all = 0;
+    for (int64_t i = 0; i < count; ++i) all += layers[i].size_out;
+    outputs_ = kPanel * (all < layers->threads * 8 * kPanel ? 4 : 8);
+    for (int64_t i = 0; i < count; ++i) columns_ += columns(layers[i]);
+  }
 
   int64_t outputs() const { return outputs_; }  // of a piece, at most
-  int64_t count() const { return (whole_.rows + kRowsAtOnce - 1) / kRowsAtOnce * columns_; }
+  int64_t count() const { return (rows_ + kRowsAtOnce - 1) / kRowsAtOnce * columns_; }
   int64_t begin(int64_t piece) const { return piece / columns_ * kRowsAtOnce; }
-  int64_t end(int64_t piece) const { return std::min(begin(piece) + kRowsAtOnce, whole_.rows); }
+  int64_t end(int64_t piece) const { return std::min(begin(piece) + kRowsAtOnce, rows_); }
 
   // The outputs of a piece, as a layer.
   PackedLinearArgs layer(int64_t piece) const {
-    const int64_t first = piece % columns_ * outputs_;
-    const int64_t bytes = whole_.scale ? 1 : sizeof(BFloat16);
-    const Finish finish = finish_of(whole_).from(first);
-    PackedLinearArgs layer = whole_;
-    layer.size_out = std::min(outputs_, whole_.size_out - first);
-    layer.weight = static_cast<const uint8_t*>(whole_.weight) + first * whole_.size_in * bytes;
+    int64_t column = piece % columns_;
+    const PackedLinearArgs* of = layers_;
+    for (; column >= columns(*of); ++of) column -= columns(*of);
+    const int64_t first = column * outputs_;
+    const int64_t bytes = of->scale ? 1 : sizeof(BFloat16);
+    const Finish finish = finish_of(*of).from(first);
+    PackedLinearArgs layer = *of;
+    layer.size_out = std::min(outputs_, of->size_out - first);
+    layer.weight = static_cast<const uint8_t*>(of->weight) + first * of->size_in * bytes;
     layer.scale = finish.scale, layer.bias = finish.bias;
-    layer.out = static_cast<BFloat16*>(whole_.out) + first;
+    layer.out = static_cast<BFloat16*>(of->out) + first;
     return layer;
   }
 
  private:
-  const PackedLinearArgs& whole_;
-  int64_t outputs_, columns_;
+  int64_t columns(const PackedLinearArgs& of) const {
+    return (of.size_out + outputs_ - 1) / outputs_;
+  }
+
+  const PackedLinearArgs* layers_;
+  int64_t rows_, outputs_, columns_ = 0;
 };
 
-void multiply(const PackedLinearArgs& whole) {
-  const Pieces pieces(whole);
+// Layers of the same input, rows and threads, all with scales or none.
+void multiply(const PackedLinearArgs* layers, int64_t layer_count) {
+  const PackedLinearArgs& whole = *layers;
+  const Pieces pieces(layers, layer_count);
   const int64_t count = pieces.count();
   const int threads = int(std::clamp<int64_t>(count, 1, whole.threads));
   const int64_t room = whole.scale ? pieces.outputs() * whole.size_in : 0;
@@ -63,6 +75,8 @@ void multiply(const PackedLinearArgs& whole) {
     BFloat16* const own = wide + 2 * room * omp_get_thread_num();
 #if CA_HAS_TILES
     LinearTiles worker(inputs, whole.size_in);
+#else
+    LinearRows worker;
 #endif
 #pragma omp barrier
     if (piece < count) NextWeights(pieces.layer(piece), own).take_all();
@@ -72,11 +86,7 @@ void multiply(const PackedLinearArgs& whole) {
       if (whole.scale) layer.weight = own + turn * room;
       NextWeights ahead;
       if (following < count) ahead = {pieces.layer(following), own + !turn * room};
-#if CA_HAS_TILES
       worker.run(layer, pieces.begin(piece), pieces.end(piece), ahead);
-#else
-      LinearRows(layer).run(pieces.begin(piece), pieces.end(piece));
-#endif
       ahead.take_rest();
       piece = following;
     }
@@ -86,10 +96,11 @@ void multiply(const PackedLinearArgs& whole) {
 }  // namespace
 }  // namespace compiled_attn
 
-extern "C" int32_t compiled_attn_packed_linear(const compiled_attn::PackedLinearArgs* args) {
+extern "C" int32_t compiled_attn_packed_linear(const compiled_attn::PackedLinearArgs* layers,
+                                               int64_t count) {
   using namespace compiled_attn;
   try {
-    multiply(*args);
+    multiply(layers, count);
     return kOk;
   } catch (const std::bad_alloc&) {
     return kOutOfMemory;

@@ -27,6 +27,11 @@ constexpr const char* kPackedLinearSchema =
     Tensor input, Tensor weight, Tensor? bias=None, Tensor? scale=None
   ) -> Tensor)schema";
 
+constexpr const char* kPackedLinearsSchema =
+    R"schema(packed_linears(
+    Tensor input, Tensor[] weights, Tensor[] biases, Tensor[] scales
+  ) -> Tensor[])schema";
+
 constexpr const char* kPackedRowsSchema =
     R"schema(packed_rows(Tensor weight, Tensor ids) -> Tensor)schema";
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from compiled_attn.cache.blocks import BlockPlaces, BlockPool
-from compiled_attn.cache.blocks.place_set import PlaceSet
+from compiled_attn.cache.blocks.places import PlaceSet
 from tests.compiled_attn.state import state_of
 from tests.compiled_attn.work import lines_run
 

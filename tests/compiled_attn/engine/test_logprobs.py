@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from compiled_attn.engine.ranking import most_likely
+from compiled_attn.engine.logprobs import most_likely
 
 VOCABULARIES = [1, 5, 300, 2047, 2048, 2100, 5003]
 

@@ -1,0 +1,81 @@
+"""Packed layers of one input in one call: a pass over inductor's graphs.
+
+Queries, keys and values are layers of one input, so are gate and up. The op ``packed_linears``
+takes them at once, so that memory reads on from one weight to the next, and a layer of the model
+has 4 calls instead of 7. Each weight stays the parameter that it was; results are the same bits.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from operator import getitem
+from typing import Any, cast
+
+import torch
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch.fx import Graph, Node
+
+__all__ = ["JoinedLayers"]
+
+_aten = torch.ops.aten
+_INPUTS = ("placeholder", "get_attr")
+_SHAPES = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
+
+
+class JoinedLayers(CustomGraphPass):
+    """Replaces calls of ``packed_linear`` of one input by one of ``packed_linears``.
+
+    Only where weights, biases and scales are inputs of the graph, and all of the calls have a bias
+    or none, and a scale or none.
+    """
+
+    def __call__(self, graph: Graph) -> None:
+        """Rewrites the graph in place."""
+        groups = defaultdict(list)
+        for node in graph.nodes:
+            if node.target is torch.ops.compiled_attn.packed_linear.default:
+                input, *parameters = _arguments(node)
+                if all(each is None or each.op in _INPUTS for each in parameters):
+                    has = tuple(each is None for each in parameters)
+                    groups[_identity(input), has].append(node)
+        for nodes in groups.values():
+            if len(nodes) > 1:
+                _join(graph, nodes)
+
+    def uuid(self) -> Any:
+        """Identity of the pass in inductor's cache: its source."""
+        return get_hash_for_files((__file__,))
+
+
+def _arguments(node: Node) -> list[Any]:
+    """Input, weight, bias and scale of a call of ``packed_linear``."""
+    given = dict(zip(("input", "weight", "bias", "scale"), node.args, strict=False)) | node.kwargs
+    return [given[name] for name in ("input", "weight")] + [given.get("bias"), given.get("scale")]
+
+
+def _identity(node: Any) -> Any:
+    """The same for what is the same tensor in the same shape: each layer flattens its input."""
+    if isinstance(node, Node) and node.target in _SHAPES:
+        shaped, shape = node.args[0], cast(Sequence[Any], node.args[1])
+        return node.target, _identity(shaped), tuple(shape)
+    return node
+
+
+def _join(graph: Graph, nodes: list[Node]) -> None:
+    """One call at the place of the first of ``nodes``, which are of one input, instead of all."""
+    first, *_ = nodes
+    input = _arguments(first)[0]
+    parameters = zip(*(_arguments(node)[1:] for node in nodes), strict=True)
+    lists = [[each for each in kind if each is not None] for kind in parameters]
+    with graph.inserting_before(first):
+        joined = graph.call_function(
+            torch.ops.compiled_attn.packed_linears.default, (input, *lists)
+        )
+        joined.meta["val"] = [node.meta["val"] for node in nodes]
+        for place, node in enumerate(nodes):
+            out = graph.call_function(getitem, (joined, place))
+            out.meta.update(node.meta)
+            node.replace_all_uses_with(out)
+    for node in nodes:
+        graph.erase_node(node)
