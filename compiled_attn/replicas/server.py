@@ -71,8 +71,11 @@ def _connect(address: str | None, cpus: int) -> None:
             **({} if address else own),
         )
     except (ConnectionError, ValueError, RuntimeError) as error:
-        where = address or "this machine"
-        raise ConfigError(f"cannot use Ray at {where}: {error}: see `ray status`") from error
+        why = str(error).strip().partition("\n")[0]
+        remedy = "start one with `ray start --head`" if address else "see `ray status`"
+        raise ConfigError(
+            f"cannot use Ray at {address or 'this machine'}: {why}: {remedy}"
+        ) from error
     finally:
         signal.signal(signal.SIGTERM, when_terminated)  # Ray has set its own
 
