@@ -60,6 +60,11 @@ def run_fleet(
         ray.shutdown()
 
 
+_NO_CLUSTER = (
+    "start one with `ray start --head`, and set RAY_AUTH_MODE=token here if it asks for tokens"
+)
+
+
 def _connect(address: str | None, cpus: int) -> None:
     when_terminated = signal.getsignal(signal.SIGTERM)
     own: dict[str, Any] = {"num_cpus": max(cpus, os.cpu_count() or 1), "include_dashboard": False}
@@ -72,7 +77,7 @@ def _connect(address: str | None, cpus: int) -> None:
         )
     except (ConnectionError, ValueError, RuntimeError) as error:
         why = str(error).strip().partition("\n")[0]
-        remedy = "start one with `ray start --head`" if address else "see `ray status`"
+        remedy = _NO_CLUSTER if address else "see `ray status`"
         raise ConfigError(
             f"cannot use Ray at {address or 'this machine'}: {why}: {remedy}"
         ) from error
