@@ -60,6 +60,11 @@ def run_fleet(
         ray.shutdown()
 
 
+_NO_CLUSTER = (
+    "start one with `ray start --head`, and set RAY_AUTH_MODE=token here if it asks for tokens"
+)
+
+
 def _connect(address: str | None, cpus: int) -> None:
     when_terminated = signal.getsignal(signal.SIGTERM)
     own: dict[str, Any] = {"num_cpus": max(cpus, os.cpu_count() or 1), "include_dashboard": False}
@@ -71,8 +76,11 @@ def _connect(address: str | None, cpus: int) -> None:
             **({} if address else own),
         )
     except (ConnectionError, ValueError, RuntimeError) as error:
-        where = address or "this machine"
-        raise ConfigError(f"cannot use Ray at {where}: {error}: see `ray status`") from error
+        why = str(error).strip().partition("\n")[0]
+        remedy = _NO_CLUSTER if address else "see `ray status`"
+        raise ConfigError(
+            f"cannot use Ray at {address or 'this machine'}: {why}: {remedy}"
+        ) from error
     finally:
         signal.signal(signal.SIGTERM, when_terminated)  # Ray has set its own
 

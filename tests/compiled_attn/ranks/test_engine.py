@@ -128,6 +128,7 @@ def test_the_end_of_a_rank_is_one_line_on_the_others(when):
         ("buckets", "buckets"),
         ("version", "version of torch"),
         ("division", "setting context_parallel"),
+        ("cut", "weights"),  # of which contexts are to be divided too
     ],
 )
 def test_a_rank_that_is_another_is_refused_with_the_difference(what, name):

@@ -22,7 +22,7 @@ from torch._dynamo.utils import counters
 from compiled_attn.cli.store import stored_backend
 from compiled_attn.engine import Engine, EngineConfig, SamplingParams
 from compiled_attn.errors import ConfigError, ModelRefused, RankLost, RanksDisagree
-from compiled_attn.ranks import RankEngine, Ranks, engine_on, joined_ranks
+from compiled_attn.ranks import RankEngine, Ranks, engine_on, joined_ranks, shard
 from tests.compiled_attn.hf.families import small_model
 from tests.compiled_attn.ranks.layers import farthest
 from tests.compiled_attn.tiny import FAMILIES, plain_generate, tiny_model
@@ -207,7 +207,7 @@ def dies(ranks: Ranks, when: str) -> None:
 
 
 def differs(ranks: Ranks, what: str) -> None:
-    """Rank 1 has another model, other settings or versions."""
+    """Rank 1 has another model, other settings or versions; or all divide both at once."""
     seed, config, divides = 0, CONFIG, what == "division" and not ranks.leads
     if not ranks.leads and what == "weights":
         seed = 1
@@ -218,8 +218,12 @@ def differs(ranks: Ranks, what: str) -> None:
         importlib.metadata.version = lambda name: version(name) + "x" * (name == "torch")
     elif not ranks.leads and what == "buckets":
         config = replace(CONFIG, buckets=Engine(tiny_model(), CONFIG).sizing.buckets)
+    model = tiny_model(seed=seed)
+    if what == "cut":
+        shard(model, ranks)
+        divides = True
     try:
-        engine_on(ranks, tiny_model(seed=seed), config, context_parallel=divides)
+        engine_on(ranks, model, config, context_parallel=divides)
     except ConfigError as error:
         say(str(error))
 

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
 import os
 import signal
-import subprocess
-import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 pytest.importorskip("ray", reason="needs the extra 'ray'")
 pytest.importorskip("openai", reason="needs the extra 'serve'")
@@ -25,66 +17,9 @@ import openai
 
 from compiled_attn.engine import EngineConfig, SamplingParams
 from compiled_attn.text import LLM
-from tests.compiled_attn.text.models import byte_level, save_model, save_tokenizer
+from tests.compiled_attn.replicas.command import LIMITS, Command, left_of
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
-
-ROOT = Path(__file__).parents[3]
-LIMITS = {"max_seqs": 8, "block_size": 8, "num_blocks": 200, "max_graphs": 6}
-
-
-class Command:
-    """``serve --replicas 2`` in a process of its own, at a free port."""
-
-    def __init__(self, folder: Path, log: Path, *more: str) -> None:
-        limits = [f"--{name.replace('_', '-')}={size}" for name, size in LIMITS.items()]
-        command = [sys.executable, "-m", "compiled_attn", "serve", f"--model={folder}", "--port=0"]
-        command += ["--backend=eager", "--replicas=2", "--name=tiny", *limits, *more]
-        settings = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        self._log = log
-        with log.open("w") as written:
-            self.process = subprocess.Popen(
-                command, env=settings, stdout=written, stderr=written, start_new_session=True
-            )
-
-    @property
-    def said(self) -> str:
-        return self._log.read_text()
-
-    @property
-    def url(self) -> str:
-        return self.said.split(" at ")[1].split("/v1")[0]
-
-    def get(self, path: str) -> str:
-        try:
-            with urllib.request.urlopen(self.url + path) as answer:
-                return answer.read().decode()
-        except urllib.error.HTTPError as error:
-            return error.read().decode()
-
-    def wait(self, line: str, times: int = 1) -> None:
-        until = time.monotonic() + 240
-        while self.said.count(line) < times:
-            assert self.process.poll() is None, self.said
-            assert time.monotonic() < until, self.said
-            time.sleep(0.05)
-
-    def replicas(self) -> list[int]:
-        """Their processes."""
-        return [each["process"] for each in json.loads(self.get("/health"))["replicas"]]
-
-    def figure(self, name: str) -> float:
-        lines = self.get("/metrics").splitlines()
-        return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    save_model(folder)
-    save_tokenizer(byte_level(), folder)
-    return folder
 
 
 @pytest.fixture
@@ -94,12 +29,7 @@ def command(model: Path, tmp_path: Path) -> Iterator[Command]:
         one.wait("ready, 2 of 2 replicas")
         yield one
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            one.process.terminate()
-        try:
-            one.process.wait(60)
-        except subprocess.TimeoutExpired:
-            one.process.kill()
+        one.end()
 
 
 def prompts(count: int) -> list[str]:
@@ -152,7 +82,7 @@ def test_streams_that_had_begun_end_with_an_error_that_names_the_replica(command
 
 
 def test_a_signal_lets_what_was_asked_be_answered_and_ends_all(command):
-    replicas = command.replicas()
+    family = command.family()
 
     async def both() -> list:
         asking = asyncio.ensure_future(answers(command.url, prompts(8), 100, {}))
@@ -163,7 +93,4 @@ def test_a_signal_lets_what_was_asked_be_answered_and_ends_all(command):
     assert all(isinstance(each, str) for each in asyncio.run(both()))
     assert command.process.wait(60) == 0, command.said
     assert "Traceback" not in command.said
-    until = time.monotonic() + 30
-    while any(Path(f"/proc/{each}").exists() for each in replicas):
-        assert time.monotonic() < until
-        time.sleep(0.1)
+    assert not left_of(family)
