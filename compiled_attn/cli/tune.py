@@ -12,14 +12,16 @@ from compiled_attn.cli.options import TuneOptions
 from compiled_attn.errors import NativeUnavailable
 from compiled_attn.hf.packed import packable
 from compiled_attn.ops import load
-from compiled_attn.ops.tuning import FLOAT32, onednn_sizes, tuning
+from compiled_attn.ops.cpu.calibration import calibrate
+from compiled_attn.ops.cpu.forms import Chosen
+from compiled_attn.ops.tuning import FLOAT32, Tuning, onednn_sizes, tuning
 from graphs.backends.onednn_linear import for_cpu
 
 __all__ = ["run_tune"]
 
 
 def run_tune(options: TuneOptions) -> int:
-    """Measures the linear layers of a model in both dtypes, and prints what that came to.
+    """Measures forms of the kernels and a model's linear layers in both dtypes, and prints both.
 
     Raises:
         UserError: there is no such model, or no native kernel here.
@@ -32,13 +34,38 @@ def run_tune(options: TuneOptions) -> int:
         tuned = tuning()
     except NativeUnavailable as error:
         raise UserError(str(error)) from error
+    chosen = _calibrated()
     tuned.forget()
     for weight in packable(model):
         tuned.packs(weight)
     if for_cpu():
         onednn_sizes(model.float(), tuned)
-    title = f"linear layers, {load().isa}"
+    console = Console()
+    if chosen is not None:
+        console.print(_of_forms(chosen))
+    console.print(_of_layers(tuned))
+    kept = f"kept in {tuned.file}" if tuned.file else "kept nowhere: the folder cannot be written"
+    console.print(kept, soft_wrap=True, highlight=False)
+    return 0
+
+
+def _calibrated() -> Chosen | None:
+    ops = load()
+    return calibrate(ops.build.library, ops.isa, torch.ops.compiled_attn) if ops.build else None
+
+
+def _of_forms(chosen: Chosen) -> Table:
+    title = f"forms of the kernels, taken: {chosen.forms}"
     table = Table(title=title, title_justify="left")
+    table.add_column("form")
+    table.add_column("over the best guess", justify="right")
+    for form, ratio in chosen.ratios.items():
+        table.add_row(form, f"{ratio:.2f}")
+    return table
+
+
+def _of_layers(tuned: Tuning) -> Table:
+    table = Table(title=f"linear layers, {load().isa}", title_justify="left")
     table.add_column("layer")
     table.add_column("packed over plain", justify="right")
     table.add_column("oneDNN over MKL", justify="right")
@@ -48,8 +75,4 @@ def run_tune(options: TuneOptions) -> int:
             table.add_row(layer, "", f"{ratio:.2f}", "oneDNN" if ratio > 1 else "MKL")
         else:
             table.add_row(layer, f"{ratio:.2f}", "", "packed" if ratio > 1 else "plain")
-    console = Console()
-    console.print(table)
-    kept = f"kept in {tuned.file}" if tuned.file else "kept nowhere: the folder cannot be written"
-    console.print(kept, soft_wrap=True, highlight=False)
-    return 0
+    return table

@@ -61,7 +61,10 @@ def chosen_kernel(model: PreTrainedModel, config: EngineConfig) -> ChosenKernel:
         ops = load()
         if ops.build is not None:
             built = f"built in {ops.build.seconds:.1f} s" if ops.build.seconds else "built before"
-            return ChosenKernel("native", {"native": f"{ops.isa}, {built}"})
+            notes = {"native": f"{ops.isa}, {built}"}
+            if ops.chosen is not None:
+                notes["forms"] = str(ops.chosen.forms)
+            return ChosenKernel("native", notes)
         lacks = ops.why_not_native or "not built"
         if config.strict:
             raise ConfigError(

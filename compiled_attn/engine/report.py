@@ -44,7 +44,7 @@ class EngineReport:
     native kernel that failed to build, ``cut_steps`` the steps that no bucket held whole,
     ``steps_ahead`` those that began before the tokens of the one before were there. ``kernel`` is
     "native", or which portable kernel serves the causal and shared parts; ``kernel_notes`` says
-    why, and on CUDA how many calls varlen serves.
+    why, in which forms it is fastest here, and on CUDA how many calls varlen serves.
     ``memory`` has the copies of blocks: on write and to defragment, ``kv_cache`` the size of the
     cache and what decided it (`CacheSize`), ``step_size`` the most tokens of a step and what
     decided them (`StepSize`).

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from torch import Tensor
 from compiled_attn.errors import NativeUnavailable
 from compiled_attn.ops import drawn_tokens, packed_linear, reference
 from compiled_attn.ops.cpu.build import Build, build
+from compiled_attn.ops.cpu.calibration import settle
+from compiled_attn.ops.cpu.forms import Chosen
 from compiled_attn.ops.cpu.isa import ask_permission, available_isas
 from compiled_attn.ops.schema import schemas
 from compiled_attn.ops.triton.register import register, why_not
@@ -44,6 +46,8 @@ class NativeOps:
         why_not_native: why Python serves; None where it does not, or was asked for.
         why_not_best: why ``isa`` is not the best that this processor has; None where it is, or was
             asked for, or Python serves.
+        chosen: the forms that the kernels take, as measured; None for Python, and for a variant,
+            which takes the best guess.
     """
 
     namespace: str
@@ -51,6 +55,7 @@ class NativeOps:
     build: Build | None = None
     why_not_native: str | None = None
     why_not_best: str | None = None
+    chosen: Chosen | None = None
 
     def paged_attention(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """See `reference.paged_attention`."""
@@ -187,6 +192,9 @@ class _Loader:
                 ops = NativeOps(namespace, REFERENCE, why_not_native=str(error))
         if ops.isa == REFERENCE:
             _define_in_python(fragment)
+        elif namespace == NAMESPACE and ops.build is not None:
+            chosen = settle(ops.build.library, ops.isa, getattr(torch.ops, namespace))
+            ops = replace(ops, chosen=chosen)
         if namespace == NAMESPACE and why_not() is None:
             register(fragment)
         for name, fake in _FAKES.items():

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import statistics
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch.nn import functional
 from compiled_attn.ops import packed_linear
 from compiled_attn.ops.cpu.libraries import tuning_of
 from compiled_attn.ops.paged_attention import NativeOps, load
+from compiled_attn.ops.timing import medians
 from graphs.errors import StoreBusy
 from graphs.files import write_whole
 from graphs.store.lock import locked
@@ -150,7 +150,7 @@ def _onednn_ratio(weight: Tensor) -> float:
     weights = [torch.randn(outputs, inputs, generator=chance) for _ in range(count)]
     with torch.no_grad():
         ratios = [
-            _interleaved(
+            _ratio_of(
                 partial(_all, functional.linear, input, weights),
                 partial(_all, _by_onednn, input, weights),
             )
@@ -174,7 +174,7 @@ def _packed_ratio(ops: NativeOps, weight: Tensor) -> float:
     counts = _FEW_ROWS if weight.numel() > _LARGE else _ROWS
     with torch.no_grad():
         ratios = [
-            _interleaved(
+            _ratio_of(
                 partial(_all, functional.linear, input, plain),
                 partial(_all, ops.packed_linear, input, packed),
             )
@@ -191,12 +191,7 @@ def _all(linear: Callable[[Tensor, Tensor], Tensor], input: Tensor, weights: lis
         linear(input, weight)
 
 
-def _interleaved(first: Callable[[], object], second: Callable[[], object]) -> float:
+def _ratio_of(first: Callable[[], object], second: Callable[[], object]) -> float:
     """The median time of one over that of the other."""
-    times: tuple[list[float], list[float]] = ([], [])
-    for _ in range(_ROUNDS):
-        for each, spent in zip((first, second), times, strict=True):
-            started = time.perf_counter()
-            each()
-            spent.append(time.perf_counter() - started)
-    return statistics.median(times[0]) / statistics.median(times[1])
+    ours, theirs = medians((first, second), _ROUNDS)
+    return ours / theirs

@@ -15,7 +15,7 @@ from graphs.files import digest_of, digest_of_open, remove, sync_folder, write_w
 from graphs.store.lock import Lock
 from graphs.store.safety import open_own
 
-__all__ = ["is_whole", "put", "remove_unused", "tuning_of", "turn"]
+__all__ = ["forms_of", "is_whole", "put", "remove_unused", "tuning_of", "turn"]
 
 _NAME = re.compile(rf"({'|'.join(ISAS)})-[0-9a-f]{{32}}")
 _REST = re.compile(rf"\.({_NAME.pattern})\.")
@@ -95,9 +95,9 @@ def _remove(library: Path) -> None:
     lock = Lock(_lock(library))
     try:
         if lock.take() and _is_unused(_seal(library)):
-            tuning = tuning_of(library)
-            tuned = tuning, tuning.with_suffix(".lock")
-            for path in (_seal(library), library, *tuned, _lock(library)):
+            known = tuning_of(library), forms_of(library)
+            locks = (each.with_suffix(".lock") for each in known)
+            for path in (_seal(library), library, *known, *locks, _lock(library)):
                 remove(path)
     finally:
         lock.close()
@@ -131,8 +131,13 @@ def _touch(seal: Path) -> None:
 
 
 def tuning_of(library: Path) -> Path:
-    """Where stands what was measured of a library."""
+    """Where stands which layers are faster by a library."""
     return library.with_suffix(".tuning.json")
+
+
+def forms_of(library: Path) -> Path:
+    """Where stands in which forms a library is fastest."""
+    return library.with_suffix(".forms.json")
 
 
 def _seal(library: Path) -> Path:

@@ -19,6 +19,18 @@ enum Status : int32_t {
   kOutOfMemory,  // no scratch memory: {}
 };
 
+// How bfloat16 is multiplied: in tile registers, by dot products of pairs, or as float32. Of those
+// that an instruction set lacks, the next serves.
+enum Products : int32_t { kTiles, kPairs, kFloats };
+
+// What processors of the same instructions do at different speeds. The defaults are the best guess.
+struct Forms {
+  int32_t few_rows = kPairs, many_rows = kTiles;  // products of attention
+  int32_t linear = kTiles;                        // products of linear layers
+  int32_t asks_near = 0;  // keys and values come to the first level cache, else the second
+  int64_t ahead_bytes = 32768;  // between what is read and what is asked for
+};
+
 // Elements of a cache at [block, slot, head, 0]; the innermost stride is 1.
 struct Pages {
   void* data;
@@ -64,6 +76,7 @@ struct PagedAttentionArgs {
   int32_t query_dtype, cache_dtype;
   int32_t causal;
   int32_t threads;  // 0: as many as OpenMP would take
+  Forms forms;
 };
 
 // out = input x weight^T x scale + bias, all of bfloat16, sums of float32.
@@ -76,6 +89,7 @@ struct PackedLinearArgs {
   void* out;           // [rows, size_out], rows `out_row` elements apart
   int64_t rows, size_in, size_out;
   int32_t threads;
+  int32_t products;  // see Forms
 };
 
 // What stands for a token that there is not.
@@ -96,6 +110,9 @@ struct DrawnTokensArgs {
 };
 
 }  // namespace compiled_attn
+
+// What was measured to be fastest, for all calls to come.
+extern "C" void compiled_attn_set_forms(const compiled_attn::Forms* forms);
 
 extern "C" int32_t compiled_attn_paged_attention(const compiled_attn::PagedAttentionArgs* args,
                                                  int64_t error[4]);

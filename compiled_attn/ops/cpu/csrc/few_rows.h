@@ -1,7 +1,7 @@
 // Few query rows against many keys: a race against memory.
 //
 // Keys and values are read once for all query heads of their group, a chunk of tokens at a time,
-// straight from the cache. What comes kAheadBytes after the tokens in use is prefetched line by
+// straight from the cache. What comes Forms::ahead_bytes after the tokens in use is prefetched line by
 // line in address order, across the block table and into the next part: the hardware does not know
 // where the next block lies.
 #pragma once
@@ -14,7 +14,6 @@
 
 namespace compiled_attn {
 
-constexpr int64_t kAheadBytes = 32768;
 constexpr int kRowsAtOnce = 4;  // query rows that share a key in registers
 constexpr int kMostRows = 32;   // query rows of one KV head
 
@@ -157,7 +156,7 @@ class FewRows {
 
   void ask_for_start() {
     for (int64_t row = ahead_.at_once(); row > 0; --row) {
-      const char* at = ahead_.rows(1);
+      const Ahead at = ahead_.rows(1);
       for (int64_t d = 0; d < args_.head_dim; d += kLine / int64_t(sizeof(Element)))
         prefetch<1>(at + d * sizeof(Element));
     }
@@ -166,11 +165,12 @@ class FewRows {
   void ask_for_scales(const Keys& next) const {
     if (!args_.key_scale.data) return;
     for (int64_t t = 0; t < next.count; ++t) {
-      prefetch<1>(reinterpret_cast<const char*>(static_cast<const float*>(args_.key_scale.data) +
-                                                next.key_scale[t]));
-      prefetch<1>(reinterpret_cast<const char*>(static_cast<const float*>(args_.value_scale.data) +
-                                                next.value_scale[t]));
+      ask_for_scale(args_.key_scale, next.key_scale[t]);
+      ask_for_scale(args_.value_scale, next.value_scale[t]);
     }
+  }
+  static void ask_for_scale(const Pages& scales, int64_t offset) {
+    prefetch<1>({static_cast<const char*>(scales.data) + offset * int64_t(sizeof(float)), false});
   }
 
   Stretch stretch(const Pages& pages, const int64_t* offsets, int64_t count) const {
@@ -180,7 +180,7 @@ class FewRows {
   // Rows to ask for ahead: those that are taken together are asked for before the first is read.
   static int64_t rows_ahead(const PagedAttentionArgs& args) {
     const int64_t together = std::max(Math::kKeys, Math::kValues) * args.kv_heads;
-    return together + kAheadBytes / int64_t(args.head_dim * sizeof(Element));
+    return together + args.forms.ahead_bytes / int64_t(args.head_dim * sizeof(Element));
   }
 
   // Calls body(head, token) for some tokens of a head at a time, in the order of addresses.
@@ -200,7 +200,7 @@ class FewRows {
     in_order<Math::kKeys>(keys, [&](int64_t h, int64_t t) {
       const Element* tokens[Math::kKeys];
       head(args_.key_cache, h, chunk.key + t, args_.head_dim, dim_, tokens);
-      const char* ahead = ahead_.rows(Math::kKeys);
+      const Ahead ahead = ahead_.rows(Math::kKeys);
       for (int64_t at = h * count_; at < (h + 1) * count_; at += rows)
         products<rows>(math_, queries_ + at * dim_, dim_, tokens, scores_ + at * kChunk + t, ahead);
     });
@@ -214,8 +214,8 @@ class FewRows {
       head(args_.value_cache, h, chunk.value + t, args_.value_dim, value_dim_, tokens);
       if (spoilt_.wanted)
         for (int i = 0; i < Math::kValues; ++i) tokens[i] = spoilt_.value(tokens[i], h, t + i);
-      const char* ahead[Math::kValues / Math::kRun];
-      for (const char*& run : ahead) run = ahead_.rows(Math::kRun);
+      Ahead ahead[Math::kValues / Math::kRun];
+      for (Ahead& run : ahead) run = ahead_.rows(Math::kRun);
       for (int64_t at = h * count_; at < (h + 1) * count_; at += rows)
         weighted_sums<rows>(math_, weights_ + at, t, tokens, now_.sums + at * value_dim_,
                             value_dim_, ahead);

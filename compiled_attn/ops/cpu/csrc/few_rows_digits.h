@@ -144,7 +144,7 @@ CA_INLINE void zip_quarters(Octets a, Octets b, Octets c, Octets d, Octets (&out
 // The products that FewRows needs, of kKeys keys.
 template <int rows>
 CA_INLINE void products(const InDigits& math, const float* query, int64_t dim,
-                        const int8_t* const* keys, float* out, const char* ahead) {
+                        const int8_t* const* keys, float* out, Ahead ahead) {
   Ints high[rows] = {}, low[rows];
   for (int r = 0; r < rows; ++r) low[r] = all(bits_as<int32_t>(query[r * dim + dim / 2]));
   for (int64_t d = 0; d < dim; d += math.kWide) {
@@ -176,7 +176,7 @@ CA_INLINE void products(const InDigits& math, const float* query, int64_t dim,
 template <int rows>
 CA_INLINE void weighted_sums(const InDigits& math, const InDigits::Weights* weights, int64_t,
                              const int8_t* const* values, float* sums, int64_t dim,
-                             const char* const* ahead) {
+                             const Ahead* ahead) {
   static_assert(InDigits::kValues == kChunk, "the first value is the first of its chunk");
   const int64_t count = weights->count;  // the same of all rows
   for (int64_t d = 0; d < dim; d += math.kWide)

@@ -19,7 +19,7 @@ constexpr int lines_of(int elements) {
 // before the loads that are waited for.
 template <int rows, class Math>
 CA_INLINE void products(const Math& math, const typename Math::Query* query, int64_t dim,
-                        const typename Math::Element* const* keys, float* out, const char* ahead) {
+                        const typename Math::Element* const* keys, float* out, Ahead ahead) {
   constexpr int count = Math::kKeys, at_once = 4 / count;  // rows of a vector of sums
   static_assert(4 % count == 0, "a vector of sums is whole rows");
   Floats sum[padded<at_once>(rows) * count] = {};
@@ -47,7 +47,7 @@ CA_INLINE void products(const Math& math, const typename Math::Query* query, int
 template <int rows, int width, class Math>
 CA_INLINE void add_slice(const Math& math, const typename Math::Weights* weights, int64_t first,
                          const typename Math::Element* const* values, int64_t d, float* sums,
-                         int64_t dim, const char* ahead) {
+                         int64_t dim, Ahead ahead) {
   using Element = typename Math::Element;
   constexpr int step = Math::kTokens * width * kLanes;  // elements
   Floats sum[rows][width];
@@ -72,7 +72,7 @@ CA_INLINE void add_slice(const Math& math, const typename Math::Weights* weights
 template <int rows, class Math>
 CA_INLINE void weighted_sums(const Math& math, const typename Math::Weights* weights, int64_t first,
                              const typename Math::Element* const* values, float* sums, int64_t dim,
-                             const char* const* ahead) {
+                             const Ahead* ahead) {
   static_assert(Math::kRun == Math::kValues, "one run");
   static_assert(kScoreStep % Math::kValues == 0, "weights are zero up to a score step only");
   constexpr int step = Math::kWide / kLanes, width = kRegisters == 32 ? 4 : 2;

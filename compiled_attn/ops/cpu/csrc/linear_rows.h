@@ -3,6 +3,7 @@
 
 #include "bfloat16_dot.h"
 #include "linear_weights.h"
+#include "scratch.h"
 
 namespace compiled_attn {
 
@@ -32,21 +33,23 @@ struct FloatProducts {
   }
 };
 
-#if CA_HAS_BFLOAT16_DOT
-using LinearProducts = PairProducts;
-#else
-using LinearProducts = FloatProducts;
-#endif
-
 // Where weights are read once, memory sets the pace, and each stream asks for its own next lines.
 // Where they are read for block after block of rows, the first of them would wait: what the next
 // piece needs is asked for meanwhile.
+template <class Products>
 class LinearRows {
  public:
+  // Rows are taken as they are.
+  struct Inputs {
+    Inputs(const PackedLinearArgs&, Scratch&) {}
+  };
+
   static constexpr int kPanels = kRegisters == 32 ? 4 : 1;  // side by side
   static constexpr int kRows = 4;                           // below each other
   static constexpr int kVectors = kPanel / kLanes;          // of a panel
   static constexpr int64_t kAhead = 2048;  // elements between what is read and what is asked for
+
+  LinearRows(const Inputs&, int64_t) {}
 
   // Outputs of a layer for some rows.
   void run(const PackedLinearArgs& layer, int64_t begin, int64_t end, NextWeights& next) {
@@ -88,17 +91,17 @@ class LinearRows {
       if (!once) next_->take_line();
       const int64_t end = once ? layer_.size_in : std::min(k + 2 * steps_, layer_.size_in);
       for (; k < end; k += 2) {
-        LinearProducts::Weights weights[vectors];
+        typename Products::Weights weights[vectors];
         for (int v = 0; v < vectors; ++v) {
           const BFloat16* at = weight + v / kVectors * kPanel * layer_.size_in + k * kPanel +
                                v % kVectors * kLanes * 2;
           if (once) __builtin_prefetch(at + kAhead, 0, 2);
-          weights[v] = LinearProducts::weights(at);
+          weights[v] = Products::weights(at);
         }
         for (int r = 0; r < rows; ++r)
           for (int v = 0; v < vectors; ++v)
             sums[r][v] =
-                LinearProducts::added(sums[r][v], weights[v], input + r * layer_.input_row + k);
+                Products::added(sums[r][v], weights[v], input + r * layer_.input_row + k);
       }
     }
     for (int r = 0; r < rows; ++r)

@@ -1,7 +1,8 @@
 // Rows of a linear layer in products of tiles.
 //
-// Weights are tiles as they are kept, and so is the input but for its last rows. While a block is multiplied, the one before is rounded, and memory is asked for
-// that comes next: a tile that waits for its lines stops all others.
+// Weights are tiles as they are kept, and so is the input but for its last rows. While a block is
+// multiplied, the one before is rounded, and memory is asked for that comes next: a tile that waits
+// for its lines stops all others.
 #pragma once
 
 #include "linear_weights.h"
@@ -22,9 +23,9 @@ struct InputRows {
 
 // The input as it is, but for the last rows where they are fewer than kTile: those are copied,
 // with zeros behind.
-class Inputs {
+class TileInputs {
  public:
-  Inputs(const PackedLinearArgs& args, Scratch& scratch)
+  TileInputs(const PackedLinearArgs& args, Scratch& scratch)
       : args_(args), whole_(args.rows / kTile * kTile) {
     scratch.take(rest_, whole_ < args.rows ? kTile * args.size_in : 0);
     for (int64_t i = 0; i < kTile && whole_ < args.rows; ++i) {
@@ -92,6 +93,8 @@ class LinearBlock {
 
 class LinearTiles {
  public:
+  using Inputs = TileInputs;
+
   LinearTiles(const Inputs& inputs, int64_t size_in)
       : inputs_(inputs), panel_(kTile * size_in) {}
   ~LinearTiles() { blocks_[!turn_].round_rest(); }

@@ -33,8 +33,8 @@ class Lookahead {
   void reading(int64_t rows) { lead_ -= rows; }
 
   // The rows to ask for where `count` are read.
-  CA_INLINE const char* rows(int64_t count) {
-    const char* at = walk_.at();
+  CA_INLINE Ahead rows(int64_t count) {
+    const Ahead at{walk_.at(), args_.forms.asks_near != 0};
     if (lead_ < most_ && !is_over_) {
       lead_ += walk_.pass(count);
       if (walk_.is_over()) go_on();

@@ -203,7 +203,7 @@ class MatrixRows {
   static void ask(const Pages& pages, int64_t h, int64_t offset, int64_t dim) {
     const BFloat16* row = static_cast<const BFloat16*>(pages.data) + offset + h * pages.head;
     for (int64_t d = 0; d < dim; d += kLine / int64_t(sizeof(BFloat16)))
-      prefetch<1>(reinterpret_cast<const char*>(row + d));
+      prefetch<1>({reinterpret_cast<const char*>(row + d), false});
   }
 
   void finish(const Part& part, const Results& results) {

@@ -21,6 +21,9 @@ namespace {
 using Maybe = std::optional<Tensor>;
 using Result = std::tuple<Tensor, Tensor>;
 
+// Of this process, for all calls; set before any.
+Forms forms;
+
 // Options that both ops have.
 struct Options {
   bool causal;
@@ -177,6 +180,7 @@ Result run(PagedAttentionArgs& args, const Tensor& query) {
   args.out = out.mutable_data_ptr();
   args.lse = static_cast<float*>(lse.mutable_data_ptr());
   args.threads = int32_t(torch::stable::get_num_threads());
+  args.forms = forms;
   int64_t error[4] = {};
   int32_t status = compiled_attn_paged_attention(&args, error);
   if (status != kOk) explain(status, error, args);
@@ -257,6 +261,7 @@ PackedLinearArgs layer_of(const Tensor& input, const Tensor& weight, const Tenso
   args.scale = scale ? data_of<float>(*scale) : nullptr;
   args.bias = bias ? bias->const_data_ptr() : nullptr;
   args.threads = int32_t(torch::stable::get_num_threads());
+  args.products = forms.linear;
   return args;
 }
 
@@ -366,6 +371,11 @@ Tensor drawn_tokens(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_
 
 }  // namespace
 }  // namespace compiled_attn
+
+extern "C" __attribute__((visibility("default"))) void compiled_attn_set_forms(
+    const compiled_attn::Forms* forms) {
+  compiled_attn::forms = *forms;
+}
 
 STABLE_TORCH_LIBRARY_FRAGMENT(COMPILED_ATTN_NAMESPACE, m) {
   m.def(compiled_attn::kPagedAttentionSchema);

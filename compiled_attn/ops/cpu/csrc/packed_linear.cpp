@@ -55,6 +55,7 @@ class Pieces {
 };
 
 // Layers of the same input, rows and threads, all with scales or none.
+template <class Worker>
 void multiply(const PackedLinearArgs* layers, int64_t layer_count) {
   const PackedLinearArgs& whole = *layers;
   const Pieces pieces(layers, layer_count);
@@ -65,19 +66,13 @@ void multiply(const PackedLinearArgs* layers, int64_t layer_count) {
   Scratch scratch;
   BFloat16* wide;  // of a piece and of the next, in turn
   scratch.take(wide, 2 * room * threads);
-#if CA_HAS_TILES
-  const Inputs inputs(whole, scratch);
-#endif
+  const typename Worker::Inputs inputs(whole, scratch);
 #pragma omp parallel num_threads(threads)
   {
     const FloatMode mode;
     int64_t piece = next++;  // before any thread takes its second
     BFloat16* const own = wide + 2 * room * omp_get_thread_num();
-#if CA_HAS_TILES
-    LinearTiles worker(inputs, whole.size_in);
-#else
-    LinearRows worker;
-#endif
+    Worker worker(inputs, whole.size_in);
 #pragma omp barrier
     if (piece < count) NextWeights(pieces.layer(piece), own).take_all();
     for (int64_t turn = 0; piece < count; turn = !turn) {
@@ -91,6 +86,16 @@ void multiply(const PackedLinearArgs* layers, int64_t layer_count) {
       piece = following;
     }
   }
+}
+
+void multiply(const PackedLinearArgs* layers, int64_t count) {
+#if CA_HAS_TILES
+  if (layers->products == kTiles) return multiply<LinearTiles>(layers, count);
+#endif
+#if CA_HAS_BFLOAT16_DOT
+  if (layers->products <= kPairs) return multiply<LinearRows<PairProducts>>(layers, count);
+#endif
+  return multiply<LinearRows<FloatProducts>>(layers, count);
 }
 
 }  // namespace

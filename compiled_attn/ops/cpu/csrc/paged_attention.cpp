@@ -152,24 +152,32 @@ bool attend(const Args& args, int threads) {
   });
 }
 
-bool attend(const Args& args, int threads) {
-  const bool is_bfloat16 = args.query_dtype == kBFloat16 && args.cache_dtype == kBFloat16;
-#if CA_HAS_BFLOAT16_DOT
-  using FewPairs = FewRows<InPairs>;
-#else
-  using FewPairs = FewRows<InFloats<BFloat16>>;
-#endif
+template <class Few>
+bool attend_bfloat16(const Args& args, int threads) {
 #if CA_HAS_TILES
-  if (is_bfloat16) return attend<FewPairs, MatrixRows>(args, threads);
-#elif CA_HAS_BFLOAT16_DOT
-  if (is_bfloat16) return attend<FewPairs, Tiles<PairUnits>>(args, threads);
+  if (args.forms.many_rows == kTiles) return attend<Few, MatrixRows>(args, threads);
 #endif
+#if CA_HAS_BFLOAT16_DOT
+  if (args.forms.many_rows <= kPairs) return attend<Few, Tiles<PairUnits>>(args, threads);
+#endif
+  return attend<Few, Tiles<FloatUnits<BFloat16>>>(args, threads);
+}
+
+bool attend_bfloat16(const Args& args, int threads) {
+#if CA_HAS_BFLOAT16_DOT
+  if (args.forms.few_rows <= kPairs) return attend_bfloat16<FewRows<InPairs>>(args, threads);
+#endif
+  return attend_bfloat16<FewRows<InFloats<BFloat16>>>(args, threads);
+}
+
+bool attend(const Args& args, int threads) {
 #if CA_HAS_INTEGER_DOT
   if (args.query_dtype == kBFloat16 && args.cache_dtype == kInt8)
     return attend<FewRows<InDigits>, Tiles<FloatUnits<int8_t>>>(args, threads);
 #endif
   return by_dtype(args.cache_dtype, [&](auto* type) {
     using Element = std::remove_pointer_t<decltype(type)>;
+    if constexpr (std::is_same_v<Element, BFloat16>) return attend_bfloat16(args, threads);
 #if CA_HAS_CODE_TABLES
     if constexpr (is_quantised<Element> && !std::is_same_v<Element, int8_t>)
       if (args.query_dtype == kBFloat16)
