@@ -43,6 +43,7 @@ def run_tune(options: TuneOptions) -> int:
     console = Console()
     if chosen is not None:
         console.print(_of_forms(chosen))
+        console.print(f"taken: {chosen.forms}", soft_wrap=True, highlight=False)
     console.print(_of_layers(tuned))
     kept = f"kept in {tuned.file}" if tuned.file else "kept nowhere: the folder cannot be written"
     console.print(kept, soft_wrap=True, highlight=False)
@@ -55,8 +56,7 @@ def _calibrated() -> Chosen | None:
 
 
 def _of_forms(chosen: Chosen) -> Table:
-    title = f"forms of the kernels, taken: {chosen.forms}"
-    table = Table(title=title, title_justify="left")
+    table = Table(title="forms of the kernels", title_justify="left")
     table.add_column("form")
     table.add_column("over the best guess", justify="right")
     for form, ratio in chosen.ratios.items():

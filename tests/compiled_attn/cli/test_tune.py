@@ -1,13 +1,15 @@
-"""The command that measures linear layers again."""
+"""The command that measures the kernels' forms and linear layers again."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from compiled_attn.errors import NativeUnavailable
 from compiled_attn.ops import load
+from compiled_attn.ops.cpu.forms import Chosen, Forms
 from compiled_attn.ops.tuning import Tuning
 from tests.compiled_attn.cli.commands import assert_refused
 
@@ -21,6 +23,19 @@ def tuned(tmp_path, monkeypatch) -> Tuning:
     return tuned
 
 
+@pytest.fixture(autouse=True)
+def calibrated(monkeypatch) -> list[Path]:
+    """Libraries that were calibrated, for none of which that takes time."""
+    libraries: list[Path] = []
+
+    def calibrate(library: Path, isa: str, ops: object) -> Chosen:
+        libraries.append(library)
+        return Chosen(Forms.of("avx512_bf16"), {"few_rows floats": 0.75})
+
+    monkeypatch.setattr("compiled_attn.cli.tune.calibrate", calibrate)
+    return libraries
+
+
 def test_tune_measures_the_layers_of_the_model_anew_and_keeps_that(command, model_dir, tuned):
     outcome = command("tune", "--model", model_dir)
     assert outcome.code == 0, outcome.err
@@ -31,6 +46,19 @@ def test_tune_measures_the_layers_of_the_model_anew_and_keeps_that(command, mode
     told = [line for line in outcome.out.splitlines() if "256 x 32" in line]
     assert "8.00" in told[0] and "packed" in told[0]
     assert all("float32" in line and "8.00" in line and "oneDNN" in line for line in told[1:])
+
+
+@pytest.mark.usefixtures("tuned")
+def test_tune_measures_the_forms_of_the_kernels_and_says_which_is_taken(
+    command, model_dir, calibrated
+):
+    outcome = command("tune", "--model", model_dir)
+    if (built := load().build) is None:
+        pytest.skip("no native kernel on this machine, so it has no forms")
+    assert calibrated == [built.library]
+    assert "few rows pairs, many pairs, linear pairs, 32 KiB ahead to L2" in outcome.out
+    told = [line for line in outcome.out.splitlines() if "few_rows floats" in line]
+    assert "0.75" in told[0]
 
 
 @pytest.mark.usefixtures("one_thread")
