@@ -1,8 +1,9 @@
-"""Prints what a store saves at the second start: `python benchmarks/store.py [--only run|buckets]`.
+"""Prints what a store saves at the second start: `python benchmarks/store.py [--only WHAT]`.
 
 Each start is a process of its own and begins with an empty store or with what the first one left in
 it; timed is `warmup()` alone, without the imports and the model before it. `run` captures the
 graphs of `compiled-attn run` with default options, `buckets` one layer of attention in 64 buckets.
+`puts` stores small artifacts in a store of few and in one of many, in turns.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +26,12 @@ from compiled_attn import PagedKVCache, StepBatch, UnifiedAttention
 from compiled_attn.cli.store import stored_backend
 from graphs import Bucket, BucketSpace, WarmupManager, WarmupReport, explicit
 from graphs.capture.contract import Backend
+from graphs.store import ArtifactStore
 
 _RUN_SHARE = 0.05
 _BUCKETS_SECONDS = 2.0
+_FEW, _MANY, _PUTS = 10, 1000, 100
+_PUT_RATIO = 1.5
 _HEADS, _KV_HEADS, _HEAD_DIM, _BLOCK_SIZE = 8, 2, 64, 16
 
 
@@ -116,10 +121,35 @@ def compare(what: str, count: int, repeat: int) -> None:
         print(f"goal: {count} buckets in under {_BUCKETS_SECONDS:g} s: {state}")
 
 
+def compare_puts() -> None:
+    """Print how much longer a `put` takes where there are many entries than where there are few."""
+    with tempfile.TemporaryDirectory(prefix="benchmark-store-") as folder:
+        artifact = Path(folder, "artifact")
+        artifact.write_bytes(b"kernel" * 1000)
+        stores = {count: ArtifactStore(Path(folder, f"{count}")) for count in (_FEW, _MANY)}
+        for count, store in stores.items():
+            for number in range(count):
+                store.put({"number": number}, artifact)
+        times: dict[int, list[float]] = {count: [] for count in stores}
+        for number in range(_PUTS):
+            for count, store in stores.items():
+                started = time.perf_counter()
+                store.put({"more": number}, artifact)
+                times[count].append(time.perf_counter() - started)
+    few, many = (1e3 * statistics.median(times[count]) for count in (_FEW, _MANY))
+    mean = statistics.mean(times[_MANY]) / statistics.mean(times[_FEW])
+    print(
+        f"puts: {few:.2f} ms with {_FEW} to {_FEW + _PUTS} entries, {many:.2f} ms with {_MANY} to "
+        f"{_MANY + _PUTS}, medians: {many / few:.2f} times; means {mean:.2f} times"
+    )
+    state = "reached" if many <= _PUT_RATIO * few else "missed"
+    print(f"goal: constant in the number of entries (within {_PUT_RATIO:g} times): {state}")
+
+
 def main() -> None:
-    """Print both comparisons."""
+    """Print all comparisons."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", choices=["run", "buckets"])
+    parser.add_argument("--only", choices=["puts", "run", "buckets"])
     parser.add_argument("--buckets", type=int, default=64, metavar="N", help="at most 64")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
@@ -130,6 +160,8 @@ def main() -> None:
         return
     load = os.getloadavg()[0]
     print(f"float32, {torch.get_num_threads()} threads, torch {torch.__version__}, load {load:.1f}")
+    if given.only in (None, "puts"):
+        compare_puts()
     for what in ("buckets", "run"):
         if given.only in (None, what):
             compare(what, given.buckets, given.repeat)

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Self
 
@@ -161,10 +162,12 @@ class InductorCache:
         # anew; one that is gone was a temporary one.
         fresh = {}
         for name in names:
+            if name in sealed and name not in self._digested:  # by another process
+                continue
             with suppress(FileNotFoundError):
                 found = os.stat(self.files / name)
                 now = found.st_size, found.st_mtime_ns
-                if name not in sealed or self._digested.get(name, now) != now:
+                if name not in sealed or self._digested[name] != now:
                     fresh[name] = digest_of(self.files / name)
                     self._digested[name] = now
         return fresh
@@ -209,11 +212,16 @@ def _is_of_the_moment(name: str) -> bool:
     return name.endswith(".lock") or name.startswith("locks/")
 
 
-def _names_in(folder: Path) -> Iterator[str]:
+def _names_in(folder: Path | str, below: str = "") -> Iterator[str]:
     """Files, links, and folders of other users, none of what is in those."""
-    start = len(str(folder)) + 1
-    for root, folders, names in os.walk(folder):
-        found = {name: os.path.join(root, name) for name in folders}
-        odd = [name for name, path in found.items() if os.path.islink(path) or not is_of_user(path)]
-        folders[:] = [name for name in folders if name not in odd]
-        yield from (os.path.join(root, name)[start:] for name in (*odd, *names))
+    try:
+        with os.scandir(folder) as entries:
+            found = sorted(entries, key=attrgetter("name"))
+    except OSError:  # it was a temporary one
+        return
+    for entry in found:
+        name = below + entry.name
+        if entry.is_dir(follow_symlinks=False) and is_of_user(entry):
+            yield from _names_in(entry.path, name + "/")
+        else:
+            yield name

@@ -33,7 +33,7 @@ def refuse_unsafe(folder: Path) -> None:
         _refuse(above, writable, found)
 
 
-def is_of_user(path: Path | str) -> bool:
+def is_of_user(path: os.PathLike[str] | str) -> bool:
     """Whether a file or folder, or the link that is there, belongs to this user or to root."""
     try:
         return os.lstat(path).st_uid in {0, os.getuid()}
