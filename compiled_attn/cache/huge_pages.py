@@ -21,6 +21,9 @@ def zeros(
 ) -> Tensor:
     """`torch.zeros`, on huge pages where the device is the CPU and the system gives them on advice.
 
+    All pages are there when it returns: the first to write a huge page waits while the system
+    clears it, which requests shall not.
+
     Buffers smaller than a huge page are left to torch, and so is every other device, and whatever
     is made while a mode (of fake tensors, say) is to see each operation. A buffer on huge pages
     cannot be resized.
@@ -34,6 +37,7 @@ def zeros(
         memory.madvise(_ADVICE)
     except (OSError, OverflowError):  # no huge pages, or not that much address space
         return torch.zeros(shape, dtype=dtype, device=device)
+    torch.frombuffer(memory, dtype=torch.uint8)[:: mmap.PAGESIZE] = 0
     return torch.frombuffer(memory, dtype=dtype).view(*shape)  # keeps the mapping alive
 
 

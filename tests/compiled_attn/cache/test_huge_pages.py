@@ -1,6 +1,7 @@
 """Buffers on huge pages are ordinary tensors of zeros."""
 
 import copy
+import resource
 
 import pytest
 import torch
@@ -18,6 +19,18 @@ def test_buffers_are_zero_and_can_be_written(dtype, shape):
     assert not buffer.view(torch.uint8).any()
     buffer.view(torch.uint8)[-1] = 7
     assert copy.deepcopy(buffer).view(torch.uint8)[-1].eq(7).all()
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.skipif(
+    not hasattr(resource, "RUSAGE_THREAD"), reason="no count of one thread's faults"
+)
+def test_all_pages_are_there_before_the_first_request_writes_them():
+    buffer = huge_pages.zeros((1 << 26,), torch.int8)
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    buffer.fill_(1)
+    faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+    assert faults < 8  # of 32 huge pages
 
 
 def test_a_system_without_huge_pages_gives_plain_zeros(monkeypatch):
