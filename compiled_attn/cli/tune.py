@@ -14,7 +14,7 @@ from compiled_attn.hf.packed import packable
 from compiled_attn.ops import load
 from compiled_attn.ops.cpu.calibration import calibrate
 from compiled_attn.ops.cpu.forms import Chosen
-from compiled_attn.ops.tuning import FLOAT32, Tuning, onednn_sizes, tuning
+from compiled_attn.ops.tuning import ONEDNN, Tuning, onednn_sizes, tuning
 from graphs.backends.onednn_linear import for_cpu
 
 __all__ = ["run_tune"]
@@ -36,10 +36,11 @@ def run_tune(options: TuneOptions) -> int:
         raise UserError(str(error)) from error
     chosen = _calibrated()
     tuned.forget()
-    for weight in packable(model):
-        tuned.packs(weight)
+    for typed in (model.bfloat16, model.float):
+        for weight in packable(typed()):
+            tuned.packs(weight)
     if for_cpu():
-        onednn_sizes(model.float(), tuned)
+        onednn_sizes(model, tuned)
     console = Console()
     if chosen is not None:
         console.print(_of_forms(chosen))
@@ -71,7 +72,7 @@ def _of_layers(tuned: Tuning) -> Table:
     table.add_column("oneDNN over MKL", justify="right")
     table.add_column("taken")
     for layer, ratio in tuned.results.items():
-        if layer.endswith(FLOAT32):
+        if layer.endswith(ONEDNN):
             table.add_row(layer, "", f"{ratio:.2f}", "oneDNN" if ratio > 1 else "MKL")
         else:
             table.add_row(layer, f"{ratio:.2f}", "", "packed" if ratio > 1 else "plain")

@@ -122,9 +122,9 @@ class EngineConfig:
     )
     weights: str = setting(
         "auto",
-        "Linear layers of bfloat16 on the native kernel: packed (rewritten in the order in which "
-        "they are read, in place), plain, int8 (half of their memory, with rounding), or auto: "
-        "packed where that was measured to be faster.",
+        "Linear layers of bfloat16 and float32 on the native kernel: packed (rewritten in the "
+        "order in which they are read, in place), plain, int8 (of bfloat16: half of their memory, "
+        "with rounding), or auto: packed where that was measured to be faster.",
     )
     look_ahead: bool = setting(
         True,

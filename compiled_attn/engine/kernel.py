@@ -102,12 +102,14 @@ def packs(
             f"weights {weights!r} are for the native kernel, got {kernel.name} "
             f"({kernel.notes['native']}): take weights 'auto' or 'plain'"
         )
-    if is_asked_for and not packable(model) and not packed:
+    quantises = weights == "int8"
+    if is_asked_for and not packable(model, quantises=quantises) and not packed:
+        dtypes = "bfloat16" if quantises else "bfloat16 or float32"
         raise ConfigError(
-            f"expected weights of bfloat16 that can be packed (weights {weights!r}), got none: "
+            f"expected weights of {dtypes} that can be packed (weights {weights!r}), got none: "
             "take weights 'auto' or 'plain'"
         )
-    if packed and bool(quantised_weights(model)) is not (weights == "int8"):
+    if packed and bool(quantised_weights(model)) is not quantises:
         raise ConfigError(
             f"expected a model of plain weights for weights {weights!r}, got one that an engine "
             f"before has made {'int8' if quantised_weights(model) else 'packed'}: load it again"

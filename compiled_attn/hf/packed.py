@@ -61,7 +61,7 @@ class _Packed(nn.Module):
         panels, pairs, *tile = self.weight.shape
         if plain is not None and plain.shape == (panels * tile[0], pairs * tile[1]):
             if self.scale is None:
-                packed = packed_linear.arranged(plain.to(self.weight))
+                packed = packed_linear.arranged(plain.to(self.weight), tile[1])
             else:
                 packed, scale = packed_linear.quantise(plain)
                 self.scale.copy_(scale)
@@ -91,13 +91,16 @@ class PackedLinear(_Packed):
     def forward(self, input: Tensor) -> Tensor:
         """The layer's output."""
         # The op has no backward; and a weight may have been cast since, to compare.
-        dtype = self.weight.dtype if self.scale is None else input.dtype
-        if dtype is not torch.bfloat16 or self._wants_gradients(input):
+        is_cast = not packed_linear.is_packed(self.weight)
+        if is_cast or not self._takes(input.dtype) or self._wants_gradients(input):
             return self.plain(input)
         rows = input.reshape(-1, self.in_features).contiguous()
         out = torch.ops.compiled_attn.packed_linear(rows, self.weight, self.bias, self.scale)
         shaped: Tensor = out.view(*input.shape[:-1], self.out_features)
         return shaped
+
+    def _takes(self, dtype: torch.dtype) -> bool:
+        return self.scale is None or dtype is torch.bfloat16
 
     def _wants_gradients(self, input: Tensor) -> bool:
         own = input, self.weight, self.bias
@@ -140,8 +143,8 @@ class PackedEmbedding(_Packed):
 
     def _rows(self, ids: Tensor) -> Tensor:
         weight = self.weight
-        is_cast = weight.dtype not in (torch.bfloat16, torch.int8)
-        if is_cast or (torch.is_grad_enabled() and weight.requires_grad):
+        wants_gradients = torch.is_grad_enabled() and weight.requires_grad
+        if wants_gradients or not packed_linear.is_packed(weight):
             return packed_linear.rows(weight, ids)
         # An op, as inductor would look up each element anew for all that reads it.
         flat = ids.reshape(-1).long().contiguous()
@@ -165,10 +168,10 @@ def pack_linears(
         model: is changed; where gradients are wanted, its layers compute as plain ones.
         undo: gets what makes the model what it was: the weights themselves, where they become int8.
         wanted: whether a weight ``[N, K]`` is to be packed, of those that can be.
-        quantises: to int8, with a scale for each output.
+        quantises: to int8, with a scale for each output; of bfloat16 alone.
     """
     homes, owners = _homes(model), _owners(model)
-    for parameter in packable(model):
+    for parameter in packable(model, quantises=quantises):
         if not wanted(parameter):
             continue
         places = owners[parameter.data_ptr()]
@@ -199,13 +202,14 @@ def quantised_weights(model: nn.Module) -> int:
     return len({id(layer.weight) for layer in layers})
 
 
-def packable(model: nn.Module) -> list[Parameter]:
+def packable(model: nn.Module, *, quantises: bool = False) -> list[Parameter]:
     """The weights of a model that `pack_linears` would pack."""
+    can_pack = packed_linear.can_quantise if quantises else packed_linear.can_pack
     return [
         owners[0][0]
         for owners in _owners(model).values()
         if len({id(parameter) for parameter, _ in owners}) == 1  # or else one would stay behind
-        and packed_linear.can_pack(owners[0][0])
+        and can_pack(owners[0][0])
         and any(type(module) is nn.Linear for _, module in owners)
         and all(_is_plain(module) for _, module in owners)
     ]

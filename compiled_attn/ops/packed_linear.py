@@ -1,10 +1,11 @@
-"""The op ``packed_linear``: a linear layer of bfloat16 whose weights lie in the order of their use.
+"""The op ``packed_linear``: a linear layer whose weights lie in the order of their use.
 
-Sixteen outputs are a panel; within one, pairs of inputs follow each other, and in a pair the
-outputs. That is what the dot products of AVX-512 (``vdpbf16ps``) and the tiles of AMX
+Sixteen outputs are a panel; within one, in bfloat16, pairs of inputs follow each other, and in a
+pair the outputs. That is what the dot products of AVX-512 (``vdpbf16ps``) and the tiles of AMX
 (``tdpbf16ps``) take as it is, so that weights are read once, in the order of their addresses, and
-nothing is rearranged. vLLM and oneDNN pack weights for the same reason; here they take no more
-memory than before, see `compiled_attn.hf.packed`.
+nothing is rearranged. In float32 single inputs follow each other, for multiply-adds. vLLM and
+oneDNN pack weights for the same reason; here they take no more memory than before, see
+`compiled_attn.hf.packed`.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from torch.nn import functional
 __all__ = [
     "arranged",
     "can_pack",
+    "can_quantise",
     "fake",
     "fake_all",
     "fake_rows",
+    "is_packed",
     "pack",
     "quantise",
     "reference",
@@ -33,12 +36,13 @@ __all__ = [
 _PANEL = 16
 _INPUTS = 32  # of a tile
 _GREATEST = 127.0
+_TOGETHER = {torch.bfloat16: 2, torch.int8: 2, torch.float32: 1}  # inputs of an output
 
 
 def can_pack(weight: Tensor) -> bool:
     """Whether ``weight [N, K]`` has the dtype and the sizes of the op: whole tiles on the CPU."""
     return (
-        weight.dtype is torch.bfloat16
+        weight.dtype in (torch.bfloat16, torch.float32)
         and weight.device.type == "cpu"
         and weight.dim() == 2
         and weight.shape[0] % _PANEL == 0
@@ -47,25 +51,39 @@ def can_pack(weight: Tensor) -> bool:
     )
 
 
+def can_quantise(weight: Tensor) -> bool:
+    """Whether it can be packed in int8, of which the op computes in bfloat16."""
+    return weight.dtype is torch.bfloat16 and can_pack(weight)
+
+
+def is_packed(weight: Tensor) -> bool:
+    """Whether a weight has the order of its dtype, and has not been cast since."""
+    return weight.dim() == 4 and weight.shape[-1] == _TOGETHER.get(weight.dtype)
+
+
 def pack(weight: Tensor) -> Tensor:
-    """``weight [N, K]`` in the order of the op, ``[N / 16, K / 2, 16, 2]``: a copy.
+    """``weight [N, K]`` in the order of the op: a copy.
+
+    Returns:
+        ``[N / 16, K / 2, 16, 2]`` of bfloat16, ``[N / 16, K, 16, 1]`` of float32.
 
     Raises:
         ValueError: it is no weight of the op, see `can_pack`.
     """
     if not can_pack(weight):
         raise ValueError(
-            f"expected a bfloat16 weight [N, K] on the CPU with N % {_PANEL} == 0 and K % {_INPUTS}"
-            f" == 0, got {weight.dtype} {[*weight.shape]} on {weight.device}: leave it as it is"
+            "expected a bfloat16 or float32 weight [N, K] on the CPU with "
+            f"N % {_PANEL} == 0 and K % {_INPUTS} == 0, got {weight.dtype} {[*weight.shape]} "
+            f"on {weight.device}: leave it as it is"
         )
-    return arranged(weight)
+    return arranged(weight, _TOGETHER[weight.dtype])
 
 
-def arranged(weight: Tensor) -> Tensor:
-    """``weight [N, K]`` of whole panels and any dtype in that order, ``[N / 16, K / 2, 16, 2]``."""
+def arranged(weight: Tensor, together: int) -> Tensor:
+    """``weight [N, K]`` of any dtype in that order, ``[N / 16, K / together, 16, together]``."""
     outputs, inputs = weight.shape
-    panels = weight.reshape(outputs // _PANEL, _PANEL, inputs // 2, 2).transpose(1, 2)
-    return panels.contiguous()
+    tiles = weight.reshape(outputs // _PANEL, _PANEL, inputs // together, together)
+    return tiles.transpose(1, 2).contiguous()
 
 
 def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,13 +97,16 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
     wide = weight.float()
     scale = wide.abs().amax(1) / _GREATEST
     codes = (wide / scale.clamp_min(torch.finfo(torch.float32).tiny)[:, None]).round()
-    return arranged(codes.to(torch.int8)), scale
+    return arranged(codes.to(torch.int8), _TOGETHER[torch.int8]), scale
 
 
 def unpack(weight: Tensor) -> Tensor:
-    """The weight ``[N, K]`` that ``weight [N / 16, K / 2, 16, 2]`` was packed from: a copy."""
-    panels, pairs = weight.shape[:2]
-    return weight.transpose(1, 2).reshape(panels * _PANEL, 2 * pairs)
+    """The weight ``[N, K]`` that ``weight [N / 16, K / 2, 16, 2]`` was packed from: a copy.
+
+    So it is of ``[N / 16, K, 16, 1]``.
+    """
+    panels, groups, _, together = weight.shape
+    return weight.transpose(1, 2).reshape(panels * _PANEL, together * groups)
 
 
 def rows(weight: Tensor, ids: Tensor) -> Tensor:
@@ -99,13 +120,13 @@ def reference(
     """``(input @ unpack(weight).T) * scale + bias``, sums in float32, rounded once.
 
     Args:
-        input: ``[M, K]`` bfloat16, rows of any stride.
-        weight: ``[N / 16, K / 2, 16, 2]`` bfloat16, of `pack`; or int8, of `quantise`.
-        bias: ``[N]`` bfloat16.
-        scale: ``[N]`` float32, of `quantise`; None for a weight of bfloat16.
+        input: ``[M, K]`` bfloat16 or float32, rows of any stride.
+        weight: of that dtype, of `pack`; or under an input of bfloat16 int8, of `quantise`.
+        bias: ``[N]`` of the input's dtype.
+        scale: ``[N]`` float32, of `quantise`; None for a weight of `pack`.
 
     Returns:
-        ``[M, N]`` bfloat16.
+        ``[M, N]`` of the input's dtype.
     """
     sums = functional.linear(input.float(), unpack(weight).float())
     if scale is not None:
@@ -143,4 +164,4 @@ def _layers(weights: Sequence[Tensor], *others: Sequence[Tensor]) -> Any:
 
 def fake_rows(weight: Tensor, ids: Tensor) -> Tensor:
     """The shape of `rows`."""
-    return weight.new_empty(ids.shape[0], weight.shape[1] * 2)
+    return weight.new_empty(ids.shape[0], weight.shape[1] * weight.shape[3])

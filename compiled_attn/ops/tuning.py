@@ -2,7 +2,8 @@
 
 An instruction set does not tell: packed weights win by half on an Intel with AMX, and lose there
 by the dot products of AVX-512, which have half the rate that they have on an AMD. oneDNN's float32
-is up to twice as fast as MKL's on that AMD, and slower on that Intel.
+is up to twice as fast as MKL's on that AMD, and slower on that Intel. Processes measure one after
+the other, so that all choose alike.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -26,10 +28,14 @@ from graphs.errors import StoreBusy
 from graphs.files import write_whole
 from graphs.store.lock import locked
 
-__all__ = ["FLOAT32", "Tuning", "onednn_sizes", "tuning"]
+__all__ = ["FLOAT32", "ONEDNN", "Tuning", "onednn_sizes", "tuning"]
 
 FLOAT32 = ", float32"
-"""End of the name of a result in that dtype."""
+"""End of the name of a result of packed weights of that dtype."""
+ONEDNN = ", oneDNN"
+"""End of the name of a result of oneDNN."""
+
+Measure = Callable[[NativeOps, Tensor], float]
 
 _ROWS = (1, 16, 256)
 _FEW_ROWS = (1, 16)
@@ -44,7 +50,7 @@ _PATIENCE_SECONDS = 10.0
 class Tuning:
     """How many times as fast as torch's own linear layers others are, by the sizes of a layer.
 
-    In bfloat16 the others have packed weights, in float32 they are oneDNN's in place of MKL's.
+    The others have packed weights, or in float32 they are oneDNN's in place of MKL's.
 
     Args:
         ops: the kernels that are measured.
@@ -59,51 +65,68 @@ class Tuning:
         self,
         ops: NativeOps,
         file: Path | None,
-        measure: Callable[[NativeOps, Tensor], float] | None = None,
+        measure: Measure | None = None,
     ) -> None:
         self._ops, self.file = ops, file
-        self._measure = measure or _ratio
+        self._measure = measure
         self._known: dict[str, float] = _read(file)
         self._measured: dict[str, float] = {}
         self._forgotten: dict[str, float] = {}
 
     @property
     def results(self) -> Mapping[str, float]:
-        """Every ratio that is known, by ``threads, outputs x inputs`` and the dtype if float32."""
+        """Every ratio that is known, by ``threads, outputs x inputs`` and `FLOAT32` or `ONEDNN`."""
         return self._known
 
     def packs(self, weight: Tensor) -> bool:
         """Whether ``weight [N, K]``, which can be packed, is read faster if it is."""
-        return self._gains(weight, "")
+        is_float32 = weight.dtype is torch.float32
+        return self._gains(weight, FLOAT32 if is_float32 else "", _packed_ratio)
 
     def takes_onednn(self, weight: Tensor) -> bool:
         """Whether oneDNN computes the layer of ``weight [N, K]`` float32 faster than MKL."""
-        return self._gains(weight, FLOAT32)
+        return self._gains(weight, ONEDNN, _onednn_ratio)
 
-    def _gains(self, weight: Tensor, kind: str) -> bool:
+    def _gains(self, weight: Tensor, kind: str, measure: Measure) -> bool:
         outputs, inputs = weight.shape
         key = f"{torch.get_num_threads()} threads, {outputs} x {inputs}{kind}"
         if key not in self._known:
-            ratio = round(self._measure(self._ops, weight), 3)
-            self._known[key] = self._measured[key] = ratio
-            self._write()
+            with self._alone():
+                self._read_again()
+                if key not in self._known:
+                    ratio = (self._measure or measure)(self._ops, weight)
+                    self._known[key] = self._measured[key] = round(ratio, 3)
+                    self._write()
         return self._known[key] > 1
 
     def forget(self) -> None:
         """Measures everything again when it is next asked for."""
         self._forgotten, self._known, self._measured = self._known, {}, {}
 
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Other processes wait; if the folder cannot be written, they are not asked to."""
+        with ExitStack() as lock:
+            if self.file is not None:
+                try:
+                    path = self.file.with_suffix(".lock")
+                    lock.enter_context(locked(path, shared=False, seconds=_PATIENCE_SECONDS))
+                except (OSError, StoreBusy):
+                    self.file = None
+            yield
+
+    def _read_again(self) -> None:
+        """What other processes have written meanwhile, and what was measured here."""
+        if self.file is not None:
+            kept = _read(self.file).items() - self._forgotten.items()
+            self._known = dict(sorted(kept)) | self._measured
+
     def _write(self) -> None:
-        """Adds what was measured here to what other processes have written meanwhile."""
         if self.file is None:
             return
-        lock = self.file.with_suffix(".lock")
         try:
-            with locked(lock, shared=False, seconds=_PATIENCE_SECONDS):
-                kept = _read(self.file).items() - self._forgotten.items()
-                self._known = dict(sorted(kept)) | self._measured
-                write_whole(self.file, json.dumps(self._known, indent=1).encode())
-        except (OSError, StoreBusy):
+            write_whole(self.file, json.dumps(self._known, indent=1).encode())
+        except OSError:
             self.file = None  # a folder that is only read serves too
 
 
@@ -136,12 +159,7 @@ def _read(file: Path | None) -> dict[str, float]:
         return {}
 
 
-def _ratio(ops: NativeOps, weight: Tensor) -> float:
-    is_float32 = weight.dtype is torch.float32
-    return _onednn_ratio(weight) if is_float32 else _packed_ratio(ops, weight)
-
-
-def _onednn_ratio(weight: Tensor) -> float:
+def _onednn_ratio(_: NativeOps, weight: Tensor) -> float:
     """The geometric mean over numbers of rows of the time of MKL over that of oneDNN."""
     outputs, inputs = weight.shape
     outputs = min(outputs, max(1, _LARGE // inputs))  # of a head some do
@@ -165,17 +183,23 @@ def _by_onednn(input: Tensor, weight: Tensor) -> Tensor:
 
 
 def _packed_ratio(ops: NativeOps, weight: Tensor) -> float:
-    """The geometric mean over numbers of rows of the time of plain weights over that of packed."""
+    """The geometric mean over numbers of rows of the time of plain weights over that of packed.
+
+    In float32 that of the faster library of the two.
+    """
     copies = max(1, min(64, _COLD_BYTES // (weight.numel() * weight.element_size())))
     chance = torch.Generator().manual_seed(0)  # not the user's
     drawn = torch.randn(weight.shape, dtype=weight.dtype, generator=chance)  # zeros would be faster
     plain = [drawn.clone() for _ in range(copies)]
     packed = [packed_linear.pack(drawn) for _ in range(copies)]
     counts = _FEW_ROWS if weight.numel() > _LARGE else _ROWS
+    plainly: list[Callable[[Tensor, Tensor], Tensor]] = [functional.linear]
+    if weight.dtype is torch.float32 and torch.backends.mkldnn.is_available():
+        plainly.append(_by_onednn)
     with torch.no_grad():
         ratios = [
             _ratio_of(
-                partial(_all, functional.linear, input, plain),
+                *(partial(_all, linear, input, plain) for linear in plainly),
                 partial(_all, ops.packed_linear, input, packed),
             )
             for input in (
@@ -191,7 +215,7 @@ def _all(linear: Callable[[Tensor, Tensor], Tensor], input: Tensor, weights: lis
         linear(input, weight)
 
 
-def _ratio_of(first: Callable[[], object], second: Callable[[], object]) -> float:
-    """The median time of one over that of the other."""
-    ours, theirs = medians((first, second), _ROUNDS)
-    return ours / theirs
+def _ratio_of(*calls: Callable[[], object]) -> float:
+    """The median time of the fastest of all but the last over that of the last."""
+    *others, last = medians(calls, _ROUNDS)
+    return min(others) / last

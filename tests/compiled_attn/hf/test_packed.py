@@ -128,6 +128,23 @@ def test_a_packed_model_that_is_cast_takes_plain_weights_of_its_dtype(model):
         model.load_state_dict(wrong)
 
 
+def test_weights_of_float32_are_packed_and_computed_with_as_what_they_are_cast_to():
+    model = Small().eval()
+    plain = copy.deepcopy(model)
+    with torch.no_grad():
+        before = model(IDS)
+        pack_linears(model, contextlib.ExitStack(), quantises=True)
+        assert packed_weights(model) == 0  # int8 is for bfloat16
+        pack_linears(model, contextlib.ExitStack())
+        assert packed_weights(model) == 3
+        torch.testing.assert_close(model(IDS), before)
+        assert all(
+            torch.equal(w, plain.state_dict()[name]) for name, w in model.state_dict().items()
+        )
+        for dtype in (torch.float64, torch.bfloat16):
+            torch.testing.assert_close(model.to(dtype)(IDS), plain.to(dtype)(IDS))
+
+
 def test_gradients_are_those_of_plain_layers(model):
     plain, input = copy.deepcopy(model), torch.randn(3, 64).bfloat16()
     pack_linears(model, contextlib.ExitStack())

@@ -40,18 +40,25 @@ def ops(request) -> NativeOps:
     return _loaded(WITHOUT_TILES if is_plain else request.param, plain_tiles=is_plain)
 
 
-def layer(rows: int, outputs: int, inputs: int, seed: int = 0) -> tuple[torch.Tensor, ...]:
+def layer(
+    rows: int, outputs: int, inputs: int, seed: int = 0, kind: str = "bfloat16"
+) -> tuple[torch.Tensor, ...]:
+    """Input, plain weight and bias, of the dtype that goes with a kind of packed weights."""
     chance = torch.Generator().manual_seed(seed)
+    dtype = torch.float32 if kind == "float32" else torch.bfloat16
     drawn = (
-        torch.randn(shape, generator=chance).bfloat16()
+        torch.randn(shape, generator=chance).to(dtype)
         for shape in ((rows, inputs), (outputs, inputs), (outputs,))
     )
     return tuple(drawn)
 
 
-def forms(weight: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-    """A weight packed, and in int8, each with its scale."""
-    return [(packed_linear.pack(weight), None), packed_linear.quantise(weight)]
+KINDS = ["bfloat16", "int8", "float32"]
+
+
+def packed_as(kind: str, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A weight packed, and its scale."""
+    return packed_linear.quantise(weight) if kind == "int8" else (packed_linear.pack(weight), None)
 
 
 def dequantised(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -63,14 +70,16 @@ def assert_product(out, input, weight, bias=None) -> None:
     wanted = input.double() @ weight.double().T + (0 if bias is None else bias.double())
     size = input.double().abs() @ weight.double().abs().T
     # Half a unit in the last place of bfloat16, and rounding of the sums in float32.
-    assert out.dtype is torch.bfloat16
-    assert ((out.double() - wanted).abs() <= wanted.abs() * 2**-8 + size * 2e-6).all()
+    rounding = 2**-8 if input.dtype is torch.bfloat16 else 0
+    assert out.dtype is input.dtype
+    assert ((out.double() - wanted).abs() <= wanted.abs() * rounding + size * 2e-6).all()
 
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize(("outputs", "inputs"), SIZES)
-def test_a_layer_is_the_product_in_float64(ops, rows, outputs, inputs):
-    input, weight, bias = layer(rows, outputs, inputs)
+@pytest.mark.parametrize("kind", ["bfloat16", "float32"])
+def test_a_layer_is_the_product_in_float64(ops, kind, rows, outputs, inputs):
+    input, weight, bias = layer(rows, outputs, inputs, kind=kind)
     packed = packed_linear.pack(weight)
     assert_product(ops.packed_linear(input, packed), input, weight)
     assert_product(ops.packed_linear(input, packed, bias), input, weight, bias)
@@ -103,8 +112,9 @@ def test_the_codes_of_a_weight_are_within_half_a_step_of_it():
     assert (off <= scale.double()[:, None] * half).all()
 
 
-def test_rows_of_the_input_may_lie_apart(ops):
-    input, weight, _ = layer(20, 64, 192)
+@pytest.mark.parametrize("kind", ["bfloat16", "float32"])
+def test_rows_of_the_input_may_lie_apart(ops, kind):
+    input, weight, _ = layer(20, 64, 192, kind=kind)
     part = input[::2, 64:128]
     assert_product(
         ops.packed_linear(part, packed_linear.pack(weight[:, :64])), part, weight[:, :64]
@@ -116,11 +126,11 @@ def test_no_rows_are_no_rows(ops):
     assert ops.packed_linear(input, packed_linear.pack(weight)).shape == (0, 32)
 
 
-@pytest.mark.parametrize("quantises", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-def test_a_row_that_is_not_finite_stays_alone(ops, poison, quantises):
-    input, weight, _ = layer(40, 48, 64)
-    packed, scale = forms(weight)[quantises]
+def test_a_row_that_is_not_finite_stays_alone(ops, poison, kind):
+    input, weight, _ = layer(40, 48, 64, kind=kind)
+    packed, scale = packed_as(kind, weight)
     clean = ops.packed_linear(input, packed, None, scale)
     input[17, 5] = poison
     spoilt = ops.packed_linear(input, packed, None, scale)
@@ -129,11 +139,11 @@ def test_a_row_that_is_not_finite_stays_alone(ops, poison, quantises):
     assert not spoilt[17].isfinite().any()
 
 
-@pytest.mark.parametrize("quantises", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [3, 300])
-def test_the_number_of_threads_changes_no_bit(ops, rows, quantises):
-    input, weight, bias = layer(rows, 16 * 40, 96)
-    (packed, scale), before = forms(weight)[quantises], torch.get_num_threads()
+def test_the_number_of_threads_changes_no_bit(ops, rows, kind):
+    input, weight, bias = layer(rows, 16 * 40, 96, kind=kind)
+    (packed, scale), before = packed_as(kind, weight), torch.get_num_threads()
     try:
         torch.set_num_threads(1)
         alone = ops.packed_linear(input, packed, bias, scale)
@@ -144,20 +154,20 @@ def test_the_number_of_threads_changes_no_bit(ops, rows, quantises):
 
 
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("quantises", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [0, 1, 5, 40, 300])
 @pytest.mark.parametrize("outputs", [(48, 16, 208), (16 * 40, 16, 16)])
-def test_layers_at_once_give_the_bits_that_each_gives_alone(ops, outputs, rows, quantises, biased):
-    input = layer(rows, 16, 96)[0]
-    drawn = [layer(1, each, 96, seed=each)[1:] for each in outputs]
-    packed, scales = zip(*(forms(weight)[quantises] for weight, _ in drawn), strict=True)
+def test_layers_at_once_give_the_bits_that_each_gives_alone(ops, outputs, rows, kind, biased):
+    input = layer(rows, 16, 96, kind=kind)[0]
+    drawn = [layer(1, each, 96, seed=each, kind=kind)[1:] for each in outputs]
+    packed, scales = zip(*(packed_as(kind, weight) for weight, _ in drawn), strict=True)
     biases = [bias if biased else None for _, bias in drawn]
     alone = [ops.packed_linear(input, *each) for each in zip(packed, biases, scales, strict=True)]
     before = torch.get_num_threads()
     try:
         for threads in (1, 3):
             torch.set_num_threads(threads)
-            lists = biases if biased else [], scales if quantises else []
+            lists = biases if biased else [], scales if kind == "int8" else []
             at_once = ops.packed_linears(input, packed, *lists)
             assert all(torch.equal(*pair) for pair in zip(at_once, alone, strict=True))
     finally:
@@ -170,7 +180,8 @@ def test_the_registers_give_the_bits_of_plain_tiles():
     hardware, plain = _loaded(AMX), _loaded(WITHOUT_TILES, plain_tiles=True)
     for rows in ROWS:
         input, weight, bias = layer(rows, 80, 96, seed=rows)
-        for packed, scale in forms(weight):
+        for kind in ("bfloat16", "int8"):
+            packed, scale = packed_as(kind, weight)
             layers = packed, bias, scale
             assert torch.equal(
                 hardware.packed_linear(input, *layers), plain.packed_linear(input, *layers)
@@ -186,7 +197,8 @@ def test_the_registers_give_the_bits_of_plain_tiles():
         ({"input": torch.zeros(64, 3).bfloat16().T}, "last stride 1"),
         ({"weight": torch.zeros(2, 16, 32).bfloat16()}, r"weight: \[any, any, 16, 2\]"),
         ({"weight": torch.zeros(2, 24, 16, 2).bfloat16()}, "a multiple of 32 inputs, got 48"),
-        ({"weight": torch.zeros(2, 32, 16, 2)}, "weight: BFloat16, got Float"),
+        ({"weight": torch.zeros(2, 32, 16, 2)}, r"weight: \[any, any, 16, 1\]"),
+        ({"weight": torch.zeros(2, 64, 16, 1)}, "input: Float, got BFloat16"),
         ({"bias": torch.zeros(16).bfloat16()}, r"bias: \[32\], got \[16\]"),
         ({"weight": torch.zeros(2, 32, 16, 2).char()}, "weight: BFloat16, got Char"),
         ({"scale": torch.ones(32)}, "weight: Char, got BFloat16"),
@@ -232,10 +244,10 @@ def test_torch_finds_nothing_wrong_with_layers_at_once():
     )
 
 
-@pytest.mark.parametrize("quantises", [False, True])
-def test_torch_finds_nothing_wrong_with_the_op(quantises):
-    input, weight, bias = layer(5, 32, 64)
-    packed, scale = forms(weight)[quantises]
+@pytest.mark.parametrize("kind", KINDS)
+def test_torch_finds_nothing_wrong_with_the_op(kind):
+    input, weight, bias = layer(5, 32, 64, kind=kind)
+    packed, scale = packed_as(kind, weight)
     load()
     torch.library.opcheck(
         torch.ops.compiled_attn.packed_linear.default,
@@ -244,19 +256,23 @@ def test_torch_finds_nothing_wrong_with_the_op(quantises):
     )
 
 
-def test_unpacking_gives_the_weight_and_rows_of_it_back():
-    _, weight, _ = layer(1, 48, 96)
+@pytest.mark.parametrize(
+    ("kind", "shape"), [("bfloat16", (3, 48, 16, 2)), ("float32", (3, 96, 16, 1))]
+)
+def test_unpacking_gives_the_weight_and_rows_of_it_back(kind, shape):
+    _, weight, _ = layer(1, 48, 96, kind=kind)
     packed = packed_linear.pack(weight)
-    assert packed.shape == (3, 48, 16, 2)
+    assert packed.shape == shape and packed_linear.is_packed(packed)
+    assert not packed_linear.is_packed(packed.double())
     assert torch.equal(packed_linear.unpack(packed), weight)
     ids = torch.tensor([[0, 17, 47], [5, 5, 31]])
     assert torch.equal(packed_linear.rows(packed, ids), weight[ids])
 
 
-@pytest.mark.parametrize("quantises", [False, True])
-def test_the_op_gives_rows_of_a_packed_weight(ops, quantises):
-    _, weight, _ = layer(1, 48, 96)
-    packed, _ = forms(weight)[quantises]
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_op_gives_rows_of_a_packed_weight(ops, kind):
+    _, weight, _ = layer(1, 48, 96, kind=kind)
+    packed, _ = packed_as(kind, weight)
     ids = torch.tensor([0, 17, 47, 5, 5, 31])
     assert torch.equal(ops.packed_rows(packed, ids), packed_linear.unpack(packed)[ids])
     assert ops.packed_rows(packed, ids[:0]).shape == (0, 96)
@@ -269,10 +285,10 @@ def test_rows_that_a_weight_does_not_have_are_refused(bad):
         _loaded(BEST).packed_rows(packed, torch.tensor([3, bad]))
 
 
-@pytest.mark.parametrize("quantises", [False, True])
-def test_rows_are_an_op_of_torch(quantises):
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_an_op_of_torch(kind):
     load(strict=True)
-    packed, _ = forms(layer(1, 48, 96)[1])[quantises]
+    packed, _ = packed_as(kind, layer(1, 48, 96, kind=kind)[1])
     torch.library.opcheck(
         torch.ops.compiled_attn.packed_rows.default,
         (packed, torch.tensor([3, 40])),
@@ -283,8 +299,9 @@ def test_rows_are_an_op_of_torch(quantises):
 @pytest.mark.parametrize(
     "weight",
     [
-        torch.zeros(32, 64),
+        torch.zeros(32, 64).half(),
         torch.zeros(24, 64).bfloat16(),
+        torch.zeros(24, 64),
         torch.zeros(32, 48).bfloat16(),
         torch.zeros(32).bfloat16(),
         torch.zeros(32, 64, device="meta").bfloat16(),

@@ -85,8 +85,8 @@ def test_float32_layers_go_to_onednn_where_that_was_faster_each_size_measured_on
     assert onednn_sizes(model, tuned) == {(4, 8)}
     threads = torch.get_num_threads()
     assert json.loads(file.read_text()) == {
-        f"{threads} threads, 4 x 8, float32": 1.5,
-        f"{threads} threads, 8 x 4, float32": 0.9,
+        f"{threads} threads, 4 x 8, oneDNN": 1.5,
+        f"{threads} threads, 8 x 4, oneDNN": 0.9,
     }
     assert onednn_sizes(model, _tuning(file, [])) == {(4, 8)}
 

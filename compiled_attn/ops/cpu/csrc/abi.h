@@ -79,17 +79,19 @@ struct PagedAttentionArgs {
   Forms forms;
 };
 
-// out = input x weight^T x scale + bias, all of bfloat16, sums of float32.
+// out = input x weight^T x scale + bias, all of bfloat16 or of float32, sums of float32.
 struct PackedLinearArgs {
   const void* input;  // [rows, size_in], rows `input_row` elements apart
   int64_t input_row, out_row;
-  const void* weight;  // [size_out / 16, size_in / 2, 16, 2]: pairs of inputs of 16 outputs
-  const float* scale;  // [size_out], the weight is int8 then; or null
+  // Pairs of inputs of 16 outputs, [size_out / 16, size_in / 2, 16, 2]; in float32 single ones,
+  // [size_out / 16, size_in, 16, 1].
+  const void* weight;
+  const float* scale;  // [size_out], the weight is int8 and the input bfloat16 then; or null
   const void* bias;    // [size_out] or null
   void* out;           // [rows, size_out], rows `out_row` elements apart
   int64_t rows, size_in, size_out;
-  int32_t threads;
-  int32_t products;  // see Forms
+  int32_t dtype, threads;
+  int32_t products;  // of bfloat16, see Forms
 };
 
 // What stands for a token that there is not.

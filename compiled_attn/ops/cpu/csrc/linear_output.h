@@ -1,36 +1,51 @@
 // From sums of a linear layer to rows of its output.
 #pragma once
 
+#include "abi.h"
 #include "bfloat16_dot.h"
 
 namespace compiled_attn {
 
 constexpr int kPanel = 16;  // outputs whose weights lie together
 
+// Of an element of the weight.
+CA_INLINE int64_t weight_bytes(const PackedLinearArgs& layer) {
+  if (layer.scale) return 1;
+  return layer.dtype == kFloat32 ? sizeof(float) : sizeof(BFloat16);
+}
+
 // What sums of outputs are multiplied with and what is added, each or null.
+template <class Element>
 struct Finish {
   const float* scale;
-  const BFloat16* bias;
+  const Element* bias;
 
   CA_INLINE Finish from(int64_t column) const {
     return {scale ? scale + column : nullptr, bias ? bias + column : nullptr};
   }
 };
 
-CA_INLINE Finish finish_of(const PackedLinearArgs& layer) {
-  return {layer.scale, static_cast<const BFloat16*>(layer.bias)};
+template <class Element>
+CA_INLINE Finish<Element> finish_of(const PackedLinearArgs& layer) {
+  return {layer.scale, static_cast<const Element*>(layer.bias)};
 }
 
 // kLanes sums, finished.
-CA_INLINE Floats finished(const float* sums, Finish finish, int64_t column) {
+template <class Element>
+CA_INLINE Floats finished(const float* sums, Finish<Element> finish, int64_t column) {
   Floats whole = load(sums);
   if (finish.scale) whole *= load(finish.scale + column);
   if (finish.bias) whole += load(finish.bias + column);
   return whole;
 }
 
-// kPanel sums, finished, rounded.
-CA_INLINE void round_panel(const float* sums, Finish finish, BFloat16* out) {
+// kPanel sums, finished.
+CA_INLINE void round_panel(const float* sums, Finish<float> finish, float* out) {
+  for (int i = 0; i < kPanel; i += kLanes) store(out + i, finished(sums + i, finish, i));
+}
+
+// The same, rounded.
+CA_INLINE void round_panel(const float* sums, Finish<BFloat16> finish, BFloat16* out) {
   for (int i = 0; i < kPanel; i += kLanes) {
     const Floats whole = finished(sums + i, finish, i);
 #if CA_HAS_BFLOAT16_DOT
@@ -42,8 +57,8 @@ CA_INLINE void round_panel(const float* sums, Finish finish, BFloat16* out) {
 }
 
 // The same of two panels side by side, a line of memory.
-CA_INLINE void round_panels(const float* first, const float* second, Finish finish,
-                            BFloat16* out) {
+CA_INLINE void round_panels(const float* first, const float* second,
+                            Finish<BFloat16> finish, BFloat16* out) {
 #if CA_HAS_BFLOAT16_DOT
   store(out, finished(first, finish, 0), finished(second, finish, kPanel));
 #else

@@ -10,6 +10,8 @@ namespace compiled_attn {
 #if CA_HAS_BFLOAT16_DOT
 // A weight is a vector of pairs, multiplied with a pair of inputs at once.
 struct PairProducts {
+  using Element = BFloat16;
+  static constexpr int kInputs = 2;  // of an output, that lie together
   using Weights = Pairs;
   static CA_INLINE Weights weights(const BFloat16* at) { return pairs_at(at); }
   static CA_INLINE Floats added(Floats sum, Weights weights, const BFloat16* inputs) {
@@ -20,6 +22,8 @@ struct PairProducts {
 
 // First and second elements of the pairs apart.
 struct FloatProducts {
+  using Element = BFloat16;
+  static constexpr int kInputs = 2;
   struct Weights {
     Floats first, second;
   };
@@ -33,11 +37,25 @@ struct FloatProducts {
   }
 };
 
+// Weights and inputs of float32.
+struct SingleProducts {
+  using Element = float;
+  static constexpr int kInputs = 1;
+  using Weights = Floats;
+  static CA_INLINE Weights weights(const float* at) { return load(at); }
+  static CA_INLINE Floats added(Floats sum, Weights weights, const float* input) {
+    return sum + weights * all(*input);
+  }
+};
+
 // Where weights are read once, memory sets the pace, and each stream asks for its own next lines.
 // Where they are read for block after block of rows, the first of them would wait: what the next
 // piece needs is asked for meanwhile.
 template <class Products>
 class LinearRows {
+  using Element = typename Products::Element;
+  static constexpr int kInputs = Products::kInputs;
+
  public:
   // Rows are taken as they are.
   struct Inputs {
@@ -47,7 +65,8 @@ class LinearRows {
   static constexpr int kPanels = kRegisters == 32 ? 4 : 1;  // side by side
   static constexpr int kRows = 4;                           // below each other
   static constexpr int kVectors = kPanel / kLanes;          // of a panel
-  static constexpr int64_t kAhead = 2048;  // elements between what is read and what is asked for
+  // Elements between what is read and what is asked for.
+  static constexpr int64_t kAhead = 4096 / sizeof(Element);
 
   LinearRows(const Inputs&, int64_t) {}
 
@@ -82,19 +101,20 @@ class LinearRows {
   template <bool once, int rows, int panels>
   void block(int64_t row, int64_t panel) {
     constexpr int vectors = panels * kVectors;
-    const auto* input = static_cast<const BFloat16*>(layer_.input) + row * layer_.input_row;
+    const auto* input = static_cast<const Element*>(layer_.input) + row * layer_.input_row;
     const auto* weight =
-        static_cast<const BFloat16*>(layer_.weight) + panel * kPanel * layer_.size_in;
+        static_cast<const Element*>(layer_.weight) + panel * kPanel * layer_.size_in;
     alignas(64) Floats sums[rows][vectors] = {};
     for (int64_t k = 0; k < layer_.size_in;) {
       // A line of each panel of the next piece for a line of each panel of this one.
       if (!once) next_->take_line();
-      const int64_t end = once ? layer_.size_in : std::min(k + 2 * steps_, layer_.size_in);
-      for (; k < end; k += 2) {
+      const int64_t end =
+          once ? layer_.size_in : std::min(k + kInputs * steps_, layer_.size_in);
+      for (; k < end; k += kInputs) {
         typename Products::Weights weights[vectors];
         for (int v = 0; v < vectors; ++v) {
-          const BFloat16* at = weight + v / kVectors * kPanel * layer_.size_in + k * kPanel +
-                               v % kVectors * kLanes * 2;
+          const Element* at = weight + v / kVectors * kPanel * layer_.size_in + k * kPanel +
+                              v % kVectors * kLanes * kInputs;
           if (once) __builtin_prefetch(at + kAhead, 0, 2);
           weights[v] = Products::weights(at);
         }
@@ -108,14 +128,14 @@ class LinearRows {
       for (int p = 0; p < panels; ++p) {
         const int64_t column = (panel + p) * kPanel;
         round_panel(reinterpret_cast<const float*>(&sums[r][p * kVectors]),
-                    finish_of(layer_).from(column),
-                    static_cast<BFloat16*>(layer_.out) + (row + r) * layer_.out_row + column);
+                    finish_of<Element>(layer_).from(column),
+                    static_cast<Element*>(layer_.out) + (row + r) * layer_.out_row + column);
       }
   }
 
   PackedLinearArgs layer_;
   NextWeights* next_;
-  int64_t steps_;  // pairs of inputs for each line of the next piece
+  int64_t steps_;  // of kInputs for each line of the next piece
 };
 
 }  // namespace compiled_attn

@@ -61,7 +61,7 @@ class LinearBlock {
   void begin(const PackedLinearArgs& args, int64_t row, int64_t rows, int64_t column, int panels) {
     next_out_ = out_ = static_cast<BFloat16*>(args.out) + row * args.out_row + column;
     out_row_ = args.out_row;
-    finish_ = finish_of(args).from(column);
+    finish_ = finish_of<BFloat16>(args).from(column);
     rounded_ = 0, rows_ = rows, panels_ = panels;
   }
   // Asks for the next row of the output, which is written later.
@@ -86,7 +86,7 @@ class LinearBlock {
 
  private:
   BFloat16 *out_, *next_out_;
-  Finish finish_;
+  Finish<BFloat16> finish_;
   int64_t out_row_, rounded_ = 0, rows_ = 0;
   int panels_;  // tiles side by side
 };

@@ -18,8 +18,8 @@ class NextWeights {
       : at_(static_cast<const int8_t*>(layer.weight)),
         wide_(layer.scale ? wide : nullptr),
         panels_(layer.size_out / kPanel),
-        panel_(kPanel * layer.size_in),
-        left_(panel_ / kLine * (wide_ ? 1 : sizeof(BFloat16))) {}
+        panel_(kPanel * layer.size_in * weight_bytes(layer)),
+        left_(panel_ / kLine) {}
 
   CA_INLINE void take(int64_t lines) {
     for (; lines > 0 && left_ > 0; lines -= panels_, --left_, at_ += kLine) {
@@ -27,7 +27,7 @@ class NextWeights {
         widen_panels();
       else
         for (int64_t p = 0; p < panels_; ++p)
-          __builtin_prefetch(at_ + p * panel_ * sizeof(BFloat16), 0, 2);
+          __builtin_prefetch(at_ + p * panel_, 0, 2);
     }
   }
   CA_INLINE void take_line() { take(panels_); }
@@ -62,7 +62,7 @@ class NextWeights {
 
   const int8_t* at_ = nullptr;
   BFloat16* wide_ = nullptr;
-  int64_t panels_ = 0, panel_ = 0;  // and the elements of one
+  int64_t panels_ = 0, panel_ = 0;  // and the bytes of one
   int64_t left_ = 0;                // lines of each panel
 };
 

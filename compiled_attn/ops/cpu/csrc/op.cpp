@@ -240,18 +240,21 @@ Result paged_attention_(Tensor query, Tensor key, Tensor value, Tensor key_cache
 // A layer without room for its output.
 PackedLinearArgs layer_of(const Tensor& input, const Tensor& weight, const Tensor* bias,
                           const Tensor* scale) {
-  check_shape("weight", weight, {kAny, kAny, 16, 2});
-  const int64_t size_in = 2 * weight.size(1), size_out = 16 * weight.size(0);
+  const bool is_single = !scale && weight.scalar_type() == ScalarType::Float;
+  const auto dtype = is_single ? ScalarType::Float : ScalarType::BFloat16;
+  const int64_t together = is_single ? 1 : 2;
+  check_shape("weight", weight, {kAny, kAny, 16, together});
+  const int64_t size_in = together * weight.size(1), size_out = 16 * weight.size(0);
   if (size_in % 32) {
     fail("a multiple of 32 inputs", std::to_string(size_in), "leave such a layer as it is");
   }
-  check_dense("weight", weight, {weight.size(0), weight.size(1), 16, 2},
-              scale ? ScalarType::Char : ScalarType::BFloat16);
+  check_dense("weight", weight, {weight.size(0), weight.size(1), 16, together},
+              scale ? ScalarType::Char : dtype);
   if (scale) check_dense("scale", *scale, {size_out}, ScalarType::Float);
   check_shape("input", input, {kAny, size_in});
-  check_dtype("input", input, ScalarType::BFloat16);
+  check_dtype("input", input, dtype);
   check_rows("input", input);
-  if (bias) check_dense("bias", *bias, {size_out}, ScalarType::BFloat16);
+  if (bias) check_dense("bias", *bias, {size_out}, dtype);
 
   PackedLinearArgs args{};
   args.rows = input.size(0), args.size_in = size_in, args.size_out = size_out;
@@ -260,6 +263,7 @@ PackedLinearArgs layer_of(const Tensor& input, const Tensor& weight, const Tenso
   args.weight = weight.const_data_ptr();
   args.scale = scale ? data_of<float>(*scale) : nullptr;
   args.bias = bias ? bias->const_data_ptr() : nullptr;
+  args.dtype = is_single ? kFloat32 : kBFloat16;
   args.threads = int32_t(torch::stable::get_num_threads());
   args.products = forms.linear;
   return args;
@@ -312,24 +316,27 @@ std::vector<Tensor> packed_linears(Tensor input, std::vector<Tensor> weights,
 
 Tensor packed_rows(Tensor weight, Tensor ids) {
   return in_op("packed_rows", [&] {
-    check_shape("weight", weight, {kAny, kAny, kRowsOfPanel, 2});
-    const int64_t panels = weight.size(0), pairs = weight.size(1), count = ids.numel();
-    check_dense("weight", weight, {panels, pairs, kRowsOfPanel, 2},
-                weight.scalar_type() == ScalarType::Char ? ScalarType::Char : ScalarType::BFloat16);
+    const auto dtype = weight.scalar_type();
+    const bool is_known = dtype == ScalarType::Char || dtype == ScalarType::Float;
+    const int64_t together = dtype == ScalarType::Float ? 1 : 2;
+    check_shape("weight", weight, {kAny, kAny, kRowsOfPanel, together});
+    const int64_t panels = weight.size(0), groups = weight.size(1), count = ids.numel();
+    check_dense("weight", weight, {panels, groups, kRowsOfPanel, together},
+                is_known ? dtype : ScalarType::BFloat16);
     check_dense("ids", ids, {count}, ScalarType::Long);
     int64_t bad = 0;
     if (!are_rows(data_of<int64_t>(ids), count, panels * kRowsOfPanel, bad)) {
       fail(text("ids in 0..", panels * kRowsOfPanel - 1), std::to_string(bad),
            "look up rows of the weight");
     }
-    std::vector<int64_t> shape{count, 2 * pairs};
+    std::vector<int64_t> shape{count, together * groups};
     Tensor out = torch::stable::new_empty(weight, shape);
     const auto* from = static_cast<const char*>(weight.const_data_ptr());
-    const int64_t bytes = 2 * weight.element_size();
+    const int64_t bytes = together * weight.element_size();
     auto* to = static_cast<char*>(out.mutable_data_ptr());
     const auto copy = bytes == 4 ? copy_packed_row<4> : copy_packed_row<2>;
-    for (int64_t i = 0; i < count; ++i, to += pairs * bytes)
-      copy(from, pairs, data_of<int64_t>(ids)[i], to);
+    for (int64_t i = 0; i < count; ++i, to += groups * bytes)
+      copy(from, groups, data_of<int64_t>(ids)[i], to);
     return out;
   });
 }

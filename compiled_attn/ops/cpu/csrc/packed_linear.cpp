@@ -11,13 +11,16 @@
 namespace compiled_attn {
 namespace {
 
-constexpr int64_t kRowsAtOnce = 256;  // their inputs stay in the second level cache
+constexpr int64_t kRowBytesAtOnce = 512;  // of a column: inputs stay in the second level cache
 
 // Pieces of rows x panels of layers of one input, those of the same rows one after the other.
 class Pieces {
  public:
   Pieces(const PackedLinearArgs* layers, int64_t count)
-      : layers_(layers), rows_(layers->rows) {
+      : layers_(layers),
+        rows_(layers->rows),
+        size_(layers->dtype == kFloat32 ? sizeof(float) : sizeof(BFloat16)),
+        rows_at_once_(kRowBytesAtOnce / size_) {
     int64_t all = 0;
     for (int64_t i = 0; i < count; ++i) all += layers[i].size_out;
     outputs_ = kPanel * (all < layers->threads * 8 * kPanel ? 4 : 8);
@@ -25,9 +28,9 @@ class Pieces {
   }
 
   int64_t outputs() const { return outputs_; }  // of a piece, at most
-  int64_t count() const { return (rows_ + kRowsAtOnce - 1) / kRowsAtOnce * columns_; }
-  int64_t begin(int64_t piece) const { return piece / columns_ * kRowsAtOnce; }
-  int64_t end(int64_t piece) const { return std::min(begin(piece) + kRowsAtOnce, rows_); }
+  int64_t count() const { return (rows_ + rows_at_once_ - 1) / rows_at_once_ * columns_; }
+  int64_t begin(int64_t piece) const { return piece / columns_ * rows_at_once_; }
+  int64_t end(int64_t piece) const { return std::min(begin(piece) + rows_at_once_, rows_); }
 
   // The outputs of a piece, as a layer.
   PackedLinearArgs layer(int64_t piece) const {
@@ -35,13 +38,12 @@ class Pieces {
     const PackedLinearArgs* of = layers_;
     for (; column >= columns(*of); ++of) column -= columns(*of);
     const int64_t first = column * outputs_;
-    const int64_t bytes = of->scale ? 1 : sizeof(BFloat16);
-    const Finish finish = finish_of(*of).from(first);
     PackedLinearArgs layer = *of;
     layer.size_out = std::min(outputs_, of->size_out - first);
-    layer.weight = static_cast<const uint8_t*>(of->weight) + first * of->size_in * bytes;
-    layer.scale = finish.scale, layer.bias = finish.bias;
-    layer.out = static_cast<BFloat16*>(of->out) + first;
+    layer.weight = at(of->weight, first * of->size_in * weight_bytes(*of));
+    if (of->scale) layer.scale += first;
+    if (of->bias) layer.bias = at(of->bias, first * size_);
+    layer.out = static_cast<uint8_t*>(of->out) + first * size_;
     return layer;
   }
 
@@ -50,11 +52,15 @@ class Pieces {
     return (of.size_out + outputs_ - 1) / outputs_;
   }
 
+  static const void* at(const void* base, int64_t bytes) {
+    return static_cast<const uint8_t*>(base) + bytes;
+  }
+
   const PackedLinearArgs* layers_;
-  int64_t rows_, outputs_, columns_ = 0;
+  int64_t rows_, size_, rows_at_once_, outputs_, columns_ = 0;  // size_: bytes of an element
 };
 
-// Layers of the same input, rows and threads, all with scales or none.
+// Layers of the same input, dtype, rows and threads, all with scales or none.
 template <class Worker>
 void multiply(const PackedLinearArgs* layers, int64_t layer_count) {
   const PackedLinearArgs& whole = *layers;
@@ -89,6 +95,7 @@ void multiply(const PackedLinearArgs* layers, int64_t layer_count) {
 }
 
 void multiply(const PackedLinearArgs* layers, int64_t count) {
+  if (layers->dtype == kFloat32) return multiply<LinearRows<SingleProducts>>(layers, count);
 #if CA_HAS_TILES
   if (layers->products == kTiles) return multiply<LinearTiles>(layers, count);
 #endif

@@ -8,12 +8,12 @@ namespace compiled_attn {
 
 constexpr int64_t kRowsOfPanel = 16;
 
-// Copies row `id` of a weight of `pairs` pairs of inputs, in bytes of `size` a pair, to `out`.
+// Copies row `id` of a weight of `groups` of inputs that lie together, each of `size` bytes.
 template <int size>
-void copy_packed_row(const char* weight, int64_t pairs, int64_t id, char* out) {
+void copy_packed_row(const char* weight, int64_t groups, int64_t id, char* out) {
   const char* from =
-      weight + (id / kRowsOfPanel * pairs * kRowsOfPanel + id % kRowsOfPanel) * size;
-  for (int64_t k = 0; k < pairs; ++k, from += kRowsOfPanel * size, out += size)
+      weight + (id / kRowsOfPanel * groups * kRowsOfPanel + id % kRowsOfPanel) * size;
+  for (int64_t k = 0; k < groups; ++k, from += kRowsOfPanel * size, out += size)
     std::memcpy(out, from, size);
 }
 
