@@ -14,14 +14,11 @@ import uvicorn
 
 from compiled_attn.errors import ConfigError, ModelError
 from compiled_attn.replicas.app import fleet_app
+from compiled_attn.replicas.deployment import deployed
 from compiled_attn.replicas.fleet import Fleet
-from compiled_attn.replicas.replica import Replica
 from compiled_attn.serve.served import Make
 
 __all__ = ["run_fleet"]
-
-_AT_ONCE = 4096  # calls of one actor; its engine has a queue of its own
-
 
 def run_fleet(
     name: str,
@@ -52,10 +49,8 @@ def run_fleet(
     """
     _connect(address, count * cpus)
     try:
-        actor = ray.remote(Replica).options(
-            max_restarts=-1, max_concurrency=_AT_ONCE, num_cpus=cpus, num_gpus=gpus
-        )
-        _serve(Fleet(lambda: actor.remote(name, make), count, tell), listening, when_up)
+        with deployed(name, make, count, cpus, gpus) as handle:
+            _serve(Fleet(handle, count, tell), listening, when_up)
     finally:
         ray.shutdown()
 

@@ -1,0 +1,57 @@
+"""The deployment: what Ray Serve is told of the replicas that it is to keep."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from uuid import uuid4
+
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.config import RequestRouterConfig
+from ray.serve.handle import DeploymentHandle
+
+from compiled_attn.replicas.by_prefix import ByPrefix
+from compiled_attn.replicas.replica import Replica
+from compiled_attn.serve.served import Make
+
+__all__ = ["deployed"]
+
+_AT_ONCE = 4096  # requests of one replica; its engine has a queue of its own
+
+
+@contextmanager
+def deployed(
+    name: str, make: Make, count: int, cpus: int, gpus: int
+) -> Iterator[DeploymentHandle]:
+    """An application of Serve whose only deployment are the replicas; it ends with the block.
+
+    Its name is its own, so that several may be on one cluster. None of Serve's proxies is started:
+    they choose a replica before they have read a prompt.
+
+    Args:
+        name, make: of the model, see `Replica`; pickled.
+        count: of replicas.
+        cpus, gpus: that a replica reserves.
+    """
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    serve.start(proxy_location="Disabled")
+    replicas = serve.deployment(
+        Replica,
+        num_replicas=count,
+        ray_actor_options={"num_cpus": cpus, "num_gpus": gpus},
+        max_ongoing_requests=_AT_ONCE,
+        request_router_config=RequestRouterConfig(request_router_class=ByPrefix),
+        health_check_period_s=1,
+        graceful_shutdown_wait_loop_s=0.1,
+        max_constructor_retry_count=3,
+    )
+    application = f"compiled-attn-{uuid4().hex[:8]}"
+    target = serve.RunTarget(replicas.bind(name, make), application, route_prefix=None)
+    try:
+        (handle,) = serve.run_many([target], wait_for_applications_running=False)
+        yield handle
+    finally:
+        with suppress(RayError):  # the cluster has gone
+            serve.delete(application)
