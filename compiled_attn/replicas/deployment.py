@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from uuid import uuid4
@@ -19,6 +20,7 @@ from compiled_attn.serve.served import Make
 __all__ = ["deployed"]
 
 _AT_ONCE = 4096  # requests of one replica; its engine has a queue of its own
+_PATIENCE = 20.0  # seconds
 
 
 @contextmanager
@@ -53,5 +55,16 @@ def deployed(
         (handle,) = serve.run_many([target], wait_for_applications_running=False)
         yield handle
     finally:
-        with suppress(RayError):  # the cluster has gone
+        _end(application)
+
+
+def _end(application: str) -> None:
+    """Ends it, unless its cluster has gone, which never answers."""
+
+    def end() -> None:
+        with suppress(RayError, TimeoutError):
             serve.delete(application)
+
+    ending = threading.Thread(target=end, daemon=True)
+    ending.start()
+    ending.join(_PATIENCE)
