@@ -17,7 +17,7 @@ __all__ = ["ByPrefix"]
 _SALT = HEADER.lower().encode()
 
 
-class ByPrefix(RequestRouter):
+class ByPrefix(RequestRouter):  # type: ignore[misc]
     """Sends a request where its prefix is cached.
 
     It lives in the process of the front, in Serve's own loop and thread. A request counts at its

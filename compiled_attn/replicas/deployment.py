@@ -24,9 +24,7 @@ _PATIENCE = 20.0  # seconds
 
 
 @contextmanager
-def deployed(
-    name: str, make: Make, count: int, cpus: int, gpus: int
-) -> Iterator[DeploymentHandle]:
+def deployed(name: str, make: Make, count: int, cpus: int, gpus: int) -> Iterator[DeploymentHandle]:
     """An application of Serve whose only deployment are the replicas; it ends with the block.
 
     Its name is its own, so that several may be on one cluster. None of Serve's proxies is started:

@@ -56,4 +56,3 @@ def _of_fleet(fleet: Fleet) -> Iterable[Metric]:
     for each in fleet.members:
         restarts.add_metric([str(each.number)], each.restarts)
     yield restarts
-

@@ -111,5 +111,5 @@ def _failure(handle: DeploymentHandle) -> str | None:
     application = serve.status().applications[handle.app_name]
     if application.status != ApplicationStatus.DEPLOY_FAILED:
         return None
-    why = application.deployments[handle.deployment_name].message
+    why: str = application.deployments[handle.deployment_name].message
     return why.strip().splitlines()[-1]

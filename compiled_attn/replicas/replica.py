@@ -87,23 +87,24 @@ class Replica:
             The replica's number, and the messages that have come since.
         """
         sent: asyncio.Queue[Message | None] = asyncio.Queue()
-        bodies = iter([{"type": "http.request", "body": body, "more_body": False}])
+        parts: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def receive() -> Message:
-            for first in bodies:
-                return first
-            return await asyncio.get_running_loop().create_future()  # it is cancelled instead
+            if not parts:
+                await asyncio.Event().wait()  # a client that leaves is a call that is cancelled
+            return parts.pop()
 
         running = asyncio.ensure_future(self._app(dict(scope), receive, sent.put))
         running.add_done_callback(lambda _: sent.put_nowait(None))
         try:
-            while (message := await sent.get()) is not None:
-                messages = [message]
-                while not sent.empty() and (message := sent.get_nowait()) is not None:
-                    messages.append(message)
-                yield _number(), messages
-                if message is None:
-                    break
+            last: Message | None = {}
+            while last is not None:
+                messages = [await sent.get()]
+                while not sent.empty():
+                    messages.append(sent.get_nowait())
+                last = messages[-1]
+                if some := [each for each in messages if each is not None]:
+                    yield _number(), some
             running.exception()  # it was answered with 500
         finally:
             running.cancel()

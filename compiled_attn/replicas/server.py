@@ -21,6 +21,7 @@ from compiled_attn.serve.served import Make
 
 __all__ = ["run_fleet"]
 
+
 def run_fleet(
     name: str,
     make: Make,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -58,6 +59,15 @@ def test_three_replicas_serve(started):
     served = command.get("/metrics").splitlines()
     ended = [line for line in served if line.startswith("compiled_attn_requests_total{outcome=")]
     assert sum(float(line.split()[-1]) > 0 for line in ended if "served" in line) == 3
+
+
+def test_a_model_that_cannot_be_loaded_ends_it_with_the_reason(started, model, tmp_path):
+    broken = tmp_path / "broken"
+    shutil.copytree(model, broken)
+    (broken / "model.safetensors").unlink()
+    command = started(f"--model={broken}")
+    assert command.process.wait(120) == 2
+    assert command.said.count("\n") == 2 and "no file named model.safetensors" in command.said
 
 
 def test_only_one_replica_ever_compiles(started, tmp_path):
