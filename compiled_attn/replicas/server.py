@@ -17,6 +17,7 @@ from compiled_attn.errors import ConfigError, ModelError
 from compiled_attn.replicas.app import fleet_app
 from compiled_attn.replicas.deployment import deployed
 from compiled_attn.replicas.fleet import Fleet
+from compiled_attn.replicas.replica import Replica
 from compiled_attn.serve.served import Make
 
 __all__ = ["run_fleet"]
@@ -51,7 +52,7 @@ def run_fleet(
     """
     _connect(address, count * cpus)
     try:
-        with deployed(name, make, count, cpus, gpus) as handle:
+        with deployed(Replica, (name, make), count, cpus=cpus, gpus=gpus) as handle:
             _serve(Fleet(handle, count, tell), listening, when_up)
     finally:
         ray.shutdown()

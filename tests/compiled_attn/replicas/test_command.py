@@ -105,6 +105,19 @@ def test_a_cluster_serves_and_goes_on(started, tmp_path):
         assert again.complete("one") == text and not {*again.replicas()} & {*replicas}
 
 
+def test_two_fronts_share_a_cluster_and_neither_ends_the_other(started, tmp_path):
+    with cluster(tmp_path) as address:
+        each = dict(replicas=1, RAY_AUTH_MODE="token")
+        one, other = (started(f"--address={address}", **each) for _ in range(2))
+        for command in (one, other):
+            command.wait("ready, 1 of 1 replicas")
+        assert not {*one.replicas()} & {*other.replicas()}
+        text = one.complete("one")
+        one.process.terminate()
+        assert one.process.wait(60) == 0, one.said
+        assert other.complete("one") == text
+
+
 @contextmanager
 def cluster(folder: Path) -> Iterator[str]:
     """A cluster of one machine, which is this one."""
