@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ray import serve
-from ray.exceptions import RayActorError
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatus
@@ -72,21 +71,21 @@ class Fleet:
         return self._answer.remote(scope, body)
 
     async def ask(self, method: str) -> list[Any]:
-        """What each replica answers that is there."""
+        """What each replica answers that is there and able to."""
         try:
             answers = await self._handle.broadcast(method).results_async(return_exceptions=True)
         except DeploymentUnavailableError:  # there is none
             return []
-        for each in answers:
-            if isinstance(each, BaseException) and not isinstance(each, RayActorError):
-                raise each
-        return [each for each in answers if not isinstance(each, RayActorError)]
+        return [each for each in answers if not isinstance(each, BaseException)]
 
     async def watch(self, when_failed: Callable[[], None]) -> None:
         """Looks at the replicas, until it is cancelled or none can serve."""
         told = 0
         while self.error is None:
-            await self._look()
+            try:
+                await self._look()
+            except Exception as error:  # a front that cannot see its replicas is of no use
+                self.error = f"cannot ask the replicas: {error!r}"
             if told != len(self.ready):
                 told = len(self.ready)
                 self._tell(self.stage)
@@ -108,7 +107,9 @@ class Fleet:
 
 def _failure(handle: DeploymentHandle) -> str | None:
     """The last line of why Serve has given up on a deployment; None: it has not."""
-    application = serve.status().applications[handle.app_name]
+    application = serve.status().applications.get(handle.app_name)
+    if application is None:
+        return f"expected the application {handle.app_name} on the cluster, got none: start again"
     if application.status != ApplicationStatus.DEPLOY_FAILED:
         return None
     why: str = application.deployments[handle.deployment_name].message

@@ -69,13 +69,11 @@ def test_a_replica_that_has_died_hides_no_other_and_comes_back(monkeypatch):
     assert told == [f"ready, {ready} of 2 replicas" for ready in (1, 2, 1, 2)]
 
 
-def test_a_fault_of_a_replica_is_not_taken_for_its_end():
-    async def scene() -> None:
-        fleet = Fleet(Handle(State(0, 10), ValueError("a fault")), 2, lambda told: None)
-        with pytest.raises(ValueError, match="a fault"):
-            await fleet.ask("state")
-
-    asyncio.run(scene())
+def test_a_front_that_cannot_see_its_replicas_ends():
+    failed: list[bool] = []
+    fleet = Fleet(Handle(None), 2, lambda told: None)  # no state
+    asyncio.run(fleet.watch(lambda: failed.append(True)))
+    assert failed and "cannot ask the replicas: AttributeError" in fleet.error
 
 
 def test_it_ends_when_serve_has_given_up(monkeypatch):
