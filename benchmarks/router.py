@@ -62,7 +62,7 @@ def by_prefix(replicas: int, cache_blocks: int) -> Choose:
         router.add(name)
 
     def choose(blocks: Sequence[int]) -> tuple[int, Callable[[], None]]:
-        route = router.route(blocks)
+        route = router.take(router.ranked(blocks)[0], blocks)
         return route.replica, lambda: router.done(route)
 
     return choose

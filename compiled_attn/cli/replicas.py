@@ -6,7 +6,8 @@ import atexit
 import contextlib
 import os
 import socket
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -14,10 +15,11 @@ import torch
 from compiled_attn.cli.errors import UserError
 from compiled_attn.cli.inputs import dtype_of
 from compiled_attn.cli.options import ServeOptions, settings_of
-from compiled_attn.cli.store import stored_backend
+from compiled_attn.cli.store import default_store, stored_backend
 from compiled_attn.engine import EngineConfig
 from compiled_attn.text import LLM
 from graphs import BucketEvent
+from graphs.store.lock import Lock
 
 __all__ = ["serve_replicas"]
 
@@ -63,4 +65,18 @@ def _load(options: ServeOptions, threads: int, told: Callable[[BucketEvent], Non
     atexit.register(open_store.close)
     backend = open_store.enter_context(stored_backend(options.backend, None))
     config = EngineConfig(**settings_of(options) | {"backend": backend}, watch_process=True)
-    return LLM(options.model, config, dtype=dtype_of(options), device=options.device, progress=told)
+    with contextlib.nullcontext() if isinstance(backend, str) else _first_alone():
+        return LLM(
+            options.model, config, dtype=dtype_of(options), device=options.device, progress=told
+        )
+
+
+@contextlib.contextmanager
+def _first_alone() -> Iterator[None]:
+    """Lets the first process of a machine fill the store; those that come meanwhile wait for it,
+    and then load from there all at once."""
+    with contextlib.closing(Lock(default_store() / "warmup.lock")) as lock:
+        if not lock.take():
+            while not lock.take(shared=True):
+                time.sleep(0.1)
+        yield

@@ -21,10 +21,10 @@ __all__ = ["fleet_app"]
 
 
 def fleet_app(fleet: Fleet, when_failed: Callable[[], None]) -> Starlette:
-    """The application; its replicas start and end with it.
+    """The application.
 
     Args:
-        fleet: of replicas, not started.
+        fleet: of replicas, ready or not.
         when_failed: called if none can serve, see `Fleet.error`.
     """
 
@@ -35,7 +35,6 @@ def fleet_app(fleet: Fleet, when_failed: Callable[[], None]) -> Starlette:
             yield
         finally:
             watching.cancel()
-            fleet.end()
 
     async def health(request: Request) -> JSONResponse:
         each = [

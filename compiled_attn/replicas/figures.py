@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
-from ray.exceptions import RayActorError
 
-from compiled_attn.replicas.fleet import Fleet, Member
+from compiled_attn.replicas.fleet import Fleet
 
 __all__ = ["fleet_exposition", "labelled"]
 
 
 async def fleet_exposition(fleet: Fleet) -> bytes:
     """What ``/metrics`` answers."""
-    texts = await asyncio.gather(*map(_text, fleet.ready))
-    told = {str(number): text for number, text in texts if text}
+    told = {str(number): text for number, text in await fleet.ask("metrics")}
     registry = CollectorRegistry()
     registry.register(_Figures([*_of_fleet(fleet), *labelled(told)]))
     return generate_latest(registry)
@@ -59,10 +56,3 @@ def _of_fleet(fleet: Fleet) -> Iterable[Metric]:
     for each in fleet.members:
         restarts.add_metric([str(each.number)], each.restarts)
     yield restarts
-
-
-async def _text(member: Member) -> tuple[int, str]:
-    try:
-        return member.number, await member.actor.metrics.remote()
-    except RayActorError:  # it ended meanwhile
-        return member.number, ""

@@ -4,86 +4,111 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Any, NamedTuple
 
+from ray import serve
 from starlette.types import ASGIApp, Message
 
+from compiled_attn.errors import EngineStopped
 from compiled_attn.serve.app import app_of
 from compiled_attn.serve.metrics import exposition
 from compiled_attn.serve.served import Make, Served
 
 __all__ = ["Replica", "State"]
 
+_ALONE = 600.0  # seconds
+
 
 class State(NamedTuple):
-    """How far a replica is.
+    """A replica that is ready.
 
     Attributes:
-        process: its id, another one after a restart.
-        stage: see `Served.stage`.
-        error: what ended its start, None while nothing did.
+        number: its rank among those of its deployment; one that takes its place has the same.
+        process: its id.
     """
 
+    number: int
     process: int
-    stage: str
-    error: str | None
 
 
 class Replica:
-    """An actor of Ray, with an engine of its own; it begins to load and warm up at once.
+    """What Ray Serve deploys: an engine of its own, warm as soon as it is constructed.
 
     Args:
         name: of the model.
         make: loads it and warms it up.
+
+    Raises:
+        Exception: what ended that.
     """
 
     def __init__(self, name: str, make: Make) -> None:
         self._served = Served(name, make)
+        self._served.load()
         self._app: ASGIApp = app_of(self._served)
-        self._left: dict[str, asyncio.Event] = {}
-        self._served.start(lambda: None)
+        self._asked = time.monotonic()
+
+    async def check_health(self) -> None:
+        """Asked by Serve, which replaces a replica that fails it.
+
+        An application of Serve outlives who started it. If its front was killed, and so could not
+        end it, its replicas do.
+
+        Raises:
+            EngineStopped: its engine has failed.
+        """
+        if time.monotonic() - self._asked > _ALONE:
+            application = serve.get_replica_context().app_name
+            await asyncio.to_thread(serve.delete, application, _blocking=False)
+        if self._served.stage != "ready":
+            raise EngineStopped("expected an engine that serves, got one that has failed")
 
     async def state(self) -> State:
-        """How far it is."""
-        error = self._served.error
-        return State(os.getpid(), self._served.stage, None if error is None else str(error))
+        """What it is, for the front; that asks shows that there is one."""
+        self._asked = time.monotonic()
+        return State(_number(), os.getpid())
 
-    async def metrics(self) -> str:
-        """Its figures in the format of Prometheus; waits for the step that runs."""
-        return (await asyncio.to_thread(exposition, self._served)).decode()
+    async def metrics(self) -> tuple[int, str]:
+        """Its number, and its figures in the format of Prometheus; waits for the step that runs."""
+        return _number(), (await asyncio.to_thread(exposition, self._served)).decode()
 
     async def answer(
-        self, call: str, scope: Mapping[str, Any], body: bytes
-    ) -> AsyncIterator[Message]:
-        """The answer to a request, in the messages of ASGI.
+        self, scope: Mapping[str, Any], body: bytes
+    ) -> AsyncIterator[tuple[int, list[Message]]]:
+        """The answer to a request, in the messages of ASGI; cancelled, it drops the request.
 
         Args:
-            call: names it for `leave`.
             scope: of ASGI.
             body: all of it.
+
+        Yields:
+            The replica's number, and the messages that have come since.
         """
         sent: asyncio.Queue[Message | None] = asyncio.Queue()
-        left = self._left[call] = asyncio.Event()
-        bodies = iter([{"type": "http.request", "body": body, "more_body": False}])
+        parts: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def receive() -> Message:
-            if (first := next(bodies, None)) is not None:
-                return first
-            await left.wait()
-            return {"type": "http.disconnect"}
+            if not parts:
+                await asyncio.Event().wait()  # a client that leaves is a call that is cancelled
+            return parts.pop()
 
         running = asyncio.ensure_future(self._app(dict(scope), receive, sent.put))
         running.add_done_callback(lambda _: sent.put_nowait(None))
         try:
-            while (message := await sent.get()) is not None:
-                yield message
+            last: Message | None = {}
+            while last is not None:
+                messages = [await sent.get()]
+                while not sent.empty():
+                    messages.append(sent.get_nowait())
+                last = messages[-1]
+                if some := [each for each in messages if each is not None]:
+                    yield _number(), some
             running.exception()  # it was answered with 500
         finally:
             running.cancel()
-            del self._left[call]
 
-    async def leave(self, call: str) -> None:
-        """The client of a call has gone: its request is dropped."""
-        if (left := self._left.get(call)) is not None:
-            left.set()
+
+def _number() -> int:
+    return int(serve.get_replica_context().rank.rank)

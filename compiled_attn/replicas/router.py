@@ -64,7 +64,7 @@ class PrefixRouter:
         self._most_blocks, self._most_load = most_blocks, most_load
         self._least_share = least_share
         self._replicas: dict[Hashable, _Replica] = {}
-        self._routed = 0
+        self._taken = 0
 
     @property
     def loads(self) -> dict[Hashable, int]:
@@ -80,36 +80,34 @@ class PrefixRouter:
         """A replica that has ended, with its cache and all that it had to do."""
         self._replicas.pop(name, None)
 
-    def route(self, keys: Sequence[int]) -> Route | None:
-        """The replica for a prompt, which counts there from now on; None: there is none.
+    def ranked(self, keys: Sequence[int]) -> list[Hashable]:
+        """All replicas, the one to take for a prompt first.
 
         Args:
             keys: of its blocks, see `prompt_keys`.
         """
-        if not self._replicas:
-            return None
-        able = self._below_limit(1 + len(keys))
-        shared = {each: self._counted(each.recent.shared(keys), len(keys)) for each in able}
-        best = min(able, key=lambda each: (-shared[each], each.load, each.chosen))
-        return self._taken(best, keys)
+        need = 1 + len(keys)
+        every = self._replicas.values()
+        limit = self._most_load * (sum(each.load for each in every) + need) / max(len(every), 1)
+
+        def rank(each: _Replica) -> tuple[bool, int, int, int]:
+            shared = each.recent.shared(keys)
+            counted = shared if shared >= self._least_share * len(keys) else 0
+            return each.load >= limit, -counted, each.load, each.chosen
+
+        return [each.name for each in sorted(every, key=rank)]
+
+    def take(self, name: Hashable, keys: Sequence[int]) -> Route:
+        """A prompt goes to a replica, and counts there from now on."""
+        replica = self._replicas[name]
+        self._taken += 1
+        shared = replica.recent.shared(keys)
+        route = Route(name, shared, 1 + len(keys) - shared, replica)
+        replica.recent.use(keys)
+        replica.load += route.work
+        replica.chosen = self._taken
+        return route
 
     def done(self, route: Route) -> None:
         """The request has ended there, however it did; once for each route."""
         route._at.load -= route.work
-
-    def _below_limit(self, need: int) -> list[_Replica]:
-        every = [*self._replicas.values()]
-        limit = self._most_load * (sum(each.load for each in every) + need) / len(every)
-        return [each for each in every if each.load < limit]
-
-    def _counted(self, shared: int, total: int) -> int:
-        return shared if shared >= self._least_share * total else 0
-
-    def _taken(self, best: _Replica, keys: Sequence[int]) -> Route:
-        self._routed += 1
-        shared = best.recent.shared(keys)
-        route = Route(best.name, shared, 1 + len(keys) - shared, best)
-        best.recent.use(keys)
-        best.load += route.work
-        best.chosen = self._routed
-        return route

@@ -11,16 +11,16 @@ from typing import Any
 
 import ray
 import uvicorn
+from ray._private.services import canonicalize_bootstrap_address
 
 from compiled_attn.errors import ConfigError, ModelError
 from compiled_attn.replicas.app import fleet_app
+from compiled_attn.replicas.deployment import deployed
 from compiled_attn.replicas.fleet import Fleet
 from compiled_attn.replicas.replica import Replica
 from compiled_attn.serve.served import Make
 
 __all__ = ["run_fleet"]
-
-_AT_ONCE = 4096  # calls of one actor; its engine has a queue of its own
 
 
 def run_fleet(
@@ -52,10 +52,8 @@ def run_fleet(
     """
     _connect(address, count * cpus)
     try:
-        actor = ray.remote(Replica).options(
-            max_restarts=-1, max_concurrency=_AT_ONCE, num_cpus=cpus, num_gpus=gpus
-        )
-        _serve(Fleet(lambda: actor.remote(name, make), count, tell), listening, when_up)
+        with deployed(Replica, (name, make), count, cpus=cpus, gpus=gpus) as handle:
+            _serve(Fleet(handle, count, tell), listening, when_up)
     finally:
         ray.shutdown()
 
@@ -70,12 +68,12 @@ def _connect(address: str | None, cpus: int) -> None:
     own: dict[str, Any] = {"num_cpus": max(cpus, os.cpu_count() or 1), "include_dashboard": False}
     try:
         ray.init(
-            address or "local",
+            _reached(address) if address else "local",
             log_to_driver=False,
             logging_level=logging.ERROR,
             **({} if address else own),
         )
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         why = str(error).strip().partition("\n")[0]
         remedy = _NO_CLUSTER if address else "see `ray status`"
         raise ConfigError(
@@ -83,6 +81,20 @@ def _connect(address: str | None, cpus: int) -> None:
         ) from error
     finally:
         signal.signal(signal.SIGTERM, when_terminated)  # Ray has set its own
+
+
+def _reached(address: str) -> str:
+    """The same as host and port, where somebody listens; Ray itself would try for minutes.
+
+    Raises:
+        OSError, ValueError: nobody does, or it is no address.
+    """
+    found: str | None = canonicalize_bootstrap_address(address)
+    if found is None:  # Ray's "local"
+        raise ValueError("expected HOST:PORT or auto")
+    host, _, port = found.rpartition(":")
+    socket.create_connection((host.strip("[]"), port), timeout=10).close()
+    return found
 
 
 def _serve(fleet: Fleet, listening: socket.socket, when_up: Callable[[], None]) -> None:

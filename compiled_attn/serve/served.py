@@ -42,6 +42,16 @@ class Served:
             target=self._start, args=(when_failed,), name="compiled-attn start", daemon=True
         ).start()
 
+    def load(self) -> None:
+        """Loads it and warms it up; then it is ready.
+
+        Raises:
+            Exception: what ended that.
+        """
+        llm = self._make(self._told)
+        self._engine = AsyncEngine(llm.engine)
+        self._llm = llm  # last: now it is ready
+
     def stop(self) -> None:
         """Ends the engine; what is running is served before."""
         if self._engine is not None:
@@ -74,9 +84,7 @@ class Served:
 
     def _start(self, when_failed: Callable[[], None]) -> None:
         try:
-            llm = self._make(self._told)
-            self._engine = AsyncEngine(llm.engine)
-            self._llm = llm  # last: now it is ready
+            self.load()
         except BaseException as error:
             self.error = error
             when_failed()

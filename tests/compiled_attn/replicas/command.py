@@ -24,14 +24,21 @@ class Command:
         log: where what it says is kept.
         more: options.
         replicas: how many.
+        module: that is run.
         environment: what it has besides.
     """
 
     def __init__(
-        self, folder: Path, log: Path, *more: str, replicas: int = 2, **environment: str
+        self,
+        folder: Path,
+        log: Path,
+        *more: str,
+        replicas: int = 2,
+        module: str = "compiled_attn",
+        **environment: str,
     ) -> None:
         limits = [f"--{name.replace('_', '-')}={size}" for name, size in LIMITS.items()]
-        command = [sys.executable, "-m", "compiled_attn", "serve", f"--model={folder}", "--port=0"]
+        command = [sys.executable, "-m", module, "serve", f"--model={folder}", "--port=0"]
         command += ["--backend=eager", f"--replicas={replicas}", "--name=tiny", *limits, *more]
         settings = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | environment
         self._log = log

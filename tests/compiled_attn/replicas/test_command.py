@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -60,18 +61,32 @@ def test_three_replicas_serve(started):
     assert sum(float(line.split()[-1]) > 0 for line in ended if "served" in line) == 3
 
 
-def test_only_the_first_replica_ever_compiles(started, tmp_path):
+def test_a_model_that_cannot_be_loaded_ends_it_with_the_reason(started, model, tmp_path):
+    broken = tmp_path / "broken"
+    shutil.copytree(model, broken)
+    (broken / "model.safetensors").unlink()
+    command = started(f"--model={broken}")
+    assert command.process.wait(120) == 2
+    assert command.said.count("\n") == 2 and "no file named model.safetensors" in command.said
+
+
+def test_only_one_replica_ever_compiles(started, tmp_path):
     command = started("--backend=inductor", "--max-graphs=2", XDG_CACHE_HOME=str(tmp_path))
     command.wait("ready, 2 of 2 replicas", seconds=500)
-    graphs = command.figure('compiled_attn_graphs{replica="1"}')
+    graphs = command.figure('compiled_attn_graphs{replica="0"}')
     assert graphs >= 1
-    assert command.figure('compiled_attn_graphs_loaded{replica="0"}') == 0
-    assert command.figure('compiled_attn_graphs_loaded{replica="1"}') == graphs
+    assert loaded(command) == [0, graphs]
     text = command.complete("one")
     os.kill(command.replicas()[0], signal.SIGKILL)
     command.wait("ready, 2 of 2 replicas", times=2)
     assert command.figure('compiled_attn_graphs_loaded{replica="0"}') == graphs
     assert [command.complete("one") for _ in range(4)] == [text] * 4
+
+
+def loaded(command: Command) -> list[float]:
+    """Graphs that each of two replicas took from the store, the fewest first."""
+    names = [f'compiled_attn_graphs_loaded{{replica="{number}"}}' for number in range(2)]
+    return sorted(map(command.figure, names))
 
 
 def test_a_cluster_serves_and_goes_on(started, tmp_path):
@@ -88,6 +103,19 @@ def test_a_cluster_serves_and_goes_on(started, tmp_path):
         again = started(f"--address={address}", replicas=1, RAY_AUTH_MODE="token")
         again.wait("ready, 1 of 1 replicas")
         assert again.complete("one") == text and not {*again.replicas()} & {*replicas}
+
+
+def test_two_fronts_share_a_cluster_and_neither_ends_the_other(started, tmp_path):
+    with cluster(tmp_path) as address:
+        each = dict(replicas=1, RAY_AUTH_MODE="token")
+        one, other = (started(f"--address={address}", **each) for _ in range(2))
+        for command in (one, other):
+            command.wait("ready, 1 of 1 replicas")
+        assert not {*one.replicas()} & {*other.replicas()}
+        text = one.complete("one")
+        one.process.terminate()
+        assert one.process.wait(60) == 0, one.said
+        assert other.complete("one") == text
 
 
 @contextmanager

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ import openai
 from compiled_attn.engine import EngineConfig, SamplingParams
 from compiled_attn.text import LLM
 from tests.compiled_attn.replicas.command import LIMITS, Command, left_of
+from tests.compiled_attn.replicas.faulty import FAILING
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
@@ -37,8 +40,10 @@ def prompts(count: int) -> list[str]:
     return [f"{at % 8} " * 20 + f"number {at}" for at in range(count)]
 
 
-async def answers(url: str, texts: list[str], tokens: int, when: dict[int, int]) -> list:
-    """The answers, or the errors; after so many ended, such a process is killed."""
+async def answers(
+    url: str, texts: list[str], tokens: int, when: dict[int, Callable[[], object]]
+) -> list:
+    """The answers, or the errors; after so many ended, such a thing happens."""
     client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=200)
     ended = 0
 
@@ -52,20 +57,36 @@ async def answers(url: str, texts: list[str], tokens: int, when: dict[int, int])
         finally:
             ended += 1
             if ended in when:
-                os.kill(when[ended], signal.SIGKILL)
+                when[ended]()
 
     return await asyncio.gather(*map(one, texts))
 
 
 def test_a_killed_replica_loses_no_request_and_changes_no_answer(command, model):
     texts = prompts(200)
-    got = asyncio.run(answers(command.url, texts, 24, {40: command.replicas()[0]}))
+    kill = partial(os.kill, command.replicas()[0], signal.SIGKILL)
+    got = asyncio.run(answers(command.url, texts, 24, {40: kill}))
     config = EngineConfig(backend="eager", **LIMITS)
     alone = LLM(model, config).generate(texts, SamplingParams(max_new_tokens=24))
     assert got == [each.text for each in alone]
     assert command.figure("compiled_attn_replicas_retried_requests_total") > 0
-    command.wait("ready, 2 of 2 replicas", times=2)  # Ray has started it again
+    command.wait("ready, 2 of 2 replicas", times=2)  # Serve has started another one
     assert command.figure("compiled_attn_replicas_restarts_total") == 1
+
+
+def test_an_engine_that_fails_is_replaced_and_loses_no_request(model, tmp_path):
+    failing = shutil.copytree(model, tmp_path / "model") / FAILING
+    module = "tests.compiled_attn.replicas.faulty"
+    command = Command(failing.parent, tmp_path / "log", module=module)
+    try:
+        command.wait("ready, 2 of 2 replicas")
+        fail = partial(failing.write_text, str(command.replicas()[0]))
+        got = asyncio.run(answers(command.url, prompts(60), 24, {10: fail}))
+        assert all(isinstance(each, str) for each in got)
+        command.wait("ready, 2 of 2 replicas", times=2)
+        assert command.figure("compiled_attn_replicas_restarts_total") == 1
+    finally:
+        command.end()
 
 
 def test_streams_that_had_begun_end_with_an_error_that_names_the_replica(command):

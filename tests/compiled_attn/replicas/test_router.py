@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from compiled_attn.errors import ConfigError
 from compiled_attn.replicas.recent import RecentBlocks
-from compiled_attn.replicas.router import PrefixRouter
+from compiled_attn.replicas.router import PrefixRouter, Route
 
 
 def router_of(count: int, **settings: float) -> PrefixRouter:
@@ -20,58 +20,70 @@ def router_of(count: int, **settings: float) -> PrefixRouter:
     return made
 
 
+def route(router: PrefixRouter, keys: list[int]) -> Route:
+    return router.take(router.ranked(keys)[0], keys)
+
+
 def test_a_prompt_goes_where_its_prefix_went():
     router = router_of(4)
-    first = router.route([1, 2, 3])
+    first = route(router, [1, 2, 3])
     router.done(first)
     for other in ([7, 8], [9, 10], [11, 12]):
-        router.done(router.route(other))
-    again = router.route([1, 2, 3, 4])
+        router.done(route(router, other))
+    again = route(router, [1, 2, 3, 4])
     assert (again.replica, again.shared, again.work) == (first.replica, 3, 2)
 
 
 def test_the_longest_of_two_prefixes_wins():
     router = router_of(2, most_load=100)
-    short, long = router.route([1, 2, 8, 9]), router.route([5, 6])
+    short, long = route(router, [1, 2, 8, 9]), route(router, [5, 6])
     assert short.replica != long.replica
     router.remove(short.replica)
-    router.route([1, 2, 3, 4])
+    route(router, [1, 2, 3, 4])
     router.add(short.replica)
-    assert router.route([1, 2, 3, 4, 5]).replica == long.replica
+    assert route(router, [1, 2, 3, 4, 5]).replica == long.replica
 
 
 def test_unknown_prompts_go_to_the_least_loaded_in_turns():
     router = router_of(3)
-    routes = [router.route([10 * at, 10 * at + 1]) for at in range(1, 4)]
+    routes = [route(router, [10 * at, 10 * at + 1]) for at in range(1, 4)]
     assert [each.replica for each in routes] == [0, 1, 2]
     router.done(routes[2])
-    assert router.route([88]).replica == 2
+    assert route(router, [88]).replica == 2
 
 
 def test_a_beginning_that_all_share_decides_nothing():
     router = router_of(2)
     every = [[0, *range(100 * at, 100 * at + 20)] for at in range(1, 9)]
     for prompt in every:
-        router.done(router.route(prompt))
-    used = [router.route(prompt).replica for prompt in every]
+        router.done(route(router, prompt))
+    used = [route(router, prompt).replica for prompt in every]
     assert used.count(0) == used.count(1) == 4
 
 
 def test_a_hot_prefix_is_spread_when_its_replica_has_too_much_to_do():
     router = router_of(4, most_load=1.5)
-    used = [router.route([1, 2, 3]).replica for _ in range(400)]
+    used = [route(router, [1, 2, 3]).replica for _ in range(400)]
     assert max(map(used.count, range(4))) <= 1.5 * 100 + 4
+
+
+def test_one_that_has_too_much_to_do_is_ranked_last_whatever_it_shares():
+    router = router_of(3, most_load=1)
+    first = route(router, [1, 2, 3])
+    assert router.ranked([1, 2, 3]) == [1, 2, first.replica]
+    router.done(first)
+    assert router.ranked([1, 2, 3]) == [first.replica, 1, 2]
 
 
 def test_a_replica_that_comes_back_has_nothing_cached_and_nothing_to_do():
     router = router_of(1)
-    before = router.route([1, 2, 3])
+    before = route(router, [1, 2, 3])
     router.remove(0)
-    assert router.route([1]) is None
+    assert router.ranked([1]) == []
     router.add(0)
     router.done(before)
     assert router.loads == {0: 0}
-    assert router.route([1, 2, 3]).shared == 0
+    assert route(router, [1, 2, 3]).shared == 0
 
 
 def test_numbers_out_of_bounds_are_refused():
@@ -97,12 +109,12 @@ def test_loads_are_those_of_open_routes_and_none_is_above_the_limit(happened, mo
     router, names = router_of(2, most_load=most_load), {0, 1}
     opened: list = []
     for kind, value in happened:
-        if kind == "route" and (names or router.route(value) is not None):
+        if kind == "route" and names:
             loads = router.loads
             mean = (sum(loads.values()) + 1 + len(value)) / len(loads)
-            route = router.route(value)
-            assert loads[route.replica] < most_load * mean
-            opened.append(route)
+            taken = route(router, value)
+            assert loads[taken.replica] < most_load * mean
+            opened.append(taken)
         elif kind == "done" and opened:
             router.done(opened.pop(value % len(opened)))
         elif kind == "remove":
