@@ -51,7 +51,7 @@ def pack(weight: Tensor) -> Tensor:
     """``weight [N, K]`` in the order of the op, ``[N / 16, K / 2, 16, 2]``: a copy.
 
     Raises:
-        ValueError: it is no weight of the op, see `can_pack`.
+        ValueError: the op does not take such a weight, see `can_pack`.
     """
     if not can_pack(weight):
         raise ValueError(

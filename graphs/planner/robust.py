@@ -136,10 +136,7 @@ def _in_rounds(
 
 
 def _enriched(task: Task, problem: Problem, used: Points) -> Iterator[tuple[Points, int]]:
-    """A ladder without the graphs that nothing uses, and better ones in their place.
-
-    And how many of them are there for the guard alone.
-    """
+    """A ladder with better graphs for those that nothing uses, and how many are the guard's."""
     rest = used[(used < problem.top).any(axis=1)]
     if task.order is not by_cost:
         yield mended(problem, np.concatenate([problem.top[None], rest]), task.order), 0

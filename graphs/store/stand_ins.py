@@ -1,8 +1,8 @@
 """Stand-ins for what a graph of the store imports of inductor's code generator and hardly uses.
 
 The wrapper that inductor writes around its kernels imports its generator for a function of one line
-and for a table of torch's matrix products, and what loads and calls it does for hooks of its tests
-and debugger: two seconds of imports in a process that compiles nothing.
+and for a table of torch's matrix products, and what loads and calls the wrapper does so for hooks
+of its tests and debugger: two seconds of imports in a process that compiles nothing.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class _StandIn(ModuleType):
 
 
 class _Kernels:
-    """Inductor's `extern_kernels`: those that are torch's own functions, others of the real one."""
+    """Inductor's `extern_kernels`: torch's own functions, others from the real one."""
 
     def __init__(self) -> None:
         self.mm, self.addmm = torch.mm, torch.addmm
