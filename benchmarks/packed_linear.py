@@ -31,14 +31,14 @@ def forms(groups: list[list[tuple[int, int]]], rows: int) -> dict[str, Form]:
     """What computes groups of layers of one input, each with weights of its own."""
     weights = [[torch.randn(shape).bfloat16() * 0.02 for shape in group] for group in groups]
     onednn = [[torch.ops.mkldnn._reorder_linear_weight(w, rows) for w in g] for g in weights]
-    ours, op = [[packed_linear.pack(weight) for weight in g] for g in weights], load().packed_linear
+    ours, ops = [[packed_linear.pack(weight) for weight in g] for g in weights], load()
     codes = [[packed_linear.quantise(weight) for weight in group] for group in weights]
     inputs = [torch.randn(rows, group[0][1]).bfloat16() for group in groups]
     pointwise = torch.ops.mkldnn._linear_pointwise.default
 
     def joined(_: int) -> None:
         for input, group in zip(inputs, ours, strict=True):
-            load().packed_linears(input, group)
+            ops.packed_linears(input, group)
 
     def run(layers: list[list[Any]], linear: Callable[[Tensor, Any], Tensor]) -> Form:
         def forward(_: int) -> None:
@@ -51,9 +51,9 @@ def forms(groups: list[list[tuple[int, int]]], rows: int) -> dict[str, Form]:
     return {
         "plain": run(weights, torch.nn.functional.linear),
         "packed by oneDNN": run(onednn, lambda x, w: pointwise(x, w, None, "none", [], "")),
-        "ours": run(ours, op),
+        "ours": run(ours, ops.packed_linear),
         "joined": joined,
-        "int8": run(codes, lambda x, w: op(x, w[0], None, w[1])),
+        "int8": run(codes, lambda x, w: ops.packed_linear(x, w[0], None, w[1])),
     }
 
 

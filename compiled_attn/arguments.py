@@ -27,7 +27,7 @@ INTS = (torch.int32, torch.int64)
 
 @dataclass(frozen=True)
 class Expect:
-    """The checks of one interface, which raise its error; what is no tensor is a TypeError.
+    """The checks of one interface, which raise its error; what is not a tensor is a TypeError.
 
     Attributes:
         error: what does not fit.
@@ -74,7 +74,7 @@ class Expect:
             self._fail(f"{name} on {like.device}", value.device, "move it with .to()")
 
     def unit_stride(self, **tensors: Tensor) -> None:
-        """Raises unless the elements of each last axis lie one behind the other."""
+        """Raises unless the elements of each last axis lie side by side."""
         for name, tensor in tensors.items():
             if tensor.stride(-1) != 1 and tensor.shape[-1] != 1:
                 self._fail(f"{name} of stride(-1) == 1", tensor.stride(), "call .contiguous()")
@@ -114,7 +114,7 @@ class Expect:
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is a number, of a compiler's too."""
+    """Whether a value is a number, or a compiler's symbol for one."""
     return isinstance(value, (int, float, torch.SymInt, torch.SymFloat))
 
 
@@ -142,7 +142,7 @@ def overlap(written: Mapping[str, object], read: Mapping[str, object]) -> tuple[
     A tensor is taken for all bytes from its first element to its last: one that lies in the gaps of
     another shares memory with it, one elsewhere in the same storage does not. What is written may
     share memory with each other (interleaved keys and values). While compiling or capturing, and of
-    tensors without memory, nothing is compared. All are on one device; what is no tensor is left
+    tensors without memory, nothing is compared. All are on one device; what is not a tensor is left
     out.
     """
     tensors = [(name, each) for name, each in written.items() if isinstance(each, Tensor)]

@@ -97,7 +97,7 @@ def _gguf_file(model: str | Path, path: Path) -> Path | None:
 
 
 def _converted(file: Path) -> Path:
-    """Where the conversion of a file lies: another one for other contents or transformers."""
+    """Where the conversion of a file lies: elsewhere for other contents or another transformers."""
     status = file.stat()
     version = importlib.metadata.version("transformers")
     return cache_folder("compiled-attn-models") / "-".join(

@@ -36,7 +36,7 @@ def cpu_quota() -> float | None:
 def cgroup_folders(controller: str) -> Iterator[tuple[int, Path]]:
     """The version (1 or 2) and folder of each group that limits this process, up to the outermost.
 
-    Of a container, its own may be all that is seen, at the root and not by its path.
+    In a container only its own group may be visible, at the root and not by its path.
 
     Args:
         controller: such as ``memory``.

@@ -90,3 +90,57 @@ def test_only_what_is_installed_with_an_extra_is_imported_late():
         if not name.startswith(extras)
     }
     assert not {name: each for name, each in found.items() if each}
+
+
+# Folder, modules without a test file that names or imports them, and what their tests are.
+_THROUGH_OTHERS = (
+    ("graphs", "files lazy", "by the store and by the names of the packages"),
+    ("graphs.backends", "eager", "the reference that every capture is compared with"),
+    ("graphs.backends.onnx", "export", "test_onnxrt"),
+    ("graphs.cli", "explain plan", "commands are run whole: test_app"),
+    ("graphs.planner", "bound choose first_fit fit", "steps of `plan`, beside brute force"),
+    ("graphs.report", "drawing", "test_charts"),
+    ("compiled_attn.attention", "by_parts module scoring", "test_unified, test_features"),
+    ("compiled_attn.cache.blocks", "stats table", "the pool beside its model: test_pool_stateful"),
+    ("compiled_attn.cache.defrag", "holders lists report rows", "test_defragmenter, test_stateful"),
+    ("compiled_attn.cli", "demand facts replicas table", "commands are run whole"),
+    ("compiled_attn.compat.flash", "call page_table reference", "the known signatures: test_api"),
+    ("compiled_attn.compat.paged", "block_tables call products reference scales", "test_attention"),
+    ("compiled_attn.engine", "grammar handle report stream", "test_engine, test_constraint"),
+    ("compiled_attn.hf", "recorder refused", "test_proof, test_families"),
+    ("compiled_attn.integrations", "versions", "the integrations, each of a version"),
+    ("compiled_attn.integrations.plans", "base gaudi sglang vllm", "test_formats"),
+    ("compiled_attn.ops", "call checks paged_attention timing", "every implementation of the op"),
+    ("compiled_attn.ops.triton", "attend codes locate merge varlen_calls write", "test_launch"),
+    (
+        "compiled_attn.ranks",
+        "agree context ending executor group shard turns",
+        "ranks as processes",
+    ),
+    ("compiled_attn.replicas", "app figures front server", "replicas as processes"),
+    ("compiled_attn.serve", "app body call errors handlers replies", "called over HTTP"),
+    ("compiled_attn.step", "form", "its two forms"),
+    ("compiled_attn.text", "prompts_file", "`run --prompts`: cli/test_prompts"),
+    ("compiled_attn.workloads", "arrival prompts synthetic", "test_simulate, test_default_demand"),
+    ("compiled_attn.workloads.simulated", "engine pool", "test_simulate"),
+)
+
+
+def _has_tests_of_its_own(name: str, path: Path) -> bool:
+    """Whether tests of the mirrored folder are named after a module, or import it."""
+    folder = ROOT / "tests" / path.relative_to(ROOT).parent
+    own = [*folder.glob(f"test_{path.stem}.py"), *folder.glob(f"test_{path.stem}_*.py")]
+    texts = (test.read_text() for test in folder.glob("test_*.py"))
+    return bool(own) or (folder / path.stem).is_dir() or any(name in text for text in texts)
+
+
+def test_tests_mirror_the_modules():
+    without = {
+        name
+        for name, path in MODULES.items()
+        if not path.stem.startswith("__")
+        and any(isinstance(each, ast.FunctionDef) for each in ast.walk(ast.parse(path.read_text())))
+        and not _has_tests_of_its_own(name, path)
+    }
+    listed = {f"{folder}.{each}" for folder, names, _ in _THROUGH_OTHERS for each in names.split()}
+    assert without == listed

@@ -23,7 +23,7 @@ def attend_ranks(call: UnifiedCall) -> tuple[Tensor, Tensor]:
     """Out ``[T, H, Dv]`` and lse ``[T, H]``, in float32 and the same on every rank.
 
     A rank attends to those keys of earlier steps that it has, none of which is hidden from a new
-    token, and the ranks exchange what comes of it. The keys of this step are in every rank's hands,
+    token, and the ranks exchange the results. The keys of this step are in every rank's hands,
     whoever keeps them: each attends to all of them, causally, and sends nothing.
 
     Source: merging by log-sum-exp as in Flash-Decoding (2023) and ring attention (2023).

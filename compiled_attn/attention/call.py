@@ -123,7 +123,7 @@ def check(call: UnifiedCall) -> None:
         names = "key_cache", "value_cache", "key_scale", "value_scale"
         read = {"query": query, "key": key, "value": call.value, **vars(call.metadata)}
         _expect.apart({name: getattr(call, name) for name in names}, read)
-        if query.device.type == "cpu":  # of another device each layer would wait for them
+        if query.device.type == "cpu":  # on another device each layer would wait for them
             check_numbers(call.metadata, tokens, call.key_cache.shape[0])
 
 

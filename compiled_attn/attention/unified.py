@@ -66,7 +66,7 @@ def unified_attention(
         value_projection: ``[H, R, Dv]``, applied to the output of each head, R its input size.
         return_lse: also return the log-sum-exp ``[T, H]`` in float32, for merging across devices.
         attend: the kernel of the causal and shared parts: `compiled_attn.attention.dense.attend`,
-            or `SdpaKernel.attend` of `compiled_attn.attention.sdpa`; None: the faster that can.
+            or `SdpaKernel.attend` of `compiled_attn.attention.sdpa`; None: the fastest that can.
         kernel: "native": the C++ kernel, which reads what ``metadata`` says request by request;
             "portable": the three parts; "auto": native where it supports the call. Where keys lie
             on several ranks (``metadata.ranks``), it is always the op that attends.

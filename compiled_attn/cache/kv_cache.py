@@ -277,7 +277,7 @@ def read_blocks(
 
 def strict_index(ids: Tensor, limit: int) -> Tensor:
     """Ids for indexing, negative ones made ``limit``: where a graph cannot read them to refuse
-    them, indexing by -1 would take the last element in silence, but by ``limit`` it fails.
+    them, indexing by -1 would silently take the last element, but by ``limit`` it fails.
     """
     return torch.where(ids < 0, limit, ids)
 

@@ -65,7 +65,7 @@ def run(options: RunOptions) -> int:
     from compiled_attn.cli.threads import choose_waiting
 
     waiting = choose_waiting(options.threads)
-    from compiled_attn.cli.run import run_job  # loads torch, which reads how threads shall wait
+    from compiled_attn.cli.run import run_job  # loads torch, which reads how threads should wait
 
     return run_job(options, waiting)
 
@@ -81,7 +81,7 @@ def chat(options: ChatOptions) -> int:
     from compiled_attn.cli.threads import choose_waiting
 
     choose_waiting(options.threads)
-    from compiled_attn.cli.chat import run_chat  # loads torch, which reads how threads shall wait
+    from compiled_attn.cli.chat import run_chat  # loads torch, which reads how threads should wait
 
     return run_chat(options)
 
@@ -89,15 +89,15 @@ def chat(options: ChatOptions) -> int:
 @app.command()
 @taking(ServeOptions)
 def serve(options: ServeOptions) -> int:
-    """Serve a model over HTTP as OpenAI's interface asks for it, to many clients at once.
+    """Serve a model over HTTP with OpenAI's interface, to many clients at once.
 
     It listens at once; GET /health tells when the model is warm. A first Ctrl-C or SIGTERM lets
-    what was asked be answered. Ends with 2 on bad input.
+    open requests be answered. Ends with 2 on bad input.
     """
     from compiled_attn.cli.threads import choose_waiting
 
     choose_waiting(options.threads)
-    from compiled_attn.cli.serve import run_serve  # loads torch, which reads how threads shall wait
+    from compiled_attn.cli.serve import run_serve  # loads torch, see above
 
     return run_serve(options)
 

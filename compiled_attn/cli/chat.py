@@ -94,7 +94,7 @@ class Conversation:
         """Prints the answer to a turn as it comes, then a line on stderr with its figures.
 
         Raises:
-            ConfigError: the conversation is longer than the context, or no valid text.
+            ConfigError: the conversation is longer than the context, or not valid text.
             RequestFailed: the answer ended with an error.
         """
         self._messages.append({"role": "user", "content": turn})

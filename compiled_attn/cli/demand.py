@@ -54,7 +54,8 @@ def texts_of(options: RunOptions) -> Texts | None:
     """The prompts that the options name, None if they name none.
 
     Raises:
-        UserError: with them stands what is for other requests, or there is no model with text.
+        UserError: they come with options for other requests, or without a model that has a
+            tokenizer.
         ConfigError, ModelError: the file is bad, or the model has no tokenizer.
     """
     if options.prompts is None and options.prompt is None:

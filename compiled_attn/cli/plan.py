@@ -74,7 +74,7 @@ def _refuse_contradictions(options: PlanOptions) -> None:
     if options.rho != 0 and not options.rho > 1:
         raise UserError(f"expected --rho above 1, or 0 for no guard, got {options.rho:g}")
     if options.out is not None and not options.out.parent.is_dir():
-        raise UserError(f"cannot write {options.out}: {options.out.parent} is no directory")
+        raise UserError(f"cannot write {options.out}: {options.out.parent} is not a directory")
     if options.out is not None and options.out.is_dir():
         raise UserError(f"cannot write {options.out}: it is a directory, name a file")
 

@@ -55,7 +55,7 @@ def _needs(options: PlanOptions, known: Format) -> tuple[Limits, dict[str, Deman
     if options.metrics is not None and options.format == "vllm":
         limits = _limits(options, options.context or _CONTEXT)
         needs = step_tokens(options.metrics, limits.max_tokens)
-        print("between the bounds of vLLM's histogram sizes are assumed, and it knows no halves")
+        print("sizes between the bounds of vLLM's histogram are assumed, both halves equal")
         return limits, {part.name: needs for part in known.parts(limits)}
     arrivals = _arrivals(options)
     longest = max(each.prompt_tokens + each.output_tokens for each in arrivals)
@@ -77,7 +77,7 @@ def _arrivals(options: PlanOptions) -> list[Arrival]:
         context = options.context or _CONTEXT
         found = drawn_requests(options.metrics, options.requests or _DRAWN, context)
         print(
-            "prompts and answers are drawn independently: metrics don't tell what belongs to what"
+            "prompts and answers are drawn independently: metrics don't tell which belong together"
         )
     return found if options.scale is None else scaled(found, options.scale)
 

@@ -163,7 +163,7 @@ def _run(
 
 
 def _follow(engine: RankEngine) -> int:
-    """Computes with rank 0, which tells what came of it."""
+    """Computes with rank 0, which reports the result."""
     try:
         engine.warmup()
         engine.follow()
@@ -244,12 +244,12 @@ def _others_in_int8(
     finished: Sequence[GenerationResult],
     screen: Console,
 ) -> int:
-    """How many tokens are others than with the model's own weights, which are loaded again."""
+    """How many tokens differ from those of the model's own weights, which are loaded again."""
     own = model_of(options.model, options.dtype, options.seed)
     found = _check(options, own, config, finished, screen)
     others = found.mismatched_tokens + len(found.ties)
     print(
-        f"int8: {others} of {found.checked_tokens} tokens are others than with weights of "
+        f"int8: {others} of {found.checked_tokens} tokens differ from those of weights in "
         f"{options.dtype}, in {len(found.mismatches)} of {found.checked_requests} requests beyond "
         "ties",
         file=sys.stderr,

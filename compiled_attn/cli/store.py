@@ -34,7 +34,7 @@ def stored_backend(backend: str, store: Path | None) -> Iterator[str | Backend]:
 
     Args:
         backend: as in ``--backend``.
-        store: its folder. None: the default one, without which one can do if it cannot be used.
+        store: its folder. None: the default one, or none if that cannot be used.
 
     Raises:
         UserError: the folder that was asked for cannot be used, or not with this backend.

@@ -15,7 +15,7 @@ __all__ = ["busy_processors", "choose_waiting"]
 _STAT = Path("/proc/stat")
 _WINDOW_SECONDS = 0.2
 _CROWDED = 0.3
-"""Processors that are one too few from which on passive waiting is faster, see docs/threads.md."""
+"""How many processors too few make passive waiting faster, see docs/threads.md."""
 _CHOSEN_BY_USER = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 
@@ -24,7 +24,7 @@ def choose_waiting(threads: int | None) -> str:
 
     Threads that spin keep a processor from the process that has the work they wait for, and spend
     the quota of a container. OpenMP reads the choice, the variable ``OMP_WAIT_POLICY``, once: when
-    torch is loaded. So does it ``OMP_NUM_THREADS``, which is set where a quota gives less than the
+    torch is loaded. So it does ``OMP_NUM_THREADS``, which is set where a quota gives less than the
     processors that it would count, to as many as it gives, rounded up. What the user has set stays.
 
     Args:

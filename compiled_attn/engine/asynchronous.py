@@ -28,7 +28,7 @@ _MOST_WAITING, _KEPT = 16, 48
 
 
 class Compiling:
-    """Compiles each grammar once, in threads that keep no interpreter from its exit.
+    """Compiles each grammar once, in threads that keep no interpreter from exiting.
 
     Args:
         grammars: what compiles them, and keeps what it compiled.
@@ -74,7 +74,7 @@ class Compiling:
                 future.set_result(None)
 
 
-_EXIT_SECONDS = 5.0  # that an exit of the interpreter waits for the step that runs
+_EXIT_SECONDS = 5.0  # for which an exit of the interpreter waits for the running step
 
 
 class AsyncEngine:

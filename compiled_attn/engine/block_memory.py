@@ -47,13 +47,13 @@ class StepTables:
 
         Args:
             request_ids: of a step.
-            changed: those of them whose blocks may be others than when they were last asked for;
+            changed: those of them whose blocks may differ from when they were last asked for;
                     None: all.
 
         Raises:
             UnknownRequest: a request is not in the pool.
         """
-        if self._swaps != self._pool.places.num_swaps:  # blocks were moved, by whomever
+        if self._swaps != self._pool.places.num_swaps:  # blocks were moved, whoever did it
             self._forget_places()
             changed = None
         table_of, seen = self._pool.table, self._seen

@@ -65,7 +65,7 @@ class CacheSize:
 
 
 def memory_for(model: nn.Module) -> int | None:
-    """Bytes of the memory that the model is in, None where nobody says."""
+    """Bytes of the memory that the model is in, None if unknown."""
     return machine_bytes(_device_of(model))
 
 

@@ -32,7 +32,7 @@ def byte_size(name: str, size: int | str) -> int:
     """Bytes of a setting such as ``2147483648``, ``"2GiB"`` or ``"1.5 GB"``.
 
     Raises:
-        ConfigError: it is no such size, or less than a byte.
+        ConfigError: it is not such a size, or less than a byte.
     """
     found = _SIZE.fullmatch(str(size).strip())
     unit = found and _UNITS.get(found[2].lower())

@@ -40,7 +40,7 @@ class Grammars(Protocol):
         """What makes a matcher at the beginning of a grammar, which is compiled once.
 
         Raises:
-            ConfigError: it cannot be, or no token can begin it.
+            ConfigError: it cannot be compiled, or no token can begin it.
         """
 
     def masks(self, matchers: Sequence[Matcher]) -> NDArray[np.int32]:

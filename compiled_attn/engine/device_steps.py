@@ -54,9 +54,9 @@ class DeviceSteps:
 
     All tensors of a step, and how its tokens are drawn, cross in one copy. Tokens that are drawn at
     random are drawn by a second graph, which runs only if there are any. Back come the tokens; or,
-    for a step with a request whose logits are changed or told (penalties, log-probabilities), all
-    of its logits, and the host samples. The tokens of a step stay on the device too, where the next
-    one finds them.
+    for a step with a request whose logits are changed or reported (penalties, log-probabilities),
+    all of its logits, and the host samples. The tokens of a step stay on the device too, where the
+    next one finds them.
 
     Args:
         model: what computes them.

@@ -138,7 +138,7 @@ class Engine:
         salt: Salt = None,
         arrived_s: float | None = None,
     ) -> int:
-        """Queues a request and returns its id; `step` tells its tokens.
+        """Queues a request and returns its id; `step` returns its tokens.
 
         Args:
             prompt: token ids, at least one: integers of Python or numpy, a tensor ``[n]``.

@@ -61,7 +61,7 @@ class Grammar:
         """Text that is a match of a regular expression as a whole; ``.`` takes line ends too.
 
         Raises:
-            ValueError: it is no text.
+            ValueError: it is not text.
         """
         return Grammar("regex", _text(pattern))
 
@@ -70,7 +70,7 @@ class Grammar:
         """Text that rules derive from ``root``, written as llama.cpp's GBNF.
 
         Raises:
-            ValueError: they are no text.
+            ValueError: they are not text.
         """
         return Grammar("ebnf", _text(rules))
 

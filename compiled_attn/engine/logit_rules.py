@@ -148,7 +148,7 @@ def _penalised(
 
 
 def _places(ids: Sequence[NDArray[np.int64]], logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows and tokens of the ids of each row, one row behind the other."""
+    """Rows and tokens of the ids of each row, one row after the other."""
     rows = np.repeat(np.arange(len(ids)), [len(each) for each in ids])
     at, tokens = (torch.from_numpy(each).to(logits.device) for each in (rows, np.concatenate(ids)))
     return at, tokens

@@ -56,7 +56,7 @@ def _by_chunks(logits: Tensor, maxima: Tensor, chunks: int, count: int) -> NDArr
     steps = torch.arange(_CHUNK, device=logits.device) * chunks
     members = at[:, :, None] + torch.where(at[:, :, None] < chunks, steps, steps[-1])
     members = members.flatten(1)
-    # Chunks of one are told as often as the others have members: only the first counts.
+    # Chunks of one are listed as often as the others have members: only the first counts.
     keys = _keys(logits.gather(1, members), members.cpu().numpy())
     alone = np.repeat(at.cpu().numpy() >= chunks, _CHUNK, axis=1)
     alone[:, ::_CHUNK] = False

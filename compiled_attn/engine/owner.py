@@ -28,7 +28,7 @@ class Owner:
     """Serves handles in a thread of its own until it is stopped.
 
     The thread sleeps while there is nothing to do. It is a daemon, so that it keeps no interpreter
-    from its exit.
+    from exiting.
 
     Args:
         engine: that nobody else uses; warmed up here if it is not yet.
@@ -170,7 +170,7 @@ class Owner:
             raise _StoppedEarly
 
     def _has_work(self) -> bool:
-        """Waits for some; False when there is none any more, or none is to be done."""
+        """Waits for some; False when there are none left, or none are to be done."""
         with self._changed:
             while True:
                 may_enter = bool(self._inbox) or any(each.may_enter for each in self._outside)

@@ -50,7 +50,7 @@ class SamplingParams:
         frequency_penalty: the same as often as each was generated (-2 to 2).
         logit_bias: numbers added to the logits of tokens, by their ids; kept as pairs.
         min_tokens: no token that ends the request is drawn before so many; a stop string may come.
-        logprobs: tell the log-probability of each generated token, and the most likely ones, so
+        logprobs: tell the log-probability of each generated token, and the most likely ones, that
             many, with theirs; None: tell none.
         prompt_logprobs: the same of the tokens of the prompt, which then is computed whole.
         grammar: what the text has to be, of a JSON schema, a regular expression or rules; for an

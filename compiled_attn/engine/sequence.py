@@ -126,8 +126,8 @@ class Sequence:
     """A request's tokens and how far they are computed.
 
     ``tokens`` is the prompt followed by what was generated; ``computed`` of them have keys and
-    values in the cache. A preempted sequence goes back to ``computed = 0`` and keeps its tokens.
-    It has blocks for ``reserved`` positions, and nothing to tell its pool as long as fewer than
+    values in the cache. A preempted sequence goes back to ``computed = 0`` and keeps its tokens. It
+    has blocks for ``reserved`` positions, and nothing to report to its pool as long as fewer than
     ``quiet_below`` are computed. Its events go to ``mailbox``, under ``index`` and ``choice``.
     """
 

@@ -114,7 +114,7 @@ def outcome_of(
             continue
         try:
             event = sequence.event(row, now_s, scored, start)
-        except Exception as error:  # of its stop strings or its grammar: nobody else's
+        except Exception as error:  # in its stop strings or its grammar: nobody else's
             reason = f"its end cannot be told: {type(error).__name__}: {error}"
             outcome.tell(sequence, sequence.failure(reason, now_s))
             continue

@@ -95,7 +95,7 @@ class Workload:
 
 
 def _continuation(sampling: Any, choice: int) -> Any:
-    """One of the continuations; what is no `SamplingParams` is refused later, with its prompt."""
+    """One of the continuations; what is not `SamplingParams` is refused later, with its prompt."""
     return sampling.continuation(choice) if isinstance(sampling, SamplingParams) else sampling
 
 

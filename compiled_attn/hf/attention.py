@@ -1,11 +1,11 @@
 """The attention of a Hugging Face model over the paged cache, and how a step reaches it.
 
-The layers are regions that a graph compiles once for all that are alike. Of multi-head latent
+The layers are regions that a graph compiles once for all that are alike. For multi-head latent
 attention the cache keeps what a token's keys and values are made of: the modules of transformers'
-DeepSeek family expand the latents ``c [R]`` and the rotated key ``r`` of a token to keys
-``[W_k c, r]`` and values ``W_v c`` of every head, in a method of their own, ``expand_kv``. It is
-replaced by one that does not expand; the scores then take ``(W_k^T q_nope) c + q_rope r``, and
-``W_v`` is applied to the sum over tokens. Source: DeepSeek-V2 (2024), 2.1.
+DeepSeek family expand the latents ``c [R]`` and the rotated key ``r`` of a token to keys ``[W_k c,
+r]`` and values ``W_v c`` of every head, in a method of their own, ``expand_kv``. It is replaced by
+one that does not expand; the scores then take ``(W_k^T q_nope) c + q_rope r``, and ``W_v`` is
+applied to the sum over tokens. Source: DeepSeek-V2 (2024), 2.1.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A Hugging Face causal LM whose forward is one engine step, and what of it must stay."""
+"""A Hugging Face causal LM whose forward is one engine step, and what must not change in it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _config, _training = itemgetter("config"), itemgetter("training")
 
 
 class Snapshot:
-    """What of a model must stay, taken when it was right; comparing it costs microseconds.
+    """What must not change in a model, taken when it was right; comparing it costs microseconds.
 
     Watched: the attention of every configuration in it and the configuration that each attention
     module holds; training mode and forwards of the decoder layers and of the attention modules; the
@@ -147,8 +147,8 @@ class PagedCausalLM(nn.Module):
         cache: the paged cache, see `cache_for`.
         form: how steps become tensors; None: in parts, for plain torch.
         packs: whether a weight ``[N, K]`` of a linear layer is to be packed, see
-            `compiled_attn.hf.packed`; None: none is. A model whose logits are then others keeps
-            its layers.
+            `compiled_attn.hf.packed`; None: none is. A model whose logits then differ keeps its
+            layers.
         quantises: those become int8, and a model whose logits are then far from what they were is
             refused.
 
@@ -158,11 +158,11 @@ class PagedCausalLM(nn.Module):
         vocab, logits_dtype: of its rows of logits.
 
     Raises:
-        ModelRefused: a layer does not attend once a step through `AttentionInterface` (recurrent
-            or convolution layers, attention code of the model's own, several calls), sees other
-            tokens than those before it in a window (chunks, masks of its own); or the logits of
-            the paged steps are others than those of the unmodified model, or in a cache of 8 bits
-            far from them.
+        ModelRefused: a layer does not attend once a step through `AttentionInterface` (recurrent or
+            convolution layers, attention code of the model's own, several calls), sees other tokens
+            than those before it in a window (chunks, masks of its own); or the logits of the paged
+            steps differ from those of the unmodified model, or in a cache of 8 bits are far from
+            them.
         ValueError: the cache is not one of this model.
 
     Shape:
@@ -218,7 +218,7 @@ class PagedCausalLM(nn.Module):
         return logits if self._keeps else logits[step.logits_index]
 
     def remember(self) -> None:
-        """Takes the model as it is now for what it has to stay, see `check_unchanged`."""
+        """Takes the model as it is now for what must not change, see `check_unchanged`."""
         self._snapshot = Snapshot(self.model, self._layers, self._attentions)
 
     def check_unchanged(self) -> None:

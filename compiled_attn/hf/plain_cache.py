@@ -21,7 +21,7 @@ _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 @dataclass(frozen=True, slots=True)
 class PlainCaches:
-    """The caches that plain texts are computed with, a fresh one for each.
+    """The caches that plain generation uses, a fresh one for each text.
 
     Args:
         dtype: int8 or float8_e4m3fn; None: what transformers takes.

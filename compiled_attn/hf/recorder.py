@@ -35,9 +35,9 @@ class AttentionCall:
         query, key, value: ``[1, H, T, D]``, ``[1, Hk, T, D]``, ``[1, Hk, T, Dv]``.
         window: tokens that a token sees, itself included; None: all before it.
         has_mask: whether a mask was passed.
-        sees: transformers' function of that mask; None where the mask is another's work.
+        sees: transformers' function of that mask; None where the mask is made by something else.
         others: tensors among the keywords that our attention would leave out.
-        is_carried: whether its layer hands no keywords on, see `compiled_attn.hf.attention`.
+        is_carried: whether its layer passes no keywords on, see `compiled_attn.hf.attention`.
     """
 
     module: nn.Module
@@ -76,7 +76,7 @@ def record(model: PreTrainedModel) -> list[AttentionCall]:
     """How the model calls attention for three tokens of one sequence; it is left as it was.
 
     Raises:
-        ModelRefused: it fails at that, or its layers hand neither keywords nor a mask on.
+        ModelRefused: it fails at that, or its layers pass on neither keywords nor a mask.
     """
     recorder = Recorder()
     try:

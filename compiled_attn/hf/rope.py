@@ -13,9 +13,9 @@ __all__ = ["context_limit"]
 def context_limit(model: PreTrainedModel) -> int | None:
     """Longest prompt plus generation that the model can serve; None: its configuration has none.
 
-    That is ``max_position_embeddings``. Types "dynamic" and "longrope" turn *all* tokens of a step
-    otherwise as soon as one of them is beyond the length that they were trained with: there a long
-    request would change the others, so it is that length.
+    That is ``max_position_embeddings``. Types "dynamic" and "longrope" rotate *all* tokens of a
+    step differently as soon as one of them is beyond the length that they were trained with: there
+    a long request would change the others, so it is that length.
     """
     config = model.config.get_text_config()
     limit = getattr(config, "max_position_embeddings", None)

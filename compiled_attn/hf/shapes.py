@@ -1,4 +1,4 @@
-"""The shapes of what each layer keeps in a cache, and whom it sees, seen in a forward instead of a
+"""The shapes of what each layer keeps in a cache, and what it sees, found in a forward instead of a
 configuration.
 """
 

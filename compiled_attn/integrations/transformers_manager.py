@@ -231,7 +231,7 @@ class EngineManager:
     def get_result(
         self, request_id: str | None = None, timeout: float | None = None
     ) -> GenerationOutput | None:
-        """The next result, None where none comes in time (or the next one is another's)."""
+        """The next result, None where none comes in time (or the next one is another request's)."""
         results = self.output_router.output_queue
         if results.empty() and not self.is_running():
             return None

@@ -1,4 +1,4 @@
-"""The plugin of vLLM on the CPU: our op in the place of its attention backend ``CPU_ATTN``.
+"""The plugin of vLLM on the CPU: our op in place of its attention backend ``CPU_ATTN``.
 
 vLLM calls `register` in each of its processes (entry point group ``vllm.general_plugins``). It does
 nothing unless ``COMPILED_ATTN_VLLM=1``: a package that is merely installed changes no engine.
@@ -23,7 +23,8 @@ _log = logging.getLogger("vllm.compiled_attn")  # shown as vLLM's own lines are
 
 
 def register() -> None:
-    """Puts our op in the place of ``CPU_ATTN`` where ``COMPILED_ATTN_VLLM=1``; again does nothing.
+    """Puts our op in place of ``CPU_ATTN`` where ``COMPILED_ATTN_VLLM=1``; a second call does
+    nothing.
 
     Where it cannot serve (another version of vLLM, no compiler for the kernel) a line says so, and
     vLLM keeps its own kernel: an error of a plugin would end the engine with a traceback.

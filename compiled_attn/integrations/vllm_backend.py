@@ -59,7 +59,7 @@ class PagedAttentionBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
             max_seq_len=step.max_seq_len,
             seq_lens=step.seq_lens,
             block_table=step.block_table_tensor,
-            # What pads has slot -1; block 0 is the null block of both.
+            # Padding has slot -1; block 0 is the null block of both.
             slot_mapping=step.slot_mapping[:tokens].clamp_min(0),
             scheduler_metadata=None,
             causal=bool(step.causal),

@@ -14,12 +14,11 @@ from typing import Any, cast
 
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
-from torch.fx import Graph, Node
+from torch.fx import Graph, Node, map_arg
 
 __all__ = ["JoinedLayers"]
 
 _aten = torch.ops.aten
-_INPUTS = ("placeholder", "get_attr")
 _SHAPES = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
 
 
@@ -36,7 +35,7 @@ class JoinedLayers(CustomGraphPass):
         for node in graph.nodes:
             if node.target is torch.ops.compiled_attn.packed_linear.default:
                 input, *parameters = _arguments(node)
-                if all(each is None or each.op in _INPUTS for each in parameters):
+                if all(each is None or each.op == "placeholder" for each in parameters):
                     has = tuple(each is None for each in parameters)
                     groups[_identity(input), has].append(node)
         for nodes in groups.values():
@@ -68,14 +67,16 @@ def _join(graph: Graph, nodes: list[Node]) -> None:
     input = _arguments(first)[0]
     parameters = zip(*(_arguments(node)[1:] for node in nodes), strict=True)
     lists = [[each for each in kind if each is not None] for kind in parameters]
+    given = input, *lists
     with graph.inserting_before(first):
-        joined = graph.call_function(
-            torch.ops.compiled_attn.packed_linears.default, (input, *lists)
-        )
+        joined = graph.call_function(torch.ops.compiled_attn.packed_linears.default, given)
         joined.meta["val"] = [node.meta["val"] for node in nodes]
+        # Or else inductor may lay out the input as it likes, also by columns.
+        joined.meta["eager_input_vals"] = map_arg(given, lambda node: node.meta["val"]), {}
         for place, node in enumerate(nodes):
             out = graph.call_function(getitem, (joined, place))
             out.meta.update(node.meta)
+            out.meta.pop("eager_input_vals", None)  # they are those of the call
             node.replace_all_uses_with(out)
     for node in nodes:
         graph.erase_node(node)

@@ -68,7 +68,7 @@ def pack(weight: Tensor) -> Tensor:
         ``[N / 16, K / 2, 16, 2]`` of bfloat16, ``[N / 16, K, 16, 1]`` of float32.
 
     Raises:
-        ValueError: it is no weight of the op, see `can_pack`.
+        ValueError: the op does not take such a weight, see `can_pack`.
     """
     if not can_pack(weight):
         raise ValueError(

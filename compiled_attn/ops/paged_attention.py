@@ -91,7 +91,7 @@ class NativeOps:
         return out
 
     def packed_rows(self, weight: Tensor, ids: Tensor) -> Tensor:
-        """See `packed_linear.rows`; ids ``[n]``, of another index an error."""
+        """See `packed_linear.rows`; ids ``[n]``; one out of range is an error."""
         out: Tensor = getattr(torch.ops, self.namespace).packed_rows(weight, ids)
         return out
 

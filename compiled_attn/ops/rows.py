@@ -45,9 +45,9 @@ def cells(block: Tensor, slot: Tensor, slot_axis: int) -> tuple[Tensor | slice, 
 
 
 def stands_alone(cache: Tensor) -> bool:
-    """Whether the cache is no view, nor has gaps in which another tensor may have its elements.
+    """Whether the cache is not a view, nor has gaps in which another tensor may have its elements.
 
-    Of any other cache a compiler turns a write into a copy of what is written to.
+    For any other cache a compiler turns a write into a copy of what is written to.
     """
     if cache.is_contiguous():
         return cache._base is None

@@ -1,9 +1,9 @@
 """Choices that were measured on this machine, once, and are kept beside the kernel library.
 
-An instruction set does not tell: packed weights win by half on an Intel with AMX, and lose there
-by the dot products of AVX-512, which have half the rate that they have on an AMD. oneDNN's float32
-is up to twice as fast as MKL's on that AMD, and slower on that Intel. Processes measure one after
-the other, so that all choose alike.
+The instruction set alone does not decide it: packed weights win by half on an Intel with AMX, and
+lose there by the dot products of AVX-512, which have half the rate that they have on an AMD.
+oneDNN's float32 is up to twice as fast as MKL's on that AMD, and slower on that Intel. Processes
+measure one after the other, so that all choose alike.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class Ending:
                 raise RankLost(str(error)) from None
             raise
         finally:
-            if not self._is_known:  # or else torchrun's own may come yet
+            if not self._is_known:  # or else torchrun's own may still come
                 for each, handler in before.items():
                     signal.signal(each, handler)
 

@@ -39,7 +39,7 @@ class RankExecutor(LocalExecutor):
 
     def __init__(self, ranks: Ranks, model: PreTrainedModel, config: EngineConfig) -> None:
         backend = InTurn(resolve(config.backend, "step"), ranks)
-        # A time that each rank measures for itself would not end the runs of all alike.
+        # A time that each rank measures for itself would end their runs at different moments.
         super().__init__(model, replace(config, backend=backend), timed_runs=1)
         self.ranks = ranks
 

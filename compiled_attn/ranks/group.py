@@ -122,7 +122,7 @@ class Ranks:
             yield
         except RanksDisagree:
             raise
-        except RuntimeError as error:  # gloo's are no other class
+        except RuntimeError as error:  # gloo's errors have no class of their own
             if line := self.ending.why(str(error)):
                 raise RankLost(line) from error
             raise

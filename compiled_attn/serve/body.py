@@ -199,7 +199,7 @@ def check_body(body: Body, needed: str) -> None:
         needed: the field that holds what is asked.
 
     Raises:
-        RequestError: a field of another kind, one that is not served, or text that is no Unicode.
+        RequestError: a field of another kind, one that is not served, or text that is not Unicode.
     """
     try:
         json.dumps(body, ensure_ascii=False).encode()

@@ -85,7 +85,7 @@ def chat_logprobs(placed: Sequence[PlacedLogprobs], tokenizer: Tokenizer) -> dic
 
 
 def completion_logprobs(placed: Sequence[PlacedLogprobs], tokenizer: Tokenizer) -> dict[str, Any]:
-    """Those of a text that is gone on with."""
+    """Those of a text that is continued."""
     return {
         "tokens": [tokenizer.text_of(each.token) for each, _ in placed],
         "token_logprobs": [each.logprob for each, _ in placed],

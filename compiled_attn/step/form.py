@@ -1,7 +1,7 @@
 """The form of a step: everything about how a step becomes the tensors of a bucket.
 
 There are two, `Tables` for the op that reads block tables and `Parts` for plain torch. Whoever
-holds a form needs not ask which one it is.
+holds a form need not ask which one it is.
 """
 
 from __future__ import annotations

@@ -224,7 +224,7 @@ def block_tables(rows: StepRows, used: Ints, requests: int, width: int) -> NDArr
 
 
 def block_ids(blocks: Sequence[int] | Ints) -> NDArray[np.int32]:
-    """Ids in 32 bits; one that has more is no block of any cache, and stays none."""
+    """Ids in 32 bits; one that has more is not a block of any cache, and stays so."""
     return np.asarray(blocks, np.int64).clip(_INT32.min, _INT32.max).astype(np.int32)
 
 

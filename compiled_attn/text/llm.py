@@ -77,7 +77,7 @@ class LLM:
     ) -> list[Answer]:
         """The answers to all prompts, served together, in the order of the prompts.
 
-        With ``n`` continuations of a prompt there are as many answers, one behind the other.
+        With ``n`` continuations of a prompt there are as many answers, one after the other.
 
         Args:
             prompts: texts to go on with, or chats.

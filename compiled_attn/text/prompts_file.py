@@ -18,7 +18,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     not looked at.
 
     Raises:
-        ConfigError: it cannot be read, has no prompt or a line that is none, or is not UTF-8; names
+        ConfigError: it cannot be read, has no prompt or a bad line, or is not UTF-8; names
             the line.
     """
     try:

@@ -66,8 +66,8 @@ class Tokenizer:
         """The ids of a text, with the special tokens that the model expects, or of a chat.
 
         Raises:
-            ConfigError: it is empty or has special tokens only, is no valid text, or is a chat that
-                the model has no template for, or whose template refuses it.
+            ConfigError: it is empty or has special tokens only, is not valid text, or is a chat
+                that the model has no template for, or whose template refuses it.
         """
         is_text = isinstance(prompt, str)
         text = prompt if isinstance(prompt, str) else self._rendered(prompt)
@@ -114,7 +114,7 @@ class Tokenizer:
         return text.encode()
 
     def is_settled(self, tokens: Sequence[int], text: str) -> bool:
-        """Whether no token behind these changes their text: it ends with a whole character."""
+        """Whether no token after these changes their text: it ends with a whole character."""
         return not text.endswith(_REPLACEMENT) and tokens[-1] not in self._bytes
 
     def has_stop(self, tokens: Sequence[int], stop: Sequence[str]) -> bool:

@@ -1,6 +1,6 @@
 """The kinds of steps an engine captures graphs for: axes, what is legal, what it costs.
 
-Beside our own those of engines that keep decodes and prefills apart.
+Ours, and those of engines that keep decodes and prefills apart.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Family:
     def foreseen(self, demand: Demand) -> Demand:
         """The demand and the largest usual step, at a small share of its cost.
 
-        A record hardly has that step, and without it all that comes close to it tomorrow pays for
+        A record rarely has that step, and without it all that comes close to it tomorrow pays for
         the largest step of all.
         """
         if not self.usual:

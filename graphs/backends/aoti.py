@@ -135,7 +135,7 @@ def build(
 
 
 def load(folder: Path, function: Callable[..., Any]) -> Frozen:
-    """What runs the package in `folder` on the tensors of `function`.
+    """A graph that runs the package in `folder` on the tensors of `function`.
 
     Raises:
         FileNotFoundError: there is no package.

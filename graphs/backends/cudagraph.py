@@ -69,7 +69,7 @@ class CudaRecorder:
     def record(self, call: Callable[[], Any]) -> Recording:
         """Record what `call` does, which runs nothing."""
         graph = torch.cuda.CUDAGraph()
-        # Torch's own stream for it is one a process, on the device that was recorded first.
+        # Torch's own stream for it is one per process, on the device recorded first.
         # Graphs share the memory of their pool on the same stream only.
         device = torch.cuda.current_device()
         if device not in self._streams:
@@ -183,7 +183,7 @@ class CudaGraphBackend(Backend):
             if function not in self._shared:
                 self._shared[function] = self._recorder(), StaticInputs()
             return self._shared[function]
-        except TypeError:  # it can be no key: its graphs share nothing
+        except TypeError:  # it cannot be a key: its graphs share nothing
             return self._recorder(), StaticInputs()
 
 

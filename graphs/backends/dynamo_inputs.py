@@ -1,4 +1,4 @@
-"""Example inputs as Dynamo is to see them: parts of one memory apart, some sizes as symbols."""
+"""Example inputs as Dynamo is to see them: parts of a buffer apart, some sizes as symbols."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ def _own(value: Any) -> Tensor:
 
 @contextmanager
 def marked(examples: Sequence[Input], dims: Sequence[Sequence[int]]) -> Iterator[None]:
-    """Let a compile inside take these dimensions of each example for symbols.
+    """Make a compile inside treat these dimensions of each example as symbols.
 
-    A size that the callable fixes stays fixed, and is a guard. Equal sizes get symbols of their
-    own: that they are equal here says nothing of other buckets.
+    A size that the callable fixes stays fixed, and becomes a guard. Equal sizes get symbols of
+    their own: that they are equal here says nothing of other buckets.
     """
     both = [(x, own) for x, own in zip(examples, dims, strict=False) if isinstance(x, Tensor)]
     tensors = [(tensor, own) for tensor, own in both if own]

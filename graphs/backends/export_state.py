@@ -73,7 +73,7 @@ class State:
                 raise ValueError(f"the package was built with {there}, got {own}: capture it again")
 
     def now(self) -> list[Tensor]:
-        """The tensors, also those put in the place of others since.
+        """The tensors, including those put in place of others since.
 
         Raises:
             StateChanged: one has another shape, dtype, device or stride.
@@ -87,7 +87,7 @@ class State:
 
     @contextmanager
     def replaced_by(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Put others in the place of the tensors.
+        """Put other tensors in their place.
 
         Raises:
             ValueError: the module itself put others there, instead of writing in place.
@@ -122,7 +122,7 @@ class Stateless(nn.Module):
 
     Attributes:
         places: indices of the inputs that are tensors; the others are fixed.
-        takes: whose each tensor is that it takes, as in :func:`restored`.
+        takes: where each tensor that it takes comes from, as in :func:`restored`.
         returned: what the last call returned.
     """
 
@@ -138,7 +138,7 @@ class Stateless(nn.Module):
         self.returned = Returned()
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Call the callable on `tensors` in the place of its own."""
+        """Call the callable on `tensors` in place of its own."""
         inputs = list(self._examples)
         for place, tensor in zip(self.places, tensors, strict=False):
             inputs[place] = tensor
@@ -173,7 +173,7 @@ def restored(
     layout: Mapping[str, Any],
     load: Callable[[], Callable[[list[Any]], Sequence[Any]]],
 ) -> Callable[..., Any]:
-    """What calls a compiled graph of single tensors as the callable was called that it is of.
+    """A function that calls a compiled graph of single tensors as its callable was called.
 
     Args:
         function: that callable, whose state is read anew at each call.

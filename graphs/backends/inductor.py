@@ -152,7 +152,7 @@ def freeze(job: Job, compiler: str | Callable[..., Any]) -> tuple[Frozen, Any]:
 
 
 def shareable(frozen: Frozen) -> Frozen:
-    """What :func:`freeze` made of symbolic sizes, for others to share."""
+    """A graph of symbolic sizes from :func:`freeze`, for others to share."""
     direct = frozen.direct
     if direct is None:
         return replace(frozen, why_not=lambda _: "this torch keeps its guards elsewhere")

@@ -1,9 +1,9 @@
 """Float32 linear layers through oneDNN inside an inductor graph.
 
-On x86 torch sends a float32 matmul to MKL, which uses half of the vector width on processors of
-other makers than Intel. oneDNN is in the same wheel and uses all of it: `benchmarks/linear.py`
-prints the ratio. Inductor by itself goes that way only for weights that are frozen into the graph,
-one copy per graph; here the weight stays the module's parameter.
+On x86 torch sends a float32 matmul to MKL, which uses half of the vector width on processors not
+made by Intel. oneDNN is in the same wheel and uses all of it: `benchmarks/linear.py` prints the
+ratio. Inductor itself does that only for weights that are frozen into the graph, one copy per
+graph; here the weight stays the module's parameter.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class OneDnnLinear(CustomGraphPass):
     """Replaces ``mm(x, weight.T)`` and ``addmm(bias, x, weight.T)`` in float32 on the CPU.
 
     Only where the weight is a contiguous input of the graph and there are at least 16 rows, which a
-    graph of symbolic rows looks at when it runs. The result differs in rounding only.
+    graph of symbolic rows checks when it runs. The result differs in rounding only.
 
     Args:
         sizes: (outputs, inputs) of the weights; None: of any size.

@@ -19,11 +19,12 @@ _PROGRAM = 'extern "C" void probe() {}\n'
 
 @contextlib.contextmanager
 def one_probe() -> Iterator[None]:
-    """Let compiles probe the best instructions that work, and no others, for what is inside.
+    """Within it, compiles probe the best instructions that work, and no others.
 
-    Inductor takes the best, but first builds programs for all of them, each with torch's headers,
-    for seconds. Here they are without: the first kernel is compiled with them anyway. A compile
-    that asks for a width of vectors finds all of them probed, and so does any one afterwards.
+    Inductor takes the best, but first builds a program for each set, with torch's headers, which
+    takes seconds. Here the programs go without the headers: the first kernel is compiled with them
+    anyway. A compile that asks for a vector width still has every set probed, and so has any after
+    it.
     """
     from torch._inductor import cpu_vec_isa
 
@@ -35,7 +36,7 @@ def one_probe() -> Iterator[None]:
 
 
 def probed() -> list[str] | None:
-    """The instruction sets that a compile here has found to work; None: it has not looked."""
+    """The instruction sets that a compile here has found to work; None: none has looked."""
     from torch._inductor import config, cpu_vec_isa
 
     found: Any = getattr(cpu_vec_isa, "valid_vec_isa_list", None)
@@ -48,7 +49,7 @@ def probed() -> list[str] | None:
 
 @contextlib.contextmanager
 def without_probes(known: Sequence[str] | None) -> Iterator[None]:
-    """Load a graph that was compiled on a processor like this one, and take its word for it.
+    """Load a graph that was compiled on a processor like this one, and trust what it found.
 
     Args:
         known: what :func:`probed` said there.

@@ -60,7 +60,7 @@ def padding_aware(**axes: tuple[int, int, int, int, int]) -> BucketSpace:
     """Multiples of a step, only so many that padding stays within two limits; powers of two below.
 
     Sizes double up to the first above the step. From there on a multiple of the step is left out
-    where a need just above the size before can as well be padded to the next one. So
+    where a need just above the size before can just as well be padded to the next one. So
     `padding_aware(tokens=(16, 16, 128, 32, 25))` has the sizes 16 32 48 64 80 96 128. The rule is
     that of vLLM's Gaudi plugin (vllm-gaudi pull request 762).
 

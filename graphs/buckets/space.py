@@ -79,7 +79,7 @@ class BucketSpace:
         return self._by_cost[rank]
 
     def cost(self, bucket: Bucket) -> float:
-        """What the space says a bucket costs, be it a member or not."""
+        """What the space says a bucket costs, whether or not it is a member."""
         known = self._costs.get(bucket)
         return known if known is not None else _finite_cost(self._cost or _product, bucket)
 

@@ -8,8 +8,8 @@ the inputs of each later call with the examples before the graph runs, and takes
 names, seconds and bytes.
 
 What it must keep: the graph computes what the callable computes, buffers and inputs changed in
-place included; with other guards than those on its inputs (a global, an attribute), a broken one
-never runs a stale graph in silence.
+place included; where it has guards beyond those on its inputs (a global, an attribute), a broken
+one never silently runs a stale graph.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Job:
 
     @property
     def graph_name(self) -> str:
-        """Of what is compiled, which may be shared."""
+        """The name of the compiled graph, which may be shared."""
         return self.symbolic.name if self.symbolic else self.name
 
 

@@ -1,4 +1,4 @@
-"""Memory in use, and memory that there is: measured rather than guessed."""
+"""Memory in use and memory available: measured, not guessed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def bytes_in_use(devices: Iterable[torch.device]) -> int:
 
 
 def machine_bytes(device: torch.device = _CPU) -> int | None:
-    """Bytes of a device, or that this machine has or its container may use; None: unknown."""
+    """Bytes of memory of a device, or of this machine or its container; None: unknown."""
     if device.type != "cpu":
         return _device_bytes(device)[1]
     try:

@@ -24,7 +24,7 @@ def tensors_of(function: Callable[..., Any]) -> list[tuple[str, Tensor]]:
 
 
 def writes_seen(tensors: Iterable[tuple[str, Tensor]]) -> Callable[[], str]:
-    """What names, when it is called later, those that were written to in place since."""
+    """A function that names, when called later, the tensors written to in place since."""
     # A tensor of inference mode has no version.
     before = [(name, t, t._version) for name, t in tensors if not t.is_inference()]
     return lambda: ", ".join(name for name, t, version in before if t._version != version)

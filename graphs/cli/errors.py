@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 _OURS = str(Path(__file__).parents[1])
-_LONGEST = 2000  # characters of a line, which a file of the user's may have a part in
+_LONGEST = 2000  # characters of a line, part of which may come from a user's file
 
 FAILED = 1
 BAD_INPUT = 2

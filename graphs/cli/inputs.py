@@ -54,7 +54,7 @@ def parse_input(text: str) -> Input:
 
 
 def parse_bucket(text: str) -> Bucket:
-    """Read `rows=4,length=16`; blanks will do for commas.
+    """Read `rows=4,length=16`; blanks may replace the commas.
 
     Raises:
         UserError: it is not of that form.

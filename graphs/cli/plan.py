@@ -48,7 +48,7 @@ def plan(
     """Choose the buckets that waste least on recorded needs, and write them as a bucket file.
 
     The plan is for the worst of the recorded needs and of others near them, resampled and shifted,
-    unless it is told otherwise.
+    unless told otherwise.
     The cost of a bucket is what was measured, or else the product of its sizes. Ends with 2 on bad
     input.
     """

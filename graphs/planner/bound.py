@@ -4,10 +4,10 @@ Each need has a price that it is ready to pay; a bucket earns what the needs tha
 no plan earns more than the best ``count`` buckets. For any prices this bounds the cost from below
 (Cornuejols, Fisher and Nemhauser, 1977), and a subgradient method raises the bound.
 
-Buckets are too many to look at each, so they are looked at in boxes: all buckets of a box together
-hold what its high corner holds and cost what its low corner costs, which only lowers the bound. The
-boxes that earn most are cut again and again. Needs are grouped, too, and a group needs no more than
-its least corner; but no group ever pays less than its own cost.
+There are too many buckets to look at each, so they are looked at in boxes: all buckets of a box
+together hold what its high corner holds and cost what its low corner costs, which only lowers the
+bound. The boxes that earn most are cut again and again. Needs are grouped, too, and a group needs
+no more than its least corner; but no group ever pays less than its own cost.
 """
 
 from __future__ import annotations

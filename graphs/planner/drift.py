@@ -152,7 +152,7 @@ class Trial:
         return DriftReport(outcomes, limits, reference)
 
     def _limit(self, kind: RareKind, buckets: Points, ladders: Sequence[Points]) -> KindLimit:
-        """What is paid is a mixture of the kind's and the others', so one share turns it."""
+        """What is paid is a mixture of the kind's and the others', so it turns at one share."""
         weights, rare = self._scenarios.weights[0], kind.holds(self.points)
         ours, limit = self.paid(buckets), 1.0
         for ladder in ladders:

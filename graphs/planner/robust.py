@@ -85,17 +85,17 @@ def robust(
     shares, found = _in_rounds(task, mixed, trial)
     if reference is not None and all(_is_beaten(each, rivals) for each in found):
         problem = mixed(shares)
-        for buckets in _enriched(task, problem, trial.used(reference.buckets)):
-            found.append(_Found(buckets, 0, trial.wastes(buckets)))
+        for buckets, guards in _enriched(task, problem, trial.used(reference.buckets)):
+            found.append(_Found(buckets, guards, trial.wastes(buckets)))
         found += rivals
         found = [each for each in found if (each.wastes <= reference.wastes + _SLACK).all()]
-    guards = [_guard(task, each) for each in found]
-    bearable = _MORE_THAN_ASKED * max(min(guards), task.rho or 0.0)
+    multiples = [_guard(task, each) for each in found]
+    bearable = _MORE_THAN_ASKED * max(min(multiples), task.rho or 0.0)
 
     def merit(at: int) -> tuple[bool, bool, float, float]:
         wastes = found[at].wastes
         beaten = _is_beaten(found[at], rivals)
-        return beaten, guards[at] > bearable, float(wastes.max()), float(wastes[0])
+        return beaten, multiples[at] > bearable, float(wastes.max()), float(wastes[0])
 
     best = found[min(range(len(found)), key=merit)]
     return best.buckets, best.guards
@@ -135,11 +135,11 @@ def _in_rounds(
     return shares, found
 
 
-def _enriched(task: Task, problem: Problem, used: Points) -> Iterator[Points]:
-    """A ladder without the graphs that nothing uses, and better ones in their place."""
+def _enriched(task: Task, problem: Problem, used: Points) -> Iterator[tuple[Points, int]]:
+    """A ladder with better graphs for those that nothing uses, and how many are the guard's."""
     rest = used[(used < problem.top).any(axis=1)]
     if task.order is not by_cost:
-        yield mended(problem, np.concatenate([problem.top[None], rest]), task.order)
+        yield mended(problem, np.concatenate([problem.top[None], rest]), task.order), 0
         return
     serving = start(problem, rest)
     spent = problem.expenses.of(serving.buckets).sum(axis=0)
@@ -151,15 +151,16 @@ def _enriched(task: Task, problem: Problem, used: Points) -> Iterator[Points]:
     yield _with_guard(task, problem, serving.buckets)
 
 
-def _with_guard(task: Task, problem: Problem, buckets: Points) -> Points:
+def _with_guard(task: Task, problem: Problem, buckets: Points) -> tuple[Points, int]:
     """With what is left of a number of graphs spent on a guard, and then on what saves."""
+    guards = 0
     if task.rho is not None and task.limits.graphs is not None and problem.expenses.counts_only:
         most = task.limits.graphs - len(buckets)
         added, _ = guard(task.region, task.cost, buckets, task.rho, most)
-        buckets = np.concatenate([buckets, added])
+        buckets, guards = np.concatenate([buckets, added]), len(added)
     serving = start(problem, buckets[(buckets < problem.top).any(axis=1)])
     grow(problem, serving, 1.0 - problem.expenses.of(serving.buckets).sum(axis=0))
-    return np.asarray(np.unique(serving.buckets, axis=0))
+    return np.unique(serving.buckets, axis=0), guards
 
 
 def _guard(task: Task, each: _Found) -> float:

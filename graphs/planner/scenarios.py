@@ -72,7 +72,7 @@ def scenarios_of(demand: Demand, region: Region, cost: CostOf, seed: int) -> Sce
       odds;
     - *costlier*: the costliest fifth of the steps occurs three times as often;
     - *stretched*: all sizes are a quarter larger, or a fifth smaller, as far as that is legal;
-    - *anything*: a tenth of the cost is that of any legal steps, each ratio of sizes as likely.
+    - *anything*: a tenth of the cost is that of any legal steps, all ratios equally likely.
     """
     own = cost(demand.points)
     parts = [(name, demand.points, w) for name, w in _reweighed(demand, own, seed)]
@@ -96,7 +96,7 @@ def _weights(points: Points, some: Points, weights: Floats) -> Floats:
 
 
 def _with_anything(demand: Demand, region: Region, cost: CostOf) -> tuple[Points, Floats]:
-    """The demand, and legal needs all over the region that cost a ninth of it, alike each."""
+    """The demand, and legal needs all over the region that cost a ninth of it, each the same."""
     boxes = np.unique(region.grid(_BOXES).high, axis=0)
     boxes = boxes[region.allows(boxes)]
     costs = cost(boxes)

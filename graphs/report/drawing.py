@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["COLOURS", "as_svg", "drawing", "style"]
 
-# Placeholders, for which variables of the page stand in the end: light and dark differ.
+# Placeholders that become variables of the page in the end: light and dark differ.
 _NAMES = ("text", "muted", "grid", "card", "accent", "soft", "second", "third", "fourth", "edge")
 COLOURS = {
     name: f"#fe00{place:02x}" for place, name in enumerate((*_NAMES, "w0", "w1", "w2", "w3", "w4"))

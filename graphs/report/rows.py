@@ -58,7 +58,7 @@ def bucket_rows(report: Mapping[str, Any]) -> list[BucketRow]:
 
 
 def short_names(rows: Sequence[BucketRow]) -> dict[str, str]:
-    """Each name without the axes that all rows have the same size on."""
+    """Each name without the axes on which all rows have the same size."""
     sizes: dict[str, set[int | None]] = {}
     for row in rows:
         for axis in row.sizes:

@@ -78,7 +78,7 @@ def _cpuinfo(name: str) -> str:
 
 
 def _lscpu() -> str:
-    # On ARM the kernel gives numbers, which lscpu has the names of.
+    # On ARM the kernel gives numbers, whose names lscpu knows.
     program = shutil.which("lscpu")
     if program is None:
         return ""

@@ -1,8 +1,8 @@
 """Stand-ins for what a graph of the store imports of inductor's code generator and hardly uses.
 
 The wrapper that inductor writes around its kernels imports its generator for a function of one line
-and for a table of torch's matrix products, and what loads and calls it does for hooks of its tests
-and debugger: two seconds of imports in a process that compiles nothing.
+and for a table of torch's matrix products, and what loads and calls the wrapper does so for hooks
+of its tests and debugger: two seconds of imports in a process that compiles nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 __all__ = ["standing_in"]
 
-_LOCK = threading.RLock()
+_LOCK = threading.Lock()
 _OP = re.compile(rb"torch\.ops\.(\w+)\.(\w+)\b")
 _KERNELS = "torch._inductor.select_algorithm"
 _DECOMPOSITIONS = "torch._inductor.decomposition"
@@ -29,9 +29,10 @@ _DEBUGGER = "torch._inductor.debug"
 
 @contextlib.contextmanager
 def standing_in(graph: bytes) -> Iterator[None]:
-    """Replaces modules that are not imported yet, while a graph is read.
+    """Replaces modules that are not imported yet, while this thread reads a graph.
 
-    Whoever asks a stand-in for more than it has gets it of the real module.
+    Whoever asks a stand-in for more than it has gets it from the real module, and so does any other
+    thread, which may be importing the generator for good.
 
     Args:
         graph: as it was stored; one with ops that only the generator registers gets no stand-ins.
@@ -39,31 +40,35 @@ def standing_in(graph: bytes) -> Iterator[None]:
     if not all(_is_there(*match.groups()) for match in _OP.finditer(graph)):
         yield
         return
-    with _LOCK:
-        names = _CONTENTS.keys() - sys.modules.keys()
-        sys.modules.update({name: _StandIn(name) for name in names})
-        try:
-            yield
-        finally:
-            for name in names:
-                _leave(name)
-        if not hasattr(torch._inductor, "debug"):  # no import finds it, and each call looks there
-            torch._inductor.debug = _StandIn(_DEBUGGER, RECORD_GRAPH_EXECUTION=False)
+    own = {name: _StandIn(name, make()) for name, make in _CONTENTS.items()}
+    try:
+        for name, module in own.items():
+            sys.modules.setdefault(name, module)
+        yield
+    finally:
+        for name in own:
+            _leave(name)
+    if not hasattr(torch._inductor, "debug"):  # no import finds it, and each call looks there
+        debugger = _StandIn(_DEBUGGER, {})
+        vars(debugger)["RECORD_GRAPH_EXECUTION"] = False  # for all threads
+        torch._inductor.debug = debugger
 
 
 class _StandIn(ModuleType):
-    def __init__(self, name: str, **contents: Any) -> None:
+    def __init__(self, name: str, contents: Mapping[str, Any]) -> None:
         super().__init__(name)
-        vars(self).update(contents or _CONTENTS[name]())
+        self._contents, self._thread = contents, threading.get_ident()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        if name in self._contents and threading.get_ident() == self._thread:
+            return self._contents[name]
         return getattr(_real(self.__name__), name)
 
 
 class _Kernels:
-    """Inductor's `extern_kernels`: those that are torch's own functions, others of the real one."""
+    """Inductor's `extern_kernels`: torch's own functions, others from the real one."""
 
     def __init__(self) -> None:
         self.mm, self.addmm = torch.mm, torch.addmm
@@ -92,14 +97,14 @@ _CONTENTS: Mapping[str, Callable[[], dict[str, Any]]] = MappingProxyType(
 
 
 def _real(name: str) -> Any:
-    with _LOCK:
-        _leave(name)
-        return importlib.import_module(name)
+    _leave(name)
+    return importlib.import_module(name)
 
 
 def _leave(name: str) -> None:
-    if isinstance(sys.modules.get(name), _StandIn):
-        del sys.modules[name]
+    with _LOCK:  # or another thread may have imported the real one in between
+        if isinstance(sys.modules.get(name), _StandIn):
+            del sys.modules[name]
 
 
 def _is_there(namespace: bytes, op: bytes) -> bool:

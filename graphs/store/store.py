@@ -23,7 +23,7 @@ __all__ = ["ArtifactStore", "Room"]
 
 _log = logging.getLogger(__name__)
 
-_SHARE = 8  # as many more entries as this part of those there are, and all is counted again
+_SHARE = 8  # when entries have grown by this part of them, all is counted again
 _LEAST = 16
 
 
@@ -254,7 +254,7 @@ class Room:
     """How much may still be stored before everything is counted again.
 
     Counting looks at every entry. So it is done when the bytes that were left are used up, and
-    every time that an eighth more entries came, as compile caches grow without being told of.
+    every time that an eighth more entries have come, as compile caches grow without being told of.
     What is removed meanwhile only makes the next count come early. For the holder of the store's
     lock.
 

@@ -75,7 +75,7 @@ class StoredBackend(Backend):
         return None
 
     def load_or_store(self, job: Job, factors: Mapping[str, Any], make: Make) -> Frozen:
-        """The graph of these factors out of the store, run on the examples; or made, and stored.
+        """The graph of these factors from the store, run on the examples; or made, and stored.
 
         A graph that was stored and fails on the examples, such as one whose kernels the device's
         driver does not take, is made again.
@@ -86,7 +86,7 @@ class StoredBackend(Backend):
         return self.store_made(job, factors, make)
 
     def runs(self, frozen: Frozen, job: Job) -> bool:
-        """Whether a graph out of the store runs on the examples; why it does not is logged."""
+        """Whether a graph from the store runs on the examples; why it does not is logged."""
         try:
             frozen.warmed(job.examples, job.name, job.warm_runs)
         except CaptureError as error:

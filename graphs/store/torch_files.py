@@ -41,7 +41,7 @@ def take_key(graph: bytes) -> None:
     key: Any = torch_key
     reader = BytesReader(graph)
     reader.read_bytes()  # its kind
-    with contextlib.suppress(AttributeError, RuntimeError):  # another torch, or it is known
+    with contextlib.suppress(AttributeError, RuntimeError):  # another torch, or it is known already
         key.set(reader.read_bytes())
 
 

@@ -21,7 +21,7 @@ __all__ = ["digest_of_globals", "digest_of_values", "is_machinery", "values_in"]
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _DEPTH = 6
 _MOST = 1000  # values in a global container, above which it is data and no setting
-# By these names go numbers that are others in each process.
+# Numbers under these names differ between processes.
 _OF_A_PROCESS = ("_hash", "address", "addresses", "data_ptr", "data_ptrs", "pid", "process_rank")
 # What captures and serves a module may hang from it, with counters and seconds.
 MACHINERY = ("graphs.capture", "graphs.store", "graphs.warmup", "graphs.watch")
@@ -66,7 +66,7 @@ def values_in(function: Callable[..., Any]) -> Iterator[Any]:
 
 
 def is_machinery(module: str) -> bool:
-    """Whether a module, by its name, captures and serves graphs, and is in none."""
+    """Whether a module, by its name, captures and serves graphs, and is part of none."""
     return module.startswith(MACHINERY)
 
 

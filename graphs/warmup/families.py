@@ -76,7 +76,7 @@ class Families:
         return Bucket(**sizes)
 
     def firsts(self, buckets: Iterable[Bucket]) -> list[Bucket]:
-        """The buckets without one of their family before them."""
+        """The first bucket of each family."""
         first: dict[Bucket, Bucket] = {}
         for bucket in buckets:
             first.setdefault(self.kind(bucket), bucket)
@@ -99,9 +99,9 @@ class Families:
 def _sizes_that_differ(
     inputs: Sequence[Input], others: Sequence[Sequence[Input]]
 ) -> list[tuple[int, ...]]:
-    """For each input, the dimensions whose size is another one in the inputs of another bucket.
+    """For each input, the dimensions whose size differs in the inputs of another bucket.
 
-    Sizes below 2 are none of them, as torch cannot have a symbol for these. An input that is no
+    Sizes below 2 do not count, as torch cannot have a symbol for these. An input that is no
     tensor, or one of another rank there, has none.
     """
     return [

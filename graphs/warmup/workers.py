@@ -59,8 +59,8 @@ class Workers:
         jobs: how many there are.
         count: how many processes beside this one.
         work: does a job, in a worker.
-        patience: after so many seconds in which this process had nothing to do and no worker got
-            done, they are given up.
+        patience: after so many seconds in which this process had nothing to do and no worker
+            finished, they are given up.
     """
 
     def __init__(

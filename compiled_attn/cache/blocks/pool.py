@@ -43,7 +43,7 @@ class BlockPool:
             pool then remembers the tokens of cached blocks, 8 bytes each.
         min_partial_tokens: tokens that a partial hit must save to be worth a copy, between 1 and
             ``block_size - 1``; default a quarter of a block. A block that is being filled can be
-            found each time that it gained as many.
+            found each time it has gained as many.
         key: of the hash that finds prefixes, 1 to 64 secret bytes; None draws a random one for this
             pool. Give one where digests must be equal in several processes.
 
@@ -247,7 +247,7 @@ class BlockPool:
             RuntimeError: a block that was written still waits for its copy (``pending_copies``).
         """
         table = self.table(request_id)
-        # Most steps add a token in the midst of a block, of which nothing is to be told.
+        # Most steps add a token in the middle of a block, which the index need not know.
         is_plain = type(length) is int and type(tokens) is list
         is_quiet = is_plain and table.num_computed <= length < table._quiet_below
         if is_quiet and length <= min(table.length, len(tokens)) and not self._blocks.copies:
@@ -309,7 +309,7 @@ class BlockPool:
         ignored.
 
         Raises:
-            TypeError, ValueError: ``pairs`` are no pairs of block ids.
+            TypeError, ValueError: ``pairs`` are not pairs of block ids.
         """
         self._blocks.copied([(whole("source", s, 0), whole("destination", d, 0)) for s, d in pairs])
 

@@ -90,7 +90,7 @@ class PrefixIndex:
             equal keys give equal digests, in every process.
 
     Raises:
-        TypeError: the key is no bytes, or ``block_size`` no integer.
+        TypeError: the key is not bytes, or ``block_size`` not an integer.
         ValueError: the key is empty or longer than 64 bytes, or ``block_size`` is below 1.
 
     Example::

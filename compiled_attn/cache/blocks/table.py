@@ -82,7 +82,7 @@ class BlockAllocator:
             return
         self.places.release(block)
         found = self._index.remove_twin(block)
-        if found in self._cached:  # its content was in use till now
+        if found in self._cached:  # its content was in use until now
             self._cached.move_to_end(found)
 
     def copy(self, block: int) -> int:
@@ -223,7 +223,7 @@ class BlockTable:
         # follows; None where a block in between has none, so that no later one can have any.
         self._key = key
         self._num_keyed = 0
-        # Up to here nothing that is computed is told the index, as of the last commit.
+        # Up to here nothing that is computed need be told to the index, as of the last commit.
         self._quiet_below = 0
 
     @property

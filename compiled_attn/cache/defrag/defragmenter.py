@@ -65,7 +65,7 @@ class OnlineDefragmenter:
 
     Raises:
         ValueError: the sizes of places and swap differ, or a limit makes no sense.
-        TypeError: a limit is no number.
+        TypeError: a limit is not a number.
 
     Example::
 
@@ -139,7 +139,7 @@ class OnlineDefragmenter:
                 False.
             ValueError: a request finished twice in one call, or got a block that it holds already
                 or that does not exist.
-            TypeError: a block is no integer.
+            TypeError: a block is not an integer.
             RuntimeError: the places are a pool's.
         """
         if self._holders is None:

@@ -35,7 +35,7 @@ class Holders:
         Raises:
             UnknownRequest: a finished request holds nothing here, and ``missing_ok`` is False.
             ValueError: a request finished twice, or got a block it holds or that does not exist.
-            TypeError: a block is no integer.
+            TypeError: a block is not an integer.
         """
         done = list(finished)
         if missing_ok:

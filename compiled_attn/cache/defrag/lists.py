@@ -105,7 +105,7 @@ def swap_pairs(pairs: Pairs, num_blocks: int) -> NDArray[np.int64]:
     """The pairs of an exchange, ``[N, 2]``, without padding.
 
     Raises:
-        TypeError: they are no integers.
+        TypeError: they are not integers.
         ValueError: a place is out of range, the null block's, or there twice.
     """
     checked = _in_range(pairs, num_blocks)
@@ -117,7 +117,7 @@ def move_pairs(pairs: Pairs, num_blocks: int) -> NDArray[np.int64]:
     """The pairs of a one-way copy, ``[N, 2]``, without padding; a source may be there twice.
 
     Raises:
-        TypeError: they are no integers.
+        TypeError: they are not integers.
         ValueError: a place is out of range or the null block's, or a destination is there twice or
             is a source.
     """
@@ -126,7 +126,7 @@ def move_pairs(pairs: Pairs, num_blocks: int) -> NDArray[np.int64]:
     both = np.intersect1d(checked[:, 0], checked[:, 1])
     if both.size:
         raise ValueError(
-            f"expected destinations that are no sources, got place {both[0]} as both: "
+            f"expected destinations that are not sources, got place {both[0]} as both: "
             "swap them, or move in two calls"
         )
     return checked
@@ -138,7 +138,7 @@ def single_places(
     """Places of blocks, ``[N]``.
 
     Raises:
-        TypeError: they are no integers.
+        TypeError: they are not integers.
         ValueError: a place is out of range, the null block's, or there twice.
     """
     given = np.asarray(places)

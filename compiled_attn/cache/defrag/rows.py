@@ -86,7 +86,8 @@ def extent_of(tensor: Tensor, num_blocks: int) -> Extent:
     """The extent of a tensor whose first axis is blocks, or flat slots of all blocks.
 
     Raises:
-        ValueError: axis 0 is no multiple of ``num_blocks``, or a block is not one piece of memory.
+        ValueError: axis 0 is not a multiple of ``num_blocks``, or a block is not one piece of
+            memory.
     """
     slots = tensor.shape[0] if tensor.dim() else 0
     if not tensor.numel() or slots % num_blocks:
@@ -150,7 +151,7 @@ def twin(rows: Tensor) -> Tensor:
 
 
 def _source_of(buffers: PagedKVCache | Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
-    """What gives the tensors as they are now: moving a cache replaces them."""
+    """A function that gives the tensors as they are now: moving a cache replaces them."""
     if isinstance(buffers, PagedKVCache):
         # Not buffers(): this runs on every call, and that costs as much as the call.
         return lambda: [tensor for tensor in buffers._buffers.values() if tensor is not None]

@@ -68,7 +68,7 @@ class BlockSwap(nn.Module):
     Raises:
         ValueError: no tensor, sizes that do not fit ``num_blocks``, a block that is not one piece
             of memory, tensors that share memory or lie on several devices.
-        TypeError: a buffer is no tensor.
+        TypeError: a buffer is not a tensor.
 
     Example::
 

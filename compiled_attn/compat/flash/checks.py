@@ -28,7 +28,7 @@ def check(call: FlashCall) -> None:
 
     Raises:
         FlashArgumentError: a shape, dtype, device, stride or number does not fit.
-        TypeError: an argument is no tensor where one is needed.
+        TypeError: an argument is not a tensor where one is needed.
     """
     _check_query(call)
     _check_caches(call)
@@ -36,7 +36,7 @@ def check(call: FlashCall) -> None:
     _check_rotary(call)
     _check_indices(call)
     _check_options(call)
-    if call.k is not None:  # what is written must be nothing that is read after it
+    if call.k is not None:  # what is written must not be read after it
         indices = "cache_seqlens", "cache_batch_idx", "cache_leftpad", "block_table"
         read = {name: getattr(call, name) for name in ("k", "v", *indices)}
         expect.apart({"k_cache": call.k_cache, "v_cache": call.v_cache}, read)

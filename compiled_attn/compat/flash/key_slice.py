@@ -30,10 +30,9 @@ class KeySlice(NamedTuple):
     """The queries and a slice of the keys that each row of the batch has.
 
     Shape:
-        - query: ``[B, Sq, H, D]``
-        - key, value: ``[B, N, Hk, D]``; query head h reads key head ``h // (H // Hk)``. What is NaN
-          or infinite reaches the queries that see it; where there is one query, none is that it
-          does not see
+        - query: ``[B, Sq, H, D]`` - key, value: ``[B, N, Hk, D]``; query head h reads key head ``h
+        // (H // Hk)``. What is NaN or infinite reaches the queries that see it; with a single
+        query, nothing that it does not see is
         - seen: ``[B, Sq, N]`` bool
         - bias: ``[B, H, Sq, N]`` or None, added after the cap
         - scale: factor of the scores

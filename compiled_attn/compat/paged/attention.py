@@ -152,7 +152,8 @@ def paged_attention_v2(
     layout: Layout = "packed",
     kernel: KernelChoice = "auto",
 ) -> Tensor:
-    """`paged_attention_v1` with the context split into partitions of 512 tokens, attended to apart.
+    """`paged_attention_v1` with the context split into partitions of 512 tokens, attended to
+    separately.
 
     The three buffers receive what each partition found, and ``out`` its reduction; ``P`` is at
     least ``ceil(max_seq_len / 512)``. A partition without a token of its row has sum 0, the least

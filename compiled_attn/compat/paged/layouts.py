@@ -72,7 +72,7 @@ def key_shape(
     """Shape of a key cache.
 
     Raises:
-        PagedArgumentError: no such layout, or ``head_dim`` is no multiple of x in the packed
+        PagedArgumentError: no such layout, or ``head_dim`` is not a multiple of x in the packed
             layout.
     """
     if layout != "packed":
@@ -151,7 +151,7 @@ def convert_value(
 ) -> Tensor:
     """The same values in another layout, bit for bit.
 
-    A view, except to flat from HND and packed (whose tokens do not lie one behind the other),
+    A view, except to flat from HND and packed (whose tokens do not lie side by side),
     unless the block size or the number of heads is 1. Arguments and errors as in `convert_key`.
     """
     nhd = _to_nhd(cache, source, block_size, is_key=False)

@@ -1,4 +1,4 @@
-"""The request of a program, found among the first rows of all: grids know nothing of lengths."""
+"""The request of a program, found among the first rows of all: grids do not know lengths."""
 
 import triton
 import triton.language as tl

@@ -31,8 +31,8 @@ def register(library: torch.library.Library, key: str = "CUDA") -> None:
 def measured_plans(device: torch.device) -> AbstractContextManager[dict[str, str]]:
     """Open around a warmup on a device: plans of its buckets are measured, or found in a file.
 
-    It gives notes for the engine's report, which are there when it closes. Of devices without
-    these ops it does nothing, and has none.
+    It gives notes for the engine's report, which are there when it closes. On devices without these
+    ops it does nothing, and has none.
     """
     if device.type != "cuda" or why_not() is not None:
         return nullcontext({})

@@ -48,7 +48,7 @@ class OnnxGraph:
 
 
 def to_onnx(graph: GraphModule, inputs: Sequence[Any]) -> OnnxGraph:
-    """Export a graph as AOTAutograd leaves it: functional, its updates of inputs as `copy_` last.
+    """Export a graph as AOTAutograd leaves it: functional, and updates of inputs a final `copy_`.
 
     Changes `graph`: what it returns is what the model returns.
 
@@ -101,7 +101,7 @@ class _Results:
         target, value = _arguments(node)[:2]
         node.replace_all_uses_with(value)
         self.graph.graph.erase_node(node)
-        if value in self._inputs:  # ONNX has no result that is an input, but a copy of it
+        if value in self._inputs:  # in ONNX a result cannot be an input, only a copy of it
             with self.graph.graph.inserting_after(value):
                 copy = self.graph.graph.call_function(torch.ops.aten.clone.default, (value,))
             copy.meta["val"], value = value.meta["val"], copy
@@ -128,7 +128,7 @@ class _Results:
 
 
 def _widen_indices(graph: GraphModule) -> None:
-    # ONNX takes indices of 64 bits, which the exporter forgets.
+    # ONNX takes 64-bit indices, which the exporter forgets.
     for node in [*graph.graph.nodes]:
         if node.target not in _INDEXED:
             continue

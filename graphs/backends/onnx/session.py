@@ -102,7 +102,7 @@ class OnnxSession:
                 returned.append(None)
             elif place < 0:
                 returned.append(inputs[~place])
-            else:  # an input's new value may lie in the input: what is returned is apart from it
+            else:  # an input's new value may lie in the input: what is returned must not
                 value = results[place]
                 returned.append(value.clone() if place in updates else value)
         return returned

@@ -231,7 +231,7 @@ def test_a_single_bucket_is_told_of_in_the_singular(command, model_dir, trace):
         (["--trace", "good.csv", "--scale", "1e9"], "expected prompt + max_new_tokens <= context"),
         (
             ["--trace", "good.csv", "--out", "no/where.txt"],
-            "cannot write no/where.txt: no is no directory",
+            "cannot write no/where.txt: no is not a directory",
         ),
         (["--trace", "good.csv", "--model", "nowhere"], "model nowhere: no such directory"),
     ],

@@ -175,7 +175,7 @@ def test_a_run_with_weights_of_int8_says_how_many_tokens_that_changed(
     assert (result["checked_requests"], result["mismatched_tokens"]) == (3, 0)
     assert result["kernel_notes"]["weights"].endswith("in int8")
     told = re.search(
-        r"int8: (\d+) of (\d+) tokens are others than with weights of bfloat16", outcome.err
+        r"int8: (\d+) of (\d+) tokens differ from those of weights in bfloat16", outcome.err
     )
     assert told is not None
     assert result["tokens_others_in_int8"] == int(told[1]) <= int(told[2])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -37,7 +39,7 @@ def packed(module: nn.Module, *, quantises: bool = False) -> nn.Module:
     return module
 
 
-def compiled(module: nn.Module, x: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], str]:
+def compiled(module: Callable[..., Any], x: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], str]:
     torch._dynamo.reset()
     run = torch.compile(module, fullgraph=True, dynamic=False, options=OPTIONS)
     with torch.no_grad():
@@ -81,6 +83,33 @@ def test_a_weight_that_the_graph_computes_stays_where_it_is():
     out, (code,) = run_and_get_code(run, x, factor)
     assert JOINED not in code and code.count(ALONE) == 2
     torch.testing.assert_close(out[0], packed_linear.reference(x, weight))
+
+
+@pytest.mark.parametrize("transposed", [torch.neg, lambda x: torch.softmax(x, -1)])
+def test_rows_that_a_graph_computes_by_columns_are_laid_out_for_the_op(transposed):
+    module = packed(Layers())
+
+    def forward(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return module(transposed(x.t()).contiguous())
+
+    x = torch.randn(64, 3).bfloat16()
+    out, code = compiled(forward, x)
+    assert code.count(JOINED) == 1
+    with torch.no_grad():
+        wanted = forward(x)
+    assert all(torch.equal(*pair) for pair in zip(out, wanted, strict=True))
+
+
+def test_a_weight_that_is_read_later_than_the_first_call_is_left_there():
+    op, graph = torch.ops.compiled_attn.packed_linear.default, torch.fx.Graph()
+    load()
+    x, weight = graph.placeholder("x"), graph.placeholder("weight")
+    first = graph.call_function(op, (x, weight))
+    second = graph.call_function(op, (x, graph.get_attr("other")))
+    graph.output((first, second))
+    JoinedLayers()(graph)
+    graph.lint()
+    assert [node.target for node in graph.nodes if node.op == "call_function"] == [op, op]
 
 
 def test_the_pass_has_an_identity_for_caches():

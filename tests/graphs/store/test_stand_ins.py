@@ -39,7 +39,7 @@ print(memory_planning._align(65), len(select_decomp_table()) > 100)
     assert told(program).split() == ["False", "128", "True", "128", "True"]
 
 
-def test_what_a_stand_in_lacks_comes_of_the_real_module():
+def test_what_a_stand_in_lacks_comes_from_the_real_module():
     program = f"""
 with standing_in(b""):
     import torch._inductor.select_algorithm as module
@@ -49,6 +49,22 @@ print(extern_kernels.bias_addmm is sys.modules["{NAME}"].extern_kernels.bias_add
 print(torch._inductor.debug.RECORD_GRAPH_EXECUTION, torch._inductor.debug.DebugContext.__name__)
 """
     assert told(program).split() == [NAME, "True", "False", "DebugContext"]
+
+
+def test_another_thread_meanwhile_gets_the_real_module_and_waits_for_nobody():
+    program = f"""
+import threading
+def compile():
+    from torch._inductor.graph import GraphLowering
+    import {NAME} as module
+    print(type(GraphLowering).__name__, module.extern_kernels.__class__.__module__)
+with standing_in(b""):
+    other = threading.Thread(target=compile, daemon=True)
+    other.start()
+    other.join(60)
+    print(other.is_alive())
+"""
+    assert told(program).split() == ["type", NAME, "False"]
 
 
 def test_a_graph_with_an_op_of_the_generator_gets_none():

@@ -8,7 +8,7 @@ import torch
 from graphs import CaptureError, capture
 from graphs.store import ArtifactStore, StoredInductor, inductor_graph, stored
 from graphs.store.factors import environment_factors
-from tests.graphs.store.test_symbolic import SPACE, Net, expect_the_same, warm
+from tests.graphs.store.test_inductor_symbolic import SPACE, Net, expect_the_same, warm
 
 NO_IMAGE = "CUDA error: no kernel image is available for execution on the device"
 INPUTS = [torch.randn(3, 4)]
