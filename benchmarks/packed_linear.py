@@ -1,11 +1,12 @@
-"""Linear layers of bfloat16: plain weights, packed by oneDNN, packed for our op, joined, in int8.
+"""Linear layers: plain weights, packed by oneDNN, packed for our op, joined, in int8.
 
-    python benchmarks/packed_linear.py [--threads 1] [--rows 1,4,16,64,256]
+    python benchmarks/packed_linear.py [--dtype float32] [--threads 1] [--rows 1,4,16,64,256]
 
 The layers of SmolLM2-135M: thirty times QKV, output, gate and up, down, and its head. Joined, QKV
 are one call of our op, gate and up one, as in an engine's graphs; in int8 they are apart. Weights
-are cold (212 MB of layers, read one after the other). One process, interleaved, medians; a figure
-is the speed over plain weights, as torch's linear has them.
+are cold (212 MB of layers in bfloat16, read one after the other). One process, interleaved,
+medians; a figure is the speed over plain weights, as torch's linear has them. In float32 that is
+MKL's, oneDNN takes plain weights too, and there is no int8.
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ Form = Callable[[int], None]
 CASES = {"layers": [QKV, OUT, GATE_UP, DOWN] * LAYERS, "head": [[(49152, 576)]]}
 
 
-def forms(groups: list[list[tuple[int, int]]], rows: int) -> dict[str, Form]:
+def forms(groups: list[list[tuple[int, int]]], rows: int, dtype: torch.dtype) -> dict[str, Form]:
     """What computes groups of layers of one input, each with weights of its own."""
-    weights = [[torch.randn(shape).bfloat16() * 0.02 for shape in group] for group in groups]
+    weights = [[torch.randn(shape).to(dtype) * 0.02 for shape in group] for group in groups]
     onednn = [[torch.ops.mkldnn._reorder_linear_weight(w, rows) for w in g] for g in weights]
+    if dtype is torch.float32:
+        onednn = weights
     ours, ops = [[packed_linear.pack(weight) for weight in g] for g in weights], load()
-    codes = [[packed_linear.quantise(weight) for weight in group] for group in weights]
-    inputs = [torch.randn(rows, group[0][1]).bfloat16() for group in groups]
+    inputs = [torch.randn(rows, group[0][1]).to(dtype) for group in groups]
     pointwise = torch.ops.mkldnn._linear_pointwise.default
 
     def joined(_: int) -> None:
@@ -48,32 +50,37 @@ def forms(groups: list[list[tuple[int, int]]], rows: int) -> dict[str, Form]:
 
         return forward
 
-    return {
+    found = {
         "plain": run(weights, torch.nn.functional.linear),
-        "packed by oneDNN": run(onednn, lambda x, w: pointwise(x, w, None, "none", [], "")),
+        "oneDNN": run(onednn, lambda x, w: pointwise(x, w, None, "none", [], "")),
         "ours": run(ours, ops.packed_linear),
         "joined": joined,
-        "int8": run(codes, lambda x, w: ops.packed_linear(x, w[0], None, w[1])),
     }
+    if dtype is torch.bfloat16:
+        codes = [[packed_linear.quantise(weight) for weight in group] for group in weights]
+        found["int8"] = run(codes, lambda x, w: ops.packed_linear(x, w[0], None, w[1]))
+    return found
 
 
 def main() -> None:
     """Prints a row a case and number of rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rows", default="1,4,16,64,256")
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    print(
-        f"# bfloat16, {options.threads} threads, torch {torch.__version__}, op {load().isa}, cold"
-    )
-    names = "".join(f"{name:>8}" for name in ("oneDNN", "ours", "joined", "int8"))
+    dtype = getattr(torch, options.dtype)
+    on = f"{options.threads} threads, torch {torch.__version__}, op {load().isa}"
+    print(f"# {options.dtype}, {on}, cold")
+    others = ["oneDNN", "ours", "joined", *(["int8"] if dtype is torch.bfloat16 else [])]
+    names = "".join(f"{name:>8}" for name in others)
     print(f"{'':8}{'rows':>5}{'plain, ms':>11}{names}   (speed over plain)")
     with torch.no_grad():
         for name, groups in CASES.items():
             for rows in map(int, options.rows.split(",")):
-                plain, *times = medians(forms(groups, rows), options.rounds).values()
+                plain, *times = medians(forms(groups, rows, dtype), options.rounds).values()
                 speeds = "".join(f"{plain / each:8.2f}" for each in times)
                 print(f"{name:8}{rows:5}{plain * 1e3:11.1f}{speeds}", flush=True)
 
