@@ -117,7 +117,7 @@ _THROUGH_OTHERS = (
         "agree context ending executor group shard turns",
         "ranks as processes",
     ),
-    ("compiled_attn.replicas", "app figures front server", "replicas as processes"),
+    ("compiled_attn.replicas", "app deployment figures front server", "replicas as processes"),
     ("compiled_attn.serve", "app body call errors handlers replies", "called over HTTP"),
     ("compiled_attn.step", "form", "its two forms"),
     ("compiled_attn.text", "prompts_file", "`run --prompts`: cli/test_prompts"),

@@ -25,6 +25,7 @@ from compiled_attn.errors import QueueFull
 __all__ = ["AsyncEngine", "Compiling"]
 
 _MOST_WAITING, _KEPT = 16, 48
+_EXIT_SECONDS = 5.0  # for which an exit of the interpreter waits for the running step
 
 
 class Compiling:
@@ -57,9 +58,13 @@ class Compiling:
             done = [each for each, other in self._begun.items() if other.done()]
             for each in done[: len(self._begun) - _KEPT]:
                 del self._begun[each]
-        threading.Thread(
-            target=self._compile, args=(grammar, future), name="grammar", daemon=True
-        ).start()
+        try:
+            threading.Thread(
+                target=self._compile, args=(grammar, future), name="grammar", daemon=True
+            ).start()
+        except BaseException:  # no thread is left, say: nobody must wait for it
+            self._forget(grammar)
+            raise
         return future
 
     def _compile(self, grammar: Grammar, future: Future[None]) -> None:
@@ -67,14 +72,14 @@ class Compiling:
             try:
                 self._grammars.compiled(grammar)
             except BaseException as error:
-                with self._lock:
-                    del self._begun[grammar]  # it may be mended, as by an installation
+                self._forget(grammar)  # it may be mended, as by an installation
                 future.set_exception(error)
             else:
                 future.set_result(None)
 
-
-_EXIT_SECONDS = 5.0  # for which an exit of the interpreter waits for the running step
+    def _forget(self, grammar: Grammar) -> None:
+        with self._lock:
+            self._begun.pop(grammar, None)
 
 
 class AsyncEngine:

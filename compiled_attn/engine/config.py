@@ -26,6 +26,7 @@ _UNITS = {"": 1} | {
     for suffix, base in (("iB", 1024), ("B", 1000))
 }
 _SIZE = re.compile(r"(\d+(?:\.\d+(?= *[a-z]))?) *([a-z]*)", re.IGNORECASE)
+_WEIGHTS = ("auto", "packed", "plain", "int8")
 
 
 def byte_size(name: str, size: int | str) -> int:
@@ -42,9 +43,6 @@ def byte_size(name: str, size: int | str) -> int:
             "write it as 2GiB"
         )
     return amount
-
-
-_WEIGHTS = ("auto", "packed", "plain", "int8")
 
 
 def setting(default: Any, meaning: str, *, least: int | None = None) -> Any:

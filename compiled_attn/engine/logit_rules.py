@@ -19,6 +19,8 @@ __all__ = ["LogitRules", "SeenTokens", "shaped"]
 
 Ints = NDArray[np.int64]
 
+_NOTHING = np.zeros(0, np.int64), np.zeros(0, np.int64)
+
 
 class SeenTokens:
     """The distinct tokens of a growing text; each new token is counted once, where it stands.
@@ -65,9 +67,6 @@ class SeenTokens:
                 self._counts = np.concatenate([self._counts, room])
             self._ids[at] = token
         self._counts[at] += 1
-
-
-_NOTHING = np.zeros(0, np.int64), np.zeros(0, np.int64)
 
 
 class LogitRules:

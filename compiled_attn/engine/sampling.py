@@ -24,6 +24,7 @@ __all__ = ["SamplingParams", "check_fits", "check_lengths", "check_settings", "t
 
 _LARGEST = float(np.finfo(np.float32).max)
 _PENALTIES = ("presence_penalty", "frequency_penalty")
+_REMEDY = "pass token ids, as the model's tokenizer gives them"
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,9 +210,6 @@ def _grammar(value: object) -> Grammar | None:
 
 def _flag(value: object) -> bool | None:
     return bool(value) if isinstance(value, (bool, np.bool_)) else None
-
-
-_REMEDY = "pass token ids, as the model's tokenizer gives them"
 
 
 def token_ids(prompt: Any) -> list[int]:

@@ -13,6 +13,7 @@ from compiled_attn.engine.cache_size import CacheSize, memory_for
 from compiled_attn.engine.config import ConfigError, EngineConfig
 from compiled_attn.hf import context_limit
 from compiled_attn.step import ModelWork, Parts, StepForm, StepLimits, Tables
+from compiled_attn.step.divided import BlockShare
 from graphs import BucketOverflow, BucketSpace
 from graphs.backends import BACKENDS
 
@@ -125,7 +126,7 @@ class Sizing:
         """
         context = _context(model, config)
         cache = CacheSize.of(model, config, context, ranks)
-        num_blocks = 1 + ranks * (cache.blocks - 1)
+        num_blocks = BlockShare(0, ranks).of_all(cache.blocks)
         step = StepSize.of(config, form.symbolic)
         limits = step_limits(config, step.tokens, context, num_blocks)
         steps = form(num_blocks, config.block_size, limits.context_blocks)

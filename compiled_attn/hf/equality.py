@@ -23,6 +23,20 @@ if TYPE_CHECKING:
 
 __all__ = ["check_equal", "check_near", "plain_logits", "small_cache", "step_logits"]
 
+# Most rows of the second step read what the first wrote, beside what is new.
+_STEPS = ((0, 2), (2, 6))
+_TABLES = ([3, 1], [2, 4])
+_BLOCK_SIZE, _NUM_BLOCKS, _LENGTH = 4, 5, 6
+
+_ROUNDING = {torch.float16: 0.1, torch.bfloat16: 0.3}
+_SINGLE = 1e-3
+"""By how much the logits of a row may differ, as a share of their spread: far more than rounding
+makes in many layers (norms and rotations are float32 in float64 models too), or one expert for
+another that was as good; far less than other keys, positions or neighbours do, which is about 1."""
+_QUANTISED = 0.5
+"""The same for most rows of a quantised cache or of quantised weights; in some one
+expert may take another's place."""
+
 
 def small_cache(
     cache: PagedKVCache, num_blocks: int, block_size: int, dtype: torch.dtype
@@ -50,22 +64,6 @@ def step_logits(paged: PagedCausalLM, cache: PagedKVCache, requests: Sequence[Re
     moved = type(step)(*(None if field is None else field.to(device) for field in step))
     with torch.no_grad():
         return paged.compute(moved, cache)
-
-
-# Most rows of the second step read what the first wrote, beside what is new.
-_STEPS = ((0, 2), (2, 6))
-_TABLES = ([3, 1], [2, 4])
-_BLOCK_SIZE, _NUM_BLOCKS, _LENGTH = 4, 5, 6
-
-_ROUNDING = {torch.float16: 0.1, torch.bfloat16: 0.3}
-_SINGLE = 1e-3
-"""By how much the logits of a row may differ, as a share of their spread: far more than rounding
-makes in many layers (norms and rotations are float32 in float64 models too), or one expert for
-another that was as good; far less than other keys, positions or neighbours do, which is about 1."""
-
-_QUANTISED = 0.5
-"""The same for most rows of a quantised cache or of quantised weights; in some one
-expert may take another's place."""
 
 
 def plain_logits(model: PreTrainedModel) -> Tensor:

@@ -33,6 +33,8 @@ from compiled_attn.step import Parts, StepBatch, StepForm, TableBatch
 __all__ = ["ModelChanged", "PagedCausalLM", "Snapshot"]
 
 _config, _training = itemgetter("config"), itemgetter("training")
+_REMEDY = "make a new engine of the model as it is now"
+_log = logging.getLogger(__name__)
 
 
 class Snapshot:
@@ -94,9 +96,6 @@ class Snapshot:
             return True
 
 
-_REMEDY = "make a new engine of the model as it is now"
-
-
 def _configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:
     """Every configuration that a module of the model, or another configuration, holds."""
     found: dict[int, PreTrainedConfig] = {}
@@ -127,9 +126,6 @@ def _parameters_of(model: nn.Module) -> tuple[list[str], list[dict[str, Any]], l
 def _samples_of(model: nn.Module, layers: Iterable[nn.Module]) -> Iterable[Tensor]:
     for part in (*layers, model):
         yield from (parameter for _, parameter in zip(range(1), part.parameters(), strict=False))
-
-
-_log = logging.getLogger(__name__)
 
 
 class PagedCausalLM(nn.Module):

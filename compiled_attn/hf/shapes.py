@@ -19,6 +19,8 @@ __all__ = ["cache_for", "calls_by_layer", "check_fits", "forgetting", "other_sig
 
 _LAST = 2**17
 _TWO_THIRDS = _LAST * 2 // 3
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_CHOOSERS = ("indexer", "compressor")
 
 
 def other_sight(call: AttentionCall) -> str | None:
@@ -61,10 +63,6 @@ def forgetting(model: PreTrainedModel, calls: Sequence[AttentionCall]) -> str | 
             sees = f"a window of {call.window}" if call.window else "all before it"
             return f"whose layer {number} sees {sees}, while its own cache keeps {window} tokens"
     return None
-
-
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
-_CHOOSERS = ("indexer", "compressor")
 
 
 def cache_for(

@@ -28,6 +28,33 @@ __all__ = [
     "without_nulls",
 ]
 
+Body = Mapping[str, Any]
+EXTENSIONS = frozenset(
+    {"top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "response_format"}
+)
+"""Fields beyond the protocol, as vLLM names them: ``extra_body`` of the client."""
+_ENOUGH_TOKENS = 1024
+"""Of a request that does not say how many it wants."""
+_MOST_CHOICES, _MOST_LIKELY = 128, 20  # as OpenAI has it
+_SAME = (
+    *(EXTENSIONS - {"response_format"}),
+    *("temperature", "top_p", "seed", "presence_penalty", "frequency_penalty"),
+)
+_WITH_SCHEMAS = ("tools", "response_format", "text")
+_LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "echo": (False,),
+    "tool_choice": ("auto",),
+    "functions": (),
+    "function_call": (),
+    "generation_config": (),
+    "previous_response_id": (),
+    "background": (False,),
+    "suffix": (),
+}
+"""What would change the answer, and is served with these values only."""
+
 
 class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
@@ -158,37 +185,6 @@ def check_fields(body: Mapping[str, Any], needed: str) -> None:
                 raise RequestError(
                     f"expected {name}: {wanted}, got {quoted(body.get(name))}"
                 ) from error
-
-
-Body = Mapping[str, Any]
-
-EXTENSIONS = frozenset(
-    {"top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "response_format"}
-)
-"""Fields beyond the protocol, as vLLM names them: ``extra_body`` of the client."""
-
-_ENOUGH_TOKENS = 1024
-"""Of a request that does not say how many it wants."""
-
-_MOST_CHOICES, _MOST_LIKELY = 128, 20  # as OpenAI has it
-_SAME = (
-    *(EXTENSIONS - {"response_format"}),
-    *("temperature", "top_p", "seed", "presence_penalty", "frequency_penalty"),
-)
-_WITH_SCHEMAS = ("tools", "response_format", "text")
-_LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
-_ONLY: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,),
-    "echo": (False,),
-    "tool_choice": ("auto",),
-    "functions": (),
-    "function_call": (),
-    "generation_config": (),
-    "previous_response_id": (),
-    "background": (False,),
-    "suffix": (),
-}
-"""What would change the answer, and is served with these values only."""
 
 
 def check_body(body: Body, needed: str) -> None:

@@ -32,6 +32,13 @@ _PLACES_THAT_COST = 256  # of a repetition; further ones are the same to xgramma
 _QUOTED = re.compile(r'"(\\.|[^"\\])*"|\\.')
 _REPEATED = re.compile(r"\{(\d*)(?:,(\d*))?\}")
 _WIDE = re.compile(r"\\.|[.\[]")
+_CACHE_BYTES = 256 * 2**20
+_KEPT = 64  # grammars: a request asks for its own several times
+_CONTROLS = {*range(32)} - {*b"\n\r"}
+_BLANKS = 24  # between two elements of JSON, at most: what ends if a model likes blanks
+_THREADS = max(1, (os.cpu_count() or 1) // 4)  # of one compilation, beside a model that runs
+_PLACE = re.compile(r"^\[[\d:]+\] \S+: (Check failed: \(.*\) is false: )?")
+_NAMES = {"json_schema": "JSON schema", "regex": "regular expression", "ebnf": "EBNF grammar"}
 
 
 def too_large(grammar: Grammar) -> str:
@@ -86,15 +93,6 @@ def _of_expression(text: str) -> int:
     repeated = _REPEATED.findall(text)
     counts = [max(int(number or 0) for number in found) for found in repeated]
     return len(_WIDE.findall(text)) + sum(min(count, _PLACES_THAT_COST) for count in counts)
-
-
-_CACHE_BYTES = 256 * 2**20
-_KEPT = 64  # grammars: a request asks for its own several times
-_CONTROLS = {*range(32)} - {*b"\n\r"}
-_BLANKS = 24  # between two elements of JSON, at most: what ends if a model likes blanks
-_THREADS = max(1, (os.cpu_count() or 1) // 4)  # of one compilation, beside a model that runs
-_PLACE = re.compile(r"^\[[\d:]+\] \S+: (Check failed: \(.*\) is false: )?")
-_NAMES = {"json_schema": "JSON schema", "regex": "regular expression", "ebnf": "EBNF grammar"}
 
 
 class Grammars:

@@ -19,6 +19,8 @@ __all__ = ["BlockPlaces", "PlaceSet"]
 
 _SHIFT = 10
 _BITS = 1 << _SHIFT
+_FREE, _USED, _IDLE = range(3)
+_NAMES = ("free", "in use", "idle")
 
 
 class PlaceSet:
@@ -119,10 +121,6 @@ class PlaceSet:
                 yield from self._members(level - 1, child, from_top)
             else:
                 yield child
-
-
-_FREE, _USED, _IDLE = range(3)
-_NAMES = ("free", "in use", "idle")
 
 
 class BlockPlaces:

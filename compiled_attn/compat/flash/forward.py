@@ -22,6 +22,9 @@ from compiled_attn.ops import PagedCall, attend_paged, chooses_native, write_row
 
 __all__ = ["alibi", "forward", "query_slots", "slots_in_use", "visible"]
 
+_SCORES_AT_ONCE = 1 << 24
+"""Scores of a slice of keys when ``num_splits`` is 0: 64 MiB in float32."""
+
 
 def query_slots(totals: Tensor, queries: int) -> Tensor:
     """The slot each query stands at, ``[B] -> [B, Sq]``; negative with fewer keys than queries."""
@@ -60,10 +63,6 @@ def alibi(slopes: Tensor, slots: Tensor, at: Tensor) -> Tensor:
     """
     distance = (slots - at.unsqueeze(2)).abs().unsqueeze(1)  # [B, 1, Sq, N]
     return -slopes.view(-1, slopes.shape[-1], 1, 1) * distance
-
-
-_SCORES_AT_ONCE = 1 << 24
-"""Scores of a slice of keys when ``num_splits`` is 0: 64 MiB in float32."""
 
 
 def forward(call: FlashCall, *, null_page: bool = False) -> tuple[Tensor, Tensor]:

@@ -2,8 +2,7 @@
 
 ``vllm:iteration_tokens_total`` counts the steps by their tokens, between fixed bounds (1, 8, 16,
 32, ... 16384), and sums these up. Where a step lies between two bounds is lost: here sizes are
-spread by a power law whose mean is that of the sum, and `Histogram.extremes` says how far off any
-figure may be that was computed with that. Lengths of requests are counted in
+spread by a power law whose mean is that of the sum. Lengths of requests are counted in
 ``vllm:request_prompt_tokens`` and ``vllm:request_generation_tokens`` (1, 2, 5, 10, 20, 50, ...),
 but not which prompt had which answer, when it came, nor what it shared with others: requests that
 are drawn from them are independent of each other.
@@ -67,11 +66,6 @@ class Histogram:
             low, high = (middle, high) if float(sizes @ weights) < self.total else (low, middle)
         sizes, weights = _spread(ranges, low)
         return sizes.astype(np.int64).tolist(), weights.tolist()
-
-    def extremes(self, largest: int) -> tuple[list[int], list[int], list[float]]:
-        """The least and the largest size that each count may stand for, and the count."""
-        ranges = self._ranges(largest)
-        return [r[0] for r in ranges], [r[1] for r in ranges], [r[2] for r in ranges]
 
     def _ranges(self, largest: int) -> list[tuple[int, int, float]]:
         found, low = [], 1

@@ -7,7 +7,9 @@ import json
 import re
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ pytest.importorskip("xgrammar", reason="needs the extra 'grammar'")
 
 from compiled_attn import LLM, AsyncEngine
 from compiled_attn.engine import EngineConfig, Grammar, SamplingParams
+from compiled_attn.engine.asynchronous import Compiling
 from compiled_attn.engine.constraint import Constraint, constrain
 from compiled_attn.errors import ConfigError, QueueFull, RequestCancelled
 from compiled_attn.text import Answer, Grammars, Tokenizer
@@ -368,6 +371,16 @@ def test_grammars_that_wait_beyond_measure_are_refused(llm, monkeypatch):
         may_go.set()
         assert all(each.result() is None for each in begun)
         assert serving.compiled(Grammar.regex("b")).result() is None
+
+
+def test_a_grammar_that_no_thread_could_begin_is_begun_by_the_next_request(monkeypatch):
+    compiling = Compiling(SimpleNamespace(compiled=lambda grammar: None))
+    grammar = Grammar.regex("a")
+    with monkeypatch.context() as no_threads:
+        no_threads.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("no thread")))
+        with pytest.raises(RuntimeError, match="no thread"):
+            compiling.begin(grammar)
+    assert compiling.begin(grammar).result(10) is None
 
 
 @pytest.mark.parametrize("more", [{}, {"ignore_eos": True}, {"min_tokens": 3}])
