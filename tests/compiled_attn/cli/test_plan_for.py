@@ -39,7 +39,7 @@ def test_a_plan_for_vllm_comes_out_of_its_metrics(command, tmp_path):
     path.write_text(exposed("vllm:iteration_tokens_total", STEPS))
     code, text, err = command("plan", "--format", "vllm", "--metrics", path, *LIMITS)
     assert code == 0, err
-    assert "between the bounds of vLLM's histogram sizes are assumed" in text
+    assert "sizes between the bounds of vLLM's histogram are assumed" in text
     assert json.loads(text.splitlines()[-1])["cudagraph_capture_sizes"][-1] == 8
 
 
