@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from itertools import product
 
 import torch
 
@@ -60,13 +61,12 @@ def main(isa: str, tiles: str) -> None:
         spoilt[step.block_table[:2, 2].long(), 0] = torch.nan  # of keys that later rows see alone
         out, _ = ops.paged_attention(*step.arguments, **step.options)
         assert out[0].isfinite().all() and out[2].isnan().any()
-    for rows in ROWS:
-        for sizes in SIZES:
-            input, weight, bias = layer(rows, *sizes)
-            packed = packed_linear.pack(weight)
-            assert_product(ops.packed_linear(input, packed, bias), input, weight, bias)
-            ids = torch.tensor([0, len(weight) - 1])
-            assert torch.equal(ops.packed_rows(packed, ids), weight[ids])
+    for rows, sizes, dtype in product(ROWS, SIZES, ("bfloat16", "float32")):
+        input, weight, bias = layer(rows, *sizes, kind=dtype)
+        packed = packed_linear.pack(weight)
+        assert_product(ops.packed_linear(input, packed, bias), input, weight, bias)
+        ids = torch.tensor([0, len(weight) - 1])
+        assert torch.equal(ops.packed_rows(packed, ids), weight[ids])
     for kind in KINDS:
         for vocab in VOCABULARIES:
             for dtype in DTYPES:
