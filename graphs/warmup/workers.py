@@ -36,9 +36,9 @@ def why_no_workers() -> str:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Let torch compute with one thread: in a forked process, others would wait for ever.
+    """Let torch compute with one thread, where more would only add noise or wait for ever.
 
-    OpenMP does not know that its threads did not survive the fork.
+    They wait in a forked process: OpenMP does not know that its threads did not survive the fork.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

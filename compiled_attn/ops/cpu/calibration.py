@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -35,6 +35,7 @@ from compiled_attn.ops.cpu.libraries import forms_of
 from compiled_attn.ops.timing import medians
 from graphs.errors import StoreBusy
 from graphs.store.lock import locked
+from graphs.warmup.workers import one_thread
 
 __all__ = ["calibrate", "settle"]
 
@@ -87,7 +88,7 @@ def _measured(library: Path, isa: str, ops: Any) -> Chosen:
     products = products_of(isa)
     search = _Search(library, Forms.of(isa))
     # The first use may be within a trace, whose tensors have no data.
-    with _disable_current_modes(), torch.no_grad(), _one_thread():
+    with _disable_current_modes(), torch.no_grad(), one_thread():
         decode = _decode(ops)
         search.among([{"few_rows": each} for each in products if each != "tiles"], decode)
         asked = product(CACHES, AHEAD_KIB)
@@ -137,16 +138,6 @@ class _Search:
     def _run(self, forms: Forms, call: Callable[[], object]) -> None:
         take(self._library, forms)
         call()
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _decode(ops: Any) -> Callable[[], object]:
