@@ -68,23 +68,33 @@ struct PairUnits {
 };
 #endif
 
-// out [rows of a block, kPanel] = out * factor + a x panel. Without factor: = a x panel.
-template <class Units>
+// out [rows of a block, kPanel] = out * factor + a x panel; if `is_first`: = a x panel.
+template <class Units, bool is_first>
 void block_product(const float* a, int64_t a_stride, const float* panel, int64_t units,
-                   const float* factor, float* out, int64_t out_stride) {
-  Floats sum[kRowsOfBlock][kWidthOfBlock] = {};
-  if (factor)
-    for (int r = 0; r < kRowsOfBlock; ++r)
-      for (int w = 0; w < kWidthOfBlock; ++w)
+                   [[maybe_unused]] const float* factor, float* out, int64_t out_stride) {
+  Floats sum[kRowsOfBlock][kWidthOfBlock];
+#pragma GCC unroll 6
+  for (int r = 0; r < kRowsOfBlock; ++r)
+#pragma GCC unroll 6
+    for (int w = 0; w < kWidthOfBlock; ++w) {
+      if constexpr (is_first)
+        sum[r][w] = Floats{};
+      else
         sum[r][w] = load(out + r * out_stride + w * kLanes) * all(factor[r]);
+    }
   for (int64_t u = 0; u < units; ++u) {
     Floats b[kWidthOfBlock];
+#pragma GCC unroll 6
     for (int w = 0; w < kWidthOfBlock; ++w) b[w] = load(panel + u * kPanel + w * kLanes);
+#pragma GCC unroll 6
     for (int r = 0; r < kRowsOfBlock; ++r)
+#pragma GCC unroll 6
       for (int w = 0; w < kWidthOfBlock; ++w)
         sum[r][w] = Units::step(sum[r][w], a[r * a_stride + u], b[w]);
   }
+#pragma GCC unroll 6
   for (int r = 0; r < kRowsOfBlock; ++r)
+#pragma GCC unroll 6
     for (int w = 0; w < kWidthOfBlock; ++w) store(out + r * out_stride + w * kLanes, sum[r][w]);
 }
 
@@ -95,7 +105,9 @@ class Tiles {
 
  public:
   static constexpr int64_t kLeastRows = kMostRows + 1;
-  static int64_t enough_bands(const PagedAttentionArgs&, int) { return 32; }
+  static int64_t enough_bands(const PagedAttentionArgs& args, int threads) {
+    return threads == 1 && !args.window ? 1 : 8;
+  }
 
   explicit Tiles(const PagedAttentionArgs& args)
       : args_(args),
@@ -170,16 +182,16 @@ class Tiles {
     for (int64_t t = 0; t < chunk_.count; t += kPanel)
       for (int64_t j = begin; j < end; j += kRowsOfBlock)
         if (t < seen_by_block(j))
-          block_product<Units>(queries_ + j * units_, units_, keys_ + t * units_, units_, nullptr,
-                               scores_ + (j - begin) * kTileKeys + t, kTileKeys);
+          block_product<Units, true>(queries_ + j * units_, units_, keys_ + t * units_, units_,
+                                     nullptr, scores_ + (j - begin) * kTileKeys + t, kTileKeys);
     for (int64_t j = begin; j < begin + padded<kRowsOfBlock>(end - begin); j += kRowsOfSoftmax)
       softmax(j, scores_ + (j - begin) * kTileKeys);
     for (int64_t d = 0; d < value_dim_; d += kPanel)
       for (int64_t j = begin; j < end; j += kRowsOfBlock)
-        block_product<Units>(scores_ + (j - begin) * kTileKeys, kTileKeys,
-                             values_ + d * (kTileKeys / kUnit),
-                             (seen_by_block(j) + kUnit - 1) / kUnit, factors_ + j,
-                             sums_ + j * value_dim_ + d, value_dim_);
+        block_product<Units, false>(scores_ + (j - begin) * kTileKeys, kTileKeys,
+                                    values_ + d * (kTileKeys / kUnit),
+                                    (seen_by_block(j) + kUnit - 1) / kUnit, factors_ + j,
+                                    sums_ + j * value_dim_ + d, value_dim_);
   }
 
   // How many of the chunk's first keys some row of a block sees.
