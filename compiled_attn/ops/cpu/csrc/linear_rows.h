@@ -104,7 +104,11 @@ class LinearRows {
     const auto* input = static_cast<const Element*>(layer_.input) + row * layer_.input_row;
     const auto* weight =
         static_cast<const Element*>(layer_.weight) + panel * kPanel * layer_.size_in;
-    alignas(64) Floats sums[rows][vectors] = {};
+    Floats sums[rows][vectors];
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; ++r)
+#pragma GCC unroll 4
+      for (int v = 0; v < vectors; ++v) sums[r][v] = Floats{};
     for (int64_t k = 0; k < layer_.size_in;) {
       // A line of each panel of the next piece for a line of each panel of this one.
       if (!once) next_->take_line();
@@ -112,23 +116,29 @@ class LinearRows {
           once ? layer_.size_in : std::min(k + kInputs * steps_, layer_.size_in);
       for (; k < end; k += kInputs) {
         typename Products::Weights weights[vectors];
+#pragma GCC unroll 4
         for (int v = 0; v < vectors; ++v) {
           const Element* at = weight + v / kVectors * kPanel * layer_.size_in + k * kPanel +
                               v % kVectors * kLanes * kInputs;
           if (once) __builtin_prefetch(at + kAhead, 0, 2);
           weights[v] = Products::weights(at);
         }
+#pragma GCC unroll 4
         for (int r = 0; r < rows; ++r)
+#pragma GCC unroll 4
           for (int v = 0; v < vectors; ++v)
             sums[r][v] =
                 Products::added(sums[r][v], weights[v], input + r * layer_.input_row + k);
       }
     }
+#pragma GCC unroll 4
     for (int r = 0; r < rows; ++r)
+#pragma GCC unroll 4
       for (int p = 0; p < panels; ++p) {
         const int64_t column = (panel + p) * kPanel;
-        round_panel(reinterpret_cast<const float*>(&sums[r][p * kVectors]),
-                    finish_of<Element>(layer_).from(column),
+        alignas(64) float of_panel[kPanel];
+        for (int v = 0; v < kVectors; ++v) store(of_panel + v * kLanes, sums[r][p * kVectors + v]);
+        round_panel(of_panel, finish_of<Element>(layer_).from(column),
                     static_cast<Element*>(layer_.out) + (row + r) * layer_.out_row + column);
       }
   }
