@@ -240,12 +240,12 @@ class FewRows {
     const int64_t n = padded<kScoreStep>(chunk.count);
     for (int64_t at = h * count_; at < (h + 1) * count_; at += rows) {
       float* scores = scores_ + at * kChunk;
-      Floats most[rows];
+      Scored scored[rows];
       for (int r = 0; r < rows; ++r) spoilt_.put(scores + r * kChunk, h, NAN);
       for (int r = 0; r < rows; ++r)
-        most[r] = finish_scores(args_, rows_[at + r], chunk.begin, chunk.count, key_scales,
+        scored[r] = finish_scores(args_, rows_[at + r], chunk.begin, chunk.count, key_scales,
                                 scores + r * kChunk);
-      finish_weights(most, n, scores, kChunk, now_.running + at, factors,
+      finish_weights(scored, n, scores, kChunk, now_.running + at, factors,
                      [&](int r, int64_t i, Floats w) {
                        if (value_scales) w *= load(value_scales + i);
                        math_.put(scores + r * kChunk, weights_[at + r], i, w);

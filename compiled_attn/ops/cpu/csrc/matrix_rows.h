@@ -62,13 +62,12 @@ class MatrixRows {
   void add_up(const Part& part, const Request& request) {
     prepare(part, request);
     next_.fill(request, part.keys.begin, part.keys.end);
-    while (next_.count > 0) {
-      chunk_ = next_;
+    while (next_.chunk().count > 0) {
+      chunk_ = next_.chunk();
       next_.fill(request, chunk_.begin + chunk_.count, part.keys.end);
       spoilt_.find(args_, part.kv_begin, part.kv_end, chunk_);
       keys_.pack(args_, part.kv_begin, chunk_);
       values_.pack(args_, part.kv_begin, chunk_, spoilt_);
-      asked_ = 0;
       take_chunk(part.kv_begin);
     }
   }
@@ -98,7 +97,7 @@ class MatrixRows {
       MatrixUnit &first = units_[u % 3], &second = units_[(u + 2) % 3];
       const MatrixUnit& third = units_[(u + 1) % 3];
       if (u < count) begin(first, 2 * u);
-      ask_for_next(h, u + 1, count + 2);
+      next_.ask(args_, h, u + 1, count + 2);
       const bool softens = u >= 1 && u <= count && !second.is_empty();
       if (softens) raise(second);
       UnitSoftmax softmax(softens ? &second : nullptr, columns_);
@@ -194,17 +193,6 @@ class MatrixRows {
   }
 
   // Asks for some of the next chunk, in proportion to what is done of this one.
-  void ask_for_next(int64_t h, int64_t done, int64_t of) {
-    for (const int64_t end = next_.count * done / of; asked_ < end; ++asked_) {
-      ask(args_.key_cache, h, next_.key[asked_], args_.head_dim);
-      ask(args_.value_cache, h, next_.value[asked_], args_.value_dim);
-    }
-  }
-  static void ask(const Pages& pages, int64_t h, int64_t offset, int64_t dim) {
-    const BFloat16* row = static_cast<const BFloat16*>(pages.data) + offset + h * pages.head;
-    for (int64_t d = 0; d < dim; d += kLine / int64_t(sizeof(BFloat16)))
-      prefetch<1>({reinterpret_cast<const char*>(row + d), false});
-  }
 
   void finish(const Part& part, const Results& results) {
     for (int64_t j = 0; j < count_; j += kTile) {
@@ -229,7 +217,7 @@ class MatrixRows {
   const PagedAttentionArgs& args_;
   Scratch scratch_;
   TileRegisters tiles_;
-  int64_t group_, count_ = 0, asked_ = 0;
+  int64_t group_, count_ = 0;
   float scale_;  // 0: scores are more than a product
   KeyPanel keys_;
   ValuePanel values_;
@@ -238,7 +226,8 @@ class MatrixRows {
   float *sums_, *row_;  // of all rows, and of some as they are given out
   Columns* columns_;
   MatrixUnit units_[3];
-  Chunk<kTileKeys> chunk_, next_;
+  Chunk<kTileKeys> chunk_;
+  NextChunk<BFloat16, kTileKeys> next_;
   Spoilt<BFloat16, kTileKeys> spoilt_;
 };
 

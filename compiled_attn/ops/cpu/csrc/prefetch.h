@@ -89,4 +89,35 @@ CA_INLINE void prefetch(Ahead ahead) {
       __builtin_prefetch(ahead.at + i * kLine, 0, 2);
 }
 
+template <class Element>
+CA_INLINE void ask_for_row(const Pages& pages, int64_t head, int64_t offset, int64_t dim) {
+  const auto* row = static_cast<const Element*>(pages.data) + offset + head * pages.head;
+  for (int64_t d = 0; d < dim; d += kLine / int64_t(sizeof(Element)))
+    prefetch<1>({reinterpret_cast<const char*>(row + d), false});
+}
+
+// A chunk that is read next: its keys and values of a head are asked for bit by bit.
+template <class Element, int Capacity>
+class NextChunk {
+ public:
+  void fill(const Request& request, int64_t from, int64_t to) {
+    chunk_.fill(request, from, to);
+    asked_ = 0;
+  }
+
+  const Chunk<Capacity>& chunk() const { return chunk_; }
+
+  // Up to done / of.
+  void ask(const PagedAttentionArgs& args, int64_t head, int64_t done, int64_t of) {
+    for (const int64_t end = chunk_.count * done / of; asked_ < end; ++asked_) {
+      ask_for_row<Element>(args.key_cache, head, chunk_.key[asked_], args.head_dim);
+      ask_for_row<Element>(args.value_cache, head, chunk_.value[asked_], args.value_dim);
+    }
+  }
+
+ private:
+  Chunk<Capacity> chunk_;
+  int64_t asked_ = 0;
+};
+
 }  // namespace compiled_attn

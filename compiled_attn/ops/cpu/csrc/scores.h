@@ -18,19 +18,34 @@ struct ScoreRow {
   Span seen;
 };
 
+// Scores of a row: the largest, lane by lane, and what is yet to be multiplied with all of them.
+struct Scored {
+  Floats most;
+  float factor = 1;
+};
+
 // Products of a row with the keys at [begin, begin + n), padded to a multiple of kScoreStep, become
-// scores; -inf where a key is not seen. Returns the largest, lane by lane.
-inline Floats finish_scores(const PagedAttentionArgs& args, const ScoreRow& row, int64_t begin,
+// scores; -inf where a key is not seen. Where all that is missing is the scale, they stay as they
+// are: it comes with the first step of the exponential.
+inline Scored finish_scores(const PagedAttentionArgs& args, const ScoreRow& row, int64_t begin,
                             int64_t n, const float* key_scales, float* scores) {
-  const Floats scale = all(float(args.scale));
-  const float cap = float(args.softcap);
+  const float factor = float(args.scale), cap = float(args.softcap);
   const bool partly = row.seen.begin > begin || row.seen.end < begin + n || n % kScoreStep;
   const bool is_plain = !partly && row.slope == 0 && cap <= 0;
+  Floats most = all(-INFINITY);
+  if (is_plain && !key_scales && factor > 0 && factor <= 1) {  // the largest overflows nowhere
+    static_assert(kScoreStep % (2 * kLanes) == 0, "pairs of vectors");
+    Floats other = most;
+    for (int64_t i = 0; i < n; i += 2 * kLanes) {
+      most = larger(load(scores + i), most);
+      other = larger(load(scores + i + kLanes), other);
+    }
+    return {larger(most, other) * all(factor), factor};
+  }
   const Ints low = all(int32_t(std::max<int64_t>(row.seen.begin - begin, 0)));
   const Ints high = all(int32_t(std::min<int64_t>(row.seen.end - begin, n)));
-  Floats most = all(-INFINITY);
   for (int64_t i = 0; i < padded<kScoreStep>(n); i += kLanes) {
-    Floats s = load(scores + i) * scale;
+    Floats s = load(scores + i) * all(factor);
     if (key_scales) s *= load(key_scales + i);
     if (!is_plain) {
       if (cap > 0) s = hyperbolic_tangent(s / all(cap)) * all(cap);
@@ -41,7 +56,7 @@ inline Floats finish_scores(const PagedAttentionArgs& args, const ScoreRow& row,
     store(scores + i, s);
     most = larger(s, most);
   }
-  return most;
+  return {most};
 }
 
 inline void scale_all(float factor, int64_t n, float* sums) {
@@ -75,33 +90,53 @@ __attribute__((noinline)) inline void fold(const Running& more, const float* mor
   for (int64_t i = 0; i < n; ++i) sums[i] += more_sums[i] * weight;
 }
 
-// Four vectors, the last one again where there are fewer.
-template <int count>
-CA_INLINE const Floats& up_to(const Floats (&v)[count], int i) {
-  return v[i < count ? i : count - 1];
+// Up to four values from the first on, the last one again where there are fewer.
+template <int group, class Value>
+CA_INLINE const Value& up_to(const Value* v, int i) {
+  return v[i < group ? i : group - 1];
 }
 
 // put(r, i, weights) takes the weights e^(score - maximum) of row r from the i-th of n on, for some
-// rows of scores, whose largest are given lane by lane. Earlier sums of each row are to be
-// multiplied by its factor.
+// rows of scores. Earlier sums of each row are to be multiplied by its factor.
 template <int rows, class Put>
-CA_INLINE void finish_weights(const Floats (&most)[rows], int64_t n, const float* scores,
+CA_INLINE void finish_weights(const Scored (&scored)[rows], int64_t n, const float* scores,
                               int64_t stride, Running* running, float* factors, const Put& put) {
-  static_assert(rows <= 4, "one vector of results");
-  const Floats4 maxima = largest(up_to(most, 0), up_to(most, 1), up_to(most, 2), up_to(most, 3));
+  constexpr int group = rows <= 4 ? rows : rows / 2;  // rows whose chains of steps are interleaved
+  static_assert(rows % group == 0 && group <= 4, "one vector of results");
   Floats origins[rows], totals[rows] = {};
-  for (int r = 0; r < rows; ++r) {
-    factors[r] = running[r].raise(maxima[r]);
-    origins[r] = all(running[r].origin());
-  }
-  for (int64_t i = 0; i < n; i += kLanes)
-    for (int r = 0; r < rows; ++r) {
-      const Floats w = exponential(load(scores + r * stride + i) - origins[r]);
-      totals[r] += w;
-      put(r, i, w);
+#pragma GCC unroll 4
+  for (int first = 0; first < rows; first += group) {
+    const auto most = [&](int i) { return up_to<group>(scored + first, i).most; };
+    const Floats4 maxima = largest(most(0), most(1), most(2), most(3));
+#pragma GCC unroll 4
+    for (int i = 0; i < group; ++i) {
+      const int r = first + i;
+      factors[r] = running[r].raise(maxima[i]);
+      origins[r] = all(running[r].origin());
     }
-  const Floats4 more = sums(up_to(totals, 0), up_to(totals, 1), up_to(totals, 2), up_to(totals, 3));
-  for (int r = 0; r < rows; ++r) running[r].total += more[r];
+  }
+#pragma GCC unroll 4
+  for (int first = 0; first < rows; first += group)
+    for (int64_t i = 0; i < n; i += kLanes) {
+      Floats w[group];
+      apply(w, [&](Floats, int j) {
+        const int r = first + j;
+        return load(scores + r * stride + i) * all(scored[r].factor) - origins[r];
+      });
+      exponentials(w);
+#pragma GCC unroll 4
+      for (int j = 0; j < group; ++j) {
+        totals[first + j] += w[j];
+        put(first + j, i, w[j]);
+      }
+    }
+#pragma GCC unroll 4
+  for (int first = 0; first < rows; first += group) {
+    const auto total = [&](int i) { return up_to<group>(totals + first, i); };
+    const Floats4 more = sums(total(0), total(1), total(2), total(3));
+#pragma GCC unroll 4
+    for (int i = 0; i < group; ++i) running[first + i].total += more[i];
+  }
 }
 
 }  // namespace compiled_attn

@@ -141,15 +141,24 @@ CA_INLINE Ints ramp() {
 
 CA_INLINE Floats as_floats(Ints v) { return __builtin_convertvector(v, Floats); }
 
+// Each of some vectors becomes f of itself.
+template <int count, class Function>
+CA_INLINE void apply(Floats (&v)[count], const Function& f) {
+#pragma GCC unroll 8
+  for (int i = 0; i < count; ++i) v[i] = f(v[i], i);
+}
+
 // e^r for |r| <= log(2) / 2, relative error 1.7e-7, and 1 at 0: a polynomial of degree 5 whose
 // error was made even by weighted least squares (Lawson, 1961).
-CA_INLINE Floats exponential_near_zero(Floats r) {
-  Floats p = all(8.312501e-3f);
-  p = p * r + all(4.189033e-2f);
-  p = p * r + all(1.6667116e-1f);
-  p = p * r + all(4.999923e-1f);
-  p = p * r + all(1.0f);
-  return p * r + all(1.0f);
+template <int count>
+CA_INLINE void exponentials_near_zero(Floats (&r)[count]) {
+  constexpr float coefficients[] = {4.189033e-2f, 1.6667116e-1f, 4.999923e-1f, 1.0f, 1.0f};
+  Floats p[count];
+  apply(p, [&](Floats, int) { return all(8.312501e-3f); });
+#pragma GCC unroll 8
+  for (float each : coefficients)
+    apply(p, [&](Floats so_far, int i) { return so_far * r[i] + all(each); });
+  apply(r, [&](Floats, int i) { return p[i]; });
 }
 
 // x - n * log(2). The logarithm's own rounding is worth 2e-9 * n; without fused multiply-adds the
@@ -157,22 +166,45 @@ CA_INLINE Floats exponential_near_zero(Floats r) {
 CA_INLINE Floats without_powers(Floats x, Floats n) { return x - n * all(0.693147180f); }
 
 // e^x for x <= 0 or so; 0 below -87, NaN stays NaN. Relative error 2e-7 near 0, 4e-7 near -87, and
-// without fused multiply-adds 6e-8 * |x|.
-CA_INLINE Floats exponential(Floats x) {
+// without fused multiply-adds 6e-8 * |x|. Step by step for all vectors: compilers leave the order
+// as it is written, and processors do not look far enough ahead.
+template <int count>
+CA_INLINE void exponentials(Floats (&x)[count]) {
 #if defined(__AVX512F__)
-  const __mmask16 is_visible = _mm512_cmp_ps_mask(x, all(-87.0f), _CMP_NLT_UQ);
-  const Floats n = _mm512_roundscale_ps(x * all(1.44269504f), _MM_FROUND_TO_NEAREST_INT);
-  return _mm512_maskz_scalef_ps(is_visible, exponential_near_zero(without_powers(x, n)), n);
+  __mmask16 is_visible[count];
+  Floats n[count];
+  apply(n, [&](Floats, int i) {
+    is_visible[i] = _mm512_cmp_ps_mask(x[i], all(-87.0f), _CMP_NLT_UQ);
+    return x[i] * all(1.44269504f);
+  });
+  apply(n, [&](Floats v, int) -> Floats {
+    return _mm512_roundscale_ps(v, _MM_FROUND_TO_NEAREST_INT);
+  });
+  apply(x, [&](Floats v, int i) { return without_powers(v, n[i]); });
+  exponentials_near_zero(x);
+  apply(x, [&](Floats p, int i) -> Floats {
+    return _mm512_maskz_scalef_ps(is_visible[i], p, n[i]);
+  });
 #else
-  const Ints tiny = x < all(-87.0f);
-  const Floats in = either(tiny, Floats{}, x);
-  const Floats shifted = in * all(1.44269504f) + all(12582912.0f);  // 1.5 * 2^23 rounds
-  const Floats n = shifted - all(12582912.0f);
-  const Floats p = exponential_near_zero(without_powers(in, n));
-  const Ints power = bits_as<Ints>(shifted) << 23;  // the integer sits in the low bits
-  const Floats scaled = bits_as<Floats>(bits_as<Ints>(p) + power);
-  return either(tiny, Floats{}, either(x == x, scaled, x));
+  Floats in[count], shifted[count], p[count];
+  apply(in, [&](Floats, int i) { return either(x[i] < all(-87.0f), Floats{}, x[i]); });
+  apply(shifted, [&](Floats, int i) {
+    return in[i] * all(1.44269504f) + all(12582912.0f);  // 1.5 * 2^23 rounds
+  });
+  apply(p, [&](Floats, int i) { return without_powers(in[i], shifted[i] - all(12582912.0f)); });
+  exponentials_near_zero(p);
+  apply(x, [&](Floats v, int i) {
+    const Ints power = bits_as<Ints>(shifted[i]) << 23;  // the integer sits in the low bits
+    const Floats scaled = bits_as<Floats>(bits_as<Ints>(p[i]) + power);
+    return either(v < all(-87.0f), Floats{}, either(v == v, scaled, v));
+  });
 #endif
+}
+
+CA_INLINE Floats exponential(Floats x) {
+  Floats one[] = {x};
+  exponentials(one);
+  return one[0];
 }
 
 // Relative error 3e-7. A polynomial below 0.625 (coefficients of Cephes), exponentials above.

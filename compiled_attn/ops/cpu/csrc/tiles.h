@@ -9,6 +9,7 @@
 #include "elements.h"
 #include "few_rows.h"
 #include "output.h"
+#include "prefetch.h"
 #include "scratch.h"
 #include "spoilt.h"
 
@@ -21,9 +22,7 @@ constexpr int kBandRows = kTilesOfBand * kTileRows;
 constexpr int kRowsOfBlock = 6;                          // rows of the innermost product
 constexpr int kWidthOfBlock = kRegisters == 32 ? 4 : 2;  // and its vectors
 constexpr int kPanel = kWidthOfBlock * kLanes;           // columns
-constexpr int kRowsOfSoftmax = 3;
 
-static_assert(kRowsOfBlock % kRowsOfSoftmax == 0, "a softmax is within a block");
 static_assert(kTileRows % kRowsOfBlock == 0 && kTileKeys % kPanel == 0, "tiles are whole blocks");
 
 // Matrices hold units of 32 bits along the axis that is summed over: a float, or a pair of
@@ -115,7 +114,7 @@ class Tiles {
         units_(padded<kLanes>(padded<kUnit>(args.head_dim) / kUnit)),
         value_dim_(padded<kPanel>(args.value_dim)) {
     scratch_.take(queries_, kBandRows * units_);
-    scratch_.take(scores_, kTileRows * kTileKeys);
+    scratch_.take(scores_, kRowsOfBlock * kTileKeys);
     scratch_.take(sums_, kBandRows * value_dim_);
     scratch_.take(keys_, kTileKeys * units_);
     scratch_.take(values_, kTileKeys * value_dim_ / kUnit);
@@ -141,8 +140,10 @@ class Tiles {
  private:
   void add_up(const Part& part, const Request& request) {
     prepare(part, request);
-    for (int64_t at = part.keys.begin; at < part.keys.end; at += kTileKeys) {
-      chunk_.fill(request, at, part.keys.end);
+    next_.fill(request, part.keys.begin, part.keys.end);
+    while (next_.chunk().count > 0) {
+      chunk_ = next_.chunk();
+      next_.fill(request, chunk_.begin + chunk_.count, part.keys.end);
       spoilt_.find(args_, part.kv_begin, part.kv_end, chunk_);
       pack_keys(part.kv_begin);
       pack_values(part.kv_begin);
@@ -151,8 +152,10 @@ class Tiles {
         gather(args_.value_scale, part.kv_begin, part.kv_end, chunk_.value_scale, value_scales_);
         spoilt_.put(value_scales_, 0, 0);
       }
-      for (int64_t j = 0; j < count_; j += kTileRows)
-        take(j, std::min<int64_t>(j + kTileRows, count_));
+      for (int64_t j = 0; j < count_; j += kRowsOfBlock) {
+        next_.ask(args_, part.kv_begin, j + kRowsOfBlock, padded<kRowsOfBlock>(count_));
+        take(j);
+      }
     }
   }
 
@@ -174,46 +177,41 @@ class Tiles {
     std::fill_n(sums_, padded<kRowsOfBlock>(count_) * value_dim_, 0.0f);
   }
 
-  // Rows [begin, end), a tile, take in the chunk's keys and values.
-  void take(int64_t begin, int64_t end) {
-    if (rows_[end - 1].seen.end <= chunk_.begin ||
-        rows_[begin].seen.begin >= chunk_.begin + chunk_.count)
-      return;
-    for (int64_t t = 0; t < chunk_.count; t += kPanel)
-      for (int64_t j = begin; j < end; j += kRowsOfBlock)
-        if (t < seen_by_block(j))
-          block_product<Units, true>(queries_ + j * units_, units_, keys_ + t * units_, units_,
-                                     nullptr, scores_ + (j - begin) * kTileKeys + t, kTileKeys);
-    for (int64_t j = begin; j < begin + padded<kRowsOfBlock>(end - begin); j += kRowsOfSoftmax)
-      softmax(j, scores_ + (j - begin) * kTileKeys);
+  // A block of rows takes in the chunk's keys and values: its scores stay in the first level cache.
+  void take(int64_t j) {
+    const int64_t seen = seen_by_block(j);
+    if (!seen) return;
+    for (int64_t t = 0; t < seen; t += kPanel)
+      block_product<Units, true>(queries_ + j * units_, units_, keys_ + t * units_, units_,
+                                 nullptr, scores_ + t, kTileKeys);
+    softmax(j, seen);
     for (int64_t d = 0; d < value_dim_; d += kPanel)
-      for (int64_t j = begin; j < end; j += kRowsOfBlock)
-        block_product<Units, false>(scores_ + (j - begin) * kTileKeys, kTileKeys,
-                                    values_ + d * (kTileKeys / kUnit),
-                                    (seen_by_block(j) + kUnit - 1) / kUnit, factors_ + j,
-                                    sums_ + j * value_dim_ + d, value_dim_);
+      block_product<Units, false>(scores_, kTileKeys, values_ + d * (kTileKeys / kUnit),
+                                  (seen + kUnit - 1) / kUnit, factors_,
+                                  sums_ + j * value_dim_ + d, value_dim_);
   }
 
-  // How many of the chunk's first keys some row of a block sees.
-  int64_t seen_by_block(int64_t j) const {
-    int64_t end = 0;
-    for (int64_t r = j; r < j + kRowsOfBlock; ++r) end = std::max(end, rows_[r].seen.end);
-    return std::max<int64_t>(std::min(end - chunk_.begin, chunk_.count), 0);
-  }
-
-  void softmax(int64_t j, float* scores) {
-    const int64_t n = seen_by_block(j / kRowsOfBlock * kRowsOfBlock);
-    const int64_t lanes = padded<kScoreStep>(n);
-    Floats most[kRowsOfSoftmax];
-    for (int r = 0; r < kRowsOfSoftmax; ++r) spoilt_.put(scores + r * kTileKeys, 0, NAN);
-    for (int r = 0; r < kRowsOfSoftmax; ++r)
-      most[r] =
-          finish_scores(args_, rows_[j + r], chunk_.begin, n, key_scales_, scores + r * kTileKeys);
-    finish_weights(most, lanes, scores, kTileKeys, running_ + j, factors_ + j,
+  // Scores of a block with the chunk's first n keys become weights.
+  void softmax(int64_t j, int64_t n) {
+    Scored scored[kRowsOfBlock];
+    for (int r = 0; r < kRowsOfBlock; ++r) {
+      float* scores = scores_ + r * kTileKeys;
+      spoilt_.put(scores, 0, NAN);
+      scored[r] = finish_scores(args_, rows_[j + r], chunk_.begin, n, key_scales_, scores);
+    }
+    finish_weights(scored, padded<kScoreStep>(n), scores_, kTileKeys, running_ + j, factors_,
                    [&](int r, int64_t i, Floats w) {
                      if (value_scales_) w *= load(value_scales_ + i);
-                     Units::put_weights(scores + r * kTileKeys, i, w);
+                     Units::put_weights(scores_ + r * kTileKeys, i, w);
                    });
+  }
+
+  // How many of the chunk's first keys some row of a block sees. The last of its rows that there
+  // are sees furthest, the first one begins first.
+  int64_t seen_by_block(int64_t j) const {
+    const Span first = rows_[j].seen, last = rows_[std::min(j + kRowsOfBlock, count_) - 1].seen;
+    if (first.begin >= chunk_.begin + chunk_.count) return 0;
+    return std::clamp<int64_t>(last.end - chunk_.begin, 0, chunk_.count);
   }
 
   // Keys as panels [units, kPanel]: each column a token.
@@ -269,10 +267,11 @@ class Tiles {
   float *queries_, *scores_, *sums_, *keys_, *values_;
   Element* copies_;
   float *key_scales_ = nullptr, *value_scales_ = nullptr;  // of the chunk
-  float factors_[kBandRows];
+  float factors_[kRowsOfBlock];
   Running running_[kBandRows];
   ScoreRow rows_[kBandRows];
   Chunk<kTileKeys> chunk_;
+  NextChunk<Element, kTileKeys> next_;
   Spoilt<Element, kTileKeys> spoilt_;
 };
 
