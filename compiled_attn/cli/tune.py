@@ -38,7 +38,7 @@ def run_tune(options: TuneOptions) -> int:
     tuned.forget()
     for typed in (model.bfloat16, model.float):
         for weight in packable(typed()):
-            tuned.packs(weight)
+            tuned.packing(weight)
     if for_cpu():
         onednn_sizes(model, tuned)
     console = Console()

@@ -13,7 +13,7 @@ from compiled_attn.engine.config import ConfigError, EngineConfig
 from compiled_attn.engine.sizing import FORMS, Form
 from compiled_attn.hf.packed import packable, packed_weights, quantised_weights
 from compiled_attn.ops import AttentionTraits, NativeKernel, load
-from compiled_attn.ops.packed_linear import can_pack
+from compiled_attn.ops.packed_linear import Packing, as_int8, as_packed
 from compiled_attn.ops.tuning import tuning
 from compiled_attn.step import Parts, Tables
 
@@ -89,8 +89,8 @@ def _lacks(model: PreTrainedModel, config: EngineConfig) -> str | None:
 
 def packs(
     model: PreTrainedModel, config: EngineConfig, kernel: ChosenKernel
-) -> Callable[[Tensor], bool] | None:
-    """Which weights are to be packed; None: none of them.
+) -> Callable[[Tensor], Packing | None] | None:
+    """How weights are to be packed; None: none of them.
 
     Raises:
         ConfigError: they must be, and cannot: no such weights, or not the kernel that does it.
@@ -103,7 +103,8 @@ def packs(
             f"({kernel.notes['native']}): take weights 'auto' or 'plain'"
         )
     quantises = weights == "int8"
-    if is_asked_for and not packable(model, quantises=quantises) and not packed:
+    asked = as_int8 if quantises else as_packed
+    if is_asked_for and not any(map(asked, packable(model))) and not packed:
         dtypes = "bfloat16" if quantises else "bfloat16 or float32"
         raise ConfigError(
             f"expected weights of {dtypes} that can be packed (weights {weights!r}), got none: "
@@ -116,4 +117,4 @@ def packs(
         )
     if weights == "plain" or kernel.name != "native":
         return None
-    return can_pack if is_asked_for else tuning().packs
+    return asked if is_asked_for else tuning().packing

@@ -83,8 +83,7 @@ class LocalExecutor:
         blocks = sizing.num_blocks if sizing.cache is None else sizing.cache.blocks
         self.cache = cache_for(model, blocks, sizing.block_size, dtype=config.cache_dtype)
         packed = packs(model, config, self.kernel)
-        quantises = config.weights == "int8"
-        self.module = PagedCausalLM(model, self.cache, sizing.form, packed, quantises)
+        self.module = PagedCausalLM(model, self.cache, sizing.form, packed)
         common: dict[str, Any] = {"backend": config.backend, "strict": config.strict}
         common |= self._backend_options(model)
         load()  # the sampler's kernel, before the first step wants it
@@ -219,8 +218,9 @@ class LocalExecutor:
         )
 
     def _notes(self) -> dict[str, str]:
-        packed, quantised = self.module.packed, self.module.quantised
-        kind = "in int8" if quantised else "packed"
+        packed, halved = self.module.packed, self.module.halved
+        kind = "in int8" if self.module.quantised else "packed"
+        kind += f", {halved} of float32 in 16 bits, which hold them exactly" if halved else ""
         notes = {"weights": f"{packed} weights {kind}"} if packed else {}
         if self._onednn:
             sizes = ", ".join(f"{outputs} x {inputs}" for outputs, inputs in sorted(self._onednn))

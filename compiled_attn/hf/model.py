@@ -24,10 +24,16 @@ from compiled_attn.hf.attention import (
     restore,
 )
 from compiled_attn.hf.equality import check_equal, check_near, plain_logits
-from compiled_attn.hf.packed import pack_linears, packed_weights, quantised_weights
+from compiled_attn.hf.packed import (
+    halved_weights,
+    pack_linears,
+    packed_weights,
+    quantised_weights,
+)
 from compiled_attn.hf.recorder import takes_logits_to_keep
 from compiled_attn.hf.shapes import calls_by_layer, check_fits
 from compiled_attn.ops import AttentionTraits, Implementation, choose
+from compiled_attn.ops.packed_linear import Packing
 from compiled_attn.step import Parts, StepBatch, StepForm, TableBatch
 
 __all__ = ["ModelChanged", "PagedCausalLM", "Snapshot"]
@@ -142,15 +148,13 @@ class PagedCausalLM(nn.Module):
             region that a graph compiles once. A model that is refused is left as it was.
         cache: the paged cache, see `cache_for`.
         form: how steps become tensors; None: in parts, for plain torch.
-        packs: whether a weight ``[N, K]`` of a linear layer is to be packed, see
-            `compiled_attn.hf.packed`; None: none is. A model whose logits then differ keeps its
-            layers.
-        quantises: those become int8, and a model whose logits are then far from what they were is
-            refused.
+        packs: how a weight ``[N, K]`` of a linear layer is to be packed, see
+            `compiled_attn.hf.packed.pack_linears`; None: none is. A model whose logits then differ
+            keeps its layers; one whose logits are far from what they were in int8 is refused.
 
     Attributes:
         packed: how many weights are packed, also by an engine before.
-        quantised: how many of these are int8.
+        quantised, halved: how many of these are int8, and how many the upper halves of float32.
         vocab, logits_dtype: of its rows of logits.
 
     Raises:
@@ -171,8 +175,7 @@ class PagedCausalLM(nn.Module):
         model: PreTrainedModel,
         cache: PagedKVCache,
         form: StepForm | None = None,
-        packs: Callable[[Tensor], bool] | None = None,
-        quantises: bool = False,
+        packs: Callable[[Tensor], Packing | None] | None = None,
     ) -> None:
         super().__init__()
         self.form: StepForm = form or Parts(cache.num_blocks, cache.block_size)
@@ -192,8 +195,9 @@ class PagedCausalLM(nn.Module):
             self._switch(undo)
             check_equal(self, expected)
             if packs is not None:
-                self._pack(packs, quantises, expected, undo)
+                self._pack(packs, expected, undo)
             self.packed, self.quantised = packed_weights(model), quantised_weights(model)
+            self.halved = halved_weights(model)
             undo.pop_all()
         self.remember()
 
@@ -231,8 +235,7 @@ class PagedCausalLM(nn.Module):
 
     def _pack(
         self,
-        packs: Callable[[Tensor], bool],
-        quantises: bool,
+        packs: Callable[[Tensor], Packing | None],
         expected: Tensor,
         undo: contextlib.ExitStack,
     ) -> None:
@@ -243,10 +246,9 @@ class PagedCausalLM(nn.Module):
             pack_linears(
                 self.model,
                 trial,
-                lambda w: all(w is not kept for kept in taken_apart) and packs(w),
-                quantises=quantises,
+                lambda w: packs(w) if all(w is not kept for kept in taken_apart) else None,
             )
-            if quantises:
+            if quantised_weights(self.model):
                 check_near(self, expected)
                 undo.enter_context(trial.pop_all())
                 return

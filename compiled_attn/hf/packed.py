@@ -2,7 +2,8 @@
 
 The parameters stay the model's, in another order: no memory is needed twice. What goes in and out
 by ``state_dict`` has the order of plain weights. In int8 they take half of the memory, and are what
-they were but for rounding.
+they were but for rounding; so do the upper halves of weights of float32 whose lower ones are zeros,
+and those are what they were.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from torch.nn import Parameter, functional
 
 from compiled_attn.hf.attention import restore
 from compiled_attn.ops import load, packed_linear
+from compiled_attn.ops.packed_linear import Packing
 
 __all__ = [
     "PackedEmbedding",
     "PackedLinear",
+    "halved_weights",
     "pack_linears",
     "packable",
     "packed_weights",
@@ -30,25 +33,36 @@ __all__ = [
     "quantised_weights",
 ]
 
-Wanted = Callable[[Tensor], bool]
-
 
 class _Packed(nn.Module):
     """A layer of a packed ``weight``, which `state_dict` gives and takes as a plain one.
 
     Attributes:
         scale: ``[N]`` of a weight of int8; None for any other.
+        single: of a weight of halves nothing, in the dtype that it stands for; None for any other.
     """
 
     weight: Tensor
     scale: Tensor | None
+    single: Tensor | None
 
     def _keep(self, weight: Tensor, scale: Tensor | None) -> None:
         self.weight = weight
         self.register_buffer("scale", scale, persistent=False)
+        is_halves = weight.dtype is torch.int16
+        single = weight.new_empty(0, dtype=torch.float32) if is_halves else None
+        self.register_buffer("single", single, persistent=False)  # is cast with the model
+
+    def _is_cast(self) -> bool:
+        """Whether the op does not take the weight any more."""
+        if self.single is not None:
+            return self.single.dtype is not torch.float32
+        return not packed_linear.is_packed(self.weight)
 
     def _plain_weight(self) -> Tensor:
         weight = packed_linear.unpack(self.weight.detach())
+        if self.single is not None:
+            return weight.to(self.single.dtype)
         return weight if self.scale is None else (weight * self.scale[:, None]).bfloat16()
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -60,14 +74,26 @@ class _Packed(nn.Module):
         plain = state.get(name)
         panels, pairs, *tile = self.weight.shape
         if plain is not None and plain.shape == (panels * tile[0], pairs * tile[1]):
-            if self.scale is None:
-                packed = packed_linear.arranged(plain.to(self.weight), tile[1])
-            else:
-                packed, scale = packed_linear.quantise(plain)
-                self.scale.copy_(scale)
-            state = {**state, name: packed}
+            *_, errors = others
+            state = {**state, name: self._taken(name, plain, errors)}
         # or else torch says what does not fit
         super()._load_from_state_dict(state, prefix, *others)
+
+    def _taken(self, name: str, plain: Tensor, errors: list[str]) -> Tensor:
+        """A plain weight packed as this one is; this one where it cannot be, with an error."""
+        if self.scale is not None:
+            packed, scale = packed_linear.quantise(plain)
+            self.scale.copy_(scale)
+            return packed
+        if self.single is None:
+            return packed_linear.arranged(plain.to(self.weight), self.weight.shape[-1])
+        if packed_linear.has_halves(plain.to(self.single)):
+            return packed_linear.halve(plain.to(self.single))
+        errors.append(
+            f"expected for {name} weights that bfloat16 holds exactly, as those that an engine has "
+            "packed into 16 bits, got others: load the model again, and take weights 'packed'"
+        )
+        return self.weight
 
 
 class PackedLinear(_Packed):
@@ -91,8 +117,7 @@ class PackedLinear(_Packed):
     def forward(self, input: Tensor) -> Tensor:
         """The layer's output."""
         # The op has no backward; and a weight may have been cast since, to compare.
-        is_cast = not packed_linear.is_packed(self.weight)
-        if is_cast or not self._takes(input.dtype) or self._wants_gradients(input):
+        if self._is_cast() or not self._takes(input.dtype) or self._wants_gradients(input):
             return self.plain(input)
         rows = input.reshape(-1, self.in_features).contiguous()
         out = torch.ops.compiled_attn.packed_linear(rows, self.weight, self.bias, self.scale)
@@ -100,6 +125,8 @@ class PackedLinear(_Packed):
         return shaped
 
     def _takes(self, dtype: torch.dtype) -> bool:
+        if self.single is not None:
+            return dtype is torch.float32
         return self.scale is None or dtype is torch.bfloat16
 
     def _wants_gradients(self, input: Tensor) -> bool:
@@ -109,6 +136,8 @@ class PackedLinear(_Packed):
     def plain(self, input: Tensor) -> Tensor:
         """The output of a plain layer of the same weight, which is unpacked for this call."""
         weight = packed_linear.unpack(self.weight)
+        if self.single is not None:
+            weight = weight.to(self.single.dtype)
         if self.scale is None:
             return functional.linear(input, weight, self.bias)
         sums = functional.linear(input, weight.to(input.dtype)) * self.scale
@@ -139,6 +168,8 @@ class PackedEmbedding(_Packed):
     def forward(self, ids: Tensor) -> Tensor:
         """The rows of the ids."""
         rows = self._rows(ids)
+        if self.single is not None:
+            return rows.to(self.single.dtype)
         return rows if self.scale is None else (rows * self.scale[ids][..., None]).bfloat16()
 
     def _rows(self, ids: Tensor) -> Tensor:
@@ -154,9 +185,7 @@ class PackedEmbedding(_Packed):
 def pack_linears(
     model: nn.Module,
     undo: contextlib.ExitStack,
-    wanted: Wanted = packed_linear.can_pack,
-    *,
-    quantises: bool = False,
+    packing: Callable[[Tensor], Packing | None] = packed_linear.as_packed,
 ) -> None:
     """Packs the weights of a model's linear layers, each where it is.
 
@@ -167,15 +196,17 @@ def pack_linears(
     Args:
         model: is changed; where gradients are wanted, its layers compute as plain ones.
         undo: gets what makes the model what it was: the weights themselves, where they become int8.
-        wanted: whether a weight ``[N, K]`` is to be packed, of those that can be.
-        quantises: to int8, with a scale for each output; of bfloat16 alone.
+        packing: how a weight ``[N, K]`` is to be packed, of those that can be; None: not at all.
+            int8 has a scale for each output, and is for bfloat16 alone. Integers have no gradients:
+            weights of int8 and of halves need none from then on.
     """
     homes, owners = _homes(model), _owners(model)
-    for parameter in packable(model, quantises=quantises):
-        if not wanted(parameter):
+    for parameter in packable(model):
+        chosen = packing(parameter)
+        if chosen is None:
             continue
         places = owners[parameter.data_ptr()]
-        scale = (_quantise if quantises else _pack)(parameter, undo)
+        scale = _PACK[chosen](parameter, undo)
         for _, module in places:
             _replace(module, scale, homes[id(module)], undo)
 
@@ -202,14 +233,19 @@ def quantised_weights(model: nn.Module) -> int:
     return len({id(layer.weight) for layer in layers})
 
 
-def packable(model: nn.Module, *, quantises: bool = False) -> list[Parameter]:
-    """The weights of a model that `pack_linears` would pack."""
-    can_pack = packed_linear.can_quantise if quantises else packed_linear.can_pack
+def halved_weights(model: nn.Module) -> int:
+    """How many of them are the upper halves of float32."""
+    layers = (m for m in model.modules() if isinstance(m, PackedLinear) and m.single is not None)
+    return len({id(layer.weight) for layer in layers})
+
+
+def packable(model: nn.Module) -> list[Parameter]:
+    """The weights of a model that `pack_linears` can pack."""
     return [
         owners[0][0]
         for owners in _owners(model).values()
         if len({id(parameter) for parameter, _ in owners}) == 1  # or else one would stay behind
-        and can_pack(owners[0][0])
+        and packed_linear.can_pack(owners[0][0])
         and any(type(module) is nn.Linear for _, module in owners)
         and all(_is_plain(module) for _, module in owners)
     ]
@@ -247,13 +283,29 @@ def _pack(parameter: Parameter, undo: contextlib.ExitStack) -> Tensor | None:
     return None
 
 
-def _quantise(parameter: Parameter, undo: contextlib.ExitStack) -> Tensor:
+def _halve(parameter: Parameter, undo: contextlib.ExitStack) -> Tensor | None:
+    halves = packed_linear.halve(parameter.detach())
+    undo.callback(parameter.requires_grad_, parameter.requires_grad)
+    undo.callback(_unpack, parameter)
+    parameter.requires_grad_(False)  # integers have no gradients
+    parameter.data = halves
+    return None
+
+
+def _quantise(parameter: Parameter, undo: contextlib.ExitStack) -> Tensor | None:
     """Makes a weight int8; returns its scale."""
     undo.callback(parameter.requires_grad_, parameter.requires_grad)
     undo.callback(setattr, parameter, "data", parameter.detach())
-    parameter.requires_grad_(False)  # integers have no gradients
+    parameter.requires_grad_(False)
     parameter.data, scale = packed_linear.quantise(parameter.detach())
     return scale
+
+
+_PACK: dict[Packing, Callable[[Parameter, contextlib.ExitStack], Tensor | None]] = {
+    "packed": _pack,
+    "halves": _halve,
+    "int8": _quantise,
+}
 
 
 def _replace(

@@ -25,8 +25,8 @@ _SHAPES = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default
 class JoinedLayers(CustomGraphPass):
     """Replaces calls of ``packed_linear`` of one input by one of ``packed_linears``.
 
-    Only where weights, biases and scales are inputs of the graph, and all of the calls have a bias
-    or none, and a scale or none.
+    Only where weights, biases and scales are inputs of the graph, weights of one dtype, and all of
+    the calls have a bias or none, and a scale or none.
     """
 
     def __call__(self, graph: Graph) -> None:
@@ -37,7 +37,8 @@ class JoinedLayers(CustomGraphPass):
                 input, *parameters = _arguments(node)
                 if all(each is None or each.op == "placeholder" for each in parameters):
                     has = tuple(each is None for each in parameters)
-                    groups[_identity(input), has].append(node)
+                    dtype = getattr(parameters[0].meta.get("val"), "dtype", None)
+                    groups[_identity(input), dtype, has].append(node)
         for nodes in groups.values():
             if len(nodes) > 1:
                 _join(graph, nodes)

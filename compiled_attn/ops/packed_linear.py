@@ -6,24 +6,32 @@ pair the outputs. That is what the dot products of AVX-512 (``vdpbf16ps``) and t
 nothing is rearranged. In float32 single inputs follow each other, for multiply-adds. vLLM and
 oneDNN pack weights for the same reason; here they take no more memory than before, see
 `compiled_attn.hf.packed`.
+
+Most models are published in bfloat16. Served in float32, the lower halves of their weights are
+zeros; the upper ones alone are read in half of the time, and give the same bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 __all__ = [
+    "Packing",
     "arranged",
+    "as_int8",
+    "as_packed",
     "can_pack",
     "can_quantise",
     "fake",
     "fake_all",
     "fake_rows",
+    "halve",
+    "has_halves",
     "is_packed",
     "pack",
     "quantise",
@@ -35,8 +43,17 @@ __all__ = [
 
 _PANEL = 16
 _INPUTS = 32  # of a tile
+_ROWS_AT_ONCE = 1024  # of a weight that is looked at
 _GREATEST = 127.0
-_TOGETHER = {torch.bfloat16: 2, torch.int8: 2, torch.float32: 1}  # inputs of an output
+_TOGETHER = {  # inputs of an output
+    torch.bfloat16: 2,
+    torch.int8: 2,
+    torch.int16: 2,
+    torch.float32: 1,
+}
+
+Packing = Literal["packed", "halves", "int8"]
+"""How a weight is kept: of its dtype, as upper halves of float32, or quantised."""
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -54,6 +71,24 @@ def can_pack(weight: Tensor) -> bool:
 def can_quantise(weight: Tensor) -> bool:
     """Whether it can be packed in int8, of which the op computes in bfloat16."""
     return weight.dtype is torch.bfloat16 and can_pack(weight)
+
+
+def has_halves(weight: Tensor) -> bool:
+    """Whether a weight that can be packed is float32 whose lower halves are zeros."""
+    if not can_pack(weight) or weight.dtype is not torch.float32:
+        return False
+    bits = weight.detach().view(torch.int32)
+    return not any((part & 0xFFFF).any() for part in bits.split(_ROWS_AT_ONCE))
+
+
+def as_packed(weight: Tensor) -> Packing | None:
+    """All weights that can be packed, of their dtype."""
+    return "packed" if can_pack(weight) else None
+
+
+def as_int8(weight: Tensor) -> Packing | None:
+    """All weights that can be int8."""
+    return "int8" if can_quantise(weight) else None
 
 
 def is_packed(weight: Tensor) -> bool:
@@ -77,6 +112,24 @@ def pack(weight: Tensor) -> Tensor:
             f"on {weight.device}: leave it as it is"
         )
     return arranged(weight, _TOGETHER[weight.dtype])
+
+
+def halve(weight: Tensor) -> Tensor:
+    """The upper halves of ``weight [N, K]`` float32 in the order of the op: a copy.
+
+    Returns:
+        ``[N / 16, K / 2, 16, 2]`` int16, of which `unpack` gives the very weight back.
+
+    Raises:
+        ValueError: the lower halves are not zeros, see `has_halves`.
+    """
+    if not has_halves(weight):
+        raise ValueError(
+            "expected a float32 weight that can be packed and that bfloat16 holds exactly, got "
+            f"{weight.dtype} {[*weight.shape]} that is another: pack it as it is"
+        )
+    upper = weight.view(torch.int32) >> 16
+    return arranged(upper.to(torch.int16), _TOGETHER[torch.int16])
 
 
 def arranged(weight: Tensor, together: int) -> Tensor:
@@ -103,15 +156,20 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
 def unpack(weight: Tensor) -> Tensor:
     """The weight ``[N, K]`` that ``weight [N / 16, K / 2, 16, 2]`` was packed from: a copy.
 
-    So it is of ``[N / 16, K, 16, 1]``.
+    So it is of ``[N / 16, K, 16, 1]``. Of halves it is float32, of int8 the codes.
     """
     panels, groups, _, together = weight.shape
-    return weight.transpose(1, 2).reshape(panels * _PANEL, together * groups)
+    return _whole(weight.transpose(1, 2).reshape(panels * _PANEL, together * groups))
+
+
+def _whole(weight: Tensor) -> Tensor:
+    """Floats of halves, and anything else as it is."""
+    return weight.view(torch.bfloat16).float() if weight.dtype is torch.int16 else weight
 
 
 def rows(weight: Tensor, ids: Tensor) -> Tensor:
     """Rows ``ids [...]`` of what was packed, ``[..., K]``: an embedding that a head shares."""
-    return weight[ids // _PANEL, :, ids % _PANEL].flatten(-2)
+    return _whole(weight[ids // _PANEL, :, ids % _PANEL].flatten(-2))
 
 
 def reference(
@@ -121,7 +179,8 @@ def reference(
 
     Args:
         input: ``[M, K]`` bfloat16 or float32, rows of any stride.
-        weight: of that dtype, of `pack`; or under an input of bfloat16 int8, of `quantise`.
+        weight: of that dtype, of `pack`; or under an input of bfloat16 int8, of `quantise`; or
+            under one of float32 int16, of `halve`.
         bias: ``[N]`` of the input's dtype.
         scale: ``[N]`` float32, of `quantise`; None for a weight of `pack`.
 
@@ -164,4 +223,4 @@ def _layers(weights: Sequence[Tensor], *others: Sequence[Tensor]) -> Any:
 
 def fake_rows(weight: Tensor, ids: Tensor) -> Tensor:
     """The shape of `rows`."""
-    return weight.new_empty(ids.shape[0], weight.shape[1] * weight.shape[3])
+    return _whole(weight.new_empty(ids.shape[0], weight.shape[1] * weight.shape[3]))

@@ -20,18 +20,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from compiled_attn.ops import packed_linear
 from compiled_attn.ops.cpu.libraries import tuning_of
+from compiled_attn.ops.packed_linear import Packing, halve, has_halves, pack
 from compiled_attn.ops.paged_attention import NativeOps, load
 from compiled_attn.ops.timing import medians
 from graphs.errors import StoreBusy
 from graphs.files import write_whole
 from graphs.store.lock import locked
 
-__all__ = ["FLOAT32", "ONEDNN", "Tuning", "onednn_sizes", "tuning"]
+__all__ = ["FLOAT32", "HALVES", "ONEDNN", "Tuning", "onednn_sizes", "tuning"]
 
 FLOAT32 = ", float32"
 """End of the name of a result of packed weights of that dtype."""
+HALVES = ", float32 in halves"
+"""End of the name of a result of packed weights that are the upper halves of that dtype."""
 ONEDNN = ", oneDNN"
 """End of the name of a result of oneDNN."""
 
@@ -75,19 +77,26 @@ class Tuning:
 
     @property
     def results(self) -> Mapping[str, float]:
-        """Every ratio that is known, by ``threads, outputs x inputs`` and `FLOAT32` or `ONEDNN`."""
+        """Every ratio that is known, by ``threads, outputs x inputs`` and an end as `FLOAT32`."""
         return self._known
 
-    def packs(self, weight: Tensor) -> bool:
-        """Whether ``weight [N, K]``, which can be packed, is read faster if it is."""
+    def packing(self, weight: Tensor) -> Packing | None:
+        """How ``weight [N, K]``, which can be packed, is read fastest; None: as it is."""
         is_float32 = weight.dtype is torch.float32
-        return self._gains(weight, FLOAT32 if is_float32 else "", _packed_ratio)
+        packed = self._gain(weight, FLOAT32 if is_float32 else "", partial(_packed_ratio, pack))
+        halves = (
+            self._gain(weight, HALVES, partial(_packed_ratio, halve)) if has_halves(weight) else 0.0
+        )
+        if max(packed, halves) <= 1:
+            return None
+        return "halves" if halves > packed else "packed"
 
     def takes_onednn(self, weight: Tensor) -> bool:
         """Whether oneDNN computes the layer of ``weight [N, K]`` float32 faster than MKL."""
-        return self._gains(weight, ONEDNN, _onednn_ratio)
+        return self._gain(weight, ONEDNN, _onednn_ratio) > 1
 
-    def _gains(self, weight: Tensor, kind: str, measure: Measure) -> bool:
+    def _gain(self, weight: Tensor, kind: str, measure: Measure) -> float:
+        """The ratio of the sizes of a weight, measured if it is not known."""
         outputs, inputs = weight.shape
         key = f"{torch.get_num_threads()} threads, {outputs} x {inputs}{kind}"
         if key not in self._known:
@@ -97,7 +106,7 @@ class Tuning:
                     ratio = (self._measure or measure)(self._ops, weight)
                     self._known[key] = self._measured[key] = round(ratio, 3)
                     self._write()
-        return self._known[key] > 1
+        return self._known[key]
 
     def forget(self) -> None:
         """Measures everything again when it is next asked for."""
@@ -182,16 +191,17 @@ def _by_onednn(input: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
-def _packed_ratio(ops: NativeOps, weight: Tensor) -> float:
+def _packed_ratio(pack: Callable[[Tensor], Tensor], ops: NativeOps, weight: Tensor) -> float:
     """The geometric mean over numbers of rows of the time of plain weights over that of packed.
 
     In float32 that of the faster library of the two.
     """
     copies = max(1, min(64, _COLD_BYTES // (weight.numel() * weight.element_size())))
     chance = torch.Generator().manual_seed(0)  # not the user's
-    drawn = torch.randn(weight.shape, dtype=weight.dtype, generator=chance)  # zeros would be faster
+    drawn = torch.randn(weight.shape, generator=chance)  # zeros would be faster
+    drawn = drawn.bfloat16().to(weight.dtype)  # of which there are halves
     plain = [drawn.clone() for _ in range(copies)]
-    packed = [packed_linear.pack(drawn) for _ in range(copies)]
+    packed = [pack(drawn) for _ in range(copies)]
     counts = _FEW_ROWS if weight.numel() > _LARGE else _ROWS
     plainly: list[Callable[[Tensor, Tensor], Tensor]] = [functional.linear]
     if weight.dtype is torch.float32 and torch.backends.mkldnn.is_available():

@@ -15,6 +15,7 @@ from compiled_attn.hf import PagedCausalLM, cache_for
 from compiled_attn.hf.packed import (
     PackedEmbedding,
     PackedLinear,
+    halved_weights,
     pack_linears,
     packed_weights,
     quantised_weights,
@@ -133,7 +134,7 @@ def test_weights_of_float32_are_packed_and_computed_with_as_what_they_are_cast_t
     plain = copy.deepcopy(model)
     with torch.no_grad():
         before = model(IDS)
-        pack_linears(model, contextlib.ExitStack(), quantises=True)
+        pack_linears(model, contextlib.ExitStack(), packed_linear.as_int8)
         assert packed_weights(model) == 0  # int8 is for bfloat16
         pack_linears(model, contextlib.ExitStack())
         assert packed_weights(model) == 3
@@ -215,7 +216,7 @@ def test_a_check_compares_packed_layers_with_plain_ones(monkeypatch):
 
 
 def test_only_wanted_weights_are_packed(model):
-    pack_linears(model, contextlib.ExitStack(), lambda w: w.shape[0] == 32)
+    pack_linears(model, contextlib.ExitStack(), lambda w: "packed" if w.shape[0] == 32 else None)
     assert packed_weights(model) == 1
     assert type(model.head) is nn.Linear and isinstance(model.inner["b"], PackedLinear)
 
@@ -223,10 +224,10 @@ def test_only_wanted_weights_are_packed(model):
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "deepseek_v3"])
 def test_a_served_model_is_packed_and_right(family):
     model = small_model(family).to(torch.bfloat16)
-    paged = PagedCausalLM(model, cache_for(model, 5, 4), packs=packed_linear.can_pack)
+    paged = PagedCausalLM(model, cache_for(model, 5, 4), packs=packed_linear.as_packed)
     kinds = {type(module) for module in model.modules()}
     assert (paged.packed > 0) == (PackedLinear in kinds)
-    again = PagedCausalLM(model, cache_for(model, 5, 4), packs=packed_linear.can_pack)
+    again = PagedCausalLM(model, cache_for(model, 5, 4), packs=packed_linear.as_packed)
     assert again.packed == paged.packed
 
 
@@ -259,7 +260,7 @@ def test_a_model_that_packing_would_change_keeps_its_layers(monkeypatch, caplog)
     monkeypatch.setattr(packed_linear, "pack", lambda weight: pack(-weight))
     monkeypatch.setattr(packed_linear, "unpack", lambda weight: -_UNPACK(weight))
     with caplog.at_level(logging.WARNING):
-        paged = PagedCausalLM(model, cache_for(model, 5, 4), packs=packed_linear.can_pack)
+        paged = PagedCausalLM(model, cache_for(model, 5, 4), packs=packed_linear.as_packed)
     assert paged.packed == 0 and "weights are not packed" in caplog.text
     assert all(module is modules[name] for name, module in model.named_modules())
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
@@ -275,7 +276,7 @@ def test_layers_of_int8_compute_with_rounded_weights_of_half_the_memory(model):
     plain = copy.deepcopy(model)
     packed = [model.head.weight, model.inner["a"].weight, model.inner["b"].weight]
     before, input = sum(w.nbytes for w in packed), torch.randn(5, 64).bfloat16()
-    pack_linears(model, contextlib.ExitStack(), quantises=True)
+    pack_linears(model, contextlib.ExitStack(), packed_linear.as_int8)
     assert packed_weights(model) == quantised_weights(model) == 3
     assert sum(w.nbytes for w in packed) * 2 == before
     for layer in (lambda m: m.head, lambda m: m.inner["a"], lambda m: m.inner["b"]):
@@ -293,7 +294,7 @@ def test_undoing_int8_gives_the_very_weights_back(model):
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     places = [parameter.data_ptr() for parameter in parameters]
     with contextlib.ExitStack() as undo:
-        pack_linears(model, undo, quantises=True)
+        pack_linears(model, undo, packed_linear.as_int8)
     assert all(module is modules[name] for name, module in model.named_modules())
     assert [*map(id, parameters)] == [*map(id, model.parameters())]
     assert [parameter.data_ptr() for parameter in model.parameters()] == places
@@ -304,7 +305,7 @@ def test_undoing_int8_gives_the_very_weights_back(model):
 
 def test_the_state_of_int8_layers_is_their_rounded_weights_and_takes_others(model):
     plain = {name: value.clone() for name, value in model.state_dict().items()}
-    pack_linears(model, contextlib.ExitStack(), quantises=True)
+    pack_linears(model, contextlib.ExitStack(), packed_linear.as_int8)
     rounded = model.state_dict()
     assert {name: value.dtype for name, value in rounded.items()} == {
         name: value.dtype for name, value in plain.items()
@@ -323,7 +324,7 @@ def test_a_check_of_int8_layers_compares_with_plain_ones_of_rounded_weights():
     model = small_model("llama").to(torch.bfloat16)
     prompt = [3, 5, 7, 11]
     rounded = copy.deepcopy(model)
-    pack_linears(rounded, contextlib.ExitStack(), quantises=True)
+    pack_linears(rounded, contextlib.ExitStack(), packed_linear.as_int8)
     results = [Result(0, prompt, plain_generate(rounded, prompt, 8))]
     assert not check(rounded, results, 1).mismatches
 
@@ -334,9 +335,92 @@ def test_a_model_that_does_not_bear_int8_is_refused_and_left_as_it_was(monkeypat
     quantise = packed_linear.quantise
     monkeypatch.setattr(packed_linear, "quantise", lambda weight: quantise(-weight))
     with pytest.raises(ModelRefused, match="bears weights of int8"):
-        PagedCausalLM(model, cache_for(model, 5, 4), packs=packed_linear.can_pack, quantises=True)
+        PagedCausalLM(model, cache_for(model, 5, 4), packs=packed_linear.as_int8)
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
     assert not packed_weights(model)
+
+
+@pytest.fixture
+def single() -> Small:
+    """A model of float32 whose weights bfloat16 holds exactly."""
+    load()
+    torch.manual_seed(0)
+    return Small().bfloat16().float().eval()
+
+
+def in_halves(weight: torch.Tensor) -> packed_linear.Packing | None:
+    return "halves" if packed_linear.has_halves(weight) else "packed"
+
+
+def test_weights_in_halves_compute_as_whole_ones_and_take_half_of_the_memory(single):
+    whole, parameters = copy.deepcopy(single), [*single.parameters()]
+    before = sum(p.nbytes for p in (single.head.weight, single.inner["a"].weight))
+    pack_linears(whole, contextlib.ExitStack())
+    pack_linears(single, contextlib.ExitStack(), in_halves)
+    assert packed_weights(single) == halved_weights(single) == 3
+    assert sum(p.nbytes for p in (single.head.weight, single.inner["a"].weight)) * 2 == before
+    assert all(one is other for one, other in zip(parameters, single.parameters(), strict=True))
+    with torch.no_grad():
+        for one, other in zip(single(IDS), whole(IDS), strict=True):
+            assert torch.equal(one, other)
+
+
+def test_a_weight_with_more_bits_stays_whole(single):
+    with torch.no_grad():
+        single.inner["a"].weight[3, 5] = 1 / 3
+    pack_linears(single, contextlib.ExitStack(), in_halves)
+    assert packed_weights(single) == 3 and halved_weights(single) == 2
+
+
+def test_undoing_halves_gives_the_weights_back(single):
+    modules = dict(single.named_modules())
+    weights = {name: value.clone() for name, value in single.state_dict().items()}
+    with contextlib.ExitStack() as undo:
+        pack_linears(single, undo, in_halves)
+    assert all(module is modules[name] for name, module in single.named_modules())
+    assert all(parameter.requires_grad for parameter in single.parameters())
+    for name, value in single.state_dict().items():
+        assert value.dtype is torch.float32 and torch.equal(value, weights[name]), name
+
+
+def test_the_state_of_halves_is_that_of_plain_weights_and_takes_what_they_hold(single):
+    plain = {name: value.clone() for name, value in single.state_dict().items()}
+    pack_linears(single, contextlib.ExitStack(), in_halves)
+    for name, value in single.state_dict().items():
+        assert value.dtype is torch.float32 and torch.equal(value, plain[name]), name
+    other = {name: torch.randn_like(value).bfloat16().float() for name, value in plain.items()}
+    other["head.weight"] = other["embedding.weight"]
+    other["of_scaled.weight"] = other["scaled.weight"]
+    single.load_state_dict(other)
+    assert all(torch.equal(value, other[name]) for name, value in single.state_dict().items())
+    wrong = {**other, "inner.a.weight": other["inner.a.weight"] + 1 / 3}
+    with pytest.raises(RuntimeError, match=r"for inner\.a\.weight weights that bfloat16 holds"):
+        single.load_state_dict(wrong)
+    assert torch.equal(single.state_dict()["inner.a.weight"], other["inner.a.weight"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_halves_that_are_cast_are_what_the_whole_weights_are_cast_to(single, dtype):
+    plain = copy.deepcopy(single).to(dtype)
+    pack_linears(single, contextlib.ExitStack(), in_halves)
+    single.to(dtype)
+    with torch.no_grad():
+        for one, other in zip(single(IDS), plain(IDS), strict=True):
+            assert one.dtype is dtype
+            torch.testing.assert_close(one, other)
+    assert all(value.dtype is dtype for value in single.state_dict().values())
+    single.float()
+    with torch.no_grad():
+        torch.testing.assert_close(single(IDS), plain.float()(IDS))
+
+
+def test_the_rounding_of_a_model_in_halves_can_be_measured():
+    model = small_model("llama").to(torch.bfloat16).float()
+    plain = rounding_of(model, [3, 5, 7], last_logits(model, [3, 5, 7]))
+    pack_linears(model, contextlib.ExitStack(), in_halves)
+    assert halved_weights(model)
+    rounding = rounding_of(model, [3, 5, 7], last_logits(model, [3, 5, 7]))
+    torch.testing.assert_close(rounding.exact, plain.exact)
 
 
 _UNPACK = packed_linear.unpack

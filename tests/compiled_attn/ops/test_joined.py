@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from torch._inductor.utils import run_and_get_code
 from compiled_attn.hf.packed import pack_linears
 from compiled_attn.ops import load, packed_linear
 from compiled_attn.ops.joined import JoinedLayers
+from compiled_attn.ops.packed_linear import Packing
 
 OPTIONS = {"post_grad_custom_pre_pass": JoinedLayers()}
 JOINED = "torch.ops.compiled_attn.packed_linears.default("
@@ -33,9 +34,10 @@ class Layers(nn.Module):
         return self.down(torch.relu(self.gate(x)) * self.up(x)), self.other(x)
 
 
-def packed(module: nn.Module, *, quantises: bool = False) -> nn.Module:
+def packed(module: nn.Module, packing: Packing = "packed") -> nn.Module:
     module = module.bfloat16().eval().requires_grad_(False)
-    pack_linears(module, contextlib.ExitStack(), quantises=quantises)
+    module = module.float() if packing == "halves" else module
+    pack_linears(module, contextlib.ExitStack(), lambda _: packing)
     return module
 
 
@@ -47,11 +49,11 @@ def compiled(module: Callable[..., Any], x: torch.Tensor) -> tuple[tuple[torch.T
     return out, code
 
 
-@pytest.mark.parametrize("quantises", [False, True], ids=["bfloat16", "int8"])
+@pytest.mark.parametrize("packing", get_args(Packing))
 @pytest.mark.parametrize("rows", [1, 7, 40])
-def test_layers_of_one_input_are_one_call_and_the_same_bits(rows, quantises):
-    module = packed(Layers(), quantises=quantises)
-    x = torch.randn(1, rows, 64).bfloat16()
+def test_layers_of_one_input_are_one_call_and_the_same_bits(rows, packing):
+    module = packed(Layers(), packing)
+    x = torch.randn(1, rows, 64).to(torch.float32 if packing == "halves" else torch.bfloat16)
     out, code = compiled(module, x)
     assert code.count(JOINED) == 1 and code.count(ALONE) == 1  # down
     with torch.no_grad():
@@ -62,6 +64,18 @@ def test_layers_of_one_input_are_one_call_and_the_same_bits(rows, quantises):
 def test_a_layer_with_a_bias_is_not_joined_with_those_without():
     module = packed(Layers(biased=True))
     x = torch.randn(3, 64).bfloat16()
+    out, code = compiled(module, x)
+    assert code.count(JOINED) == 1 and code.count(ALONE) == 2
+    with torch.no_grad():
+        wanted = module(x)
+    assert all(torch.equal(*pair) for pair in zip(out, wanted, strict=True))
+
+
+def test_layers_that_are_packed_in_other_ways_are_not_joined():
+    module = Layers().bfloat16().float().eval().requires_grad_(False)
+    halved = module.up.weight
+    pack_linears(module, contextlib.ExitStack(), lambda w: "halves" if w is halved else "packed")
+    x = torch.randn(3, 64)
     out, code = compiled(module, x)
     assert code.count(JOINED) == 1 and code.count(ALONE) == 2
     with torch.no_grad():

@@ -23,15 +23,32 @@ def _tuning(file, ratios: list[float]) -> Tuning:
 
 @pytest.mark.parametrize(("ratio", "packs"), [(1.5, True), (0.9, False)])
 def test_weights_are_packed_where_that_was_faster(tmp_path, ratio, packs):
-    assert _tuning(tmp_path / "t.json", [ratio]).packs(WEIGHT) is packs
+    assert (_tuning(tmp_path / "t.json", [ratio]).packing(WEIGHT) == "packed") is packs
+
+
+@pytest.mark.parametrize(
+    ("packed", "halves", "wanted"),
+    [(1.2, 1.5, "halves"), (1.5, 1.2, "packed"), (0.8, 1.1, "halves"), (0.7, 0.9, None)],
+)
+def test_what_float32_has_in_its_upper_halves_alone_is_kept_so_where_that_is_fastest(
+    tmp_path, packed, halves, wanted
+):
+    tuned = _tuning(tmp_path / "t.json", [halves, packed])
+    assert tuned.packing(WEIGHT.float()) == wanted
+    assert tuned.packing(WEIGHT.float() + 1 / 3) == ("packed" if packed > 1 else None)
+    threads = torch.get_num_threads()
+    assert tuned.results == {
+        f"{threads} threads, 32 x 64, float32": packed,
+        f"{threads} threads, 32 x 64, float32 in halves": halves,
+    }
 
 
 def test_each_size_is_measured_once_for_all_processes(tmp_path):
     file = tmp_path / "t.json"
     first = _tuning(file, [0.5, 2.0])
-    assert first.packs(WEIGHT) and first.packs(WEIGHT)
-    assert not first.packs(WEIGHT[:16])
-    assert _tuning(file, []).packs(WEIGHT)
+    assert first.packing(WEIGHT) and first.packing(WEIGHT)
+    assert not first.packing(WEIGHT[:16])
+    assert _tuning(file, []).packing(WEIGHT)
     threads = torch.get_num_threads()
     assert json.loads(file.read_text()) == {
         f"{threads} threads, 32 x 64": 2.0,
@@ -42,25 +59,25 @@ def test_each_size_is_measured_once_for_all_processes(tmp_path):
 def test_what_is_forgotten_is_measured_again(tmp_path):
     file = tmp_path / "t.json"
     tuned = _tuning(file, [0.5, 2.0])
-    assert tuned.packs(WEIGHT)
+    assert tuned.packing(WEIGHT)
     tuned.forget()
-    assert not tuned.packs(WEIGHT) and not _tuning(file, []).packs(WEIGHT)
+    assert not tuned.packing(WEIGHT) and not _tuning(file, []).packing(WEIGHT)
 
 
 def test_those_who_measure_at_once_keep_what_the_others_found(tmp_path):
     file = tmp_path / "t.json"
     one, other = _tuning(file, [2.0]), _tuning(file, [3.0])
-    assert one.packs(WEIGHT) and other.packs(WEIGHT[:16])
+    assert one.packing(WEIGHT) and other.packing(WEIGHT[:16])
     assert sorted(json.loads(file.read_text()).values()) == [2.0, 3.0]
-    assert _tuning(file, []).packs(WEIGHT)
+    assert _tuning(file, []).packing(WEIGHT)
 
 
 def test_who_forgets_drops_what_it_knew_and_not_what_others_find_meanwhile(tmp_path):
     file = tmp_path / "t.json"
-    _tuning(file, [4.0]).packs(WEIGHT[:, :32])
+    _tuning(file, [4.0]).packing(WEIGHT[:, :32])
     one, other = _tuning(file, [2.0]), _tuning(file, [3.0])
     one.forget()
-    assert other.packs(WEIGHT[:16]) and one.packs(WEIGHT)
+    assert other.packing(WEIGHT[:16]) and one.packing(WEIGHT)
     assert sorted(json.loads(file.read_text()).values()) == [2.0, 3.0]
 
 
@@ -73,7 +90,7 @@ def test_processes_that_measure_at_once_lose_nothing(tmp_path):
 
 def _measure_some(file, first: int) -> None:
     for outputs in range(first, first + 5):
-        _tuning(file, [2.0]).packs(torch.zeros(16 * outputs, 64, dtype=torch.bfloat16))
+        _tuning(file, [2.0]).packing(torch.zeros(16 * outputs, 64, dtype=torch.bfloat16))
 
 
 def test_float32_layers_go_to_onednn_where_that_was_faster_each_size_measured_once(tmp_path):
@@ -103,12 +120,12 @@ def test_float32_layers_of_this_machine_are_measured():
 def test_a_file_that_is_none_of_ours_is_measured_over(tmp_path, text):
     file = tmp_path / "t.json"
     file.write_text(text)
-    assert _tuning(file, [2.0]).packs(WEIGHT)
+    assert _tuning(file, [2.0]).packing(WEIGHT)
     assert 2.0 in json.loads(file.read_text()).values()
 
 
 def test_a_folder_that_cannot_be_written_serves_too(tmp_path):
-    assert _tuning(tmp_path / "none" / "t.json", [2.0]).packs(WEIGHT)
+    assert _tuning(tmp_path / "none" / "t.json", [2.0]).packing(WEIGHT)
 
 
 def test_the_kernels_of_this_machine_are_measured(tmp_path):
@@ -117,5 +134,6 @@ def test_the_kernels_of_this_machine_are_measured(tmp_path):
     except NativeUnavailable as error:
         pytest.skip(str(error))
     tuned = Tuning(load(strict=True), None)
-    tuned.packs(WEIGHT)
-    assert all(ratio > 0 for ratio in tuned.results.values())
+    for weight in (WEIGHT, WEIGHT.float()):
+        tuned.packing(weight)
+    assert len(tuned.results) == 3 and all(ratio > 0 for ratio in tuned.results.values())

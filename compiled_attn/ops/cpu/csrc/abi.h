@@ -84,14 +84,15 @@ struct PackedLinearArgs {
   const void* input;  // [rows, size_in], rows `input_row` elements apart
   int64_t input_row, out_row;
   // Pairs of inputs of 16 outputs, [size_out / 16, size_in / 2, 16, 2]; in float32 single ones,
-  // [size_out / 16, size_in, 16, 1].
+  // [size_out / 16, size_in, 16, 1], or pairs of the upper halves of what has zeros in the lower.
   const void* weight;
   const float* scale;  // [size_out], the weight is int8 and the input bfloat16 then; or null
   const void* bias;    // [size_out] or null
   void* out;           // [rows, size_out], rows `out_row` elements apart
   int64_t rows, size_in, size_out;
   int32_t dtype, threads;
-  int32_t products;  // of bfloat16, see Forms
+  int32_t is_halves;  // the weight
+  int32_t products;   // of bfloat16, see Forms
 };
 
 // What stands for a token that there is not.

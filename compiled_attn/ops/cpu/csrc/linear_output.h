@@ -11,7 +11,7 @@ constexpr int kPanel = 16;  // outputs whose weights lie together
 // Of an element of the weight.
 CA_INLINE int64_t weight_bytes(const PackedLinearArgs& layer) {
   if (layer.scale) return 1;
-  return layer.dtype == kFloat32 ? sizeof(float) : sizeof(BFloat16);
+  return layer.dtype == kFloat32 && !layer.is_halves ? sizeof(float) : sizeof(BFloat16);
 }
 
 // What sums of outputs are multiplied with and what is added, each or null.

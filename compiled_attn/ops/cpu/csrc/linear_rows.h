@@ -10,7 +10,8 @@ namespace compiled_attn {
 #if CA_HAS_BFLOAT16_DOT
 // A weight is a vector of pairs, multiplied with a pair of inputs at once.
 struct PairProducts {
-  using Element = BFloat16;
+  using Element = BFloat16;  // of inputs and outputs
+  using Weight = BFloat16;
   static constexpr int kInputs = 2;  // of an output, that lie together
   using Weights = Pairs;
   static CA_INLINE Weights weights(const BFloat16* at) { return pairs_at(at); }
@@ -20,9 +21,12 @@ struct PairProducts {
 };
 #endif
 
-// First and second elements of the pairs apart.
+// First and second weights of the pairs apart. A bfloat16 is the upper half of a float, so these are
+// weights of float32 too where the lower halves are zeros.
+template <class Element_>
 struct FloatProducts {
-  using Element = BFloat16;
+  using Element = Element_;
+  using Weight = BFloat16;
   static constexpr int kInputs = 2;
   struct Weights {
     Floats first, second;
@@ -31,15 +35,18 @@ struct FloatProducts {
     const Ints pairs = load_as<Ints>(at);
     return {bits_as<Floats>(pairs << 16), bits_as<Floats>(pairs & int32_t(0xffff0000))};
   }
-  static CA_INLINE Floats added(Floats sum, const Weights& weights, const BFloat16* inputs) {
-    sum += weights.first * all(bits_as<float>(uint32_t{inputs[0].bits} << 16));
-    return sum + weights.second * all(bits_as<float>(uint32_t{inputs[1].bits} << 16));
+  static CA_INLINE Floats added(Floats sum, const Weights& weights, const Element* inputs) {
+    sum += weights.first * all(single(inputs[0]));
+    return sum + weights.second * all(single(inputs[1]));
   }
+  static CA_INLINE float single(float x) { return x; }
+  static CA_INLINE float single(BFloat16 x) { return bits_as<float>(uint32_t{x.bits} << 16); }
 };
 
 // Weights and inputs of float32.
 struct SingleProducts {
   using Element = float;
+  using Weight = float;
   static constexpr int kInputs = 1;
   using Weights = Floats;
   static CA_INLINE Weights weights(const float* at) { return load(at); }
@@ -54,6 +61,7 @@ struct SingleProducts {
 template <class Products>
 class LinearRows {
   using Element = typename Products::Element;
+  using Weight = typename Products::Weight;
   static constexpr int kInputs = Products::kInputs;
 
  public:
@@ -65,8 +73,8 @@ class LinearRows {
   static constexpr int kPanels = kRegisters == 32 ? 4 : 1;  // side by side
   static constexpr int kRows = 4;                           // below each other
   static constexpr int kVectors = kPanel / kLanes;          // of a panel
-  // Elements between what is read and what is asked for.
-  static constexpr int64_t kAhead = 4096 / sizeof(Element);
+  // Weights between what is read and what is asked for.
+  static constexpr int64_t kAhead = 4096 / sizeof(Weight);
 
   LinearRows(const Inputs&, int64_t) {}
 
@@ -103,7 +111,7 @@ class LinearRows {
     constexpr int vectors = panels * kVectors;
     const auto* input = static_cast<const Element*>(layer_.input) + row * layer_.input_row;
     const auto* weight =
-        static_cast<const Element*>(layer_.weight) + panel * kPanel * layer_.size_in;
+        static_cast<const Weight*>(layer_.weight) + panel * kPanel * layer_.size_in;
     Floats sums[rows][vectors];
 #pragma GCC unroll 4
     for (int r = 0; r < rows; ++r)
@@ -118,7 +126,7 @@ class LinearRows {
         typename Products::Weights weights[vectors];
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; ++v) {
-          const Element* at = weight + v / kVectors * kPanel * layer_.size_in + k * kPanel +
+          const Weight* at = weight + v / kVectors * kPanel * layer_.size_in + k * kPanel +
                               v % kVectors * kLanes * kInputs;
           if (once) __builtin_prefetch(at + kAhead, 0, 2);
           weights[v] = Products::weights(at);

@@ -240,8 +240,10 @@ Result paged_attention_(Tensor query, Tensor key, Tensor value, Tensor key_cache
 // A layer without room for its output.
 PackedLinearArgs layer_of(const Tensor& input, const Tensor& weight, const Tensor* bias,
                           const Tensor* scale) {
-  const bool is_single = !scale && weight.scalar_type() == ScalarType::Float;
-  const auto dtype = is_single ? ScalarType::Float : ScalarType::BFloat16;
+  const auto kept = weight.scalar_type();
+  const bool is_single = !scale && kept == ScalarType::Float;
+  const bool is_halves = !scale && kept == ScalarType::Short;
+  const auto dtype = is_single || is_halves ? ScalarType::Float : ScalarType::BFloat16;
   const int64_t together = is_single ? 1 : 2;
   check_shape("weight", weight, {kAny, kAny, 16, together});
   const int64_t size_in = together * weight.size(1), size_out = 16 * weight.size(0);
@@ -249,7 +251,7 @@ PackedLinearArgs layer_of(const Tensor& input, const Tensor& weight, const Tenso
     fail("a multiple of 32 inputs", std::to_string(size_in), "leave such a layer as it is");
   }
   check_dense("weight", weight, {weight.size(0), weight.size(1), 16, together},
-              scale ? ScalarType::Char : dtype);
+              scale ? ScalarType::Char : is_halves ? kept : dtype);
   if (scale) check_dense("scale", *scale, {size_out}, ScalarType::Float);
   check_shape("input", input, {kAny, size_in});
   check_dtype("input", input, dtype);
@@ -263,7 +265,8 @@ PackedLinearArgs layer_of(const Tensor& input, const Tensor& weight, const Tenso
   args.weight = weight.const_data_ptr();
   args.scale = scale ? data_of<float>(*scale) : nullptr;
   args.bias = bias ? bias->const_data_ptr() : nullptr;
-  args.dtype = is_single ? kFloat32 : kBFloat16;
+  args.dtype = dtype == ScalarType::Float ? kFloat32 : kBFloat16;
+  args.is_halves = is_halves;
   args.threads = int32_t(torch::stable::get_num_threads());
   args.products = forms.linear;
   return args;
@@ -305,9 +308,11 @@ std::vector<Tensor> packed_linears(Tensor input, std::vector<Tensor> weights,
     check_one_each("scales", scales, weights);
     std::vector<PackedLinearArgs> layers;
     std::vector<Tensor> outs;
-    for (size_t i = 0; i < weights.size(); ++i)
+    for (size_t i = 0; i < weights.size(); ++i) {
+      check_dtype("weights", weights[i], weights[0].scalar_type());  // one loop for all
       layers.push_back(layer_of(input, weights[i], biases.empty() ? nullptr : &biases[i],
                                 scales.empty() ? nullptr : &scales[i]));
+    }
     for (auto& layer : layers) outs.push_back(room_for(input, layer));
     multiply(layers.data(), int64_t(layers.size()));
     return outs;
@@ -317,7 +322,8 @@ std::vector<Tensor> packed_linears(Tensor input, std::vector<Tensor> weights,
 Tensor packed_rows(Tensor weight, Tensor ids) {
   return in_op("packed_rows", [&] {
     const auto dtype = weight.scalar_type();
-    const bool is_known = dtype == ScalarType::Char || dtype == ScalarType::Float;
+    const bool is_halves = dtype == ScalarType::Short;
+    const bool is_known = is_halves || dtype == ScalarType::Char || dtype == ScalarType::Float;
     const int64_t together = dtype == ScalarType::Float ? 1 : 2;
     check_shape("weight", weight, {kAny, kAny, kRowsOfPanel, together});
     const int64_t panels = weight.size(0), groups = weight.size(1), count = ids.numel();
@@ -330,12 +336,16 @@ Tensor packed_rows(Tensor weight, Tensor ids) {
            "look up rows of the weight");
     }
     std::vector<int64_t> shape{count, together * groups};
-    Tensor out = torch::stable::new_empty(weight, shape);
+    const auto made = is_halves ? ScalarType::Float : dtype;
+    Tensor out = torch::stable::new_empty(weight, shape, made);
     const auto* from = static_cast<const char*>(weight.const_data_ptr());
     const int64_t bytes = together * weight.element_size();
+    const int64_t row = groups * together * out.element_size();
     auto* to = static_cast<char*>(out.mutable_data_ptr());
-    const auto copy = bytes == 4 ? copy_packed_row<4> : copy_packed_row<2>;
-    for (int64_t i = 0; i < count; ++i, to += groups * bytes)
+    const auto copy = is_halves    ? widen_packed_row
+                      : bytes == 4 ? copy_packed_row<4>
+                                   : copy_packed_row<2>;
+    for (int64_t i = 0; i < count; ++i, to += row)
       copy(from, groups, data_of<int64_t>(ids)[i], to);
     return out;
   });

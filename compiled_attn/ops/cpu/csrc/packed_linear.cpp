@@ -60,7 +60,7 @@ class Pieces {
   int64_t rows_, size_, rows_at_once_, outputs_, columns_ = 0;  // size_: bytes of an element
 };
 
-// Layers of the same input, dtype, rows and threads, all with scales or none.
+// Layers of the same input, dtype, rows and threads, all with scales, all of halves, or none.
 template <class Worker>
 void multiply(const PackedLinearArgs* layers, int64_t layer_count) {
   const PackedLinearArgs& whole = *layers;
@@ -95,6 +95,7 @@ void multiply(const PackedLinearArgs* layers, int64_t layer_count) {
 }
 
 void multiply(const PackedLinearArgs* layers, int64_t count) {
+  if (layers->is_halves) return multiply<LinearRows<FloatProducts<float>>>(layers, count);
   if (layers->dtype == kFloat32) return multiply<LinearRows<SingleProducts>>(layers, count);
 #if CA_HAS_TILES
   if (layers->products == kTiles) return multiply<LinearTiles>(layers, count);
@@ -102,7 +103,7 @@ void multiply(const PackedLinearArgs* layers, int64_t count) {
 #if CA_HAS_BFLOAT16_DOT
   if (layers->products <= kPairs) return multiply<LinearRows<PairProducts>>(layers, count);
 #endif
-  return multiply<LinearRows<FloatProducts>>(layers, count);
+  return multiply<LinearRows<FloatProducts<BFloat16>>>(layers, count);
 }
 
 }  // namespace

@@ -17,6 +17,19 @@ void copy_packed_row(const char* weight, int64_t groups, int64_t id, char* out) 
     std::memcpy(out, from, size);
 }
 
+// The same of pairs of upper halves of floats, which become these.
+inline void widen_packed_row(const char* weight, int64_t groups, int64_t id, char* out) {
+  constexpr int64_t kPair = 2 * sizeof(uint16_t);
+  const char* from =
+      weight + (id / kRowsOfPanel * groups * kRowsOfPanel + id % kRowsOfPanel) * kPair;
+  for (int64_t k = 0; k < groups; ++k, from += kRowsOfPanel * kPair, out += 2 * kPair) {
+    uint16_t halves[2];
+    std::memcpy(halves, from, kPair);
+    const uint32_t wide[] = {uint32_t{halves[0]} << 16, uint32_t{halves[1]} << 16};
+    std::memcpy(out, wide, sizeof wide);
+  }
+}
+
 // Whether all ids are rows of the weight; if not, `bad` is the first that is none.
 inline bool are_rows(const int64_t* ids, int64_t count, int64_t rows, int64_t& bad) {
   for (int64_t i = 0; i < count; ++i)
