@@ -1,14 +1,15 @@
 // Many query rows: products of matrices, tile by tile, between softmaxes.
 //
-// The query heads of a KV head are folded into the rows, and keys and values are brought into the
-// order of the inner loop once for a band of tiles. Sizes are such that a tile's panels stay in the
-// first level cache and its sums in the second.
+// Everything is transposed: scores are keys x rows and sums are dims x rows, so that a lane is a
+// query row (a head of a token), and the softmax goes element by element. Keys and values are read
+// where they lie, one number for many rows; only those of other types are converted, once for a
+// band of tiles.
 #pragma once
 
-#include "bfloat16_dot.h"
 #include "elements.h"
 #include "few_rows.h"
 #include "output.h"
+#include "pairs.h"
 #include "prefetch.h"
 #include "scratch.h"
 #include "spoilt.h"
@@ -19,11 +20,11 @@ constexpr int kTileRows = 192;
 constexpr int kTileKeys = 256;
 constexpr int kTilesOfBand = 8;
 constexpr int kBandRows = kTilesOfBand * kTileRows;
-constexpr int kRowsOfBlock = 6;                          // rows of the innermost product
-constexpr int kWidthOfBlock = kRegisters == 32 ? 4 : 2;  // and its vectors
-constexpr int kPanel = kWidthOfBlock * kLanes;           // columns
+constexpr int kRowsOfBlock = kRegisters == 32 ? 8 : 4;  // keys, or dims, of the innermost product
+constexpr int kWidthOfBlock = 3;                        // and its vectors of query rows
+constexpr int kPanel = kWidthOfBlock * kLanes;
 
-static_assert(kTileRows % kRowsOfBlock == 0 && kTileKeys % kPanel == 0, "tiles are whole blocks");
+static_assert(kTileRows % kPanel == 0 && kTileKeys % kRowsOfBlock == 0, "tiles are whole blocks");
 
 // Matrices hold units of 32 bits along the axis that is summed over: a float, or a pair of
 // bfloat16. Both are passed as floats.
@@ -33,13 +34,23 @@ struct FloatUnits {
   static constexpr int kUnit = 1;  // elements
 
   CA_INLINE static Floats step(Floats sum, float a, Floats b) { return sum + all(a) * b; }
-  CA_INLINE static Floats units(const Element* at) { return load(at); }
-  CA_INLINE static Floats zipped(const Element* const* tokens) { return load(tokens[0]); }
   static void query(const PagedAttentionArgs& args, int64_t token, int64_t head, float* to,
                     int64_t n) {
     read_row(args, args.query, token, head, args.head_dim, to, n);
   }
-  CA_INLINE static void put_weights(float* row, int64_t i, Floats w) { store(row + i, w); }
+  // A key of so many elements as units, with zeros behind; null where it is to be copied.
+  static const float* key(const Element* row, int64_t) {
+    return std::is_same_v<Element, float> ? reinterpret_cast<const float*>(row) : nullptr;
+  }
+  static void copy_key(const Element* row, int64_t dim, float* to) { to_floats(row, dim, to); }
+  // The same of the values of kUnit tokens.
+  static const float* value(const Element* const* rows, int64_t dim) {
+    return dim % kRowsOfBlock ? nullptr : key(rows[0], dim);
+  }
+  static void copy_value(const Element* const* rows, int64_t dim, float* to) {
+    to_floats(rows[0], dim, to);
+  }
+  CA_INLINE static Floats joined(const Floats* weights) { return weights[0]; }
 };
 
 #if CA_HAS_BFLOAT16_DOT
@@ -50,52 +61,90 @@ struct PairUnits {
   CA_INLINE static Floats step(Floats sum, float a, Floats b) {
     return add_products(sum, bits_as<Pairs>(all(a)), bits_as<Pairs>(b));
   }
-  CA_INLINE static Floats units(const BFloat16* at) { return load_as<Floats>(at); }
-  CA_INLINE static Floats zipped(const BFloat16* const* tokens) {
-    const Ints low = widened(load_as<Words>(tokens[0]));
-    return bits_as<Floats>(low | widened(load_as<Words>(tokens[1])) << 16);
-  }
   static void query(const PagedAttentionArgs& args, int64_t token, int64_t head, float* to,
                     int64_t n) {
     read_row(args, args.query, token, head, args.head_dim, reinterpret_cast<BFloat16*>(to),
              2 * n);
   }
-  // Weights from the i-th on become pairs, in place: what is overwritten was read before.
-  CA_INLINE static void put_weights(float* row, int64_t i, Floats w) {
-    store(reinterpret_cast<BFloat16*>(row) + i, w);
+  static const float* key(const BFloat16* row, int64_t dim) {
+    return dim % kUnit ? nullptr : reinterpret_cast<const float*>(row);
+  }
+  static void copy_key(const BFloat16* row, int64_t dim, float* to) {
+    to[dim / kUnit] = 0;
+    std::memcpy(to, row, dim * sizeof(BFloat16));
+  }
+  static const float* value(const BFloat16* const*, int64_t) { return nullptr; }
+  static void copy_value(const BFloat16* const* rows, int64_t dim, float* to) {
+    int64_t d = 0;
+    for (; d + kLanes <= dim; d += kLanes) store(to + d, zipped(rows[0] + d, rows[1] + d));
+    if (d == dim) return;
+    BFloat16 rest[kUnit][kLanes] = {};
+    for (int i = 0; i < kUnit; ++i) std::memcpy(rest[i], rows[i] + d, (dim - d) * sizeof(BFloat16));
+    store(to + d, zipped(rest[0], rest[1]));
+  }
+  CA_INLINE static Floats zipped(const BFloat16* a, const BFloat16* b) {
+    return bits_as<Floats>(widened(load_as<Words>(a)) | widened(load_as<Words>(b)) << 16);
+  }
+  CA_INLINE static Floats joined(const Floats* weights) {
+    return bits_as<Floats>(joined_pairs(weights[0], weights[kWidthOfBlock]));
   }
 };
 #endif
 
-// out [rows of a block, kPanel] = out * factor + a x panel; if `is_first`: = a x panel.
-template <class Units, bool is_first>
-void block_product(const float* a, int64_t a_stride, const float* panel, int64_t units,
-                   [[maybe_unused]] const float* factor, float* out, int64_t out_stride) {
-  Floats sum[kRowsOfBlock][kWidthOfBlock];
-#pragma GCC unroll 6
-  for (int r = 0; r < kRowsOfBlock; ++r)
-#pragma GCC unroll 6
-    for (int w = 0; w < kWidthOfBlock; ++w) {
-      if constexpr (is_first)
-        sum[r][w] = Floats{};
-      else
-        sum[r][w] = load(out + r * out_stride + w * kLanes) * all(factor[r]);
-    }
-  for (int64_t u = 0; u < units; ++u) {
-    Floats b[kWidthOfBlock];
-#pragma GCC unroll 6
-    for (int w = 0; w < kWidthOfBlock; ++w) b[w] = load(panel + u * kPanel + w * kLanes);
-#pragma GCC unroll 6
+// kRowsOfBlock x kPanel sums, in registers.
+struct SumBlock {
+  Floats of[kRowsOfBlock][kWidthOfBlock];
+
+  // at(r, w) gives where they begin.
+  template <class At>
+  CA_INLINE void begin(const At& at) {
+#pragma GCC unroll 8
     for (int r = 0; r < kRowsOfBlock; ++r)
-#pragma GCC unroll 6
-      for (int w = 0; w < kWidthOfBlock; ++w)
-        sum[r][w] = Units::step(sum[r][w], a[r * a_stride + u], b[w]);
+#pragma GCC unroll 8
+      for (int w = 0; w < kWidthOfBlock; ++w) of[r][w] = at(r, w);
   }
-#pragma GCC unroll 6
-  for (int r = 0; r < kRowsOfBlock; ++r)
-#pragma GCC unroll 6
-    for (int w = 0; w < kWidthOfBlock; ++w) store(out + r * out_stride + w * kLanes, sum[r][w]);
-}
+
+  // Adds left [kRowsOfBlock, units] x panel [units, kPanel]; left(r, u) gives the address of a unit.
+  template <class Units, class Left>
+  CA_INLINE void add_products(const Left& left, const float* panel, int64_t units) {
+    for (int64_t u = 0; u < units; ++u, panel += kPanel) {
+      Floats b[kWidthOfBlock];
+#pragma GCC unroll 8
+      for (int w = 0; w < kWidthOfBlock; ++w) b[w] = load(panel + w * kLanes);
+#pragma GCC unroll 8
+      for (int r = 0; r < kRowsOfBlock; ++r) {
+        const float a = load_as<float>(left(r, u));
+#pragma GCC unroll 8
+        for (int w = 0; w < kWidthOfBlock; ++w) of[r][w] = Units::step(of[r][w], a, b[w]);
+      }
+    }
+  }
+
+  CA_INLINE void put(float* out) const {
+#pragma GCC unroll 8
+    for (int r = 0; r < kRowsOfBlock; ++r)
+#pragma GCC unroll 8
+      for (int w = 0; w < kWidthOfBlock; ++w) store(out + r * kPanel + w * kLanes, of[r][w]);
+  }
+};
+
+// What the query rows of a panel see, and their softmax (Milakov and Gimelshein, 2018).
+struct PanelRows {
+  alignas(64) float slope[kPanel];     // ALiBi, 0: none
+  alignas(64) int32_t position[kPanel];
+  alignas(64) int32_t begin[kPanel], end[kPanel];  // of the keys that each sees
+  alignas(64) float maximum[kPanel], total[kPanel];
+  int64_t used;  // rows that there are: the last ones see furthest
+
+  void put(int64_t i, float slope_of_row, int64_t position_of_row, Span seen) {
+    slope[i] = slope_of_row, position[i] = int32_t(position_of_row);
+    begin[i] = int32_t(seen.begin), end[i] = int32_t(seen.end);
+    maximum[i] = -INFINITY, total[i] = 0;
+  }
+  // Keys that some of the rows see, and those that all of them do.
+  Span some() const { return {begin[0], end[used - 1]}; }
+  Span all() const { return {begin[used - 1], used < kPanel ? 0 : end[0]}; }
+};
 
 template <class Units>
 class Tiles {
@@ -111,14 +160,17 @@ class Tiles {
   explicit Tiles(const PagedAttentionArgs& args)
       : args_(args),
         group_(args.heads / args.kv_heads),
-        units_(padded<kLanes>(padded<kUnit>(args.head_dim) / kUnit)),
-        value_dim_(padded<kPanel>(args.value_dim)) {
+        units_(padded<kUnit>(args.head_dim) / kUnit),
+        value_dim_(padded<kLanes>(padded<kRowsOfBlock>(args.value_dim))),
+        waits_(args.softcap <= 0 && !args.key_scale.data && !args.alibi_slopes &&
+               args.scale > 0 && args.scale <= 1) {
     scratch_.take(queries_, kBandRows * units_);
-    scratch_.take(scores_, kRowsOfBlock * kTileKeys);
+    scratch_.take(rows_, kBandRows / kPanel);
+    scratch_.take(scores_, kTileKeys * kPanel);
     scratch_.take(sums_, kBandRows * value_dim_);
-    scratch_.take(keys_, kTileKeys * units_);
-    scratch_.take(values_, kTileKeys * value_dim_ / kUnit);
-    scratch_.take(copies_, std::max(units_ * kUnit, value_dim_) * kLanes * 2);
+    scratch_.take(keys_, kTileKeys * padded<kLanes>(units_));
+    scratch_.take(values_, kTileKeys / kUnit * value_dim_);
+    scratch_.take(row_, kLanes * std::max(padded<kLanes>(units_), value_dim_));
     spoilt_.take(scratch_, 1, value_dim_);
     if (args.key_scale.data) {
       scratch_.take(key_scales_, kTileKeys);
@@ -130,11 +182,12 @@ class Tiles {
     const Request request(args_, part.request);
     spoilt_.wanted = false;
     add_up(part, request);
-    if (part.hides(part.keys, request, group_) && !all_finite(sums_, count_ * value_dim_)) {
+    if (part.hides(part.keys, request, group_) &&
+        !all_finite(sums_, padded<kPanel>(count_) * value_dim_)) {
       spoilt_.wanted = true;
       add_up(part, request);
     }
-    for (int64_t j = 0; j < count_; ++j) results.put(part, j, sums_ + j * value_dim_, running_[j]);
+    put(part, results);
   }
 
  private:
@@ -145,131 +198,240 @@ class Tiles {
       chunk_ = next_.chunk();
       next_.fill(request, chunk_.begin + chunk_.count, part.keys.end);
       spoilt_.find(args_, part.kv_begin, part.kv_end, chunk_);
-      pack_keys(part.kv_begin);
-      pack_values(part.kv_begin);
+      find_keys(part.kv_begin);
+      find_values(part.kv_begin);
       if (key_scales_) {
         gather(args_.key_scale, part.kv_begin, part.kv_end, chunk_.key_scale, key_scales_);
         gather(args_.value_scale, part.kv_begin, part.kv_end, chunk_.value_scale, value_scales_);
         spoilt_.put(value_scales_, 0, 0);
       }
-      for (int64_t j = 0; j < count_; j += kRowsOfBlock) {
-        next_.ask(args_, part.kv_begin, j + kRowsOfBlock, padded<kRowsOfBlock>(count_));
+      for (int64_t j = 0; j < count_; j += kPanel) {
+        next_.ask(args_, part.kv_begin, j + kPanel, padded<kPanel>(count_));
         take(j);
       }
     }
   }
 
+  // Queries as panels [units, kPanel]: each column a row.
   void prepare(const Part& part, const Request& request) {
     count_ = part.row_end - part.row_begin;
-    for (int64_t j = 0; j < padded<kRowsOfBlock>(count_); ++j) {
-      const int64_t row = (part.row_begin + j) / group_;
-      const int64_t head = part.kv_begin * group_ + (part.row_begin + j) % group_;
-      running_[j] = {};
-      if (j >= count_) {
-        std::fill_n(queries_ + j * units_, units_, 0.0f);
-        rows_[j] = {0, 0, {0, 0}};
-        continue;
-      }
-      Units::query(args_, request.first + row, head, queries_ + j * units_, units_);
-      rows_[j] = {args_.alibi_slopes ? args_.alibi_slopes[head] : 0.0f, request.position(row),
-                  request.seen(row)};
-    }
-    std::fill_n(sums_, padded<kRowsOfBlock>(count_) * value_dim_, 0.0f);
-  }
-
-  // A block of rows takes in the chunk's keys and values: its scores stay in the first level cache.
-  void take(int64_t j) {
-    const int64_t seen = seen_by_block(j);
-    if (!seen) return;
-    for (int64_t t = 0; t < seen; t += kPanel)
-      block_product<Units, true>(queries_ + j * units_, units_, keys_ + t * units_, units_,
-                                 nullptr, scores_ + t, kTileKeys);
-    softmax(j, seen);
-    for (int64_t d = 0; d < value_dim_; d += kPanel)
-      block_product<Units, false>(scores_, kTileKeys, values_ + d * (kTileKeys / kUnit),
-                                  (seen + kUnit - 1) / kUnit, factors_,
-                                  sums_ + j * value_dim_ + d, value_dim_);
-  }
-
-  // Scores of a block with the chunk's first n keys become weights.
-  void softmax(int64_t j, int64_t n) {
-    Scored scored[kRowsOfBlock];
-    for (int r = 0; r < kRowsOfBlock; ++r) {
-      float* scores = scores_ + r * kTileKeys;
-      spoilt_.put(scores, 0, NAN);
-      scored[r] = finish_scores(args_, rows_[j + r], chunk_.begin, n, key_scales_, scores);
-    }
-    finish_weights(scored, padded<kScoreStep>(n), scores_, kTileKeys, running_ + j, factors_,
-                   [&](int r, int64_t i, Floats w) {
-                     if (value_scales_) w *= load(value_scales_ + i);
-                     Units::put_weights(scores_ + r * kTileKeys, i, w);
-                   });
-  }
-
-  // How many of the chunk's first keys some row of a block sees. The last of its rows that there
-  // are sees furthest, the first one begins first.
-  int64_t seen_by_block(int64_t j) const {
-    const Span first = rows_[j].seen, last = rows_[std::min(j + kRowsOfBlock, count_) - 1].seen;
-    if (first.begin >= chunk_.begin + chunk_.count) return 0;
-    return std::clamp<int64_t>(last.end - chunk_.begin, 0, chunk_.count);
-  }
-
-  // Keys as panels [units, kPanel]: each column a token.
-  void pack_keys(int64_t h) {
-    const Element* from =
-        static_cast<const Element*>(args_.key_cache.data) + h * args_.key_cache.head;
-    const int64_t whole = args_.head_dim / (kLanes * kUnit) * kLanes;
-    for (int64_t t = 0; t < chunk_.count; t += kLanes) {
-      float* panel = keys_ + t / kPanel * kPanel * units_ + t % kPanel;
-      for (int64_t u = 0; u < units_; u += kLanes) {
-        Floats rows[kLanes];
-        for (int i = 0; i < kLanes; ++i) {
-          const Element* row = from + chunk_.key[t + i] + u * kUnit;
-          rows[i] = u < whole ? Units::units(row)
-                              : Units::units(rest(row, args_.head_dim - u * kUnit, 0));
+    const int64_t room = padded<kLanes>(units_);
+    for (int64_t j = 0; j < padded<kPanel>(count_); j += kLanes) {
+      PanelRows& rows = rows_[j / kPanel];
+      rows.used = std::min<int64_t>(count_ - j / kPanel * kPanel, kPanel);
+      for (int64_t i = 0; i < kLanes; ++i) {
+        if (j + i >= count_) {
+          std::fill_n(row_ + i * room, room, 0.0f);
+          rows.put((j + i) % kPanel, 0, 0, {0, 0});
+          continue;
         }
-        transpose(rows);
-        for (int i = 0; i < kLanes; ++i) store(panel + (u + i) * kPanel, rows[i]);
+        const int64_t folded = part.row_begin + j + i, row = folded / group_;
+        const int64_t head = part.kv_begin * group_ + folded % group_;
+        Units::query(args_, request.first + row, head, row_ + i * room, room);
+        rows.put((j + i) % kPanel, args_.alibi_slopes ? args_.alibi_slopes[head] : 0.0f,
+                 request.position(row), request.seen(row));
       }
+      float* panel = queries_ + j / kPanel * kPanel * units_ + j % kPanel;
+      for (int64_t u = 0; u < units_; u += kLanes) {
+        Floats square[kLanes];
+        for (int i = 0; i < kLanes; ++i) square[i] = load(row_ + i * room + u);
+        transpose(square);
+        for (int64_t i = 0; i < std::min<int64_t>(units_ - u, kLanes); ++i)
+          store(panel + (u + i) * kPanel, square[i]);
+      }
+    }
+    std::fill_n(sums_, padded<kPanel>(count_) * value_dim_, 0.0f);
+  }
+
+  // Where the chunk's keys and values are, as units. Those behind its last token repeat it.
+  void find_keys(int64_t h) {
+    const auto* from = static_cast<const Element*>(args_.key_cache.data) + h * args_.key_cache.head;
+    for (int64_t t = 0; t < padded<kRowsOfBlock>(chunk_.count); ++t) {
+      const Element* row = from + chunk_.key[t];
+      key_[t] = Units::key(row, args_.head_dim);
+      if (key_[t]) continue;
+      float* copy = keys_ + t * padded<kLanes>(units_);
+      Units::copy_key(row, args_.head_dim, copy);
+      key_[t] = copy;
     }
   }
 
-  // Values as panels [tokens / kUnit, kPanel]: each column an element.
-  void pack_values(int64_t h) {
-    const Element* from =
+  void find_values(int64_t h) {
+    const auto* from =
         static_cast<const Element*>(args_.value_cache.data) + h * args_.value_cache.head;
     for (int64_t t = 0; t < chunk_.count; t += kUnit) {
       const Element* rows[kUnit];
       for (int i = 0; i < kUnit; ++i)
         rows[i] = spoilt_.value(from + chunk_.value[t + i], 0, t + i);
-      for (int64_t d = 0; d < value_dim_; d += kLanes) {
-        const Element* tokens[kUnit];
-        const int64_t left = args_.value_dim - d;
-        for (int i = 0; i < kUnit; ++i)
-          tokens[i] = left < kLanes ? rest(rows[i] + d, left, i) : rows[i] + d;
-        float* panel = values_ + d / kPanel * kPanel * (kTileKeys / kUnit) + d % kPanel;
-        store(panel + t / kUnit * kPanel, Units::zipped(tokens));
+      const float*& value = value_[t / kUnit];
+      value = Units::value(rows, args_.value_dim);
+      if (value) continue;
+      float* copy = values_ + t / kUnit * value_dim_;
+      Units::copy_value(rows, args_.value_dim, copy);
+      value = copy;
+    }
+  }
+
+  // A panel of rows takes in the chunk's keys and values.
+  void take(int64_t j) {
+    PanelRows& rows = rows_[j / kPanel];
+    const Span some = within_chunk(rows.some());
+    if (some.begin >= some.end) return;
+    const int64_t first = some.begin / kRowsOfBlock * kRowsOfBlock;
+    for (int64_t t = first; t < some.end; t += kRowsOfBlock)
+      multiply_keys(key_ + t, queries_ + j * units_, scores_ + t * kPanel);
+    soften(rows, {first, some.end});
+    float* sums = sums_ + j * value_dim_;
+    for (int64_t d = 0; d < args_.value_dim; d += kRowsOfBlock)
+      multiply_values(d, {first / kUnit, (some.end + kUnit - 1) / kUnit}, sums + d * kPanel);
+  }
+
+  Span within_chunk(Span keys) const {
+    return {std::clamp<int64_t>(keys.begin - chunk_.begin, 0, chunk_.count),
+            std::clamp<int64_t>(keys.end - chunk_.begin, 0, chunk_.count)};
+  }
+
+  // Products of some keys with a panel of rows.
+  void multiply_keys(const float* const* keys, const float* panel, float* scores) const {
+    const float* row[kRowsOfBlock];
+    std::copy_n(keys, kRowsOfBlock, row);
+    SumBlock sums;
+    sums.begin([](int, int) { return Floats{}; });
+    sums.template add_products<Units>([&](int r, int64_t u) { return row[r] + u; }, panel, units_);
+    sums.put(scores);
+  }
+
+  // Adds some values, weighted: sums [kRowsOfBlock, kPanel] of the dims from d on.
+  void multiply_values(int64_t d, Span units, float* sums) const {
+    const float* const* values = value_ + units.begin;
+    SumBlock block;
+    block.begin([&](int r, int w) {
+      return load(sums + r * kPanel + w * kLanes) * load(factors_ + w * kLanes);
+    });
+    block.template add_products<Units>([&](int r, int64_t u) { return values[u] + d + r; },
+                                       scores_ + units.begin * kPanel, units.end - units.begin);
+    block.put(sums);
+  }
+
+  // Scores of some of the chunk's keys become weights.
+  void soften(PanelRows& rows, Span keys) {
+    Floats most[kWidthOfBlock];
+    for (auto& each : most) each = all(-INFINITY);
+    if (spoilt_.wanted)
+      for (int64_t t = keys.begin; t < keys.end; ++t)
+        if (spoilt_.is_spoilt(0, t)) std::fill_n(scores_ + t * kPanel, kPanel, NAN);
+    const Span seen = within_chunk(rows.all());
+    const int64_t begin = std::clamp(seen.begin, keys.begin, keys.end);
+    const int64_t end = std::clamp(seen.end, begin, keys.end);
+    finish_scores<true>(rows, {keys.begin, begin}, most);
+    finish_scores<false>(rows, {begin, end}, most);
+    finish_scores<true>(rows, {end, keys.end}, most);
+    Floats origins[kWidthOfBlock];
+    for (int w = 0; w < kWidthOfBlock; ++w) origins[w] = raise(rows, w, most[w]);
+    weigh(rows, keys, origins);
+  }
+
+  // What a product is yet to become a score, and the largest. Where that is the scale alone, it
+  // comes with the first step of the exponential.
+  template <bool is_masked>
+  void finish_scores(const PanelRows& rows, Span keys, Floats (&most)[kWidthOfBlock]) {
+    if (!is_masked && waits_) {
+      for (int64_t t = keys.begin; t < keys.end; ++t)
+        for (int w = 0; w < kWidthOfBlock; ++w)
+          most[w] = larger(load(scores_ + t * kPanel + w * kLanes), most[w]);
+      return;
+    }
+    const float cap = float(args_.softcap);
+    for (int64_t t = keys.begin; t < keys.end; ++t) {
+      const int32_t at = int32_t(chunk_.begin + t);
+      for (int w = 0; w < kWidthOfBlock; ++w) {
+        float* scores = scores_ + t * kPanel + w * kLanes;
+        Floats s = load(scores);
+        if (!waits_) s *= all(float(args_.scale));
+        if (key_scales_) s *= all(key_scales_[t]);
+        if (cap > 0) s = hyperbolic_tangent(s / all(cap)) * all(cap);
+        if (args_.alibi_slopes)
+          s += load(rows.slope + w * kLanes) *
+               as_floats(all(at) - load_as<Ints>(rows.position + w * kLanes));
+        if (is_masked) {
+          const Ints begin = load_as<Ints>(rows.begin + w * kLanes);
+          const Ints end = load_as<Ints>(rows.end + w * kLanes);
+          s = either((all(at) >= begin) & (all(at) < end), s, all(-INFINITY));
+        }
+        store(scores, s);
+        most[w] = larger(s, most[w]);
       }
     }
   }
 
-  // The last elements of a row, with zeros behind.
-  const Element* rest(const Element* row, int64_t n, int which) {
-    Element* copy = copies_ + which * kLanes * kUnit;
-    std::memset(copy, 0, kLanes * kUnit * sizeof(Element));
-    if (n > 0) std::memcpy(copy, row, n * sizeof(Element));
-    return copy;
+  // Takes in the largest of more scores; returns what is subtracted from these. Earlier sums are to
+  // be multiplied with the factors.
+  Floats raise(PanelRows& rows, int w, Floats most) {
+    if (waits_) most *= all(float(args_.scale));
+    const Floats before = load(rows.maximum + w * kLanes);
+    const Ints rises = most > before;
+    const Floats factor = either(rises, exponential(before - most), all(1.0f));
+    const Floats maximum = either(rises, most, before);
+    store(factors_ + w * kLanes, factor);
+    store(rows.maximum + w * kLanes, maximum);
+    store(rows.total + w * kLanes, load(rows.total + w * kLanes) * factor);
+    return either(maximum == all(-INFINITY), Floats{}, maximum);
+  }
+
+  // Scores become e^(score - maximum), units of kUnit keys.
+  void weigh(PanelRows& rows, Span keys, const Floats (&origins)[kWidthOfBlock]) {
+    constexpr int count = kUnit * kWidthOfBlock;
+    const Floats factor = all(waits_ ? float(args_.scale) : 1.0f);
+    Floats totals[kWidthOfBlock];
+    for (int w = 0; w < kWidthOfBlock; ++w) totals[w] = load(rows.total + w * kLanes);
+    for (int64_t t = keys.begin; t < keys.end; t += kUnit) {
+      Floats weights[count];
+      apply(weights, [&](Floats, int i) {
+        return load(scores_ + t * kPanel + i * kLanes) * factor - origins[i % kWidthOfBlock];
+      });
+      exponentials(weights);
+      if (kUnit > 1 && t + 1 == keys.end)
+        for (int i = kWidthOfBlock; i < count; ++i) weights[i] = Floats{};
+#pragma GCC unroll 8
+      for (int i = 0; i < count; ++i) {
+        totals[i % kWidthOfBlock] += weights[i];
+        if (value_scales_) weights[i] *= all(value_scales_[t + i / kWidthOfBlock]);
+      }
+      float* to = scores_ + t / kUnit * kPanel;  // what was there is read
+#pragma GCC unroll 8
+      for (int w = 0; w < kWidthOfBlock; ++w) store(to + w * kLanes, Units::joined(weights + w));
+    }
+    for (int w = 0; w < kWidthOfBlock; ++w) store(rows.total + w * kLanes, totals[w]);
+  }
+
+  void put(const Part& part, const Results& results) {
+    for (int64_t j = 0; j < count_; j += kLanes) {
+      const PanelRows& rows = rows_[j / kPanel];
+      const float* sums = sums_ + j / kPanel * kPanel * value_dim_ + j % kPanel;
+      for (int64_t d = 0; d < value_dim_; d += kLanes) {
+        Floats square[kLanes];
+        for (int i = 0; i < kLanes; ++i) square[i] = load(sums + (d + i) * kPanel);
+        transpose(square);
+        for (int i = 0; i < kLanes; ++i) store(row_ + i * value_dim_ + d, square[i]);
+      }
+      for (int64_t i = 0; i < std::min<int64_t>(count_ - j, kLanes); ++i) {
+        const int64_t column = (j + i) % kPanel;
+        results.put(part, j + i, row_ + i * value_dim_,
+                    {rows.maximum[column], rows.total[column]});
+      }
+    }
   }
 
   const PagedAttentionArgs& args_;
   Scratch scratch_;
   int64_t group_, units_, value_dim_, count_ = 0;
+  bool waits_;  // the scale, for the exponential
   float *queries_, *scores_, *sums_, *keys_, *values_;
-  Element* copies_;
+  float* row_;  // kLanes rows of queries or of sums
   float *key_scales_ = nullptr, *value_scales_ = nullptr;  // of the chunk
-  float factors_[kRowsOfBlock];
-  Running running_[kBandRows];
-  ScoreRow rows_[kBandRows];
+  const float *key_[kTileKeys], *value_[kTileKeys];        // rows of units
+  alignas(64) float factors_[kPanel];
+  PanelRows* rows_;
   Chunk<kTileKeys> chunk_;
   NextChunk<Element, kTileKeys> next_;
   Spoilt<Element, kTileKeys> spoilt_;
