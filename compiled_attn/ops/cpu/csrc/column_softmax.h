@@ -10,7 +10,6 @@
 
 namespace compiled_attn {
 
-constexpr float kLog2E = 1.44269504f, kLog2 = 0.693147180f;
 constexpr float kGreat = 1 << 20;  // powers whose last bits are no small powers themselves
 constexpr float kSlack = 8;  // powers that a weight may rise to before earlier sums are scaled
 

@@ -9,6 +9,7 @@
 
 namespace compiled_attn {
 
+constexpr float kLog2E = 1.44269504f, kLog2 = 0.693147180f;
 constexpr int kScoreStep = 32;  // rows of scores are padded to this
 
 // What one row of scores needs besides the products.

@@ -120,6 +120,14 @@ struct SumBlock {
     }
   }
 
+  // The largest of each column.
+  CA_INLINE void raise(Floats (&most)[kWidthOfBlock]) const {
+#pragma GCC unroll 8
+    for (int r = 0; r < kRowsOfBlock; ++r)
+#pragma GCC unroll 8
+      for (int w = 0; w < kWidthOfBlock; ++w) most[w] = larger(of[r][w], most[w]);
+  }
+
   CA_INLINE void put(float* out) const {
 #pragma GCC unroll 8
     for (int r = 0; r < kRowsOfBlock; ++r)
@@ -128,7 +136,8 @@ struct SumBlock {
   }
 };
 
-// What the query rows of a panel see, and their softmax (Milakov and Gimelshein, 2018).
+// What the query rows of a panel see, and their softmax (Milakov and Gimelshein, 2018), of which the
+// maxima count powers of two.
 struct PanelRows {
   alignas(64) float slope[kPanel];     // ALiBi, 0: none
   alignas(64) int32_t position[kPanel];
@@ -144,6 +153,7 @@ struct PanelRows {
   // Keys that some of the rows see, and those that all of them do.
   Span some() const { return {begin[0], end[used - 1]}; }
   Span all() const { return {begin[used - 1], used < kPanel ? 0 : end[0]}; }
+  Running running(int64_t i) const { return {maximum[i] * kLog2, total[i]}; }
 };
 
 template <class Units>
@@ -163,7 +173,8 @@ class Tiles {
         units_(padded<kUnit>(args.head_dim) / kUnit),
         value_dim_(padded<kLanes>(padded<kRowsOfBlock>(args.value_dim))),
         waits_(args.softcap <= 0 && !args.key_scale.data && !args.alibi_slopes &&
-               args.scale > 0 && args.scale <= 1) {
+               args.scale > 0 && args.scale <= 1),
+        powers_((waits_ ? float(args.scale) : 1) * kLog2E) {
     scratch_.take(queries_, kBandRows * units_);
     scratch_.take(rows_, kBandRows / kPanel);
     scratch_.take(scores_, kTileKeys * kPanel);
@@ -278,9 +289,12 @@ class Tiles {
     const Span some = within_chunk(rows.some());
     if (some.begin >= some.end) return;
     const int64_t first = some.begin / kRowsOfBlock * kRowsOfBlock;
+    Floats most[kWidthOfBlock];
+    for (auto& each : most) each = all(-INFINITY);
+    const Span plain = plain_keys(rows, {first, some.end});
     for (int64_t t = first; t < some.end; t += kRowsOfBlock)
-      multiply_keys(key_ + t, queries_ + j * units_, scores_ + t * kPanel);
-    soften(rows, {first, some.end});
+      multiply_keys(t, queries_ + j * units_, t >= plain.begin && t < plain.end, most);
+    soften(rows, {first, some.end}, plain, most);
     float* sums = sums_ + j * value_dim_;
     for (int64_t d = 0; d < args_.value_dim; d += kRowsOfBlock)
       multiply_values(d, {first / kUnit, (some.end + kUnit - 1) / kUnit}, sums + d * kPanel);
@@ -291,14 +305,24 @@ class Tiles {
             std::clamp<int64_t>(keys.end - chunk_.begin, 0, chunk_.count)};
   }
 
-  // Products of some keys with a panel of rows.
-  void multiply_keys(const float* const* keys, const float* panel, float* scores) const {
+  // Of some keys, whole blocks whose products lack nothing but the scale, and that all rows see.
+  Span plain_keys(const PanelRows& rows, Span keys) const {
+    const Span seen = within_chunk(rows.all());
+    const int64_t begin = std::max(padded<kRowsOfBlock>(seen.begin), keys.begin);
+    const int64_t end = seen.end / kRowsOfBlock * kRowsOfBlock;
+    return waits_ && !spoilt_.wanted && begin < end ? Span{begin, end} : Span{keys.end, keys.end};
+  }
+
+  // Products of the keys from the t-th on with a panel of rows, and the largest of plain ones.
+  void multiply_keys(int64_t t, const float* panel, bool is_plain,
+                     Floats (&most)[kWidthOfBlock]) const {
     const float* row[kRowsOfBlock];
-    std::copy_n(keys, kRowsOfBlock, row);
+    std::copy_n(key_ + t, kRowsOfBlock, row);
     SumBlock sums;
     sums.begin([](int, int) { return Floats{}; });
     sums.template add_products<Units>([&](int r, int64_t u) { return row[r] + u; }, panel, units_);
-    sums.put(scores);
+    if (is_plain) sums.raise(most);
+    sums.put(scores_ + t * kPanel);
   }
 
   // Adds some values, weighted: sums [kRowsOfBlock, kPanel] of the dims from d on.
@@ -313,37 +337,24 @@ class Tiles {
     block.put(sums);
   }
 
-  // Scores of some of the chunk's keys become weights.
-  void soften(PanelRows& rows, Span keys) {
-    Floats most[kWidthOfBlock];
-    for (auto& each : most) each = all(-INFINITY);
+  // Products with some of the chunk's keys become weights; the largest of plain ones are known.
+  void soften(PanelRows& rows, Span keys, Span plain, Floats (&most)[kWidthOfBlock]) {
     if (spoilt_.wanted)
       for (int64_t t = keys.begin; t < keys.end; ++t)
         if (spoilt_.is_spoilt(0, t)) std::fill_n(scores_ + t * kPanel, kPanel, NAN);
-    const Span seen = within_chunk(rows.all());
-    const int64_t begin = std::clamp(seen.begin, keys.begin, keys.end);
-    const int64_t end = std::clamp(seen.end, begin, keys.end);
-    finish_scores<true>(rows, {keys.begin, begin}, most);
-    finish_scores<false>(rows, {begin, end}, most);
-    finish_scores<true>(rows, {end, keys.end}, most);
+    finish_scores(rows, {keys.begin, plain.begin}, most);
+    finish_scores(rows, {plain.end, keys.end}, most);
     Floats origins[kWidthOfBlock];
     for (int w = 0; w < kWidthOfBlock; ++w) origins[w] = raise(rows, w, most[w]);
     weigh(rows, keys, origins);
   }
 
-  // What a product is yet to become a score, and the largest. Where that is the scale alone, it
-  // comes with the first step of the exponential.
-  template <bool is_masked>
+  // What products are yet to become scores, but for the scale if that waits; -inf where a row does
+  // not see the key.
   void finish_scores(const PanelRows& rows, Span keys, Floats (&most)[kWidthOfBlock]) {
-    if (!is_masked && waits_) {
-      for (int64_t t = keys.begin; t < keys.end; ++t)
-        for (int w = 0; w < kWidthOfBlock; ++w)
-          most[w] = larger(load(scores_ + t * kPanel + w * kLanes), most[w]);
-      return;
-    }
     const float cap = float(args_.softcap);
     for (int64_t t = keys.begin; t < keys.end; ++t) {
-      const int32_t at = int32_t(chunk_.begin + t);
+      const Ints at = all(int32_t(chunk_.begin + t));
       for (int w = 0; w < kWidthOfBlock; ++w) {
         float* scores = scores_ + t * kPanel + w * kLanes;
         Floats s = load(scores);
@@ -352,44 +363,43 @@ class Tiles {
         if (cap > 0) s = hyperbolic_tangent(s / all(cap)) * all(cap);
         if (args_.alibi_slopes)
           s += load(rows.slope + w * kLanes) *
-               as_floats(all(at) - load_as<Ints>(rows.position + w * kLanes));
-        if (is_masked) {
-          const Ints begin = load_as<Ints>(rows.begin + w * kLanes);
-          const Ints end = load_as<Ints>(rows.end + w * kLanes);
-          s = either((all(at) >= begin) & (all(at) < end), s, all(-INFINITY));
-        }
+               as_floats(at - load_as<Ints>(rows.position + w * kLanes));
+        const Ints begin = load_as<Ints>(rows.begin + w * kLanes);
+        const Ints end = load_as<Ints>(rows.end + w * kLanes);
+        s = either((at >= begin) & (at < end), s, all(-INFINITY));
         store(scores, s);
         most[w] = larger(s, most[w]);
       }
     }
   }
 
-  // Takes in the largest of more scores; returns what is subtracted from these. Earlier sums are to
-  // be multiplied with the factors.
+  // Takes in the largest of more scores; returns what is subtracted from their powers. Earlier sums
+  // are to be multiplied with the factors.
   Floats raise(PanelRows& rows, int w, Floats most) {
-    if (waits_) most *= all(float(args_.scale));
+    most *= all(powers_);
     const Floats before = load(rows.maximum + w * kLanes);
     const Ints rises = most > before;
-    const Floats factor = either(rises, exponential(before - most), all(1.0f));
+    Floats factor[] = {before - most};
+    powers_of_two(factor);
+    factor[0] = either(rises, factor[0], all(1.0f));
     const Floats maximum = either(rises, most, before);
-    store(factors_ + w * kLanes, factor);
+    store(factors_ + w * kLanes, factor[0]);
     store(rows.maximum + w * kLanes, maximum);
-    store(rows.total + w * kLanes, load(rows.total + w * kLanes) * factor);
+    store(rows.total + w * kLanes, load(rows.total + w * kLanes) * factor[0]);
     return either(maximum == all(-INFINITY), Floats{}, maximum);
   }
 
   // Scores become e^(score - maximum), units of kUnit keys.
   void weigh(PanelRows& rows, Span keys, const Floats (&origins)[kWidthOfBlock]) {
     constexpr int count = kUnit * kWidthOfBlock;
-    const Floats factor = all(waits_ ? float(args_.scale) : 1.0f);
     Floats totals[kWidthOfBlock];
     for (int w = 0; w < kWidthOfBlock; ++w) totals[w] = load(rows.total + w * kLanes);
     for (int64_t t = keys.begin; t < keys.end; t += kUnit) {
       Floats weights[count];
       apply(weights, [&](Floats, int i) {
-        return load(scores_ + t * kPanel + i * kLanes) * factor - origins[i % kWidthOfBlock];
+        return load(scores_ + t * kPanel + i * kLanes) * all(powers_) - origins[i % kWidthOfBlock];
       });
-      exponentials(weights);
+      powers_of_two(weights);
       if (kUnit > 1 && t + 1 == keys.end)
         for (int i = kWidthOfBlock; i < count; ++i) weights[i] = Floats{};
 #pragma GCC unroll 8
@@ -414,18 +424,16 @@ class Tiles {
         transpose(square);
         for (int i = 0; i < kLanes; ++i) store(row_ + i * value_dim_ + d, square[i]);
       }
-      for (int64_t i = 0; i < std::min<int64_t>(count_ - j, kLanes); ++i) {
-        const int64_t column = (j + i) % kPanel;
-        results.put(part, j + i, row_ + i * value_dim_,
-                    {rows.maximum[column], rows.total[column]});
-      }
+      for (int64_t i = 0; i < std::min<int64_t>(count_ - j, kLanes); ++i)
+        results.put(part, j + i, row_ + i * value_dim_, rows.running((j + i) % kPanel));
     }
   }
 
   const PagedAttentionArgs& args_;
   Scratch scratch_;
   int64_t group_, units_, value_dim_, count_ = 0;
-  bool waits_;  // the scale, for the exponential
+  bool waits_;    // the scale, for the weights
+  float powers_;  // of two in a score as it is when it becomes a weight
   float *queries_, *scores_, *sums_, *keys_, *values_;
   float* row_;  // kLanes rows of queries or of sums
   float *key_scales_ = nullptr, *value_scales_ = nullptr;  // of the chunk
