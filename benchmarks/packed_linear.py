@@ -1,4 +1,4 @@
-"""Linear layers: plain weights, packed by oneDNN, packed for our op, joined, in int8.
+"""Linear layers: plain weights, packed by oneDNN, packed for our op, joined, in int8, in halves.
 
     python benchmarks/packed_linear.py [--dtype float32] [--threads 1] [--rows 1,4,16,64,256]
 
@@ -6,7 +6,8 @@ The layers of SmolLM2-135M: thirty times QKV, output, gate and up, down, and its
 are one call of our op, gate and up one, as in an engine's graphs; in int8 they are apart. Weights
 are cold (212 MB of layers in bfloat16, read one after the other). One process, interleaved,
 medians; a figure is the speed over plain weights, as torch's linear has them. In float32 that is
-MKL's, oneDNN takes plain weights too, and there is no int8.
+MKL's, oneDNN takes plain weights too, and there is no int8; weights are such as bfloat16 holds, and
+halves are these in 16 bits, joined.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ CASES = {"layers": [QKV, OUT, GATE_UP, DOWN] * LAYERS, "head": [[(49152, 576)]]}
 
 def forms(groups: list[list[tuple[int, int]]], rows: int, dtype: torch.dtype) -> dict[str, Form]:
     """What computes groups of layers of one input, each with weights of its own."""
-    weights = [[torch.randn(shape).to(dtype) * 0.02 for shape in group] for group in groups]
+    weights = [[(torch.randn(s) * 0.02).bfloat16().to(dtype) for s in group] for group in groups]
     onednn = [[torch.ops.mkldnn._reorder_linear_weight(w, rows) for w in g] for g in weights]
     if dtype is torch.float32:
         onednn = weights
@@ -38,9 +39,12 @@ def forms(groups: list[list[tuple[int, int]]], rows: int, dtype: torch.dtype) ->
     inputs = [torch.randn(rows, group[0][1]).to(dtype) for group in groups]
     pointwise = torch.ops.mkldnn._linear_pointwise.default
 
-    def joined(_: int) -> None:
-        for input, group in zip(inputs, ours, strict=True):
-            ops.packed_linears(input, group)
+    def joined(layers: list[list[Tensor]]) -> Form:
+        def forward(_: int) -> None:
+            for input, group in zip(inputs, layers, strict=True):
+                ops.packed_linears(input, group)
+
+        return forward
 
     def run(layers: list[list[Any]], linear: Callable[[Tensor, Any], Tensor]) -> Form:
         def forward(_: int) -> None:
@@ -54,11 +58,13 @@ def forms(groups: list[list[tuple[int, int]]], rows: int, dtype: torch.dtype) ->
         "plain": run(weights, torch.nn.functional.linear),
         "oneDNN": run(onednn, lambda x, w: pointwise(x, w, None, "none", [], "")),
         "ours": run(ours, ops.packed_linear),
-        "joined": joined,
+        "joined": joined(ours),
     }
     if dtype is torch.bfloat16:
         codes = [[packed_linear.quantise(weight) for weight in group] for group in weights]
         found["int8"] = run(codes, lambda x, w: ops.packed_linear(x, w[0], None, w[1]))
+    else:
+        found["halves"] = joined([[packed_linear.halve(weight) for weight in g] for g in weights])
     return found
 
 
@@ -74,7 +80,7 @@ def main() -> None:
     dtype = getattr(torch, options.dtype)
     on = f"{options.threads} threads, torch {torch.__version__}, op {load().isa}"
     print(f"# {options.dtype}, {on}, cold")
-    others = ["oneDNN", "ours", "joined", *(["int8"] if dtype is torch.bfloat16 else [])]
+    others = ["oneDNN", "ours", "joined", "int8" if dtype is torch.bfloat16 else "halves"]
     names = "".join(f"{name:>8}" for name in others)
     print(f"{'':8}{'rows':>5}{'plain, ms':>11}{names}   (speed over plain)")
     with torch.no_grad():

@@ -122,7 +122,8 @@ class EngineConfig:
         "auto",
         "Linear layers of bfloat16 and float32 on the native kernel: packed (rewritten in the "
         "order in which they are read, in place), plain, int8 (of bfloat16: half of their memory, "
-        "with rounding), or auto: packed where that was measured to be faster.",
+        "with rounding), or auto: packed where that was measured to be faster, and those of "
+        "float32 that bfloat16 holds exactly in 16 bits where that is faster still.",
     )
     look_ahead: bool = setting(
         True,

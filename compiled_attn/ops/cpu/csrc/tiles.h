@@ -6,13 +6,12 @@
 // band of tiles.
 #pragma once
 
-#include "elements.h"
 #include "few_rows.h"
 #include "output.h"
-#include "pairs.h"
 #include "prefetch.h"
-#include "scratch.h"
+#include "row_panels.h"
 #include "spoilt.h"
+#include "units.h"
 
 namespace compiled_attn {
 
@@ -20,141 +19,8 @@ constexpr int kTileRows = 192;
 constexpr int kTileKeys = 256;
 constexpr int kTilesOfBand = 8;
 constexpr int kBandRows = kTilesOfBand * kTileRows;
-constexpr int kRowsOfBlock = kRegisters == 32 ? 8 : 4;  // keys, or dims, of the innermost product
-constexpr int kWidthOfBlock = 3;                        // and its vectors of query rows
-constexpr int kPanel = kWidthOfBlock * kLanes;
 
 static_assert(kTileRows % kPanel == 0 && kTileKeys % kRowsOfBlock == 0, "tiles are whole blocks");
-
-// Matrices hold units of 32 bits along the axis that is summed over: a float, or a pair of
-// bfloat16. Both are passed as floats.
-template <class Element_>
-struct FloatUnits {
-  using Element = Element_;
-  static constexpr int kUnit = 1;  // elements
-
-  CA_INLINE static Floats step(Floats sum, float a, Floats b) { return sum + all(a) * b; }
-  static void query(const PagedAttentionArgs& args, int64_t token, int64_t head, float* to,
-                    int64_t n) {
-    read_row(args, args.query, token, head, args.head_dim, to, n);
-  }
-  // A key of so many elements as units, with zeros behind; null where it is to be copied.
-  static const float* key(const Element* row, int64_t) {
-    return std::is_same_v<Element, float> ? reinterpret_cast<const float*>(row) : nullptr;
-  }
-  static void copy_key(const Element* row, int64_t dim, float* to) { to_floats(row, dim, to); }
-  // The same of the values of kUnit tokens.
-  static const float* value(const Element* const* rows, int64_t dim) {
-    return dim % kRowsOfBlock ? nullptr : key(rows[0], dim);
-  }
-  static void copy_value(const Element* const* rows, int64_t dim, float* to) {
-    to_floats(rows[0], dim, to);
-  }
-  CA_INLINE static Floats joined(const Floats* weights) { return weights[0]; }
-};
-
-#if CA_HAS_BFLOAT16_DOT
-struct PairUnits {
-  using Element = BFloat16;
-  static constexpr int kUnit = 2;
-
-  CA_INLINE static Floats step(Floats sum, float a, Floats b) {
-    return add_products(sum, bits_as<Pairs>(all(a)), bits_as<Pairs>(b));
-  }
-  static void query(const PagedAttentionArgs& args, int64_t token, int64_t head, float* to,
-                    int64_t n) {
-    read_row(args, args.query, token, head, args.head_dim, reinterpret_cast<BFloat16*>(to),
-             2 * n);
-  }
-  static const float* key(const BFloat16* row, int64_t dim) {
-    return dim % kUnit ? nullptr : reinterpret_cast<const float*>(row);
-  }
-  static void copy_key(const BFloat16* row, int64_t dim, float* to) {
-    to[dim / kUnit] = 0;
-    std::memcpy(to, row, dim * sizeof(BFloat16));
-  }
-  static const float* value(const BFloat16* const*, int64_t) { return nullptr; }
-  static void copy_value(const BFloat16* const* rows, int64_t dim, float* to) {
-    int64_t d = 0;
-    for (; d + kLanes <= dim; d += kLanes) store(to + d, zipped(rows[0] + d, rows[1] + d));
-    if (d == dim) return;
-    BFloat16 rest[kUnit][kLanes] = {};
-    for (int i = 0; i < kUnit; ++i) std::memcpy(rest[i], rows[i] + d, (dim - d) * sizeof(BFloat16));
-    store(to + d, zipped(rest[0], rest[1]));
-  }
-  CA_INLINE static Floats zipped(const BFloat16* a, const BFloat16* b) {
-    return bits_as<Floats>(widened(load_as<Words>(a)) | widened(load_as<Words>(b)) << 16);
-  }
-  CA_INLINE static Floats joined(const Floats* weights) {
-    return bits_as<Floats>(joined_pairs(weights[0], weights[kWidthOfBlock]));
-  }
-};
-#endif
-
-// kRowsOfBlock x kPanel sums, in registers.
-struct SumBlock {
-  Floats of[kRowsOfBlock][kWidthOfBlock];
-
-  // at(r, w) gives where they begin.
-  template <class At>
-  CA_INLINE void begin(const At& at) {
-#pragma GCC unroll 8
-    for (int r = 0; r < kRowsOfBlock; ++r)
-#pragma GCC unroll 8
-      for (int w = 0; w < kWidthOfBlock; ++w) of[r][w] = at(r, w);
-  }
-
-  // Adds left [kRowsOfBlock, units] x panel [units, kPanel]; left(r, u) gives the address of a unit.
-  template <class Units, class Left>
-  CA_INLINE void add_products(const Left& left, const float* panel, int64_t units) {
-    for (int64_t u = 0; u < units; ++u, panel += kPanel) {
-      Floats b[kWidthOfBlock];
-#pragma GCC unroll 8
-      for (int w = 0; w < kWidthOfBlock; ++w) b[w] = load(panel + w * kLanes);
-#pragma GCC unroll 8
-      for (int r = 0; r < kRowsOfBlock; ++r) {
-        const float a = load_as<float>(left(r, u));
-#pragma GCC unroll 8
-        for (int w = 0; w < kWidthOfBlock; ++w) of[r][w] = Units::step(of[r][w], a, b[w]);
-      }
-    }
-  }
-
-  // The largest of each column.
-  CA_INLINE void raise(Floats (&most)[kWidthOfBlock]) const {
-#pragma GCC unroll 8
-    for (int r = 0; r < kRowsOfBlock; ++r)
-#pragma GCC unroll 8
-      for (int w = 0; w < kWidthOfBlock; ++w) most[w] = larger(of[r][w], most[w]);
-  }
-
-  CA_INLINE void put(float* out) const {
-#pragma GCC unroll 8
-    for (int r = 0; r < kRowsOfBlock; ++r)
-#pragma GCC unroll 8
-      for (int w = 0; w < kWidthOfBlock; ++w) store(out + r * kPanel + w * kLanes, of[r][w]);
-  }
-};
-
-// What the query rows of a panel see, and their softmax (Milakov and Gimelshein, 2018), of which the
-// maxima count powers of two.
-struct PanelRows {
-  alignas(64) float slope[kPanel];     // ALiBi, 0: none
-  alignas(64) int32_t position[kPanel];
-  alignas(64) int32_t begin[kPanel], end[kPanel];  // of the keys that each sees
-  alignas(64) float maximum[kPanel], total[kPanel];
-  int64_t used;  // rows that there are: the last ones see furthest
-
-  void put(int64_t i, float slope_of_row, int64_t position_of_row, Span seen) {
-    slope[i] = slope_of_row, position[i] = int32_t(position_of_row);
-    begin[i] = int32_t(seen.begin), end[i] = int32_t(seen.end);
-    maximum[i] = -INFINITY, total[i] = 0;
-  }
-  // Keys that some of the rows see, and those that all of them do.
-  Span some() const { return {begin[0], end[used - 1]}; }
-  Span all() const { return {begin[used - 1], used < kPanel ? 0 : end[0]}; }
-  Running running(int64_t i) const { return {maximum[i] * kLog2, total[i]}; }
-};
 
 template <class Units>
 class Tiles {
