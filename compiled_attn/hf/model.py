@@ -255,9 +255,13 @@ class PagedCausalLM(nn.Module):
             try:
                 check_equal(self, expected)
             except ModelRefused as error:
-                _log.warning("weights are not packed: %s", error)
+                halved = halved_weights(self.model)
+                _log.warning("weights are not packed%s: %s", " in 16 bits" * bool(halved), error)
             else:
                 undo.enter_context(trial.pop_all())
+                return
+        if halved:  # which code of the model's own may not bear
+            self._pack(lambda w: "packed" if packs(w) else None, expected, undo)
 
     def _switch(self, undo: contextlib.ExitStack) -> None:
         """Makes the model attend to the paged cache, and says how to undo it."""

@@ -87,8 +87,9 @@ class _Packed(nn.Module):
             return packed
         if self.single is None:
             return packed_linear.arranged(plain.to(self.weight), self.weight.shape[-1])
-        if packed_linear.has_halves(plain.to(self.single)):
-            return packed_linear.halve(plain.to(self.single))
+        single = plain.to(self.weight.device, torch.float32)
+        if packed_linear.has_halves(single):
+            return packed_linear.halve(single)
         errors.append(
             f"expected for {name} weights that bfloat16 holds exactly, as those that an engine has "
             "packed into 16 bits, got others: load the model again, and take weights 'packed'"
@@ -205,6 +206,8 @@ def pack_linears(
         chosen = packing(parameter)
         if chosen is None:
             continue
+        if chosen == "halves" and not _has_other_floats(model, parameter):
+            chosen = "packed"  # or nothing would tell the dtype of the model
         places = owners[parameter.data_ptr()]
         scale = _PACK[chosen](parameter, undo)
         for _, module in places:
@@ -268,6 +271,10 @@ def _homes(model: nn.Module) -> dict[int, list[tuple[dict[str, Any], str]]]:
         for name, child in parent._modules.items():
             homes[id(child)].append((parent._modules, name))
     return homes
+
+
+def _has_other_floats(model: nn.Module, parameter: Parameter) -> bool:
+    return any(p.is_floating_point() for p in model.parameters() if p is not parameter)
 
 
 def _is_plain(module: nn.Module) -> bool:

@@ -11,7 +11,7 @@ import torch
 from compiled_attn.engine import ConfigError, Engine, EngineConfig, SamplingParams, local
 from compiled_attn.engine import kernel as choice
 from compiled_attn.engine.sampling import check_lengths
-from compiled_attn.ops import NativeOps
+from compiled_attn.ops import NativeOps, packed_linear
 from graphs import explicit
 from tests.compiled_attn.tiny import FAMILIES, plain_generate, tiny_model
 
@@ -229,6 +229,26 @@ def test_packed_weights_generate_what_the_model_then_computes(dtype, weights, pa
     # In bfloat16 until rounding takes another token.
     assert same >= (0.5 if dtype is torch.bfloat16 else 1) * sum(map(len, plain))
     assert engine.report().compiles_after_warmup == 0
+
+
+@pytest.mark.parametrize("weights", ["auto", "packed"])
+def test_float32_of_16_bits_is_kept_so_unless_asked_otherwise(monkeypatch, weights):
+    class Measured:
+        def packing(self, weight: torch.Tensor) -> packed_linear.Packing | None:
+            return "halves" if packed_linear.has_halves(weight) else "packed"
+
+        def takes_onednn(self, weight: torch.Tensor) -> bool:
+            return False
+
+    monkeypatch.setattr(choice, "tuning", Measured)
+    model, prompts = tiny_model("llama").to(torch.bfloat16).float(), _prompts(3)
+    plain = [plain_generate(model, prompt, 5) for prompt in prompts]
+    engine = _engine(model, weights=weights, backend="aot_eager", max_graphs=2)
+    results = engine.generate(prompts, SamplingParams(max_new_tokens=5), in_order=True)
+    assert [result.tokens for result in results] == plain
+    told = engine.report().kernel_notes["weights"]
+    assert told.endswith("in 16 bits, which hold them exactly") is (weights == "auto")
+    assert model.dtype is torch.float32 and engine.report().compiles_after_warmup == 0
 
 
 def test_weights_of_int8_are_told_and_stay_for_engines_that_ask_for_them():

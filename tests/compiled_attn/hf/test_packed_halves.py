@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 
 import pytest
 import torch
 
+from compiled_attn.hf import PagedCausalLM, cache_for
 from compiled_attn.hf.packed import halved_weights, pack_linears, packed_weights
 from compiled_attn.hf.rounding import last_logits, rounding_of
 from compiled_attn.ops import load, packed_linear
@@ -96,3 +98,35 @@ def test_the_rounding_of_a_model_in_halves_can_be_measured():
     assert halved_weights(model)
     rounding = rounding_of(model, [3, 5, 7], last_logits(model, [3, 5, 7]))
     torch.testing.assert_close(rounding.exact, plain.exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_a_cast_model_takes_its_own_state(single, dtype):
+    pack_linears(single, contextlib.ExitStack(), in_halves)
+    single.to(dtype)
+    state = single.state_dict()
+    single.load_state_dict(state)
+    for name, value in single.state_dict().items():
+        assert torch.equal(value, state[name]), name
+
+
+def test_the_last_weight_that_tells_the_dtype_stays_a_float():
+    load()
+    model = torch.nn.Sequential(*(torch.nn.Linear(32, 32, bias=False) for _ in range(3)))
+    model.bfloat16().float()
+    pack_linears(model, contextlib.ExitStack(), in_halves)
+    assert packed_weights(model) == 3 and halved_weights(model) == 2
+    assert {p.dtype for p in model.parameters() if p.is_floating_point()} == {torch.float32}
+
+
+def test_a_model_that_does_not_bear_halves_is_packed_whole(monkeypatch, caplog):
+    model = small_model("llama").to(torch.bfloat16).float()
+    halve, unpack = packed_linear.halve, packed_linear.unpack
+    monkeypatch.setattr(packed_linear, "halve", lambda weight: ~halve(weight))
+    monkeypatch.setattr(
+        packed_linear, "unpack", lambda w: unpack(~w if w.dtype is torch.int16 else w)
+    )
+    with caplog.at_level(logging.WARNING):
+        paged = PagedCausalLM(model, cache_for(model, 5, 4), packs=in_halves)
+    assert paged.packed and not paged.halved
+    assert "weights are not packed in 16 bits" in caplog.text

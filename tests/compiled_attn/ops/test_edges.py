@@ -117,3 +117,43 @@ def test_a_band_of_many_tiles_is_that_of_dense_attention(ops, window):
     sinks = torch.linspace(-2, 2, 512)
     step = scene([(96, 90)], heads=512, kv_heads=16, dim=16, window=window, sinks=sinks)
     assert_right(ops.paged_attention(*step.arguments, **step.options), step)
+
+
+def _with(ops: NativeOps, query, keys, values, scale: float = D**-0.5):
+    """The last rows of a request that has four blocks."""
+    table = torch.arange(4, dtype=torch.int32)[None]
+    length, starts = torch.tensor([64], dtype=torch.int32), torch.tensor([0, len(query)])
+    return ops.paged_attention(query, keys, values, table, length, starts.int(), scale)
+
+
+@pytest.mark.parametrize("rows", [1, 64])
+@pytest.mark.parametrize("size", [1e3, 1e5, 1e6, 1e9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_great_scores_weigh_what_they_are(ops, dtype, size, rows):
+    query, keys = (torch.randn(s) * size for s in ((rows, H, D), (4, 16, 1, D)))
+    query, keys, values = (x.to(dtype) for x in (query, keys, torch.randn(4, 16, 1, D)))
+    out, lse = _with(ops, query, keys, values)
+    scores = query.double() @ keys.double().view(64, D).T * D**-0.5
+    seen = torch.arange(64) <= torch.arange(64 - rows, 64)[:, None, None]
+    scores = scores.masked_fill(~seen, -torch.inf)
+    wanted = scores.softmax(-1) @ values.double().view(64, D)
+    torch.testing.assert_close(out.double(), wanted, rtol=2e-2, atol=2e-2)
+    rounding = float(scores[scores.isfinite()].abs().max()) * 1e-5  # sums of products cancel out
+    torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=0, atol=rounding)
+
+
+@pytest.mark.parametrize("size", [1e7, math.inf])
+def test_a_row_of_great_scores_changes_no_bit_of_its_neighbours(ops, size):
+    query, keys, values = (torch.randn(s) for s in ((64, H, D), (4, 16, 1, D), (4, 16, 1, D)))
+    before, _ = _with(ops, query, keys, values)
+    query[20] *= size
+    after, _ = _with(ops, query, keys, values)
+    others = torch.arange(64) != 20
+    assert torch.equal(after[others], before[others])
+
+
+def test_a_scale_that_is_nearly_zero_weighs_all_keys_alike(ops):
+    query, keys, values = (torch.randn(s) for s in ((64, H, D), (4, 16, 1, D), (4, 16, 1, D)))
+    out, _ = _with(ops, query, keys, values, 1e-46)
+    wanted = values.view(64, D).cumsum(0) / torch.arange(1, 65)[:, None]
+    torch.testing.assert_close(out, wanted[:, None].expand_as(out), rtol=1e-5, atol=1e-5)

@@ -36,7 +36,9 @@ class Layers(nn.Module):
 
 def packed(module: nn.Module, packing: Packing = "packed") -> nn.Module:
     module = module.bfloat16().eval().requires_grad_(False)
-    module = module.float() if packing == "halves" else module
+    if packing == "halves":
+        module = module.float()
+        module.scale = nn.Parameter(torch.ones(1), False)  # one parameter stays a float
     pack_linears(module, contextlib.ExitStack(), lambda _: packing)
     return module
 

@@ -10,7 +10,6 @@
 
 namespace compiled_attn {
 
-constexpr float kGreat = 1 << 20;  // powers whose last bits are no small powers themselves
 constexpr float kSlack = 8;  // powers that a weight may rise to before earlier sums are scaled
 
 // 2^x, relative error 3e-6; 1 at 0. A polynomial of degree 4 on [0, 1).

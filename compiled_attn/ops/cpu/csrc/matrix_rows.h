@@ -192,8 +192,6 @@ class MatrixRows {
     unit.largest[g].take(scores + keys.begin * kTile, keys.end - keys.begin);
   }
 
-  // Asks for some of the next chunk, in proportion to what is done of this one.
-
   void finish(const Part& part, const Results& results) {
     for (int64_t j = 0; j < count_; j += kTile) {
       for (int64_t d = 0; d < values_.tiles(); ++d) {

@@ -10,6 +10,9 @@
 namespace compiled_attn {
 
 constexpr float kLog2E = 1.44269504f, kLog2 = 0.693147180f;
+// A product is not rounded before the largest one, which is, is subtracted: from here on scores are
+// multiplied first, as the difference may be a great power.
+constexpr float kGreat = 1 << 20;
 constexpr int kScoreStep = 32;  // rows of scores are padded to this
 
 // What one row of scores needs besides the products.
@@ -91,53 +94,42 @@ __attribute__((noinline)) inline void fold(const Running& more, const float* mor
   for (int64_t i = 0; i < n; ++i) sums[i] += more_sums[i] * weight;
 }
 
-// Up to four values from the first on, the last one again where there are fewer.
-template <int group, class Value>
-CA_INLINE const Value& up_to(const Value* v, int i) {
-  return v[i < group ? i : group - 1];
+// Four values, the last one again where there are fewer.
+template <class Value, int count>
+CA_INLINE const Value& up_to(const Value (&v)[count], int i) {
+  return v[i < count ? i : count - 1];
 }
 
 // put(r, i, weights) takes the weights e^(score - maximum) of row r from the i-th of n on, for some
 // rows of scores. Earlier sums of each row are to be multiplied by its factor.
 template <int rows, class Put>
-CA_INLINE void finish_weights(const Scored (&scored)[rows], int64_t n, const float* scores,
+CA_INLINE void finish_weights(const Scored (&scored)[rows], int64_t n, float* scores,
                               int64_t stride, Running* running, float* factors, const Put& put) {
-  constexpr int group = rows <= 4 ? rows : rows / 2;  // rows whose chains of steps are interleaved
-  static_assert(rows % group == 0 && group <= 4, "one vector of results");
-  Floats origins[rows], totals[rows] = {};
+  static_assert(rows <= 4, "one vector of results");
+  const Floats4 maxima = largest(up_to(scored, 0).most, up_to(scored, 1).most,
+                                 up_to(scored, 2).most, up_to(scored, 3).most);
+  Floats origins[rows], scales[rows], totals[rows] = {};
+  for (int r = 0; r < rows; ++r) {
+    factors[r] = running[r].raise(maxima[r]);
+    origins[r] = all(running[r].origin()), scales[r] = all(scored[r].factor);
+    if (scored[r].factor == 1 || std::abs(running[r].origin()) < kGreat) continue;
+    scale_all(scored[r].factor, n, scores + r * stride);
+    scales[r] = all(1.0f);
+  }
+  for (int64_t i = 0; i < n; i += kLanes) {
+    Floats w[rows];
+    apply(w, [&](Floats, int r) {
+      return load(scores + r * stride + i) * scales[r] - origins[r];
+    });
+    exponentials(w);
 #pragma GCC unroll 4
-  for (int first = 0; first < rows; first += group) {
-    const auto most = [&](int i) { return up_to<group>(scored + first, i).most; };
-    const Floats4 maxima = largest(most(0), most(1), most(2), most(3));
-#pragma GCC unroll 4
-    for (int i = 0; i < group; ++i) {
-      const int r = first + i;
-      factors[r] = running[r].raise(maxima[i]);
-      origins[r] = all(running[r].origin());
+    for (int r = 0; r < rows; ++r) {
+      totals[r] += w[r];
+      put(r, i, w[r]);
     }
   }
-#pragma GCC unroll 4
-  for (int first = 0; first < rows; first += group)
-    for (int64_t i = 0; i < n; i += kLanes) {
-      Floats w[group];
-      apply(w, [&](Floats, int j) {
-        const int r = first + j;
-        return load(scores + r * stride + i) * all(scored[r].factor) - origins[r];
-      });
-      exponentials(w);
-#pragma GCC unroll 4
-      for (int j = 0; j < group; ++j) {
-        totals[first + j] += w[j];
-        put(first + j, i, w[j]);
-      }
-    }
-#pragma GCC unroll 4
-  for (int first = 0; first < rows; first += group) {
-    const auto total = [&](int i) { return up_to<group>(totals + first, i); };
-    const Floats4 more = sums(total(0), total(1), total(2), total(3));
-#pragma GCC unroll 4
-    for (int i = 0; i < group; ++i) running[first + i].total += more[i];
-  }
+  const Floats4 more = sums(up_to(totals, 0), up_to(totals, 1), up_to(totals, 2), up_to(totals, 3));
+  for (int r = 0; r < rows; ++r) running[r].total += more[r];
 }
 
 }  // namespace compiled_attn

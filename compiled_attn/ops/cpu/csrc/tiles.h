@@ -39,7 +39,7 @@ class Tiles {
         units_(padded<kUnit>(args.head_dim) / kUnit),
         value_dim_(padded<kLanes>(padded<kRowsOfBlock>(args.value_dim))),
         waits_(args.softcap <= 0 && !args.key_scale.data && !args.alibi_slopes &&
-               args.scale > 0 && args.scale <= 1),
+               args.scale > 1e-30 && args.scale <= 1),
         powers_((waits_ ? float(args.scale) : 1) * kLog2E) {
     scratch_.take(queries_, kBandRows * units_);
     scratch_.take(rows_, kBandRows / kPanel);
@@ -245,10 +245,9 @@ class Tiles {
     most *= all(powers_);
     const Floats before = load(rows.maximum + w * kLanes);
     const Ints rises = most > before;
-    Floats factor[] = {before - most};
-    powers_of_two(factor);
-    factor[0] = either(rises, factor[0], all(1.0f));
     const Floats maximum = either(rises, most, before);
+    Floats factor[] = {either(rises, before - maximum, Floats{})};
+    powers_of_two(factor);
     store(factors_ + w * kLanes, factor[0]);
     store(rows.maximum + w * kLanes, maximum);
     store(rows.total + w * kLanes, load(rows.total + w * kLanes) * factor[0]);
@@ -258,12 +257,15 @@ class Tiles {
   // Scores become e^(score - maximum), units of kUnit keys.
   void weigh(PanelRows& rows, Span keys, const Floats (&origins)[kWidthOfBlock]) {
     constexpr int count = kUnit * kWidthOfBlock;
+    Floats powers[kWidthOfBlock];
+    multiply_great(keys, origins, powers);
     Floats totals[kWidthOfBlock];
     for (int w = 0; w < kWidthOfBlock; ++w) totals[w] = load(rows.total + w * kLanes);
     for (int64_t t = keys.begin; t < keys.end; t += kUnit) {
       Floats weights[count];
       apply(weights, [&](Floats, int i) {
-        return load(scores_ + t * kPanel + i * kLanes) * all(powers_) - origins[i % kWidthOfBlock];
+        const int w = i % kWidthOfBlock;
+        return load(scores_ + t * kPanel + i * kLanes) * powers[w] - origins[w];
       });
       powers_of_two(weights);
       if (kUnit > 1 && t + 1 == keys.end)
@@ -278,6 +280,26 @@ class Tiles {
       for (int w = 0; w < kWidthOfBlock; ++w) store(to + w * kLanes, Units::joined(weights + w));
     }
     for (int w = 0; w < kWidthOfBlock; ++w) store(rows.total + w * kLanes, totals[w]);
+  }
+
+  // What scores of some keys are yet to be multiplied with; those of great ones are by now.
+  void multiply_great(Span keys, const Floats (&origins)[kWidthOfBlock],
+                      Floats (&powers)[kWidthOfBlock]) {
+    static_assert(kWidthOfBlock <= 4, "one vector of results");
+    Floats sizes[kWidthOfBlock];
+    apply(sizes, [&](Floats, int w) { return larger(origins[w], -origins[w]); });
+    apply(powers, [&](Floats, int w) {
+      return either(sizes[w] < all(kGreat), all(powers_), all(1.0f));
+    });
+    const Floats4 most =
+        largest(up_to(sizes, 0), up_to(sizes, 1), up_to(sizes, 2), up_to(sizes, 3));
+    if (most[0] < kGreat && most[1] < kGreat && most[2] < kGreat && most[3] < kGreat) return;
+    for (int64_t t = keys.begin; t < keys.end; ++t)
+      for (int w = 0; w < kWidthOfBlock; ++w) {
+        float* scores = scores_ + t * kPanel + w * kLanes;
+        const Floats s = load(scores);
+        store(scores, either(sizes[w] < all(kGreat), s, s * all(powers_)));
+      }
   }
 
   void put(const Part& part, const Results& results) {

@@ -33,6 +33,8 @@ struct FloatUnits {
   }
   static void copy_value(const Element* const* rows, int64_t dim, float* to) {
     to_floats(rows[0], dim, to);
+    const int64_t whole = padded<kRowsOfBlock>(dim);
+    std::fill(to + std::min(padded<kLanes>(dim), whole), to + whole, 0.0f);
   }
   CA_INLINE static Floats joined(const Floats* weights) { return weights[0]; }
 };
