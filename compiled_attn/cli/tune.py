@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -14,7 +16,7 @@ from compiled_attn.hf.packed import packable
 from compiled_attn.ops import load
 from compiled_attn.ops.cpu.calibration import calibrate
 from compiled_attn.ops.cpu.forms import Chosen
-from compiled_attn.ops.tuning import ONEDNN, Tuning, onednn_sizes, tuning
+from compiled_attn.ops.tuning import FLOAT32, HALVES, ONEDNN, Tuning, onednn_sizes, tuning
 from graphs.backends.onednn_linear import for_cpu
 
 __all__ = ["run_tune"]
@@ -75,5 +77,13 @@ def _of_layers(tuned: Tuning) -> Table:
         if layer.endswith(ONEDNN):
             table.add_row(layer, "", f"{ratio:.2f}", "oneDNN" if ratio > 1 else "MKL")
         else:
-            table.add_row(layer, f"{ratio:.2f}", "", "packed" if ratio > 1 else "plain")
+            table.add_row(layer, f"{ratio:.2f}", "", _taken(layer, tuned.results))
     return table
+
+
+def _taken(layer: str, results: Mapping[str, float]) -> str:
+    """How the weights of a layer are kept; those of halves may be whole as well."""
+    whole = results[layer.replace(HALVES, FLOAT32)]
+    if results[layer] > max(whole, 1):
+        return "in 16 bits"
+    return "packed" if whole > 1 else "plain"

@@ -11,7 +11,12 @@ from transformers import PreTrainedModel
 
 from compiled_attn.engine.config import ConfigError, EngineConfig
 from compiled_attn.engine.sizing import FORMS, Form
-from compiled_attn.hf.packed import packable, packed_weights, quantised_weights
+from compiled_attn.hf.packed import (
+    halved_weights,
+    packable,
+    packed_weights,
+    quantised_weights,
+)
 from compiled_attn.ops import AttentionTraits, NativeKernel, load
 from compiled_attn.ops.packed_linear import Packing, as_int8, as_packed
 from compiled_attn.ops.tuning import tuning
@@ -114,6 +119,11 @@ def packs(
         raise ConfigError(
             f"expected a model of plain weights for weights {weights!r}, got one that an engine "
             f"before has made {'int8' if quantised_weights(model) else 'packed'}: load it again"
+        )
+    if weights == "packed" and halved_weights(model):
+        raise ConfigError(
+            "expected a model of plain weights for weights 'packed', got one of which an engine "
+            "before has kept float32 in 16 bits: load it again"
         )
     if weights == "plain" or kernel.name != "native":
         return None

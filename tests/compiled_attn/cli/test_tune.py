@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from compiled_attn.cli import tune
 from compiled_attn.errors import NativeUnavailable
 from compiled_attn.ops import load
 from compiled_attn.ops.cpu.forms import Chosen, Forms
@@ -81,3 +82,15 @@ def test_without_a_native_kernel_there_is_nothing_to_tune(command, monkeypatch):
 
 def test_a_model_that_is_not_there_is_one_line(command):
     assert_refused(command("tune", "--model", "missing"), "missing", "no such directory")
+
+
+@pytest.mark.parametrize(
+    ("whole", "halves", "taken"),
+    [(1.2, 1.5, "in 16 bits"), (1.5, 1.2, "packed"), (0.9, 1.1, "in 16 bits"), (0.8, 0.9, "plain")],
+)
+def test_what_16_bits_are_taken_over_is_whole_weights_too(whole, halves, taken):
+    results = {
+        "1 threads, 32 x 64, float32": whole,
+        "1 threads, 32 x 64, float32 in halves": halves,
+    }
+    assert tune._taken("1 threads, 32 x 64, float32 in halves", results) == taken

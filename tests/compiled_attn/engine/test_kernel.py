@@ -249,6 +249,9 @@ def test_float32_of_16_bits_is_kept_so_unless_asked_otherwise(monkeypatch, weigh
     told = engine.report().kernel_notes["weights"]
     assert told.endswith("in 16 bits, which hold them exactly") is (weights == "auto")
     assert model.dtype is torch.float32 and engine.report().compiles_after_warmup == 0
+    if weights == "auto":
+        with pytest.raises(ConfigError, match="has kept float32 in 16 bits: load it again"):
+            _engine(model, weights="packed", backend="eager")
 
 
 def test_weights_of_int8_are_told_and_stay_for_engines_that_ask_for_them():

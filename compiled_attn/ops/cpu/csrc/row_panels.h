@@ -58,16 +58,15 @@ struct PanelRows {
   alignas(64) int32_t position[kPanel];
   alignas(64) int32_t begin[kPanel], end[kPanel];  // of the keys that each sees
   alignas(64) float maximum[kPanel], total[kPanel];
-  int64_t used;  // rows that there are: the last ones see furthest
 
   void put(int64_t i, float slope_of_row, int64_t position_of_row, Span seen) {
     slope[i] = slope_of_row, position[i] = int32_t(position_of_row);
     begin[i] = int32_t(seen.begin), end[i] = int32_t(seen.end);
     maximum[i] = -INFINITY, total[i] = 0;
   }
-  // Keys that some of the rows see, and those that all of them do.
-  Span some() const { return {begin[0], end[used - 1]}; }
-  Span all() const { return {begin[used - 1], used < kPanel ? 0 : end[0]}; }
+  // Keys that some of the rows see, and those that all of them do: the last ones see furthest.
+  Span some() const { return {begin[0], end[kPanel - 1]}; }
+  Span all() const { return {begin[kPanel - 1], end[0]}; }
   Running running(int64_t i) const { return {maximum[i] * kLog2, total[i]}; }
 };
 

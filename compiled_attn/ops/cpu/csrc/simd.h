@@ -180,6 +180,14 @@ CA_INLINE void powers_near_zero(Floats (&r)[count]) {
 // product is rounded too, as x is.
 CA_INLINE Floats without_powers(Floats x, Floats n) { return x - n * all(0.693147180f); }
 
+// p * 2^n, 0 where x is below the least; NaN where it is NaN. `shifted` is n + 1.5 * 2^23, whose low
+// bits are the integer.
+CA_INLINE Floats with_power(Floats p, Floats shifted, Floats x, float least) {
+  const Ints power = bits_as<Ints>(shifted) << 23;
+  const Floats scaled = bits_as<Floats>(bits_as<Ints>(p) + power);
+  return either(x < all(least), Floats{}, either(x == x, scaled, x));
+}
+
 // e^x for x <= 0 or so; 0 below -87, NaN stays NaN. Relative error 2e-7 near 0, 4e-7 near -87, and
 // without fused multiply-adds 6e-8 * |x|.
 template <int count>
@@ -207,11 +215,7 @@ CA_INLINE void exponentials(Floats (&x)[count]) {
   });
   apply(p, [&](Floats, int i) { return without_powers(in[i], shifted[i] - all(12582912.0f)); });
   exponentials_near_zero(p);
-  apply(x, [&](Floats v, int i) {
-    const Ints power = bits_as<Ints>(shifted[i]) << 23;  // the integer sits in the low bits
-    const Floats scaled = bits_as<Floats>(bits_as<Ints>(p[i]) + power);
-    return either(v < all(-87.0f), Floats{}, either(v == v, scaled, v));
-  });
+  apply(x, [&](Floats v, int i) { return with_power(p[i], shifted[i], v, -87.0f); });
 #endif
 }
 
@@ -236,11 +240,7 @@ CA_INLINE void powers_of_two(Floats (&x)[count]) {
   apply(n, [&](Floats, int i) { return in[i] + all(12582912.0f); });  // 1.5 * 2^23 rounds
   apply(p, [&](Floats, int i) { return in[i] - (n[i] - all(12582912.0f)); });
   powers_near_zero(p);
-  apply(x, [&](Floats v, int i) {
-    const Ints power = bits_as<Ints>(n[i]) << 23;  // the integer sits in the low bits
-    const Floats scaled = bits_as<Floats>(bits_as<Ints>(p[i]) + power);
-    return either(v < all(-126.0f), Floats{}, either(v == v, scaled, v));
-  });
+  apply(x, [&](Floats v, int i) { return with_power(p[i], n[i], v, -126.0f); });
 #endif
 }
 

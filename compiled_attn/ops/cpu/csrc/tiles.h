@@ -89,20 +89,14 @@ class Tiles {
     }
   }
 
-  // Queries as panels [units, kPanel]: each column a row.
+  // Queries as panels [units, kPanel]: each column a row, the last one again where there are fewer.
   void prepare(const Part& part, const Request& request) {
     count_ = part.row_end - part.row_begin;
     const int64_t room = padded<kLanes>(units_);
     for (int64_t j = 0; j < padded<kPanel>(count_); j += kLanes) {
       PanelRows& rows = rows_[j / kPanel];
-      rows.used = std::min<int64_t>(count_ - j / kPanel * kPanel, kPanel);
       for (int64_t i = 0; i < kLanes; ++i) {
-        if (j + i >= count_) {
-          std::fill_n(row_ + i * room, room, 0.0f);
-          rows.put((j + i) % kPanel, 0, 0, {0, 0});
-          continue;
-        }
-        const int64_t folded = part.row_begin + j + i, row = folded / group_;
+        const int64_t folded = part.row_begin + std::min(j + i, count_ - 1), row = folded / group_;
         const int64_t head = part.kv_begin * group_ + folded % group_;
         Units::query(args_, request.first + row, head, row_ + i * room, room);
         rows.put((j + i) % kPanel, args_.alibi_slopes ? args_.alibi_slopes[head] : 0.0f,
