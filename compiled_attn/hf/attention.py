@@ -1,24 +1,21 @@
 """The attention of a Hugging Face model over the paged cache, and how a step reaches it.
 
-The layers are regions that a graph compiles once for all that are alike. For multi-head latent
-attention the cache keeps what a token's keys and values are made of: the modules of transformers'
-DeepSeek family expand the latents ``c [R]`` and the rotated key ``r`` of a token to keys ``[W_k c,
-r]`` and values ``W_v c`` of every head, in a method of their own, ``expand_kv``. It is replaced by
-one that does not expand; the scores then take ``(W_k^T q_nope) c + q_rope r``, and ``W_v`` is
-applied to the sum over tokens. Source: DeepSeek-V2 (2024), 2.1.
+For multi-head latent attention the cache keeps what a token's keys and values are made of: the
+modules of transformers' DeepSeek family expand the latents ``c [R]`` and the rotated key ``r`` of a
+token to keys ``[W_k c, r]`` and values ``W_v c`` of every head, in a method of their own,
+``expand_kv``. It is replaced by one that does not expand; the scores then take ``(W_k^T q_nope) c +
+q_rope r``, and ``W_v`` is applied to the sum over tokens. Source: DeepSeek-V2 (2024), 2.1.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface
 
 from compiled_attn.attention.metadata import UnifiedMetadata
 from compiled_attn.attention.unified import unified_attention
@@ -27,82 +24,17 @@ from compiled_attn.cache.kv_cache import KVShape, PagedKVCache
 __all__ = [
     "ATTENTION_NAME",
     "PagedStep",
+    "WantedRows",
+    "Written",
     "absorb",
-    "call_through",
-    "carrying",
-    "decoder_layers",
     "keep_latents",
     "latent_shape",
     "paged_attention_forward",
     "reads",
-    "restore",
 ]
 
 ATTENTION_NAME = "compiled_attn"
 """Attention over the paged cache."""
-
-
-def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The repeated layers of the decoder: none where the model has no list of that length."""
-    count = model.config.get_text_config().num_hidden_layers
-    lists = [part for part in model.modules() if isinstance(part, nn.ModuleList)]
-    return next(([*layers] for layers in lists if len(layers) == count), [])
-
-
-def call_through(layer: nn.Module, *, carries: bool, is_region: bool) -> None:
-    """Calls the layer through a function of ours.
-
-    Args:
-        layer: a decoder layer.
-        carries: it does not hand keywords on to its attention. The keyword ``paged`` then goes in
-            the place of the mask, which it does hand on, and which nothing else uses.
-        is_region: a graph that contains it compiles it once for all layers that are alike. Torch
-            refuses that of layers that keep tensors for later ones.
-    """
-    forward = _carrying_forward if carries else _forward
-    layer.forward = MethodType(_REGIONS[forward] if is_region else forward, layer)
-
-
-@contextlib.contextmanager
-def carrying(layers: Sequence[nn.Module], put: Callable[[dict[str, Any]], None]) -> Iterator[None]:
-    """Calls the layers with keywords that ``put`` has changed, for what is inside."""
-
-    def forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        put(kwargs)
-        return type(layer).forward(layer, *args, **kwargs)
-
-    before = [layer.__dict__.get("forward") for layer in layers]
-    try:
-        for layer in layers:
-            layer.forward = MethodType(forward, layer)
-        yield
-    finally:
-        for layer, own in zip(layers, before, strict=True):
-            restore(layer, "forward", own)
-
-
-def restore(module: nn.Module, name: str, value: Any) -> None:
-    """Gives an object its own attribute back, or takes it away where it had none."""
-    if value is None:
-        module.__dict__.pop(name, None)
-    else:
-        setattr(module, name, value)
-
-
-def _forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return type(layer).forward(layer, *args, **kwargs)
-
-
-def _carrying_forward(layer: nn.Module, *args: Any, paged: Any = None, **kwargs: Any) -> Any:
-    if paged is not None:
-        kwargs["attention_mask"] = paged
-    return type(layer).forward(layer, *args, **kwargs)
-
-
-_REGIONS = {
-    forward: torch.compiler.nested_compile_region(forward)
-    for forward in (_forward, _carrying_forward)
-}
 
 
 def latent_shape(module: Any) -> KVShape | None:
@@ -152,16 +84,40 @@ def absorb(module: Any, query: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat((torch.matmul(nope, key), rope), dim=-1), value.transpose(1, 2)
 
 
+class Written(Exception):
+    """The keys and values of a step that only writes are in the cache."""
+
+
+class WantedRows(NamedTuple):
+    """Rows of a step that go on behind the keys and values of its last layer.
+
+    Args:
+        rows: ``[L]`` rows of T whose logits are wanted.
+        step: of these rows alone.
+    """
+
+    rows: Tensor
+    step: PagedStep
+
+
 @dataclass(frozen=True)
 class PagedStep:
     """What every layer's attention needs of a step: handed to the model as the keyword ``paged``.
 
     The metadata of each window that the model's layers use is made once a step, for all layers; of
     a step request by request it is the same for all.
+
+    Args:
+        cache: the paged cache.
+        by_window: the metadata as seen through each window.
+        wanted: all that its last layer computes; None: everything.
+        only_writes: attention raises `Written` once the keys and values are.
     """
 
     cache: PagedKVCache
     by_window: dict[int | None, UnifiedMetadata]
+    wanted: WantedRows | None = None
+    only_writes: bool = False
 
     @staticmethod
     def of(cache: PagedKVCache, metadata: UnifiedMetadata, windows: tuple[int, ...]) -> PagedStep:
@@ -170,6 +126,11 @@ class PagedStep:
         if metadata.has_parts:
             by_window |= {window: metadata.windowed(window) for window in windows}
         return PagedStep(cache, by_window)
+
+    @property
+    def slots(self) -> Tensor:
+        """Slots ``[T]`` of its tokens."""
+        return self.by_window[None].slot_mapping
 
     def seen_through(self, window: int | None) -> tuple[UnifiedMetadata, int | None]:
         """The metadata for layers of a window, and the window if the metadata is without it."""
@@ -210,6 +171,7 @@ def paged_attention_forward(
 
     Raises:
         ValueError: no ``paged`` keyword, a mask, dropout, or a batch that is not flattened.
+        Written: of a step that only writes.
     """
     if isinstance(attention_mask, PagedStep):
         paged, attention_mask = attention_mask, None
@@ -225,23 +187,29 @@ def paged_attention_forward(
             f"mask {attention_mask is not None}"
         )
     layer = int(module.layer_idx)  # type: ignore[arg-type]
+    cache, keeps_value = paged.cache, paged.cache.keeps_value(layer)
+    new_key = key[0].transpose(0, 1)
+    new_value = value[0].transpose(0, 1) if keeps_value else None
+    if paged.only_writes:
+        cache.write(layer, new_key, new_value, paged.slots)
+        raise Written
     projection = None
-    if not (keeps_value := paged.cache.keeps_value(layer)):
+    if not keeps_value:
         query, projection = absorb(module, query)
     metadata, window = paged.seen_through(sliding_window)
     out = unified_attention(
         query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1) if keeps_value else None,
-        paged.cache.key(layer),
-        paged.cache.value(layer) if keeps_value else None,
+        new_key,
+        new_value,
+        cache.key(layer),
+        cache.value(layer) if keeps_value else None,
         scaling,
         metadata,
         sliding_window=window,
         softcap=softcap,
         sinks=s_aux,
-        key_scale=paged.cache.key_scale(layer),
-        value_scale=paged.cache.value_scale(layer),
+        key_scale=cache.key_scale(layer),
+        value_scale=cache.value_scale(layer),
         value_projection=projection,
         attend=None,
         fused_write=False,  # a layer is a region

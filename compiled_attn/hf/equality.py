@@ -83,13 +83,15 @@ def plain_logits(model: PreTrainedModel) -> Tensor:
     return logits
 
 
-def check_equal(paged: PagedCausalLM, expected: Tensor) -> None:
+def check_equal(paged: PagedCausalLM, expected: Tensor, *, last_only: bool = False) -> None:
     """Raises ModelRefused unless steps over a paged cache give the logits ``[2, 6, vocab]``.
+
+    ``last_only``: the logits of the last token of a request alone are asked for, in each step.
 
     A quantised cache is tried only after one of the model's own dtype: its rounding, which may be
     large, hides no mistake.
     """
-    distance = float(_distances(_through(paged, expected.dtype, expected), expected).max())
+    distance = _distances(*_through(paged, expected.dtype, expected, last_only)).max().item()
     if not distance <= (bound := _ROUNDING.get(expected.dtype, _SINGLE)):
         raise ModelRefused(
             f"expected a model with the same logits through the paged cache as by itself, got a "
@@ -99,7 +101,7 @@ def check_equal(paged: PagedCausalLM, expected: Tensor) -> None:
     if not paged.cache.is_quantised:
         return
     dtype = paged.cache.dtype
-    distance = float(_distances(_through(paged, dtype, expected), expected).median())
+    distance = _distances(*_through(paged, dtype, expected, last_only)).median().item()
     if not distance <= _QUANTISED:
         raise ModelRefused(
             f"expected a model that bears keys and values in {dtype}, got a "
@@ -110,7 +112,7 @@ def check_equal(paged: PagedCausalLM, expected: Tensor) -> None:
 
 def check_near(paged: PagedCausalLM, expected: Tensor) -> None:
     """Raises ModelRefused unless quantised weights give logits near to ``[2, 6, vocab]``."""
-    distance = float(_distances(_through(paged, expected.dtype, expected), expected).median())
+    distance = _distances(*_through(paged, expected.dtype, expected)).median().item()
     if not distance <= _QUANTISED:
         raise ModelRefused(
             f"expected a model that bears weights of int8, got a {type(paged.model).__name__} "
@@ -119,28 +121,32 @@ def check_near(paged: PagedCausalLM, expected: Tensor) -> None:
         )
 
 
-def _through(paged: PagedCausalLM, dtype: torch.dtype, like: Tensor) -> Tensor:
-    """Logits ``[2, 6, vocab]`` of the two prompts, in two steps over a small cache of a dtype."""
-    actual = torch.empty_like(like)
+def _through(
+    paged: PagedCausalLM, dtype: torch.dtype, expected: Tensor, last_only: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Logits ``[L, vocab]`` of the two prompts, in two steps over a small cache of a dtype, and
+    what is expected of them."""
+    actual, wanted = [], []
     cache = small_cache(paged.cache, _NUM_BLOCKS, _BLOCK_SIZE, dtype)
     prompts = _prompts(paged.model).tolist()
     try:
         for start, end in _STEPS:
+            first = end - 1 if last_only else start
             requests = [
-                Request(prompt[start:end], start, table, num_logits=end - start)
+                Request(prompt[start:end], start, table, num_logits=end - first)
                 for prompt, table in zip(prompts, _TABLES, strict=True)
             ]
-            part = actual[:, start:end]
-            part[:] = step_logits(paged, cache, requests).view_as(part)
+            actual.append(step_logits(paged, cache, requests))
+            wanted.append(expected[:, first:end].flatten(0, 1))
     except Exception as error:
         words = f"{type(error).__name__}: {error}".splitlines()[0]
         raise refused(paged.model, f"that fails on a flattened step ({words})") from error
-    return actual
+    return torch.cat(actual), torch.cat(wanted)
 
 
 def _distances(actual: Tensor, expected: Tensor) -> Tensor:
     """By how much each row differs, as a share of its spread."""
-    rows, wanted = actual.double().flatten(0, 1), expected.double().flatten(0, 1)
+    rows, wanted = actual.double(), expected.double()
     spread = (wanted - wanted.mean(-1, keepdim=True)).norm(dim=-1)
     distances: Tensor = (rows - wanted).norm(dim=-1) / spread.clamp_min(1e-30)
     return distances

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from operator import is_, itemgetter
 from typing import Any
 
 from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from compiled_attn.attention.by_parts import DENSE_KERNELS
@@ -17,13 +19,12 @@ from compiled_attn.errors import ModelChanged, ModelRefused
 from compiled_attn.hf.attention import (
     ATTENTION_NAME,
     PagedStep,
-    call_through,
-    decoder_layers,
+    WantedRows,
     keep_latents,
     reads,
-    restore,
 )
 from compiled_attn.hf.equality import check_equal, check_near, plain_logits
+from compiled_attn.hf.layers import call_through, decoder_layers, restore
 from compiled_attn.hf.packed import (
     halved_weights,
     pack_linears,
@@ -139,8 +140,9 @@ class PagedCausalLM(nn.Module):
 
     Before it serves, a model is tried: it is run on three tokens to see how each layer calls
     attention, then two prompts of six tokens are computed by the unmodified model with eager
-    attention, and again in two steps over a small paged cache. That is four forwards of 3
-    to 12 tokens; over a cache of 8 bits two more of the last, whose logits must then be near.
+    attention, in two steps over a small paged cache, and again for the last rows alone, see
+    `compiled_attn.hf.last_layer`. That is six forwards of 3 to 12 tokens; over a cache of 8 bits
+    four more, whose logits must then be near.
 
     Args:
         model: any causal LM of transformers whose attention goes through `AttentionInterface`;
@@ -189,11 +191,13 @@ class PagedCausalLM(nn.Module):
         self._are_regions = all(shape.same_as is None for shape in cache.shapes)
         self._layers = decoder_layers(model)
         self._keeps = takes_logits_to_keep(model)
+        self._ends_early = False
         expected = plain_logits(model)
         self.vocab, self.logits_dtype = expected.shape[-1], expected.dtype
         with contextlib.ExitStack() as undo:
             self._switch(undo)
             check_equal(self, expected)
+            self._end_early(expected)
             if packs is not None:
                 self._pack(packs, expected, undo)
             self.packed, self.quantised = packed_weights(model), quantised_weights(model)
@@ -207,15 +211,27 @@ class PagedCausalLM(nn.Module):
 
     def compute(self, step: StepBatch | TableBatch, cache: PagedKVCache) -> Tensor:
         """Computes a step over another cache of the same layers, to logits ``[L, vocab]``."""
-        kept = {"logits_to_keep": step.logits_index} if self._keeps else {}
+        rows, paged = step.logits_index, self._paged(step, cache)
+        has_all = paged.wanted is None  # hidden states; else those of the rows
+        kept = {"logits_to_keep": rows} if has_all and self._keeps else {}
         logits: Tensor = self.model(
             input_ids=step.input_ids.unsqueeze(0),
             position_ids=step.positions.unsqueeze(0),
             use_cache=False,
-            paged=PagedStep.of(cache, self.form.metadata(step, cache.block_size), self.windows),
+            paged=paged,
             **kept,
         ).logits[0]
-        return logits if self._keeps else logits[step.logits_index]
+        return logits[rows] if has_all and not self._keeps else logits
+
+    def _paged(self, step: StepBatch | TableBatch, cache: PagedKVCache) -> PagedStep:
+        size, windows = cache.block_size, self.windows
+        paged = PagedStep.of(cache, self.form.metadata(step, size), windows)
+        rows, tokens = step.logits_index, step.input_ids
+        if not self._ends_early or statically_known_true(len(tokens) <= len(rows)):
+            return paged
+        if (wanted := self.form.wanted(step, size)) is None:
+            return paged
+        return replace(paged, wanted=WantedRows(rows, PagedStep.of(cache, wanted, windows)))
 
     def remember(self) -> None:
         """Takes the model as it is now for what must not change, see `check_unchanged`."""
@@ -232,6 +248,17 @@ class PagedCausalLM(nn.Module):
             raise ModelChanged(
                 f"expected a {type(self.model).__name__} as it was at warmup, but {changed}"
             )
+
+    def _end_early(self, expected: Tensor) -> None:
+        """Lets the last layer compute wanted rows alone, unless that changes the logits."""
+        if not self._layers or not self._are_regions:
+            return
+        self._ends_early = True
+        try:
+            check_equal(self, expected, last_only=True)
+        except ModelRefused as error:
+            self._ends_early = False
+            _log.info("the last layer computes all rows: %s", error)
 
     def _pack(
         self,
@@ -271,7 +298,12 @@ class PagedCausalLM(nn.Module):
         model.eval().set_attn_implementation(ATTENTION_NAME)
         for layer in self._layers:
             undo.callback(restore, layer, "forward", layer.__dict__.get("forward"))
-            call_through(layer, carries=self._carries, is_region=self._are_regions)
+            call_through(
+                layer,
+                carries=self._carries,
+                is_region=self._are_regions,
+                is_last=layer is self._layers[-1],
+            )
         for number, module in enumerate(self._attentions):
             if not self.cache.keeps_value(number):
                 undo.callback(restore, module, "expand_kv", module.__dict__.get("expand_kv"))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter, functional
 
-from compiled_attn.hf.attention import restore
+from compiled_attn.hf.layers import restore
 from compiled_attn.ops import load, packed_linear
 from compiled_attn.ops.packed_linear import Packing
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from compiled_attn.hf.attention import carrying, decoder_layers
+from compiled_attn.hf.layers import carrying, decoder_layers
 from compiled_attn.hf.refused import plain_attention, refused
 
 __all__ = ["RECORDER_NAME", "AttentionCall", "Recorder", "record", "takes_logits_to_keep"]

@@ -127,6 +127,10 @@ class DividedTables(Tables):
         ranks = KeyRanks(self.group, self.share.count)
         return replace(batch.metadata(block_size), ranks=ranks)
 
+    def wanted(self, batch: TableBatch, block_size: int) -> UnifiedMetadata | None:
+        """None: the lengths are of earlier tokens alone."""
+        return None
+
     def over(self, num_blocks: int, block_size: int, width: int) -> DividedTables:
         """See `StepForm.over`."""
         return DividedTables(num_blocks, block_size, width, self.share, self.group)

@@ -116,5 +116,12 @@ class StepForm(Protocol):
     def metadata(self, batch: Any, block_size: int) -> UnifiedMetadata:
         """A batch for `unified_attention`: traceable, no host work."""
 
+    def wanted(self, batch: Any, block_size: int) -> UnifiedMetadata | None:
+        """The rows ``logits_index`` of a batch as requests of one token each, which write to the
+        null block; None: the form does not know that.
+
+        What they read must have been written.
+        """
+
     def over(self, num_blocks: int, block_size: int, width: int) -> StepForm:
         """The same form over another cache."""

@@ -114,6 +114,10 @@ class Parts:
         """See `StepBatch.metadata`."""
         return batch.metadata(block_size, _CAUSAL_WIDTH)
 
+    def wanted(self, batch: StepBatch, block_size: int) -> UnifiedMetadata | None:
+        """None: a row does not know which blocks are those of its request."""
+        return None
+
     def over(self, num_blocks: int, block_size: int, width: int) -> Parts:
         """See `StepForm.over`."""
         return Parts(num_blocks, block_size, width)

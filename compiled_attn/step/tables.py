@@ -86,6 +86,25 @@ class TableBatch(NamedTuple):
             query_start_loc=self.query_start_loc,
         )
 
+    def wanted(self, block_size: int) -> UnifiedMetadata:
+        """The rows ``logits_index`` as requests of one token each, which write to the null block.
+
+        They see what their tokens do. Padding sees nothing.
+        """
+        rows, ends = self.logits_index, self.query_start_loc[1:].long()
+        request = torch.bucketize(rows, ends, right=True).clamp_max(len(ends) - 1)
+        seen = torch.minimum(self.positions[rows] + 1, self.seq_lens[request])
+        place = torch.arange(len(rows) + 1, device=rows.device)
+        is_padding = (rows == 0) & (place[:-1] > 0)  # rows are in order
+        return UnifiedMetadata(
+            block_size=block_size,
+            slot_mapping=torch.zeros_like(rows),
+            positions=self.positions[rows],
+            block_tables=self.block_tables[request],
+            seq_lens=torch.where(is_padding, 0, seen).int(),
+            query_start_loc=place.int(),
+        )
+
 
 class TablePlan:
     """A step that knows what it needs and can be padded to any bucket that holds it.
@@ -213,6 +232,10 @@ class Tables:
     def metadata(self, batch: TableBatch, block_size: int) -> UnifiedMetadata:
         """See `TableBatch.metadata`."""
         return batch.metadata(block_size)
+
+    def wanted(self, batch: TableBatch, block_size: int) -> UnifiedMetadata | None:
+        """See `TableBatch.wanted`."""
+        return batch.wanted(block_size)
 
     def over(self, num_blocks: int, block_size: int, width: int) -> Tables:
         """See `StepForm.over`."""

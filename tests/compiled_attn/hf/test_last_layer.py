@@ -1,0 +1,190 @@
+"""The last layer computes the rows whose logits are wanted, and writes the keys of all."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from compiled_attn import BatchBuilder, Request
+from compiled_attn.hf import PagedCausalLM, cache_for
+from compiled_attn.hf.layers import decoder_layers
+from compiled_attn.step import Parts, Tables
+from tests.compiled_attn.hf.families import small_model
+from tests.compiled_attn.tiny import tiny_model
+
+BLOCKS, SIZE, WIDTH = 24, 4, 6
+TABLES = ([3, 9, 4, 8, 21, 20], [7, 6, 5, 1, 2, 10], [11, 12, 13, 14, 15, 16])
+LENGTH = WIDTH * SIZE
+
+
+def paged(model, form=None, dtype=None) -> PagedCausalLM:
+    cache = cache_for(model, BLOCKS, SIZE, dtype=dtype)
+    return PagedCausalLM(model, cache, form or Tables(BLOCKS, SIZE, WIDTH))
+
+
+def run(module: PagedCausalLM, requests: list[Request], extra: int = 0) -> torch.Tensor:
+    """Logits of a step, padded by some tokens and requests."""
+    plan = module.form.plan(BatchBuilder(BLOCKS, SIZE).rows_of(requests))
+    bucket = {axis: size + extra for axis, size in plan.need.items()}
+    with torch.no_grad():
+        return module(*plan.fill(bucket))[: sum(each.num_logits for each in requests)]
+
+
+def rows_of_layers(module: PagedCausalLM) -> list[list[int]]:
+    """Rows that the feed-forward of each layer is called with, added to in later steps."""
+    rows: list[list[int]] = []
+    for layer in decoder_layers(module.model):
+        rows.append([])
+        layer.mlp.register_forward_pre_hook(
+            lambda _, given, seen=rows[-1]: seen.append(given[0].shape[1])
+        )
+    return rows
+
+
+@st.composite
+def steps(draw):
+    """Two steps of up to three texts, each with some of its last rows wanted."""
+    texts = draw(st.lists(st.integers(2, LENGTH), min_size=1, max_size=3))
+    made = []
+    cuts = [draw(st.integers(1, length - 1)) for length in texts]
+    for spans in ([(0, cut) for cut in cuts], [*zip(cuts, texts, strict=True)]):
+        wanted = [draw(st.integers(0, min(3, end - begin))) for begin, end in spans]
+        made.append([*zip(spans, wanted, strict=True)])
+    return made, draw(st.integers(0, 3))
+
+
+@pytest.fixture(scope="module")
+def llama():
+    model = tiny_model()
+    model.set_attn_implementation("eager")
+    text = torch.randint(3, 90, (3, LENGTH), generator=torch.Generator().manual_seed(7))
+    with torch.no_grad():
+        return text, model(text).logits, paged(model)
+
+
+@given(steps())
+def test_wanted_rows_have_the_logits_of_the_model_by_itself(ops, llama, made):
+    text, expected, module = llama
+    parts, extra = made
+    for buffer in module.cache.buffers():
+        buffer.fill_(torch.nan)[:SIZE] = 0
+    for step in parts:
+        requests, wanted = [], []
+        for i, ((begin, end), count) in enumerate(step):
+            tokens = text[i, begin:end].tolist()
+            requests.append(Request(tokens, begin, TABLES[i], num_logits=count))
+            wanted.append(expected[i, end - count : end])
+        logits = run(module, requests, extra)
+        torch.testing.assert_close(logits, torch.cat(wanted), atol=2e-5, rtol=2e-5)
+
+
+@given(steps())
+def test_wanted_rows_read_what_their_tokens_see(made):
+    for step in made[0]:
+        requests = [
+            Request([1] * (end - begin), begin, TABLES[i], num_logits=count)
+            for i, ((begin, end), count) in enumerate(step)
+        ]
+        plan = BatchBuilder(BLOCKS, SIZE).plan_tables(requests)
+        batch = plan.fill({axis: size + made[1] for axis, size in plan.need.items()}, WIDTH)
+        few = batch.wanted(SIZE)
+        seen = [
+            (end - count + n + 1, TABLES[i][: -(-end // SIZE)])
+            for i, ((_, end), count) in enumerate(step)
+            for n in range(count)
+        ]
+        for row, (length, table) in enumerate(seen):
+            assert few.seq_lens[row] == length
+            assert few.block_tables[row, : len(table)].tolist() == table
+        assert few.seq_lens[max(len(seen), 1) :].eq(0).all()
+        assert few.query_start_loc.tolist() == [*range(len(batch.logits_index) + 1)]
+        assert few.slot_mapping.eq(0).all() and few.positions[: len(seen)].tolist() == [
+            length - 1 for length, _ in seen
+        ]
+
+
+def test_a_step_of_padding_alone_sees_nothing():
+    assert Tables(8, 4, 2).padding({"tokens": 6, "requests": 3}).wanted(4).seq_lens.eq(0).all()
+
+
+@pytest.mark.parametrize("dtype", [None, torch.int8])
+def test_only_the_last_layer_computes_few_rows_and_it_writes_all_keys(ops, dtype):
+    request = [Request([*range(5, 15)], 0, TABLES[0])]
+    whole, short = paged(tiny_model(), dtype=dtype), paged(tiny_model(), dtype=dtype)
+    whole._ends_early = False
+    rows = rows_of_layers(short)
+    torch.testing.assert_close(run(short, request), run(whole, request), atol=2e-5, rtol=2e-5)
+    assert rows == [[10]] * (len(rows) - 1) + [[1]]
+    for (name, mine), theirs in zip(
+        short.cache.named_buffers(), whole.cache.buffers(), strict=True
+    ):
+        assert torch.equal(mine[SIZE:], theirs[SIZE:]), name  # but for the null block
+
+
+def test_a_decode_runs_the_last_layer_once(ops):
+    module = paged(tiny_model())
+    rows = rows_of_layers(module)
+    run(module, [Request([5], 0, TABLES[0]), Request([6], 0, TABLES[1])])
+    assert rows == [[2]] * len(rows)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "mistral", "nemotron", "gpt_oss"])
+def test_latents_windows_sinks_and_carried_steps_end_early_too(ops, family):
+    text = [*range(5, 27)]
+    model = small_model(family)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        expected = model(torch.tensor([text])).logits[0, -1:]
+    module = paged(model)
+    assert module._ends_early
+    logits = run(module, [Request(text, 0, TABLES[0])])
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [
+        ("llama", Parts(BLOCKS, SIZE)),  # which row is whose is not known
+        ("gemma4_text", Tables(BLOCKS, SIZE, WIDTH)),  # layers share keys
+        ("gpt2", Tables(BLOCKS, SIZE, WIDTH)),  # gives its states the shape of its input
+    ],
+)
+def test_where_that_cannot_be_all_rows_are_computed(ops, family, form):
+    model = small_model(family)
+    module = paged(model, form)
+    rows = rows_of_layers(module)
+    run(module, [Request([*range(5, 15)], 0, TABLES[0])])
+    assert rows == [[10]] * len(rows)
+
+
+class WithEmbeddings(nn.Module):
+    """Takes the norm's place, and adds to every row what its token was at first."""
+
+    def __init__(self, norm: nn.Module, embedding: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+        embedding.register_forward_hook(self.keep)
+
+    def keep(self, module: nn.Module, given: object, embedded: torch.Tensor) -> None:
+        self.embedded = embedded
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return self.norm(states + self.embedded)
+
+
+def test_a_model_that_needs_all_rows_behind_its_layers_keeps_them(ops, caplog):
+    model, text = tiny_model(), [*range(5, 15)]
+    model.model.norm = WithEmbeddings(model.model.norm, model.model.embed_tokens)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        expected = model(torch.tensor([text])).logits[0, -1:]
+    with caplog.at_level(logging.INFO, "compiled_attn"):
+        module = paged(model)
+    assert "the last layer computes all rows: " in caplog.text
+    logits = run(module, [Request(text, 0, TABLES[0])])
+    torch.testing.assert_close(logits, expected, atol=2e-5, rtol=2e-5)
