@@ -139,22 +139,6 @@ class PagedKVCache(nn.Module):
         has_scale = self.is_quantised and self.keeps_value(layer)
         return self.get_buffer(f"value_scale_{self._home(layer)}") if has_scale else None
 
-    def write(self, layer: int, key: Tensor, value: Tensor | None, slots: Tensor) -> None:
-        """Writes rows to slots of a layer, in place, rounded to the element type of the buffers.
-
-        Args:
-            layer: index of the layer.
-            key: ``[T, Hk, D]``.
-            value: ``[T, Hk, Dv]``; None: the layer has no values of its own.
-            slots: ``[T]`` ints.
-
-        Raises:
-            IndexError, RuntimeError: a slot is out of range.
-        """
-        write_slots(self.key(layer), key, slots, self.key_scale(layer))
-        if value is not None:
-            write_slots(self.value(layer), value, slots, self.value_scale(layer))
-
     def keeps_value(self, layer: int) -> bool:
         """Whether a layer has values of its own; False: they are part of its keys."""
         return self.shapes[layer].value_dim is not None

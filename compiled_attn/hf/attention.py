@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from compiled_attn.attention.call import UnifiedCall, check
 from compiled_attn.attention.metadata import UnifiedMetadata
+from compiled_attn.attention.scoring import Scoring
 from compiled_attn.attention.unified import unified_attention
 from compiled_attn.cache.kv_cache import KVShape, PagedKVCache
 
@@ -128,9 +130,9 @@ class PagedStep:
         return PagedStep(cache, by_window)
 
     @property
-    def slots(self) -> Tensor:
-        """Slots ``[T]`` of its tokens."""
-        return self.by_window[None].slot_mapping
+    def tokens(self) -> int:
+        """T."""
+        return len(self.by_window[None].slot_mapping)
 
     def seen_through(self, window: int | None) -> tuple[UnifiedMetadata, int | None]:
         """The metadata for layers of a window, and the window if the metadata is without it."""
@@ -188,28 +190,33 @@ def paged_attention_forward(
         )
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     cache, keeps_value = paged.cache, paged.cache.keeps_value(layer)
-    new_key = key[0].transpose(0, 1)
-    new_value = value[0].transpose(0, 1) if keeps_value else None
-    if paged.only_writes:
-        cache.write(layer, new_key, new_value, paged.slots)
-        raise Written
     projection = None
     if not keeps_value:
         query, projection = absorb(module, query)
     metadata, window = paged.seen_through(sliding_window)
-    out = unified_attention(
+    given = (
         query[0].transpose(0, 1),
-        new_key,
-        new_value,
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1) if keeps_value else None,
         cache.key(layer),
         cache.value(layer) if keeps_value else None,
+    )
+    scales = cache.key_scale(layer), cache.value_scale(layer)
+    if paged.only_writes:
+        scoring = Scoring(scaling, window, softcap, None, s_aux)
+        call = UnifiedCall(*given, metadata, scoring, *scales, projection)
+        check(call)
+        call.write()
+        raise Written
+    out = unified_attention(
+        *given,
         scaling,
         metadata,
         sliding_window=window,
         softcap=softcap,
         sinks=s_aux,
-        key_scale=cache.key_scale(layer),
-        value_scale=cache.value_scale(layer),
+        key_scale=scales[0],
+        value_scale=scales[1],
         value_projection=projection,
         attend=None,
         fused_write=False,  # a layer is a region

@@ -138,10 +138,13 @@ def _through(
             ]
             actual.append(step_logits(paged, cache, requests))
             wanted.append(expected[:, first:end].flatten(0, 1))
+        given, expects = torch.cat(actual), torch.cat(wanted)
+        if given.shape != expects.shape:
+            raise ValueError(f"logits {[*given.shape]} instead of {[*expects.shape]}")
     except Exception as error:
         words = f"{type(error).__name__}: {error}".splitlines()[0]
         raise refused(paged.model, f"that fails on a flattened step ({words})") from error
-    return torch.cat(actual), torch.cat(wanted)
+    return given, expects
 
 
 def _distances(actual: Tensor, expected: Tensor) -> Tensor:

@@ -21,6 +21,10 @@ __all__ = ["in_two_passes"]
 
 Forward = Callable[..., Any]
 
+# What layers are given of each token, beside their first argument. Whatever else has such a shape,
+# and be it by chance, stays whole: then the trial of the model fails, or it does not matter.
+_BY_TOKEN = ("hidden_states", "position_ids", "position_embeddings")
+
 
 def in_two_passes(forward: Forward, plain: Forward) -> Forward:
     """A forward of the last layer: ``forward`` for a step that does not say which rows it wants.
@@ -36,18 +40,20 @@ def in_two_passes(forward: Forward, plain: Forward) -> Forward:
             return forward(layer, *args, **kwargs)
         with contextlib.suppress(Written):
             plain(layer, *args, **{**kwargs, "paged": replace(step, only_writes=True)})
-        tokens, (rows, few) = len(step.slots), step.wanted
-        args = tuple(_chosen(value, rows, tokens) for value in args)
-        kwargs = {name: _chosen(value, rows, tokens) for name, value in kwargs.items()}
+        rows, few = step.wanted
+        args = tuple(_of_rows(value, rows, step.tokens) for value in args[:1]) + args[1:]
+        for name in _BY_TOKEN:
+            if name in kwargs:
+                kwargs[name] = _of_rows(kwargs[name], rows, step.tokens)
         return plain(layer, *args, **{**kwargs, "paged": few})
 
     return in_two
 
 
-def _chosen(value: Any, rows: Tensor, tokens: int) -> Any:
-    """Of what has a row for each token, ``[1, tokens, ...]``, the chosen ones."""
+def _of_rows(value: Any, rows: Tensor, tokens: int) -> Any:
+    """Of what has a row for each token, ``[1, tokens, ...]``, those rows."""
     if isinstance(value, tuple | list):
-        return type(value)(_chosen(each, rows, tokens) for each in value)
+        return type(value)(_of_rows(each, rows, tokens) for each in value)
     if isinstance(value, Tensor) and value.dim() > 1 and value.shape[:2] == (1, tokens):
         return value[:, rows]
     return value

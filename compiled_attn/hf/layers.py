@@ -16,11 +16,16 @@ from compiled_attn.hf.last_layer import in_two_passes
 __all__ = ["call_through", "carrying", "decoder_layers", "restore"]
 
 
-def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The repeated layers of the decoder: none where the model has no list of that length."""
+def decoder_layers(model: PreTrainedModel, attentions: Sequence[nn.Module] = ()) -> list[nn.Module]:
+    """The repeated layers of the decoder: none where the model has no list of that length.
+
+    ``attentions``: modules that lie in them, where a tower of another kind has as many layers.
+    """
     count = model.config.get_text_config().num_hidden_layers
     lists = [part for part in model.modules() if isinstance(part, nn.ModuleList)]
-    return next(([*layers] for layers in lists if len(layers) == count), [])
+    wanted = set(attentions)
+    fitting = (part for part in lists if len(part) == count and wanted <= {*part.modules()})
+    return [*next(fitting, ())]
 
 
 def call_through(layer: nn.Module, *, carries: bool, is_region: bool, is_last: bool) -> None:

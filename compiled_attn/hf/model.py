@@ -189,7 +189,7 @@ class PagedCausalLM(nn.Module):
         self._attentions = [call.module for call in calls]
         self._carries = any(call.is_carried for call in calls)
         self._are_regions = all(shape.same_as is None for shape in cache.shapes)
-        self._layers = decoder_layers(model)
+        self._layers = decoder_layers(model, self._attentions)
         self._keeps = takes_logits_to_keep(model)
         self._ends_early = False
         expected = plain_logits(model)
@@ -251,7 +251,9 @@ class PagedCausalLM(nn.Module):
 
     def _end_early(self, expected: Tensor) -> None:
         """Lets the last layer compute wanted rows alone, unless that changes the logits."""
-        if not self._layers or not self._are_regions:
+        form = self.form.over(2, 1, 1)
+        padding = form.padding(dict.fromkeys(form.axes, 1))
+        if not self._layers or not self._are_regions or form.wanted(padding, 1) is None:
             return
         self._ends_early = True
         try:

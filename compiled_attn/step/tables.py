@@ -89,7 +89,8 @@ class TableBatch(NamedTuple):
     def wanted(self, block_size: int) -> UnifiedMetadata:
         """The rows ``logits_index`` as requests of one token each, which write to the null block.
 
-        They see what their tokens do. Padding sees nothing.
+        They see what their tokens do. Padding sees nothing, but the first one of a step that wants
+        no logits: it stands for the first token.
         """
         rows, ends = self.logits_index, self.query_start_loc[1:].long()
         request = torch.bucketize(rows, ends, right=True).clamp_max(len(ends) - 1)

@@ -133,6 +133,32 @@ def test_a_decode_runs_the_last_layer_once(ops):
     assert rows == [[2]] * len(rows)
 
 
+def test_a_graph_of_symbolic_sizes_writes_all_keys_and_computes_the_wanted_rows(ops):
+    torch._dynamo.reset()
+    module, eager = paged(tiny_model()), paged(tiny_model())
+    step = torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=True)
+    spans = [[(0, 10), (0, 5)], [(10, 17), (5, 6)], [(17, 18), (6, 7)]]
+    for span in spans:
+        requests = [Request([*range(5 + a, 5 + b)], a, TABLES[i]) for i, (a, b) in enumerate(span)]
+        plan = module.form.plan(BatchBuilder(BLOCKS, SIZE).rows_of(requests))
+        batch = plan.fill({"tokens": plan.need["tokens"] + 2, "requests": 3})
+        with torch.no_grad():
+            torch.testing.assert_close(step(*batch)[:2], eager(*batch)[:2], atol=2e-5, rtol=2e-5)
+        for mine, theirs in zip(module.cache.buffers(), eager.cache.buffers(), strict=True):
+            torch.testing.assert_close(mine[SIZE:], theirs[SIZE:], atol=2e-5, rtol=2e-5)
+
+
+def test_a_tower_of_as_many_layers_is_not_taken_for_the_decoder(ops):
+    model = small_model("gemma3")
+    module = paged(model)
+    assert module._ends_early
+    assert all("language_model" in name for name in names_of(model, module._layers))
+
+
+def names_of(model: nn.Module, modules: list[nn.Module]) -> list[str]:
+    return [name for name, module in model.named_modules() if any(module is m for m in modules)]
+
+
 @pytest.mark.parametrize("family", ["deepseek_v3", "mistral", "nemotron", "gpt_oss"])
 def test_latents_windows_sinks_and_carried_steps_end_early_too(ops, family):
     text = [*range(5, 27)]
