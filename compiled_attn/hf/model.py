@@ -226,10 +226,10 @@ class PagedCausalLM(nn.Module):
     def _paged(self, step: StepBatch | TableBatch, cache: PagedKVCache) -> PagedStep:
         size, windows = cache.block_size, self.windows
         paged = PagedStep.of(cache, self.form.metadata(step, size), windows)
-        rows, tokens = step.logits_index, step.input_ids
-        if not self._ends_early or statically_known_true(len(tokens) <= len(rows)):
-            return paged
-        if (wanted := self.form.wanted(step, size)) is None:
+        rows, tokens, wanted = step.logits_index, step.input_ids, None
+        if self._ends_early and not statically_known_true(len(tokens) <= len(rows)):
+            wanted = self.form.wanted(step, size)
+        if wanted is None:
             return paged
         return replace(paged, wanted=WantedRows(rows, PagedStep.of(cache, wanted, windows)))
 
