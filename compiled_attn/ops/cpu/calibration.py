@@ -1,7 +1,8 @@
 """The calibration: which `Forms` of the kernels are the fastest on this machine, once a library.
 
 About a second, at the first use. Chance shall not choose: one thread is measured, by the seconds
-that it ran, and a form other than the best guess must gain twice.
+that it ran, and a form other than the best guess must gain twice. A small gain counts where each is
+measured more often.
 """
 
 from __future__ import annotations
@@ -39,15 +40,16 @@ from graphs.warmup.workers import one_thread
 
 __all__ = ["calibrate", "settle"]
 
-_LEAST_GAIN = 1.05
-_ROUNDS = 5
+_LEAST_GAIN, _ROUNDS = 1.05, 5
+_SMALL_GAIN, _MANY_ROUNDS = 1.02, 15
 _PATIENCE_SECONDS = 30.0
 
 _HEADS, _KV_HEADS, _DIM, _PAGE = 32, 8, 128, 16
 _REQUESTS, _PAGES = 16, 64  # of each: caches of 64 MiB, more than most processors hold
 _PROMPT = 384
-_LAYERS, _WIDTH = 16, 1024
-_ROWS_OF_LAYERS = ((1, _LAYERS), (16, _LAYERS), (256, 2))
+_LAYERS, _WIDTH = 32, 1024  # 64 MiB too
+_ROWS_OF_LAYERS = ((1, 16), (16, 16), (256, 2))
+_ROWS_OF_HALVES = 8  # as few as those weights that come to the first cache have
 
 
 def settle(library: Path, isa: str, ops: Any) -> Chosen:
@@ -93,9 +95,12 @@ def _measured(library: Path, isa: str, ops: Any) -> Chosen:
         search.among([{"few_rows": each} for each in products if each != "tiles"], decode)
         asked = product(CACHES, AHEAD_KIB)
         search.among([{"asks": cache, "ahead_kib": kib} for cache, kib in asked], decode)
+        weights = [packed_linear.pack(_drawn(_WIDTH, _WIDTH)) for _ in range(_LAYERS)]
         if len(products) > 1:
             search.among([{"many_rows": each} for each in products], _prefill(ops))
-            search.among([{"linear": each} for each in products], _layers(ops))
+            search.among([{"linear": each} for each in products], _layers(ops, weights))
+        asked_weights = [{"linear_asks": cache} for cache in CACHES]
+        search.among(asked_weights, _halves(ops, weights), _SMALL_GAIN, _MANY_ROUNDS)
     return Chosen(search.best, search.ratios)
 
 
@@ -116,23 +121,31 @@ class _Search:
         self.best = best
         self.ratios: dict[str, float] = {}
 
-    def among(self, changes: Sequence[dict[str, Any]], call: Callable[[], object]) -> None:
+    def among(
+        self,
+        changes: Sequence[dict[str, Any]],
+        call: Callable[[], object],
+        least: float = _LEAST_GAIN,
+        rounds: int = _ROUNDS,
+    ) -> None:
         """The fastest of changes to the best, of which the first is none."""
         options = [replace(self.best, **change) for change in changes]
         if len(options) == 1:
             return
-        gains = self._gains(options, call)
+        gains = self._gains(options, call, rounds)
         for change, gain in zip(changes[1:], gains[1:], strict=True):
             named = ", ".join(f"{name} {value}" for name, value in change.items())
             self.ratios[named] = round(gain, 3)
         fastest = options[gains.index(max(gains))]
-        if min(max(gains), self._gains((self.best, fastest), call)[1]) >= _LEAST_GAIN:
+        if min(max(gains), self._gains((self.best, fastest), call, rounds)[1]) >= least:
             self.best = fastest
 
-    def _gains(self, options: Sequence[Forms], call: Callable[[], object]) -> list[float]:
+    def _gains(
+        self, options: Sequence[Forms], call: Callable[[], object], rounds: int
+    ) -> list[float]:
         """How many times as fast as the first each is."""
         runs = [partial(self._run, each, call) for each in options]
-        first, *others = medians(runs, _ROUNDS, time.thread_time)
+        first, *others = medians(runs, rounds, time.thread_time)
         return [1.0, *(first / each for each in others)]
 
     def _run(self, forms: Forms, call: Callable[[], object]) -> None:
@@ -161,15 +174,25 @@ def _prefill(ops: Any) -> Callable[[], object]:
     return partial(ops.paged_attention, query, *caches, pages, length, starts, _DIM**-0.5)
 
 
-def _layers(ops: Any) -> Callable[[], object]:
+def _layers(ops: Any, weights: list[Tensor]) -> Callable[[], object]:
     """Rows of a decode, of some more, and of a prompt."""
-    weights = [packed_linear.pack(_drawn(_WIDTH, _WIDTH)) for _ in range(_LAYERS)]
     inputs = [(_drawn(rows, _WIDTH), weights[:layers]) for rows, layers in _ROWS_OF_LAYERS]
 
     def call() -> None:
         for input, some in inputs:
             for weight in some:
                 ops.packed_linear(input, weight)
+
+    return call
+
+
+def _halves(ops: Any, weights: list[Tensor]) -> Callable[[], object]:
+    """Some rows of float32, which are not as fast as memory."""
+    input, halves = _drawn(_ROWS_OF_HALVES, _WIDTH).float(), [w.view(torch.int16) for w in weights]
+
+    def call() -> None:
+        for weight in halves:
+            ops.packed_linear(input, weight)
 
     return call
 

@@ -20,7 +20,7 @@ from graphs.files import write_whole
 __all__ = ["AHEAD_KIB", "CACHES", "Chosen", "Forms", "keep", "kept", "products_of", "take"]
 
 CACHES = ("L2", "L1")
-"""Where keys and values can be asked to come to."""
+"""Where keys, values and weights can be asked to come to."""
 AHEAD_KIB = (32, 16, 64, 128)
 
 _PRODUCTS = ("tiles", "pairs", "floats")  # numbered as `Products` of csrc/abi.h
@@ -43,8 +43,10 @@ class Forms:
     Attributes:
         few_rows, many_rows: products of attention, see `products_of`; few rows have no tiles.
         linear: products of linear layers of packed weights.
-        asks: of `CACHES`.
-        ahead_kib: KiB between what is read and what is asked for.
+        asks: of `CACHES`, for keys and values.
+        ahead_kib: KiB between those that are read and those that are asked for.
+        linear_asks: of `CACHES`, for weights of linear layers with so many rows that memory does
+            not set the pace; others come to the second one.
     """
 
     few_rows: str
@@ -52,6 +54,7 @@ class Forms:
     linear: str
     asks: str = CACHES[0]
     ahead_kib: int = AHEAD_KIB[0]
+    linear_asks: str = CACHES[0]
 
     @classmethod
     def of(cls, isa: str) -> Forms:
@@ -64,13 +67,13 @@ class Forms:
         """Whether an instruction set has all of them."""
         has = products_of(isa)
         few, *others = self.few_rows, self.many_rows, self.linear
-        known = self.asks in CACHES and self.ahead_kib in AHEAD_KIB
+        known = {self.asks, self.linear_asks} <= {*CACHES} and self.ahead_kib in AHEAD_KIB
         return known and few in has and few != "tiles" and all(each in has for each in others)
 
     def __str__(self) -> str:
         return (
             f"few rows {self.few_rows}, many {self.many_rows}, linear {self.linear}, "
-            f"{self.ahead_kib} KiB ahead to {self.asks}"
+            f"{self.ahead_kib} KiB ahead to {self.asks}, weights to {self.linear_asks}"
         )
 
 
@@ -96,6 +99,7 @@ class _Forms(ctypes.Structure):
         ("linear", ctypes.c_int32),
         ("asks_near", ctypes.c_int32),
         ("ahead_bytes", ctypes.c_int64),
+        ("linear_near", ctypes.c_int32),
     )
 
 
@@ -103,7 +107,10 @@ def take(library: Path, forms: Forms) -> None:
     """Lets the kernels of a loaded library work so from now on, in all threads."""
     products = forms.few_rows, forms.many_rows, forms.linear
     chosen = _Forms(
-        *map(_PRODUCTS.index, products), CACHES.index(forms.asks), forms.ahead_kib * 1024
+        *map(_PRODUCTS.index, products),
+        CACHES.index(forms.asks),
+        forms.ahead_kib * 1024,
+        CACHES.index(forms.linear_asks),
     )
     ctypes.CDLL(str(library)).compiled_attn_set_forms(ctypes.byref(chosen))
 

@@ -60,16 +60,15 @@ struct InFloats : PlainWeights<float> {
   using Key = Floats;
   using Value = Floats;
   static constexpr int kWide = kLanes, kTokens = 1;
-  static constexpr int kKeys = sizeof(Element) > 1 ? 2 : 4, kValues = 8 / sizeof(Element),
-                       kRun = kValues;
+  static constexpr int kKeys = sizeof(Element) > 1 ? 2 : 4, kValues = 2 * kKeys, kRun = kValues;
 
-  CA_INLINE Floats key(const Element* at) const { return load(at); }
+  CA_INLINE Floats key(const Element* at) const { return held(load(at)); }
   CA_INLINE Floats query(const float* at) const { return load(at); }
   CA_INLINE Floats product(Floats sum, Floats key, Floats query) const { return sum + key * query; }
 
   template <int width>
   CA_INLINE void values(const Element* const* tokens, Floats (&out)[width]) const {
-    for (int w = 0; w < width; ++w) out[w] = load(tokens[0] + w * kLanes);
+    for (int w = 0; w < width; ++w) out[w] = held(load(tokens[0] + w * kLanes));
   }
   CA_INLINE Floats weight(const float* at) const { return all(*at); }
   CA_INLINE Floats weighted(Floats sum, Floats value, Floats weight) const {
@@ -92,7 +91,7 @@ struct InPairs : PlainWeights<BFloat16> {
   using Value = Pairs;
   static constexpr int kWide = 2 * kLanes, kTokens = 2, kKeys = 2, kValues = 8, kRun = kValues;
 
-  CA_INLINE Pairs key(const BFloat16* at) const { return pairs_at(at); }
+  CA_INLINE Pairs key(const BFloat16* at) const { return held(pairs_at(at)); }
   CA_INLINE Pairs query(const BFloat16* at) const { return pairs_at(at); }
   CA_INLINE Floats product(Floats sum, Pairs key, Pairs query) const {
     return add_products(sum, key, query);

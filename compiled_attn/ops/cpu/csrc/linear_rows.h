@@ -13,6 +13,7 @@ struct PairProducts {
   using Element = BFloat16;  // of inputs and outputs
   using Weight = BFloat16;
   static constexpr int kInputs = 2;  // of an output, that lie together
+  static constexpr int kSteps = 1;   // of these at once
   using Weights = Pairs;
   static CA_INLINE Weights weights(const BFloat16* at) { return pairs_at(at); }
   static CA_INLINE Floats added(Floats sum, Weights weights, const BFloat16* inputs) {
@@ -27,7 +28,7 @@ template <class Element_>
 struct FloatProducts {
   using Element = Element_;
   using Weight = BFloat16;
-  static constexpr int kInputs = 2;
+  static constexpr int kInputs = 2, kSteps = 2;
   struct Weights {
     Floats first, second;
   };
@@ -47,7 +48,7 @@ struct FloatProducts {
 struct SingleProducts {
   using Element = float;
   using Weight = float;
-  static constexpr int kInputs = 1;
+  static constexpr int kInputs = 1, kSteps = 1;
   using Weights = Floats;
   static CA_INLINE Weights weights(const float* at) { return load(at); }
   static CA_INLINE Floats added(Floats sum, Weights weights, const float* input) {
@@ -73,6 +74,9 @@ class LinearRows {
   static constexpr int kPanels = kRegisters == 32 ? 4 : 1;  // side by side
   static constexpr int kRows = 4;                           // below each other
   static constexpr int kVectors = kPanel / kLanes;          // of a panel
+  // Multiplications of a line of weights by a row.
+  static constexpr int64_t kProductsOfLine =
+      NextWeights::kLine / int64_t(sizeof(Floats)) * Products::kSteps;
   // Weights between what is read and what is asked for.
   static constexpr int64_t kAhead = 4096 / sizeof(Weight);
 

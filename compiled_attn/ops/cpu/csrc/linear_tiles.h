@@ -94,6 +94,7 @@ class LinearBlock {
 class LinearTiles {
  public:
   using Inputs = TileInputs;
+  static constexpr int64_t kProductsOfLine = 0;  // no vectors: memory always holds them up
 
   LinearTiles(const Inputs& inputs, int64_t size_in)
       : inputs_(inputs), panel_(kTile * size_in) {}

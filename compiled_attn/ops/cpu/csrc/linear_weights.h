@@ -13,10 +13,11 @@ class NextWeights {
   static constexpr int64_t kLine = 64;  // bytes
 
   NextWeights() = default;
-  // Those of int8 come to `wide`.
-  NextWeights(const PackedLinearArgs& layer, BFloat16* wide)
+  // Those of int8 come to `wide`. products: vectors that a line is multiplied with.
+  NextWeights(const PackedLinearArgs& layer, BFloat16* wide, int64_t products)
       : at_(static_cast<const int8_t*>(layer.weight)),
         wide_(layer.scale ? wide : nullptr),
+        is_near_(layer.asks_near && products >= kManyProducts),
         panels_(layer.size_out / kPanel),
         panel_(kPanel * layer.size_in * weight_bytes(layer)),
         left_(panel_ / kLine) {}
@@ -25,9 +26,10 @@ class NextWeights {
     for (; lines > 0 && left_ > 0; lines -= panels_, --left_, at_ += kLine) {
       if (wide_)
         widen_panels();
+      else if (is_near_)
+        for (int64_t p = 0; p < panels_; ++p) __builtin_prefetch(at_ + p * panel_, 0, 3);
       else
-        for (int64_t p = 0; p < panels_; ++p)
-          __builtin_prefetch(at_ + p * panel_, 0, 2);
+        for (int64_t p = 0; p < panels_; ++p) __builtin_prefetch(at_ + p * panel_, 0, 2);
     }
   }
   CA_INLINE void take_line() { take(panels_); }
@@ -38,6 +40,9 @@ class NextWeights {
   }
 
  private:
+  // Of a line, so that the next is there before it is done: what is on its way to the first level
+  // cache holds a place in the queue of its misses. On a Zen 4 eight are too few.
+  static constexpr int64_t kManyProducts = 16;
   static constexpr int64_t kAhead = 1024;  // behind the last panel lies the next piece's first
 
   CA_INLINE void widen_panels() {
@@ -62,6 +67,7 @@ class NextWeights {
 
   const int8_t* at_ = nullptr;
   BFloat16* wide_ = nullptr;
+  bool is_near_ = false;  // comes to the first level cache, else the second
   int64_t panels_ = 0, panel_ = 0;  // and the bytes of one
   int64_t left_ = 0;                // lines of each panel
 };

@@ -269,6 +269,7 @@ PackedLinearArgs layer_of(const Tensor& input, const Tensor& weight, const Tenso
   args.is_halves = is_halves;
   args.threads = int32_t(torch::stable::get_num_threads());
   args.products = forms.linear;
+  args.asks_near = forms.linear_near;
   return args;
 }
 

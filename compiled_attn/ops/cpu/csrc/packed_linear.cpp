@@ -80,13 +80,17 @@ void multiply(const PackedLinearArgs* layers, int64_t layer_count) {
     BFloat16* const own = wide + 2 * room * omp_get_thread_num();
     Worker worker(inputs, whole.size_in);
 #pragma omp barrier
-    if (piece < count) NextWeights(pieces.layer(piece), own).take_all();
+    const auto weights = [&](int64_t piece, BFloat16* wide) {
+      const int64_t rows = pieces.end(piece) - pieces.begin(piece);
+      return NextWeights(pieces.layer(piece), wide, rows * Worker::kProductsOfLine);
+    };
+    if (piece < count) weights(piece, own).take_all();
     for (int64_t turn = 0; piece < count; turn = !turn) {
       const int64_t following = next++;
       PackedLinearArgs layer = pieces.layer(piece);
       if (whole.scale) layer.weight = own + turn * room;
       NextWeights ahead;
-      if (following < count) ahead = {pieces.layer(following), own + !turn * room};
+      if (following < count) ahead = weights(following, own + !turn * room);
       worker.run(layer, pieces.begin(piece), pieces.end(piece), ahead);
       ahead.take_rest();
       piece = following;

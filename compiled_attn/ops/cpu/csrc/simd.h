@@ -59,6 +59,17 @@ CA_INLINE To bits_as(From v) {
   return to;
 }
 
+// The same vector, in a register: GCC loads what is used several times again for each use, and a
+// load costs as much as a multiply-add.
+template <class Vector>
+CA_INLINE Vector held(Vector v) {
+#if defined(__AVX512F__)
+  static_assert(sizeof v == 64, "one register");
+  asm("" : "+v"(v));
+#endif
+  return v;
+}
+
 CA_INLINE Floats either(Ints mask, Floats yes, Floats no) {
   return bits_as<Floats>((mask & bits_as<Ints>(yes)) | (~mask & bits_as<Ints>(no)));
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,8 @@ class Machine:
         self.now += self.seconds(self.taken, "few" if few else "many")
 
     def packed_linear(self, input: torch.Tensor, weight: torch.Tensor) -> None:
-        self.now += self.seconds(self.taken, "linear")
+        kind = "halves" if weight.dtype is torch.int16 else "linear"
+        self.now += self.seconds(self.taken, kind)
 
 
 @pytest.fixture
@@ -59,6 +61,8 @@ def _of_an_intel(forms: Forms, kind: str) -> float:
     """Dot products at half the rate, and memory that likes to be asked long before."""
     if kind == "few":
         return (0.7 if forms.few_rows == "floats" else 1.0) * 32 / (32 + forms.ahead_kib)
+    if kind == "halves":
+        return 1.0 if forms.linear_asks == "L2" else 1.1
     products = forms.many_rows if kind == "many" else forms.linear
     return {"tiles": 0.2, "pairs": 1.4, "floats": 1.0}[products]
 
@@ -78,9 +82,19 @@ def test_where_dot_products_are_slow_and_no_tiles_are_there_float32_serves(on, t
 
 def test_a_gain_that_may_be_chance_is_none(on, tmp_path):
     def nearly(forms: Forms, kind: str) -> float:
-        return 1.0 if forms == Forms.of(ISA) else 0.97
+        return 1.0 if kind == "halves" or forms == Forms.of(ISA) else 0.97
 
     assert settle(tmp_path / "library.so", ISA, on(nearly)).forms == Forms.of(ISA)
+
+
+@pytest.mark.parametrize(("gain", "taken"), [(1.01, "L2"), (1.04, "L1")])
+def test_a_small_gain_of_weights_counts_as_it_is_measured_more_often(on, tmp_path, gain, taken):
+    def nearly(forms: Forms, kind: str) -> float:
+        return 1 / gain if kind == "halves" and forms.linear_asks == "L1" else 1.0
+
+    chosen = settle(tmp_path / "library.so", ISA, on(nearly))
+    assert chosen.forms == replace(Forms.of(ISA), linear_asks=taken)
+    assert chosen.ratios["linear_asks L1"] == pytest.approx(gain, abs=1e-3)
 
 
 def test_a_gain_that_is_not_found_twice_is_none(on, tmp_path):

@@ -47,6 +47,7 @@ def test_tiles_need_amx_and_pairs_their_dot_products():
     assert products_of("avx512") == products_of("avx2") == products_of("neon") == ["floats"]
     assert Forms.of("amx_bf16") == Forms("pairs", "tiles", "tiles", "L2", 32)
     assert not Forms("tiles", "tiles", "tiles").serves("amx_bf16")
+    assert not Forms("pairs", "tiles", "tiles", linear_asks="L3").serves("amx_bf16")
     assert not Forms("floats", "pairs", "floats").serves("avx512")
 
 
@@ -77,6 +78,23 @@ def test_what_is_asked_for_changes_no_bit(ops, cache, ahead):
     take(ops.build.library, Forms("pairs", "tiles", "tiles", cache, ahead))
     after = ops.paged_attention(*step.arguments)
     assert all(map(torch.equal, before, after))
+
+
+@pytest.mark.parametrize("rows", [1, 8, 16, 70])
+@pytest.mark.parametrize("kind", ["packed", "float32", "halves", "int8"])
+def test_where_weights_come_to_changes_no_bit(ops, kind, rows):
+    torch.manual_seed(0)
+    weight, scale = torch.randn(208, 64).bfloat16(), None
+    input = torch.randn(rows, 64).to(torch.float32 if kind in ("float32", "halves") else weight)
+    if kind == "int8":
+        packed, scale = packed_linear.quantise(weight)
+    elif kind == "packed":
+        packed = packed_linear.pack(weight)
+    else:
+        packed = getattr(packed_linear, "halve" if kind == "halves" else "pack")(weight.float())
+    before = ops.packed_linear(input, packed, None, scale)
+    take(ops.build.library, Forms("pairs", "tiles", "tiles", linear_asks="L1"))
+    assert torch.equal(before, ops.packed_linear(input, packed, None, scale))
 
 
 def test_other_products_are_other_sums():
