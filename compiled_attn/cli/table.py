@@ -18,7 +18,7 @@ def print_result(report: EngineReport, checked: CheckReport | None, console: Con
     """Print the report as a table of two columns, then each difference that a check found."""
     table = Table(title="compiled-attn", title_justify="left", show_header=False)
     table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True, justify="right")
+    table.add_column(justify="right")
     for name, value in _rows(report, checked or CheckReport()):
         table.add_row(name, value)
     console.print(table)

@@ -2,7 +2,8 @@
 
 Queries, keys and values are layers of one input, so are gate and up. The op ``packed_linears``
 takes them at once, so that memory reads on from one weight to the next, and a layer of the model
-has 4 calls instead of 7. Each weight stays the parameter that it was; results are the same bits.
+has 4 calls instead of 7. Each weight stays the parameter that it was; results are the same bits,
+but for a gate, which is no longer a kernel of inductor's (`compiled_attn.ops.gated`).
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, Node, map_arg
 
-__all__ = ["JoinedLayers"]
+from compiled_attn.ops import gated
 
-_aten = torch.ops.aten
-_SHAPES = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
+__all__ = ["JoinedLayers"]
 
 
 class JoinedLayers(CustomGraphPass):
-    """Replaces calls of ``packed_linear`` of one input by one of ``packed_linears``.
+    """Replaces calls of ``packed_linear`` of one input by one of ``packed_linears``, or of a gate
+    and what it is for by one of ``packed_gated``.
 
     Only where weights, biases and scales are inputs of the graph, weights of one dtype, and all of
     the calls have a bias or none, and a scale or none.
@@ -41,11 +42,11 @@ class JoinedLayers(CustomGraphPass):
                     groups[_identity(input), dtype, has].append(node)
         for nodes in groups.values():
             if len(nodes) > 1:
-                _join(graph, nodes)
+                gated.gate(graph, _join(graph, nodes))
 
     def uuid(self) -> Any:
         """Identity of the pass in inductor's cache: its source."""
-        return get_hash_for_files((__file__,))
+        return get_hash_for_files((__file__, gated.__file__))
 
 
 def _arguments(node: Node) -> list[Any]:
@@ -56,13 +57,13 @@ def _arguments(node: Node) -> list[Any]:
 
 def _identity(node: Any) -> Any:
     """The same for what is the same tensor in the same shape: each layer flattens its input."""
-    if isinstance(node, Node) and node.target in _SHAPES:
+    if isinstance(node, Node) and node.target in gated.SHAPES:
         shaped, shape = node.args[0], cast(Sequence[Any], node.args[1])
         return node.target, _identity(shaped), tuple(shape)
     return node
 
 
-def _join(graph: Graph, nodes: list[Node]) -> None:
+def _join(graph: Graph, nodes: list[Node]) -> Node:
     """One call at the place of the first of ``nodes``, which are of one input, instead of all."""
     first, *_ = nodes
     input = _arguments(first)[0]
@@ -81,3 +82,4 @@ def _join(graph: Graph, nodes: list[Node]) -> None:
             node.replace_all_uses_with(out)
     for node in nodes:
         graph.erase_node(node)
+    return joined

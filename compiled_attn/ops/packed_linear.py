@@ -29,6 +29,7 @@ __all__ = [
     "can_quantise",
     "fake",
     "fake_all",
+    "fake_gated",
     "fake_rows",
     "halve",
     "has_halves",
@@ -37,6 +38,7 @@ __all__ = [
     "quantise",
     "reference",
     "reference_all",
+    "reference_gated",
     "rows",
     "unpack",
 ]
@@ -214,6 +216,25 @@ def fake_all(
 ) -> list[Tensor]:
     """The results' shapes."""
     return [fake(input, *layer) for layer in _layers(weights, biases, scales)]
+
+
+def reference_gated(
+    input: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], scales: Sequence[Tensor]
+) -> Tensor:
+    """``silu(gate) * up`` of two layers of one input (SwiGLU, Shazeer 2020), rounded once more.
+
+    Raises:
+        ValueError: they are not two, or differ in their outputs.
+    """
+    gate, up = reference_all(input, weights, biases, scales)
+    return (functional.silu(gate.float()) * up.float()).to(input.dtype)
+
+
+def fake_gated(
+    input: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], scales: Sequence[Tensor]
+) -> Tensor:
+    """The result's shape."""
+    return fake(input, weights[0])
 
 
 def _layers(weights: Sequence[Tensor], *others: Sequence[Tensor]) -> Any:

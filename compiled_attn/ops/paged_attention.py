@@ -90,6 +90,18 @@ class NativeOps:
         out: list[Tensor] = op(input, weights, biases, scales)
         return out
 
+    def packed_gated(
+        self,
+        input: Tensor,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor] = (),
+        scales: Sequence[Tensor] = (),
+    ) -> Tensor:
+        """See `packed_linear.reference_gated`."""
+        op = getattr(torch.ops, self.namespace).packed_gated
+        out: Tensor = op(input, weights, biases, scales)
+        return out
+
     def packed_rows(self, weight: Tensor, ids: Tensor) -> Tensor:
         """See `packed_linear.rows`; ids ``[n]``; one out of range is an error."""
         out: Tensor = getattr(torch.ops, self.namespace).packed_rows(weight, ids)
@@ -252,6 +264,7 @@ _IN_PYTHON: dict[str, Callable[..., Any]] = {
     "paged_attention_": reference.paged_attention_,
     "packed_linear": packed_linear.reference,
     "packed_linears": packed_linear.reference_all,
+    "packed_gated": packed_linear.reference_gated,
     "packed_rows": packed_linear.rows,
     "drawn_tokens": drawn_tokens.reference,
 }
@@ -260,6 +273,7 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "paged_attention_": _fake_write,
     "packed_linear": packed_linear.fake,
     "packed_linears": packed_linear.fake_all,
+    "packed_gated": packed_linear.fake_gated,
     "packed_rows": packed_linear.fake_rows,
     "drawn_tokens": drawn_tokens.fake,
 }

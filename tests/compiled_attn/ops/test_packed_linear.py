@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn import functional
 
 from compiled_attn.ops import NativeOps, NativeUnavailable, available_isas, load, packed_linear
 from compiled_attn.ops.cpu.build import find_compiler
@@ -217,6 +218,38 @@ def test_layers_at_once_give_the_bits_that_each_gives_alone(ops, outputs, rows, 
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [0, 1, 5, 40, 300])
+@pytest.mark.parametrize("outputs", [16, 208])
+def test_a_gate_is_silu_of_one_layer_times_the_other(ops, outputs, rows, kind, biased):
+    input = layer(rows, 16, 96, kind=kind)[0]
+    drawn = [layer(1, outputs, 96, seed=seed, kind=kind)[1:] for seed in (3, 4)]
+    packed, scales = zip(*(packed_as(kind, weight) for weight, _ in drawn), strict=True)
+    lists = [bias for _, bias in drawn] if biased else [], scales if kind == "int8" else []
+    gate, up = (each.double() for each in ops.packed_linears(input, packed, *lists))
+    wanted = gate * torch.sigmoid(gate) * up
+    alone, before = ops.packed_gated(input, packed, *lists), torch.get_num_threads()
+    rounding = 2**-8 if input.dtype is torch.bfloat16 else 1e-6
+    torch.testing.assert_close(alone.double(), wanted, rtol=rounding, atol=1e-6)
+    assert alone.dtype is input.dtype
+    try:
+        torch.set_num_threads(3)
+        if ops.build:  # torch's own sums may differ with the number of threads
+            assert torch.equal(ops.packed_gated(input, packed, *lists), alone)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, 90.0, 3e38, -90.0, -3e38, torch.inf, torch.nan])
+def test_a_gate_that_is_as_great_as_can_be(ops, value):
+    input, one = torch.zeros(3, 32), packed_linear.pack(torch.zeros(16, 32))
+    bias = torch.full((16,), value)
+    out = ops.packed_gated(input, [one, one], [bias, torch.ones(16)])
+    wanted = functional.silu(torch.full((3, 16), value))
+    torch.testing.assert_close(out, wanted, rtol=1e-6, atol=1e-36, equal_nan=True)
+
+
 def test_the_registers_give_the_bits_of_plain_tiles():
     if AMX not in available_isas():
         pytest.skip("this processor has no AMX")
@@ -283,11 +316,22 @@ def test_wrong_lists_are_refused(given, told):
         ops.packed_linears(torch.zeros(3, 64).bfloat16(), **{**good, **given})
 
 
-def test_torch_finds_nothing_wrong_with_layers_at_once():
+@pytest.mark.parametrize(
+    ("sizes", "told"),
+    [([2], "weights of two layers, got 1"), ([2, 1], "as many outputs as the gate, 32, got 16")],
+)
+def test_what_is_no_gate_is_refused(sizes, told):
+    weights = [torch.zeros(size, 32, 16, 2).bfloat16() for size in sizes]
+    with pytest.raises(RuntimeError, match=f"packed_gated: expected {told}"):
+        _loaded(BEST).packed_gated(torch.zeros(3, 64).bfloat16(), weights)
+
+
+@pytest.mark.parametrize("op", ["packed_linears", "packed_gated"])
+def test_torch_finds_nothing_wrong_with_layers_at_once(op):
     input, weight, bias = layer(5, 32, 64)
     load()
     torch.library.opcheck(
-        torch.ops.compiled_attn.packed_linears.default,
+        getattr(torch.ops.compiled_attn, op).default,
         (input, [packed_linear.pack(weight)] * 2, [bias, bias], []),
         test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
     )

@@ -7,7 +7,7 @@ from compiled_attn.ops.schema import schemas
 
 def test_the_schemas_come_from_the_cpp_sources():
     attention = {"paged_attention", "paged_attention_"}
-    others = {"packed_linear", "packed_linears", "packed_rows", "drawn_tokens"}
+    others = {"packed_linear", "packed_linears", "packed_gated", "packed_rows", "drawn_tokens"}
     assert set(schemas()) == attention | others
     for name, text in schemas().items():
         assert "\n" not in text and text.endswith(

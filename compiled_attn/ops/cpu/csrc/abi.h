@@ -122,9 +122,10 @@ extern "C" void compiled_attn_set_forms(const compiled_attn::Forms* forms);
 extern "C" int32_t compiled_attn_paged_attention(const compiled_attn::PagedAttentionArgs* args,
                                                  int64_t error[4]);
 
-// kOk or kOutOfMemory.
+// is_gated: of two layers, silu of the first times the second comes to where the first one's output
+// would; the second one's is null. kOk or kOutOfMemory.
 extern "C" int32_t compiled_attn_packed_linear(const compiled_attn::PackedLinearArgs* layers,
-                                               int64_t count);
+                                               int64_t count, int32_t is_gated);
 
 // kOk or kOutOfMemory.
 extern "C" int32_t compiled_attn_drawn_tokens(const compiled_attn::DrawnTokensArgs* args);

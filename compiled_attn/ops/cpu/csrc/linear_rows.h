@@ -61,11 +61,11 @@ struct SingleProducts {
 // piece needs is asked for meanwhile.
 template <class Products>
 class LinearRows {
-  using Element = typename Products::Element;
   using Weight = typename Products::Weight;
   static constexpr int kInputs = Products::kInputs;
 
  public:
+  using Element = typename Products::Element;
   // Rows are taken as they are.
   struct Inputs {
     Inputs(const PackedLinearArgs&, Scratch&) {}
@@ -92,6 +92,8 @@ class LinearRows {
     else
       panels_of<false>(begin, end, panels);
   }
+  // All outputs are there as soon as they are summed up.
+  void finish() {}
 
  private:
   static int64_t blocks(int64_t count, int64_t size) { return count / size + count % size; }

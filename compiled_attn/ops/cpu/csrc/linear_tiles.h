@@ -93,12 +93,13 @@ class LinearBlock {
 
 class LinearTiles {
  public:
+  using Element = BFloat16;
   using Inputs = TileInputs;
   static constexpr int64_t kProductsOfLine = 0;  // no vectors: memory always holds them up
 
   LinearTiles(const Inputs& inputs, int64_t size_in)
       : inputs_(inputs), panel_(kTile * size_in) {}
-  ~LinearTiles() { blocks_[!turn_].round_rest(); }
+  ~LinearTiles() { finish(); }
 
   // Outputs of a layer for some rows; `begin` is a multiple of kTile.
   void run(const PackedLinearArgs& layer, int64_t begin, int64_t end, NextWeights& next) {
@@ -110,6 +111,8 @@ class LinearTiles {
     for (; row + kTile < end; row += 2 * kTile) columns<2, 2>(row, end);
     if (row < end) columns<1, 4>(row, end);
   }
+  // Until then the last of the outputs are not there.
+  void finish() { blocks_[!turn_].round_rest(); }
 
  private:
   template <int rows, int panels>

@@ -279,8 +279,8 @@ Tensor room_for(const Tensor& input, PackedLinearArgs& layer) {
   return out;
 }
 
-void multiply(const PackedLinearArgs* layers, int64_t count) {
-  if (compiled_attn_packed_linear(layers, count) != kOk) {
+void multiply(const PackedLinearArgs* layers, int64_t count, bool is_gated = false) {
+  if (compiled_attn_packed_linear(layers, count, is_gated) != kOk) {
     fail("scratch memory", "none", "free memory");
   }
 }
@@ -301,22 +301,44 @@ void check_one_each(const char* name, const std::vector<Tensor>& of,
        "call the op for the others apart");
 }
 
+std::vector<PackedLinearArgs> layers_of(const Tensor& input, const std::vector<Tensor>& weights,
+                                        const std::vector<Tensor>& biases,
+                                        const std::vector<Tensor>& scales) {
+  check_one_each("biases", biases, weights);
+  check_one_each("scales", scales, weights);
+  std::vector<PackedLinearArgs> layers;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    check_dtype("weights", weights[i], weights[0].scalar_type());  // one loop for all
+    layers.push_back(layer_of(input, weights[i], biases.empty() ? nullptr : &biases[i],
+                              scales.empty() ? nullptr : &scales[i]));
+  }
+  return layers;
+}
+
 std::vector<Tensor> packed_linears(Tensor input, std::vector<Tensor> weights,
                                    std::vector<Tensor> biases, std::vector<Tensor> scales) {
   return in_op("packed_linears", [&] {
     if (weights.empty()) fail("weights of at least one layer", "none", "pass them as a list");
-    check_one_each("biases", biases, weights);
-    check_one_each("scales", scales, weights);
-    std::vector<PackedLinearArgs> layers;
+    auto layers = layers_of(input, weights, biases, scales);
     std::vector<Tensor> outs;
-    for (size_t i = 0; i < weights.size(); ++i) {
-      check_dtype("weights", weights[i], weights[0].scalar_type());  // one loop for all
-      layers.push_back(layer_of(input, weights[i], biases.empty() ? nullptr : &biases[i],
-                                scales.empty() ? nullptr : &scales[i]));
-    }
     for (auto& layer : layers) outs.push_back(room_for(input, layer));
     multiply(layers.data(), int64_t(layers.size()));
     return outs;
+  });
+}
+
+Tensor packed_gated(Tensor input, std::vector<Tensor> weights, std::vector<Tensor> biases,
+                    std::vector<Tensor> scales) {
+  return in_op("packed_gated", [&] {
+    if (weights.size() != 2)
+      fail("weights of two layers", text(weights.size()), "pass the gate, then what it is for");
+    auto layers = layers_of(input, weights, biases, scales);
+    if (layers[0].size_out != layers[1].size_out)
+      fail(text("as many outputs as the gate, ", layers[0].size_out), text(layers[1].size_out),
+           "pass two layers of the same sizes");
+    Tensor out = room_for(input, layers[0]);
+    multiply(layers.data(), 2, true);
+    return out;
   });
 }
 
@@ -400,6 +422,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(COMPILED_ATTN_NAMESPACE, m) {
   m.def(compiled_attn::kPagedAttentionWriteSchema);
   m.def(compiled_attn::kPackedLinearSchema);
   m.def(compiled_attn::kPackedLinearsSchema);
+  m.def(compiled_attn::kPackedGatedSchema);
   m.def(compiled_attn::kPackedRowsSchema);
   m.def(compiled_attn::kDrawnTokensSchema);
 }
@@ -409,6 +432,7 @@ STABLE_TORCH_LIBRARY_IMPL(COMPILED_ATTN_NAMESPACE, CPU, m) {
   m.impl("paged_attention_", TORCH_BOX(&compiled_attn::paged_attention_));
   m.impl("packed_linear", TORCH_BOX(&compiled_attn::packed_linear));
   m.impl("packed_linears", TORCH_BOX(&compiled_attn::packed_linears));
+  m.impl("packed_gated", TORCH_BOX(&compiled_attn::packed_gated));
   m.impl("packed_rows", TORCH_BOX(&compiled_attn::packed_rows));
   m.impl("drawn_tokens", TORCH_BOX(&compiled_attn::drawn_tokens));
 }

@@ -32,6 +32,11 @@ constexpr const char* kPackedLinearsSchema =
     Tensor input, Tensor[] weights, Tensor[] biases, Tensor[] scales
   ) -> Tensor[])schema";
 
+constexpr const char* kPackedGatedSchema =
+    R"schema(packed_gated(
+    Tensor input, Tensor[] weights, Tensor[] biases, Tensor[] scales
+  ) -> Tensor)schema";
+
 constexpr const char* kPackedRowsSchema =
     R"schema(packed_rows(Tensor weight, Tensor ids) -> Tensor)schema";
 
