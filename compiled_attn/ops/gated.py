@@ -25,7 +25,8 @@ _CAST = torch.ops.prims.convert_element_type.default
 def gate(graph: Graph, layers: Node) -> None:
     """Replaces ``silu(layer) * other`` of a call of ``packed_linears`` by ``packed_gated``.
 
-    Only where these are all layers of the call, and nothing else reads what is multiplied.
+    Only where these are all layers of the call, of the same shape, nothing else reads what is
+    multiplied, and the product has their dtype.
 
     Args:
         graph: is rewritten in place.
@@ -41,9 +42,15 @@ def gate(graph: Graph, layers: Node) -> None:
         alike = (shaped and shaped.args[1:]) == (other and other.args[1:])
         if product is None or not alike or (other or second) not in product.all_input_nodes:
             continue
-        if len((other or second).users) == 1:
+        if len((other or second).users) == 1 and _are_alike(first, second, product):
             _replace(graph, layers, first, shaped, product)
             return
+
+
+def _are_alike(first: Node, second: Node, product: Node) -> bool:
+    a, b, out = (node.meta["val"] for node in (first, second, product))
+    # Sizes of outputs are numbers, those of rows may be symbols.
+    return bool(a.shape[-1] == b.shape[-1] and a.dtype == b.dtype == out.dtype)
 
 
 def _replace(graph: Graph, layers: Node, first: Node, shaped: Node | None, product: Node) -> None:
@@ -74,11 +81,11 @@ def _erase(graph: Graph, node: Node, layers: Node) -> None:
 
 def _product(x: Node) -> Node | None:
     """The product of ``silu(x)``, as decomposed, with something."""
-    wide = _only_user(x, _is_cast) or x
+    wide = _only_user(x, _is_cast_to(torch.float32)) or x
     silu = _of_exponential(wide) or _of_sigmoid(wide)
     if silu is None:
         return None
-    narrow = _only_user(silu, _is_cast) if wide is not x else silu
+    narrow = _only_user(silu, _is_cast_to(x.meta["val"].dtype)) if wide is not x else silu
     return narrow and _only_user(narrow, _is(_aten.mul.Tensor))
 
 
@@ -113,8 +120,8 @@ def _is(target: Any) -> Callable[[Node], bool]:
     return lambda node: node.target is target
 
 
-def _is_cast(node: Node) -> bool:
-    return node.target is _CAST
+def _is_cast_to(dtype: torch.dtype) -> Callable[[Node], bool]:
+    return lambda node: node.target is _CAST and node.args[1] == dtype
 
 
 def _is_shape(node: Node) -> bool:

@@ -226,6 +226,7 @@ def reference_gated(
     Raises:
         ValueError: they are not two, or differ in their outputs.
     """
+    _check_gated(weights)
     gate, up = reference_all(input, weights, biases, scales)
     return (functional.silu(gate.float()) * up.float()).to(input.dtype)
 
@@ -234,7 +235,17 @@ def fake_gated(
     input: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], scales: Sequence[Tensor]
 ) -> Tensor:
     """The result's shape."""
+    _check_gated(weights)
     return fake(input, weights[0])
+
+
+def _check_gated(weights: Sequence[Tensor]) -> None:
+    outputs = [weight.shape[0] * _PANEL for weight in weights]
+    if len(outputs) != 2 or outputs[0] != outputs[1]:
+        raise ValueError(
+            "packed_gated: expected weights of two layers with as many outputs each, got "
+            f"{outputs}: pass the gate, then what it is for"
+        )
 
 
 def _layers(weights: Sequence[Tensor], *others: Sequence[Tensor]) -> Any:

@@ -49,7 +49,7 @@ _REQUESTS, _PAGES = 16, 64  # of each: caches of 64 MiB, more than most processo
 _PROMPT = 384
 _LAYERS, _WIDTH = 32, 1024  # 64 MiB too
 _ROWS_OF_LAYERS = ((1, 16), (16, 16), (256, 2))
-_ROWS_OF_HALVES = 8  # as few as those weights that come to the first cache have
+_ROWS_OF_HALVES = 8  # with AVX-512 the fewest whose weights may come to the first cache
 
 
 def settle(library: Path, isa: str, ops: Any) -> Chosen:

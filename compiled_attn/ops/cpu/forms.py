@@ -46,7 +46,7 @@ class Forms:
         asks: of `CACHES`, for keys and values.
         ahead_kib: KiB between those that are read and those that are asked for.
         linear_asks: of `CACHES`, for weights of linear layers with so many rows that memory does
-            not set the pace; others come to the second one.
+            not set the pace; others come to the second one, as those of tiles and of int8 do.
     """
 
     few_rows: str

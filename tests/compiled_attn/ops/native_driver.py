@@ -65,6 +65,9 @@ def main(isa: str, tiles: str) -> None:
         input, weight, bias = layer(rows, *sizes, kind=dtype)
         packed = packed_linear.pack(weight)
         assert_product(ops.packed_linear(input, packed, bias), input, weight, bias)
+        gate, up = (each.double() for each in ops.packed_linears(input, [packed] * 2))
+        gated = ops.packed_gated(input, [packed] * 2).double()
+        torch.testing.assert_close(gated, gate * gate.sigmoid() * up, rtol=2**-7, atol=1e-5)
         ids = torch.tensor([0, len(weight) - 1])
         assert torch.equal(ops.packed_rows(packed, ids), weight[ids])
     for kind in KINDS:

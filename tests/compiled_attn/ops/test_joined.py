@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 from torch._inductor.utils import run_and_get_code
-from torch.nn import functional
 
 from compiled_attn.hf.packed import pack_linears
 from compiled_attn.ops import load, packed_linear
@@ -19,7 +18,6 @@ from compiled_attn.ops.packed_linear import Packing
 
 OPTIONS = {"post_grad_custom_pre_pass": JoinedLayers()}
 JOINED = "torch.ops.compiled_attn.packed_linears.default("
-GATED = "torch.ops.compiled_attn.packed_gated.default("
 ALONE = "torch.ops.compiled_attn.packed_linear.default("
 
 
@@ -63,73 +61,6 @@ def test_layers_of_one_input_are_one_call_and_the_same_bits(rows, packing):
     with torch.no_grad():
         wanted = module(x)
     assert all(torch.equal(*pair) for pair in zip(out, wanted, strict=True))
-
-
-class Gated(nn.Module):
-    """A layer of SwiGLU."""
-
-    def __init__(
-        self, multiply: Callable[..., torch.Tensor], *, flat: bool = False, biased: bool = False
-    ) -> None:
-        super().__init__()
-        self.gate, self.up = (nn.Linear(64, 96, bias=biased) for _ in range(2))
-        self.down, self.multiply, self.flat = nn.Linear(96, 64), multiply, flat
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.multiply(self.gate, self.up, x[0] if self.flat else x))
-
-
-def _up_first(gate: nn.Module, up: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    other = up(x)
-    return other * functional.silu(gate(x))
-
-
-SILU = {
-    "silu": lambda gate, up, x: functional.silu(gate(x)) * up(x),
-    "up first": _up_first,
-    "sigmoid": lambda gate, up, x: torch.sigmoid(g := gate(x)) * g * up(x),
-}
-
-
-@pytest.mark.parametrize("flat", [False, True])
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("packing", get_args(Packing))
-@pytest.mark.parametrize("multiply", SILU)
-def test_a_gate_and_what_it_is_for_are_one_call(multiply, packing, biased, flat):
-    module = packed(Gated(SILU[multiply], flat=flat, biased=biased), packing)
-    x = torch.randn(1, 7, 64).to(torch.float32 if packing == "halves" else torch.bfloat16)
-    out, code = compiled(module, x)
-    assert code.count(GATED) == 1 and JOINED not in code
-    assert "sigmoid" not in code and "exp" not in code.replace("expected", "")
-    with torch.no_grad():
-        wanted = module(x)
-    few = {} if packing == "halves" else {"rtol": 2**-6, "atol": 2**-6}
-    torch.testing.assert_close(out, wanted, **few)
-
-
-@pytest.mark.parametrize(
-    "multiply",
-    [
-        lambda gate, up, x: functional.gelu(gate(x)) * up(x),
-        lambda gate, up, x: functional.silu(g := gate(x)) * up(x) + g,
-        lambda gate, up, x: functional.silu(gate(x)) * (u := up(x)) + u,
-        lambda gate, up, x: (s := functional.silu(gate(x))) * up(x) + s,
-        lambda gate, up, x: functional.silu(gate(x)) * up(x).flip(-1),
-        lambda gate, up, x: functional.silu(gate(x)) * 2 + up(x),
-        lambda gate, up, x: functional.silu(gate(x)) * gate(x) + up(x),
-        lambda gate, up, x: gate(x) / (2 + torch.exp(-gate(x))) * up(x),
-        lambda gate, up, x: (
-            functional.silu(gate(x).view(1, 7, 8, 12)) * up(x).view(1, 7, 12, 8).mT
-        ).reshape(1, 7, 96),
-    ],
-)
-def test_what_is_no_gate_stays_as_it_is(multiply):
-    module = packed(Gated(multiply), "halves")
-    x = torch.randn(1, 7, 64)
-    out, code = compiled(module, x)
-    assert GATED not in code
-    with torch.no_grad():
-        torch.testing.assert_close(out, module(x))
 
 
 def test_a_layer_with_a_bias_is_not_joined_with_those_without():

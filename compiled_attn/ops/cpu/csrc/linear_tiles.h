@@ -95,7 +95,7 @@ class LinearTiles {
  public:
   using Element = BFloat16;
   using Inputs = TileInputs;
-  static constexpr int64_t kProductsOfLine = 0;  // no vectors: memory always holds them up
+  static constexpr int64_t kProductsOfLine = 0;  // no vectors: a line is done in a cycle
 
   LinearTiles(const Inputs& inputs, int64_t size_in)
       : inputs_(inputs), panel_(kTile * size_in) {}

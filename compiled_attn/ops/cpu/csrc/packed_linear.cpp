@@ -1,8 +1,10 @@
 // Linear layers of packed weights on the CPU: the cut into pieces, and threads.
 #include <omp.h>
 
+#include <algorithm>
 #include <atomic>
 #include <new>
+#include <type_traits>
 
 #include "float_mode.h"
 #include "linear_gate.h"
@@ -26,7 +28,7 @@ class Pieces {
         rows_at_once_(kRowBytesAtOnce / size_) {
     int64_t all = 0;
     for (int64_t i = 0; i < count; ++i) all += layers[i].size_out;
-    outputs_ = kPanel * (all < layers->threads * 8 * kPanel ? 4 : 8);
+    outputs_ = kPanel * (all < together_ * layers->threads * 8 * kPanel ? 4 : 8);
     for (int64_t i = 0; i < count; ++i) columns_ += columns(layers[i]);
   }
 
