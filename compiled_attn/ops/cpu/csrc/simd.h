@@ -31,6 +31,7 @@ constexpr int kRegisters = 16;
 #endif
 
 #define CA_INLINE inline __attribute__((always_inline))
+#define CA_NOINLINE __attribute__((noinline))
 
 typedef float Floats __attribute__((vector_size(4 * kLanes), may_alias));
 typedef int32_t Ints __attribute__((vector_size(4 * kLanes), may_alias));
