@@ -181,7 +181,8 @@ def _context(model: PreTrainedModel, config: EngineConfig) -> int:
 
 
 def _buckets(config: EngineConfig, form: StepForm, limits: StepLimits) -> BucketSpace:
-    space = config.buckets or form.ladder(limits, config.max_graphs)
+    shares = bool(form.symbolic) and _has_symbols(config)
+    space = config.buckets or form.ladder(limits, config.max_graphs, one_compile=shares)
     _check_axes(space, form)
     if len(space) > config.max_graphs:
         raise ConfigError(

@@ -85,8 +85,13 @@ class StepForm(Protocol):
     def reads_range(self) -> bool:
         """Whether a step reads all places up to the highest used one: spread blocks cost time."""
 
-    def ladder(self, limits: StepLimits, max_graphs: int) -> BucketSpace:
-        """Buckets for all steps within limits, ``max_graphs`` of them at most."""
+    def ladder(
+        self, limits: StepLimits, max_graphs: int, *, one_compile: bool = False
+    ) -> BucketSpace:
+        """Buckets for all steps within limits, ``max_graphs`` of them at most.
+
+        ``one_compile``: one serves all whose `symbolic` axes differ.
+        """
 
     def cost(self, work: ModelWork) -> Callable[[Mapping[str, int]], float]:
         """The relative cost of a bucket, by which the cheapest is picked."""

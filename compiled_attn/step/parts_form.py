@@ -47,8 +47,12 @@ class Parts:
         self._last_entry = np.zeros(num_blocks, np.int64)
         self._is_repeated = np.zeros(num_blocks, np.bool_)
 
-    def ladder(self, limits: StepLimits, max_graphs: int) -> BucketSpace:
+    def ladder(
+        self, limits: StepLimits, max_graphs: int, *, one_compile: bool = False
+    ) -> BucketSpace:
         """A ladder of at most ``max_graphs`` buckets; with one, the maximum alone.
+
+        ``one_compile`` changes nothing: no axis is `symbolic`.
 
         The number of points on the shared axis grows until the budget is used up; a budget too
         small for that goes to decode steps, which would pay most in the maximum.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -175,10 +175,14 @@ class Tables:
     axes = symbolic = _AXES
     reads_range = False
 
-    def ladder(self, limits: StepLimits, max_graphs: int) -> BucketSpace:
+    def ladder(
+        self, limits: StepLimits, max_graphs: int, *, one_compile: bool = False
+    ) -> BucketSpace:
         """1, 2, 4 .. requests that decode, then more and more tokens.
 
-        With fewer graphs than that it keeps the largest sizes of each kind in turn.
+        With fewer graphs than that it keeps the largest sizes of each kind in turn. Where one
+        compile serves all buckets there are also some for few requests, as a prompt has, in finer
+        steps: its logits are those of few rows, and less of its last step is padding.
         """
         largest = limits.tokens, limits.seqs
         decode = [(size, size) for size in _doubling(1, limits.seqs)]
@@ -187,6 +191,9 @@ class Tables:
         kept = [largest]
         while len(kept) < max_graphs and (decode or prefill):
             kept.append((decode if len(decode) >= len(prefill) else prefill).pop(0))
+        if one_compile:
+            few = _of_few([tokens for tokens, seqs in kept if tokens > seqs], limits.seqs)
+            kept += few[: max_graphs - len(kept)]
         return explicit(self.axes, kept)
 
     def cost(self, work: ModelWork) -> Callable[[Mapping[str, int]], float]:
@@ -241,6 +248,15 @@ class Tables:
     def over(self, num_blocks: int, block_size: int, width: int) -> Tables:
         """See `StepForm.over`."""
         return Tables(num_blocks, block_size, width)
+
+
+def _of_few(sizes: Iterable[int], seqs: int) -> list[tuple[int, int]]:
+    """These sizes and three quarters of them for a quarter of the requests, the largest first."""
+    few = seqs // 4
+    if few < 2:  # sizes of 1 are no symbols
+        return []
+    finer = {of for size in sizes for of in (size, size * 3 // 4)}
+    return [(size, few) for size in sorted(finer, reverse=True)]
 
 
 def _doubling(first: int, last: int) -> list[int]:

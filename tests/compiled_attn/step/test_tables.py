@@ -11,18 +11,30 @@ from compiled_attn.step import StepLimits, Tables
 FORM = Tables(2, 32)
 
 
+LIMITS = StepLimits(256, 32, 100, 1000)
+ALL = [(n, n) for n in (1, 2, 4, 8, 16, 32)] + [(n, 32) for n in (64, 128, 256)]
+
+
 def test_the_ladder_doubles_decodes_and_then_tokens():
-    space = FORM.ladder(StepLimits(256, 32, 100, 1000), 24)
-    shapes = sorted(bucket.sizes for bucket in space)
-    decodes = [(n, n) for n in (1, 2, 4, 8, 16, 32)]
-    assert shapes == [*decodes, (64, 32), (128, 32), (256, 32)]
+    assert sorted(bucket.sizes for bucket in FORM.ladder(LIMITS, 24)) == ALL
+
+
+def test_where_one_compile_serves_all_steps_of_few_requests_are_finer():
+    shapes = sorted(bucket.sizes for bucket in FORM.ladder(LIMITS, 24, one_compile=True))
+    assert shapes == sorted(ALL + [(n, 8) for n in (48, 64, 96, 128, 192, 256)])
+
+
+def test_a_budget_keeps_all_requests_before_few():
+    shapes = [bucket.sizes for bucket in FORM.ladder(LIMITS, 11, one_compile=True)]
+    assert sorted(shapes) == sorted([*ALL, (256, 8), (192, 8)])
 
 
 @pytest.mark.parametrize("limits", [(256, 32), (24, 5), (7, 7), (1, 1), (100, 1)])
 @pytest.mark.parametrize("budget", [1, 2, 3, 5, 24])
-def test_the_budget_is_kept_and_the_largest_step_has_a_bucket(limits, budget):
+@pytest.mark.parametrize("one_compile", [False, True])
+def test_the_budget_is_kept_and_the_largest_step_has_a_bucket(limits, budget, one_compile):
     tokens, seqs = limits
-    space = FORM.ladder(StepLimits(tokens, seqs, 10, 100), budget)
+    space = FORM.ladder(StepLimits(tokens, seqs, 10, 100), budget, one_compile=one_compile)
     assert len(space) <= budget
     assert space.pick(tokens=tokens, requests=seqs) is not None
 
