@@ -28,6 +28,7 @@ from graphs import BucketSpace, explicit
 __all__ = ["TableBatch", "TablePlan", "Tables"]
 
 _AXES = ("tokens", "requests")
+_FEW = 8  # requests whose logits take no longer than memory takes to bring the weights
 
 
 class TableBatch(NamedTuple):
@@ -193,7 +194,7 @@ class Tables:
             kept.append((decode if len(decode) >= len(prefill) else prefill).pop(0))
         if one_compile:
             few = _of_few([tokens for tokens, seqs in kept if tokens > seqs], limits.seqs)
-            kept += few[: max_graphs - len(kept)]
+            kept += [shape for shape in few if shape not in kept][: max_graphs - len(kept)]
         return explicit(self.axes, kept)
 
     def cost(self, work: ModelWork) -> Callable[[Mapping[str, int]], float]:
@@ -251,12 +252,9 @@ class Tables:
 
 
 def _of_few(sizes: Iterable[int], seqs: int) -> list[tuple[int, int]]:
-    """These sizes and three quarters of them for a quarter of the requests, the largest first."""
-    few = seqs // 4
-    if few < 2:  # sizes of 1 are no symbols
-        return []
+    """These sizes and three quarters of them for few requests, the largest first."""
     finer = {of for size in sizes for of in (size, size * 3 // 4)}
-    return [(size, few) for size in sorted(finer, reverse=True)]
+    return [(size, min(seqs, _FEW)) for size in sorted(finer, reverse=True)]
 
 
 def _doubling(first: int, last: int) -> list[int]:

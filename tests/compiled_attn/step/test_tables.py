@@ -24,6 +24,12 @@ def test_where_one_compile_serves_all_steps_of_few_requests_are_finer():
     assert shapes == sorted(ALL + [(n, 8) for n in (48, 64, 96, 128, 192, 256)])
 
 
+def test_where_all_requests_are_few_their_steps_are_finer():
+    limits = StepLimits(64, 4, 9, 99)
+    shapes = {bucket.sizes for bucket in FORM.ladder(limits, 24, one_compile=True)}
+    assert shapes == {(1, 1), (2, 2), *((n, 4) for n in (4, 6, 8, 12, 16, 24, 32, 48, 64))}
+
+
 def test_a_budget_keeps_all_requests_before_few():
     shapes = [bucket.sizes for bucket in FORM.ladder(LIMITS, 11, one_compile=True)]
     assert sorted(shapes) == sorted([*ALL, (256, 8), (192, 8)])
