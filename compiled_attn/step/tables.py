@@ -182,8 +182,8 @@ class Tables:
         """1, 2, 4 .. requests that decode, then more and more tokens.
 
         With fewer graphs than that it keeps the largest sizes of each kind in turn. Where one
-        compile serves all buckets there are also some for few requests, as a prompt has, in finer
-        steps: its logits are those of few rows, and less of its last step is padding.
+        compile serves all buckets, sizes above those of decodes are there for few requests too, in
+        finer steps: a prompt has logits of few rows, and less of its last step is padding.
         """
         largest = limits.tokens, limits.seqs
         decode = [(size, size) for size in _doubling(1, limits.seqs)]
@@ -194,7 +194,7 @@ class Tables:
             kept.append((decode if len(decode) >= len(prefill) else prefill).pop(0))
         if one_compile:
             few = _of_few([tokens for tokens, seqs in kept if tokens > seqs], limits.seqs)
-            kept += [shape for shape in few if shape not in kept][: max_graphs - len(kept)]
+            kept += [shape for shape in few if shape not in kept][: max(0, max_graphs - len(kept))]
         return explicit(self.axes, kept)
 
     def cost(self, work: ModelWork) -> Callable[[Mapping[str, int]], float]:
@@ -253,8 +253,9 @@ class Tables:
 
 def _of_few(sizes: Iterable[int], seqs: int) -> list[tuple[int, int]]:
     """These sizes and three quarters of them for few requests, the largest first."""
+    few = min(seqs, _FEW)
     finer = {of for size in sizes for of in (size, size * 3 // 4)}
-    return [(size, min(seqs, _FEW)) for size in sorted(finer, reverse=True)]
+    return [(size, few) for size in sorted(finer, reverse=True) if size > few]
 
 
 def _doubling(first: int, last: int) -> list[int]:

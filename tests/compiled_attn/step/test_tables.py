@@ -35,13 +35,14 @@ def test_a_budget_keeps_all_requests_before_few():
     assert sorted(shapes) == sorted([*ALL, (256, 8), (192, 8)])
 
 
-@pytest.mark.parametrize("limits", [(256, 32), (24, 5), (7, 7), (1, 1), (100, 1)])
+@pytest.mark.parametrize("limits", [(256, 32), (24, 5), (6, 5), (10, 9), (7, 7), (1, 1), (100, 1)])
 @pytest.mark.parametrize("budget", [1, 2, 3, 5, 24])
 @pytest.mark.parametrize("one_compile", [False, True])
 def test_the_budget_is_kept_and_the_largest_step_has_a_bucket(limits, budget, one_compile):
     tokens, seqs = limits
     space = FORM.ladder(StepLimits(tokens, seqs, 10, 100), budget, one_compile=one_compile)
     assert len(space) <= budget
+    assert all(size >= requests for size, requests in (bucket.sizes for bucket in space))
     assert space.pick(tokens=tokens, requests=seqs) is not None
 
 
