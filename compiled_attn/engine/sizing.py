@@ -50,7 +50,7 @@ class StepSize:
         if config.max_tokens_per_step is not None:
             return StepSize(config.max_tokens_per_step, "max_tokens_per_step")
         size = StepSize(_COMPILE_EACH, "a compile for each bucket")
-        if symbolic and _has_symbols(config):
+        if _has_one_compile(config, symbolic):
             size = StepSize(_ONE_COMPILE, "one compile for all buckets")
         if config.buckets is not None and (held := _held(config)) < size.tokens:
             size = StepSize(held, "the largest bucket")
@@ -67,10 +67,10 @@ class StepSize:
         return asdict(self)
 
 
-def _has_symbols(config: EngineConfig) -> bool:
+def _has_one_compile(config: EngineConfig, symbolic: Sequence[str]) -> bool:
     backend = config.backend
     found = BACKENDS.get(backend) if isinstance(backend, str) else backend
-    return found is not None and not found.why_no_symbolic()
+    return bool(symbolic) and found is not None and not found.why_no_symbolic()
 
 
 def _held(config: EngineConfig) -> int:
@@ -181,8 +181,8 @@ def _context(model: PreTrainedModel, config: EngineConfig) -> int:
 
 
 def _buckets(config: EngineConfig, form: StepForm, limits: StepLimits) -> BucketSpace:
-    shares = bool(form.symbolic) and _has_symbols(config)
-    space = config.buckets or form.ladder(limits, config.max_graphs, one_compile=shares)
+    one_compile = _has_one_compile(config, form.symbolic)
+    space = config.buckets or form.ladder(limits, config.max_graphs, one_compile=one_compile)
     _check_axes(space, form)
     if len(space) > config.max_graphs:
         raise ConfigError(

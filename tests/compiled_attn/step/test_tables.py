@@ -9,8 +9,6 @@ from compiled_attn import BatchBuilder, Request
 from compiled_attn.step import StepLimits, Tables
 
 FORM = Tables(2, 32)
-
-
 LIMITS = StepLimits(256, 32, 100, 1000)
 ALL = [(n, n) for n in (1, 2, 4, 8, 16, 32)] + [(n, 32) for n in (64, 128, 256)]
 

@@ -113,7 +113,7 @@ class LinearRows {
   }
 
   // Not inlined, and with pointers that go along: else GCC keeps some of them in memory and fetches
-  // them for each step, which costs bfloat16 7 %.
+  // them for each step, which slows bfloat16 down.
   template <bool once, int rows, int panels>
   CA_NOINLINE void block(int64_t row, int64_t panel) {
     constexpr int vectors = panels * kVectors;
