@@ -30,6 +30,7 @@ from compiled_attn.ops.cpu.forms import (
     keep,
     kept,
     products_of,
+    products_of_halves,
     take,
 )
 from compiled_attn.ops.cpu.libraries import forms_of
@@ -49,7 +50,8 @@ _REQUESTS, _PAGES = 16, 64  # of each: caches of 64 MiB, more than most processo
 _PROMPT = 384
 _LAYERS, _WIDTH = 32, 1024  # 64 MiB too
 _ROWS_OF_LAYERS = ((1, 16), (16, 16), (256, 2))
-_ROWS_OF_HALVES = 8  # with AVX-512 the fewest whose weights may come to the first cache
+# With AVX-512 the fewest whose weights may come to the first cache.
+_SOME_ROWS = ((8, _LAYERS),)
 
 
 def settle(library: Path, isa: str, ops: Any) -> Chosen:
@@ -96,11 +98,15 @@ def _measured(library: Path, isa: str, ops: Any) -> Chosen:
         asked = product(CACHES, AHEAD_KIB)
         search.among([{"asks": cache, "ahead_kib": kib} for cache, kib in asked], decode)
         weights = [packed_linear.pack(_drawn(_WIDTH, _WIDTH)) for _ in range(_LAYERS)]
+        halves = [weight.view(torch.int16) for weight in weights]
         if len(products) > 1:
             search.among([{"many_rows": each} for each in products], _prefill(ops))
             search.among([{"linear": each} for each in products], _layers(ops, weights))
         asked_weights = [{"linear_asks": cache} for cache in CACHES]
-        search.among(asked_weights, _halves(ops, weights), _SMALL_GAIN, _MANY_ROUNDS)
+        search.among(asked_weights, _layers(ops, halves, _SOME_ROWS), _SMALL_GAIN, _MANY_ROUNDS)
+        of_halves = [{"linear_halves": each} for each in products_of_halves(isa)]
+        if len(of_halves) > 1:  # behind what "tiles" would hide
+            search.among(of_halves, _layers(ops, halves))
     return Chosen(search.best, search.ratios)
 
 
@@ -174,25 +180,19 @@ def _prefill(ops: Any) -> Callable[[], object]:
     return partial(ops.paged_attention, query, *caches, pages, length, starts, _DIM**-0.5)
 
 
-def _layers(ops: Any, weights: list[Tensor]) -> Callable[[], object]:
-    """Rows of a decode, of some more, and of a prompt."""
-    inputs = [(_drawn(rows, _WIDTH), weights[:layers]) for rows, layers in _ROWS_OF_LAYERS]
+def _layers(
+    ops: Any, weights: list[Tensor], rows_of: Sequence[tuple[int, int]] = _ROWS_OF_LAYERS
+) -> Callable[[], object]:
+    """Rows of a decode, of some more, and of a prompt; of halves in float32."""
+    dtype = torch.float32 if weights[0].dtype is torch.int16 else weights[0].dtype
+    inputs = [  # a third, so that all bits of float32 are in use
+        (_drawn(rows, _WIDTH).to(dtype) / 3, weights[:layers]) for rows, layers in rows_of
+    ]
 
     def call() -> None:
         for input, some in inputs:
             for weight in some:
                 ops.packed_linear(input, weight)
-
-    return call
-
-
-def _halves(ops: Any, weights: list[Tensor]) -> Callable[[], object]:
-    """Some rows of float32, which are not as fast as memory."""
-    input, halves = _drawn(_ROWS_OF_HALVES, _WIDTH).float(), [w.view(torch.int16) for w in weights]
-
-    def call() -> None:
-        for weight in halves:
-            ops.packed_linear(input, weight)
 
     return call
 

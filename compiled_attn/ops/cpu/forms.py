@@ -17,7 +17,17 @@ from compiled_attn.ops.cpu.isa import ISAS
 from compiled_attn.ops.cpu.libraries import forms_of
 from graphs.files import write_whole
 
-__all__ = ["AHEAD_KIB", "CACHES", "Chosen", "Forms", "keep", "kept", "products_of", "take"]
+__all__ = [
+    "AHEAD_KIB",
+    "CACHES",
+    "Chosen",
+    "Forms",
+    "keep",
+    "kept",
+    "products_of",
+    "products_of_halves",
+    "take",
+]
 
 CACHES = ("L2", "L1")
 """Where keys, values and weights can be asked to come to."""
@@ -36,6 +46,15 @@ def products_of(isa: str) -> Sequence[str]:
     return [each for each in _PRODUCTS if each not in _NEEDS or _NEEDS[each] in has]
 
 
+def products_of_halves(isa: str) -> Sequence[str]:
+    """Ways to multiply float32 with weights that bfloat16 holds, the best guess first.
+
+    "tiles" takes three products, as three bfloat16 add up to a float; by dot products of pairs
+    three would take longer than "floats" does.
+    """
+    return ["floats", *(each for each in products_of(isa) if each == "tiles")]
+
+
 @dataclass(frozen=True)
 class Forms:
     """How the kernels multiply bfloat16 and ask for memory.
@@ -47,6 +66,7 @@ class Forms:
         ahead_kib: KiB between those that are read and those that are asked for.
         linear_asks: of `CACHES`, for weights of linear layers with so many rows that memory does
             not set the pace; others come to the second one, as those of tiles and of int8 do.
+        linear_halves: products of linear layers of float32 in halves, see `products_of_halves`.
     """
 
     few_rows: str
@@ -55,6 +75,7 @@ class Forms:
     asks: str = CACHES[0]
     ahead_kib: int = AHEAD_KIB[0]
     linear_asks: str = CACHES[0]
+    linear_halves: str = "floats"
 
     @classmethod
     def of(cls, isa: str) -> Forms:
@@ -68,12 +89,15 @@ class Forms:
         has = products_of(isa)
         few, *others = self.few_rows, self.many_rows, self.linear
         known = {self.asks, self.linear_asks} <= {*CACHES} and self.ahead_kib in AHEAD_KIB
-        return known and few in has and few != "tiles" and all(each in has for each in others)
+        halves = self.linear_halves in products_of_halves(isa)
+        are_there = few in has and few != "tiles" and all(each in has for each in others)
+        return known and halves and are_there
 
     def __str__(self) -> str:
         return (
             f"few rows {self.few_rows}, many {self.many_rows}, linear {self.linear}, "
-            f"{self.ahead_kib} KiB ahead to {self.asks}, weights to {self.linear_asks}"
+            f"halves {self.linear_halves}, {self.ahead_kib} KiB ahead to {self.asks}, "
+            f"weights to {self.linear_asks}"
         )
 
 
@@ -100,6 +124,7 @@ class _Forms(ctypes.Structure):
         ("asks_near", ctypes.c_int32),
         ("ahead_bytes", ctypes.c_int64),
         ("linear_near", ctypes.c_int32),
+        ("linear_halves", ctypes.c_int32),
     )
 
 
@@ -111,6 +136,7 @@ def take(library: Path, forms: Forms) -> None:
         CACHES.index(forms.asks),
         forms.ahead_kib * 1024,
         CACHES.index(forms.linear_asks),
+        _PRODUCTS.index(forms.linear_halves),
     )
     ctypes.CDLL(str(library)).compiled_attn_set_forms(ctypes.byref(chosen))
 

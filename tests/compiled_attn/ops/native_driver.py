@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from itertools import product
 
 import torch
 
-from compiled_attn.ops import NativeOps, load, packed_linear
+from compiled_attn.ops import NativeOps, load
+from compiled_attn.ops.cpu.forms import Forms, take
 from tests.compiled_attn.ops.native_cases import CASES, MIXED
 from tests.compiled_attn.ops.native_scene import Scene, assert_right, new_tokens, scene
 from tests.compiled_attn.ops.test_drawn_tokens import (
@@ -19,7 +21,7 @@ from tests.compiled_attn.ops.test_drawn_tokens import (
     settle,
 )
 from tests.compiled_attn.ops.test_drawn_tokens import SIZES as VOCABULARIES
-from tests.compiled_attn.ops.test_packed_linear import ROWS, SIZES, assert_product, layer
+from tests.compiled_attn.ops.test_packed_linear import ROWS, SIZES, assert_product, layer, packed_as
 from tests.compiled_attn.ops.test_reference import BAD_NUMBERS, BAD_SHAPES, WRITES
 
 DRAWS = [
@@ -61,9 +63,10 @@ def main(isa: str, tiles: str) -> None:
         spoilt[step.block_table[:2, 2].long(), 0] = torch.nan  # of keys that later rows see alone
         out, _ = ops.paged_attention(*step.arguments, **step.options)
         assert out[0].isfinite().all() and out[2].isnan().any()
-    for rows, sizes, dtype in product(ROWS, SIZES, ("bfloat16", "float32")):
-        input, weight, bias = layer(rows, *sizes, kind=dtype)
-        packed = packed_linear.pack(weight)
+    take(ops.build.library, replace(Forms.of("amx_bf16"), linear_halves="tiles"))
+    for rows, sizes, kind in product(ROWS, SIZES, ("bfloat16", "float32", "halves")):
+        input, weight, bias = layer(rows, *sizes, kind=kind)
+        packed, _ = packed_as(kind, weight)
         assert_product(ops.packed_linear(input, packed, bias), input, weight, bias)
         gate, up = (each.double() for each in ops.packed_linears(input, [packed] * 2))
         gated = ops.packed_gated(input, [packed] * 2).double()

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn import functional
 
 from compiled_attn.ops import NativeOps, NativeUnavailable, available_isas, load, packed_linear
 from compiled_attn.ops.cpu.build import find_compiler
+from compiled_attn.ops.cpu.forms import Forms, take
 
 AMX = "amx_bf16"
 BEST, *OTHERS = available_isas()
@@ -25,6 +30,17 @@ def _loaded(isa: str, *, plain_tiles: bool = False) -> NativeOps:
     return load(isa, plain_tiles=plain_tiles)
 
 
+@contextmanager
+def halves_by(products: str, ops: NativeOps) -> Iterator[NativeOps]:
+    """The kernels, of which layers of halves are computed so meanwhile."""
+    begun = ops.chosen.forms if ops.chosen else Forms.of(AMX)
+    take(ops.build.library, replace(begun, linear_halves=products))
+    try:
+        yield ops
+    finally:
+        take(ops.build.library, begun)
+
+
 @pytest.fixture(
     params=[
         "reference",
@@ -34,11 +50,14 @@ def _loaded(isa: str, *, plain_tiles: bool = False) -> NativeOps:
     ],
     scope="module",
 )
-def ops(request) -> NativeOps:
+def ops(request) -> Iterator[NativeOps]:
     if request.param == "reference":
-        return load("reference")
+        yield load("reference")
+        return
     is_plain = request.param not in available_isas()
-    return _loaded(WITHOUT_TILES if is_plain else request.param, plain_tiles=is_plain)
+    loaded = _loaded(WITHOUT_TILES if is_plain else request.param, plain_tiles=is_plain)
+    with halves_by("tiles" if is_plain else "floats", loaded):
+        yield loaded
 
 
 def layer(
@@ -108,7 +127,9 @@ def test_halves_give_the_bits_of_the_whole_weight(ops, rows, outputs, inputs):
     if ops.build is None:  # MKL's bits depend on where a matrix lies
         torch.testing.assert_close(out, wanted)
     else:
-        assert torch.equal(out, wanted)
+        with halves_by("floats", ops):
+            assert torch.equal(ops.packed_linear(input, halves, bias), wanted)
+        assert_product(out, input, weight, bias)
 
 
 def test_every_half_counts_as_what_it_is(ops):
@@ -121,6 +142,30 @@ def test_every_half_counts_as_what_it_is(ops):
     finite = weight.isfinite().all(1)
     out = ops.packed_linear(torch.eye(32), packed_linear.halve(weight[finite][:1008]))
     assert torch.equal(out, weight[finite][:1008].T)
+
+
+def test_all_bits_of_a_float_are_multiplied(ops):
+    bits = torch.randint(-(1 << 31), 1 << 31, (64, 32), generator=torch.Generator().manual_seed(0))
+    values = bits.int().view(torch.float32)
+    greatest, least = torch.finfo(torch.float32).max, 2.0**-126
+    inside = values.isfinite() & (values.abs() > 2.0**-102)  # less has subnormal parts
+    values = torch.where(inside, values, 1 / 3)
+    values[:4] = torch.tensor([0.0, greatest, -greatest, least])[:, None]
+    packed = packed_linear.halve(torch.eye(32))
+    assert torch.equal(ops.packed_linear(values, packed), values)
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan, "signalling"])
+def test_what_is_not_finite_stays_what_it_is(ops, value):
+    input = torch.ones(3, 32)
+    if value == "signalling":  # the upper half alone is that of infinity
+        input.view(torch.int32)[1, 5], value = 0x7F800001, torch.nan
+    else:
+        input[1, 5] = value
+    out = ops.packed_linear(input, packed_linear.halve(torch.ones(16, 32)))
+    wanted = torch.full((3, 16), 32.0)
+    wanted[1] = value
+    torch.testing.assert_close(out, wanted, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(
@@ -256,15 +301,16 @@ def test_a_gate_that_is_as_great_as_can_be(ops, value):
 def test_the_registers_give_the_bits_of_plain_tiles():
     if AMX not in available_isas():
         pytest.skip("this processor has no AMX")
-    hardware, plain = _loaded(AMX), _loaded(WITHOUT_TILES, plain_tiles=True)
-    for rows in ROWS:
-        input, weight, bias = layer(rows, 80, 96, seed=rows)
-        for kind in ("bfloat16", "int8"):
+    both = _loaded(AMX), _loaded(WITHOUT_TILES, plain_tiles=True)
+    for kind in ("bfloat16", "int8", "halves"):
+        for rows in ROWS:
+            input, weight, bias = layer(rows, 80, 96, seed=rows, kind=kind)
             packed, scale = packed_as(kind, weight)
-            layers = packed, bias, scale
-            assert torch.equal(
-                hardware.packed_linear(input, *layers), plain.packed_linear(input, *layers)
-            )
+            outs = []
+            for each in both:
+                with halves_by("tiles", each):
+                    outs.append(each.packed_linear(input, packed, bias, scale))
+            assert torch.equal(*outs)
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ struct Forms {
   int32_t asks_near = 0;  // keys and values come to the first level cache, else the second
   int64_t ahead_bytes = 32768;  // between what is read and what is asked for
   int32_t linear_near = 0;  // the same of weights of linear layers that memory does not hold up
+  int32_t linear_halves = kFloats;  // products of linear layers of halves: tiles or as float32
 };
 
 // Elements of a cache at [block, slot, head, 0]; the innermost stride is 1.
@@ -93,7 +94,7 @@ struct PackedLinearArgs {
   int64_t rows, size_in, size_out;
   int32_t dtype, threads;
   int32_t is_halves;  // the weight
-  int32_t products;   // of bfloat16, see Forms
+  int32_t products;   // of bfloat16 or of halves, see Forms
   int32_t asks_near;  // Forms::linear_near
 };
 

@@ -67,4 +67,10 @@ CA_INLINE void round_panels(const float* first, const float* second,
 #endif
 }
 
+CA_INLINE void round_panels(const float* first, const float* second, Finish<float> finish,
+                            float* out) {
+  round_panel(first, finish, out);
+  round_panel(second, finish.from(kPanel), out + kPanel);
+}
+
 }  // namespace compiled_attn

@@ -69,6 +69,7 @@ class LinearRows {
   // Rows are taken as they are.
   struct Inputs {
     Inputs(const PackedLinearArgs&, Scratch&) {}
+    void prepare(int, int) {}
   };
 
   static constexpr int kPanels = kRegisters == 32 ? 4 : 1;  // side by side

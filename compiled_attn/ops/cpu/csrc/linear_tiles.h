@@ -1,67 +1,27 @@
 // Rows of a linear layer in products of tiles.
 //
-// Weights are tiles as they are kept, and so is the input but for its last rows. While a block is
-// multiplied, the one before is rounded, and memory is asked for that comes next: a tile that waits
-// for its lines stops all others.
+// Weights are tiles as they are kept, and so is an input of bfloat16 but for its last rows. While a
+// block is multiplied, the one before is rounded, and memory is asked for that comes next: a tile
+// that waits for its lines stops all others.
 #pragma once
 
+#include "linear_inputs.h"
 #include "linear_weights.h"
-#include "scratch.h"
-#include "tile_registers.h"
 
 #if CA_HAS_TILES
 
 namespace compiled_attn {
 
-// kTile rows of the input: tiles begin 2 * kTile inputs after each other.
-struct InputRows {
-  const BFloat16* data;
-  int64_t stride;  // bytes
-
-  CA_INLINE const BFloat16* tile(int64_t k) const { return data + k * 2 * kTile; }
-};
-
-// The input as it is, but for the last rows where they are fewer than kTile: those are copied,
-// with zeros behind.
-class TileInputs {
- public:
-  TileInputs(const PackedLinearArgs& args, Scratch& scratch)
-      : args_(args), whole_(args.rows / kTile * kTile) {
-    scratch.take(rest_, whole_ < args.rows ? kTile * args.size_in : 0);
-    for (int64_t i = 0; i < kTile && whole_ < args.rows; ++i) {
-      BFloat16* to = rest_ + i * args.size_in;
-      if (whole_ + i < args.rows)
-        std::memcpy(to, row(whole_ + i), args.size_in * sizeof(BFloat16));
-      else
-        std::memset(static_cast<void*>(to), 0, args.size_in * sizeof(BFloat16));
-    }
-  }
-  // Rows `first` and on; `first` is a multiple of kTile.
-  InputRows rows(int64_t first) const {
-    constexpr int64_t kBytes = sizeof(BFloat16);
-    if (first < whole_) return {row(first), args_.input_row * kBytes};
-    return {rest_, args_.size_in * kBytes};
-  }
-
- private:
-  const BFloat16* row(int64_t i) const {
-    return static_cast<const BFloat16*>(args_.input) + i * args_.input_row;
-  }
-
-  const PackedLinearArgs& args_;
-  int64_t whole_;
-  BFloat16* rest_;
-};
-
 // A block of sums, on its way to the output.
+template <class Element>
 class LinearBlock {
  public:
   alignas(64) float sums[4][kTileFloats];
 
   void begin(const PackedLinearArgs& args, int64_t row, int64_t rows, int64_t column, int panels) {
-    next_out_ = out_ = static_cast<BFloat16*>(args.out) + row * args.out_row + column;
+    next_out_ = out_ = static_cast<Element*>(args.out) + row * args.out_row + column;
     out_row_ = args.out_row;
-    finish_ = finish_of<BFloat16>(args).from(column);
+    finish_ = finish_of<Element>(args).from(column);
     rounded_ = 0, rows_ = rows, panels_ = panels;
   }
   // Asks for the next row of the output, which is written later.
@@ -85,16 +45,17 @@ class LinearBlock {
   }
 
  private:
-  BFloat16 *out_, *next_out_;
-  Finish<BFloat16> finish_;
+  Element *out_, *next_out_;
+  Finish<Element> finish_;
   int64_t out_row_, rounded_ = 0, rows_ = 0;
   int panels_;  // tiles side by side
 };
 
+template <class Inputs_>
 class LinearTiles {
  public:
-  using Element = BFloat16;
-  using Inputs = TileInputs;
+  using Inputs = Inputs_;
+  using Element = typename Inputs::Element;
   static constexpr int64_t kProductsOfLine = 0;  // no vectors: a line is done in a cycle
 
   LinearTiles(const Inputs& inputs, int64_t size_in)
@@ -126,30 +87,33 @@ class LinearTiles {
   // rows x panels tiles of sums, four at most.
   template <int rows, int panels>
   CA_INLINE void block(int64_t row, int64_t end, int64_t panel) {
-    const InputRows a = inputs_.rows(row);
-    const InputRows a_next = rows == 2 ? inputs_.rows(row + kTile) : a;
+    const InputTiles a = inputs_.rows(row);
+    const InputTiles a_next = rows == 2 ? inputs_.rows(row + kTile) : a;
     const BFloat16* b = weights_of(panel);
-    LinearBlock &now = blocks_[turn_], &before = blocks_[!turn_];
+    LinearBlock<Element> &now = blocks_[turn_], &before = blocks_[!turn_];
     now.begin(layer_, row, std::min<int64_t>(end - row, rows * kTile), panel * kPanel, panels);
     tiles_.zero<0>(), tiles_.zero<1>(), tiles_.zero<2>(), tiles_.zero<3>();
     for (int64_t k = 0; k < panel_; k += kTilePairs) {
       next_->take(lines_);
-      tiles_.load<4>(a.tile(k / kTilePairs), a.stride), tiles_.load<6>(b + k);
-      tiles_.add_products<0, 4, 6>();
-      if constexpr (rows == 2) {
-        tiles_.load<5>(a_next.tile(k / kTilePairs), a_next.stride);
-        tiles_.add_products<panels, 5, 6>();
-      }
-      if constexpr (panels > 1) {
-        tiles_.load<7>(b + panel_ + k);
-        tiles_.add_products<1, 4, 7>();
-        if constexpr (rows == 2) tiles_.add_products<3, 5, 7>();
-      }
-      if constexpr (panels == 4) {
-        tiles_.load<6>(b + 2 * panel_ + k);
-        tiles_.add_products<2, 4, 6>();
-        tiles_.load<7>(b + 3 * panel_ + k);
-        tiles_.add_products<3, 4, 7>();
+#pragma GCC unroll 3
+      for (int part = 0; part < Inputs::kParts; ++part) {
+        tiles_.load<4>(a.tile(k / kTilePairs, part), a.stride), tiles_.load<6>(b + k);
+        tiles_.add_products<0, 4, 6>();
+        if constexpr (rows == 2) {
+          tiles_.load<5>(a_next.tile(k / kTilePairs, part), a_next.stride);
+          tiles_.add_products<panels, 5, 6>();
+        }
+        if constexpr (panels > 1) {
+          tiles_.load<7>(b + panel_ + k);
+          tiles_.add_products<1, 4, 7>();
+          if constexpr (rows == 2) tiles_.add_products<3, 5, 7>();
+        }
+        if constexpr (panels == 4) {
+          tiles_.load<6>(b + 2 * panel_ + k);
+          tiles_.add_products<2, 4, 6>();
+          tiles_.load<7>(b + 3 * panel_ + k);
+          tiles_.add_products<3, 4, 7>();
+        }
       }
       before.round_row(), before.round_row();
       if (k < rows * kTile / 2 * kTilePairs) now.ask(), now.ask();
@@ -170,7 +134,7 @@ class LinearTiles {
   int64_t panel_;  // elements
   NextWeights* next_;
   int64_t lines_;  // of them at a time
-  LinearBlock blocks_[2];
+  LinearBlock<Element> blocks_[2];
   bool turn_ = false;
 };
 

@@ -268,7 +268,7 @@ PackedLinearArgs layer_of(const Tensor& input, const Tensor& weight, const Tenso
   args.dtype = dtype == ScalarType::Float ? kFloat32 : kBFloat16;
   args.is_halves = is_halves;
   args.threads = int32_t(torch::stable::get_num_threads());
-  args.products = forms.linear;
+  args.products = is_halves ? forms.linear_halves : forms.linear;
   args.asks_near = forms.linear_near;
   return args;
 }

@@ -81,7 +81,7 @@ void multiply(const PackedLinearArgs* layers, int64_t layer_count, bool is_gated
   scratch.take(wide, 2 * room * threads);
   Gated<typename Worker::Element> gated(pieces.rows(), pieces.outputs());
   gated.take(scratch, is_gated ? threads : 0);
-  const typename Worker::Inputs inputs(whole, scratch);
+  typename Worker::Inputs inputs(whole, scratch);
 #pragma omp parallel num_threads(threads)
   {
     const FloatMode mode;
@@ -89,6 +89,7 @@ void multiply(const PackedLinearArgs* layers, int64_t layer_count, bool is_gated
     int64_t piece = take();  // before any thread takes its second
     BFloat16* const own = wide + 2 * room * omp_get_thread_num();
     Worker worker(inputs, whole.size_in);
+    inputs.prepare(omp_get_thread_num(), omp_get_num_threads());
 #pragma omp barrier
     const auto weights = [&](int64_t piece, BFloat16* wide) {
       const int64_t rows = pieces.end(piece) - pieces.begin(piece);
@@ -118,11 +119,14 @@ void multiply(const PackedLinearArgs* layers, int64_t count, bool is_gated) {
   const auto with = [&](auto* worker) {
     multiply<std::remove_pointer_t<decltype(worker)>>(layers, count, is_gated);
   };
+#if CA_HAS_TILES
+  if (layers->products == kTiles) {
+    if (layers->is_halves) return with((LinearTiles<SplitInputs>*)nullptr);
+    if (layers->dtype == kBFloat16) return with((LinearTiles<TileInputs>*)nullptr);
+  }
+#endif
   if (layers->is_halves) return with((LinearRows<FloatProducts<float>>*)nullptr);
   if (layers->dtype == kFloat32) return with((LinearRows<SingleProducts>*)nullptr);
-#if CA_HAS_TILES
-  if (layers->products == kTiles) return with((LinearTiles*)nullptr);
-#endif
 #if CA_HAS_BFLOAT16_DOT
   if (layers->products <= kPairs) return with((LinearRows<PairProducts>*)nullptr);
 #endif

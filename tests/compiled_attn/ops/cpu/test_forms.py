@@ -10,7 +10,16 @@ import torch
 
 from compiled_attn.ops import NativeOps, NativeUnavailable, available_isas, load, packed_linear
 from compiled_attn.ops.cpu.build import find_compiler
-from compiled_attn.ops.cpu.forms import CACHES, Chosen, Forms, keep, kept, products_of, take
+from compiled_attn.ops.cpu.forms import (
+    CACHES,
+    Chosen,
+    Forms,
+    keep,
+    kept,
+    products_of,
+    products_of_halves,
+    take,
+)
 from compiled_attn.ops.cpu.isa import ISAS
 from compiled_attn.ops.cpu.libraries import forms_of
 from tests.compiled_attn.ops.native_scene import Scene, assert_right, scene
@@ -49,6 +58,11 @@ def test_tiles_need_amx_and_pairs_their_dot_products():
     assert not Forms("tiles", "tiles", "tiles").serves("amx_bf16")
     assert not Forms("pairs", "tiles", "tiles", linear_asks="L3").serves("amx_bf16")
     assert not Forms("floats", "pairs", "floats").serves("avx512")
+    assert products_of_halves("amx_bf16") == ["floats", "tiles"]
+    assert products_of_halves("avx512_bf16") == products_of_halves("neon") == ["floats"]
+    assert Forms("pairs", "tiles", "tiles", linear_halves="tiles").serves("amx_bf16")
+    assert not Forms("pairs", "pairs", "pairs", linear_halves="tiles").serves("avx512_bf16")
+    assert not Forms("pairs", "tiles", "tiles", linear_halves="pairs").serves("amx_bf16")
 
 
 @pytest.mark.parametrize("products", ["tiles", "pairs", "floats"])
@@ -68,6 +82,18 @@ def test_linear_layers_are_right_in_each_form(ops, products, rows):
     out = ops.packed_linear(input, packed_linear.pack(weight))
     wanted = input.double() @ weight.double().T
     torch.testing.assert_close(out.double(), wanted, rtol=2**-8, atol=2**-8)
+
+
+def test_halves_in_tiles_are_other_sums(ops):
+    torch.manual_seed(0)
+    weight, input = torch.randn(96, 320).bfloat16().float(), torch.randn(40, 320)
+    outs = []
+    for products in ("floats", "tiles"):
+        take(ops.build.library, Forms("pairs", "tiles", "tiles", linear_halves=products))
+        outs.append(ops.packed_linear(input, packed_linear.halve(weight)))
+    torch.testing.assert_close(*outs, rtol=1e-5, atol=1e-4)
+    has_tiles = ops.isa == "amx_bf16" or ops.build.library != load(ops.isa).build.library
+    assert torch.equal(*outs) != has_tiles
 
 
 @pytest.mark.parametrize("cache", CACHES)
