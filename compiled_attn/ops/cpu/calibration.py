@@ -50,8 +50,7 @@ _REQUESTS, _PAGES = 16, 64  # of each: caches of 64 MiB, more than most processo
 _PROMPT = 384
 _LAYERS, _WIDTH = 32, 1024  # 64 MiB too
 _ROWS_OF_LAYERS = ((1, 16), (16, 16), (256, 2))
-# With AVX-512 the fewest whose weights may come to the first cache.
-_SOME_ROWS = ((8, _LAYERS),)
+_ROWS_OF_ASKING = {"linear_asks": 16, "linear_asks_once": 2}
 
 
 def settle(library: Path, isa: str, ops: Any) -> Chosen:
@@ -102,8 +101,10 @@ def _measured(library: Path, isa: str, ops: Any) -> Chosen:
         if len(products) > 1:
             search.among([{"many_rows": each} for each in products], _prefill(ops))
             search.among([{"linear": each} for each in products], _layers(ops, weights))
-        asked_weights = [{"linear_asks": cache} for cache in CACHES]
-        search.among(asked_weights, _layers(ops, halves, _SOME_ROWS), _SMALL_GAIN, _MANY_ROUNDS)
+        for asking, rows in _ROWS_OF_ASKING.items():
+            asked_weights = [{asking: cache} for cache in ("L1", "L2")]
+            both = [_layers(ops, each, [(rows, _LAYERS)]) for each in (weights, halves)]
+            search.among(asked_weights, partial(_all, both), _SMALL_GAIN, _MANY_ROUNDS)
         of_halves = [{"linear_halves": each} for each in products_of_halves(isa)]
         if len(of_halves) > 1:  # behind what "tiles" would hide
             search.among(of_halves, _layers(ops, halves))
@@ -195,6 +196,11 @@ def _layers(
                 ops.packed_linear(input, weight)
 
     return call
+
+
+def _all(calls: Sequence[Callable[[], object]]) -> None:
+    for call in calls:
+        call()
 
 
 def _drawn(*shape: int) -> Tensor:

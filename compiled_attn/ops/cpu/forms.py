@@ -64,8 +64,9 @@ class Forms:
         linear: products of linear layers of packed weights.
         asks: of `CACHES`, for keys and values.
         ahead_kib: KiB between those that are read and those that are asked for.
-        linear_asks: of `CACHES`, for weights of linear layers with so many rows that memory does
-            not set the pace; others come to the second one, as those of tiles and of int8 do.
+        linear_asks, linear_asks_once: of `CACHES`, for weights of linear layers that are multiplied
+            with several blocks of rows, or with one; those of tiles come to the second one, as
+            those of int8 do.
         linear_halves: products of linear layers of float32 in halves, see `products_of_halves`.
     """
 
@@ -74,7 +75,8 @@ class Forms:
     linear: str
     asks: str = CACHES[0]
     ahead_kib: int = AHEAD_KIB[0]
-    linear_asks: str = CACHES[0]
+    linear_asks: str = "L1"
+    linear_asks_once: str = "L1"
     linear_halves: str = "floats"
 
     @classmethod
@@ -88,7 +90,8 @@ class Forms:
         """Whether an instruction set has all of them."""
         has = products_of(isa)
         few, *others = self.few_rows, self.many_rows, self.linear
-        known = {self.asks, self.linear_asks} <= {*CACHES} and self.ahead_kib in AHEAD_KIB
+        caches = {self.asks, self.linear_asks, self.linear_asks_once}
+        known = caches <= {*CACHES} and self.ahead_kib in AHEAD_KIB
         halves = self.linear_halves in products_of_halves(isa)
         are_there = few in has and few != "tiles" and all(each in has for each in others)
         return known and halves and are_there
@@ -97,7 +100,7 @@ class Forms:
         return (
             f"few rows {self.few_rows}, many {self.many_rows}, linear {self.linear}, "
             f"halves {self.linear_halves}, {self.ahead_kib} KiB ahead to {self.asks}, "
-            f"weights to {self.linear_asks}"
+            f"weights to {self.linear_asks}, of one block {self.linear_asks_once}"
         )
 
 
@@ -124,6 +127,7 @@ class _Forms(ctypes.Structure):
         ("asks_near", ctypes.c_int32),
         ("ahead_bytes", ctypes.c_int64),
         ("linear_near", ctypes.c_int32),
+        ("linear_near_once", ctypes.c_int32),
         ("linear_halves", ctypes.c_int32),
     )
 
@@ -136,6 +140,7 @@ def take(library: Path, forms: Forms) -> None:
         CACHES.index(forms.asks),
         forms.ahead_kib * 1024,
         CACHES.index(forms.linear_asks),
+        CACHES.index(forms.linear_asks_once),
         _PRODUCTS.index(forms.linear_halves),
     )
     ctypes.CDLL(str(library)).compiled_attn_set_forms(ctypes.byref(chosen))

@@ -29,7 +29,7 @@ struct Forms {
   int32_t linear = kTiles;                        // products of linear layers
   int32_t asks_near = 0;  // keys and values come to the first level cache, else the second
   int64_t ahead_bytes = 32768;  // between what is read and what is asked for
-  int32_t linear_near = 0;  // the same of weights of linear layers that memory does not hold up
+  int32_t linear_near = 1, linear_near_once = 1;  // the same of weights: read again or once
   int32_t linear_halves = kFloats;  // products of linear layers of halves: tiles or as float32
 };
 
@@ -95,7 +95,7 @@ struct PackedLinearArgs {
   int32_t dtype, threads;
   int32_t is_halves;  // the weight
   int32_t products;   // of bfloat16 or of halves, see Forms
-  int32_t asks_near;  // Forms::linear_near
+  int32_t asks_near, asks_near_once;  // Forms::linear_near, Forms::linear_near_once
 };
 
 // What stands for a token that there is not.

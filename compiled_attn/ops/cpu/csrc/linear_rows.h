@@ -14,6 +14,7 @@ struct PairProducts {
   using Weight = BFloat16;
   static constexpr int kInputs = 2;  // of an output, that lie together
   static constexpr int kSteps = 1;   // of these at once
+  static constexpr int64_t kFewRows = 64;
   using Weights = Pairs;
   static CA_INLINE Weights weights(const BFloat16* at) { return held(pairs_at(at)); }
   static CA_INLINE Floats added(Floats sum, Weights weights, const BFloat16* inputs) {
@@ -29,6 +30,7 @@ struct FloatProducts {
   using Element = Element_;
   using Weight = BFloat16;
   static constexpr int kInputs = 2, kSteps = 2;
+  static constexpr int64_t kFewRows = 0;
   struct Weights {
     Floats first, second;
   };
@@ -49,6 +51,7 @@ struct SingleProducts {
   using Element = float;
   using Weight = float;
   static constexpr int kInputs = 1, kSteps = 1;
+  static constexpr int64_t kFewRows = 0;
   using Weights = Floats;
   static CA_INLINE Weights weights(const float* at) { return held(load(at)); }
   static CA_INLINE Floats added(Floats sum, Weights weights, const float* input) {
@@ -57,8 +60,11 @@ struct SingleProducts {
 };
 
 // Where weights are read once, memory sets the pace, and each stream asks for its own next lines.
-// Where they are read for block after block of rows, the first of them would wait: what the next
-// piece needs is asked for meanwhile.
+// Where they are read for block after block of rows, the first of them would wait: the next piece
+// is asked for meanwhile. A piece is as many panels as a block, so that it stays in the caches.
+//
+// Of few rows blocks of pairs are tall, so that weights are read half as often: their products are
+// done before the second level cache has given the next.
 template <class Products>
 class LinearRows {
   using Weight = typename Products::Weight;
@@ -72,85 +78,114 @@ class LinearRows {
     void prepare(int, int) {}
   };
 
-  static constexpr int kPanels = kRegisters == 32 ? 4 : 1;  // side by side
-  static constexpr int kRows = 4;                           // below each other
-  static constexpr int kVectors = kPanel / kLanes;          // of a panel
-  // Multiplications of a line of weights by a row.
-  static constexpr int64_t kProductsOfLine =
-      NextWeights::kLine / int64_t(sizeof(Floats)) * Products::kSteps;
+  static constexpr int kPanels = kRegisters == 32 ? 4 : 1, kTallPanels = 3;  // side by side
+  static constexpr int kRows = 4, kTallRows = 8;                             // below each other
+  static constexpr int kVectors = kPanel / kLanes;                           // of a panel
   // Weights between what is read and what is asked for.
   static constexpr int64_t kAhead = 4096 / sizeof(Weight);
+
+  // Of a piece of so many rows.
+  static int64_t panels(int64_t rows, int64_t) { return is_tall(rows) ? kTallPanels : 4; }
 
   LinearRows(const Inputs&, int64_t) {}
 
   // Outputs of a layer for some rows.
   void run(const PackedLinearArgs& layer, int64_t begin, int64_t end, NextWeights& next) {
     layer_ = layer, next_ = &next;
-    const int64_t panels = layer.size_out / kPanel;
-    steps_ = blocks(end - begin, kRows) * blocks(panels, kPanels) * (layer.scale ? 2 : 1);
-    if (end - begin <= kRows)
-      panels_of<true>(begin, end, panels);
-    else
-      panels_of<false>(begin, end, panels);
+    if constexpr (Products::kFewRows > 0)
+      if (is_tall(layer.rows)) return blocks<kTallRows, kTallPanels>(begin, end);
+    blocks<kRows, kPanels>(begin, end);
   }
   // All outputs are there as soon as they are summed up.
   void finish() {}
 
  private:
-  static int64_t blocks(int64_t count, int64_t size) { return count / size + count % size; }
+  static bool is_tall(int64_t rows) { return rows < Products::kFewRows; }
 
-  template <bool once>
-  void panels_of(int64_t begin, int64_t end, int64_t panels) {
-    int64_t p = 0;
-    for (; p + kPanels <= panels; p += kPanels) columns<once, kPanels>(begin, end, p);
-    for (; p < panels; ++p) columns<once, 1>(begin, end, p);
+  // Sizes of blocks, the next smaller after the last that is whole.
+  static constexpr int smaller(int size) { return size > kRows ? kRows : 1; }
+  static constexpr int64_t blocks_of(int64_t count, int size) {
+    return count / size + (size > 1 ? blocks_of(count % size, smaller(size)) : 0);
   }
 
-  template <bool once, int panels>
-  void columns(int64_t begin, int64_t end, int64_t panel) {
-    int64_t row = begin;
-    for (; row + kRows <= end; row += kRows) block<once, kRows, panels>(row, panel);
-    for (; row < end; ++row) block<once, 1, panels>(row, panel);
+  template <int rows, int panels>
+  void blocks(int64_t begin, int64_t end) {
+    const int64_t count = layer_.size_out / kPanel;
+    const int64_t steps = blocks_of(end - begin, rows) * (count / panels + count % panels);
+    widened_after_ = layer_.scale ? 2 * steps : layer_.size_in;
+    asked_ = next_->asked(steps * layer_.size_in / kInputs, layer_.weight);
+    const bool once = end - begin <= rows;
+    if (once ? layer_.asks_near_once : layer_.asks_near)
+      across<1, rows, panels>(begin, end, count, once);
+    else
+      across<2, rows, panels>(begin, end, count, once);
+  }
+
+  // level: of the cache that weights are to come to.
+  template <int level, int rows, int panels>
+  void across(int64_t begin, int64_t end, int64_t count, bool once) {
+    if (once)
+      across<level, true, rows, panels>(begin, end, count);
+    else
+      across<level, false, rows, panels>(begin, end, count);
+  }
+
+  template <int level, bool once, int rows, int panels>
+  void across(int64_t begin, int64_t end, int64_t count) {
+    int64_t p = 0;
+    for (; p + panels <= count; p += panels) down<level, once, rows, panels>(begin, end, p);
+    for (; p < count; ++p) down<level, once, rows, 1>(begin, end, p);
+  }
+
+  template <int level, bool once, int rows, int panels>
+  void down(int64_t row, int64_t end, int64_t panel) {
+    for (; row + rows <= end; row += rows) block<level, once, rows, panels>(row, panel);
+    if constexpr (rows > 1) down<level, once, smaller(rows), panels>(row, end, panel);
   }
 
   // Not inlined, and with pointers that go along: else GCC keeps some of them in memory and fetches
   // them for each step, which slows bfloat16 down.
-  template <bool once, int rows, int panels>
+  template <int level, bool once, int rows, int panels>
   CA_NOINLINE void block(int64_t row, int64_t panel) {
     constexpr int vectors = panels * kVectors;
     const int64_t size_in = layer_.size_in, input_row = layer_.input_row;
     const auto* input = static_cast<const Element*>(layer_.input) + row * input_row;
     const auto* weight = static_cast<const Weight*>(layer_.weight) + panel * kPanel * size_in;
     Floats sums[rows][vectors];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int r = 0; r < rows; ++r)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int v = 0; v < vectors; ++v) sums[r][v] = Floats{};
+    AskedWeights asked = asked_;
+    // At the end of panels those are asked for that come behind all of them.
+    const int64_t tail = size_in - kAhead / kPanel, skipped = (panels - 1) * kPanel * size_in;
     for (int64_t k = 0; k < size_in;) {
       // A line of each panel of the next piece for a line of each panel of this one.
-      if (!once) next_->take_line();
-      const int64_t end = once ? size_in : std::min(k + kInputs * steps_, size_in);
+      if (!once) next_->widen_line();
+      const int64_t end = once ? size_in : std::min(k + kInputs * widened_after_, size_in);
       for (; k < end; k += kInputs) {
+        if (!once) asked.template ask<level>();
         typename Products::Weights weights[vectors];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int v = 0; v < vectors; ++v) {
           const Weight* at =
               weight + v / kVectors * kPanel * size_in + v % kVectors * kLanes * kInputs;
-          if (once) __builtin_prefetch(at + kAhead, 0, 2);
+          if (once) __builtin_prefetch(at + (k < tail ? kAhead : kAhead + skipped), 0, 4 - level);
           weights[v] = Products::weights(at);
         }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int r = 0; r < rows; ++r)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
           for (int v = 0; v < vectors; ++v)
             sums[r][v] = Products::added(sums[r][v], weights[v], input + r * input_row);
         weight += kInputs * kPanel;
         input += kInputs;
       }
     }
-#pragma GCC unroll 4
+    asked_ = asked;
+#pragma GCC unroll 8
     for (int r = 0; r < rows; ++r)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int p = 0; p < panels; ++p) {
         const int64_t column = (panel + p) * kPanel;
         alignas(64) float of_panel[kPanel];
@@ -162,7 +197,8 @@ class LinearRows {
 
   PackedLinearArgs layer_;
   NextWeights* next_;
-  int64_t steps_;  // of kInputs for each line of the next piece
+  AskedWeights asked_;
+  int64_t widened_after_;  // steps of kInputs, a line of the next piece
 };
 
 }  // namespace compiled_attn

@@ -56,7 +56,9 @@ class LinearTiles {
  public:
   using Inputs = Inputs_;
   using Element = typename Inputs::Element;
-  static constexpr int64_t kProductsOfLine = 0;  // no vectors: a line is done in a cycle
+
+  // Of a piece, where a thread has so many.
+  static int64_t panels(int64_t, int64_t of_thread) { return of_thread < 8 ? 4 : 8; }
 
   LinearTiles(const Inputs& inputs, int64_t size_in)
       : inputs_(inputs), panel_(kTile * size_in) {}

@@ -1,38 +1,64 @@
 // Weights of a linear layer that are read next: asked for, and those of int8 made bfloat16.
-//
-// All panels are taken at once, a line of each in turn: memory gives eight streams half as much
-// again as one.
 #pragma once
 
 #include "linear_output.h"
 
 namespace compiled_attn {
 
+// Weights of which some are asked for with each step of a loop, the same line again where that is
+// less than a line. The two halves of them come at once: memory gives two streams more than one.
+class AskedWeights {
+ public:
+  AskedWeights() = default;
+  AskedWeights(const void* at, int64_t bytes, int64_t steps)
+      : at_(static_cast<const int8_t*>(at)),
+        half_(bytes / 2),
+        step_((half_ + steps - 1) / steps) {}
+
+  // To the cache of a level.
+  template <int level>
+  CA_INLINE void ask() {
+    __builtin_prefetch(at_, 0, 4 - level);
+    __builtin_prefetch(at_ + half_, 0, 4 - level);
+    at_ += step_;
+  }
+
+ private:
+  const int8_t* at_ = nullptr;
+  int64_t half_ = 0, step_ = 0;
+};
+
 class NextWeights {
  public:
   static constexpr int64_t kLine = 64;  // bytes
 
   NextWeights() = default;
-  // Those of int8 come to `wide`. products: vectors that a line is multiplied with.
-  NextWeights(const PackedLinearArgs& layer, BFloat16* wide, int64_t products)
+  // Those of int8 come to `wide`.
+  NextWeights(const PackedLinearArgs& layer, BFloat16* wide)
       : at_(static_cast<const int8_t*>(layer.weight)),
         wide_(layer.scale ? wide : nullptr),
-        is_near_(layer.asks_near && products >= kManyProducts),
         panels_(layer.size_out / kPanel),
         panel_(kPanel * layer.size_in * weight_bytes(layer)),
         left_(panel_ / kLine) {}
 
+  // All panels at once, a line of each in turn: memory gives eight streams half as much again as
+  // one.
   CA_INLINE void take(int64_t lines) {
     for (; lines > 0 && left_ > 0; lines -= panels_, --left_, at_ += kLine) {
       if (wide_)
         widen_panels();
-      else if (is_near_)
-        for (int64_t p = 0; p < panels_; ++p) __builtin_prefetch(at_ + p * panel_, 0, 3);
       else
         for (int64_t p = 0; p < panels_; ++p) __builtin_prefetch(at_ + p * panel_, 0, 2);
     }
   }
-  CA_INLINE void take_line() { take(panels_); }
+  CA_INLINE void widen_line() {
+    if (wide_) take(panels_);
+  }
+  // What takes the place of all these where nothing is to be widened; `now`: weights that are there.
+  AskedWeights asked(int64_t steps, const void* now) const {
+    if (wide_ || !at_) return {now, 0, steps};
+    return {at_, panels_ * panel_, steps};
+  }
   void take_all() { take(left_ * panels_); }
   // What must be there before the weights are read.
   void take_rest() {
@@ -40,9 +66,6 @@ class NextWeights {
   }
 
  private:
-  // Of a line, so that the next is there before it is done: what is on its way to the first level
-  // cache holds a place in the queue of its misses. On a Zen 4 eight are too few.
-  static constexpr int64_t kManyProducts = 16;
   static constexpr int64_t kAhead = 1024;  // behind the last panel lies the next piece's first
 
   CA_INLINE void widen_panels() {
@@ -67,7 +90,6 @@ class NextWeights {
 
   const int8_t* at_ = nullptr;
   BFloat16* wide_ = nullptr;
-  bool is_near_ = false;  // comes to the first level cache, else the second
   int64_t panels_ = 0, panel_ = 0;  // and the bytes of one
   int64_t left_ = 0;                // lines of each panel
 };

@@ -269,7 +269,7 @@ PackedLinearArgs layer_of(const Tensor& input, const Tensor& weight, const Tenso
   args.is_halves = is_halves;
   args.threads = int32_t(torch::stable::get_num_threads());
   args.products = is_halves ? forms.linear_halves : forms.linear;
-  args.asks_near = forms.linear_near;
+  args.asks_near = forms.linear_near, args.asks_near_once = forms.linear_near_once;
   return args;
 }
 

@@ -18,6 +18,7 @@ constexpr int64_t kRowBytesAtOnce = 512;  // of a column: inputs stay in the sec
 
 // Pieces of rows x panels of layers of one input, those of the same rows one after the other. Of a
 // gate each is followed by the piece that it is a gate to: they are taken together.
+template <class Worker>
 class Pieces {
  public:
   Pieces(const PackedLinearArgs* layers, int64_t count, bool is_gated)
@@ -28,7 +29,7 @@ class Pieces {
         rows_at_once_(kRowBytesAtOnce / size_) {
     int64_t all = 0;
     for (int64_t i = 0; i < count; ++i) all += layers[i].size_out;
-    outputs_ = kPanel * (all < together_ * layers->threads * 8 * kPanel ? 4 : 8);
+    outputs_ = kPanel * Worker::panels(rows_, all / (together_ * layers->threads * kPanel));
     for (int64_t i = 0; i < count; ++i) columns_ += columns(layers[i]);
   }
 
@@ -71,7 +72,7 @@ class Pieces {
 template <class Worker>
 void multiply(const PackedLinearArgs* layers, int64_t layer_count, bool is_gated) {
   const PackedLinearArgs& whole = *layers;
-  const Pieces pieces(layers, layer_count, is_gated);
+  const Pieces<Worker> pieces(layers, layer_count, is_gated);
   const int64_t count = pieces.count(), together = pieces.together();
   const int threads = int(std::clamp<int64_t>(count / together, 1, whole.threads));
   const int64_t room = whole.scale ? pieces.outputs() * whole.size_in : 0;
@@ -91,11 +92,7 @@ void multiply(const PackedLinearArgs* layers, int64_t layer_count, bool is_gated
     Worker worker(inputs, whole.size_in);
     inputs.prepare(omp_get_thread_num(), omp_get_num_threads());
 #pragma omp barrier
-    const auto weights = [&](int64_t piece, BFloat16* wide) {
-      const int64_t rows = pieces.end(piece) - pieces.begin(piece);
-      return NextWeights(pieces.layer(piece), wide, rows * Worker::kProductsOfLine);
-    };
-    if (piece < count) weights(piece, own).take_all();
+    if (piece < count) NextWeights(pieces.layer(piece), own).take_all();
     for (int64_t turn = 0; piece < count; turn = !turn) {
       const bool is_gate = piece % together + 1 < together;
       const int64_t following = is_gate ? piece + 1 : take();
@@ -103,7 +100,7 @@ void multiply(const PackedLinearArgs* layers, int64_t layer_count, bool is_gated
       if (whole.scale) layer.weight = own + turn * room;
       if (!layer.out) gated.put_beside(omp_get_thread_num(), pieces.begin(piece), layer);
       NextWeights ahead;
-      if (following < count) ahead = weights(following, own + !turn * room);
+      if (following < count) ahead = NextWeights(pieces.layer(following), own + !turn * room);
       worker.run(layer, pieces.begin(piece), pieces.end(piece), ahead);
       if (is_gated && !is_gate) {
         worker.finish();

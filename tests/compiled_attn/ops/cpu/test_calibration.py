@@ -41,9 +41,9 @@ class Machine:
         self.now += self.seconds(self.taken, "few" if few else "many")
 
     def packed_linear(self, input: torch.Tensor, weight: torch.Tensor) -> None:
-        kind = "linear"
-        if weight.dtype is torch.int16:
-            kind = "some rows" if input.shape[0] == calibration._SOME_ROWS[0][0] else "halves"
+        asking = {count: each for each, count in calibration._ROWS_OF_ASKING.items()}
+        others = "halves" if weight.dtype is torch.int16 else "linear"
+        kind = asking.get(input.shape[0], others)
         self.now += self.seconds(self.taken, kind)
 
 
@@ -63,8 +63,8 @@ def _of_an_intel(forms: Forms, kind: str) -> float:
     """Dot products at half the rate, and memory that likes to be asked long before."""
     if kind == "few":
         return (0.7 if forms.few_rows == "floats" else 1.0) * 32 / (32 + forms.ahead_kib)
-    if kind == "some rows":
-        return 1.0 if forms.linear_asks == "L2" else 1.1
+    if kind in calibration._ROWS_OF_ASKING:
+        return 1.0 if getattr(forms, kind) == "L2" else 1.1
     if kind == "halves":
         return 0.5 if forms.linear_halves == "tiles" else 1.0
     products = forms.many_rows if kind == "many" else forms.linear
@@ -87,19 +87,23 @@ def test_where_dot_products_are_slow_and_no_tiles_are_there_float32_serves(on, t
 
 def test_a_gain_that_may_be_chance_is_none(on, tmp_path):
     def nearly(forms: Forms, kind: str) -> float:
-        return 1.0 if kind == "some rows" or forms == Forms.of(ISA) else 0.97
+        is_asking = kind in calibration._ROWS_OF_ASKING
+        return 1.0 if is_asking or forms == Forms.of(ISA) else 0.97
 
     assert settle(tmp_path / "library.so", ISA, on(nearly)).forms == Forms.of(ISA)
 
 
+@pytest.mark.parametrize("asking", ["linear_asks", "linear_asks_once"])
 @pytest.mark.parametrize(("gain", "taken"), [(1.01, "L2"), (1.04, "L1")])
-def test_a_small_gain_of_weights_counts_as_it_is_measured_more_often(on, tmp_path, gain, taken):
+def test_a_small_gain_of_weights_counts_as_it_is_measured_more_often(
+    on, tmp_path, asking, gain, taken
+):
     def nearly(forms: Forms, kind: str) -> float:
-        return 1 / gain if kind == "some rows" and forms.linear_asks == "L1" else 1.0
+        return 1 / gain if kind == asking and getattr(forms, asking) == "L1" else 1.0
 
     chosen = settle(tmp_path / "library.so", ISA, on(nearly))
-    assert chosen.forms == replace(Forms.of(ISA), linear_asks=taken)
-    assert chosen.ratios["linear_asks L1"] == pytest.approx(gain, abs=1e-3)
+    assert chosen.forms == replace(Forms.of(ISA), **{asking: taken})
+    assert chosen.ratios[f"{asking} L1"] == pytest.approx(gain, abs=1e-3)
 
 
 def test_a_gain_that_is_not_found_twice_is_none(on, tmp_path):

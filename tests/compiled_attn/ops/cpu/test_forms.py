@@ -57,6 +57,7 @@ def test_tiles_need_amx_and_pairs_their_dot_products():
     assert Forms.of("amx_bf16") == Forms("pairs", "tiles", "tiles", "L2", 32)
     assert not Forms("tiles", "tiles", "tiles").serves("amx_bf16")
     assert not Forms("pairs", "tiles", "tiles", linear_asks="L3").serves("amx_bf16")
+    assert not Forms("pairs", "tiles", "tiles", linear_asks_once="L3").serves("amx_bf16")
     assert not Forms("floats", "pairs", "floats").serves("avx512")
     assert products_of_halves("amx_bf16") == ["floats", "tiles"]
     assert products_of_halves("avx512_bf16") == products_of_halves("neon") == ["floats"]
@@ -106,7 +107,7 @@ def test_what_is_asked_for_changes_no_bit(ops, cache, ahead):
     assert all(map(torch.equal, before, after))
 
 
-@pytest.mark.parametrize("rows", [1, 8, 16, 70])
+@pytest.mark.parametrize("rows", [1, 8, 16, 29, 70])
 @pytest.mark.parametrize("kind", ["packed", "float32", "halves", "int8"])
 def test_where_weights_come_to_changes_no_bit(ops, kind, rows):
     torch.manual_seed(0)
@@ -119,7 +120,8 @@ def test_where_weights_come_to_changes_no_bit(ops, kind, rows):
     else:
         packed = getattr(packed_linear, "halve" if kind == "halves" else "pack")(weight.float())
     before = ops.packed_linear(input, packed, None, scale)
-    take(ops.build.library, Forms("pairs", "tiles", "tiles", linear_asks="L1"))
+    near = Forms("pairs", "tiles", "tiles", linear_asks="L1", linear_asks_once="L1")
+    take(ops.build.library, near)
     assert torch.equal(before, ops.packed_linear(input, packed, None, scale))
 
 
