@@ -119,10 +119,12 @@ def test_where_weights_come_to_changes_no_bit(ops, kind, rows):
         packed = packed_linear.pack(weight)
     else:
         packed = getattr(packed_linear, "halve" if kind == "halves" else "pack")(weight.float())
-    before = ops.packed_linear(input, packed, None, scale)
-    near = Forms("pairs", "tiles", "tiles", linear_asks="L1", linear_asks_once="L1")
-    take(ops.build.library, near)
-    assert torch.equal(before, ops.packed_linear(input, packed, None, scale))
+    outs = []
+    for cache in CACHES:
+        asks = {"linear_asks": cache, "linear_asks_once": cache}
+        take(ops.build.library, Forms("pairs", "tiles", "tiles", **asks))
+        outs.append(ops.packed_linear(input, packed, None, scale))
+    assert torch.equal(*outs)
 
 
 def test_other_products_are_other_sums():
