@@ -8,7 +8,8 @@ oneDNN pack weights for the same reason; here they take no more memory than befo
 `compiled_attn.hf.packed`.
 
 Most models are published in bfloat16. Served in float32, the lower halves of their weights are
-zeros; the upper ones alone are read in half of the time, and give the same bits.
+zeros; the upper ones alone are read in half of the time, and give the same bits, or with tiles the
+same but for rounding.
 """
 
 from __future__ import annotations

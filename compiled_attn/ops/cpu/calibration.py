@@ -50,7 +50,7 @@ _REQUESTS, _PAGES = 16, 64  # of each: caches of 64 MiB, more than most processo
 _PROMPT = 384
 _LAYERS, _WIDTH = 32, 1024  # 64 MiB too
 _ROWS_OF_LAYERS = ((1, 16), (16, 16), (256, 2))
-_ROWS_OF_ASKING = {"linear_asks": 16, "linear_asks_once": 2}
+_ROWS_OF_ASKING = {"linear_asks": 16, "linear_asks_once": 1}
 
 
 def settle(library: Path, isa: str, ops: Any) -> Chosen:

@@ -50,7 +50,8 @@ def products_of_halves(isa: str) -> Sequence[str]:
     """Ways to multiply float32 with weights that bfloat16 holds, the best guess first.
 
     "tiles" takes three products, as three bfloat16 add up to a float; by dot products of pairs
-    three would take longer than "floats" does.
+    three would take longer than "floats" does. They differ by rounding, but for inputs below
+    2^-102, of which "tiles" loses low bits, and infinite weights, which give NaN there.
     """
     return ["floats", *(each for each in products_of(isa) if each == "tiles")]
 
@@ -65,7 +66,7 @@ class Forms:
         asks: of `CACHES`, for keys and values.
         ahead_kib: KiB between those that are read and those that are asked for.
         linear_asks, linear_asks_once: of `CACHES`, for weights of linear layers that are multiplied
-            with several blocks of rows, or with one; those of tiles come to the second one, as
+            with block after block of rows, or with one; those of tiles come to the second one, as
             those of int8 do.
         linear_halves: products of linear layers of float32 in halves, see `products_of_halves`.
     """

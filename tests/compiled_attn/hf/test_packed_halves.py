@@ -15,6 +15,7 @@ from compiled_attn.hf.rounding import last_logits, rounding_of
 from compiled_attn.ops import load, packed_linear
 from tests.compiled_attn.hf.families import small_model
 from tests.compiled_attn.hf.test_packed import IDS, Small
+from tests.compiled_attn.ops.test_packed_linear import halves_by
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def test_weights_in_halves_compute_as_whole_ones_and_take_half_of_the_memory(sin
     assert packed_weights(single) == halved_weights(single) == 3
     assert sum(p.nbytes for p in (single.head.weight, single.inner["a"].weight)) * 2 == before
     assert all(one is other for one, other in zip(parameters, single.parameters(), strict=True))
-    with torch.no_grad():
+    with torch.no_grad(), halves_by("floats", load(strict=True)):
         for one, other in zip(single(IDS), whole(IDS), strict=True):
             assert torch.equal(one, other)
 

@@ -19,7 +19,7 @@ enum Status : int32_t {
   kOutOfMemory,  // no scratch memory: {}
 };
 
-// How bfloat16 is multiplied: in tile registers, by dot products of pairs, or as float32. Of those
+// How bfloat16, or float32 with halves, is multiplied: in tile registers, by dot products of pairs, or as float32. Of those
 // that an instruction set lacks, the next serves.
 enum Products : int32_t { kTiles, kPairs, kFloats };
 

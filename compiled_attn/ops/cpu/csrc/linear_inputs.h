@@ -62,7 +62,7 @@ class TileInputs {
 
 // A float is the sum of three bfloat16, its 24 bits eight by eight, so that their products with a
 // weight of bfloat16 are exact: three products of tiles, at 16 times the rate of multiply-adds or
-// so. Bits that would be subnormal are lost.
+// so. Parts that would be subnormal are lost, and a weight that is infinite gives NaN.
 class SplitInputs {
  public:
   using Element = float;

@@ -13,7 +13,6 @@ struct PairProducts {
   using Element = BFloat16;  // of inputs and outputs
   using Weight = BFloat16;
   static constexpr int kInputs = 2;  // of an output, that lie together
-  static constexpr int kSteps = 1;   // of these at once
   static constexpr int64_t kFewRows = 64;
   using Weights = Pairs;
   static CA_INLINE Weights weights(const BFloat16* at) { return held(pairs_at(at)); }
@@ -29,7 +28,7 @@ template <class Element_>
 struct FloatProducts {
   using Element = Element_;
   using Weight = BFloat16;
-  static constexpr int kInputs = 2, kSteps = 2;
+  static constexpr int kInputs = 2;
   static constexpr int64_t kFewRows = 0;
   struct Weights {
     Floats first, second;
@@ -50,7 +49,7 @@ struct FloatProducts {
 struct SingleProducts {
   using Element = float;
   using Weight = float;
-  static constexpr int kInputs = 1, kSteps = 1;
+  static constexpr int kInputs = 1;
   static constexpr int64_t kFewRows = 0;
   using Weights = Floats;
   static CA_INLINE Weights weights(const float* at) { return held(load(at)); }
@@ -59,9 +58,9 @@ struct SingleProducts {
   }
 };
 
-// Where weights are read once, memory sets the pace, and each stream asks for its own next lines.
-// Where they are read for block after block of rows, the first of them would wait: the next piece
-// is asked for meanwhile. A piece is as many panels as a block, so that it stays in the caches.
+// Where one block takes all rows, or rows are as few, memory sets the pace, and each stream asks for
+// its own next lines. Where weights are read for block after block, the first of them would wait:
+// the next piece is asked for meanwhile. A piece is few panels, so that both stay in the caches.
 //
 // Of few rows blocks of pairs are tall, so that weights are read half as often: their products are
 // done before the second level cache has given the next.
@@ -114,7 +113,8 @@ class LinearRows {
     const int64_t steps = blocks_of(end - begin, rows) * (count / panels + count % panels);
     widened_after_ = layer_.scale ? 2 * steps : layer_.size_in;
     asked_ = next_->asked(steps * layer_.size_in / kInputs, layer_.weight);
-    const bool once = end - begin <= rows;
+    const bool is_block = !layer_.scale && blocks_of(end - begin, rows) == 1;
+    const bool once = is_block || end - begin <= kRows;
     if (once ? layer_.asks_near_once : layer_.asks_near)
       across<1, rows, panels>(begin, end, count, once);
     else
@@ -158,7 +158,8 @@ class LinearRows {
       for (int v = 0; v < vectors; ++v) sums[r][v] = Floats{};
     AskedWeights asked = asked_;
     // At the end of panels those are asked for that come behind all of them.
-    const int64_t tail = size_in - kAhead / kPanel, skipped = (panels - 1) * kPanel * size_in;
+    const int64_t tail = size_in - kAhead / kPanel;
+    const int64_t skipped = layer_.scale ? 0 : (panels - 1) * kPanel * size_in;
     for (int64_t k = 0; k < size_in;) {
       // A line of each panel of the next piece for a line of each panel of this one.
       if (!once) next_->widen_line();

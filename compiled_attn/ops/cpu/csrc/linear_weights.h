@@ -13,7 +13,7 @@ class AskedWeights {
   AskedWeights(const void* at, int64_t bytes, int64_t steps)
       : at_(static_cast<const int8_t*>(at)),
         half_(bytes / 2),
-        step_((half_ + steps - 1) / steps) {}
+        step_((half_ + steps - 1) / std::max<int64_t>(steps, 1)) {}
 
   // To the cache of a level.
   template <int level>
@@ -30,8 +30,6 @@ class AskedWeights {
 
 class NextWeights {
  public:
-  static constexpr int64_t kLine = 64;  // bytes
-
   NextWeights() = default;
   // Those of int8 come to `wide`.
   NextWeights(const PackedLinearArgs& layer, BFloat16* wide)
@@ -66,6 +64,7 @@ class NextWeights {
   }
 
  private:
+  static constexpr int64_t kLine = 64;     // bytes
   static constexpr int64_t kAhead = 1024;  // behind the last panel lies the next piece's first
 
   CA_INLINE void widen_panels() {

@@ -93,19 +93,25 @@ class Tiles {
   void prepare(const Part& part, const Request& request) {
     count_ = part.row_end - part.row_begin;
     const int64_t room = padded<kLanes>(units_);
+    int64_t row = part.row_begin / group_, of_group = part.row_begin % group_;
     for (int64_t j = 0; j < padded<kPanel>(count_); j += kLanes) {
       PanelRows& rows = rows_[j / kPanel];
+      const float* queries[kLanes];
       for (int64_t i = 0; i < kLanes; ++i) {
-        const int64_t folded = part.row_begin + std::min(j + i, count_ - 1), row = folded / group_;
-        const int64_t head = part.kv_begin * group_ + folded % group_;
-        Units::query(args_, request.first + row, head, row_ + i * room, room);
+        const int64_t token = request.first + row, head = part.kv_begin * group_ + of_group;
+        queries[i] = Units::query(args_, token, head);
+        if (!queries[i]) {
+          Units::copy_query(args_, token, head, row_ + i * room, room);
+          queries[i] = row_ + i * room;
+        }
         rows.put((j + i) % kPanel, args_.alibi_slopes ? args_.alibi_slopes[head] : 0.0f,
                  request.position(row), request.seen(row));
+        if (j + i + 1 < count_ && ++of_group == group_) of_group = 0, ++row;
       }
       float* panel = queries_ + j / kPanel * kPanel * units_ + j % kPanel;
       for (int64_t u = 0; u < units_; u += kLanes) {
         Floats square[kLanes];
-        for (int i = 0; i < kLanes; ++i) square[i] = load(row_ + i * room + u);
+        for (int i = 0; i < kLanes; ++i) square[i] = load(queries[i] + u);
         transpose(square);
         for (int64_t i = 0; i < std::min<int64_t>(units_ - u, kLanes); ++i)
           store(panel + (u + i) * kPanel, square[i]);

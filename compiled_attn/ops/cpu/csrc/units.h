@@ -18,7 +18,12 @@ struct FloatUnits {
   static constexpr int kUnit = 1;  // elements
 
   CA_INLINE static Floats step(Floats sum, float a, Floats b) { return sum + all(a) * b; }
-  static void query(const PagedAttentionArgs& args, int64_t token, int64_t head, float* to,
+  // A query as whole vectors of units; null where it is to be copied.
+  static const float* query(const PagedAttentionArgs& args, int64_t token, int64_t head) {
+    if (args.query_dtype != kFloat32 || args.head_dim % kLanes) return nullptr;
+    return row_at<float>(args.query, token, head);
+  }
+  static void copy_query(const PagedAttentionArgs& args, int64_t token, int64_t head, float* to,
                     int64_t n) {
     read_row(args, args.query, token, head, args.head_dim, to, n);
   }
@@ -48,7 +53,11 @@ struct PairUnits {
   CA_INLINE static Floats step(Floats sum, float a, Floats b) {
     return add_products(sum, bits_as<Pairs>(all(a)), bits_as<Pairs>(b));
   }
-  static void query(const PagedAttentionArgs& args, int64_t token, int64_t head, float* to,
+  static const float* query(const PagedAttentionArgs& args, int64_t token, int64_t head) {
+    if (args.head_dim % (kUnit * kLanes)) return nullptr;
+    return reinterpret_cast<const float*>(row_at<BFloat16>(args.query, token, head));
+  }
+  static void copy_query(const PagedAttentionArgs& args, int64_t token, int64_t head, float* to,
                     int64_t n) {
     read_row(args, args.query, token, head, args.head_dim, reinterpret_cast<BFloat16*>(to),
              2 * n);

@@ -66,9 +66,9 @@ def _of_an_intel(forms: Forms, kind: str) -> float:
     if kind in calibration._ROWS_OF_ASKING:
         return 1.0 if getattr(forms, kind) == "L2" else 1.1
     if kind == "halves":
-        return 0.5 if forms.linear_halves == "tiles" else 1.0
+        return 50.0 if forms.linear_halves == "tiles" else 100.0
     products = forms.many_rows if kind == "many" else forms.linear
-    return {"tiles": 0.2, "pairs": 1.4, "floats": 1.0}[products]
+    return {"tiles": 20.0, "pairs": 140.0, "floats": 100.0}[products]
 
 
 def test_each_kind_of_work_gets_its_fastest_form(on, tmp_path):
