@@ -83,8 +83,11 @@ class LinearRows {
   // Weights between what is read and what is asked for.
   static constexpr int64_t kAhead = 4096 / sizeof(Weight);
 
-  // Of a piece of so many rows.
-  static int64_t panels(int64_t rows, int64_t) { return is_tall(rows) ? kTallPanels : 4; }
+  // Of a piece, where a thread has so many.
+  static int64_t panels(const PackedLinearArgs& layer, int64_t of_thread) {
+    if (layer.scale) return NextWeights::panels(of_thread);
+    return is_tall(layer) ? kTallPanels : 4;
+  }
 
   LinearRows(const Inputs&, int64_t) {}
 
@@ -92,14 +95,16 @@ class LinearRows {
   void run(const PackedLinearArgs& layer, int64_t begin, int64_t end, NextWeights& next) {
     layer_ = layer, next_ = &next;
     if constexpr (Products::kFewRows > 0)
-      if (is_tall(layer.rows)) return blocks<kTallRows, kTallPanels>(begin, end);
+      if (is_tall(layer)) return blocks<kTallRows, kTallPanels>(begin, end);
     blocks<kRows, kPanels>(begin, end);
   }
   // All outputs are there as soon as they are summed up.
   void finish() {}
 
  private:
-  static bool is_tall(int64_t rows) { return rows < Products::kFewRows; }
+  static bool is_tall(const PackedLinearArgs& layer) {
+    return !layer.scale && layer.rows < Products::kFewRows;
+  }
 
   // Sizes of blocks, the next smaller after the last that is whole.
   static constexpr int smaller(int size) { return size > kRows ? kRows : 1; }
@@ -113,8 +118,7 @@ class LinearRows {
     const int64_t steps = blocks_of(end - begin, rows) * (count / panels + count % panels);
     widened_after_ = layer_.scale ? 2 * steps : layer_.size_in;
     asked_ = next_->asked(steps * layer_.size_in / kInputs, layer_.weight);
-    const bool is_block = !layer_.scale && blocks_of(end - begin, rows) == 1;
-    const bool once = is_block || end - begin <= kRows;
+    const bool once = end - begin <= kRows || blocks_of(end - begin, rows) == 1;
     if (once ? layer_.asks_near_once : layer_.asks_near)
       across<1, rows, panels>(begin, end, count, once);
     else

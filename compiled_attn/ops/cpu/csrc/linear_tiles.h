@@ -57,8 +57,9 @@ class LinearTiles {
   using Inputs = Inputs_;
   using Element = typename Inputs::Element;
 
-  // Of a piece, where a thread has so many.
-  static int64_t panels(int64_t, int64_t of_thread) { return of_thread < 8 ? 4 : 8; }
+  static int64_t panels(const PackedLinearArgs&, int64_t of_thread) {
+    return NextWeights::panels(of_thread);
+  }
 
   LinearTiles(const Inputs& inputs, int64_t size_in)
       : inputs_(inputs), panel_(kTile * size_in) {}

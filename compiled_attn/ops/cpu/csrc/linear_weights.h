@@ -30,6 +30,10 @@ class AskedWeights {
 
 class NextWeights {
  public:
+  // Of a piece that is taken so, where a thread has so many: memory gives eight streams half as much
+  // again as one.
+  static int64_t panels(int64_t of_thread) { return of_thread < 8 ? 4 : 8; }
+
   NextWeights() = default;
   // Those of int8 come to `wide`.
   NextWeights(const PackedLinearArgs& layer, BFloat16* wide)
@@ -39,8 +43,7 @@ class NextWeights {
         panel_(kPanel * layer.size_in * weight_bytes(layer)),
         left_(panel_ / kLine) {}
 
-  // All panels at once, a line of each in turn: memory gives eight streams half as much again as
-  // one.
+  // All panels at once, a line of each in turn.
   CA_INLINE void take(int64_t lines) {
     for (; lines > 0 && left_ > 0; lines -= panels_, --left_, at_ += kLine) {
       if (wide_)

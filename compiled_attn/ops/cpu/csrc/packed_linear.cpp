@@ -30,7 +30,7 @@ class Pieces {
         rows_at_once_(kRowBytesAtOnce / size_) {
     int64_t all = 0;
     for (int64_t i = 0; i < count; ++i) all += layers[i].size_out;
-    outputs_ = kPanel * Worker::panels(rows_, all / (together_ * layers->threads * kPanel));
+    outputs_ = kPanel * Worker::panels(*layers, all / (together_ * layers->threads * kPanel));
     for (int64_t i = 0; i < count; ++i) columns_ += columns(layers[i]);
   }
 
