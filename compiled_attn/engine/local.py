@@ -41,6 +41,7 @@ from graphs import (
     WarmupReport,
 )
 from graphs.backends.onednn_linear import for_cpu
+from graphs.backends.tape.tape import Tapes
 from graphs.capture.capture import resolve
 
 __all__ = ["HostSteps", "LocalExecutor", "Steps", "executor_for"]
@@ -119,16 +120,24 @@ class LocalExecutor:
         return Sizing.of(model, self.config, self.kernel.form)
 
     def _backend_options(self, model: PreTrainedModel) -> dict[str, Any]:
-        """Options of the backend; `_onednn` then has the layers that were measured for these."""
+        """Options of the backend.
+
+        `_onednn` then has the layers that were measured for these, `_tapes` is where graphs put
+        theirs.
+        """
         self._onednn: set[tuple[int, int]] = set()
+        self._tapes: Tapes | None = None
         if self.config.backend_name != "inductor" or model.device.type != "cpu":
             return {}
         joined = {"post_grad_custom_pre_pass": JoinedLayers()} if self.module.packed else {}
+        player = load().player()
+        self._tapes = Tapes(player, repeats=True) if player else None
+        taped = {"tapes": self._tapes}
         if self.kernel.name != "native" or not for_cpu():
             # What is measured is kept beside the kernels, and stored graphs need it at each start.
-            return {"options": for_cpu() | joined}
+            return {"options": for_cpu() | joined} | taped
         self._onednn = onednn_sizes(model, tuning())
-        return {"options": for_cpu(self._onednn) | joined}
+        return {"options": for_cpu(self._onednn) | joined} | taped
 
     def attach(self) -> None:
         """Notes that an engine serves with it, see `Executor.attach`."""
@@ -225,6 +234,10 @@ class LocalExecutor:
         if self._onednn:
             sizes = ", ".join(f"{outputs} x {inputs}" for outputs, inputs in sorted(self._onednn))
             notes["oneDNN"] = f"float32 layers of {sizes}, as measured"
+        if self._tapes:
+            refused = self._tapes.refused
+            reasons = "".join(f"; {count} not: {why}" for why, count in refused.items())
+            notes["tapes"] = f"{self._tapes.made} graphs run without Python{reasons}"
         return notes
 
     def _plan(self, step: ScheduledStep, table: RequestTable) -> Plan:

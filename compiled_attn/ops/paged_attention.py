@@ -24,6 +24,7 @@ from compiled_attn.ops.cpu.build import Build, build
 from compiled_attn.ops.cpu.calibration import settle
 from compiled_attn.ops.cpu.forms import Chosen
 from compiled_attn.ops.cpu.isa import ask_permission, available_isas
+from compiled_attn.ops.cpu.player import NativePlayer
 from compiled_attn.ops.schema import schemas
 from compiled_attn.ops.triton.register import register, why_not
 
@@ -56,6 +57,10 @@ class NativeOps:
     why_not_native: str | None = None
     why_not_best: str | None = None
     chosen: Chosen | None = None
+
+    def player(self) -> NativePlayer | None:
+        """Plays tapes of graphs that call these ops; None for Python."""
+        return NativePlayer(self.build.library) if self.build else None
 
     def paged_attention(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """See `reference.paged_attention`."""

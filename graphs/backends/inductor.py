@@ -14,6 +14,7 @@ import torch
 
 from graphs.backends.direct import direct_path, lean_calls
 from graphs.backends.dynamo_inputs import marked, separated
+from graphs.backends.tape.tape import Tapes
 from graphs.backends.vector_probe import one_probe
 from graphs.capture.contract import Backend, Frozen, Job
 from graphs.capture.inputs import Input
@@ -82,14 +83,21 @@ class InductorBackend(Backend):
         symbolic: SymbolicSizes | None = None,
         mode: str | None = None,
         options: Mapping[str, Any] | None = None,
+        tapes: Tapes | None = None,
     ) -> Frozen:
-        """Compile in the first run; `mode` and `options` are those of `torch.compile`."""
+        """Compile in the first run; `mode` and `options` are those of `torch.compile`.
+
+        With `tapes` it gets a tape if it can have one, see :mod:`graphs.backends.tape`.
+        """
         examples = separated(example_inputs)
-        job = Job(function, examples, name, warm_runs, symbolic, mode, options)
-        if symbolic is None:
-            return self.alone(job)
-        alone = partial(self.alone, replace(job, symbolic=None))
-        return symbolic.capture(job, partial(self.shared, job), alone)
+        job = Job(function, examples, name, warm_runs, symbolic, mode, options, tapes)
+        with tapes.taping() if tapes else contextlib.nullcontext():
+            if symbolic is None:
+                frozen = self.alone(job)
+            else:
+                alone = partial(self.alone, replace(job, symbolic=None))
+                frozen = symbolic.capture(job, partial(self.shared, job), alone)
+        return replace(frozen, keeps=tapes)
 
     def alone(self, job: Job) -> Frozen:
         """A graph of fixed sizes."""

@@ -26,6 +26,7 @@ from graphs.errors import CaptureError
 from graphs.watch.causes import describe_failure
 
 if TYPE_CHECKING:
+    from graphs.backends.tape.tape import Tapes
     from graphs.capture.symbolic import SymbolicSizes
 
 __all__ = ["Backend", "Direct", "Frozen", "Job"]
@@ -60,6 +61,7 @@ class Frozen:
         run: takes inputs like the examples, returns what the callable returns.
         static_inputs: tensors at fixed addresses that `run` reads, for callers who fill them in
             place; empty if it reads what it is given.
+        keeps: what lives as long as the graph is not closed.
         close: frees what the graph holds.
         stale: given an exception of `run`, the reason if it means that the graph no longer holds,
             else None.
@@ -74,6 +76,7 @@ class Frozen:
 
     run: Callable[..., Any]
     static_inputs: tuple[Tensor, ...] = ()
+    keeps: object = None
     close: Callable[[], None] = lambda: None
     stale: Callable[[Exception], str | None] = lambda _: None
     direct: Direct | None = None
@@ -104,6 +107,8 @@ class Job:
         function, examples, name, warm_runs: those of :meth:`Backend.capture`.
         symbolic: what is shared with captures of other sizes; None: all sizes are fixed.
         mode, options: those of `torch.compile`.
+        tapes: to which those of the graph are added, see :mod:`graphs.backends.tape`; None: it
+            has none.
     """
 
     function: Callable[..., Any]
@@ -113,6 +118,7 @@ class Job:
     symbolic: SymbolicSizes | None = None
     mode: str | None = None
     options: Mapping[str, Any] | None = None
+    tapes: Tapes | None = None
 
     @property
     def dims(self) -> Sequence[Sequence[int]]:

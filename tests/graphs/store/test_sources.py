@@ -199,6 +199,7 @@ _ASIDE = {
     "graphs.capture.contract",
     "graphs.capture.symbolic",
     "graphs.backends.direct",
+    "graphs.backends.tape.tape",
     "graphs.watch.causes",
     "graphs.errors",
     "graphs.store.store",

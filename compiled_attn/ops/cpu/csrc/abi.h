@@ -17,6 +17,7 @@ enum Status : int32_t {
   kBadBlock,     // a block is not in the cache: {request, column, block}
   kBadSlot,      // a slot is not in the cache: {token, slot}
   kOutOfMemory,  // no scratch memory: {}
+  kBadRow,       // an id is no row of a weight
 };
 
 // How bfloat16, or float32 with halves, is multiplied: in tile registers, by dot products of pairs, or as float32. Of those
@@ -98,6 +99,9 @@ struct PackedLinearArgs {
   int32_t asks_near, asks_near_once;  // Forms::linear_near, Forms::linear_near_once
 };
 
+// Words that `compiled_attn_call` passes: as many stand behind the function, whatever it takes.
+constexpr int kMostWords = 64;
+
 // What stands for a token that there is not.
 constexpr int64_t kNoToken = -1;    // the row's largest logit is NaN or infinite
 constexpr int64_t kUndecided = -2;  // bounds of the sums don't tell which it is
@@ -116,6 +120,21 @@ struct DrawnTokensArgs {
 };
 
 }  // namespace compiled_attn
+
+// Whether the ops of this thread are to note each call; see tape.h.
+extern "C" void compiled_attn_note_calls(int32_t are_wanted);
+
+// The call that this thread noted last, which is forgotten: its words, the address of its entry
+// first, and which of them are addresses. The number of words, 0 if none was noted; they hold until
+// the next call.
+extern "C" int64_t compiled_attn_noted(const int64_t** words, const int64_t** pointers,
+                                       int64_t* pointer_count);
+
+// Makes calls, each {words in all, entry, words...}: 0, or 1 as soon as one fails.
+extern "C" int32_t compiled_attn_play(const int64_t* tape, int64_t words);
+
+// The entry of any function that takes words alone, at most kMostWords: {function, words...}.
+extern "C" int32_t compiled_attn_call(const int64_t* words);
 
 // What was measured to be fastest, for all calls to come.
 extern "C" void compiled_attn_set_forms(const compiled_attn::Forms* forms);

@@ -10,6 +10,7 @@
 #include "arguments.h"
 #include "packed_rows.h"
 #include "schema.h"
+#include "tape.h"
 
 #ifndef COMPILED_ATTN_NAMESPACE
 #define COMPILED_ATTN_NAMESPACE compiled_attn
@@ -172,6 +173,25 @@ PagedAttentionArgs arguments_of(const Tensor& query, const Tensor& key_cache,
   }
 }
 
+int32_t play_attention(const int64_t* words) {
+  int64_t error[4];
+  return compiled_attn_paged_attention(reinterpret_cast<const PagedAttentionArgs*>(words), error);
+}
+
+void note(const PagedAttentionArgs& args) {
+  if (Notes* notes = Notes::wanted()) {
+    using A = PagedAttentionArgs;
+    notes->begin(play_attention);
+    notes->put(args, {offsetof(A, query.data), offsetof(A, out), offsetof(A, lse),
+                      offsetof(A, key_cache.data), offsetof(A, value_cache.data),
+                      offsetof(A, key_scale.data), offsetof(A, value_scale.data),
+                      offsetof(A, key.data), offsetof(A, value.data), offsetof(A, slot_mapping),
+                      offsetof(A, block_table), offsetof(A, seq_lens),
+                      offsetof(A, query_start_loc), offsetof(A, alibi_slopes),
+                      offsetof(A, sinks)});
+  }
+}
+
 Result run(PagedAttentionArgs& args, const Tensor& query) {
   std::vector<int64_t> out_shape{args.tokens, args.heads, args.value_dim};
   std::vector<int64_t> lse_shape{args.tokens, args.heads};
@@ -184,6 +204,7 @@ Result run(PagedAttentionArgs& args, const Tensor& query) {
   int64_t error[4] = {};
   int32_t status = compiled_attn_paged_attention(&args, error);
   if (status != kOk) explain(status, error, args);
+  note(args);
   return {out, lse};
 }
 
@@ -279,9 +300,21 @@ Tensor room_for(const Tensor& input, PackedLinearArgs& layer) {
   return out;
 }
 
+int32_t play_linear(const int64_t* words) {
+  const auto* layers = reinterpret_cast<const PackedLinearArgs*>(words + 2);
+  return compiled_attn_packed_linear(layers, words[0], int32_t(words[1]));
+}
+
 void multiply(const PackedLinearArgs* layers, int64_t count, bool is_gated = false) {
   if (compiled_attn_packed_linear(layers, count, is_gated) != kOk) {
     fail("scratch memory", "none", "free memory");
+  }
+  if (Notes* notes = Notes::wanted()) {
+    using A = PackedLinearArgs;
+    notes->begin(play_linear), notes->put(count), notes->put(is_gated);
+    for (int64_t i = 0; i < count; ++i)
+      notes->put(layers[i], {offsetof(A, input), offsetof(A, weight), offsetof(A, scale),
+                             offsetof(A, bias), offsetof(A, out)});
   }
 }
 
@@ -342,6 +375,11 @@ Tensor packed_gated(Tensor input, std::vector<Tensor> weights, std::vector<Tenso
   });
 }
 
+int32_t play_rows(const int64_t* words) {
+  int64_t bad = 0;
+  return take_packed_rows(*reinterpret_cast<const PackedRowsArgs*>(words), bad);
+}
+
 Tensor packed_rows(Tensor weight, Tensor ids) {
   return in_op("packed_rows", [&] {
     const auto dtype = weight.scalar_type();
@@ -353,23 +391,23 @@ Tensor packed_rows(Tensor weight, Tensor ids) {
     check_dense("weight", weight, {panels, groups, kRowsOfPanel, together},
                 is_known ? dtype : ScalarType::BFloat16);
     check_dense("ids", ids, {count}, ScalarType::Long);
+    std::vector<int64_t> shape{count, together * groups};
+    Tensor out = torch::stable::new_empty(weight, shape, is_halves ? ScalarType::Float : dtype);
+    PackedRowsArgs args{};
+    args.weight = weight.const_data_ptr(), args.ids = data_of<int64_t>(ids);
+    args.out = out.mutable_data_ptr(), args.count = count, args.panels = panels;
+    args.groups = groups, args.bytes = together * weight.element_size();
+    args.is_halves = is_halves;
     int64_t bad = 0;
-    if (!are_rows(data_of<int64_t>(ids), count, panels * kRowsOfPanel, bad)) {
+    if (take_packed_rows(args, bad) != kOk) {
       fail(text("ids in 0..", panels * kRowsOfPanel - 1), std::to_string(bad),
            "look up rows of the weight");
     }
-    std::vector<int64_t> shape{count, together * groups};
-    const auto made = is_halves ? ScalarType::Float : dtype;
-    Tensor out = torch::stable::new_empty(weight, shape, made);
-    const auto* from = static_cast<const char*>(weight.const_data_ptr());
-    const int64_t bytes = together * weight.element_size();
-    const int64_t row = groups * together * out.element_size();
-    auto* to = static_cast<char*>(out.mutable_data_ptr());
-    const auto copy = is_halves    ? widen_packed_row
-                      : bytes == 4 ? copy_packed_row<4>
-                                   : copy_packed_row<2>;
-    for (int64_t i = 0; i < count; ++i, to += row)
-      copy(from, groups, data_of<int64_t>(ids)[i], to);
+    if (Notes* notes = Notes::wanted()) {
+      using A = PackedRowsArgs;
+      notes->begin(play_rows);
+      notes->put(args, {offsetof(A, weight), offsetof(A, ids), offsetof(A, out)});
+    }
     return out;
   });
 }

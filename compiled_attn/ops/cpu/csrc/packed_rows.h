@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "abi.h"
+
 namespace compiled_attn {
 
 constexpr int64_t kRowsOfPanel = 16;
@@ -35,6 +37,28 @@ inline bool are_rows(const int64_t* ids, int64_t count, int64_t rows, int64_t& b
   for (int64_t i = 0; i < count; ++i)
     if (ids[i] < 0 || ids[i] >= rows) return bad = ids[i], false;
   return true;
+}
+
+// Rows of a weight [panels, groups, kRowsOfPanel, ...] with `bytes` that lie together.
+struct PackedRowsArgs {
+  const void* weight;
+  const int64_t* ids;  // [count]
+  void* out;           // [count, row]
+  int64_t count, panels, groups, bytes;
+  int64_t is_halves;
+};
+
+// kOk, or kBadRow with an id that is no row; then nothing is written.
+inline int32_t take_packed_rows(const PackedRowsArgs& args, int64_t& bad) {
+  if (!are_rows(args.ids, args.count, args.panels * kRowsOfPanel, bad)) return kBadRow;
+  const int64_t row = args.groups * args.bytes * (args.is_halves ? 2 : 1);
+  const auto copy = args.is_halves    ? widen_packed_row
+                    : args.bytes == 4 ? copy_packed_row<4>
+                                      : copy_packed_row<2>;
+  auto* to = static_cast<char*>(args.out);
+  for (int64_t i = 0; i < args.count; ++i, to += row)
+    copy(static_cast<const char*>(args.weight), args.groups, args.ids[i], to);
+  return kOk;
 }
 
 }  // namespace compiled_attn

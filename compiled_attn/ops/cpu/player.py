@@ -1,0 +1,57 @@
+"""Plays tapes of graphs: the calls of inductor's kernels and of our ops, made by the library."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from graphs.backends.tape.player import Call
+
+__all__ = ["NativePlayer"]
+
+_MOST_WORDS = 64  # `kMostWords` of csrc/abi.h
+
+
+class NativePlayer:
+    """A `graphs.backends.tape.player.Player` of a loaded library, whose ops note their calls.
+
+    Args:
+        library: of `compiled_attn.ops.cpu.build.build`.
+    """
+
+    most_words = _MOST_WORDS
+
+    def __init__(self, library: Path) -> None:
+        self._library = native = ctypes.CDLL(str(library))
+        self.entry = ctypes.cast(native.compiled_attn_call, ctypes.c_void_p).value or 0
+        self._play = native.compiled_attn_play
+        self._play.argtypes = ctypes.c_void_p, ctypes.c_int64
+        self._note_calls, self._give = native.compiled_attn_note_calls, native.compiled_attn_noted
+        self._give.restype = ctypes.c_int64
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[Callable[[], Call | None]]:
+        """While entered, ops note their calls in this thread; the function gives the last one."""
+        self._note_calls(1)
+        try:
+            yield self._noted
+        finally:
+            self._note_calls(0)
+
+    def play(self, words: NDArray[np.int64]) -> bool:
+        """Makes calls, each as ``[words in all, entry, words...]``; False as soon as one fails.
+
+        Python's other threads run meanwhile.
+        """
+        return not self._play(words.ctypes.data, len(words))
+
+    def _noted(self) -> Call | None:
+        words, places = ctypes.POINTER(ctypes.c_int64)(), ctypes.POINTER(ctypes.c_int64)()
+        count = ctypes.c_int64()
+        total = self._give(ctypes.byref(words), ctypes.byref(places), ctypes.byref(count))
+        return Call(words[:total], places[: count.value]) if total else None

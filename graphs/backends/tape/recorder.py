@@ -1,0 +1,243 @@
+"""Writes down the native calls of a module that inductor wrote, while it runs."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphs.backends.tape.memory import Given, Made, lay_out
+from graphs.backends.tape.player import Call, Player
+
+__all__ = ["NotTaped", "Output", "Recorder", "Recording"]
+
+# Names in what inductor writes.
+_ALLOCATE, _KERNEL = "empty_strided_cpu", "kernel"
+_ONE_AT_A_TIME = threading.RLock()  # graphs of several callables may share a module
+_KERNELS = re.compile(r"^(\w+) = async_compile\.", re.MULTILINE)
+_READS_SIZES = re.compile(r"\w+_(?:size|stride) = \w+\.(?:size|stride)\(\)")
+
+
+class NotTaped(Exception):
+    """Why a run cannot be made again from its calls."""
+
+
+class Output(NamedTuple):
+    """A tensor that a graph returns: which of the memories that it makes for them, and what of it.
+
+    Attributes:
+        memory: by number.
+        dtype, offset, shape, stride: in elements.
+    """
+
+    memory: int
+    dtype: torch.dtype
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def of(self, memories: Sequence[torch.UntypedStorage]) -> Tensor:
+        """The tensor."""
+        empty = torch.empty(0, dtype=self.dtype)
+        return empty.set_(memories[self.memory], self.offset, self.shape, self.stride)
+
+
+class Recording(NamedTuple):
+    """The calls of a run, and which of their words are addresses of what.
+
+    Attributes:
+        words: each call as a player takes it.
+        at, base, offset: places of addresses in ``words``; which of inputs, arena and memories of
+            outputs, in this order, each is in; how many bytes behind its beginning.
+        inputs: places of those inputs that are used.
+        arena_bytes: for all that is made on the way.
+        memories: bytes of each that outputs are in.
+        outputs: what is returned.
+    """
+
+    words: list[int]
+    at: list[int]
+    base: list[int]
+    offset: list[int]
+    inputs: list[int]
+    arena_bytes: int
+    memories: list[int]
+    outputs: list[Output]
+
+
+class Recorder(TorchDispatchMode):
+    """Records a run of a module on its inputs.
+
+    Kernels are seen as the module's globals call them, ops and everything else of torch by the
+    dispatcher; what bypasses both allocates, or makes views. Memory is told from other memory by
+    where it is, so what is freed is let go before anything else is made.
+
+    Args:
+        module: what inductor wrote.
+        inputs: of the run, sizes and tensors.
+        player: says how ops note their calls, and how functions are called.
+    """
+
+    def __init__(self, module: ModuleType, inputs: Sequence[Any], player: Player) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._module, self._player = module, player
+        self._given = Given(inputs)
+        self._thread = threading.get_ident()
+        self._noted: Callable[[], Call | None] = lambda: None
+        self._live: list[Made] = []
+        self._calls: list[tuple[Call, list[tuple[Made | int, int]]]] = []
+        self._why_not = ""
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """While entered, what this thread calls of the module is recorded."""
+        names = vars(self._module)
+        code = Path(self._module.__file__ or "").read_text("utf-8")
+        if _READS_SIZES.search(code):
+            self._refuse("its sizes are not among its inputs")
+        with _ONE_AT_A_TIME:
+            own: dict[str, Any] = {_ALLOCATE: partial(self._allocate, names[_ALLOCATE])}
+            for name in _KERNELS.findall(code):
+                own[name] = partial(self._call_kernel, names[name], self._address_of(names[name]))
+            before = {name: names[name] for name in own}
+            with self._player.noting() as self._noted, self:
+                try:
+                    names.update(own)
+                    yield
+                finally:
+                    names.update(before)
+
+    def finish(self, returned: Sequence[Any]) -> Recording:
+        """What was recorded of a run that returned this.
+
+        Raises:
+            NotTaped: the run did something that its calls do not tell.
+        """
+        if self._why_not:
+            raise NotTaped(self._why_not)
+        of_outputs = [self._memory_of(tensor) for tensor in returned]
+        outputs = {made: n for n, made in enumerate(dict.fromkeys(of_outputs))}
+        used = dict.fromkeys(of for _, places in self._calls for of, _ in places)
+        inputs = sorted(of for of in used if isinstance(of, int))
+        on_the_way = {of for of in used if isinstance(of, Made) and of not in outputs}
+        size = lay_out(on_the_way)
+        bases: dict[Made | int, int] = {of: n for n, of in enumerate(inputs)}
+        bases |= dict.fromkeys(on_the_way, len(inputs))
+        bases |= {of: len(inputs) + 1 + n for of, n in outputs.items()}
+        words: list[int] = []
+        addresses: list[tuple[int, int, int]] = []
+        for call, places in self._calls:
+            begin = len(words) + 1
+            words += [len(call.words) + 1, *call.words]
+            for place, (of, where) in zip(call.addresses, places, strict=True):
+                behind = where + (of.offset if isinstance(of, Made) else 0)
+                addresses.append((begin + place, bases[of], behind))
+        at, base, offset = ([each[i] for each in addresses] for i in range(3))
+        memories = [made.bytes for made in outputs]
+        told = [
+            Output(outputs[made], x.dtype, x.storage_offset(), tuple(x.shape), x.stride())
+            for made, x in zip(of_outputs, returned, strict=True)
+        ]
+        return Recording(words, at, base, offset, inputs, size, memories, told)
+
+    def __torch_dispatch__(
+        self, op: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        made = op(*args, **(kwargs or {}))
+        if op.is_view:
+            return made
+        call = self._noted()
+        for tensor in made if isinstance(made, tuple | list) else [made]:
+            if isinstance(tensor, Tensor):
+                self._make(tensor)
+        if call is None:
+            self._refuse(f"it calls {op}, which notes no call")
+        else:
+            self._note(call)
+        return made
+
+    def _allocate(self, allocate: Callable[..., Tensor], *args: Any) -> Tensor:
+        made = allocate(*args)
+        if threading.get_ident() == self._thread:
+            self._make(made)
+        return made
+
+    def _call_kernel(self, kernel: Callable[..., Any], address: int, *args: Any) -> Any:
+        result = kernel(*args)
+        if threading.get_ident() == self._thread:
+            self._note_kernel(address, args)
+        return result
+
+    def _note_kernel(self, address: int, args: Sequence[Any]) -> None:
+        words, addresses = [self._player.entry, address], []
+        for arg in args:
+            if isinstance(arg, Tensor):
+                if where := arg.data_ptr():  # none where it is empty
+                    addresses.append(len(words))
+                words.append(where)
+            elif type(arg) is int:
+                words.append(arg)
+            else:
+                return self._refuse(f"a kernel takes a {type(arg).__name__}")
+        missing = self._player.most_words - len(args)
+        if missing < 0:
+            return self._refuse(f"a kernel takes {len(args)} arguments")
+        return self._note(Call([*words, *[0] * missing], addresses))
+
+    def _note(self, call: Call) -> None:
+        self._let_go()
+        places = []
+        for place in call.addresses:
+            found = self._find(call.words[place])
+            if found is None:
+                return self._refuse("a call takes memory that is no input and was not made here")
+            places.append(found)
+            if isinstance(found[0], Made):
+                found[0].end = len(self._calls) + 1
+        self._calls.append((call, places))
+        return None
+
+    def _make(self, tensor: Tensor) -> None:
+        self._let_go()
+        if tensor.untyped_storage().nbytes():
+            self._live.append(Made(tensor, len(self._calls)))
+
+    def _let_go(self) -> None:
+        self._live = [made for made in self._live if not made.is_gone]
+
+    def _find(self, address: int) -> tuple[Made | int, int] | None:
+        """Whose memory an address is in, and how far behind its beginning."""
+        for made in self._live:
+            if made.has(address):
+                return made, address - made.address
+        return self._given.find(address)
+
+    def _memory_of(self, tensor: Any) -> Made:
+        if isinstance(tensor, Tensor):
+            self._let_go()
+            for made in self._live:
+                if made.address == tensor.untyped_storage().data_ptr():
+                    return made
+        raise NotTaped("it returns something else than tensors that it made")
+
+    def _address_of(self, kernel: Any) -> int:
+        """Where the function behind one of inductor's bindings is."""
+        try:
+            library = ctypes.CDLL(kernel.__self__.__file__)
+            return ctypes.cast(library[_KERNEL], ctypes.c_void_p).value or 0
+        except (AttributeError, OSError):
+            self._refuse("its kernels are not bound as they are known to be")
+            return 0
+
+    def _refuse(self, why: str) -> None:
+        self._why_not = self._why_not or why

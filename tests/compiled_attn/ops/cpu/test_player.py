@@ -1,0 +1,234 @@
+"""Calls that the ops note, and the player that makes them again, in C."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from compiled_attn.ops import NativeUnavailable, load, packed_linear
+from compiled_attn.ops.cpu.build import find_compiler
+from compiled_attn.ops.cpu.player import NativePlayer
+from graphs import capture
+from graphs.backends.tape.tape import Tapes
+from tests.compiled_attn.ops.native_scene import new_tokens, scene
+from tests.graphs.backends.tape.player_double import PlayerDouble
+
+
+@pytest.fixture(autouse=True)
+def _no_grad():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(scope="module")
+def ops():
+    try:
+        find_compiler()
+    except NativeUnavailable as error:
+        pytest.skip(str(error))
+    return load()
+
+
+@pytest.fixture(scope="module")
+def player(ops):
+    return ops.player()
+
+
+def attend(ops):
+    step = scene([(3, 5), (1, 40), (0, 0), (17, 17)])
+    return [*step.arguments], lambda *given: ops.paged_attention(*given)
+
+
+def write_and_attend(ops):
+    step = scene([(3, 5), (1, 40), (17, 17)])
+    key, value, slots = new_tokens(step)
+    given = [step.query, key, value, step.key_cache, step.value_cache, slots, *step.step]
+    return given, lambda *given: ops.paged_attention_(*given)
+
+
+def attend_with_options(ops):
+    step = scene([(3, 5), (1, 40)])
+    slopes, sinks = torch.rand(4), torch.randn(4)
+
+    def call(*given):
+        *positional, alibi, sink = given
+        return ops.paged_attention(*positional, window=7, alibi_slopes=alibi, sinks=sink)
+
+    return [*step.arguments, slopes, sinks], call
+
+
+def multiply(ops):
+    weight, bias = packed_linear.pack(torch.randn(48, 64)), torch.randn(48)
+    return [torch.randn(9, 64), weight, bias], lambda *given: [ops.packed_linear(*given)]
+
+
+def multiply_all(ops):
+    weights = [packed_linear.halve(torch.randn(n, 64).bfloat16().float()) for n in (48, 16, 32)]
+    return [torch.randn(5, 64), *weights], lambda x, *given: ops.packed_linears(x, [*given])
+
+
+def multiply_int8(ops):
+    (gate, a), (up, b) = (packed_linear.quantise(torch.randn(48, 64)) for _ in range(2))
+    x = torch.randn(3, 64).bfloat16()
+    return [x, gate, up, a, b], lambda x, g, u, a, b: [ops.packed_gated(x, [g, u], [], [a, b])]
+
+
+def look_up(ops):
+    weight = packed_linear.pack(torch.randn(48, 64).bfloat16())
+    return [weight, torch.tensor([3, 47, 0])], lambda *given: [ops.packed_rows(*given)]
+
+
+def look_up_halves(ops):
+    weight = packed_linear.halve(torch.randn(48, 64).bfloat16().float())
+    return [weight, torch.tensor([3, 47, 0])], lambda *given: [ops.packed_rows(*given)]
+
+
+CALLS = [
+    attend, write_and_attend, attend_with_options, multiply, multiply_all, multiply_int8, look_up,
+    look_up_halves,
+]  # fmt: skip
+
+
+def are_equal(a, b):
+    """Bit for bit: caches hold NaN where nothing may be read."""
+    return torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8))
+
+
+@pytest.mark.parametrize("make", CALLS)
+def test_a_noted_call_does_the_same_in_other_memory(ops, player, make):
+    torch.manual_seed(0)
+    given, call = make(ops)
+    moved = [each.clone() if isinstance(each, torch.Tensor) else each for each in given]
+    with player.noting() as noted:
+        made = [*call(*given)]
+        words, addresses = noted()
+        assert noted() is None
+    other = [torch.full_like(each, 7) for each in made]
+    where = {a.data_ptr(): b for a, b in zip((*given, *made), (*moved, *other), strict=True)
+             if isinstance(a, torch.Tensor)}  # fmt: skip
+    tape = [len(words) + 1, *words]
+    assert {words[place] for place in addresses} == {*where}
+    for place in addresses:
+        tape[1 + place] = where[words[place]].data_ptr()
+    assert player.play(np.array(tape, np.int64))
+    for a, b in zip((*made, *given), (*other, *moved), strict=True):
+        assert are_equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+def test_nothing_is_noted_that_nobody_asks_for(ops, player):
+    given, call = multiply(ops)
+    with player.noting() as noted:
+        pass
+    call(*given)
+    assert noted() is None
+    with player.noting() as noted:
+        assert noted() is None
+
+
+def test_an_op_that_fails_notes_nothing(ops, player):
+    weight = packed_linear.pack(torch.randn(48, 64))
+    with player.noting() as noted:
+        with pytest.raises(RuntimeError, match="look up rows"):
+            ops.packed_rows(weight, torch.tensor([48]))
+        assert noted() is None
+
+
+def test_a_play_ends_with_the_first_call_that_fails(ops, player):
+    given, call = look_up(ops)
+    with player.noting() as noted:
+        (made,) = call(*given)
+        one, _ = noted()
+        (after,) = call(*given)
+        two, _ = noted()
+    made.zero_(), after.zero_()
+    given[1][1] = 48
+    tape = np.array([len(one) + 1, *one, len(two) + 1, *two], np.int64)
+    assert not player.play(tape)
+    assert not made.any() and not after.any()
+    given[1][1] = 47
+    assert player.play(tape)
+    assert torch.equal(made, after) and made.any()
+
+
+def test_words_reach_a_function_as_they_are(player):
+    told = []
+    kind = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 20)
+    function = kind(lambda *words: told.append(words))
+    words = [player.entry, ctypes.cast(function, ctypes.c_void_p).value, *range(-10, 10)]
+    words += [99] * (player.most_words + 2 - len(words))
+    assert player.play(np.array([len(words) + 1, *words] * 2, np.int64))
+    assert told == [tuple(range(-10, 10))] * 2
+
+
+def test_an_empty_tape_does_nothing(player):
+    assert player.play(np.array([], np.int64))
+
+
+class Block(nn.Module):
+    """Attention and layers between kernels of inductor, which write to a cache."""
+
+    def __init__(self, ops, step):
+        super().__init__()
+        self.ops, self.step = ops, step
+        self.key, self.value = nn.Buffer(step.key_cache), nn.Buffer(step.value_cache)
+        self.weight = nn.Buffer(packed_linear.pack(torch.randn(64, 64)))
+
+    def forward(self, query, table, lengths, starts):
+        for _ in range(2):
+            attended, lse = torch.ops.compiled_attn.paged_attention(
+                query, self.key, self.value, table, lengths, starts, self.step.scale
+            )
+            rows = torch.relu(attended.flatten(1)) * lse.clamp_min(0).mean()
+            rows = torch.ops.compiled_attn.packed_linear(rows, self.weight, None, None)
+            query = torch.tanh(rows).unflatten(1, (4, 16)) + query
+            self.key[:, 0] *= 0.5
+        return query
+
+
+def test_a_taped_graph_with_ops_is_that_of_eager_and_of_a_player_in_python(ops, player):
+    torch.manual_seed(0)
+    step = scene([(3, 5), (1, 40), (17, 17)])
+    inputs = [step.query, *step.step[:3]]
+    module = Block(ops, step)
+    tapes = Tapes(player)
+    graph = capture(module, inputs, tapes=tapes)
+    assert (tapes.made, tapes.refused) == (1, {})
+    for _ in range(3):
+        inputs[0] = torch.randn_like(inputs[0])
+        inputs[1] = inputs[1].clone()
+        before = module.key.clone()
+        expected = module(*inputs)
+        after = module.key.clone()
+        module.key.copy_(before)
+        torch.testing.assert_close(graph.run(*inputs), expected, equal_nan=False)
+        torch.testing.assert_close(module.key, after, equal_nan=True)
+
+
+def test_a_step_that_an_op_refuses_is_refused_with_its_words(ops, player):
+    step = scene([(3, 5), (1, 40)])
+    inputs = [step.query, *step.step[:3]]
+    module = Block(ops, step)
+    graph = capture(module, inputs, tapes=(tapes := Tapes(player)))
+    assert tapes.made == 1
+    good, keys = graph.run(*inputs), module.key.clone()
+    bad = inputs[1].clone()
+    bad[1, 0] = 10**6
+    with pytest.raises(RuntimeError, match=r"block_table\[1, 0\] in 0\.\."):
+        graph.run(inputs[0], bad, *inputs[2:])
+    assert are_equal(module.key, keys)
+    assert good.isfinite().all() and graph.run(*inputs).isfinite().all()
+
+
+def test_the_reference_has_no_player():
+    assert load("reference").player() is None
+
+
+def test_the_player_is_one_of_the_kind_that_graphs_take(player):
+    assert isinstance(player, NativePlayer)
+    assert {*vars(PlayerDouble)} - {"__init__", "__module__", "__doc__"} <= {*dir(player)} | {
+        "__dict__", "__weakref__", "__annotations__",
+    }  # fmt: skip
