@@ -60,7 +60,7 @@ class NativeOps:
 
     def player(self) -> NativePlayer | None:
         """Plays tapes of graphs that call these ops; None for Python."""
-        return NativePlayer(self.build.library) if self.build else None
+        return NativePlayer(self.build.library, self.namespace) if self.build else None
 
     def paged_attention(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """See `reference.paged_attention`."""

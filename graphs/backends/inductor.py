@@ -91,12 +91,10 @@ class InductorBackend(Backend):
         """
         examples = separated(example_inputs)
         job = Job(function, examples, name, warm_runs, symbolic, mode, options, tapes)
-        with tapes.taping() if tapes else contextlib.nullcontext():
-            if symbolic is None:
-                frozen = self.alone(job)
-            else:
-                alone = partial(self.alone, replace(job, symbolic=None))
-                frozen = symbolic.capture(job, partial(self.shared, job), alone)
+        make: Callable[[], Frozen] = partial(self.alone, replace(job, symbolic=None))
+        if symbolic is not None:
+            make = partial(symbolic.capture, job, partial(self.shared, job), make)
+        frozen = tapes.taping(make) if tapes else make()
         return replace(frozen, keeps=tapes)
 
     def alone(self, job: Job) -> Frozen:

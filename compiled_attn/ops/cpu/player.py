@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from graphs.backends.tape.player import Call
+from compiled_attn.ops.schema import schemas
+from graphs.backends.tape.calls import Call
 
 __all__ = ["NativePlayer"]
 
@@ -18,37 +19,41 @@ _MOST_WORDS = 64  # `kMostWords` of csrc/abi.h
 
 
 class NativePlayer:
-    """A `graphs.backends.tape.player.Player` of a loaded library, whose ops note their calls.
+    """A `graphs.backends.tape.calls.Player` of a loaded library, whose ops note their calls.
 
     Args:
         library: of `compiled_attn.ops.cpu.build.build`.
+        namespace: of its ops.
     """
 
     most_words = _MOST_WORDS
 
-    def __init__(self, library: Path) -> None:
+    def __init__(self, library: Path, namespace: str) -> None:
+        self.ops = frozenset(f"{namespace}::{name}" for name in schemas())
         self._library = native = ctypes.CDLL(str(library))
         self.entry = ctypes.cast(native.compiled_attn_call, ctypes.c_void_p).value or 0
         self._play = native.compiled_attn_play
-        self._play.argtypes = ctypes.c_void_p, ctypes.c_int64
+        self._play.argtypes, self._play.restype = (ctypes.c_void_p, ctypes.c_int64), ctypes.c_char_p
         self._note_calls, self._give = native.compiled_attn_note_calls, native.compiled_attn_noted
         self._give.restype = ctypes.c_int64
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[Callable[[], Call | None]]:
-        """While entered, ops note their calls in this thread; the function gives the last one."""
-        self._note_calls(1)
+        """While entered, the ops note their calls in this thread; the function gives the last."""
         try:
+            self._note_calls(1)
             yield self._noted
         finally:
             self._note_calls(0)
 
-    def play(self, words: NDArray[np.int64]) -> bool:
-        """Makes calls, each as ``[words in all, entry, words...]``; False as soon as one fails.
+    def play(self, words: NDArray[np.int64]) -> None:
+        """Makes calls, see `graphs.backends.tape.calls.Player.play`. Other threads run meanwhile.
 
-        Python's other threads run meanwhile.
+        Raises:
+            RuntimeError: one failed, as its op or kernel does, and none behind it was made.
         """
-        return not self._play(words.ctypes.data, len(words))
+        if why := self._play(words.ctypes.data, len(words)):
+            raise RuntimeError(why.decode(errors="replace"))
 
     def _noted(self) -> Call | None:
         words, places = ctypes.POINTER(ctypes.c_int64)(), ctypes.POINTER(ctypes.c_int64)()

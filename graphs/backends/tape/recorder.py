@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import re
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar, copy_context
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -16,14 +14,15 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphs.backends.tape.memory import Given, Made, lay_out
-from graphs.backends.tape.player import Call, Player
+from graphs.backends.tape.calls import Call, Player
+from graphs.backends.tape.liveness import Given, Made, lay_out
 
-__all__ = ["NotTaped", "Output", "Recorder", "Recording"]
+__all__ = ["NotTaped", "Output", "Recorder", "Recording", "watch_calls"]
 
-# Names in what inductor writes.
+_RECORDER: ContextVar[Recorder | None] = ContextVar("recorder of what runs", default=None)
+
+# Of what inductor writes: names, kernels, sizes that are no inputs.
 _ALLOCATE, _KERNEL = "empty_strided_cpu", "kernel"
-_ONE_AT_A_TIME = threading.RLock()  # graphs of several callables may share a module
 _KERNELS = re.compile(r"^(\w+) = async_compile\.", re.MULTILINE)
 _READS_SIZES = re.compile(r"\w+_(?:size|stride) = \w+\.(?:size|stride)\(\)")
 
@@ -48,7 +47,7 @@ class Output(NamedTuple):
 
     def of(self, memories: Sequence[torch.UntypedStorage]) -> Tensor:
         """The tensor."""
-        empty = torch.empty(0, dtype=self.dtype)
+        empty = torch.empty(0, dtype=self.dtype, device="cpu")
         return empty.set_(memories[self.memory], self.offset, self.shape, self.stride)
 
 
@@ -75,47 +74,95 @@ class Recording(NamedTuple):
     outputs: list[Output]
 
 
+def watch_calls(module: ModuleType) -> str:
+    """Lets recorders see what a module that inductor wrote calls by its globals.
+
+    Returns:
+        Why they cannot; an empty string where they can. A module is watched for good, as inductor
+        keeps those that it loaded; what is not recorded costs it a fraction of a microsecond more.
+    """
+    names = vars(module)
+    if _ALLOCATE not in names or not module.__file__:
+        return "its module is not as it is known to be"
+    code = Path(module.__file__).read_text("utf-8")
+    if _READS_SIZES.search(code):
+        return "its sizes are not among its inputs"
+    kernels = {name: names[name] for name in _KERNELS.findall(code)}
+    new = {name: each for name, each in kernels.items() if not isinstance(each, _Kernel)}
+    addresses = {name: _address_of(each) for name, each in new.items()}
+    if not all(addresses.values()):
+        return "its kernels are not bound as they are known to be"
+    names.update({name: _Kernel(each, addresses[name]) for name, each in new.items()})
+    if not isinstance(names[_ALLOCATE], _Allocate):
+        names[_ALLOCATE] = _Allocate(names[_ALLOCATE])
+    return ""
+
+
+def _address_of(kernel: Any) -> int:
+    """Where the function behind one of inductor's bindings is; 0: it is not to be found."""
+    try:
+        library = ctypes.CDLL(kernel.__self__.__file__)
+        return ctypes.cast(library[_KERNEL], ctypes.c_void_p).value or 0
+    except (AttributeError, OSError):
+        return 0
+
+
+class _Kernel:
+    """A kernel whose calls a recorder sees."""
+
+    def __init__(self, kernel: Callable[..., Any], address: int) -> None:
+        self._kernel, self._address = kernel, address
+
+    def __call__(self, *args: Any) -> Any:
+        result = self._kernel(*args)
+        if recorder := _RECORDER.get():
+            recorder.note_kernel(self._address, args)
+        return result
+
+
+class _Allocate:
+    """An allocator whose tensors a recorder sees."""
+
+    def __init__(self, allocate: Callable[..., Tensor]) -> None:
+        self._allocate = allocate
+
+    def __call__(self, *args: Any) -> Tensor:
+        made = self._allocate(*args)
+        if recorder := _RECORDER.get():
+            recorder.note_memory(made)
+        return made
+
+
 class Recorder(TorchDispatchMode):
-    """Records a run of a module on its inputs.
+    """Records a run of a watched module on its inputs.
 
     Kernels are seen as the module's globals call them, ops and everything else of torch by the
     dispatcher; what bypasses both allocates, or makes views. Memory is told from other memory by
     where it is, so what is freed is let go before anything else is made.
 
     Args:
-        module: what inductor wrote.
         inputs: of the run, sizes and tensors.
         player: says how ops note their calls, and how functions are called.
     """
 
-    def __init__(self, module: ModuleType, inputs: Sequence[Any], player: Player) -> None:
+    def __init__(self, inputs: Sequence[Any], player: Player) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._module, self._player = module, player
+        self._player = player
         self._given = Given(inputs)
-        self._thread = threading.get_ident()
         self._noted: Callable[[], Call | None] = lambda: None
         self._live: list[Made] = []
         self._calls: list[tuple[Call, list[tuple[Made | int, int]]]] = []
         self._why_not = ""
+        for each in inputs:
+            if not isinstance(each, Tensor) and type(each) is not int:
+                self._refuse(f"it takes a {type(each).__name__}")
 
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
-        """While entered, what this thread calls of the module is recorded."""
-        names = vars(self._module)
-        code = Path(self._module.__file__ or "").read_text("utf-8")
-        if _READS_SIZES.search(code):
-            self._refuse("its sizes are not among its inputs")
-        with _ONE_AT_A_TIME:
-            own: dict[str, Any] = {_ALLOCATE: partial(self._allocate, names[_ALLOCATE])}
-            for name in _KERNELS.findall(code):
-                own[name] = partial(self._call_kernel, names[name], self._address_of(names[name]))
-            before = {name: names[name] for name in own}
-            with self._player.noting() as self._noted, self:
-                try:
-                    names.update(own)
-                    yield
-                finally:
-                    names.update(before)
+    def record(self, call: Callable[[list[Any]], Any], args: list[Any]) -> Any:
+        """What a module's call returns of arguments, while it is recorded."""
+        context = copy_context()
+        context.run(_RECORDER.set, self)
+        with self._player.noting() as self._noted, self:
+            return context.run(call, args)
 
     def finish(self, returned: Sequence[Any]) -> Recording:
         """What was recorded of a run that returned this.
@@ -123,6 +170,8 @@ class Recorder(TorchDispatchMode):
         Raises:
             NotTaped: the run did something that its calls do not tell.
         """
+        if not self._calls:
+            self._refuse("it calls nothing")
         if self._why_not:
             raise NotTaped(self._why_not)
         of_outputs = [self._memory_of(tensor) for tensor in returned]
@@ -153,32 +202,29 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, op: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
+        is_known = op._schema.name in self._player.ops
+        self._noted()  # or else what an op noted before might be taken for a call of this one
         made = op(*args, **(kwargs or {}))
         if op.is_view:
             return made
-        call = self._noted()
+        call = self._noted() if is_known else None
         for tensor in made if isinstance(made, tuple | list) else [made]:
             if isinstance(tensor, Tensor):
-                self._make(tensor)
+                self.note_memory(tensor)
         if call is None:
             self._refuse(f"it calls {op}, which notes no call")
         else:
             self._note(call)
         return made
 
-    def _allocate(self, allocate: Callable[..., Tensor], *args: Any) -> Tensor:
-        made = allocate(*args)
-        if threading.get_ident() == self._thread:
-            self._make(made)
-        return made
+    def note_memory(self, tensor: Tensor) -> None:
+        """Notes a tensor that was just made."""
+        self._let_go()
+        if tensor.untyped_storage().nbytes():
+            self._live.append(Made(tensor, len(self._calls)))
 
-    def _call_kernel(self, kernel: Callable[..., Any], address: int, *args: Any) -> Any:
-        result = kernel(*args)
-        if threading.get_ident() == self._thread:
-            self._note_kernel(address, args)
-        return result
-
-    def _note_kernel(self, address: int, args: Sequence[Any]) -> None:
+    def note_kernel(self, address: int, args: Sequence[Any]) -> None:
+        """Notes a call of the function at an address."""
         words, addresses = [self._player.entry, address], []
         for arg in args:
             if isinstance(arg, Tensor):
@@ -200,17 +246,14 @@ class Recorder(TorchDispatchMode):
         for place in call.addresses:
             found = self._find(call.words[place])
             if found is None:
-                return self._refuse("a call takes memory that is no input and was not made here")
+                return self._refuse(
+                    "a call takes memory that was not made here, and is not in one input alone"
+                )
             places.append(found)
             if isinstance(found[0], Made):
                 found[0].end = len(self._calls) + 1
         self._calls.append((call, places))
         return None
-
-    def _make(self, tensor: Tensor) -> None:
-        self._let_go()
-        if tensor.untyped_storage().nbytes():
-            self._live.append(Made(tensor, len(self._calls)))
 
     def _let_go(self) -> None:
         self._live = [made for made in self._live if not made.is_gone]
@@ -223,21 +266,12 @@ class Recorder(TorchDispatchMode):
         return self._given.find(address)
 
     def _memory_of(self, tensor: Any) -> Made:
-        if isinstance(tensor, Tensor):
+        if isinstance(tensor, Tensor) and not (tensor.is_conj() or tensor.is_neg()):
             self._let_go()
             for made in self._live:
                 if made.address == tensor.untyped_storage().data_ptr():
                     return made
         raise NotTaped("it returns something else than tensors that it made")
-
-    def _address_of(self, kernel: Any) -> int:
-        """Where the function behind one of inductor's bindings is."""
-        try:
-            library = ctypes.CDLL(kernel.__self__.__file__)
-            return ctypes.cast(library[_KERNEL], ctypes.c_void_p).value or 0
-        except (AttributeError, OSError):
-            self._refuse("its kernels are not bound as they are known to be")
-            return 0
 
     def _refuse(self, why: str) -> None:
         self._why_not = self._why_not or why

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import logging
-import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
-from functools import partial
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar, copy_context
 from operator import itemgetter
 from types import ModuleType
 from typing import Any
@@ -19,8 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graphs.backends.tape.player import Player
-from graphs.backends.tape.recorder import NotTaped, Recorder, Recording
+from graphs.backends.tape.calls import Player
+from graphs.backends.tape.recorder import NotTaped, Recorder, Recording, watch_calls
+from graphs.watch.causes import describe_failure
 from graphs.watch.compiles import note_replay
 
 __all__ = ["Tape", "TapedCall", "Tapes"]
@@ -28,103 +26,64 @@ __all__ = ["Tape", "TapedCall", "Tapes"]
 _log = logging.getLogger(__name__)
 
 _TAPES: ContextVar[Tapes | None] = ContextVar("tapes of what is captured", default=None)
-_LOAD = "load_by_key_path"  # of inductor's cache of modules; other torches have none
 _GARBAGE = 0xFF  # as floats NaN, as integers -1
 
 
 class Tapes:
-    """The tapes of some graphs that run one at a time, and the memory that these share.
+    """The tapes of some graphs, and the memory that these share.
 
     Args:
         player: makes the calls.
-        repeats: whether a graph may run twice on the inputs that it is taped on, and then gives the
-            same: its tape is compared with it before it is used.
+        repeats: whether a graph may run twice on the inputs that it is taped on, and then returns
+            the same: what the first tape of each returns is compared before it is used. What it
+            writes to its inputs is not.
 
     Attributes:
         player, repeats: as given.
-        made: how many tapes there are.
+        are_played: while false, graphs run as inductor wrote them.
+        made: how many tapes were made.
         refused: how many runs could not be taped, by the reason.
     """
 
     def __init__(self, player: Player, *, repeats: bool = False) -> None:
         self.player, self.repeats = player, repeats
+        self.are_played = True
         self.made = 0
         self.refused: Counter[str] = Counter()
-        self._arena = torch.empty(0, dtype=torch.uint8)
-        self._in_use = threading.Lock()
+        self._arenas: list[Tensor] = []
 
-    @contextlib.contextmanager
-    def taping(self) -> Iterator[None]:
-        """While entered, graphs that inductor loads in this thread get tapes of what they run."""
-        before = _TAPES.set(self)
-        try:
-            with _LOADING:
-                yield
-        finally:
-            _TAPES.reset(before)
+    def taping(self, function: Callable[[], Any]) -> Any:
+        """What a function returns; graphs that inductor loads in it get tapes of what they run."""
+        _watch_loads()
+        context = copy_context()  # which nobody has to set back, whatever happens
+        context.run(_TAPES.set, self)
+        return context.run(function)
 
-    @contextlib.contextmanager
-    def arena(self, size: int) -> Iterator[Tensor | None]:
-        """Room for what a graph makes on its way, or None while another thread has it."""
-        if not self._in_use.acquire(blocking=False):
-            yield None
-            return
-        try:
-            if len(self._arena) < size:
-                self._arena = torch.empty(size, dtype=torch.uint8)
-            yield self._arena
-        finally:
-            self._in_use.release()
+    def take_arena(self, size: int) -> Tensor:
+        """Room for what a graph makes on its way, for the caller alone until it is put back.
 
+        One that an interrupt keeps from being put back is lost, and another is made.
+        """
+        arena = self._arenas.pop() if self._arenas else None
+        if arena is None or len(arena) < size:
+            arena = torch.empty(size, dtype=torch.uint8, device="cpu")
+        return arena
 
-class _Loading:
-    """Gives modules that inductor loads a taped call, where the thread is to tape them.
-
-    As long as one of several threads has entered it.
-    """
-
-    def __init__(self) -> None:
-        self._changing = threading.RLock()
-        self._entered = 0
-        self._before: Any = None
-
-    def __enter__(self) -> None:
-        with self._changing:
-            cache = _cache_of_modules()
-            if self._entered == 0 and hasattr(cache, _LOAD):
-                self._before, load = vars(cache)[_LOAD], getattr(cache, _LOAD)
-                setattr(cache, _LOAD, staticmethod(partial(_load_taped, load)))
-            self._entered += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._changing:
-            self._entered -= 1
-            if self._entered == 0 and self._before is not None:
-                setattr(_cache_of_modules(), _LOAD, self._before)
-                self._before = None
-
-
-_LOADING = _Loading()
-
-
-def _cache_of_modules() -> Any:
-    return getattr(importlib.import_module("torch._inductor.codecache"), "PyCodeCache", None)
-
-
-def _load_taped(load: Callable[..., ModuleType], *args: Any, **kwargs: Any) -> ModuleType:
-    module = load(*args, **kwargs)
-    return module if _TAPES.get() is None else _with_taped_call(module)
+    def put_back(self, arena: Tensor) -> None:
+        """Gives the arena to the next run."""
+        self._arenas.append(arena)
 
 
 class TapedCall:
-    """The call of a module that inductor wrote, with a tape for each of the sizes it ran at.
+    """The call of a module that inductor wrote, with a tape for each of the sizes it was taped at.
 
     Args:
         module: what inductor wrote. Its call takes a list of sizes and tensors, and empties it.
     """
 
     def __init__(self, module: ModuleType) -> None:
-        self._module, self._call = module, module.call
+        self._name, self._call = module.__name__, module.call
+        self._why_not = watch_calls(module)
         self._tapes: dict[Any, Tape | None] = {}
         self._sizes: Callable[[Sequence[Any]], Any] | None = None
 
@@ -134,31 +93,32 @@ class TapedCall:
             self._sizes = _getter([i for i, arg in enumerate(args) if type(arg) is int])
         sizes = self._sizes(args)
         tape = self._tapes.get(sizes)
-        if tape is not None:
-            made = tape.play(args)
-            if made is not None:
-                args.clear()
-                return made
-        elif sizes not in self._tapes and (tapes := _TAPES.get()) is not None:
+        if tape is not None and (tapes := tape.tapes()) is not None and tapes.are_played:
+            made = tape.play(args, tapes)
+            args.clear()
+            return made
+        if sizes not in self._tapes and (tapes := _TAPES.get()) is not None:
             return self._tape(args, sizes, tapes)
         return self._call(args)
 
     def _tape(self, args: list[Any], sizes: Any, tapes: Tapes) -> Any:
         """Runs and tapes it."""
-        self._tapes[sizes] = None
         given = [*args]
-        recorder = Recorder(self._module, given, tapes.player)
-        with recorder.recording():
-            made = self._call(args)
+        recorder = Recorder(given, tapes.player)
+        made = self._call(args) if self._why_not else recorder.record(self._call, args)
         try:
+            if self._why_not:
+                raise NotTaped(self._why_not)
             tape = Tape(recorder.finish(made), tapes)
-            if tapes.repeats:
-                again = tape.play(given, _GARBAGE)
-                if again is None or not all(map(_are_equal, made, again)):
-                    raise NotTaped("played again, it makes something else")
-        except NotTaped as reason:
-            tapes.refused[str(reason)] += 1
-            _log.info("%s has no tape: %s", self._module.__name__, reason)
+            if tapes.repeats and not any(self._tapes.values()):
+                again = tape.play(given, tapes, _GARBAGE)
+                if not all(map(_are_equal, made, again)):
+                    raise NotTaped("played again, it returns something else")
+        except Exception as error:  # the run itself is done
+            why = str(error) if isinstance(error, NotTaped) else describe_failure(error)
+            self._tapes[sizes] = None
+            tapes.refused[why] += 1
+            _log.info("%s has no tape: %s", self._name, why)
         else:
             self._tapes[sizes] = tape
             tapes.made += 1
@@ -170,12 +130,15 @@ class Tape:
 
     Args:
         recording: of the run.
-        tapes: those with which it shares its player and its arena. It does not keep them.
+        tapes: those that it belongs to.
+
+    Attributes:
+        tapes: gives these, or None where nobody has them any more: Dynamo keeps what it compiled,
+            so that the memory of closed graphs would stay with it.
     """
 
     def __init__(self, recording: Recording, tapes: Tapes) -> None:
-        # Dynamo keeps what it compiled, so that the memory of closed graphs would stay with it.
-        self._tapes = weakref.ref(tapes)
+        self.tapes = weakref.ref(tapes)
         self._arena_bytes, self._memories = recording.arena_bytes, recording.memories
         self._outputs = recording.outputs
         self._inputs = _getter(recording.inputs)
@@ -184,42 +147,58 @@ class Tape:
             for each in (recording.words, recording.at, recording.base, recording.offset)
         )
 
-    def play(self, args: Sequence[Any], garbage: int | None = None) -> list[Tensor] | None:
+    def play(self, args: Sequence[Any], tapes: Tapes, garbage: int | None = None) -> list[Tensor]:
         """What the graph returns of inputs like those of its run.
-
-        None: a call failed, another thread plays just now, or the tapes are no more: let the graph
-        itself run.
 
         Args:
             args: sizes and tensors.
+            tapes: whose player makes the calls, in one of whose arenas.
             garbage: a byte that outputs and arena are filled with before.
+
+        Raises:
+            RuntimeError: a call failed, as it does in the graph itself.
         """
-        tapes = self._tapes()
-        if tapes is None:
-            return None
-        with tapes.arena(self._arena_bytes) as arena:
-            if arena is None:
-                return None
-            memories = [torch.UntypedStorage(size) for size in self._memories]
+        arena = tapes.take_arena(self._arena_bytes)
+        try:
+            memories = [torch.UntypedStorage(size, device="cpu") for size in self._memories]
             if garbage is not None:
                 each: Any
                 for each in (arena.untyped_storage(), *memories):
                     each.fill_(garbage)
             bases = [*map(Tensor.data_ptr, (*self._inputs(args), arena))]
             bases += [each.data_ptr() for each in memories]
-            self._words[self._at] = np.array(bases, np.int64)[self._base] + self._offset
-            if not tapes.player.play(self._words):
-                return None
+            words = self._words.copy()  # for other threads may play
+            words[self._at] = np.array(bases, np.int64)[self._base] + self._offset
+            tapes.player.play(words)
+        finally:
+            tapes.put_back(arena)
         note_replay()
         return [output.of(memories) for output in self._outputs]
 
 
-def _with_taped_call(module: ModuleType) -> ModuleType:
-    """A module like it, as inductor keeps the one that it loaded for others."""
-    taped = ModuleType(module.__name__, module.__doc__)
-    taped.__dict__.update(vars(module))
-    taped.call = TapedCall(module)  # type: ignore[attr-defined]
-    return taped
+class _TapingLoad:
+    """The loader of inductor's modules, which gives them a taped call where a thread tapes them."""
+
+    def __init__(self, load: Callable[..., ModuleType]) -> None:
+        self._load = load
+
+    def __call__(self, *args: Any, **kwargs: Any) -> ModuleType:
+        module = self._load(*args, **kwargs)
+        call = getattr(module, "call", None)  # modules of kernels have none
+        if _TAPES.get() is None or call is None or isinstance(call, TapedCall):
+            return module
+        taped = ModuleType(module.__name__, module.__doc__)  # as inductor keeps its own for others
+        taped.__dict__.update(vars(module))
+        taped.call = TapedCall(module)  # type: ignore[attr-defined]
+        return taped
+
+
+def _watch_loads() -> None:
+    """Puts it in the place of inductor's, for good: where nothing is taped it changes nothing."""
+    cache = getattr(importlib.import_module("torch._inductor.codecache"), "PyCodeCache", None)
+    load = getattr(cache, "load_by_key_path", None)
+    if load is not None and not isinstance(load, _TapingLoad):  # other torches have none
+        cache.load_by_key_path = staticmethod(_TapingLoad(load))  # type: ignore[union-attr]
 
 
 def _getter(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:

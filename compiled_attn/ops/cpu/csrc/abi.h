@@ -17,7 +17,6 @@ enum Status : int32_t {
   kBadBlock,     // a block is not in the cache: {request, column, block}
   kBadSlot,      // a slot is not in the cache: {token, slot}
   kOutOfMemory,  // no scratch memory: {}
-  kBadRow,       // an id is no row of a weight
 };
 
 // How bfloat16, or float32 with halves, is multiplied: in tile registers, by dot products of pairs, or as float32. Of those
@@ -130,11 +129,12 @@ extern "C" void compiled_attn_note_calls(int32_t are_wanted);
 extern "C" int64_t compiled_attn_noted(const int64_t** words, const int64_t** pointers,
                                        int64_t* pointer_count);
 
-// Makes calls, each {words in all, entry, words...}: 0, or 1 as soon as one fails.
-extern "C" int32_t compiled_attn_play(const int64_t* tape, int64_t words);
+// Makes calls, each {words in all, entry, words...}: null, or why one failed, behind which none was
+// made. The text holds until the thread's next play.
+extern "C" const char* compiled_attn_play(const int64_t* tape, int64_t words);
 
 // The entry of any function that takes words alone, at most kMostWords: {function, words...}.
-extern "C" int32_t compiled_attn_call(const int64_t* words);
+extern "C" void compiled_attn_call(const int64_t* words);
 
 // What was measured to be fastest, for all calls to come.
 extern "C" void compiled_attn_set_forms(const compiled_attn::Forms* forms);

@@ -173,9 +173,18 @@ PagedAttentionArgs arguments_of(const Tensor& query, const Tensor& key_cache,
   }
 }
 
-int32_t play_attention(const int64_t* words) {
-  int64_t error[4];
-  return compiled_attn_paged_attention(reinterpret_cast<const PagedAttentionArgs*>(words), error);
+// As is measured to be fastest, on the threads of this moment.
+void attend(PagedAttentionArgs& args) {
+  args.threads = int32_t(torch::stable::get_num_threads());
+  args.forms = forms;
+  int64_t error[4] = {};
+  const int32_t status = compiled_attn_paged_attention(&args, error);
+  if (status != kOk) explain(status, error, args);
+}
+
+void play_attention(const int64_t* words) {
+  auto args = taken<PagedAttentionArgs>(words);
+  in_op("paged_attention", [&] { attend(args); });
 }
 
 void note(const PagedAttentionArgs& args) {
@@ -199,11 +208,7 @@ Result run(PagedAttentionArgs& args, const Tensor& query) {
   Tensor lse = torch::stable::new_empty(query, lse_shape, ScalarType::Float);
   args.out = out.mutable_data_ptr();
   args.lse = static_cast<float*>(lse.mutable_data_ptr());
-  args.threads = int32_t(torch::stable::get_num_threads());
-  args.forms = forms;
-  int64_t error[4] = {};
-  int32_t status = compiled_attn_paged_attention(&args, error);
-  if (status != kOk) explain(status, error, args);
+  attend(args);
   note(args);
   return {out, lse};
 }
@@ -288,9 +293,6 @@ PackedLinearArgs layer_of(const Tensor& input, const Tensor& weight, const Tenso
   args.bias = bias ? bias->const_data_ptr() : nullptr;
   args.dtype = dtype == ScalarType::Float ? kFloat32 : kBFloat16;
   args.is_halves = is_halves;
-  args.threads = int32_t(torch::stable::get_num_threads());
-  args.products = is_halves ? forms.linear_halves : forms.linear;
-  args.asks_near = forms.linear_near, args.asks_near_once = forms.linear_near_once;
   return args;
 }
 
@@ -300,29 +302,43 @@ Tensor room_for(const Tensor& input, PackedLinearArgs& layer) {
   return out;
 }
 
-int32_t play_linear(const int64_t* words) {
-  const auto* layers = reinterpret_cast<const PackedLinearArgs*>(words + 2);
-  return compiled_attn_packed_linear(layers, words[0], int32_t(words[1]));
-}
-
-void multiply(const PackedLinearArgs* layers, int64_t count, bool is_gated = false) {
-  if (compiled_attn_packed_linear(layers, count, is_gated) != kOk) {
+// As is measured to be fastest, on the threads of this moment.
+void multiply(std::vector<PackedLinearArgs>& layers, bool is_gated) {
+  for (auto& layer : layers) {
+    layer.threads = int32_t(torch::stable::get_num_threads());
+    layer.products = layer.is_halves ? forms.linear_halves : forms.linear;
+    layer.asks_near = forms.linear_near, layer.asks_near_once = forms.linear_near_once;
+  }
+  if (compiled_attn_packed_linear(layers.data(), int64_t(layers.size()), is_gated) != kOk) {
     fail("scratch memory", "none", "free memory");
   }
+}
+
+void play_linear(const int64_t* words) {
+  const int64_t count = words[0], is_gated = words[1];
+  words += 2;
+  std::vector<PackedLinearArgs> layers;
+  for (int64_t i = 0; i < count; ++i) layers.push_back(taken<PackedLinearArgs>(words));
+  in_op(is_gated ? "packed_gated" : count > 1 ? "packed_linears" : "packed_linear",
+        [&] { multiply(layers, is_gated); });
+}
+
+void multiply_and_note(std::vector<PackedLinearArgs>& layers, bool is_gated = false) {
+  multiply(layers, is_gated);
   if (Notes* notes = Notes::wanted()) {
     using A = PackedLinearArgs;
-    notes->begin(play_linear), notes->put(count), notes->put(is_gated);
-    for (int64_t i = 0; i < count; ++i)
-      notes->put(layers[i], {offsetof(A, input), offsetof(A, weight), offsetof(A, scale),
-                             offsetof(A, bias), offsetof(A, out)});
+    notes->begin(play_linear), notes->put(int64_t(layers.size())), notes->put(is_gated);
+    for (const auto& layer : layers)
+      notes->put(layer, {offsetof(A, input), offsetof(A, weight), offsetof(A, scale),
+                         offsetof(A, bias), offsetof(A, out)});
   }
 }
 
 Tensor packed_linear(Tensor input, Tensor weight, Maybe bias, Maybe scale) {
   return in_op("packed_linear", [&] {
-    auto layer = layer_of(input, weight, bias ? &*bias : nullptr, scale ? &*scale : nullptr);
-    Tensor out = room_for(input, layer);
-    multiply(&layer, 1);
+    std::vector layers{layer_of(input, weight, bias ? &*bias : nullptr, scale ? &*scale : nullptr)};
+    Tensor out = room_for(input, layers[0]);
+    multiply_and_note(layers);
     return out;
   });
 }
@@ -355,7 +371,7 @@ std::vector<Tensor> packed_linears(Tensor input, std::vector<Tensor> weights,
     auto layers = layers_of(input, weights, biases, scales);
     std::vector<Tensor> outs;
     for (auto& layer : layers) outs.push_back(room_for(input, layer));
-    multiply(layers.data(), int64_t(layers.size()));
+    multiply_and_note(layers);
     return outs;
   });
 }
@@ -370,14 +386,21 @@ Tensor packed_gated(Tensor input, std::vector<Tensor> weights, std::vector<Tenso
       fail(text("as many outputs as the gate, ", layers[0].size_out), text(layers[1].size_out),
            "pass two layers of the same sizes");
     Tensor out = room_for(input, layers[0]);
-    multiply(layers.data(), 2, true);
+    multiply_and_note(layers, true);
     return out;
   });
 }
 
-int32_t play_rows(const int64_t* words) {
+void look_up(const PackedRowsArgs& args) {
   int64_t bad = 0;
-  return take_packed_rows(*reinterpret_cast<const PackedRowsArgs*>(words), bad);
+  if (take_packed_rows(args, bad)) return;
+  fail(text("ids in 0..", args.panels * kRowsOfPanel - 1), std::to_string(bad),
+       "look up rows of the weight");
+}
+
+void play_rows(const int64_t* words) {
+  const auto args = taken<PackedRowsArgs>(words);
+  in_op("packed_rows", [&] { look_up(args); });
 }
 
 Tensor packed_rows(Tensor weight, Tensor ids) {
@@ -398,11 +421,7 @@ Tensor packed_rows(Tensor weight, Tensor ids) {
     args.out = out.mutable_data_ptr(), args.count = count, args.panels = panels;
     args.groups = groups, args.bytes = together * weight.element_size();
     args.is_halves = is_halves;
-    int64_t bad = 0;
-    if (take_packed_rows(args, bad) != kOk) {
-      fail(text("ids in 0..", panels * kRowsOfPanel - 1), std::to_string(bad),
-           "look up rows of the weight");
-    }
+    look_up(args);
     if (Notes* notes = Notes::wanted()) {
       using A = PackedRowsArgs;
       notes->begin(play_rows);

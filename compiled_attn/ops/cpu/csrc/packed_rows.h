@@ -4,8 +4,6 @@
 #include <cstdint>
 #include <cstring>
 
-#include "abi.h"
-
 namespace compiled_attn {
 
 constexpr int64_t kRowsOfPanel = 16;
@@ -48,9 +46,9 @@ struct PackedRowsArgs {
   int64_t is_halves;
 };
 
-// kOk, or kBadRow with an id that is no row; then nothing is written.
-inline int32_t take_packed_rows(const PackedRowsArgs& args, int64_t& bad) {
-  if (!are_rows(args.ids, args.count, args.panels * kRowsOfPanel, bad)) return kBadRow;
+// False, with an id that is no row, and nothing is written.
+inline bool take_packed_rows(const PackedRowsArgs& args, int64_t& bad) {
+  if (!are_rows(args.ids, args.count, args.panels * kRowsOfPanel, bad)) return false;
   const int64_t row = args.groups * args.bytes * (args.is_halves ? 2 : 1);
   const auto copy = args.is_halves    ? widen_packed_row
                     : args.bytes == 4 ? copy_packed_row<4>
@@ -58,7 +56,7 @@ inline int32_t take_packed_rows(const PackedRowsArgs& args, int64_t& bad) {
   auto* to = static_cast<char*>(args.out);
   for (int64_t i = 0; i < args.count; ++i, to += row)
     copy(static_cast<const char*>(args.weight), args.groups, args.ids[i], to);
-  return kOk;
+  return true;
 }
 
 }  // namespace compiled_attn

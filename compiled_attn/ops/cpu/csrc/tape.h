@@ -7,14 +7,24 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <initializer_list>
 #include <type_traits>
 #include <vector>
 
 namespace compiled_attn {
 
-// Makes a call from its words; 0, or what went wrong.
-using Entry = int32_t (*)(const int64_t* words);
+// Makes a call from its words; throws what its op would.
+using Entry = void (*)(const int64_t* words);
+
+// The next arguments among words.
+template <class Args>
+Args taken(const int64_t*& words) {
+  Args args;
+  std::memcpy(&args, words, sizeof args);
+  words += sizeof args / sizeof *words;
+  return args;
+}
 
 // The calls that ops make in a thread.
 class Notes {
@@ -40,8 +50,8 @@ class Notes {
   void put(const Args& args, std::initializer_list<std::size_t> addresses) {
     static_assert(std::is_trivially_copyable_v<Args> && sizeof(Args) % sizeof(int64_t) == 0);
     const int64_t begin = int64_t(words_.size());
-    const auto* from = reinterpret_cast<const int64_t*>(&args);
-    words_.insert(words_.end(), from, from + sizeof(Args) / sizeof(int64_t));
+    words_.resize(words_.size() + sizeof(Args) / sizeof(int64_t));
+    std::memcpy(words_.data() + begin, &args, sizeof(Args));
     for (const std::size_t at : addresses) {
       const int64_t place = begin + int64_t(at / sizeof(int64_t));
       if (words_[place]) pointers_.push_back(place);

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from graphs.backends.tape.player import Call
+from graphs.backends.tape.calls import Call
 
 
 class PlayerDouble:
@@ -17,10 +17,10 @@ class PlayerDouble:
 
     Attributes:
         played: how many calls it made of each tape.
-        fails: whether it says that a call failed, and makes none.
+        fails: whether a call fails, and none is made.
     """
 
-    entry, most_words = 7, 32
+    entry, most_words, ops = 7, 64, frozenset[str]()
 
     def __init__(self) -> None:
         self.played: list[int] = []
@@ -30,9 +30,9 @@ class PlayerDouble:
     def noting(self) -> Iterator[Callable[[], Call | None]]:
         yield lambda: None
 
-    def play(self, words: NDArray[np.int64]) -> bool:
+    def play(self, words: NDArray[np.int64]) -> None:
         if self.fails:
-            return False
+            raise RuntimeError("a call failed")
         at = calls = 0
         while at < len(words):
             count, entry, function, *rest = words[at : at + words[at]].tolist()
@@ -41,4 +41,3 @@ class PlayerDouble:
             kind(function)(*rest)
             at, calls = at + count, calls + 1
         self.played.append(calls)
-        return True

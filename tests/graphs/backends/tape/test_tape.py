@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import weakref
@@ -10,64 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from graphs import WarmupManager, available_backends, capture, explicit, no_compile
-from graphs.backends.tape import recorder as recorder_module
-from graphs.backends.tape.tape import Tapes
+from graphs import WarmupManager, capture, explicit, no_compile
+from graphs.backends.tape.tape import _TAPES, Tapes
 from graphs.store import ArtifactStore, StoredInductor
-from tests.graphs.backends.tape.player_double import PlayerDouble
+from tests.graphs.backends.tape.steps import Step, assert_like_eager, inputs_of
+from tests.interrupts import count_lines, interrupted_at
 
 pytestmark = pytest.mark.usefixtures("no_grad")
-
-
-@torch.compiler.nested_compile_region
-def layer(x, scale):
-    """Has kernels of its own, which are called again for each layer."""
-    y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * scale
-    return torch.softmax(y, -1).flip(0) - x.amax(0, keepdim=True)
-
-
-class Step(nn.Module):
-    """Several kernels with memory between them, a parameter, and a cache that is written."""
-
-    def __init__(self, size=48):
-        super().__init__()
-        self.scale = nn.Parameter(torch.randn(size))
-        self.register_buffer("cache", torch.zeros(8, size))
-
-    def forward(self, x, rows):
-        for _ in range(3):
-            x = layer(x, self.scale)
-        self.cache.index_copy_(0, rows, x[: len(rows)])
-        return x, self.cache[rows].sum(-1)
-
-
-def inputs_of(tokens, size=48):
-    return torch.randn(tokens, size), torch.randperm(8)[: min(tokens, 8)]
-
-
-@pytest.fixture(scope="module")
-def player():
-    if reason := available_backends()["inductor"]:
-        pytest.skip(reason)
-    return PlayerDouble()
-
-
-@pytest.fixture
-def tapes(player):
-    player.played.clear()
-    player.fails = False
-    return Tapes(player)
-
-
-def assert_like_eager(module, graph, inputs):
-    module.cache.normal_()
-    own = module.cache.clone()
-    expected = module(*inputs)
-    written = module.cache.clone()
-    module.cache.copy_(own)
-    made = graph.run(*inputs)
-    torch.testing.assert_close(made, expected)
-    torch.testing.assert_close(module.cache, written)
 
 
 def test_a_taped_graph_is_that_of_eager_wherever_its_inputs_lie(tapes, player):
@@ -134,27 +84,99 @@ def test_replays_are_counted_and_compile_nothing(tapes):
     assert (watch.replays, watch.compiles) == (3, 0)
 
 
-def test_a_graph_whose_call_fails_runs_itself(tapes, player):
+def test_a_call_that_fails_is_told_and_nothing_is_done_twice(tapes, player):
     module = Step()
     graph = capture(module, inputs_of(5), tapes=tapes)
+    before = module.cache.clone()
     player.fails = True
-    assert_like_eager(module, graph, inputs_of(5))
+    with pytest.raises(RuntimeError, match="a call failed"):
+        graph.run(*inputs_of(5))
+    assert torch.equal(module.cache, before)
     player.fails = False
     assert_like_eager(module, graph, inputs_of(5))
     assert len(player.played) == 1
 
 
-def test_a_graph_that_runs_in_two_threads_is_played_in_one(tapes, player):
+def test_threads_play_at_once_each_in_an_arena_of_its_own(tapes, player):
+    module = Step()
+    graph = capture(module, inputs_of(8), tapes=tapes)
+    given = [(torch.randn(8, 48), torch.arange(8)) for _ in range(4)]
+    expected = [module(*each)[0] for each in given]
+    wrong = []
+
+    def run(inputs, right):
+        with torch.no_grad():
+            for _ in range(50):
+                made, _ = graph.run(*inputs)
+                if not torch.allclose(made, right, atol=1e-5):
+                    wrong.append(made)
+
+    threads = [
+        threading.Thread(target=run, args=each) for each in zip(given, expected, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and len(player.played) == 200
+    assert 1 <= len(tapes._arenas) <= 4
+
+
+def test_graphs_run_as_inductor_wrote_them_where_tapes_are_not_to_be_played(tapes, player):
     module = Step()
     graph = capture(module, inputs_of(5), tapes=tapes)
-    with tapes.arena(0):
-        thread = threading.Thread(target=assert_like_eager, args=(module, graph, inputs_of(5)))
-        with torch.no_grad():
-            assert_like_eager(module, graph, inputs_of(5))
-        assert not player.played
-    del thread
+    tapes.are_played = False
+    assert_like_eager(module, graph, inputs_of(5))
+    assert not player.played
+    tapes.are_played = True
     assert_like_eager(module, graph, inputs_of(5))
     assert len(player.played) == 1
+
+
+def test_another_default_device_is_not_that_of_tapes(tapes, player):
+    module = Step()
+    inputs = inputs_of(5)
+    with torch.device("meta"):
+        graph = capture(module, inputs, tapes=tapes)
+        made = graph.run(*inputs)
+    assert len(player.played) == 1
+    torch.testing.assert_close(made, module(*inputs))
+
+
+def test_sizes_whose_first_run_failed_are_taped_by_the_next(tapes, player):
+    module, space = Step(), explicit(("tokens",), [(2,), (5,), (8,)])
+    fails = [True]
+
+    def make_inputs(bucket):
+        tokens, rows = inputs_of(bucket.tokens)
+        return tokens, rows + 100 * (bucket.tokens == 5 and fails[0])  # out of range
+
+    manager = WarmupManager(module, space, make_inputs, symbolic=("tokens",), tapes=tapes)
+    assert len(manager.warmup().failed) == 1
+    fails[0] = False
+    assert not manager.warmup().failed
+    assert (tapes.made, tapes.refused) == (3, {})
+
+
+def test_no_interrupt_of_a_run_keeps_later_ones_from_being_played(tapes, player):
+    module, inputs = Step(), inputs_of(5)
+    graph = capture(module, inputs, tapes=tapes)
+    expected = module(*inputs)
+    for n in range(count_lines(lambda: graph.run(*inputs))):
+        with contextlib.suppress(KeyboardInterrupt), interrupted_at(n) as cut:
+            graph.run(*inputs)
+        player.played.clear()
+        torch.testing.assert_close(graph.run(*inputs), expected)
+        assert len(player.played) == 1, cut.where
+
+
+def test_no_interrupt_of_taping_changes_what_is_taped_later(player):
+    tapes = Tapes(player)
+
+    for n in range(count_lines(lambda: tapes.taping(int))):
+        with contextlib.suppress(KeyboardInterrupt), interrupted_at(n) as cut:
+            tapes.taping(int)
+        assert _TAPES.get() is None, cut.where
 
 
 def test_the_memory_of_tapes_is_kept_by_graphs_that_are_not_closed(player):
@@ -171,18 +193,19 @@ def test_the_memory_of_tapes_is_kept_by_graphs_that_are_not_closed(player):
     assert gone() is None
 
 
-def test_the_loader_of_inductor_is_left_as_it_was(tapes):
+def test_what_is_captured_without_tapes_has_none(tapes, player):
+    capture(Step(), inputs_of(5), tapes=tapes)
+    module = Step()
+    graph = capture(module, inputs_of(5))
+    assert_like_eager(module, graph, inputs_of(5))
+    assert not player.played
+
+
+def test_modules_of_inductor_without_a_call_are_loaded_as_they_are(tapes):
     from torch._inductor.codecache import PyCodeCache
 
-    before = vars(PyCodeCache)["load_by_key_path"]
-    with tapes.taping():
-        with tapes.taping():
-            pass
-        assert vars(PyCodeCache)["load_by_key_path"] is not before
-    assert vars(PyCodeCache)["load_by_key_path"] is before
-    with pytest.raises(KeyError), tapes.taping():
-        raise KeyError
-    assert vars(PyCodeCache)["load_by_key_path"] is before
+    module = tapes.taping(lambda: PyCodeCache.load("answer = 42\n"))
+    assert module.answer == 42 and not hasattr(module, "call")
 
 
 class Counter(nn.Module):
@@ -205,7 +228,7 @@ def test_a_callable_runs_as_often_as_it_was_asked_to(tapes, player):
 def test_what_does_not_repeat_itself_has_no_tape_where_it_should(player):
     tapes = Tapes(player, repeats=True)
     capture(Counter(), [torch.zeros(4)], tapes=tapes)
-    assert (tapes.made, [*tapes.refused]) == (0, ["played again, it makes something else"])
+    assert (tapes.made, [*tapes.refused]) == (0, ["played again, it returns something else"])
 
 
 def test_what_repeats_itself_is_compared_before_it_serves(player):
@@ -214,70 +237,3 @@ def test_what_repeats_itself_is_compared_before_it_serves(player):
     graph = capture(module, inputs_of(5), tapes=tapes)
     assert (tapes.made, len(player.played)) == (1, 1)
     assert_like_eager(module, graph, inputs_of(5))
-
-
-@pytest.mark.parametrize(
-    ("function", "reason"),
-    [
-        (lambda x: torch.relu(x @ x.T) + 1, "aten.mm"),
-        (lambda x: torch.sort(x)[0], "notes no call"),
-        (lambda x: x + torch.rand(4, 4), "aten.rand"),
-    ],
-    ids=["a product", "a sort", "random numbers"],
-)
-def test_what_cannot_be_taped_runs_as_it_did_and_says_why(tapes, player, function, reason):
-    x = torch.randn(4, 4)
-    graph = capture(function, [x], tapes=tapes)
-    assert tapes.made == 0 and len(tapes.refused) == 1
-    assert reason in next(iter(tapes.refused))
-    y = torch.randn(4, 4)
-    made = graph.run(y)
-    if "rand" not in reason:
-        torch.testing.assert_close(made, function(y))
-    assert not player.played
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x: torch.relu(x)[1],
-        lambda x: (torch.relu(x)[1:], torch.exp(x).T),
-        lambda x: (y := torch.relu(x), y[2:], y.view(2, 8)),
-        lambda x: torch.relu(x)[:, :0],
-        lambda x: (torch.relu(x), x),
-        lambda x: torch.relu(x.to(torch.bfloat16)),
-        lambda x: torch.relu(x).view(torch.int32) // 2,
-    ],
-    ids=["a part", "several", "one memory in parts", "nothing", "an input", "another dtype", "bits"],
-)
-def test_what_is_returned_is_that_of_eager(tapes, player, function):
-    graph = capture(function, [torch.randn(4, 4)], tapes=tapes)
-    assert (tapes.made, tapes.refused) == (1, {})
-    for run in range(3):
-        x = torch.randn(4, 4)
-        torch.testing.assert_close(graph.run(x), function(x))
-        assert len(player.played) == run + 1
-
-
-def test_a_kernel_of_more_arguments_than_the_player_passes_has_no_tape(player):
-    few = PlayerDouble()
-    few.most_words = 2
-    tapes = Tapes(few)
-    module = Step()
-    graph = capture(module, inputs_of(5), tapes=tapes)
-    assert tapes.made == 0 and "arguments" in next(iter(tapes.refused))
-    assert_like_eager(module, graph, inputs_of(5))
-
-
-def test_a_wrapper_that_reads_sizes_from_tensors_has_no_tape(tapes, monkeypatch):
-    import re
-
-    monkeypatch.setattr(recorder_module, "_READS_SIZES", re.compile("def call"))
-    capture(Step(), inputs_of(5), tapes=tapes)
-    assert [*tapes.refused] == ["its sizes are not among its inputs"]
-
-
-def test_a_kernel_that_is_bound_in_another_way_has_no_tape(tapes, monkeypatch):
-    monkeypatch.setattr(recorder_module, "_KERNEL", "no such symbol")
-    capture(Step(), inputs_of(5), tapes=tapes)
-    assert [*tapes.refused] == ["its kernels are not bound as they are known to be"]

@@ -1,0 +1,157 @@
+"""What can be taped, and why the rest cannot."""
+
+from __future__ import annotations
+
+import re
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from graphs import capture
+from graphs.backends.tape import recorder
+from graphs.backends.tape.tape import Tapes
+from tests.graphs.backends.tape.player_double import PlayerDouble
+from tests.graphs.backends.tape.steps import Step, assert_like_eager, inputs_of
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (lambda x: torch.relu(x @ x.T) + 1, "aten.mm"),
+        (lambda x: torch.sort(x)[0], "notes no call"),
+        (lambda x: torch.view_as_complex(torch.relu(x).view(4, 2, 2)).conj(), "something else"),
+        (lambda x: x + torch.rand(4, 4), "aten.rand"),
+    ],
+    ids=["a product", "a sort", "a conjugate", "random numbers"],
+)
+def test_what_cannot_be_taped_runs_as_it_did_and_says_why(tapes, player, function, reason):
+    x = torch.randn(4, 4)
+    graph = capture(function, [x], tapes=tapes)
+    assert tapes.made == 0 and len(tapes.refused) == 1
+    assert reason in next(iter(tapes.refused))
+    y = torch.randn(4, 4)
+    made = graph.run(y)
+    if "rand" not in reason:
+        torch.testing.assert_close(made, function(y))
+    assert not player.played
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: torch.relu(x)[1],
+        lambda x: (torch.relu(x)[1:], torch.exp(x).T),
+        lambda x: (y := torch.relu(x), y[2:], y.view(2, 8)),
+        lambda x: torch.relu(x)[:, :0],
+        lambda x: (torch.relu(x), x),
+        lambda x: torch.relu(x.to(torch.bfloat16)),
+        lambda x: torch.relu(x).view(torch.int32) // 2,
+    ],
+    ids=[
+        "a part",
+        "several",
+        "one memory in parts",
+        "nothing",
+        "an input",
+        "another dtype",
+        "bits",
+    ],
+)
+def test_what_is_returned_is_that_of_eager(tapes, player, function):
+    graph = capture(function, [torch.randn(4, 4)], tapes=tapes)
+    assert (tapes.made, tapes.refused) == (1, {})
+    for run in range(3):
+        x = torch.randn(4, 4)
+        torch.testing.assert_close(graph.run(x), function(x))
+        assert len(player.played) == run + 1
+
+
+def test_a_kernel_of_more_arguments_than_the_player_passes_has_no_tape(player):
+    few = PlayerDouble()
+    few.most_words = 2
+    tapes = Tapes(few)
+    module = Step()
+    graph = capture(module, inputs_of(5), tapes=tapes)
+    assert tapes.made == 0 and "arguments" in next(iter(tapes.refused))
+    assert_like_eager(module, graph, inputs_of(5))
+
+
+def test_a_wrapper_that_reads_sizes_from_tensors_has_no_tape(tapes, monkeypatch):
+    monkeypatch.setattr(recorder, "_READS_SIZES", re.compile("def call"))
+    capture(Step(), inputs_of(5), tapes=tapes)
+    assert [*tapes.refused] == ["its sizes are not among its inputs"]
+
+
+def test_a_kernel_that_is_bound_in_another_way_has_no_tape(tapes, monkeypatch):
+    monkeypatch.setattr(recorder, "_KERNEL", "no such symbol")
+    capture(Step(), inputs_of(5), tapes=tapes)
+    assert [*tapes.refused] == ["its kernels are not bound as they are known to be"]
+
+
+@pytest.mark.parametrize("at", ["note_kernel", "note_memory", "finish", "__enter__"])
+def test_an_interrupt_at_any_step_of_a_recording_leaves_the_module_as_it_was(
+    tapes, player, monkeypatch, at
+):
+    module = Step()
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(recorder.Recorder, at, interrupt)
+        capture(module, inputs_of(5), tapes=tapes)
+    graph = capture(module, inputs_of(5), tapes=tapes)
+    assert_like_eager(module, graph, inputs_of(5))
+    assert (tapes.made, len(player.played)) == (1, 1)
+
+
+def test_an_error_of_the_recorder_costs_the_tape_and_not_the_graph(tapes, player, monkeypatch):
+    def fail(*_):
+        raise ZeroDivisionError("of the recorder")
+
+    module = Step()
+    monkeypatch.setattr(recorder.Recorder, "finish", fail)
+    graph = capture(module, inputs_of(5), tapes=tapes)
+    assert tapes.made == 0 and "of the recorder" in next(iter(tapes.refused))
+    assert_like_eager(module, graph, inputs_of(5))
+
+
+def test_what_another_thread_runs_of_the_module_is_not_recorded(tapes, player, monkeypatch):
+    module, other, inputs = Step(), [], inputs_of(5)
+    first = capture(module, inputs)  # of the same code, which inductor loads once
+    note = recorder.Recorder.note_kernel
+
+    def run():
+        with torch.no_grad():
+            other.append(first.run(*inputs))
+
+    def note_while_another_runs(self, *args):
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        return note(self, *args)
+
+    monkeypatch.setattr(recorder.Recorder, "note_kernel", note_while_another_runs)
+    graph = capture(module, inputs, tapes=tapes)
+    calls = len(other)
+    assert_like_eager(module, graph, inputs_of(5))
+    assert calls > 2 and player.played == [calls]
+
+
+def test_options_that_change_what_inductor_writes_are_borne(tapes, player):
+    module = nn.Softmax(-1)
+    x = torch.randn(4, 4)
+    graph = capture(module, [x], tapes=tapes, options={"cpp_wrapper": True})
+    assert tapes.made == 0 and len(tapes.refused) == 1
+    torch.testing.assert_close(graph.run(x), module(x))
+
+
+def test_a_graph_that_calls_nothing_has_no_tape(tapes):
+    graph = capture(lambda x: x.view(2, 8), [torch.randn(4, 4)], tapes=tapes)
+    x = torch.randn(4, 4)
+    assert torch.equal(graph.run(x), x.view(2, 8))
+    assert tapes.made == 0
