@@ -97,6 +97,7 @@ _THROUGH_OTHERS = (
     ("graphs", "files lazy", "by the store and by the names of the packages"),
     ("graphs.backends", "eager", "the reference that every capture is compared with"),
     ("graphs.backends.onnx", "export", "test_onnxrt"),
+    ("graphs.backends.tape", "calls", "the player of compiled_attn, and a double"),
     ("graphs.cli", "explain plan", "commands are run whole: test_app"),
     ("graphs.planner", "bound choose first_fit fit", "steps of `plan`, beside brute force"),
     ("graphs.report", "drawing", "test_charts"),

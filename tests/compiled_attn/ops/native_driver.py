@@ -10,6 +10,7 @@ import torch
 
 from compiled_attn.ops import NativeOps, load
 from compiled_attn.ops.cpu.forms import Forms, take
+from tests.compiled_attn.ops.cpu.test_player import CALLS, assert_moved
 from tests.compiled_attn.ops.native_cases import CASES, MIXED
 from tests.compiled_attn.ops.native_scene import Scene, assert_right, new_tokens, scene
 from tests.compiled_attn.ops.test_drawn_tokens import (
@@ -80,6 +81,8 @@ def main(isa: str, tiles: str) -> None:
                 tokens = settle(ops, logits, draws_of(*DRAWS)).tolist()
                 rows = zip(logits, DRAWS, strict=True)
                 assert tokens == [of_sorted(row, *draw) for row, draw in rows]
+    for make in CALLS:
+        assert_moved(ops, ops.player(), make)
     print("clean", len(CASES), len(WRITES))
 
 

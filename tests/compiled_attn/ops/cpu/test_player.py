@@ -125,6 +125,11 @@ def are_equal(a, b):
 @pytest.mark.parametrize("make", CALLS)
 def test_a_noted_call_does_the_same_in_other_memory(ops, player, make):
     torch.manual_seed(0)
+    assert_moved(ops, player, make)
+
+
+def assert_moved(ops, player, make):
+    """Notes a call and plays it where all that it is given and makes lies elsewhere."""
     given, call = make(ops)
     moved = [each.clone() if isinstance(each, torch.Tensor) else each for each in given]
     with player.noting() as noted:
