@@ -45,7 +45,9 @@ class _Uncompiled(EagerBackend):
     def __init__(self, name):
         self.name = name
 
-    def capture(self, function, example_inputs, *, name, warm_runs, mode=None, options=None):
+    def capture(
+        self, function, example_inputs, *, name, warm_runs, mode=None, options=None, tapes=None
+    ):
         return super().capture(function, example_inputs, name=name, warm_runs=warm_runs)
 
 
