@@ -49,7 +49,7 @@ class Given:
         self._spans = sorted(
             (tensor.data_ptr(), tensor.data_ptr() + _extent(tensor), place)
             for place, tensor in enumerate(inputs)
-            if isinstance(tensor, Tensor) and tensor.numel()
+            if isinstance(tensor, Tensor) and tensor.device.type == "cpu" and tensor.numel()
         )
         self._begins = [begin for begin, _, _ in self._spans]
         self._furthest = [*accumulate((end for _, end, _ in self._spans), max)]

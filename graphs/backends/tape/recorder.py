@@ -156,6 +156,8 @@ class Recorder(TorchDispatchMode):
         for each in inputs:
             if not isinstance(each, Tensor) and type(each) is not int:
                 self._refuse(f"it takes a {type(each).__name__}")
+            elif isinstance(each, Tensor) and each.device.type != "cpu":
+                self._refuse(f"it takes a tensor on {each.device}")
 
     def record(self, call: Callable[[list[Any]], Any], args: list[Any]) -> Any:
         """What a module's call returns of arguments, while it is recorded."""
@@ -205,7 +207,7 @@ class Recorder(TorchDispatchMode):
         is_known = op._schema.name in self._player.ops
         self._noted()  # or else what an op noted before might be taken for a call of this one
         made = op(*args, **(kwargs or {}))
-        if op.is_view:
+        if getattr(op, "is_view", False):  # which torch before 2.13 may not say
             return made
         call = self._noted() if is_known else None
         for tensor in made if isinstance(made, tuple | list) else [made]:

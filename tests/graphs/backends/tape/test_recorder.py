@@ -155,3 +155,9 @@ def test_a_graph_that_calls_nothing_has_no_tape(tapes):
     x = torch.randn(4, 4)
     assert torch.equal(graph.run(x), x.view(2, 8))
     assert tapes.made == 0
+
+
+def test_what_is_given_on_another_device_cannot_be_taped(player):
+    asked = recorder.Recorder([3, torch.empty(2), torch.empty(2, device="meta")], player)
+    with pytest.raises(recorder.NotTaped, match="a tensor on meta"):
+        asked.finish([])
