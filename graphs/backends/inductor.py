@@ -89,6 +89,10 @@ class InductorBackend(Backend):
 
         With `tapes` it gets a tape if it can have one, see :mod:`graphs.backends.tape`.
         """
+        if not isinstance(tapes, Tapes | None):
+            raise TypeError(
+                f"tapes: expected Tapes or None, got {type(tapes).__name__}: make Tapes(player)"
+            )
         examples = separated(example_inputs)
         job = Job(function, examples, name, warm_runs, symbolic, mode, options, tapes)
         make: Callable[[], Frozen] = partial(self.alone, replace(job, symbolic=None))

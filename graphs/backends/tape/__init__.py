@@ -1,7 +1,7 @@
 """Tapes: the native calls of a compiled graph, made again without the Python around them.
 
 What inductor writes around its kernels allocates, checks and calls line by line in Python, a
-microsecond or more each: with thirty layers that was a fifth of a small step on a CPU. But which
+microsecond or more each: with thirty layers that was a sixth of a small step on a CPU. But which
 functions are called, in which order and with what, hangs on the sizes of the inputs alone. So the
 calls are written down while the graph runs at its sizes for the first time, and are later made one
 after the other, in one call of C. CUDA graphs do the same for a device; here no address is fixed:

@@ -43,9 +43,17 @@ class Tapes:
         are_played: while false, graphs run as inductor wrote them.
         made: how many tapes were made.
         refused: how many runs could not be taped, by the reason.
+
+    Raises:
+        TypeError: there is no player.
     """
 
     def __init__(self, player: Player, *, repeats: bool = False) -> None:
+        if not hasattr(player, "noting"):
+            raise TypeError(
+                f"expected a player, got {type(player).__name__}: take that of native kernels, or "
+                "capture without tapes"
+            )
         self.player, self.repeats = player, repeats
         self.are_played = True
         self.made = 0

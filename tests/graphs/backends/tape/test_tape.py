@@ -237,3 +237,10 @@ def test_what_repeats_itself_is_compared_before_it_serves(player):
     graph = capture(module, inputs_of(5), tapes=tapes)
     assert (tapes.made, len(player.played)) == (1, 1)
     assert_like_eager(module, graph, inputs_of(5))
+
+
+def test_what_is_no_player_and_what_are_no_tapes_is_refused_in_one_line(player):
+    with pytest.raises(TypeError, match="expected a player, got NoneType: take"):
+        Tapes(None)
+    with pytest.raises(TypeError, match="expected Tapes or None, got PlayerDouble: make"):
+        capture(torch.relu, [torch.zeros(2)], tapes=player)
