@@ -43,6 +43,8 @@ class CapturedGraph:
         is_loaded: whether it came from a store (:mod:`graphs.store`) instead of a compiler.
         shared_as: name of the compiled graph, where captures of other sizes share it, else empty.
         why_alone: why it is not the graph that others share, though sizes were to be symbolic.
+        run_seconds: of the last run of its capture, if that ran on the host and neither compiled
+            nor loaded anything; else None.
     """
 
     def __init__(
@@ -65,6 +67,8 @@ class CapturedGraph:
         self.input_specs: tuple[InputSpec, ...] = inputs.specs
         self.static_inputs: tuple[Tensor, ...] = frozen.static_inputs
         self.why_alone = self._with_names(frozen.why_alone)
+        is_on_host = all(spec.device is None or spec.device.type == "cpu" for spec in inputs.specs)
+        self.run_seconds = frozen.run_seconds if is_on_host else None
         self._frozen: Frozen | None = frozen
         self._mismatch = inputs.mismatch
         self._holds = _holds_of(frozen, inputs, settings)

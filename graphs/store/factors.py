@@ -19,10 +19,10 @@ from graphs.capture.inputs import Input, InputsCheck, InputSpec
 from graphs.capture.settings import Settings
 from graphs.capture.wrappers import tensors_of
 from graphs.files import short_digest
-from graphs.store.sources import sources_of, version_of
+from graphs.store.sources import Read, sources_of, version_of
 from graphs.store.values import digest_of_globals, digest_of_values
 
-__all__ = ["code_factors", "environment_factors", "graph_factors", "key_of"]
+__all__ = ["call_factors", "code_factors", "environment_factors", "graph_factors", "key_of"]
 
 _ANY = -1
 
@@ -61,9 +61,33 @@ def graph_factors(
 
     Sources of the callable and of all it imports (installed packages by their version), and of what
     makes the artifacts of its backend; attributes, closures and globals that are not tensors;
-    shapes, dtypes, devices and strides of its inputs, parameters and buffers; torch's and
-    inductor's settings, and the environment. `code` is what is known of its files already; `dims`
-    are the dimensions of each input whose sizes are symbols, and so of any size.
+    shapes, dtypes, devices and strides of its parameters and buffers; and :func:`call_factors`.
+    `code` is what is known of its files already.
+
+    Returns None where that cannot be known: an option is an object without a `uuid()`.
+    """
+    factors = call_factors(function, inputs, backend=backend, options=options, dims=dims)
+    return factors and {
+        **factors,
+        "state": _state(function),
+        "values": digest_of_values(function),
+        **(code_factors(function, backend) if code is None else code),
+    }
+
+
+def call_factors(
+    function: Callable[..., Any],
+    inputs: Sequence[Input],
+    *,
+    backend: str,
+    options: Mapping[str, Any],
+    dims: Sequence[Sequence[int]] = (),
+) -> dict[str, Any] | None:
+    """What a graph depends on beside its callable, which is looked at for names of inputs alone.
+
+    Shapes, dtypes, devices and strides of its inputs; torch's and inductor's settings, and the
+    environment. `dims` are the dimensions of each input whose sizes are symbols, and so of any
+    size.
 
     Returns None where that cannot be known: an option is an object without a `uuid()`.
     """
@@ -82,9 +106,6 @@ def graph_factors(
                 InputsCheck(function, inputs).specs, chain(dims, repeat(())), strict=False
             )
         ],
-        "state": _state(function),
-        "values": digest_of_values(function),
-        **(code_factors(function, backend) if code is None else code),
     }
 
 
@@ -100,9 +121,14 @@ def _any_size(spec: InputSpec, dims: Sequence[int]) -> InputSpec:
     )
 
 
-def code_factors(function: Callable[..., Any], backend: str) -> dict[str, Any]:
-    """The files behind a callable, and the plain values in their globals."""
-    sources, modules = sources_of(function, backend)
+def code_factors(
+    function: Callable[..., Any], backend: str, read: Read | None = None
+) -> dict[str, Any]:
+    """The files behind a callable, and the plain values in their globals.
+
+    `read` gives the source of a module and its file, by default parsed now.
+    """
+    sources, modules = sources_of(function, backend, read)
     return {"sources": sources, "globals": digest_of_globals(modules)}
 
 

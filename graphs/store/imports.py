@@ -13,7 +13,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
-__all__ = ["Import", "SourceFile", "file_of", "is_own", "live_imports", "read_source"]
+__all__ = [
+    "Import",
+    "SourceFile",
+    "file_of",
+    "is_own",
+    "live_imports",
+    "package_of",
+    "parse_source",
+    "read_source",
+]
 
 _NEVER = "<not run on import>"
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -60,12 +69,21 @@ class SourceFile:
 @functools.lru_cache(maxsize=4096)
 def read_source(name: str, file: str, changed: int, size: int) -> SourceFile:
     """The source of a module; `changed` and `size` distinguish its versions."""
+    return parse_source(package_of(name, file), Path(file).read_bytes())
+
+
+def package_of(name: str, file: str) -> str:
+    """The package of a module, which its relative imports begin at."""
+    return name if file.endswith("__init__.py") else name.rpartition(".")[0]
+
+
+def parse_source(package: str, text: bytes) -> SourceFile:
+    """The source of a module of a package, by its text."""
     source = SourceFile()
     try:
-        tree = ast.parse(Path(file).read_bytes())
+        tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError):  # for another Python: this cannot import it
         return source
-    package = name if file.endswith("__init__.py") else name.rpartition(".")[0]
     for scope, is_optional, part in _parts(tree):
         names = source.mentions.setdefault(scope, set())
         if isinstance(part, _DEFINITIONS) and part.decorator_list:

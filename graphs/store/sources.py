@@ -9,13 +9,15 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import CodeType, MappingProxyType, ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
 from graphs.files import digest_of, short_digest
 from graphs.store.imports import Import, SourceFile, file_of, is_own, live_imports, read_source
 from graphs.store.values import is_machinery, values_in
 
-__all__ = ["sources_of", "version_of"]
+__all__ = ["Read", "sources_of", "version_of"]
+
+Read: TypeAlias = Callable[[str, Path], SourceFile]
 
 _GRAPHS = "graphs"
 _EXPORTED = (
@@ -42,19 +44,20 @@ MAKERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 def sources_of(
-    function: Callable[..., Any], backend: str
+    function: Callable[..., Any], backend: str, read: Read | None = None
 ) -> tuple[dict[str, str], list[ModuleType]]:
     """SHA-256 of each file that a callable can reach by imports, and versions of what is installed.
 
     Imports anywhere in a file count, also those inside functions. What has no file, such as in an
     interactive session, is represented by its code. Of this package only what makes the artifacts
-    of the backend counts, wherever it is installed: a graph has nothing else of it. Returns also
-    the modules of the files that are loaded.
+    of the backend counts, wherever it is installed: a graph has nothing else of it. `read` gives
+    the source of a module and its file, by default parsed now. Returns also the modules of the
+    files that are loaded.
     """
     makers = ((name, file_of(name)) for name in MAKERS.get(backend, ()))
     found = {name: _digest(file) for name, file in makers if file is not None}
     kinds = _kinds(function)
-    files, packages = _reached(function, kinds)
+    files, packages = _reached(function, kinds, read or _parsed)
     found |= {name: _digest(file) for name in files if (file := file_of(name)) is not None}
     found |= {name: version for name in packages if (version := version_of(name))}
     for kind in kinds:
@@ -71,7 +74,9 @@ def sources_of(
     return dict(sorted(found.items())), modules
 
 
-def _reached(function: Callable[..., Any], kinds: list[Any]) -> tuple[list[str], set[str]]:
+def _reached(
+    function: Callable[..., Any], kinds: list[Any], read: Read
+) -> tuple[list[str], set[str]]:
     """The own modules that a callable can reach by imports, and the packages that it can use."""
     held = [value.__name__ for value in values_in(function) if isinstance(value, ModuleType)]
     used = [*(kind.__module__ for kind in kinds), *held]
@@ -81,7 +86,8 @@ def _reached(function: Callable[..., Any], kinds: list[Any]) -> tuple[list[str],
         name = todo.pop()
         if not name or name in files or _package(name) == _GRAPHS or not is_own(name):
             continue
-        files[name] = _read(name)
+        file = file_of(name)
+        files[name] = read(name, file) if file else SourceFile()  # one that was removed just now
         todo += [target for each in files[name].imports for target in each.targets]
         todo += [name.rpartition(".")[0]]
     if held or any(file_of(kind.__module__) is None for kind in kinds if inspect.isfunction(kind)):
@@ -94,9 +100,7 @@ def _reached(function: Callable[..., Any], kinds: list[Any]) -> tuple[list[str],
     return sorted(files), packages - {_GRAPHS}
 
 
-def _read(name: str) -> SourceFile:
-    if (file := file_of(name)) is None:  # removed just now
-        return SourceFile()
+def _parsed(name: str, file: Path) -> SourceFile:
     found = file.stat()
     return read_source(name, str(file), found.st_mtime_ns, found.st_size)
 

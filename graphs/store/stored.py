@@ -14,7 +14,8 @@ from torch import nn
 
 from graphs.capture.contract import Backend, Frozen, Job
 from graphs.errors import CaptureError
-from graphs.store.factors import code_factors, graph_factors
+from graphs.store.factors import call_factors, code_factors, graph_factors
+from graphs.store.known_imports import KnownImports
 from graphs.store.misses import Misses
 from graphs.store.store import ArtifactStore
 from graphs.watch.causes import describe_failure
@@ -51,26 +52,33 @@ class StoredBackend(Backend):
         # A capture imports modules and so changes which files can be reached: what counts is what a
         # process finds before its first capture of a callable.
         self._code: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
+        self._imports = KnownImports(store.path / ".imports.json")
 
     def factors(self, job: Job) -> dict[str, Any] | str:
         """Everything that a graph depends on, or why it cannot be stored."""
         try:
-            factors = graph_factors(
-                job.function,
-                job.examples,
-                backend=self.name,
-                options=job.options or {},
-                code=self._code_of(job.function),
-                dims=job.dims,
-            )
+            code = self._code_of(job.function)
+            factors = graph_factors(job.function, job.examples, code=code, **self._how(job))
         except Exception as error:  # a source that is gone, a torch that has its settings elsewhere
             return f"what it depends on cannot be told: {describe_failure(error)}"
         return _UNTOLD if factors is None else factors
 
+    def is_called_so(self, job: Job, factors: Mapping[str, Any]) -> bool:
+        """Whether factors are those of a job, as far as they do not tell of its callable."""
+        try:
+            now = call_factors(job.function, job.examples, **self._how(job))
+        except Exception:  # as in `factors`
+            return False
+        return now is not None and now.items() <= factors.items()
+
+    def _how(self, job: Job) -> dict[str, Any]:
+        return {"backend": self.name, "options": job.options or {}, "dims": job.dims}
+
     def _code_of(self, function: Callable[..., Any]) -> dict[str, Any] | None:
         with suppress(TypeError):  # it has no hash, or cannot be referred to weakly
             if function not in self._code:
-                self._code[function] = code_factors(function, self.name)
+                self._code[function] = code_factors(function, self.name, self._imports.read)
+                self._imports.keep()
             return self._code[function]
         return None
 

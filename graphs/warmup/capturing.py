@@ -26,6 +26,8 @@ __all__ = ["Capturing"]
 
 _log = logging.getLogger(__name__)
 
+_LONG = 1.0  # seconds of a run, of which another one says no more
+
 
 @dataclass
 class Capturing:
@@ -154,9 +156,7 @@ class Capturing:
                 inputs = self.make_inputs(bucket)
                 graph = self._capture(bucket, inputs, options)
                 seconds = time.perf_counter() - start
-                with torch.no_grad():
-                    runs = self.timed_runs
-                    run_seconds = median_seconds(graph, inputs, runs) if runs else None
+                run_seconds = self._run_seconds(graph, inputs)
             except GraphBudgetExceeded:
                 raise
             except Exception as error:
@@ -180,6 +180,14 @@ class Capturing:
             graph=graph.shared_as or graph.name,
             why_alone=graph.why_alone,
         )
+
+    def _run_seconds(self, graph: CapturedGraph, inputs: Sequence[Input]) -> float | None:
+        if not self.timed_runs:
+            return None
+        if graph.run_seconds and graph.run_seconds > _LONG:
+            return graph.run_seconds
+        with torch.no_grad():
+            return median_seconds(graph, inputs, self.timed_runs)
 
     def _spent(self, elapsed: float, size: int) -> str:
         if self.budget_seconds is not None and elapsed >= self.budget_seconds:

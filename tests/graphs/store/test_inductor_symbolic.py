@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from graphs import InputMismatch, StaleGraph, WarmupManager, explicit, linear, no_compile
-from graphs.store import ArtifactStore, StoredInductor
+from graphs.store import ArtifactStore, StoredInductor, factors
+from graphs.store.values import digest_of_values
 
 ROOT = Path(__file__).resolve().parents[3]
 AXES = ("tokens", "requests")
@@ -85,6 +86,18 @@ def test_a_loaded_graph_takes_the_sizes_of_its_bucket_only_and_sees_its_state(fi
     module.linear.bias = nn.Parameter(torch.ones(1))
     with pytest.raises(StaleGraph, match="bias"):
         manager.run(SPACE.largest, *inputs_of(SPACE.largest))
+
+
+def test_a_callable_is_looked_through_once_for_all_buckets_of_a_graph(filled, monkeypatch):
+    asked = []
+
+    def counted(function):
+        asked.append(function)
+        return digest_of_values(function)
+
+    monkeypatch.setattr(factors, "digest_of_values", counted)
+    _, _, report = warm(filled, module := Net())
+    assert len(report.loaded) == len(SPACE) and asked == [module]
 
 
 def test_fixed_sizes_are_another_entry(filled):
