@@ -1,11 +1,12 @@
 """Steps that are played from tapes beside the same graphs run by inductor's own Python.
 
     python benchmarks/tapes.py [--dtypes bfloat16 float32] [--requests 1 4 16] [--threads 1]
+        [--weights plain]
 
 One engine for each dtype, with drawn weights of SmolLM2-135M's architecture (30 layers); requests
 have prompts of 32 tokens and generate as many, greedily. In turns, in one process, the same graphs
 are played, and run as inductor wrote them. Printed: milliseconds of a step both ways, medians, and
-the ratio.
+the ratio. Weights as the engine packs them, or plain, which are left to MKL and oneDNN.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--requests", nargs="+", type=int, default=[1, 4, 16])
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--weights", choices=("auto", "plain"), default="auto")
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -63,7 +65,8 @@ def main() -> None:
     print(heading(f"{folder.name}, {options.threads} threads"))
     for dtype in options.dtypes:
         model = load_model(folder, getattr(torch, dtype))
-        engine = Engine(model, EngineConfig(max_seqs=max(options.requests), context=512))
+        config = EngineConfig(max_seqs=max(options.requests), context=512, weights=options.weights)
+        engine = Engine(model, config)
         engine.warmup()
         print(f"{dtype}: {engine.report().kernel_notes['tapes']}")
         for count in options.requests:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, Node
 
-__all__ = ["for_cpu"]
+__all__ = ["for_cpu", "takes_onednn"]
 
 _aten = torch.ops.aten
 _MIN_ROWS = 16  # below, oneDNN's call costs more than it saves
@@ -104,8 +104,13 @@ def _transposed_parameter(node: Any) -> Node | None:
     return weight if weight.meta["val"].is_contiguous() else None
 
 
+def takes_onednn(input: Tensor) -> bool:
+    """Whether ``graphs::onednn_linear`` computes this input by oneDNN."""
+    return input.shape[0] >= _MIN_ROWS
+
+
 def _onednn_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if input.shape[0] < _MIN_ROWS:
+    if not takes_onednn(input):
         return torch.nn.functional.linear(input, weight, bias)
     out: Tensor = torch.ops.mkldnn._linear_pointwise(
         input.contiguous(), weight, bias, "none", [], ""

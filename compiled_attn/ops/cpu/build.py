@@ -28,7 +28,7 @@ from graphs.store.safety import refuse_unsafe
 __all__ = ["Build", "build", "default_folder", "find_compiler"]
 
 _KERNELS = ("paged_attention.cpp", "packed_linear.cpp", "drawn_tokens.cpp")
-_UNITS = (*_KERNELS, "op.cpp", "tape.cpp")
+_UNITS = (*_KERNELS, "op.cpp", "tape.cpp", "torch_products.cpp")
 _COMMON = (
     "-std=c++20",
     "-fPIC",

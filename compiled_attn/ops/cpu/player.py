@@ -1,15 +1,17 @@
-"""Plays tapes of graphs: the calls of inductor's kernels and of our ops, made by the library."""
+"""Plays tapes: calls of inductor's kernels, our ops and torch's products, made by the library."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from compiled_attn.ops.cpu.torch_products import TorchProducts
 from compiled_attn.ops.schema import schemas
 from graphs.backends.tape.calls import Call
 
@@ -36,6 +38,7 @@ class NativePlayer:
         self._play.argtypes, self._play.restype = (ctypes.c_void_p, ctypes.c_int64), ctypes.c_char_p
         self._note_calls, self._give = native.compiled_attn_note_calls, native.compiled_attn_noted
         self._give.restype = ctypes.c_int64
+        self._products = TorchProducts(native)
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[Callable[[], Call | None]]:
@@ -45,6 +48,12 @@ class NativePlayer:
             yield self._noted
         finally:
             self._note_calls(0)
+
+    def call_of(
+        self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any
+    ) -> Call | None:
+        """The call that does what a matrix product of torch did; None: it was another op."""
+        return self._products.call_of(op, args, kwargs, made)
 
     def play(self, words: NDArray[np.int64]) -> None:
         """Makes calls, see `graphs.backends.tape.calls.Player.play`. Other threads run meanwhile.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +44,15 @@ class Player(Protocol):
         """While entered, these ops note their calls in this thread.
 
         The function gives the last call once, or None where none was noted since.
+        """
+
+    def call_of(
+        self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any
+    ) -> Call | None:
+        """The call of its own that does what another op did; None: it has none.
+
+        Args:
+            op: an overload of torch's, which returned ``made`` of ``args`` and ``kwargs``.
         """
 
     def play(self, words: NDArray[np.int64]) -> None:

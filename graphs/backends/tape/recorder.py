@@ -204,12 +204,13 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, op: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        is_known = op._schema.name in self._player.ops
+        kwargs = kwargs or {}
         self._noted()  # or else what an op noted before might be taken for a call of this one
-        made = op(*args, **(kwargs or {}))
+        made = op(*args, **kwargs)
         if getattr(op, "is_view", False):  # which torch before 2.13 may not say
             return made
-        call = self._noted() if is_known else None
+        notes = op._schema.name in self._player.ops
+        call = self._noted() if notes else self._player.call_of(op, args, kwargs, made)
         for tensor in made if isinstance(made, tuple | list) else [made]:
             if isinstance(tensor, Tensor):
                 self.note_memory(tensor)
@@ -220,9 +221,11 @@ class Recorder(TorchDispatchMode):
         return made
 
     def note_memory(self, tensor: Tensor) -> None:
-        """Notes a tensor that was just made."""
+        """Notes a tensor that was just made, unless its memory was there before."""
         self._let_go()
-        if tensor.untyped_storage().nbytes():
+        address = tensor.untyped_storage().data_ptr()
+        is_known = any(made.address == address for made in self._live)
+        if tensor.untyped_storage().nbytes() and not is_known:
             self._live.append(Made(tensor, len(self._calls)))
 
     def note_kernel(self, address: int, args: Sequence[Any]) -> None:

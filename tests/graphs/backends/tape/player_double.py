@@ -30,6 +30,9 @@ class PlayerDouble:
     def noting(self) -> Iterator[Callable[[], Call | None]]:
         yield lambda: None
 
+    def call_of(self, op, args, kwargs, made) -> Call | None:
+        return None
+
     def play(self, words: NDArray[np.int64]) -> None:
         if self.fails:
             raise RuntimeError("a call failed")

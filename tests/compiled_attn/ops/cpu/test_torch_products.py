@@ -1,0 +1,181 @@
+"""Products of torch as calls of a tape: the same bits wherever matrices lie."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from compiled_attn.ops import NativeUnavailable, load
+from compiled_attn.ops.cpu.build import find_compiler
+from graphs import capture
+from graphs.backends import onednn_linear
+from graphs.backends.tape.tape import Tapes
+
+aten = torch.ops.aten
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(autouse=True)
+def _no_grad():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(scope="module")
+def player():
+    try:
+        find_compiler()
+    except NativeUnavailable as error:
+        pytest.skip(str(error))
+    return load().player()
+
+
+def product(dtype, rows=5):
+    return aten.mm.out, [torch.randn(rows, 24).to(dtype), torch.randn(24, 40).to(dtype)]
+
+
+def of_a_transposed_weight(dtype, rows=5):
+    return aten.mm.out, [torch.randn(rows, 24).to(dtype), torch.randn(40, 24).to(dtype).t()]
+
+
+def of_a_part_of_rows(dtype, rows=5):
+    return aten.mm.out, [torch.randn(rows, 60).to(dtype)[:, 8:32], torch.randn(24, 40).to(dtype)]
+
+
+def with_bias(dtype, rows=5):
+    bias = torch.randn(40).to(dtype)
+    return aten.addmm.out, [bias, *product(dtype, rows)[1]]
+
+
+def with_a_bias_for_each_row(dtype, rows=5):
+    return aten.addmm.out, [torch.randn(rows, 40).to(dtype), *product(dtype, rows)[1]]
+
+
+MAKERS = [product, of_a_transposed_weight, of_a_part_of_rows, with_bias, with_a_bias_for_each_row]
+
+
+def played(player, call, moved):
+    """Plays a call whose matrices begin elsewhere: `moved` says where."""
+    words, addresses = call
+    tape = [len(words) + 1, *words]
+    assert {words[place] for place in addresses} == {*moved}
+    for place in addresses:
+        tape[1 + place] = moved[words[place]]
+    player.play(np.array(tape, np.int64))
+
+
+def copy_of(tensor):
+    """The same in other memory, with the same strides."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(tensor)
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_product_does_the_same_in_other_memory(player, make, dtype):
+    op, args = make(dtype)
+    out = op(*args, out=torch.empty(5, 40, dtype=dtype))
+    call = player.call_of(op, args, {"out": out}, out)
+    others, again = [copy_of(each) for each in args], torch.full_like(out, 7)
+    where = {
+        a.data_ptr(): b.data_ptr() for a, b in zip([out, *args], [again, *others], strict=True)
+    }
+    played(player, call, where)
+    assert torch.equal(out, again)
+    exact = torch.zeros(5, 40, dtype=torch.float64)
+    bias = args[0] if len(args) == 3 else exact
+    exact = bias.double() + args[-2].double() @ args[-1].double()
+    torch.testing.assert_close(again.double(), exact, rtol=0.02, atol=0.1)
+
+
+@pytest.mark.parametrize("rows", [1, 15, 16, 33])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_so_does_a_layer_of_onednn(player, rows, has_bias):
+    bias = torch.randn(40) if has_bias else None
+    args = [torch.randn(rows, 24), torch.randn(40, 24), bias]
+    op = torch.ops.graphs.onednn_linear.default
+    out = op(*args)
+    call = player.call_of(op, args, {}, out)
+    again = torch.full_like(out, 7)
+    given = [each for each in args if each is not None]
+    others = [copy_of(each) for each in given]
+    where = {
+        a.data_ptr(): b.data_ptr() for a, b in zip([out, *given], [again, *others], strict=True)
+    }
+    played(player, call, where)
+    assert torch.equal(out, again)
+
+
+def doubles():
+    return aten.mm.out, [torch.ones(2, 3).double(), torch.ones(3, 2).double()], {}
+
+
+def scaled_bias():
+    return aten.addmm.out, [torch.ones(2, 2), torch.ones(2, 3), torch.ones(3, 2)], {"beta": 2}
+
+
+def conjugate():
+    x = torch.ones(2, 3, dtype=torch.complex64)
+    return aten.mm.out, [x.conj(), torch.ones(3, 2, dtype=torch.complex64)], {}
+
+
+def batch():
+    return aten.bmm.out, [torch.ones(1, 2, 3), torch.ones(1, 3, 2)], {}
+
+
+@pytest.mark.parametrize("make", [doubles, scaled_bias, conjugate, batch])
+def test_other_products_are_none_of_these(player, make):
+    op, args, options = make()
+    made = op(*args, **options, out=torch.empty(0, dtype=args[0].dtype))
+    assert player.call_of(op, args, {**options, "out": made}, made) is None
+
+
+def test_nor_is_what_onednn_would_put_in_another_order(player):
+    op, args = (
+        torch.ops.graphs.onednn_linear.default,
+        [torch.randn(24, 20).t(), torch.randn(40, 24)],
+    )
+    assert player.call_of(op, [*args, None], {}, op(*args, None)) is None
+
+
+def test_what_torch_refuses_is_an_error(player):
+    op, args = product(torch.float32)
+    out = op(*args, out=torch.empty(5, 40))
+    words, _ = player.call_of(op, args, {"out": out}, out)
+    tape = np.array([len(words) + 1, *words], np.int64)
+    tape[2 + 7 + 1] += 1  # columns of the left one
+    with pytest.raises(RuntimeError, match="a matrix product: expected a product of torch, got an"):
+        player.play(tape)
+
+
+class Layers(nn.Module):
+    """Layers that inductor leaves to a library, of one bias each way, between kernels."""
+
+    def __init__(self):
+        super().__init__()
+        sizes, biases = ((24, 40), (40, 24), (24, 24)), (True, False, True)
+        self.layers = nn.ModuleList(
+            nn.Linear(*size, bias=bias) for size, bias in zip(sizes, biases, strict=True)
+        )
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+@pytest.mark.parametrize("options", [{}, onednn_linear.for_cpu()], ids=["MKL", "oneDNN"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 20])
+def test_a_graph_of_layers_is_played_with_the_same_bits(player, options, dtype, rows):
+    torch.manual_seed(0)
+    module, tapes = Layers().to(dtype), Tapes(player, repeats=True)
+    x = torch.randn(rows, 24).to(dtype)
+    graph = capture(module, [x], tapes=tapes, options=options)
+    assert (tapes.made, tapes.refused) == (1, {})
+    other = torch.randn(rows, 24).to(dtype)
+    made = graph.run(other)
+    tapes.are_played = False
+    assert torch.equal(made, graph.run(other))
+    torch.testing.assert_close(made, module(other), rtol=0.02, atol=0.02)
