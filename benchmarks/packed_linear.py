@@ -29,12 +29,14 @@ Form = Callable[[int], None]
 CASES = {"layers": [QKV, OUT, GATE_UP, DOWN] * LAYERS, "head": [[(49152, 576)]]}
 
 
+def has_onednn(dtype: torch.dtype) -> bool:
+    """Whether oneDNN has layers of a dtype here: of bfloat16 not on every processor."""
+    return dtype is torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
 def forms(groups: list[list[tuple[int, int]]], rows: int, dtype: torch.dtype) -> dict[str, Form]:
     """What computes groups of layers of one input, each with weights of its own."""
     weights = [[(torch.randn(s) * 0.02).bfloat16().to(dtype) for s in group] for group in groups]
-    onednn = [[torch.ops.mkldnn._reorder_linear_weight(w, rows) for w in g] for g in weights]
-    if dtype is torch.float32:
-        onednn = weights
     ours, ops = [[packed_linear.pack(weight) for weight in g] for g in weights], load()
     inputs = [torch.randn(rows, group[0][1]).to(dtype) for group in groups]
     pointwise = torch.ops.mkldnn._linear_pointwise.default
@@ -54,12 +56,14 @@ def forms(groups: list[list[tuple[int, int]]], rows: int, dtype: torch.dtype) ->
 
         return forward
 
-    found = {
-        "plain": run(weights, torch.nn.functional.linear),
-        "oneDNN": run(onednn, lambda x, w: pointwise(x, w, None, "none", [], "")),
-        "ours": run(ours, ops.packed_linear),
-        "joined": joined(ours),
-    }
+    found = {"plain": run(weights, torch.nn.functional.linear)}
+    if has_onednn(dtype):
+        reordered = weights
+        if dtype is torch.bfloat16:
+            reorder = torch.ops.mkldnn._reorder_linear_weight
+            reordered = [[reorder(weight, rows) for weight in g] for g in weights]
+        found["oneDNN"] = run(reordered, lambda x, w: pointwise(x, w, None, "none", [], ""))
+    found |= {"ours": run(ours, ops.packed_linear), "joined": joined(ours)}
     if dtype is torch.bfloat16:
         codes = [[packed_linear.quantise(weight) for weight in group] for group in weights]
         found["int8"] = run(codes, lambda x, w: ops.packed_linear(x, w[0], None, w[1]))
@@ -80,7 +84,8 @@ def main() -> None:
     dtype = getattr(torch, options.dtype)
     on = f"{options.threads} threads, torch {torch.__version__}, op {load().isa}"
     print(f"# {options.dtype}, {on}, cold")
-    others = ["oneDNN", "ours", "joined", "int8" if dtype is torch.bfloat16 else "halves"]
+    others = ["oneDNN"] if has_onednn(dtype) else []
+    others += ["ours", "joined", "int8" if dtype is torch.bfloat16 else "halves"]
     names = "".join(f"{name:>8}" for name in others)
     print(f"{'':8}{'rows':>5}{'plain, ms':>11}{names}   (speed over plain)")
     with torch.no_grad():

@@ -43,8 +43,8 @@ class CapturedGraph:
         is_loaded: whether it came from a store (:mod:`graphs.store`) instead of a compiler.
         shared_as: name of the compiled graph, where captures of other sizes share it, else empty.
         why_alone: why it is not the graph that others share, though sizes were to be symbolic.
-        run_seconds: of the last run of its capture, if that ran on the host and neither compiled
-            nor loaded anything; else None.
+        run_seconds: of the run of its capture on the host, where captures of other sizes had run
+            the graph before; else None.
     """
 
     def __init__(

@@ -14,10 +14,9 @@ one never silently runs a stale graph.
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -73,8 +72,7 @@ class Frozen:
         why_alone: why it is not, or not first, the graph that others share; empty where it is.
         why_not: of a graph whose sizes are symbols, given inputs of other sizes, why it cannot run
             on them; an empty string if it can.
-        run_seconds: of its last warm run on the host, in which nothing was compiled or loaded;
-            None where no run was like that.
+        run_seconds: of a warm run on the host, where others had run the graph before; else None.
     """
 
     run: Callable[..., Any]
@@ -95,14 +93,12 @@ class Frozen:
         Raises:
             CaptureError: it fails on them.
         """
-        start = 0.0
         try:
             for _ in range(runs):
-                start = time.perf_counter()
                 self.run(*examples)
         except Exception as error:
             raise CaptureError(name, describe_failure(error)) from error
-        return replace(self, run_seconds=time.perf_counter() - start)
+        return self
 
 
 @dataclass(frozen=True)

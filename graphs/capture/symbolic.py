@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -43,8 +44,11 @@ class SymbolicSizes:
         for place, graph in enumerate(self._graphs):
             if told := graph.why_not(examples):
                 continue
+            start = time.perf_counter()
             try:
-                return self._named(graph.warmed(examples, name, job.warm_runs), place)
+                graph = graph.warmed(examples, name, job.warm_runs)
+                seconds = (time.perf_counter() - start) / job.warm_runs
+                return replace(self._named(graph, place), run_seconds=seconds)
             except CaptureError as error:  # such as of inputs that share memory
                 why = f"{self._at(place)} fails on its inputs: {error.detail}"
                 frozen = alone()

@@ -22,7 +22,7 @@ from graphs.files import short_digest
 from graphs.store.sources import Read, sources_of, version_of
 from graphs.store.values import digest_of_globals, digest_of_values
 
-__all__ = ["call_factors", "code_factors", "environment_factors", "graph_factors", "key_of"]
+__all__ = ["code_factors", "environment_factors", "graph_factors", "key_of"]
 
 _ANY = -1
 
@@ -61,33 +61,9 @@ def graph_factors(
 
     Sources of the callable and of all it imports (installed packages by their version), and of what
     makes the artifacts of its backend; attributes, closures and globals that are not tensors;
-    shapes, dtypes, devices and strides of its parameters and buffers; and :func:`call_factors`.
-    `code` is what is known of its files already.
-
-    Returns None where that cannot be known: an option is an object without a `uuid()`.
-    """
-    factors = call_factors(function, inputs, backend=backend, options=options, dims=dims)
-    return factors and {
-        **factors,
-        "state": _state(function),
-        "values": digest_of_values(function),
-        **(code_factors(function, backend) if code is None else code),
-    }
-
-
-def call_factors(
-    function: Callable[..., Any],
-    inputs: Sequence[Input],
-    *,
-    backend: str,
-    options: Mapping[str, Any],
-    dims: Sequence[Sequence[int]] = (),
-) -> dict[str, Any] | None:
-    """What a graph depends on beside its callable, which is looked at for names of inputs alone.
-
-    Shapes, dtypes, devices and strides of its inputs; torch's and inductor's settings, and the
-    environment. `dims` are the dimensions of each input whose sizes are symbols, and so of any
-    size.
+    shapes, dtypes, devices and strides of its inputs, parameters and buffers; torch's and
+    inductor's settings, and the environment. `code` is what is known of its files already; `dims`
+    are the dimensions of each input whose sizes are symbols, and so of any size.
 
     Returns None where that cannot be known: an option is an object without a `uuid()`.
     """
@@ -106,6 +82,9 @@ def call_factors(
                 InputsCheck(function, inputs).specs, chain(dims, repeat(())), strict=False
             )
         ],
+        "state": _state(function),
+        "values": digest_of_values(function),
+        **(code_factors(function, backend) if code is None else code),
     }
 
 

@@ -69,7 +69,7 @@ class SourceFile:
 @functools.lru_cache(maxsize=4096)
 def read_source(name: str, file: str, changed: int, size: int) -> SourceFile:
     """The source of a module; `changed` and `size` distinguish its versions."""
-    return parse_source(package_of(name, file), Path(file).read_bytes())
+    return parse_source(package_of(name, file), Path(file).read_bytes()) or SourceFile()
 
 
 def package_of(name: str, file: str) -> str:
@@ -77,13 +77,13 @@ def package_of(name: str, file: str) -> str:
     return name if file.endswith("__init__.py") else name.rpartition(".")[0]
 
 
-def parse_source(package: str, text: bytes) -> SourceFile:
-    """The source of a module of a package, by its text."""
-    source = SourceFile()
+def parse_source(package: str, text: bytes) -> SourceFile | None:
+    """The source of a module of a package, by its text; None where it cannot be parsed now."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError):  # for another Python: this cannot import it
-        return source
+        return None
+    source = SourceFile()
     for scope, is_optional, part in _parts(tree):
         names = source.mentions.setdefault(scope, set())
         if isinstance(part, _DEFINITIONS) and part.decorator_list:

@@ -117,9 +117,6 @@ class StoredInductor(StoredBackend, InductorBackend):
 
     def factors(self, job: Job) -> dict[str, Any] | str:
         """Everything that a graph depends on, or why it cannot be stored."""
-        return self._why_not_stored(job) or super().factors(job)
-
-    def _why_not_stored(self, job: Job) -> str:
         if job.mode is not None:
             return f"mode={job.mode!r} is resolved by torch.compile itself: give options instead"
         cudagraphs = torch._inductor.config.triton.cudagraphs
@@ -129,17 +126,13 @@ class StoredInductor(StoredBackend, InductorBackend):
             return "grad mode is enabled: capture under torch.no_grad()"
         if shared := memory_shared_by(job.function, job.examples):
             return f"{shared}: give each memory of its own"
-        return ""
+        return super().factors(job)
 
     def _why_not(
         self, graph: Frozen, job: Job, factors: Mapping[str, Any], examples: Sequence[Input]
     ) -> str:
-        """Why a loaded graph cannot run on inputs: no guard of Dynamo's is there to say it.
-
-        The callable is not asked again: what changes of it after the load goes unnoticed.
-        """
-        like = replace(job, examples=examples)
-        if self._why_not_stored(like) or not self.is_called_so(like, factors):
+        """Why a loaded graph cannot run on inputs: no guard of Dynamo's is there to say it."""
+        if self.factors(replace(job, examples=examples)) != factors:
             return (
                 "its inputs, or what else it depends on, are others than those of the stored graph"
             )

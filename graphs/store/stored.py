@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
@@ -14,7 +13,7 @@ from torch import nn
 
 from graphs.capture.contract import Backend, Frozen, Job
 from graphs.errors import CaptureError
-from graphs.store.factors import call_factors, code_factors, graph_factors
+from graphs.store.factors import code_factors, graph_factors
 from graphs.store.known_imports import KnownImports
 from graphs.store.misses import Misses
 from graphs.store.store import ArtifactStore
@@ -52,35 +51,36 @@ class StoredBackend(Backend):
         # A capture imports modules and so changes which files can be reached: what counts is what a
         # process finds before its first capture of a callable.
         self._code: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
-        self._imports = KnownImports(store.path / ".imports.json")
+        self._imports = KnownImports(store.path)
 
     def factors(self, job: Job) -> dict[str, Any] | str:
         """Everything that a graph depends on, or why it cannot be stored."""
         try:
-            code = self._code_of(job.function)
-            factors = graph_factors(job.function, job.examples, code=code, **self._how(job))
+            factors = graph_factors(
+                job.function,
+                job.examples,
+                backend=self.name,
+                options=job.options or {},
+                code=self._code_of(job.function),
+                dims=job.dims,
+            )
         except Exception as error:  # a source that is gone, a torch that has its settings elsewhere
             return f"what it depends on cannot be told: {describe_failure(error)}"
         return _UNTOLD if factors is None else factors
 
-    def is_called_so(self, job: Job, factors: Mapping[str, Any]) -> bool:
-        """Whether factors are those of a job, as far as they do not tell of its callable."""
+    def _code_of(self, function: Callable[..., Any]) -> dict[str, Any]:
         try:
-            now = call_factors(job.function, job.examples, **self._how(job))
-        except Exception:  # as in `factors`
-            return False
-        return now is not None and now.items() <= factors.items()
+            known = self._code.get(function)
+        except TypeError:  # it has no hash, or cannot be referred to weakly
+            return self._code_now(function)
+        if known is None:
+            known = self._code[function] = self._code_now(function)
+        return known
 
-    def _how(self, job: Job) -> dict[str, Any]:
-        return {"backend": self.name, "options": job.options or {}, "dims": job.dims}
-
-    def _code_of(self, function: Callable[..., Any]) -> dict[str, Any] | None:
-        with suppress(TypeError):  # it has no hash, or cannot be referred to weakly
-            if function not in self._code:
-                self._code[function] = code_factors(function, self.name, self._imports.read)
-                self._imports.keep()
-            return self._code[function]
-        return None
+    def _code_now(self, function: Callable[..., Any]) -> dict[str, Any]:
+        found = code_factors(function, self.name, self._imports.read)
+        self._imports.keep()
+        return found
 
     def load_or_store(self, job: Job, factors: Mapping[str, Any], make: Make) -> Frozen:
         """The graph of these factors from the store, run on the examples; or made, and stored.

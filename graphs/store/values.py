@@ -21,6 +21,10 @@ __all__ = ["digest_of_globals", "digest_of_values", "is_machinery", "values_in"]
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _DEPTH = 6
 _MOST = 1000  # values in a global container, above which it is data and no setting
+# What every module has, most of it empty.
+_OF_ANY_MODULE = frozenset(
+    n for n, part in vars(nn.Module()).items() if isinstance(part, (dict, set))
+)
 # Numbers under these names differ between processes.
 _OF_A_PROCESS = ("_hash", "address", "addresses", "data_ptr", "data_ptrs", "pid", "process_rank")
 # What captures and serves a module may hang from it, with counters and seconds.
@@ -34,19 +38,20 @@ def digest_of_values(function: Callable[..., Any]) -> str:
     address, a hash or a process, nor what captures and serves the module. Two callables with the
     same digest may differ in an object that nests deeper than six levels.
     """
-    return _digest(_of(function, "", _DEPTH, {}))
+    lines: list[str] = []
+    _Telling(lines).tell(function, "", _DEPTH)
+    return _digest(lines)
 
 
 def digest_of_globals(modules: list[ModuleType]) -> str:
     """Digest of the plain values, and containers of them, among the globals of modules."""
-    lines = (
-        line
-        for module in modules
-        if not module.__name__.startswith("graphs.")  # its own counters are no part of a graph
-        for name, value in sorted(vars(module).items())
-        if not name.startswith("__") and _is_plain(value)
-        for line in _of(value, f"{module.__name__}.{name}", _DEPTH, {})
-    )
+    lines: list[str] = []
+    for module in modules:
+        if module.__name__.startswith("graphs."):  # its own counters are no part of a graph
+            continue
+        for name, value in sorted(vars(module).items()):
+            if not name.startswith("__") and _is_plain(value):
+                _Telling(lines).tell(value, f"{module.__name__}.{name}", _DEPTH)
     return _digest(lines)
 
 
@@ -83,35 +88,55 @@ def _is_plain(value: Any, depth: int = _DEPTH) -> bool:
     return isinstance(value, (enum.Enum, *_PLAIN))
 
 
-def _digest(lines: Iterator[str]) -> str:
+def _digest(lines: list[str]) -> str:
     return short_digest("".join(f"{line}\n" for line in lines))
 
 
-def _of(value: Any, path: str, depth: int, seen: dict[int, Any]) -> Iterator[str]:
-    # What is seen is kept, or else another object could get its id.
-    if isinstance(value, (enum.Enum, *_PLAIN)):
-        yield f"{path}={value!r}"
-        return
-    kind = f"{type(value).__module__}.{type(value).__qualname__}"
-    if isinstance(value, Tensor):
-        yield f"{path}: {kind}"
-        return
-    if id(value) in seen or depth < 0 or isinstance(value, (ModuleType, type)):
-        yield f"{path}: {getattr(value, '__qualname__', kind)}"
-        return
-    seen[id(value)] = value
-    yield f"{path}: {kind}"
-    if _is_leaf(value):
-        return
-    for name, part in _parts(value):
-        if name.endswith(_OF_A_PROCESS):
-            continue
-        # Modules nest as deep as they like; what they hold does not.
-        left = _DEPTH if isinstance(part, nn.Module) else depth - 1
-        yield from _of(part, f"{path}.{name}", left, seen)
+class _Telling:
+    """Tells of values in lines, of each once.
+
+    Args:
+        lines: that are added to.
+    """
+
+    def __init__(self, lines: list[str]) -> None:
+        self._lines = lines
+        self._seen: dict[int, Any] = {}  # kept, or else another object could get its id
+        self._classes: dict[type, dict[str, Any]] = {}
+
+    def tell(self, value: Any, path: str, depth: int) -> None:
+        """Adds lines of a value and of what it holds, so many levels deep."""
+        kind = type(value)
+        if kind in _PLAIN or isinstance(value, (enum.Enum, *_PLAIN)):
+            self._lines.append(f"{path}={value!r}")
+            return
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        if isinstance(value, Tensor):
+            self._lines.append(f"{path}: {name}")
+            return
+        if id(value) in self._seen or depth < 0 or isinstance(value, (ModuleType, type)):
+            self._lines.append(f"{path}: {getattr(value, '__qualname__', name)}")
+            return
+        self._seen[id(value)] = value
+        self._lines.append(f"{path}: {name}")
+        if _is_leaf(value):
+            return
+        for name, part in _parts(value, self._of_class):
+            if name.endswith(_OF_A_PROCESS):
+                continue
+            # Modules nest as deep as they like; what they hold does not.
+            left = _DEPTH if isinstance(part, nn.Module) else depth - 1
+            self.tell(part, f"{path}.{name}", left)
+
+    def _of_class(self, kind: type) -> dict[str, Any]:
+        if kind not in self._classes:
+            self._classes[kind] = _of_class(kind)
+        return self._classes[kind]
 
 
-def _parts(value: Any) -> list[tuple[str, Any]]:
+def _parts(
+    value: Any, of_class: Callable[[type], Mapping[str, Any]] | None = None
+) -> list[tuple[str, Any]]:
     if isinstance(value, Mapping):
         return sorted(((repr(key), part) for key, part in value.items()), key=lambda pair: pair[0])
     if isinstance(value, (list, tuple)):
@@ -128,8 +153,10 @@ def _parts(value: Any) -> list[tuple[str, Any]]:
         return [
             (field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value)
         ]
-    own = {**_of_class(type(value)), **_in_slots(value), **getattr(value, "__dict__", {})}
-    return sorted(own.items())
+    kind, own = type(value), getattr(value, "__dict__", {})
+    if isinstance(value, nn.Module):
+        own = {name: part for name, part in own.items() if name not in _OF_ANY_MODULE or part}
+    return sorted({**(of_class or _of_class)(kind), **_in_slots(value), **own}.items())
 
 
 def _of_class(kind: type) -> dict[str, Any]:

@@ -156,7 +156,7 @@ class Capturing:
                 inputs = self.make_inputs(bucket)
                 graph = self._capture(bucket, inputs, options)
                 seconds = time.perf_counter() - start
-                run_seconds = self._run_seconds(graph, inputs)
+                run_seconds = self._run_seconds(graph, inputs, watch.compiles > 0)
             except GraphBudgetExceeded:
                 raise
             except Exception as error:
@@ -181,10 +181,12 @@ class Capturing:
             why_alone=graph.why_alone,
         )
 
-    def _run_seconds(self, graph: CapturedGraph, inputs: Sequence[Input]) -> float | None:
+    def _run_seconds(
+        self, graph: CapturedGraph, inputs: Sequence[Input], compiled: bool
+    ) -> float | None:
         if not self.timed_runs:
             return None
-        if graph.run_seconds and graph.run_seconds > _LONG:
+        if not compiled and graph.run_seconds and graph.run_seconds > _LONG:
             return graph.run_seconds
         with torch.no_grad():
             return median_seconds(graph, inputs, self.timed_runs)

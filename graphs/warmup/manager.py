@@ -59,9 +59,9 @@ class WarmupManager:
         journal: a file for the outcome of each bucket, with its seconds. A later process that is
             given it captures last what failed or was killed, and knows how long the rest takes.
         timed_runs: how many runs of each graph are timed after its capture, for `report.cost`;
-            less if they take longer than a tenth of a second, none where that of the capture, of
-            a graph that was there already, took longer than a second. They run the callable for
-            real.
+            less if they take longer than a tenth of a second, none where a bucket shares a graph
+            that others have run, and its first run took longer than a second. They run the
+            callable for real.
         overflow: what happens to a need that no captured bucket holds. `error` and `split` raise
             :class:`~graphs.BucketOverflow`, and with `split` that is expected: the caller cuts the
             step. `eager` runs the callable itself; `compile` captures a bucket of just that size.

@@ -24,7 +24,8 @@ class BucketResult:
         bytes: by how much the memory in use grew.
         compiles: how often Dynamo compiled.
         error: one line, empty if captured.
-        run_seconds: median time of one run of the graph after its capture; None if not measured.
+        run_seconds: median time of one run of the graph after its capture, or of a long one that of
+            the capture, see `timed_runs` of :class:`~graphs.WarmupManager`; None if not measured.
         name: of the callable.
         is_loaded: whether the graph came from a store, and was not compiled.
         graph: name of the compiled graph; buckets of one name share it.

@@ -42,14 +42,23 @@ class Made:
 
 
 class Given:
-    """The inputs of a run, which are kept as long as this is."""
+    """The inputs of a run, which are kept as long as this is.
+
+    Attributes:
+        storages: where the memory begins that they are in.
+    """
 
     def __init__(self, inputs: Sequence[Any]) -> None:
         self._inputs = [*inputs]
-        self._spans = sorted(
-            (tensor.data_ptr(), tensor.data_ptr() + _extent(tensor), place)
+        tensors = [
+            (place, tensor)
             for place, tensor in enumerate(inputs)
             if isinstance(tensor, Tensor) and tensor.device.type == "cpu" and tensor.numel()
+        ]
+        self.storages = {tensor.untyped_storage().data_ptr() for _, tensor in tensors}
+        self._spans = sorted(
+            (tensor.data_ptr(), tensor.data_ptr() + _extent(tensor), place)
+            for place, tensor in tensors
         )
         self._begins = [begin for begin, _, _ in self._spans]
         self._furthest = [*accumulate((end for _, end, _ in self._spans), max)]

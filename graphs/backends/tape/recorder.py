@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphs.backends.tape.calls import Call, Player
 from graphs.backends.tape.liveness import Given, Made, lay_out
+from graphs.watch.causes import describe_failure
 
 __all__ = ["NotTaped", "Output", "Recorder", "Recording", "watch_calls"]
 
@@ -209,8 +210,7 @@ class Recorder(TorchDispatchMode):
         made = op(*args, **kwargs)
         if getattr(op, "is_view", False):  # which torch before 2.13 may not say
             return made
-        notes = op._schema.name in self._player.ops
-        call = self._noted() if notes else self._player.call_of(op, args, kwargs, made)
+        call = self._call_of(op, args, kwargs, made)
         for tensor in made if isinstance(made, tuple | list) else [made]:
             if isinstance(tensor, Tensor):
                 self.note_memory(tensor)
@@ -220,12 +220,23 @@ class Recorder(TorchDispatchMode):
             self._note(call)
         return made
 
+    def _call_of(self, op: Any, args: Sequence[Any], kwargs: Any, made: Any) -> Call | None:
+        if op._schema.name in self._player.ops:
+            return self._noted()
+        try:
+            return self._player.call_of(op, args, kwargs, made)
+        except Exception as error:  # what it should describe is done
+            self._refuse(f"the player fails at {op}: {describe_failure(error)}")
+            return None
+
     def note_memory(self, tensor: Tensor) -> None:
         """Notes a tensor that was just made, unless its memory was there before."""
         self._let_go()
         address = tensor.untyped_storage().data_ptr()
-        is_known = any(made.address == address for made in self._live)
-        if tensor.untyped_storage().nbytes() and not is_known:
+        was_there = address in self._given.storages or any(
+            made.address == address for made in self._live
+        )
+        if tensor.untyped_storage().nbytes() and not was_there:
             self._live.append(Made(tensor, len(self._calls)))
 
     def note_kernel(self, address: int, args: Sequence[Any]) -> None:

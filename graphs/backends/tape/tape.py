@@ -49,7 +49,7 @@ class Tapes:
     """
 
     def __init__(self, player: Player, *, repeats: bool = False) -> None:
-        if not hasattr(player, "noting"):
+        if not (hasattr(player, "noting") and hasattr(player, "call_of")):
             raise TypeError(
                 f"expected a player, got {type(player).__name__}: take that of native kernels, or "
                 "capture without tapes"

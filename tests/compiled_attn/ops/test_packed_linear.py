@@ -107,6 +107,33 @@ def assert_product(out, input, weight, bias=None) -> None:
     assert ((out.double() - wanted).abs() <= wanted.abs() * rounding + size * 2e-6).all()
 
 
+@pytest.mark.parametrize("rows", [1, 16])
+@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
+def test_sums_are_rounded_to_the_nearest_bfloat16_and_ties_to_even(ops, rows, kind):
+    """Each output is one product, which float32 holds exactly: many lie between two bfloat16."""
+    chance = torch.Generator().manual_seed(0)
+    digits = torch.randint(128, 256, (rows, 32), generator=chance)
+    signs = torch.randint(0, 2, (rows, 32), generator=chance) * 2 - 1
+    input = (
+        digits * signs * 2.0 ** torch.randint(-120, 100, (rows, 32), generator=chance)
+    ).bfloat16()
+    diagonal = torch.randint(64, 128, (32,), generator=chance).float()
+    diagonal[:] = 127 if kind == "int8" else diagonal
+    weight, scale = packed_as(kind, torch.diag(diagonal).bfloat16())
+    exact = input.double() * diagonal.double()
+    assert torch.equal(ops.packed_linear(input, weight, None, scale), exact.bfloat16())
+
+
+def test_what_is_too_large_for_bfloat16_is_infinite_and_nan_stays_nan(ops):
+    weight = packed_linear.pack(torch.ones(16, 32).bfloat16())
+    input = torch.zeros(4, 32).bfloat16()
+    input[0, :2] = torch.tensor([3.39e38, 1e36])
+    input[1, 3], input[2, 5] = torch.nan, -torch.inf
+    out = ops.packed_linear(input, weight, None, None)
+    assert (out[0] == torch.inf).all() and out[1].isnan().all() and (out[2] == -torch.inf).all()
+    assert (out[3] == 0).all()
+
+
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize(("outputs", "inputs"), SIZES)
 @pytest.mark.parametrize("kind", ["bfloat16", "float32", "halves"])

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from graphs import InputMismatch, StaleGraph, WarmupManager, explicit, linear, no_compile
-from graphs.store import ArtifactStore, StoredInductor, factors
-from graphs.store.values import digest_of_values
+from graphs.store import ArtifactStore, StoredInductor
 
 ROOT = Path(__file__).resolve().parents[3]
 AXES = ("tokens", "requests")
@@ -88,16 +87,31 @@ def test_a_loaded_graph_takes_the_sizes_of_its_bucket_only_and_sees_its_state(fi
         manager.run(SPACE.largest, *inputs_of(SPACE.largest))
 
 
-def test_a_callable_is_looked_through_once_for_all_buckets_of_a_graph(filled, monkeypatch):
-    asked = []
+class Scaled(nn.Module):
+    """Has a number that may change from bucket to bucket."""
 
-    def counted(function):
-        asked.append(function)
-        return digest_of_values(function)
+    factor = 1.0
 
-    monkeypatch.setattr(factors, "digest_of_values", counted)
-    _, _, report = warm(filled, module := Net())
-    assert len(report.loaded) == len(SPACE) and asked == [module]
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+def test_a_bucket_for_which_the_callable_was_changed_gets_a_graph_of_its_own_when_loaded(store):
+    """As at the first start, where guards of Dynamo see it."""
+    space = explicit(("tokens",), [(4,), (8,), (16,)])
+    for stored, loaded in ((3, 0), (0, 3)):
+        module = Scaled()
+
+        def make_inputs(bucket, module=module):
+            module.factor = float(bucket.tokens)
+            return [torch.ones(bucket.tokens)]
+
+        backend, manager, _ = warm(store, module, space, make_inputs, symbolic=("tokens",))
+        assert (backend.stored, backend.loaded) == (stored, loaded)
+        for bucket in space:
+            module.factor = float(bucket.tokens)
+            x = torch.randn(bucket.tokens)
+            torch.testing.assert_close(manager.run(bucket, x), x * bucket.tokens)
 
 
 def test_fixed_sizes_are_another_entry(filled):

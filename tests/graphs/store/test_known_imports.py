@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from graphs.store import imports, known_imports
-from graphs.store.imports import parse_source
+from graphs.errors import UnsafeStore
+from graphs.store import ArtifactStore, imports, known_imports
+from graphs.store.imports import SourceFile, parse_source
 from graphs.store.known_imports import KnownImports
+from graphs.store.lock import locked
 
 TEXT = """
 import torch
@@ -34,17 +34,18 @@ def file(tmp_path):
 
 
 @pytest.fixture
-def note(tmp_path):
-    return tmp_path / "note.json"
+def store(tmp_path):
+    return ArtifactStore(tmp_path / "store").path
 
 
 @pytest.fixture
-def kept(note, file):
-    """A note that a process before has written."""
-    known = KnownImports(note)
+def kept(store, file):
+    """A store with a note that a process before has written."""
+    known = KnownImports(store)
     known.read("pack.net", file)
     known.keep()
-    return note
+    assert (store / ".imports").is_file()
+    return store
 
 
 @pytest.fixture
@@ -81,41 +82,85 @@ def test_another_text_or_package_is_parsed(kept, file, parsed, changed):
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda note: "",
-        lambda note: "[]",
-        lambda note: json.dumps({**note, "files": 3}),
-        lambda note: json.dumps({**note, "files": {key: [1, 2] for key in note["files"]}}),
-        lambda note: json.dumps({**note, "files": {key: [[[3]], {}, []] for key in note["files"]}}),
-        lambda note: json.dumps({**note, "reader": "another version of it"}),
+        lambda note: b"",
+        lambda note: note[:-1],
+        lambda note: note.replace(b"torch", b"torcg"),
+        lambda note: b"another version of it " + note.split(b" ")[1],
+        lambda note: note.partition(b"\n")[0] + b"\n[]",
     ],
 )
 def test_a_damaged_note_costs_a_parse_and_is_mended(kept, file, parsed, damage):
-    kept.write_text(damage(json.loads(kept.read_text())))
+    note = kept / ".imports"
+    note.write_bytes(damage(note.read_bytes()))
     known = KnownImports(kept)
     assert known.read("pack.net", file) == parse_source("pack", TEXT.encode())
     known.keep()
     assert KnownImports(kept).read("pack.net", file) and parsed == ["pack"]
 
 
+def test_a_note_that_others_may_have_written_is_none(kept, file, parsed, monkeypatch):
+    def refuse(path):
+        raise UnsafeStore(f"{path} belongs to user 1")
+
+    monkeypatch.setattr(known_imports, "open_own", refuse)
+    KnownImports(kept).read("pack.net", file)
+    assert parsed == ["pack"]
+
+
+def test_a_link_in_its_place_is_not_read(kept, file, parsed, tmp_path):
+    (kept / ".imports").rename(tmp_path / "elsewhere")
+    (kept / ".imports").symlink_to(tmp_path / "elsewhere")
+    KnownImports(kept).read("pack.net", file)
+    assert parsed == ["pack"]
+
+
 def test_a_note_that_cannot_be_written_is_none(tmp_path, file):
-    known = KnownImports(tmp_path / "nowhere" / "note.json")
+    known = KnownImports(tmp_path / "nowhere")
     known.read("pack.net", file)
     known.keep()
     assert known.read("pack.net", file) == parse_source("pack", TEXT.encode())
 
 
+def test_a_store_that_is_busy_costs_the_note(store, file, monkeypatch):
+    monkeypatch.setattr(known_imports, "_PATIENCE_SECONDS", 0.0)
+    known = KnownImports(store)
+    known.read("pack.net", file)
+    with locked(store / ".lock", shared=True, seconds=1.0):
+        known.keep()
+    assert not (store / ".imports").exists()
+
+
+def test_processes_that_write_at_once_lose_nothing(store, file, parsed):
+    one, other = KnownImports(store), KnownImports(store)
+    one.read("a.net", file), other.read("b.net", file)
+    one.keep(), other.keep()
+    del parsed[:]
+    for name in ("a.net", "b.net"):
+        KnownImports(store).read(name, file)
+    assert parsed == []
+
+
+def test_what_cannot_be_parsed_now_is_tried_by_the_next_process(store, file, parsed):
+    file.write_text("def broken(:\n")
+    for _ in range(2):
+        known = KnownImports(store)
+        assert known.read("pack.net", file) == SourceFile()
+        known.keep()
+    assert parsed == ["pack"] * 2
+
+
 def test_a_note_holds_so_many_files_and_forgets_those_that_were_used_least(
-    note, file, parsed, monkeypatch
+    store, file, parsed, monkeypatch
 ):
     monkeypatch.setattr(known_imports, "_MOST", 2)
     for names in ("ab", "ac"):
-        known = KnownImports(note)
+        known = KnownImports(store)
         for name in names:
             known.read(f"{name}.net", file)
         known.keep()
     del parsed[:]
     for name in "acb":
-        KnownImports(note).read(f"{name}.net", file)
+        KnownImports(store).read(f"{name}.net", file)
     assert parsed == ["b"]
 
 

@@ -17,6 +17,7 @@ from graphs import (
     no_compile,
 )
 from graphs.capture.contract import Backend, Frozen
+from graphs.warmup import capturing
 from graphs.warmup.families import _sizes_that_differ
 
 AXES = ("tokens", "requests")
@@ -85,6 +86,14 @@ def test_every_bucket_is_run_before_it_serves():
     module = Step()
     warm(module, timed_runs=0)
     assert module.calls.item() == len(SPACE)
+
+
+def test_a_long_run_of_a_graph_that_ran_before_is_timed_in_its_capture(monkeypatch):
+    monkeypatch.setattr(capturing, "_LONG", 0.0)
+    module = Step()
+    _, report = warm(module, timed_runs=3)
+    assert module.calls.item() == report.graphs * (1 + 3) + (len(SPACE) - report.graphs)
+    assert len(report.cost) == len(SPACE) and all(seconds > 0 for _, seconds in report.cost)
 
 
 def test_a_bucket_takes_inputs_of_its_own_sizes_only():

@@ -1,4 +1,4 @@
-// Products of pairs of bfloat16, where the processor has them.
+// Products of pairs of bfloat16, where the processor has them, and vectors rounded to it.
 #pragma once
 
 #include <algorithm>
@@ -46,4 +46,23 @@ CA_INLINE void store(BFloat16* at, Floats first, Floats second) {
 
 #else
 #define CA_HAS_BFLOAT16_DOT 0
+
+namespace compiled_attn {
+
+// As `from_float` rounds.
+CA_INLINE void store(BFloat16* at, Floats v) {
+  typedef uint32_t Unsigned __attribute__((vector_size(sizeof(Floats))));
+  const auto bits = bits_as<Unsigned>(v);
+  const Ints rounded = bits_as<Ints>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+  const Ints upper = bits_as<Ints>(either(v == v, bits_as<Floats>(rounded), bits_as<Floats>(all(0x7fc0))));
+  const Words halves = __builtin_convertvector(upper, Words);
+  std::memcpy(static_cast<void*>(at), &halves, sizeof halves);
+}
+
+CA_INLINE void store(BFloat16* at, Floats first, Floats second) {
+  store(at, first), store(at + kLanes, second);
+}
+
+}  // namespace compiled_attn
+
 #endif

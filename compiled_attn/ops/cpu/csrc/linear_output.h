@@ -46,25 +46,18 @@ CA_INLINE void round_panel(const float* sums, Finish<float> finish, float* out) 
 
 // The same, rounded.
 CA_INLINE void round_panel(const float* sums, Finish<BFloat16> finish, BFloat16* out) {
-  for (int i = 0; i < kPanel; i += kLanes) {
-    const Floats whole = finished(sums + i, finish, i);
-#if CA_HAS_BFLOAT16_DOT
-    store(out + i, whole);
-#else
-    for (int lane = 0; lane < kLanes; ++lane) from_float(whole[lane], out + i + lane);
-#endif
-  }
+  for (int i = 0; i < kPanel; i += kLanes) store(out + i, finished(sums + i, finish, i));
 }
 
 // The same of two panels side by side, a line of memory.
 CA_INLINE void round_panels(const float* first, const float* second,
                             Finish<BFloat16> finish, BFloat16* out) {
-#if CA_HAS_BFLOAT16_DOT
-  store(out, finished(first, finish, 0), finished(second, finish, kPanel));
-#else
-  round_panel(first, finish, out);
-  round_panel(second, finish.from(kPanel), out + kPanel);
-#endif
+  for (int i = 0; i < 2 * kPanel; i += 2 * kLanes) {
+    const auto at = [&](int i) {
+      return finished(i < kPanel ? first + i : second + i - kPanel, finish, i);
+    };
+    store(out + i, at(i), at(i + kLanes));
+  }
 }
 
 CA_INLINE void round_panels(const float* first, const float* second, Finish<float> finish,

@@ -1,6 +1,8 @@
 // Rows of a linear layer in vector registers: some rows against some panels of weights.
 #pragma once
 
+#include <type_traits>
+
 #include "bfloat16_dot.h"
 #include "linear_weights.h"
 #include "scratch.h"
@@ -11,6 +13,7 @@ namespace compiled_attn {
 // A weight is a vector of pairs, multiplied with a pair of inputs at once.
 struct PairProducts {
   using Element = BFloat16;  // of inputs and outputs
+  using Input = BFloat16;    // as it is multiplied
   using Weight = BFloat16;
   static constexpr int kInputs = 2;  // of an output, that lie together
   static constexpr int64_t kFewRows = 64;
@@ -23,10 +26,12 @@ struct PairProducts {
 #endif
 
 // First and second weights of the pairs apart. A bfloat16 is the upper half of a float, so these are
-// weights of float32 too where the lower halves are zeros.
+// weights of float32 too where the lower halves are zeros. Inputs are floats, one load for all lanes:
+// to widen a bfloat16 would take four instructions at each of its products.
 template <class Element_>
 struct FloatProducts {
   using Element = Element_;
+  using Input = float;
   using Weight = BFloat16;
   static constexpr int kInputs = 2;
   static constexpr int64_t kFewRows = 0;
@@ -37,17 +42,16 @@ struct FloatProducts {
     const Ints pairs = load_as<Ints>(at);
     return {bits_as<Floats>(pairs << 16), bits_as<Floats>(pairs & int32_t(0xffff0000))};
   }
-  static CA_INLINE Floats added(Floats sum, const Weights& weights, const Element* inputs) {
-    sum += weights.first * all(single(inputs[0]));
-    return sum + weights.second * all(single(inputs[1]));
+  static CA_INLINE Floats added(Floats sum, const Weights& weights, const float* inputs) {
+    sum += weights.first * all(inputs[0]);
+    return sum + weights.second * all(inputs[1]);
   }
-  static CA_INLINE float single(float x) { return x; }
-  static CA_INLINE float single(BFloat16 x) { return bits_as<float>(uint32_t{x.bits} << 16); }
 };
 
 // Weights and inputs of float32.
 struct SingleProducts {
   using Element = float;
+  using Input = float;
   using Weight = float;
   static constexpr int kInputs = 1;
   static constexpr int64_t kFewRows = 0;
@@ -56,6 +60,37 @@ struct SingleProducts {
   static CA_INLINE Floats added(Floats sum, Weights weights, const float* input) {
     return sum + weights * all(*input);
   }
+};
+
+// The rows of an input: as they are, or widened.
+template <class Element, class Input>
+class InputRows {
+ public:
+  InputRows(const PackedLinearArgs& args, Scratch& scratch)
+      : args_(args), stride_(args.input_row), rows_(static_cast<const Input*>(args.input)) {
+    if constexpr (kWidens) {
+      stride_ = args.size_in;
+      scratch.take(wide_, args.rows * stride_);
+      rows_ = wide_;
+    }
+  }
+  // What one of some threads has to widen, before any of them multiplies.
+  void prepare(int thread, int threads) const {
+    if constexpr (kWidens)
+      for (int64_t i = thread; i < args_.rows; i += threads)
+        to_floats(static_cast<const Element*>(args_.input) + i * args_.input_row, args_.size_in,
+                  wide_ + i * stride_);
+  }
+  CA_INLINE const Input* row(int64_t i) const { return rows_ + i * stride_; }
+  int64_t stride() const { return stride_; }
+
+ private:
+  static constexpr bool kWidens = !std::is_same_v<Element, Input>;
+
+  const PackedLinearArgs& args_;
+  int64_t stride_;
+  const Input* rows_;
+  Input* wide_ = nullptr;
 };
 
 // Where one block takes all rows, or rows are as few, memory sets the pace, and each stream asks for
@@ -71,11 +106,8 @@ class LinearRows {
 
  public:
   using Element = typename Products::Element;
-  // Rows are taken as they are.
-  struct Inputs {
-    Inputs(const PackedLinearArgs&, Scratch&) {}
-    void prepare(int, int) {}
-  };
+  using Input = typename Products::Input;
+  using Inputs = InputRows<Element, Input>;
 
   static constexpr int kPanels = kRegisters == 32 ? 4 : 1, kTallPanels = 3;  // side by side
   static constexpr int kRows = 4, kTallRows = 8;                             // below each other
@@ -89,7 +121,7 @@ class LinearRows {
     return is_tall(layer) ? kTallPanels : 4;
   }
 
-  LinearRows(const Inputs&, int64_t) {}
+  LinearRows(const Inputs& inputs, int64_t) : inputs_(inputs) {}
 
   // Outputs of a layer for some rows.
   void run(const PackedLinearArgs& layer, int64_t begin, int64_t end, NextWeights& next) {
@@ -152,8 +184,8 @@ class LinearRows {
   template <int level, bool once, int rows, int panels>
   CA_NOINLINE void block(int64_t row, int64_t panel) {
     constexpr int vectors = panels * kVectors;
-    const int64_t size_in = layer_.size_in, input_row = layer_.input_row;
-    const auto* input = static_cast<const Element*>(layer_.input) + row * input_row;
+    const int64_t size_in = layer_.size_in, input_row = inputs_.stride();
+    const Input* input = inputs_.row(row);
     const auto* weight = static_cast<const Weight*>(layer_.weight) + panel * kPanel * size_in;
     Floats sums[rows][vectors];
 #pragma GCC unroll 8
@@ -200,6 +232,7 @@ class LinearRows {
       }
   }
 
+  const Inputs& inputs_;
   PackedLinearArgs layer_;
   NextWeights* next_;
   AskedWeights asked_;

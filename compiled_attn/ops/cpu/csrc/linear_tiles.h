@@ -56,6 +56,7 @@ class LinearTiles {
  public:
   using Inputs = Inputs_;
   using Element = typename Inputs::Element;
+  using Input = Element;  // of which so many bytes are taken at once
 
   static int64_t panels(const PackedLinearArgs&, int64_t of_thread) {
     return NextWeights::panels(of_thread);

@@ -70,7 +70,8 @@ class NextWeights {
   static constexpr int64_t kLine = 64;     // bytes
   static constexpr int64_t kAhead = 1024;  // behind the last panel lies the next piece's first
 
-  CA_INLINE void widen_panels() {
+  // Not inlined: a loop that rarely widens would keep its constants in place of sums.
+  CA_NOINLINE void widen_panels() {
     const int64_t ahead = kAhead + (left_ * kLine > kAhead ? 0 : (panels_ - 1) * panel_);
     for (int64_t p = 0; p < panels_; ++p) {
       __builtin_prefetch(at_ + p * panel_ + ahead, 0, 2);
@@ -81,14 +82,7 @@ class NextWeights {
   }
 
   // bfloat16 holds int8 exactly.
-  static CA_INLINE void widen(const int8_t* from, BFloat16* to) {
-#if CA_HAS_BFLOAT16_DOT
-    store(to, load(from));
-#else
-    const Floats values = load(from);
-    for (int lane = 0; lane < kLanes; ++lane) from_float(values[lane], to + lane);
-#endif
-  }
+  static CA_INLINE void widen(const int8_t* from, BFloat16* to) { store(to, load(from)); }
 
   const int8_t* at_ = nullptr;
   BFloat16* wide_ = nullptr;

@@ -27,7 +27,7 @@ class Pieces {
         together_(is_gated ? 2 : 1),
         rows_(layers->rows),
         size_(layers->dtype == kFloat32 ? sizeof(float) : sizeof(BFloat16)),
-        rows_at_once_(kRowBytesAtOnce / size_) {
+        rows_at_once_(kRowBytesAtOnce / int64_t(sizeof(typename Worker::Input))) {
     int64_t all = 0;
     for (int64_t i = 0; i < count; ++i) all += layers[i].size_out;
     outputs_ = kPanel * Worker::panels(*layers, all / (together_ * layers->threads * kPanel));

@@ -1,8 +1,8 @@
 // Matrix products of torch as calls of a tape: of layers whose weights are not packed.
 //
 // They are called as AOTInductor calls them: by torch's C interface, without the dispatcher.
-#include <dlfcn.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim_cpu.h>
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 
 #include <cstring>
@@ -11,6 +11,10 @@
 
 #include "arguments.h"
 #include "tape.h"
+
+#ifndef AT_MKLDNN_ENABLED
+#define AT_MKLDNN_ENABLED() 0
+#endif
 
 namespace compiled_attn {
 namespace {
@@ -37,8 +41,10 @@ int32_t dtype_of_torch(int64_t code) {
       return aoti_torch_dtype_bfloat16();
     case kFloat16:
       return aoti_torch_dtype_float16();
-    default:
+    case kFloat32:
       return aoti_torch_dtype_float32();
+    default:
+      fail("a dtype of products", text("code ", code), "report this");
   }
 }
 
@@ -61,26 +67,22 @@ void multiply(const Product& product) {
   check(aoti_torch_cpu_addmm_out(out.get(), bias.get(), left.get(), right.get(), 1, 1));
 }
 
-// A torch without oneDNN has none.
-using LinearPointwise = AOTITorchError (*)(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle*,
-                                           const char*, const double**, int64_t, const char**,
-                                           AtenTensorHandle*);
-
 // By oneDNN, whose output is copied, as it makes its own; `right` is the transposed weight.
 void multiply_by_onednn(const Product& product) {
-  static const auto linear =
-      reinterpret_cast<LinearPointwise>(dlsym(RTLD_DEFAULT, "aoti_torch_cpu__linear_pointwise"));
-  if (!linear) fail("a torch with oneDNN", "another one", "run the graph without tapes");
+#if AT_MKLDNN_ENABLED()
   Matrix weight = product.right;
   std::swap(weight.rows, weight.columns), std::swap(weight.row_stride, weight.column_stride);
   const Tensor left = tensor_of(product.left), right = tensor_of(weight);
   std::optional<Tensor> bias;
   if (product.bias.data) bias = tensor_of(product.bias, 1);
   AtenTensorHandle of_bias = bias ? bias->get() : nullptr, made;
-  check(linear(left.get(), right.get(), bias ? &of_bias : nullptr, "none", nullptr, 0, nullptr,
-               &made));
+  check(aoti_torch_cpu__linear_pointwise(left.get(), right.get(), bias ? &of_bias : nullptr, "none",
+                                         nullptr, 0, nullptr, &made));
   const Tensor out(made);
   std::memcpy(product.out.data, out.const_data_ptr(), out.numel() * out.element_size());
+#else
+  fail("a torch with oneDNN", "one without", "run the graph without tapes");
+#endif
 }
 
 }  // namespace
