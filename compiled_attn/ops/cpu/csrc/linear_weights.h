@@ -70,8 +70,7 @@ class NextWeights {
   static constexpr int64_t kLine = 64;     // bytes
   static constexpr int64_t kAhead = 1024;  // behind the last panel lies the next piece's first
 
-  // Not inlined: a loop that rarely widens would keep its constants in place of sums.
-  CA_NOINLINE void widen_panels() {
+  CA_BESIDE_SUMS void widen_panels() {
     const int64_t ahead = kAhead + (left_ * kLine > kAhead ? 0 : (panels_ - 1) * panel_);
     for (int64_t p = 0; p < panels_; ++p) {
       __builtin_prefetch(at_ + p * panel_ + ahead, 0, 2);

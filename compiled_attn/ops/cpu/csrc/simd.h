@@ -24,14 +24,18 @@ constexpr int kLanes = 8;
 constexpr int kLanes = 4;
 #endif
 
-#if defined(__AVX512F__) || defined(__aarch64__)
-constexpr int kRegisters = 32;
-#else
-constexpr int kRegisters = 16;
-#endif
-
 #define CA_INLINE inline __attribute__((always_inline))
 #define CA_NOINLINE __attribute__((noinline))
+
+// What is rarely called in a loop whose sums fill the registers: inlined where there are registers
+// for its constants, or else these would take the place of sums.
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int kRegisters = 32;
+#define CA_BESIDE_SUMS CA_INLINE
+#else
+constexpr int kRegisters = 16;
+#define CA_BESIDE_SUMS CA_NOINLINE
+#endif
 
 typedef float Floats __attribute__((vector_size(4 * kLanes), may_alias));
 typedef int32_t Ints __attribute__((vector_size(4 * kLanes), may_alias));
