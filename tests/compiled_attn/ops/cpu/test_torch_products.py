@@ -11,7 +11,8 @@ from compiled_attn.ops import NativeUnavailable, load
 from compiled_attn.ops.cpu.build import find_compiler
 from graphs import capture
 from graphs.backends import onednn_linear
-from graphs.backends.tape.tape import Tapes
+from graphs.backends.tape.recorder import Recorder
+from graphs.backends.tape.tape import Tape, Tapes
 
 aten = torch.ops.aten
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -147,6 +148,25 @@ def test_what_torch_refuses_is_an_error(player):
     tape[2 + 7 + 1] += 1  # columns of the left one
     with pytest.raises(RuntimeError, match="a matrix product: expected a product of torch, got an"):
         player.play(tape)
+
+
+def test_what_is_put_into_an_input_is_put_there_again(player):
+    inputs = [torch.randn(5, 24), torch.randn(24, 40), torch.zeros(5, 40)]
+    recorder = Recorder(inputs, player)
+
+    def run(given):
+        left, right, out = given
+        made = torch._C._dynamo.guards._empty_strided_cpu((5, 40), (40, 1), torch.float32)
+        recorder.note_memory(made)
+        aten.mm.out(left, right, out=out)
+        aten.mm.out(left, right, out=made)
+        return [made]
+
+    tapes = Tapes(player)
+    tape = Tape(recorder.finish(recorder.record(run, [*inputs])), tapes)
+    others = [copy_of(inputs[0]) * 2, copy_of(inputs[1]), torch.zeros(5, 40)]
+    (made,) = tape.play(others, tapes)
+    assert torch.equal(others[2], others[0] @ others[1]) and torch.equal(made, others[2])
 
 
 class Layers(nn.Module):

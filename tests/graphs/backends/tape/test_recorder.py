@@ -109,6 +109,20 @@ def test_an_interrupt_at_any_step_of_a_recording_leaves_the_module_as_it_was(
     assert (tapes.made, len(player.played)) == (1, 1)
 
 
+def test_an_error_of_the_player_costs_the_tape_and_not_the_graph():
+    class Broken(PlayerDouble):
+        def call_of(self, op, args, kwargs, made):
+            raise ValueError("no such op")
+
+    tapes, x = Tapes(Broken()), torch.randn(4, 4)
+    graph = capture(lambda x: torch.relu(x @ x.T) + 1, [x], tapes=tapes)
+    (why,) = tapes.refused
+    assert tapes.made == 0 and why.startswith(
+        "the player fails at aten.mm.out: ValueError: no such"
+    )
+    torch.testing.assert_close(graph.run(x), torch.relu(x @ x.T) + 1)
+
+
 def test_an_error_of_the_recorder_costs_the_tape_and_not_the_graph(tapes, player, monkeypatch):
     def fail(*_):
         raise ZeroDivisionError("of the recorder")
