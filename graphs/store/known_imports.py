@@ -1,4 +1,4 @@
-"""What source files import, kept from one process to the next: to parse them takes a second."""
+"""Imports of source files, kept from one process to the next: to parse them takes a second."""
 
 from __future__ import annotations
 

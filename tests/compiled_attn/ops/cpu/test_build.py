@@ -19,7 +19,7 @@ from compiled_attn.ops.schema import SOURCES
 from graphs.errors import StoreBusy
 from graphs.store.lock import Lock
 
-CALLS = 6  # five units and a link
+CALLS = 7  # six units and a link
 COMPILER = """#!/bin/sh
 # Notes each call, sleeps as long as the file "seconds" says, writes what is behind -o.
 here=$(dirname "$0")
