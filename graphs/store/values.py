@@ -21,9 +21,9 @@ __all__ = ["digest_of_globals", "digest_of_values", "is_machinery", "values_in"]
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _DEPTH = 6
 _MOST = 1000  # values in a global container, above which it is data and no setting
-# What every module has, most of it empty.
+# Hooks and the like, which every module has and most leave empty.
 _OF_ANY_MODULE = frozenset(
-    n for n, part in vars(nn.Module()).items() if isinstance(part, (dict, set))
+    name for name, part in vars(nn.Module()).items() if isinstance(part, (dict, set))
 )
 # Numbers under these names differ between processes.
 _OF_A_PROCESS = ("_hash", "address", "addresses", "data_ptr", "data_ptrs", "pid", "process_rank")
@@ -121,12 +121,12 @@ class _Telling:
         self._lines.append(f"{path}: {name}")
         if _is_leaf(value):
             return
-        for name, part in _parts(value, self._of_class):
-            if name.endswith(_OF_A_PROCESS):
+        for attribute, part in _parts(value, self._of_class):
+            if attribute.endswith(_OF_A_PROCESS):
                 continue
             # Modules nest as deep as they like; what they hold does not.
             left = _DEPTH if isinstance(part, nn.Module) else depth - 1
-            self.tell(part, f"{path}.{name}", left)
+            self.tell(part, f"{path}.{attribute}", left)
 
     def _of_class(self, kind: type) -> dict[str, Any]:
         if kind not in self._classes:

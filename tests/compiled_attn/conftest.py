@@ -6,6 +6,7 @@ import pytest
 
 from compiled_attn.ops import NativeOps, NativeUnavailable, load
 from compiled_attn.ops.cpu.build import find_compiler
+from compiled_attn.ops.cpu.player import NativePlayer
 
 
 @pytest.fixture(scope="session")
@@ -21,3 +22,11 @@ def compiler() -> None:
 def ops(compiler: None) -> NativeOps:
     """The ops of this processor's best build, which must not fail where there is a compiler."""
     return load(strict=True)
+
+
+@pytest.fixture(scope="session")
+def player(ops: NativeOps) -> NativePlayer:
+    """Plays tapes by the library of these ops."""
+    player = ops.player()
+    assert player is not None
+    return player

@@ -53,9 +53,9 @@ namespace compiled_attn {
 CA_INLINE void store(BFloat16* at, Floats v) {
   typedef uint32_t Unsigned __attribute__((vector_size(sizeof(Floats))));
   const auto bits = bits_as<Unsigned>(v);
-  const Ints rounded = bits_as<Ints>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-  const Ints upper = bits_as<Ints>(either(v == v, bits_as<Floats>(rounded), bits_as<Floats>(all(0x7fc0))));
-  const Words halves = __builtin_convertvector(upper, Words);
+  const auto rounded = bits_as<Floats>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+  const Floats upper = either(v == v, rounded, bits_as<Floats>(all(0x7fc0)));
+  const Words halves = __builtin_convertvector(bits_as<Ints>(upper), Words);
   std::memcpy(static_cast<void*>(at), &halves, sizeof halves);
 }
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from compiled_attn.ops import NativeUnavailable, load, packed_linear
-from compiled_attn.ops.cpu.build import find_compiler
+from compiled_attn.ops import load, packed_linear
 from compiled_attn.ops.cpu.player import NativePlayer
 from graphs import capture
 from graphs.backends.tape.tape import Tapes
@@ -22,20 +21,6 @@ from tests.graphs.backends.tape.player_double import PlayerDouble
 def _no_grad():
     with torch.no_grad():
         yield
-
-
-@pytest.fixture(scope="module")
-def ops():
-    try:
-        find_compiler()
-    except NativeUnavailable as error:
-        pytest.skip(str(error))
-    return load()
-
-
-@pytest.fixture(scope="module")
-def player(ops):
-    return ops.player()
 
 
 def attend(ops):

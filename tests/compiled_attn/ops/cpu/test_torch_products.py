@@ -7,8 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from compiled_attn.ops import NativeUnavailable, load
-from compiled_attn.ops.cpu.build import find_compiler
 from graphs import capture
 from graphs.backends import onednn_linear
 from graphs.backends.tape.recorder import Recorder
@@ -22,15 +20,6 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def _no_grad():
     with torch.no_grad():
         yield
-
-
-@pytest.fixture(scope="module")
-def player():
-    try:
-        find_compiler()
-    except NativeUnavailable as error:
-        pytest.skip(str(error))
-    return load().player()
 
 
 def product(dtype, rows=5):

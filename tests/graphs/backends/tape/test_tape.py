@@ -6,6 +6,7 @@ import contextlib
 import gc
 import threading
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -242,5 +243,7 @@ def test_what_repeats_itself_is_compared_before_it_serves(player):
 def test_what_is_no_player_and_what_are_no_tapes_is_refused_in_one_line(player):
     with pytest.raises(TypeError, match="expected a player, got NoneType: take"):
         Tapes(None)
+    with pytest.raises(TypeError, match="expected a player, got SimpleNamespace: take"):
+        Tapes(SimpleNamespace(noting=player.noting, play=player.play))  # of an older contract
     with pytest.raises(TypeError, match="expected Tapes or None, got PlayerDouble: make"):
         capture(torch.relu, [torch.zeros(2)], tapes=player)
