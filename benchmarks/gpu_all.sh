@@ -32,11 +32,12 @@ step() { # NAME SECONDS COMMAND...: its output goes to the screen and a file as 
 
 tests() {
   [ "$DEVICE" = cuda ] || { echo "== no tests for $DEVICE: make test has those of the stand-in"; return; }
-  # The folders with such tests alone: others import what a machine may lack.
+  # What has such tests alone: other folders import what a machine may lack.
   local spread
   spread=$("$PYTHON" -c 'import xdist' 2>/dev/null && echo '-n 8') # most of the time is compiling
   step gpu_tests 210 "$PYTHON" -m pytest -q -p no:cacheprovider $spread -m gpu --maxfail=30 \
-    tests/compiled_attn/ops tests/compiled_attn/engine tests/graphs/backends
+    tests/compiled_attn/test_on_a_device.py tests/compiled_attn/ops tests/compiled_attn/engine \
+    tests/graphs/backends
 }
 
 serving() { step gpu_serving 200 "$PYTHON" benchmarks/gpu.py --device "$DEVICE" --parts serving \

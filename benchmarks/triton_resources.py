@@ -27,11 +27,11 @@ from compiled_attn.ops.triton.arguments import (
 from compiled_attn.ops.triton.attend import attend_kernel
 from compiled_attn.ops.triton.merge import merge_kernel
 from compiled_attn.ops.triton.resources import TARGETS, resources
-from compiled_attn.ops.triton.tiles import Plan, plan
+from compiled_attn.ops.triton.tiles import Chip, Plan, plan
 from compiled_attn.ops.triton.write import write_kernel
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-PROCESSORS = 132
+LARGE = ("sm_90", "sm_100")
 
 
 @dataclass(frozen=True)
@@ -102,12 +102,12 @@ def call_of(case: Case, tokens: int, requests: int) -> PagedCall:
     )
 
 
-def kernels_of(case: Case) -> Iterator[tuple[str, Plan, Any, Launch]]:
+def kernels_of(case: Case, chip: Chip) -> Iterator[tuple[str, Plan, Any, Launch]]:
     """Each kernel of a case with the plan of the chooser: name, plan, kernel, launch."""
     for step, sizes in STEPS.items():
         call = call_of(case, *sizes)
         assert call.new is not None
-        chosen = plan(problem_of(call), PROCESSORS)
+        chosen = plan(problem_of(call), chip)
         out = call.query.new_empty(*call.query.shape[:2], call.value_cache.shape[3])
         lse, parts = out.new_empty(out.shape[:2], dtype=F32), out.new_empty(
             chosen.splits, *out.shape, dtype=F32
@@ -128,10 +128,11 @@ def kernels_of(case: Case) -> Iterator[tuple[str, Plan, Any, Launch]]:
 
 def rows(targets: list[str], cases: list[str]) -> Iterator[dict[str, Any]]:
     for name in cases:
-        for step, (tile, splits, _), kernel, launch in kernels_of(CASES[name]):
-            attends = kernel is attend_kernel
-            sizes = f"{tile.rows}x{tile.keys}, {tile.warps}w, {tile.stages}s, /{splits}"
-            for target in targets:
+        for target in targets:
+            chip = Chip(132, is_large=target in LARGE)
+            for step, (tile, splits, _), kernel, launch in kernels_of(CASES[name], chip):
+                attends = kernel is attend_kernel
+                sizes = f"{tile.rows}x{tile.keys}, {tile.warps}w, {tile.stages}s, /{splits}"
                 found = asdict(resources(kernel, launch, target))
                 yield {"case": name, "kernel": step, "tile": sizes if attends else "",
                        "dtype": str(CASES[name].dtype), "attends": attends,

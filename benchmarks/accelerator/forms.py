@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 
 import torch
@@ -89,6 +90,9 @@ def flex(_: Step) -> Form:
 def varlen(_: Step) -> Form:
     """torch's own flash attention over pages (torch 2.12 and newer)."""
     from torch.nn.attention.varlen import varlen_attn
+
+    if "block_table" not in inspect.signature(varlen_attn).parameters:
+        raise NotImplementedError(f"no pages in torch {torch.__version__}")
 
     def run(step: Step) -> Tensor:
         out = varlen_attn(

@@ -1,4 +1,4 @@
-"""Interleaved times on a device: it is waited for once a form and round, after several calls."""
+"""Interleaved times on a device: of a recorded graph of several calls, waited for once a round."""
 
 from __future__ import annotations
 
@@ -8,24 +8,57 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+Form = Callable[[int], object]
+"""A call of one form, which is given the number of the call."""
+
 
 def medians(
-    forms: Mapping[str, Callable[[int], object]], rounds: int, calls: int, device: torch.device
+    forms: Mapping[str, Form], rounds: int, calls: int, device: torch.device
 ) -> dict[str, float]:
-    """Median seconds of a call of each form, which is given the number of the call.
+    """Median seconds of a call of each form.
 
-    The host must be ahead of the device for this to be the device's time: a call of less than
-    about 20 us is the host's.
+    On CUDA calls are replayed from a graph, as an engine has them, so the time is the device's;
+    elsewhere, and where a form cannot be recorded, the host makes each call, and the time of a
+    short one is the host's.
     """
     times: dict[str, list[float]] = {name: [] for name in forms}
-    for form in forms.values():
-        form(0)  # compiles, allocates
-    for number in range(rounds):
-        for name, form in forms.items():
+    runs = {name: _several(form, calls, device) for name, form in forms.items()}
+    for _ in range(rounds):
+        for name, run in runs.items():
             torch.accelerator.synchronize(device)
             started = time.perf_counter()
-            for call in range(calls):
-                form(number * calls + call)
+            run()
             torch.accelerator.synchronize(device)
             times[name].append((time.perf_counter() - started) / calls)
     return {name: statistics.median(spent) for name, spent in times.items()}
+
+
+def host_seconds(form: Form, calls: int, device: torch.device) -> float:
+    """Seconds that the host takes to make a call, without waiting for the device."""
+    form(0)
+    torch.accelerator.synchronize(device)
+    started = time.perf_counter()
+    for number in range(calls):
+        form(number)
+    spent = time.perf_counter() - started
+    torch.accelerator.synchronize(device)
+    return spent / calls
+
+
+def _several(form: Form, calls: int, device: torch.device) -> Callable[[], None]:
+    def run() -> None:
+        for number in range(calls):
+            form(number)
+
+    run()  # compiles, allocates
+    if device.type != "cuda":
+        return run
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            run()
+    except RuntimeError:
+        return run
+    graph.replay()
+    return graph.replay

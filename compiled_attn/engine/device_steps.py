@@ -88,18 +88,22 @@ class DeviceSteps:
         self._last = weight.new_zeros(most, dtype=torch.int64)
         self._row_before: Mapping[Request, int] = {}
         logits = weight.new_zeros(most, self._vocab, dtype=model.logits_dtype)
+        name = backend if isinstance(backend, str) else backend.name
+        is_recorded = name == "cudagraph"
+        # Nearly all of a draw is sorting, for which compiled code calls torch too; and the running
+        # sum of long rows makes inductor of torch 2.11 fail on CUDA.
+        options = {"compiler": "eager"} if is_recorded else options
         self._draws = WarmupManager(
             drawn,
             explicit(["rows"], sorted(set(self._rows.values()))),
             lambda bucket: _draw_inputs(logits[: bucket["rows"]]),
-            backend=backend,
+            backend="eager" if name == "inductor" else backend,
             strict=strict,
             name="draws",
             **options,
         )
         self.others: Sequence[WarmupManager] = (self._draws,)
-        name = backend if isinstance(backend, str) else backend.name
-        self.options: Mapping[str, Any] = {"in_place": True} if name == "cudagraph" else {}
+        self.options: Mapping[str, Any] = {"in_place": True} if is_recorded else {}
 
     def padding(self, bucket: Bucket) -> list[Tensor | None]:
         """See `Steps`."""

@@ -10,26 +10,31 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from tests.stand_in import counts, open_device
+from tests.stand_in import NAME, counts, open_device
 
 __all__ = ["Memory", "on_device"]
 
 
-def on_device(function: Callable[..., Any], *, waits: bool = True) -> Callable[..., Any]:
-    """The function with all of its tensors on the stand-in; the results are on the host.
+def on_device(
+    function: Callable[..., Any], device: str = NAME, *, waits: bool = True
+) -> Callable[..., Any]:
+    """The function with all of its tensors on a device; the results are on the host.
 
     Args:
         function: takes tensors, also in tuples and dataclasses.
-        waits: whether it may wait for the device.
+        device: the stand-in, or a device that is there.
+        waits: whether it may wait for the device, of which only the stand-in can tell.
     """
 
     def call(*args: Any, **options: Any) -> Any:
-        memory = Memory(open_device())
+        is_counted = device == NAME
+        memory = Memory(open_device() if is_counted else torch.device(device))
         args, options = memory.moved((args, options))
-        before = counts()
+        before = counts() if is_counted else None
         result = function(*args, **options)
-        spent = counts().since(before)
-        assert waits or not any(spent[:3]), spent
+        if before is not None:
+            spent = counts().since(before)
+            assert waits or not any(spent[:3]), spent
         memory.bring_back()
         return pytree.tree_map_only(Tensor, Tensor.cpu, result)
 

@@ -100,7 +100,8 @@ def attend_launch(
         "CAPPED": softcap is not None,
         "ALIBI": slopes is not None,
         "SINKS": sinks is not None,
-        "SPLITS": splits,
+        "FACTOR_LAST": scale >= 0 and not is_raised,  # the greatest score stays the greatest
+        "IS_SPLIT": splits > 1,
         "ROWS": tile.rows,
         "KEYS": tile.keys,
         "WIDEN": widen,
@@ -124,10 +125,10 @@ def merge_launch(
         "lse": lse,
         "tokens": tokens,
         "requests": call.block_table.shape[0],
+        "splits": len(parts[0]),
         "HEADS": heads,
         "VALUE_DIM": value_dim,
         "VALUE_BLOCK": _block(value_dim),
-        "SPLITS": len(parts[0]),
         "SINKS": call.scoring.sinks is not None,
     }
     return Launch((tokens, heads), arguments, {"num_warps": 4 if value_dim > 128 else 1})

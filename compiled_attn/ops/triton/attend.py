@@ -36,9 +36,9 @@ def attend_kernel(
     starts,  # [R + 1]
     slopes,  # [HEADS] float32 or None
     sinks,  # [HEADS] float32 or None
-    out,  # [T, HEADS, VALUE_DIM]; float32 [SPLITS, ...] of splits
-    lse,  # [T, HEADS] float32; of splits: the maxima [SPLITS, ...]
-    totals,  # of splits: [SPLITS, T, HEADS]; else None
+    out,  # [T, HEADS, VALUE_DIM]; float32 [splits, ...] of splits
+    lse,  # [T, HEADS] float32; of splits: the maxima [splits, ...]
+    totals,  # of splits: [splits, T, HEADS]; else None
     factor,  # of scores; log2(e) is in it unless they are capped or raised
     cap,
     window,
@@ -76,20 +76,22 @@ def attend_kernel(
     CAPPED: tl.constexpr,
     ALIBI: tl.constexpr,
     SINKS: tl.constexpr,
-    SPLITS: tl.constexpr,
+    FACTOR_LAST: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
     """Of ``ROWS // TILE_HEADS`` tokens, ``TILE_HEADS`` heads of a KV head.
 
-    Grid: ``(T // QUERIES + R, Hk * cdiv(GROUP, TILE_HEADS), SPLITS)``. The method is that of
+    Grid: ``(T // QUERIES + R, Hk * cdiv(GROUP, TILE_HEADS), splits)``. The method is that of
     FlashAttention-2 (Dao, 2023), over splits of the keys that of Flash-Decoding.
     """
     QUERIES: tl.constexpr = ROWS // TILE_HEADS
     HEAD_TILES: tl.constexpr = (GROUP + TILE_HEADS - 1) // TILE_HEADS
     DTYPE: tl.constexpr = query.dtype.element_ty
-    program = tl.program_id(0)
+    # Of causal rows the last see most keys: they begin first, so that none is waited for alone.
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = (tl.program_id(1) // HEAD_TILES).to(tl.int64)
     split = tl.program_id(2)
 
@@ -103,7 +105,7 @@ def attend_kernel(
     if SINKS:
         sink = tl.load(sinks + head, mask=is_row, other=float("-inf"))
 
-    if SPLITS == 1:  # tokens of no request: those that have this program's number among all
+    if not IS_SPLIT:  # tokens of no request: those that have this program's number among all
         token = program * QUERIES + row // TILE_HEADS
         is_own = (token < tl.load(starts)) | (token >= tl.load(starts + requests))
         is_own = is_own & is_row & (token < tokens)
@@ -146,7 +148,7 @@ def attend_kernel(
         key_end, full_end = last_position + 1, tl.minimum(first_position + 1, length)
     if WINDOWED:
         key_begin = tl.maximum(first_position - window + 1, 0) // KEYS * KEYS
-    share = tl.cdiv(tl.cdiv(tl.maximum(key_end - key_begin, 0), KEYS), SPLITS) * KEYS
+    share = tl.cdiv(tl.cdiv(tl.maximum(key_end - key_begin, 0), KEYS), tl.num_programs(2)) * KEYS
     key_begin += split * share
     key_end = tl.minimum(key_end, key_begin + share)
     full_begin = key_begin
@@ -160,6 +162,8 @@ def attend_kernel(
     total = tl.full([ROWS], 0.0, tl.float32)
     total = tl.where((given > length) | (given < 0), float("nan"), total)
     sums = tl.zeros([ROWS, VALUE_BLOCK], tl.float32)
+    index = tl.arange(0, KEYS)
+    is_missing = tl.zeros([KEYS], tl.int32)  # a key that all rows see, in a block that cannot be
     for part in tl.static_range(0 if WINDOWED else 1, 3):
         part_begin, part_end = full_begin, full_end
         if part == 0:
@@ -167,14 +171,20 @@ def attend_kernel(
         elif part == 2:
             part_begin, part_end = full_end, key_end
         for start in range(part_begin, part_end, KEYS):
-            key = start + tl.arange(0, KEYS)
-            column = key // PAGE
+            key = start + index
             if PAGE % KEYS == 0:  # one page holds them all
-                column = start // PAGE
-            block = tl.load(table + column, mask=column * PAGE < length, other=-1)
-            is_block = (block >= 0) & (block < blocks)
+                column, slot = start // PAGE, start % PAGE + index
+            elif KEYS % PAGE == 0:  # they fill pages: slots are those of all other tiles
+                column, slot = start // PAGE + index // PAGE, index % PAGE
+            else:
+                column, slot = key // PAGE, key % PAGE
+            if part == 1:
+                block = tl.load(table + column)
+            else:
+                block = tl.load(table + column, mask=column * PAGE < length, other=-1)
+            is_block = block.to(tl.uint32, bitcast=True) < blocks.to(tl.uint32)
             block = tl.where(is_block, block, 0).to(tl.int64)
-            slot = (key % PAGE).to(tl.int64)
+            slot = slot.to(tl.int64)
 
             key_at = (block * k_block + slot * k_slot + kv_head * k_head)[None, :]
             keys = tl.load(
@@ -189,7 +199,8 @@ def attend_kernel(
             if CODES != "none":
                 scale_at = block * ks_block + slot * ks_slot + kv_head * ks_head
                 scores *= tl.load(key_scale + scale_at)[None, :]
-            scores *= factor
+            if not FACTOR_LAST or part != 1:
+                scores *= factor
             if CAPPED:
                 scores = _capped(scores, cap)
             if ALIBI:
@@ -203,8 +214,10 @@ def attend_kernel(
                 scale_at = block * vs_block + slot * vs_slot + kv_head * vs_head
                 scale = tl.load(value_scale + scale_at)[:, None]
                 values = (decode(values, CODES, tl.float32) * scale).to(DTYPE)
-            scores = tl.where(is_block, scores, float("nan"))
-            if part != 1:
+            if part == 1:
+                is_missing |= (is_block == 0).to(tl.int32)
+            else:
+                scores = tl.where(is_block, scores, float("nan"))
                 # A weight of 0 does not hide a value that is NaN or infinite: those that see it
                 # become NaN by its score, which a mask hides from the others.
                 is_finite = tl.abs(values.to(tl.float32)) < float("inf")
@@ -218,16 +231,23 @@ def attend_kernel(
                     sees = sees & (key[None, :] > position[:, None] - window)
                 scores = tl.where(sees, scores, float("-inf"))
 
-            higher = tl.maximum(top, tl.max(scores, 1))
+            highest = tl.max(scores, 1)
+            if FACTOR_LAST and part == 1:
+                highest *= factor
+            higher = tl.maximum(top, highest)
             shift = tl.where(higher == float("-inf"), 0.0, higher)
-            weights = tl.exp2(scores - shift[:, None])
+            if FACTOR_LAST and part == 1:
+                weights = tl.exp2(scores * factor - shift[:, None])  # one instruction but the power
+            else:
+                weights = tl.exp2(scores - shift[:, None])
             decay = tl.exp2(top - shift)
             total = total * decay + tl.sum(weights, 1)
             sums = sums * decay[:, None] + _product(weights.to(DTYPE), values, WIDEN)
             top = higher
 
+    total = tl.where(tl.max(is_missing, 0) > 0, float("nan"), total)
     row_at = token.to(tl.int64) * HEADS + head
-    if SPLITS == 1:
+    if not IS_SPLIT:
         result, log_sum = finish(sums, top, total, sink, SINKS)
         at = out + row_at[:, None] * VALUE_DIM + value_dims
         tl.store(at, result.to(out.dtype.element_ty), mask=is_row[:, None] & is_value)

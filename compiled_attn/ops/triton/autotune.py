@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import statistics
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from functools import partial
 
 import torch
@@ -16,8 +18,8 @@ from compiled_attn.attention.scoring import Scoring
 from compiled_attn.ops import varlen
 from compiled_attn.ops.call import PagedCall
 from compiled_attn.ops.triton.arguments import CODES
-from compiled_attn.ops.triton.launch import attend
-from compiled_attn.ops.triton.plans import PLANS, Plans, processors
+from compiled_attn.ops.triton.launch import attend, compiled
+from compiled_attn.ops.triton.plans import PLANS, Plans, chip_of
 from compiled_attn.ops.triton.tiles import Plan, Problem, other_splits, other_tiles, plan
 from compiled_attn.ops.triton.varlen_calls import REFUSED, VarlenCalls
 
@@ -48,14 +50,14 @@ def measuring(plans: Plans = PLANS) -> Iterator[Plans]:
 
 def tune(problem: Problem, device: torch.device, clock: Clock | None = None) -> Plan:
     """The fastest of some plans of a problem: tiles, then numbers of splits, then varlen."""
-    clock, cores = clock or partial(_milliseconds, device=device), processors(device)
-    usual = plan(problem, cores)
+    clock, chip = clock or partial(_milliseconds, device=device), chip_of(device)
+    usual = plan(problem, chip)
     try:
         call = call_of(problem, device)
     except torch.OutOfMemoryError:  # a cache has most of it: no reason to fail a warmup
         REFUSED[device, problem] = "was not measured: the device has no memory left for it"
         return usual
-    best = _fastest([usual, *other_tiles(problem, cores)], call, clock)
+    best = _fastest([usual, *other_tiles(problem, chip)], call, clock)
     return _or_varlen(problem, _fastest([best, *other_splits(best)], call, clock), call, clock)
 
 
@@ -93,6 +95,7 @@ def _random(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
 
 def _fastest(plans: list[Plan], call: PagedCall, clock: Clock) -> Plan:
     """The fastest plan that the device has the memory and the registers for."""
+    _compile(plans, call)
     times: dict[Plan, float] = {}
     for each in plans:
         try:
@@ -100,6 +103,17 @@ def _fastest(plans: list[Plan], call: PagedCall, clock: Clock) -> Plan:
         except (triton.OutOfResources, torch.OutOfMemoryError):
             continue
     return min(times, key=times.__getitem__, default=plans[0])
+
+
+def _compile(plans: list[Plan], call: PagedCall) -> None:
+    """Compiles plans side by side: most of that is done without Python's lock."""
+
+    def one(each: Plan) -> None:
+        with suppress(Exception):  # it is told when the plan is measured
+            compiled(call, each)
+
+    with ThreadPoolExecutor(min(len(plans), os.cpu_count() or 1)) as threads:
+        list(threads.map(one, plans))
 
 
 def _or_varlen(problem: Problem, best: Plan, call: PagedCall, clock: Clock) -> Plan:

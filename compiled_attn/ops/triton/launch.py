@@ -7,7 +7,8 @@ device and are not checked: what is out of range makes NaN, or is not written.
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 import triton
@@ -31,7 +32,10 @@ from compiled_attn.ops.triton.tiles import Plan
 from compiled_attn.ops.triton.varlen_calls import REFUSED
 from compiled_attn.ops.triton.write import write_kernel
 
-__all__ = ["attend", "paged_attention", "paged_attention_"]
+__all__ = ["Runner", "attend", "compiled", "paged_attention", "paged_attention_"]
+
+Runner: TypeAlias = Callable[[Any, Launch], None]
+"""What becomes of a kernel and its launch."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -66,21 +70,30 @@ def paged_attention_(
 
 def attend(call: PagedCall, plan: Plan | None = None) -> tuple[Tensor, Tensor]:
     """Attends a call whose shapes fit; plan: None: the one that was measured, or the usual one."""
-    query = call.query
     plan = plan or _planned(call)
     if plan.varlen and varlen.why_not(call) is None:
         return varlen.attend(call)
+    return _attended(call, plan, _run)
+
+
+def compiled(call: PagedCall, plan: Plan) -> None:
+    """Compiles the kernels of a plan, or finds them compiled, and runs none; in any thread."""
+    _attended(call, plan, _compile)
+
+
+def _attended(call: PagedCall, plan: Plan, run: Runner) -> tuple[Tensor, Tensor]:
+    query = call.query
     tokens, heads, _ = query.shape
     out = query.new_empty(tokens, heads, call.value_cache.shape[3])
     lse = query.new_empty(tokens, heads, dtype=torch.float32)
     with _device(query):
         if plan.splits == 1:
-            _attend(call, plan, out, lse, None)
+            _attend(call, plan, (out, lse, None), run)
             return out, lse
         sums = query.new_empty(plan.splits, *out.shape, dtype=torch.float32)
         tops, totals = query.new_empty(2, plan.splits, tokens, heads, dtype=torch.float32)
-        _attend(call, plan, sums, tops, totals)
-        _run(merge_kernel, merge_launch(call, (sums, tops, totals), out, lse))
+        _attend(call, plan, (sums, tops, totals), run)
+        run(merge_kernel, merge_launch(call, (sums, tops, totals), out, lse))
     return out, lse
 
 
@@ -104,15 +117,22 @@ def _check(call: PagedCall) -> None:
         )
 
 
-def _attend(call: PagedCall, plan: Plan, out: Tensor, lse: Tensor, totals: Tensor | None) -> None:
+def _attend(
+    call: PagedCall, plan: Plan, results: tuple[Tensor, Tensor, Tensor | None], run: Runner
+) -> None:
     is_interpreted = not isinstance(attend_kernel, triton.JITFunction)
     widen = is_interpreted and call.query.dtype == torch.bfloat16  # triton issue 11584
-    _run(attend_kernel, attend_launch(call, plan, out, lse, totals, widen=widen))
+    run(attend_kernel, attend_launch(call, plan, *results, widen=widen))
 
 
 def _run(kernel: Any, launch: Launch) -> None:
     if all(launch.grid):
         kernel[launch.grid](**launch.arguments, **launch.options)
+
+
+def _compile(kernel: Any, launch: Launch) -> None:
+    if all(launch.grid) and isinstance(kernel, triton.JITFunction):  # else it is interpreted
+        kernel.warmup(grid=launch.grid, **launch.arguments, **launch.options)
 
 
 def _device(tensor: Tensor) -> contextlib.AbstractContextManager[object]:

@@ -25,21 +25,21 @@ def finish(sums, top, total, sink, SINKS: tl.constexpr):
     return out, lse
 
 
-@triton.jit(do_not_specialize=["tokens", "requests"])
+@triton.jit(do_not_specialize=["tokens", "requests", "splits"])
 def merge_kernel(
-    part_sums,  # [SPLITS, T, H, VALUE_DIM] float32
-    part_top,  # [SPLITS, T, H] float32
-    part_total,  # [SPLITS, T, H] float32
+    part_sums,  # [splits, T, H, VALUE_DIM] float32
+    part_top,  # [splits, T, H] float32
+    part_total,  # [splits, T, H] float32
     starts,  # [R + 1]
     sinks,  # [H] float32 or None
     out,  # [T, H, VALUE_DIM]
     lse,  # [T, H] float32
     tokens,
     requests,
+    splits,
     HEADS: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr,
     SINKS: tl.constexpr,
 ):
     """Of one token and head: what its splits found, as one softmax. Grid: ``(T, H)``."""
@@ -56,10 +56,10 @@ def merge_kernel(
     top = tl.full([1], float("-inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
     if is_own:  # a token of no request has no parts
-        for split in tl.static_range(SPLITS):
+        for split in range(splits):
             top = tl.maximum(top, tl.load(part_top + split * step + rows))
         shift = tl.where(top == float("-inf"), 0.0, top)
-        for split in tl.static_range(SPLITS):
+        for split in range(splits):
             at = split * step + rows
             weight = tl.exp2(tl.load(part_top + at) - shift)
             total += weight * tl.load(part_total + at)

@@ -7,12 +7,13 @@ from functools import lru_cache
 
 import torch
 
-from compiled_attn.ops.triton.tiles import Plan, Problem, Tile, plan
+from compiled_attn.ops.triton.tiles import Chip, Plan, Problem, Tile, plan
 from compiled_attn.ops.triton.varlen_calls import VarlenCalls
 
-__all__ = ["PLANS", "Plans", "processors"]
+__all__ = ["PLANS", "Plans", "chip_of"]
 
-_PROCESSORS = 132  # where no device tells: those of an H100
+_UNKNOWN = Chip(132, is_large=False)  # where no device tells
+_LARGE = (9, 10)  # major compute capabilities
 
 
 class Plans:
@@ -69,16 +70,17 @@ PLANS = Plans()
 """Those that the ops take: torch keeps one op a name, and so one table of plans."""
 
 
-def processors(device: torch.device) -> int:
-    """The multiprocessors of a device."""
+def chip_of(device: torch.device) -> Chip:
+    """What plans depend on of a device."""
     if device.type != "cuda":
-        return _PROCESSORS
-    return torch.cuda.get_device_properties(device).multi_processor_count
+        return _UNKNOWN
+    found = torch.cuda.get_device_properties(device)
+    return Chip(found.multi_processor_count, not torch.version.hip and found.major in _LARGE)
 
 
 @lru_cache(maxsize=4096)
 def _usual(problem: Problem, device: torch.device) -> Plan:
-    return plan(problem, processors(device))
+    return plan(problem, chip_of(device))
 
 
 def _is_capturing(device: torch.device) -> bool:

@@ -4,11 +4,24 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["Plan", "Problem", "Tile", "key_blocks", "other_splits", "other_tiles", "plan"]
+__all__ = ["Chip", "Plan", "Problem", "Tile", "key_blocks", "other_splits", "other_tiles", "plan"]
 
 _MOST_SPLITS = 32
 _TILES_A_SPLIT = 4
 _FEW_ROWS = 2  # of a request on average: decodes and drafts
+
+
+class Chip(NamedTuple):
+    """What plans depend on of a device.
+
+    Attributes:
+        processors: how many multiprocessors it has.
+        is_large: whether each has 227 KB of shared memory for a program, and multiplies for four
+            warps at once: sm_90 and sm_100.
+    """
+
+    processors: int
+    is_large: bool
 
 
 class Tile(NamedTuple):
@@ -99,16 +112,21 @@ _TILES: dict[tuple[int, int], tuple[Tile, Tile]] = {
     (4, 1024): (Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
 }
 
+_OF_LARGE_CHIPS: dict[tuple[int, int], tuple[Tile, Tile]] = {
+    (2, 128): (Tile(16, 128, 4, 2), Tile(128, 64, 8, 3)),
+}
+"""As measured on an H100 (benchmarks/results/gpu_tiles.txt), where they differ."""
 
-def plan(problem: Problem, processors: int) -> Plan:
-    """The plan of a problem that nothing was measured of, for a device's multiprocessors."""
-    tile = _usual(problem)
-    return Plan(tile, _splits(problem, tile, processors))
+
+def plan(problem: Problem, chip: Chip) -> Plan:
+    """The plan of a problem that nothing was measured of."""
+    tile = _usual(problem, chip)
+    return Plan(tile, _splits(problem, tile, chip.processors))
 
 
-def other_tiles(problem: Problem, processors: int) -> list[Plan]:
+def other_tiles(problem: Problem, chip: Chip) -> list[Plan]:
     """Plans with other tiles than the usual one, to be measured beside it."""
-    usual = _usual(problem)
+    usual = _usual(problem, chip)
     rows = usual.rows // 2 if usual.rows > 16 else 16 if problem.has_few_rows else 32
     changed = [
         usual._replace(keys=2 * usual.keys),
@@ -118,7 +136,7 @@ def other_tiles(problem: Problem, processors: int) -> list[Plan]:
         usual._replace(stages=usual.stages + 1),
     ]
     others = [tile for tile in dict.fromkeys(changed) if tile != usual]
-    return [Plan(tile, _splits(problem, tile, processors)) for tile in others]
+    return [Plan(tile, _splits(problem, tile, chip.processors)) for tile in others]
 
 
 def other_splits(plan: Plan) -> list[Plan]:
@@ -134,11 +152,11 @@ def key_blocks(dim: int) -> tuple[int, int]:
     return (whole // 2, rest) if whole // 2 + rest < whole else (whole, 0)
 
 
-def _usual(problem: Problem) -> Tile:
+def _usual(problem: Problem, chip: Chip) -> Tile:
     largest = max(problem.key_dim, problem.value_dim)
     sizes = [size for size in (64, 128, 256, 1024) if size >= largest] or [1024]
     element = 4 if problem.dtype == "float32" else 2 if problem.codes == "none" else 1
-    few, many = _TILES[element, sizes[0]]
+    few, many = (_TILES | _OF_LARGE_CHIPS if chip.is_large else _TILES)[element, sizes[0]]
     if not problem.has_few_rows:
         return many
     return few._replace(rows=min(many.rows, max(16, _power(problem.group))))

@@ -24,8 +24,8 @@ pytestmark = pytest.mark.usefixtures("fresh_compiler")
 class RecordedCode(Recorded):
     """Records compiled code, on doubles of CUDA graphs."""
 
-    def capture(self, *args, **options):
-        return CudaGraphBackend.capture(self, *args, compiler="aot_eager", **options)
+    def capture(self, *args, compiler="aot_eager", **options):
+        return CudaGraphBackend.capture(self, *args, compiler=compiler, **options)
 
 
 @pytest.mark.parametrize("recorded", [False, True])

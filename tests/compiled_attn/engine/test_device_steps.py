@@ -178,8 +178,8 @@ class Recorded(CudaGraphBackend):
         self.doubles.append(ReplayDouble(device="stand_in"))
         return self.doubles[-1]
 
-    def capture(self, *args, **options):
-        return super().capture(*args, compiler="eager", **options)
+    def capture(self, *args, compiler="eager", **options):
+        return super().capture(*args, compiler=compiler, **options)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])

@@ -22,7 +22,14 @@ CONFIG = EngineConfig(16, 4, block_size=4, num_blocks=40, context=64, kernel="na
 # Chunks of the long ones share steps with tokens that others decode.
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [3, 4], [(5 * n) % 120 for n in range(1, 38)], [5] * 9, [8] * 21]
 COUNT = 8
+GREEDY = SamplingParams(max_new_tokens=COUNT)
 FAMILIES = {"llama": "GQA", "mistral": "a window", "gemma2": "softcap"}
+SAMPLED = {
+    "drawn": dict(temperature=0.8, seed=1),
+    "of the likeliest": dict(temperature=1.5, top_k=5, top_p=0.9, min_p=0.02, seed=2),
+    "penalties": dict(temperature=0.7, repetition_penalty=1.3, seed=4),
+    "told": dict(logprobs=2, prompt_logprobs=1),
+}
 
 
 class Counting(CudaRecorder):
@@ -52,8 +59,8 @@ class Recorded(CudaGraphBackend):
         self.recorders.append(Counting() if self._device == "cuda" else double(self._device))
         return self.recorders[-1]
 
-    def capture(self, *args, **options):
-        compiler = "inductor" if self._device == "cuda" else "eager"
+    def capture(self, *args, compiler=None, **options):
+        compiler = compiler or ("inductor" if self._device == "cuda" else "eager")
         return super().capture(*args, compiler=compiler, **options)
 
 
@@ -91,10 +98,21 @@ def engine_on(device: str, backend: str, family: str, **changes) -> Engine:
     return engine
 
 
-def generated(engine: Engine, on_step=None) -> list[list[int]]:
-    sampling = SamplingParams(max_new_tokens=COUNT)
+def generated(engine: Engine, on_step=None, sampling=GREEDY) -> list[list[int]]:
     results = engine.generate(PROMPTS, sampling, in_order=True, on_step=on_step)
     return [result.tokens for result in results]
+
+
+@cache
+def on_cpu_engine(sampling: str = "", **changes) -> list[list[int]]:
+    """Tokens of an engine on a CPU, which tests of its own hold to oracles."""
+    engine = Engine(tiny_model(), replace(CONFIG, backend="eager", **changes))
+    engine.warmup()
+    return generated(engine, sampling=sampling_of(sampling))
+
+
+def sampling_of(name: str) -> SamplingParams:
+    return SamplingParams(max_new_tokens=COUNT, **SAMPLED.get(name, {}))
 
 
 @cache
@@ -141,4 +159,29 @@ def test_nan_in_the_null_block_and_in_unused_blocks_changes_nothing(device, back
 
     assert generated(engine, poison) == on_cpu(family)
     assert engine.report().nonfinite_rows == 0
+    assert_replayed(engine)
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+@pytest.mark.parametrize(("device", "backend"), RUNS)
+def test_sampled_tokens_are_those_of_a_cpu(device, backend, name):
+    engine = engine_on(device, backend, "llama")
+    assert generated(engine, sampling=sampling_of(name)) == on_cpu_engine(name)
+    report = engine.report()
+    assert (report.compiles_after_warmup, report.graph_breaks, report.fallbacks) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+@pytest.mark.parametrize(("device", "backend"), RUNS)
+def test_caches_of_8_bits_give_the_tokens_of_a_cpu(device, backend, kv_dtype):
+    engine = engine_on(device, backend, "llama", kv_dtype=kv_dtype)
+    assert generated(engine) == on_cpu_engine(kv_dtype=kv_dtype)
+    assert_replayed(engine)
+
+
+@pytest.mark.parametrize(("device", "backend"), RUNS)
+def test_requests_that_give_up_their_blocks_have_the_tokens_of_a_cpu(device, backend):
+    engine = engine_on(device, backend, "llama", num_blocks=18, max_seqs=4)
+    assert generated(engine) == on_cpu("llama")
+    assert engine.report().preemptions
     assert_replayed(engine)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compiled_attn.ops.triton.tiles import Problem, plan
+from compiled_attn.ops.triton.tiles import Chip, Problem, plan
 from tests.compiled_attn.ops.kernels import interpreted
 
 SMALL = Problem(4, 4, 2, 2, 16, 16, 128, 8, "float32", "none")
 CPU = torch.device("cpu")
+CHIP = Chip(132, is_large=False)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,7 @@ def test_the_fastest_tile_is_taken_and_then_the_fastest_number_of_splits(autotun
 def test_a_plan_that_the_device_has_no_room_for_is_passed_over(autotune):
     import triton
 
-    usual = plan(SMALL, 132)
+    usual = plan(SMALL, CHIP)
 
     def clock(run):
         if run.args[1] != usual:
@@ -67,7 +68,7 @@ def test_a_device_without_memory_to_measure_in_takes_the_usual_plan(autotune, mo
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(autotune, "call_of", full)
-    assert autotune.tune(SMALL, CPU) == plan(SMALL, 132)
+    assert autotune.tune(SMALL, CPU) == plan(SMALL, CHIP)
 
 
 def test_only_while_it_is_measuring_is_anything_measured(autotune):

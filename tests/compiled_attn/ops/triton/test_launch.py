@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from compiled_attn.ops import KernelArgumentError, NativeOps
 from compiled_attn.ops.triton.arguments import attend_launch, problem_of
-from compiled_attn.ops.triton.tiles import plan
+from compiled_attn.ops.triton.tiles import Chip, plan
 from tests.compiled_attn.ops.kernels import TRITON, loaded
 from tests.compiled_attn.ops.native_cases import MIXED
 from tests.compiled_attn.ops.native_scene import assert_right, new_tokens, scene
@@ -29,7 +29,7 @@ def test_a_launch_is_that_of_the_sizes_alone():
     tensors = {k: v for k, v in here._asdict().items() if isinstance(v, torch.Tensor)}
     call = here._replace(**{name: each.to("meta") for name, each in tensors.items()})
     out, lse = call.query.new_empty(14, 4, 16), call.query.new_empty(14, 4)
-    chosen = plan(problem_of(call), 1)
+    chosen = plan(problem_of(call), Chip(1, is_large=False))
     launch = attend_launch(call, chosen, out, lse, None, widen=False)
     queries = launch.arguments["ROWS"] // launch.arguments["TILE_HEADS"]
     assert launch.grid == (14 // queries + 6, 2, 1)

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run o
 ROOM = Path(__file__).parents[4] / "compiled_attn" / "ops" / "triton"
 LONG: dict[str, Any] = {"requests": [(5, 70), (1, 97)], "size": 8, "window": 37, "padding": 1}
 WHOLE: dict[str, Any] = {"requests": [(3, 33), (1, 64), (6, 6)], "size": 16}
+ODD: dict[str, Any] = {"requests": [(5, 70), (1, 97)], "size": 12}
 SINKS: dict[str, Any] = {"requests": [(1, 40)], "sinks": torch.tensor([0.3, -1.0, 2.0, 0.0])}
 
 MUTANTS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
@@ -36,10 +37,14 @@ MUTANTS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
                       "position = length - (end - begin) + own + 1", WHOLE),
     "tiles before the diagonal": ("attend", "tl.minimum(first_position + 1, length)",
                                   "tl.minimum(last_position + 1, length)", WHOLE),
-    "page index": ("attend", "column = key // PAGE", "column = key // PAGE * 0", LONG),
-    "page of a whole tile": ("attend", "column = start // PAGE", "column = start // PAGE * 0",
-                             WHOLE),
-    "slot index": ("attend", "slot = (key % PAGE)", "slot = (key % PAGE * 0)", WHOLE),
+    "page index": ("attend", "start // PAGE + index // PAGE", "start // PAGE", LONG),
+    "page of a whole tile": ("attend", "column, slot = start // PAGE,",
+                             "column, slot = start // PAGE * 0,", WHOLE),
+    "page of any size": ("attend", "column, slot = key // PAGE,", "column, slot = key // PAGE * 0,",
+                         ODD),
+    "slot of a whole tile": ("attend", "start % PAGE + index", "start % PAGE + index * 0", WHOLE),
+    "slot in pages": ("attend", "index % PAGE", "index % PAGE * 0", LONG),
+    "slot in pages of any size": ("attend", "key % PAGE", "key % PAGE * 0", ODD),
     "row of the block table": ("attend", "request.to(tl.int64) * table_row",
                                "request.to(tl.int64) * 0", WHOLE),
     "request of a program": ("locate", "low = middle + 1\n", "low = middle + 2\n", WHOLE),

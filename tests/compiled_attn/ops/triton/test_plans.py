@@ -9,6 +9,7 @@ import torch
 
 from compiled_attn.ops.triton.plans import Plans
 from compiled_attn.ops.triton.tiles import (
+    Chip,
     Plan,
     Problem,
     Tile,
@@ -24,6 +25,7 @@ from tests.slow import slow_but
 
 DECODE = Problem(32, 32, 8, 4, 128, 128, 8192, 16, "bfloat16", "none")
 CPU = torch.device("cpu")
+CHIP = Chip(132, is_large=False)
 
 PLANS = {
     "more splits than tiles": (Plan(Tile(16, 16, 4, 1), 8), {}),
@@ -51,10 +53,10 @@ def test_a_step_is_that_of_dense_attention_in_any_plan(name):
 
 
 def test_requests_that_decode_are_split_until_the_device_is_full():
-    assert plan(DECODE._replace(tokens=1, requests=1), 132).splits == 32
-    assert plan(DECODE, 132).splits < plan(DECODE._replace(tokens=4, requests=4), 132).splits
-    assert plan(DECODE._replace(tokens=4096), 132).splits == 1
-    assert plan(DECODE._replace(tokens=1, requests=1, keys=64), 132).splits == 1
+    assert plan(DECODE._replace(tokens=1, requests=1), CHIP).splits == 32
+    assert plan(DECODE, CHIP).splits < plan(DECODE._replace(tokens=4, requests=4), CHIP).splits
+    assert plan(DECODE._replace(tokens=4096), CHIP).splits == 1
+    assert plan(DECODE._replace(tokens=1, requests=1, keys=64), CHIP).splits == 1
 
 
 def test_a_head_takes_two_blocks_where_one_would_be_larger():
@@ -64,15 +66,15 @@ def test_a_head_takes_two_blocks_where_one_would_be_larger():
 
 
 def test_other_plans_are_others():
-    usual = plan(DECODE, 132)
-    assert usual.tile not in [each.tile for each in other_tiles(DECODE, 132)]
+    usual = plan(DECODE, CHIP)
+    assert usual.tile not in [each.tile for each in other_tiles(DECODE, CHIP)]
     assert usual not in other_splits(usual)
 
 
 def test_a_problem_is_measured_once_while_that_is_wanted_and_kept_as_json():
     plans, asked = Plans(), []
     chosen = Plan(Tile(64, 16, 8, 3), 2)
-    assert plans.of(DECODE, CPU) == plan(DECODE, 132) and not plans.kept(CPU)
+    assert plans.of(DECODE, CPU) == plan(DECODE, CHIP) and not plans.kept(CPU)
     plans.measure = lambda problem, device: asked.append(problem) or chosen
     assert plans.of(DECODE, CPU) == plans.of(DECODE, CPU) == chosen
     assert asked == [DECODE]
@@ -119,7 +121,7 @@ def test_each_device_has_plans_of_its_own():
     later = Plans()
     later.adopt(plans.kept(second), first)
     assert later.of(DECODE, first).splits == 2
-    assert later.of(DECODE, second) == plan(DECODE, 132) and not later.kept(second)
+    assert later.of(DECODE, second) == plan(DECODE, CHIP) and not later.kept(second)
 
 
 def test_what_a_call_looks_up_is_a_tuple_and_builds_no_name(monkeypatch):
