@@ -31,7 +31,7 @@ from compiled_attn.ops.triton.tiles import Chip, Plan, plan
 from compiled_attn.ops.triton.write import write_kernel
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-LARGE = ("sm_90", "sm_100")
+HAVE_FP8 = ("sm_89", "sm_90", "sm_100", "sm_120")
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,9 @@ def call_of(case: Case, tokens: int, requests: int) -> PagedCall:
     )
 
 
-def kernels_of(case: Case, chip: Chip) -> Iterator[tuple[str, Plan, Any, Launch]]:
+def kernels_of(case: Case, target: str) -> Iterator[tuple[str, Plan, Any, Launch]]:
     """Each kernel of a case with the plan of the chooser: name, plan, kernel, launch."""
+    chip, has_fp8 = Chip(132, is_hopper=target == "sm_90"), target in HAVE_FP8
     for step, sizes in STEPS.items():
         call = call_of(case, *sizes)
         assert call.new is not None
@@ -114,12 +115,12 @@ def kernels_of(case: Case, chip: Chip) -> Iterator[tuple[str, Plan, Any, Launch]
         )  # fmt: skip
         if chosen.splits == 1:
             yield step, chosen, attend_kernel, attend_launch(
-                call, chosen, out, lse, None, widen=False
+                call, chosen, (out, lse, None), widen=False, has_fp8=has_fp8
             )  # fmt: skip
             continue
         tops = parts[..., 0]
         yield step, chosen, attend_kernel, attend_launch(
-            call, chosen, parts, tops, tops, widen=False
+            call, chosen, (parts, tops, tops), widen=False, has_fp8=has_fp8
         )  # fmt: skip
         merged = merge_launch(call, (parts, tops, tops), out, lse)
         yield f"merge of {step}", chosen, merge_kernel, merged
@@ -129,8 +130,7 @@ def kernels_of(case: Case, chip: Chip) -> Iterator[tuple[str, Plan, Any, Launch]
 def rows(targets: list[str], cases: list[str]) -> Iterator[dict[str, Any]]:
     for name in cases:
         for target in targets:
-            chip = Chip(132, is_large=target in LARGE)
-            for step, (tile, splits, _), kernel, launch in kernels_of(CASES[name], chip):
+            for step, (tile, splits, _), kernel, launch in kernels_of(CASES[name], target):
                 attends = kernel is attend_kernel
                 sizes = f"{tile.rows}x{tile.keys}, {tile.warps}w, {tile.stages}s, /{splits}"
                 found = asdict(resources(kernel, launch, target))

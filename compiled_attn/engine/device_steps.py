@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -145,13 +146,13 @@ def _draws_of(step: ScheduledStep, rows: int, vocab: int) -> DrawRows:
 def _rows_before(step: ScheduledStep, rows: Mapping[Request, int], size: int) -> Tensor:
     """For each token of a step, padded to a size, the row of the step before that gives it, or -1:
     ``[T]`` int64."""
-    found, place = torch.full((size,), -1), 0
+    found, place = np.full(size, -1), 0
     if step and step.is_ahead:
         for sequence, count, start in step:
             if start == len(sequence.tokens):
                 found[place] = rows[sequence]
             place += count
-    return found
+    return torch.from_numpy(found)
 
 
 def _draw_inputs(logits: Tensor) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
@@ -33,7 +34,7 @@ class Mailbox(Generic[Event]):
     """
 
     def __init__(self) -> None:
-        self._events: dict[Hashable, Event] = {}
+        self._events: OrderedDict[Hashable, Event] = OrderedDict()
         self._handed_out = 0
 
     def put(self, events: Mapping[Hashable, Event]) -> None:
@@ -52,8 +53,11 @@ class Mailbox(Generic[Event]):
 
     def arrived(self) -> None:
         """What was handed out last is with the reader."""
+        if self._handed_out == 1:  # the others need not be touched
+            _, self._handed_out = self._events.popitem(last=False), 0
+            return
         rest = islice(self._events.items(), self._handed_out, None)
-        self._events, self._handed_out = dict(rest), 0
+        self._events, self._handed_out = OrderedDict(rest), 0
 
     def came_back(self) -> None:
         """What was handed out last did not reach the reader, and is handed out again."""

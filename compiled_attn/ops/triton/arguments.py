@@ -60,9 +60,22 @@ def problem_of(call: PagedCall) -> Problem:
 
 
 def attend_launch(
-    call: PagedCall, plan: Plan, out: Tensor, lse: Tensor, totals: Tensor | None, *, widen: bool
+    call: PagedCall,
+    plan: Plan,
+    results: tuple[Tensor, Tensor, Tensor | None],
+    *,
+    widen: bool,
+    has_fp8: bool,
 ) -> Launch:
-    """Of `attend.attend_kernel`; ``widen``: bfloat16 is multiplied in float32 (interpreter)."""
+    """Of `attend.attend_kernel`.
+
+    Args:
+        call, plan: what is computed, and how.
+        results: out and lse; or sums, maxima and totals of splits.
+        widen: bfloat16 is multiplied in float32 (interpreter).
+        has_fp8: the device converts e4m3.
+    """
+    out, lse, totals = results
     problem, tile, splits = problem_of(call), plan.tile, plan.splits
     scale, window, softcap, slopes, sinks = call.scoring
     tile_heads = min(problem.group, tile.rows)
@@ -105,6 +118,7 @@ def attend_launch(
         "ROWS": tile.rows,
         "KEYS": tile.keys,
         "WIDEN": widen,
+        "HAS_FP8": has_fp8,
     }
     tiles = problem.tokens // (tile.rows // tile_heads) + max(problem.requests, 1)
     grid = tiles, problem.kv_heads * -(-problem.group // tile_heads), splits

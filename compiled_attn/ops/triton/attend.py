@@ -81,6 +81,7 @@ def attend_kernel(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     WIDEN: tl.constexpr,
+    HAS_FP8: tl.constexpr,
 ):
     """Of ``ROWS // TILE_HEADS`` tokens, ``TILE_HEADS`` heads of a KV head.
 
@@ -90,6 +91,8 @@ def attend_kernel(
     QUERIES: tl.constexpr = ROWS // TILE_HEADS
     HEAD_TILES: tl.constexpr = (GROUP + TILE_HEADS - 1) // TILE_HEADS
     DTYPE: tl.constexpr = query.dtype.element_ty
+    # Scales of values go to the weights, which are fewer, but where these would be too small then.
+    SCALED_WEIGHTS: tl.constexpr = CODES != "none" and tl.float16 != DTYPE
     # Of causal rows the last see most keys: they begin first, so that none is waited for alone.
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = (tl.program_id(1) // HEAD_TILES).to(tl.int64)
@@ -190,12 +193,12 @@ def attend_kernel(
             keys = tl.load(
                 key_cache + key_at + dims[:, None], mask=(dims < KEY_DIM)[:, None], other=0
             )
-            scores = _product(queries, decode(keys, CODES, DTYPE), WIDEN)
+            scores = _product(queries, decode(keys, CODES, DTYPE, HAS_FP8), WIDEN)
             if REST_BLOCK > 0:
                 keys = tl.load(
                     key_cache + key_at + rest[:, None], mask=(rest < KEY_DIM)[:, None], other=0
                 )
-                scores += _product(rest_queries, decode(keys, CODES, DTYPE), WIDEN)
+                scores += _product(rest_queries, decode(keys, CODES, DTYPE, HAS_FP8), WIDEN)
             if CODES != "none":
                 scale_at = block * ks_block + slot * ks_slot + kv_head * ks_head
                 scores *= tl.load(key_scale + scale_at)[None, :]
@@ -212,8 +215,12 @@ def attend_kernel(
             values = tl.load(value_cache + value_at + value_dims, mask=is_value, other=0)
             if CODES != "none":
                 scale_at = block * vs_block + slot * vs_slot + kv_head * vs_head
-                scale = tl.load(value_scale + scale_at)[:, None]
-                values = (decode(values, CODES, tl.float32) * scale).to(DTYPE)
+                scale = tl.load(value_scale + scale_at)
+                if SCALED_WEIGHTS:
+                    values = decode(values, CODES, DTYPE, HAS_FP8)
+                else:
+                    values = decode(values, CODES, tl.float32, HAS_FP8) * scale[:, None]
+                    values = values.to(DTYPE)
             if part == 1:
                 is_missing |= (is_block == 0).to(tl.int32)
             else:
@@ -222,6 +229,9 @@ def attend_kernel(
                 # become NaN by its score, which a mask hides from the others.
                 is_finite = tl.abs(values.to(tl.float32)) < float("inf")
                 is_spoilt = tl.max((is_finite == 0).to(tl.int32), 1) > 0
+                if SCALED_WEIGHTS:
+                    is_spoilt = is_spoilt | ((tl.abs(scale) < float("inf")) == 0)
+                    scale = tl.where(is_spoilt, 0.0, scale)
                 scores = tl.where(is_spoilt[None, :], float("nan"), scores)
                 values = tl.where(is_spoilt[:, None], 0.0, values).to(DTYPE)
                 sees = key[None, :] < length
@@ -242,6 +252,8 @@ def attend_kernel(
                 weights = tl.exp2(scores - shift[:, None])
             decay = tl.exp2(top - shift)
             total = total * decay + tl.sum(weights, 1)
+            if SCALED_WEIGHTS:
+                weights *= scale[None, :]
             sums = sums * decay[:, None] + _product(weights.to(DTYPE), values, WIDEN)
             top = higher
 

@@ -1,6 +1,7 @@
-"""Elements of caches of 8 bits: codes to numbers and back, in integer arithmetic.
+"""Elements of caches of 8 bits: codes to numbers and back, exact on all devices.
 
-The conversions of Triton for fp8 begin with sm_89 and differ among devices; these are exact on all.
+The conversions of Triton for fp8 begin with sm_89, where they read codes; elsewhere that is done in
+integer arithmetic, and everywhere codes are made in it.
 """
 
 import triton
@@ -9,10 +10,18 @@ import triton.language as tl
 _BIG = tl.constexpr(12582912.0)  # 1.5 * 2 ** 23: adding it rounds a float32 to a whole number
 
 
+_FIRST = tl.constexpr(0x4B000000)  # the bits of 2 ** 23 as a float32, above which are whole numbers
+
+
 @triton.jit
-def decode(stored, CODES: tl.constexpr, DTYPE: tl.constexpr):
-    """Stored elements as numbers of a dtype: codes without their scale; exact."""
-    if CODES == "e4m3":
+def decode(stored, CODES: tl.constexpr, DTYPE: tl.constexpr, HAS_FP8: tl.constexpr):
+    """Stored elements as numbers of a dtype: codes without their scale; exact.
+
+    HAS_FP8: the device converts e4m3.
+    """
+    if CODES == "e4m3" and HAS_FP8:
+        numbers = stored.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(DTYPE)
+    elif CODES == "e4m3":
         bits = stored.to(tl.uint16)
         half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
         number = half.to(tl.float32) * 256.0  # the bias of float16 is 8 more
@@ -20,7 +29,9 @@ def decode(stored, CODES: tl.constexpr, DTYPE: tl.constexpr):
     elif CODES == "e5m2":
         numbers = (stored.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(DTYPE)
     elif CODES == "int8":
-        numbers = stored.to(tl.float32).to(DTYPE)
+        # A conversion of integers is slow: its bits are made those of 2 ** 23 + 128 + code.
+        bits = (stored.to(tl.uint8, bitcast=True) ^ 0x80).to(tl.uint32) | _FIRST
+        numbers = (bits.to(tl.float32, bitcast=True) - (8388608.0 + 128.0)).to(DTYPE)
     else:
         numbers = stored
     return numbers

@@ -7,6 +7,7 @@ device and are not checked: what is out of range makes NaN, or is not written.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -122,7 +123,14 @@ def _attend(
 ) -> None:
     is_interpreted = not isinstance(attend_kernel, triton.JITFunction)
     widen = is_interpreted and call.query.dtype == torch.bfloat16  # triton issue 11584
-    run(attend_kernel, attend_launch(call, plan, *results, widen=widen))
+    has_fp8 = not is_interpreted and _converts_fp8(call.query.device)
+    run(attend_kernel, attend_launch(call, plan, results, widen=widen, has_fp8=has_fp8))
+
+
+@functools.cache
+def _converts_fp8(device: torch.device) -> bool:
+    is_nvidia = device.type == "cuda" and not torch.version.hip
+    return is_nvidia and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def _run(kernel: Any, launch: Launch) -> None:

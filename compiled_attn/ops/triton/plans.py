@@ -12,8 +12,7 @@ from compiled_attn.ops.triton.varlen_calls import VarlenCalls
 
 __all__ = ["PLANS", "Plans", "chip_of"]
 
-_UNKNOWN = Chip(132, is_large=False)  # where no device tells
-_LARGE = (9, 10)  # major compute capabilities
+_UNKNOWN = Chip(132, is_hopper=False)  # where no device tells
 
 
 class Plans:
@@ -75,7 +74,7 @@ def chip_of(device: torch.device) -> Chip:
     if device.type != "cuda":
         return _UNKNOWN
     found = torch.cuda.get_device_properties(device)
-    return Chip(found.multi_processor_count, not torch.version.hip and found.major in _LARGE)
+    return Chip(found.multi_processor_count, not torch.version.hip and found.major == 9)
 
 
 @lru_cache(maxsize=4096)

@@ -16,12 +16,12 @@ class Chip(NamedTuple):
 
     Attributes:
         processors: how many multiprocessors it has.
-        is_large: whether each has 227 KB of shared memory for a program, and multiplies for four
-            warps at once: sm_90 and sm_100.
+        is_hopper: whether it is of sm_90, whose programs may have 227 KB of shared memory, and
+            whose tiles were measured.
     """
 
     processors: int
-    is_large: bool
+    is_hopper: bool
 
 
 class Tile(NamedTuple):
@@ -112,10 +112,16 @@ _TILES: dict[tuple[int, int], tuple[Tile, Tile]] = {
     (4, 1024): (Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
 }
 
-_OF_LARGE_CHIPS: dict[tuple[int, int], tuple[Tile, Tile]] = {
-    (2, 128): (Tile(16, 128, 4, 2), Tile(128, 64, 8, 3)),
+_OF_HOPPER: dict[tuple[int, int], tuple[Tile, Tile]] = {
+    (1, 128): (Tile(16, 128, 4, 2), Tile(128, 128, 8, 2)),
+    (2, 64): (Tile(16, 64, 4, 2), Tile(128, 128, 4, 2)),
+    (2, 128): (Tile(16, 128, 4, 2), Tile(128, 128, 8, 2)),
+    (2, 256): (Tile(16, 64, 4, 2), Tile(128, 64, 8, 2)),
+    (2, 1024): (Tile(16, 64, 8, 2), Tile(64, 32, 8, 2)),
+    (4, 64): (Tile(16, 32, 8, 2), Tile(64, 64, 8, 2)),
+    (4, 128): (Tile(16, 64, 4, 2), Tile(32, 64, 8, 1)),
 }
-"""As measured on an H100 (benchmarks/results/gpu_tiles.txt), where they differ."""
+"""The fastest on an H100 (benchmarks/results/gpu_tiles.txt), also with a few spilled registers."""
 
 
 def plan(problem: Problem, chip: Chip) -> Plan:
@@ -156,7 +162,7 @@ def _usual(problem: Problem, chip: Chip) -> Tile:
     largest = max(problem.key_dim, problem.value_dim)
     sizes = [size for size in (64, 128, 256, 1024) if size >= largest] or [1024]
     element = 4 if problem.dtype == "float32" else 2 if problem.codes == "none" else 1
-    few, many = (_TILES | _OF_LARGE_CHIPS if chip.is_large else _TILES)[element, sizes[0]]
+    few, many = (_TILES | _OF_HOPPER if chip.is_hopper else _TILES)[element, sizes[0]]
     if not problem.has_few_rows:
         return many
     return few._replace(rows=min(many.rows, max(16, _power(problem.group))))

@@ -10,7 +10,7 @@ from tests.compiled_attn.ops.kernels import interpreted
 
 SMALL = Problem(4, 4, 2, 2, 16, 16, 128, 8, "float32", "none")
 CPU = torch.device("cpu")
-CHIP = Chip(132, is_large=False)
+CHIP = Chip(132, is_hopper=False)
 
 
 @pytest.fixture(scope="module")

@@ -29,8 +29,8 @@ def test_a_launch_is_that_of_the_sizes_alone():
     tensors = {k: v for k, v in here._asdict().items() if isinstance(v, torch.Tensor)}
     call = here._replace(**{name: each.to("meta") for name, each in tensors.items()})
     out, lse = call.query.new_empty(14, 4, 16), call.query.new_empty(14, 4)
-    chosen = plan(problem_of(call), Chip(1, is_large=False))
-    launch = attend_launch(call, chosen, out, lse, None, widen=False)
+    chosen = plan(problem_of(call), Chip(1, is_hopper=False))
+    launch = attend_launch(call, chosen, (out, lse, None), widen=False, has_fp8=False)
     queries = launch.arguments["ROWS"] // launch.arguments["TILE_HEADS"]
     assert launch.grid == (14 // queries + 6, 2, 1)
     again = scene([(3, 3), (9, 90)], padding=2, padded_requests=4)

@@ -25,7 +25,7 @@ from tests.slow import slow_but
 
 DECODE = Problem(32, 32, 8, 4, 128, 128, 8192, 16, "bfloat16", "none")
 CPU = torch.device("cpu")
-CHIP = Chip(132, is_large=False)
+CHIP = Chip(132, is_hopper=False)
 
 PLANS = {
     "more splits than tiles": (Plan(Tile(16, 16, 4, 1), 8), {}),

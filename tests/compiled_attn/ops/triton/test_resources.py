@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 ROOT = Path(__file__).parents[4]
 SCRIPT = ROOT / "benchmarks" / "triton_resources.py"
-SHARED = {"sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
+SHARED = {"sm_90": 227 * 1024, "gfx942": 64 * 1024}
 SHARED_OF_OTHERS = 99 * 1024  # that of sm_89 and sm_120
 CASES = [
     "D 64", "D 128", "D 128, window, cap, ALiBi, sinks", "D 128, int8, float16, page 128",
@@ -25,6 +25,8 @@ CASES = [
 ]  # fmt: skip
 SPILLED = {"D 576, Dv 512, float32": 16}
 """Bytes of a thread that are spilled all the same: what spills none needs more shared memory."""
+SPILLED_OF_HOPPER = 256
+"""There tiles are those that were measured to be the fastest."""
 TARGETS = ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942"]
 
 
@@ -42,7 +44,8 @@ def _compiled(cases: list[str], targets: list[str]) -> list[dict[str, Any]]:
 def _expect_fits(row: dict[str, Any]) -> None:
     is_gfx = row["target"] == "gfx942"
     assert row["registers"] <= (512 if is_gfx else 255), row
-    assert row["spilled"] <= SPILLED.get(row["case"], 0), row
+    spilled = SPILLED_OF_HOPPER if row["target"] == "sm_90" else SPILLED.get(row["case"], 0)
+    assert row["spilled"] <= spilled, row
     assert row["shared"] <= SHARED.get(row["target"], SHARED_OF_OTHERS), row
     if row["attends"] and row["dtype"] != "torch.float32":
         assert row["tensor_cores"], row
