@@ -1,6 +1,6 @@
 """Attention and serving on a GPU: the op against what a user would take instead.
 
-    python benchmarks/gpu.py [--parts serving attention] [--device cuda] [--dtype bfloat16]
+    python benchmarks/gpu.py [--parts serving attention tiles] [--device cuda] [--dtype bfloat16]
                              [--block-size 16] [--json FILE]
 
 32 query heads on 8 KV heads of 128. Blocks lie anywhere in a pool of twice what a step reads, and
@@ -10,6 +10,7 @@ Ratios are speeds of the op: over `copy`, a copy of the same bytes; over `varlen
 (torch.nn.attention.varlen, torch 2.12), `flex` (FlexAttention, decodes), `sdpa` (keys in a row, no
 paging) and `gather` (blocks gathered, then SDPA). A form that cannot be had is named with its
 reason. Tokens a second of a Llama of 1.2 billion random weights: eager, CUDA graphs, compiled.
+Tiles: the usual ones for sm_90, and the speed of these over the ones for all other devices.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerator import serving
+from accelerator import serving, tiles
 from accelerator.forms import MAKERS
 from accelerator.scene import Sizes, Step, steps
 from accelerator.timing import host_seconds, medians
@@ -41,7 +42,7 @@ CASES = {  # requests, queries, keys of each
 }
 SMALL = {"decode 3 x 32": (3, 1, 32), "prefill 2 x 20": (2, 20, 20), "chunk 5 of 30": (1, 5, 30)}
 BACKENDS = ["eager", "cudagraph", "inductor"]
-PARTS = ["attention", "serving"]
+PARTS = ["attention", "serving", "tiles"]
 
 
 def usable(step: Step, wanted: torch.Tensor, skipped: dict[str, str]) -> dict[str, Callable]:
@@ -110,6 +111,7 @@ def main() -> None:
     results: dict[str, Any] = {
         "device": describe(device),
         "attention": [],
+        "tiles": [],
         "serving": [],
         "failed": [],
     }
@@ -122,6 +124,12 @@ def main() -> None:
 
     if "attention" in options.parts:
         attention(device, sizes, options, keep)
+    if "tiles" in options.parts and device.type != "cuda":
+        print(f"# no tiles: they are of CUDA, not of {device.type}")
+    elif "tiles" in options.parts:
+        for found in tiles.rows(device, options.rounds, options.calls):
+            print(tiles.told(found), flush=True)
+            keep("tiles", found)
     if "serving" in options.parts:
         tokens_a_second(device, dtype, options, keep)
     if results["failed"]:

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # All that a machine with a GPU is for, in one go of under ten minutes: the tests marked gpu (the
-# op's, the engine's, CUDA graphs), the op against others, and an engine's tokens a second with and
-# without graphs. Each part has a limit of its own, in seconds, and its files in the folder as it
-# goes; one that fails or is cut off costs the others nothing.
+# op's, the engine's, CUDA graphs), the op against others, its tiles, and an engine's tokens a
+# second with and without graphs. Each part has a limit of its own, in seconds, and its files in
+# the folder as it goes; one that fails or is cut off costs the others nothing.
 #
 #   bash benchmarks/gpu_all.sh [FOLDER] [DEVICE] [PART ...]
 #
@@ -44,7 +44,7 @@ serving() { step gpu_serving 200 "$PYTHON" benchmarks/gpu.py --device "$DEVICE" 
   --json "$OUT/gpu_serving.json" $ARGS; }
 
 attention() { step gpu_attention 140 "$PYTHON" benchmarks/gpu.py --device "$DEVICE" \
-  --parts attention --json "$OUT/gpu_attention.json" $ARGS; }
+  --parts attention tiles --json "$OUT/gpu_attention.json" $ARGS; }
 
 [ "$DEVICE" != cuda ] ||
   nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader || true

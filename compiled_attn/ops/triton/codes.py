@@ -10,9 +10,6 @@ import triton.language as tl
 _BIG = tl.constexpr(12582912.0)  # 1.5 * 2 ** 23: adding it rounds a float32 to a whole number
 
 
-_FIRST = tl.constexpr(0x4B000000)  # the bits of 2 ** 23 as a float32, above which are whole numbers
-
-
 @triton.jit
 def decode(stored, CODES: tl.constexpr, DTYPE: tl.constexpr, HAS_FP8: tl.constexpr):
     """Stored elements as numbers of a dtype: codes without their scale; exact.
@@ -29,9 +26,7 @@ def decode(stored, CODES: tl.constexpr, DTYPE: tl.constexpr, HAS_FP8: tl.constex
     elif CODES == "e5m2":
         numbers = (stored.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(DTYPE)
     elif CODES == "int8":
-        # A conversion of integers is slow: its bits are made those of 2 ** 23 + 128 + code.
-        bits = (stored.to(tl.uint8, bitcast=True) ^ 0x80).to(tl.uint32) | _FIRST
-        numbers = (bits.to(tl.float32, bitcast=True) - (8388608.0 + 128.0)).to(DTYPE)
+        numbers = stored.to(tl.float32).to(DTYPE)
     else:
         numbers = stored
     return numbers

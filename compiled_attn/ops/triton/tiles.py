@@ -113,12 +113,15 @@ _TILES: dict[tuple[int, int], tuple[Tile, Tile]] = {
 }
 
 _OF_HOPPER: dict[tuple[int, int], tuple[Tile, Tile]] = {
-    (1, 128): (Tile(16, 128, 4, 2), Tile(128, 128, 8, 2)),
+    (1, 64): (Tile(16, 128, 4, 2), Tile(128, 128, 4, 2)),
+    (1, 128): (Tile(16, 128, 4, 3), Tile(128, 128, 8, 2)),
+    (1, 256): (Tile(16, 64, 4, 2), Tile(128, 64, 8, 2)),
+    (1, 1024): (Tile(16, 64, 8, 2), Tile(64, 64, 8, 1)),
     (2, 64): (Tile(16, 64, 4, 2), Tile(128, 128, 4, 2)),
     (2, 128): (Tile(16, 128, 4, 2), Tile(128, 128, 8, 2)),
     (2, 256): (Tile(16, 64, 4, 2), Tile(128, 64, 8, 2)),
     (2, 1024): (Tile(16, 64, 8, 2), Tile(64, 32, 8, 2)),
-    (4, 64): (Tile(16, 32, 8, 2), Tile(64, 64, 8, 2)),
+    (4, 64): (Tile(16, 128, 4, 2), Tile(64, 64, 8, 2)),
     (4, 128): (Tile(16, 64, 4, 2), Tile(32, 64, 8, 1)),
 }
 """The fastest on an H100 (benchmarks/results/gpu_tiles.txt), also with a few spilled registers."""
@@ -162,7 +165,8 @@ def _usual(problem: Problem, chip: Chip) -> Tile:
     largest = max(problem.key_dim, problem.value_dim)
     sizes = [size for size in (64, 128, 256, 1024) if size >= largest] or [1024]
     element = 4 if problem.dtype == "float32" else 2 if problem.codes == "none" else 1
-    few, many = (_TILES | _OF_HOPPER if chip.is_hopper else _TILES)[element, sizes[0]]
+    tiles = _TILES | _OF_HOPPER if chip.is_hopper else _TILES
+    few, many = tiles[element, sizes[0]]
     if not problem.has_few_rows:
         return many
     return few._replace(rows=min(many.rows, max(16, _power(problem.group))))
