@@ -65,6 +65,7 @@ CASES = {
     "D 576, Dv 512, e4m3": Case(
         576, cache=torch.float8_e4m3fn, value_dim=512, kv_heads=1, group=16
     ),
+    "D 576, Dv 512, group 128": Case(576, value_dim=512, kv_heads=1, group=128),
     "D 128, window, cap, ALiBi, sinks": Case(everything=True),
     "D 128, int8, float16, page 128": Case(dtype=F16, cache=torch.int8, page=128),
     "D 192, Dv 128": Case(192, value_dim=128, group=1),

@@ -26,6 +26,7 @@ __all__ = [
 CODES = {torch.int8: "int8", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 """The names that kernels have for the dtypes of quantised caches."""
 
+_SMALL = 2.0**-100  # scales that are not 0 on any device
 _FAR = 1 << 30  # a window that holds all keys, and that a position can be added to
 _WRITTEN_AT_ONCE = 2048
 MOST_WARPS_OF_AMD = 8
@@ -113,7 +114,7 @@ def attend_launch(
         "CAPPED": softcap is not None,
         "ALIBI": slopes is not None,
         "SINKS": sinks is not None,
-        "FACTOR_LAST": scale >= 0 and not is_raised,  # the greatest score stays the greatest
+        "FACTOR_LAST": scale > _SMALL and not is_raised,
         "IS_SPLIT": splits > 1,
         "ROWS": tile.rows,
         "KEYS": tile.keys,

@@ -93,6 +93,9 @@ def attend_kernel(
     DTYPE: tl.constexpr = query.dtype.element_ty
     # Scales of values go to the weights, which are fewer, but where these would be too small then.
     SCALED_WEIGHTS: tl.constexpr = CODES != "none" and tl.float16 != DTYPE
+    # Devices fuse a product with the subtraction of the greatest one, which is rounded: of great
+    # scores the difference is then far from 0. So there is a selection between, or no product.
+    NO_PRODUCT: tl.constexpr = FACTOR_LAST and CODES == "none"
     # Of causal rows the last see most keys: they begin first, so that none is waited for alone.
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = (tl.program_id(1) // HEAD_TILES).to(tl.int64)
@@ -202,7 +205,7 @@ def attend_kernel(
             if CODES != "none":
                 scale_at = block * ks_block + slot * ks_slot + kv_head * ks_head
                 scores *= tl.load(key_scale + scale_at)[None, :]
-            if not FACTOR_LAST or part != 1:
+            if not FACTOR_LAST:
                 scores *= factor
             if CAPPED:
                 scores = _capped(scores, cap)
@@ -221,10 +224,11 @@ def attend_kernel(
                 else:
                     values = decode(values, CODES, tl.float32, HAS_FP8) * scale[:, None]
                     values = values.to(DTYPE)
-            if part == 1:
+            if part == 1 and NO_PRODUCT:
                 is_missing |= (is_block == 0).to(tl.int32)
             else:
                 scores = tl.where(is_block, scores, float("nan"))
+            if part != 1:
                 # A weight of 0 does not hide a value that is NaN or infinite: those that see it
                 # become NaN by its score, which a mask hides from the others.
                 is_finite = tl.abs(values.to(tl.float32)) < float("inf")
@@ -241,16 +245,14 @@ def attend_kernel(
                     sees = sees & (key[None, :] > position[:, None] - window)
                 scores = tl.where(sees, scores, float("-inf"))
 
-            highest = tl.max(scores, 1)
-            if FACTOR_LAST and part == 1:
-                highest *= factor
-            higher = tl.maximum(top, highest)
+            higher = tl.maximum(top, tl.max(scores, 1))
             shift = tl.where(higher == float("-inf"), 0.0, higher)
-            if FACTOR_LAST and part == 1:
-                weights = tl.exp2(scores * factor - shift[:, None])  # one instruction but the power
-            else:
-                weights = tl.exp2(scores - shift[:, None])
-            decay = tl.exp2(top - shift)
+            below, lost = scores - shift[:, None], top - shift
+            if FACTOR_LAST:
+                below *= factor
+                lost *= factor
+            weights = tl.exp2(below)
+            decay = tl.exp2(lost)
             total = total * decay + tl.sum(weights, 1)
             if SCALED_WEIGHTS:
                 weights *= scale[None, :]
@@ -258,6 +260,8 @@ def attend_kernel(
             top = higher
 
     total = tl.where(tl.max(is_missing, 0) > 0, float("nan"), total)
+    if FACTOR_LAST:
+        top *= factor
     row_at = token.to(tl.int64) * HEADS + head
     if not IS_SPLIT:
         result, log_sum = finish(sums, top, total, sink, SINKS)

@@ -9,6 +9,7 @@ __all__ = ["Chip", "Plan", "Problem", "Tile", "key_blocks", "other_splits", "oth
 _MOST_SPLITS = 32
 _TILES_A_SPLIT = 4
 _FEW_ROWS = 2  # of a request on average: decodes and drafts
+_MOST_OF_FEW_ROWS = 32  # a larger group has as many rows as the tile of a prompt
 
 
 class Chip(NamedTuple):
@@ -167,9 +168,12 @@ def _usual(problem: Problem, chip: Chip) -> Tile:
     element = 4 if problem.dtype == "float32" else 2 if problem.codes == "none" else 1
     tiles = _TILES | _OF_HOPPER if chip.is_hopper else _TILES
     few, many = tiles[element, sizes[0]]
+    rows = max(16, _power(problem.group))
     if not problem.has_few_rows:
         return many
-    return few._replace(rows=min(many.rows, max(16, _power(problem.group))))
+    if rows > _MOST_OF_FEW_ROWS:
+        return many._replace(rows=min(many.rows, rows))
+    return few._replace(rows=min(many.rows, rows))
 
 
 def _splits(problem: Problem, tile: Tile, processors: int) -> int:

@@ -21,7 +21,7 @@ CASES = [
     "D 64", "D 128", "D 128, window, cap, ALiBi, sinks", "D 128, int8, float16, page 128",
     "D 128, e4m3", "D 192, Dv 128", "D 256", "D 576, Dv 512", "D 128, float32",
     "D 64, float32", "D 256, float32", "D 576, Dv 512, float32", "D 64, int8", "D 64, e4m3",
-    "D 256, int8", "D 256, e4m3", "D 576, Dv 512, e4m3",
+    "D 256, int8", "D 256, e4m3", "D 576, Dv 512, e4m3", "D 576, Dv 512, group 128",
 ]  # fmt: skip
 SPILLED = {"D 576, Dv 512, float32": 16}
 """Bytes of a thread that are spilled all the same: what spills none needs more shared memory."""

@@ -30,6 +30,13 @@ def test_a_step_is_that_of_dense_attention(ops, name):
     assert_right(ops.paged_attention(*step.arguments, **step.options), step)
 
 
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+def test_a_scale_need_not_be_positive(ops, scale):
+    step = scene(MIXED, dim=64)
+    step.scale = scale
+    assert_right(ops.paged_attention(*step.arguments, **step.options), step)
+
+
 @pytest.mark.parametrize("name", ["bfloat16", "int8 of bfloat16", "e4m3 HND"])
 def test_new_tokens_are_written_bit_for_bit_and_then_seen(ops, name):
     step = scene(MIXED, padding=2, padded_requests=1, poison=0.5, **WRITES[name])
