@@ -72,7 +72,7 @@ def row(name: str, step_list: list[Step], options: argparse.Namespace) -> dict[s
         for each, form in forms.items()
     }
     with torch.no_grad():
-        found = medians(runs, options.rounds, options.calls, step.query.device)
+        found, by_host = medians(runs, options.rounds, options.calls, step.query.device)
         host = host_seconds(runs["op"], options.calls, step.query.device)
     own = found["op"]
     cells = [f"{1e6 * own:9.1f} us", f"{step.kv_bytes / own / 1e9:7.0f} GB/s"]
@@ -80,9 +80,14 @@ def row(name: str, step_list: list[Step], options: argparse.Namespace) -> dict[s
     cells += [f"{other} {found[other] / own:.2f}x" for other in found if other != "op"]
     cells += [f"(host {1e6 * host:.0f} us a call)"]
     print(f"{name:>16}", *cells, flush=True)
+    if by_host:
+        print(f"{'':>16} # calls by the host, not replayed: {', '.join(by_host)}", flush=True)
     for other, why in skipped.items():
         print(f"{'':>16} # without {other}: {why}", flush=True)
-    return {"case": name, "seconds": found, "host_seconds": host, "skipped": skipped}
+    return {
+        "case": name, "seconds": found, "by_host": by_host, "host_seconds": host,
+        "skipped": skipped,
+    }  # fmt: skip
 
 
 def main() -> None:
@@ -104,7 +109,8 @@ def main() -> None:
         print(f"# skipped: no device {options.device!r} here ({error})")
         return
     dtype = getattr(torch, options.dtype)
-    print(f"# {describe(device)}; {dtype}, blocks of {options.block_size}; op: {load().isa}")
+    isa = "Triton" if device.type == "cuda" else load().isa
+    print(f"# {describe(device)}; {dtype}, blocks of {options.block_size}; op: {isa}")
     sizes = Sizes(block_size=options.block_size, dtype=dtype)
     if options.small:
         sizes = Sizes(4, 2, 16, options.block_size, dtype)
@@ -124,12 +130,8 @@ def main() -> None:
 
     if "attention" in options.parts:
         attention(device, sizes, options, keep)
-    if "tiles" in options.parts and device.type != "cuda":
-        print(f"# no tiles: they are of CUDA, not of {device.type}")
-    elif "tiles" in options.parts:
-        for found in tiles.rows(device, options.rounds, options.calls):
-            print(tiles.told(found), flush=True)
-            keep("tiles", found)
+    if "tiles" in options.parts:
+        tiles_of_hopper(device, options, keep)
     if "serving" in options.parts:
         tokens_a_second(device, dtype, options, keep)
     if results["failed"]:
@@ -151,6 +153,22 @@ def attention(
             keep("failed", name)
         else:
             keep("attention", found)
+
+
+def tiles_of_hopper(device: torch.device, options: argparse.Namespace, keep: Callable) -> None:
+    """A row for each kind of step."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        print("# no tiles: they are for devices of sm_90")
+        return
+    for kind in tiles.KINDS:
+        try:
+            found = tiles.row(kind, device, options.rounds, options.calls)
+        except Exception as error:
+            print(f"{kind} failed: {type(error).__name__}: {error}", flush=True)
+            keep("failed", str(kind))
+        else:
+            print(tiles.told(found), flush=True)
+            keep("tiles", found)
 
 
 def tokens_a_second(

@@ -6,14 +6,14 @@
 #
 #   bash benchmarks/gpu_all.sh [FOLDER] [DEVICE] [PART ...]
 #
-# FOLDER: benchmarks/results; DEVICE: cuda; PARTs: tests serving attention, in this order.
+# FOLDER: benchmarks/results; DEVICE: cuda; PARTs: tests serving attention tiles, in this order.
 # With more time than ten minutes: LIMIT=580 for a part, one part a call.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 OUT=${1:-benchmarks/results}
 DEVICE=${2:-cuda}
 PARTS=("${@:3}")
-[ ${#PARTS[@]} -gt 0 ] || PARTS=(tests serving attention)
+[ ${#PARTS[@]} -gt 0 ] || PARTS=(tests serving attention tiles)
 PYTHON=${PYTHON:-python3}
 ARGS=${ARGS:-} # of gpu.py
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
@@ -35,23 +35,26 @@ tests() {
   # What has such tests alone: other folders import what a machine may lack.
   local spread
   spread=$("$PYTHON" -c 'import xdist' 2>/dev/null && echo '-n 8') # most of the time is compiling
-  step gpu_tests 210 "$PYTHON" -m pytest -q -p no:cacheprovider $spread -m gpu --maxfail=30 \
+  step gpu_tests 190 "$PYTHON" -m pytest -q -p no:cacheprovider $spread -m gpu --maxfail=30 \
     tests/compiled_attn/test_on_a_device.py tests/compiled_attn/ops tests/compiled_attn/engine \
     tests/graphs/backends
 }
 
-serving() { step gpu_serving 200 "$PYTHON" benchmarks/gpu.py --device "$DEVICE" --parts serving \
+serving() { step gpu_serving 170 "$PYTHON" benchmarks/gpu.py --device "$DEVICE" --parts serving \
   --json "$OUT/gpu_serving.json" $ARGS; }
 
-attention() { step gpu_attention 140 "$PYTHON" benchmarks/gpu.py --device "$DEVICE" \
-  --parts attention tiles --json "$OUT/gpu_attention.json" $ARGS; }
+attention() { step gpu_attention 90 "$PYTHON" benchmarks/gpu.py --device "$DEVICE" \
+  --parts attention --json "$OUT/gpu_attention.json" $ARGS; }
+
+tiles() { step gpu_tiles 90 "$PYTHON" benchmarks/gpu.py --device "$DEVICE" --parts tiles \
+  --json "$OUT/gpu_tiles.json" $ARGS; }
 
 [ "$DEVICE" != cuda ] ||
   nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader || true
 for part in "${PARTS[@]}"; do
   case $part in
-    tests | serving | attention) "$part" ;;
-    *) echo "== expected parts of tests, serving, attention, got $part" && failed=1 ;;
+    tests | serving | attention | tiles) "$part" ;;
+    *) echo "== expected parts of tests, serving, attention, tiles, got $part" && failed=1 ;;
   esac
 done
 exit $failed

@@ -46,6 +46,7 @@ class Case:
     value_dim: int | None = None
     kv_heads: int = 8
     everything: bool = False
+    sinks: bool = False
 
 
 CASES = {
@@ -65,9 +66,12 @@ CASES = {
     "D 576, Dv 512, e4m3": Case(
         576, cache=torch.float8_e4m3fn, value_dim=512, kv_heads=1, group=16
     ),
+    "D 576, Dv 512, group 32": Case(576, value_dim=512, kv_heads=1, group=32),
+    "D 1024": Case(1024),
     "D 576, Dv 512, group 128": Case(576, value_dim=512, kv_heads=1, group=128),
     "D 128, window, cap, ALiBi, sinks": Case(everything=True),
     "D 128, int8, float16, page 128": Case(dtype=F16, cache=torch.int8, page=128),
+    "D 64, sinks": Case(64, sinks=True),
     "D 192, Dv 128": Case(192, value_dim=128, group=1),
 }
 STEPS = {"decode": (8, 8), "prefill": (4096, 8)}
@@ -83,6 +87,8 @@ def call_of(case: Case, tokens: int, requests: int) -> PagedCall:
     cells, value_dim = (1024, case.page, case.kv_heads), case.value_dim or case.dim
     each = empty(heads, dtype=F32) if case.everything else None
     options = (4096, 50.0, each, each) if case.everything else (None,) * 4
+    if case.sinks:
+        options = None, None, None, empty(heads, dtype=F32)
     scale = empty(*cells, dtype=F32) if case.cache else None
     return PagedCall(
         empty(tokens, heads, case.dim, dtype=case.dtype),

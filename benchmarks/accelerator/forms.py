@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from itertools import cycle
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,8 @@ from torch import Tensor
 from accelerator.scene import Step
 
 Form = Callable[[Step], Tensor]
+
+_SETS = 3  # of what a form reads, taken in turns: cold, as the blocks of the op are
 
 
 def op(step: Step) -> Tensor:
@@ -27,7 +30,8 @@ def contiguous_sdpa(like: Step) -> Form:
     """SDPA on keys and values that lie in a row for each request: no paging at all."""
     sizes, requests = like.sizes, like.requests
     shape = requests, sizes.kv_heads, like.length, sizes.dim
-    key, value = (torch.randn_like(like.query[:1, :1].expand(shape)) for _ in range(2))
+    example = like.query[:1, :1].expand(shape)
+    caches = cycle([(torch.randn_like(example), torch.randn_like(example)) for _ in range(_SETS)])
     seen = None
     if 1 < like.queries < like.length:
         ones = torch.ones(like.queries, like.length, dtype=torch.bool)
@@ -35,6 +39,7 @@ def contiguous_sdpa(like: Step) -> Form:
 
     def run(step: Step) -> Tensor:
         query = step.query.view(requests, step.queries, sizes.heads, sizes.dim).transpose(1, 2)
+        key, value = next(caches)
         is_causal = seen is None and step.queries > 1
         out = F.scaled_dot_product_attention(
             query, key, value, attn_mask=seen, is_causal=is_causal, enable_gqa=True
@@ -109,9 +114,14 @@ def varlen(_: Step) -> Form:
 def copy(like: Step) -> Form:
     """No attention: as many bytes as the step reads, copied; the bound of a decode."""
     size = like.kv_bytes // 2  # each is read and written
-    source = torch.zeros(size, dtype=torch.uint8, device=like.query.device)
-    target = torch.empty_like(source)
-    return lambda _: target.copy_(source)
+    example = torch.zeros(size, dtype=torch.uint8, device=like.query.device)
+    pairs = cycle([(torch.empty_like(example), example.clone()) for _ in range(_SETS)])
+
+    def run(_: Step) -> Tensor:
+        target, source = next(pairs)
+        return target.copy_(source)
+
+    return run
 
 
 MAKERS: dict[str, Callable[[Step], Form]] = {

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
@@ -58,25 +56,22 @@ KINDS = [
 ]
 
 
-def rows(device: torch.device, rounds: int, calls: int) -> Iterator[dict[str, Any]]:
-    """For each kind: its tiles, for sm_90 and for others, and the seconds of both."""
+def row(kind: Kind, device: torch.device, rounds: int, calls: int) -> dict[str, Any]:
+    """Its tiles, for sm_90 and for others, and the seconds of both."""
     from compiled_attn.ops.triton.launch import attend, compiled
 
-    made = [(kind, *_call_and_plans(kind, device)) for kind in KINDS]
-    with ThreadPoolExecutor(os.cpu_count()) as threads:
-        for _, call, plans in made:
-            for each in plans.values():
-                threads.submit(compiled, call, each)
-    for kind, call, plans in made:
-        forms = {name: partial(_attend, attend, call, each) for name, each in plans.items()}
-        seconds = medians(forms, rounds, calls, device)
-        yield {
-            "kind": kind._asdict(),
-            "plans": {name: [*each.tile, each.splits] for name, each in plans.items()},
-            "seconds": seconds,
-            "tflops": kind.flops / seconds["hopper"] / 1e12,
-            "gbytes": kind.kv_bytes / seconds["hopper"] / 1e9,
-        }
+    call, plans = _call_and_plans(kind, device)
+    with ThreadPoolExecutor(len(plans)) as threads:
+        list(threads.map(partial(compiled, call), plans.values()))
+    forms = {name: partial(_attend, attend, call, each) for name, each in plans.items()}
+    seconds, _ = medians(forms, rounds, calls, device)
+    return {
+        "kind": kind._asdict(),
+        "plans": {name: [*each.tile, each.splits] for name, each in plans.items()},
+        "seconds": seconds,
+        "tflops": kind.flops / seconds["hopper"] / 1e12,
+        "gbytes": kind.kv_bytes / seconds["hopper"] / 1e9,
+    }
 
 
 def _call_and_plans(kind: Kind, device: torch.device) -> tuple[Any, dict[str, Any]]:

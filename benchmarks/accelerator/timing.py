@@ -14,8 +14,8 @@ Form = Callable[[int], object]
 
 def medians(
     forms: Mapping[str, Form], rounds: int, calls: int, device: torch.device
-) -> dict[str, float]:
-    """Median seconds of a call of each form.
+) -> tuple[dict[str, float], list[str]]:
+    """Median seconds of a call of each form, and the forms whose calls the host made on CUDA.
 
     On CUDA calls are replayed from a graph, as an engine has them, so the time is the device's;
     elsewhere, and where a form cannot be recorded, the host makes each call, and the time of a
@@ -23,14 +23,16 @@ def medians(
     """
     times: dict[str, list[float]] = {name: [] for name in forms}
     runs = {name: _several(form, calls, device) for name, form in forms.items()}
+    by_host = [name for name, (_, replays) in runs.items() if not replays]
     for _ in range(rounds):
-        for name, run in runs.items():
+        for name, (run, _) in runs.items():
             torch.accelerator.synchronize(device)
             started = time.perf_counter()
             run()
             torch.accelerator.synchronize(device)
             times[name].append((time.perf_counter() - started) / calls)
-    return {name: statistics.median(spent) for name, spent in times.items()}
+    seconds = {name: statistics.median(spent) for name, spent in times.items()}
+    return seconds, by_host if device.type == "cuda" else []
 
 
 def host_seconds(form: Form, calls: int, device: torch.device) -> float:
@@ -45,20 +47,22 @@ def host_seconds(form: Form, calls: int, device: torch.device) -> float:
     return spent / calls
 
 
-def _several(form: Form, calls: int, device: torch.device) -> Callable[[], None]:
+def _several(form: Form, calls: int, device: torch.device) -> tuple[Callable[[], None], bool]:
+    """Makes several calls; whether by a replay."""
+
     def run() -> None:
         for number in range(calls):
             form(number)
 
     run()  # compiles, allocates
     if device.type != "cuda":
-        return run
+        return run, False
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):
             run()
     except RuntimeError:
-        return run
+        return run, False
     graph.replay()
-    return graph.replay
+    return graph.replay, True

@@ -63,7 +63,7 @@ class DeviceSteps:
         model: what computes them.
         buckets: of the steps.
         strict: a graph of the sampler that cannot be captured is an error.
-        backend, options: as of the graphs of the steps.
+        backend, options: of the graphs of the steps; draws are not compiled, see `_of_draws`.
 
     Attributes:
         module, options, others: see `compiled_attn.engine.local.Steps`.
@@ -90,21 +90,18 @@ class DeviceSteps:
         self._row_before: Mapping[Request, int] = {}
         logits = weight.new_zeros(most, self._vocab, dtype=model.logits_dtype)
         name = backend if isinstance(backend, str) else backend.name
-        is_recorded = name == "cudagraph"
-        # Nearly all of a draw is sorting, for which compiled code calls torch too; and the running
-        # sum of long rows makes inductor of torch 2.11 fail on CUDA.
-        options = {"compiler": "eager"} if is_recorded else options
+        of_draws, options = _of_draws(name, backend, options)
         self._draws = WarmupManager(
             drawn,
             explicit(["rows"], sorted(set(self._rows.values()))),
             lambda bucket: _draw_inputs(logits[: bucket["rows"]]),
-            backend="eager" if name == "inductor" else backend,
+            backend=of_draws,
             strict=strict,
             name="draws",
             **options,
         )
         self.others: Sequence[WarmupManager] = (self._draws,)
-        self.options: Mapping[str, Any] = {"in_place": True} if is_recorded else {}
+        self.options: Mapping[str, Any] = {"in_place": True} if name == "cudagraph" else {}
 
     def padding(self, bucket: Bucket) -> list[Tensor | None]:
         """See `Steps`."""
@@ -136,6 +133,17 @@ class DeviceSteps:
         return [before, *batch, *DrawRows.padding(self._rows[bucket])]
 
 
+def _of_draws(name: str, backend: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Backend and options for draws, by those of the steps.
+
+    Nearly all of a draw is sorting, for which compiled code calls torch too; and the running sum of
+    long rows makes inductor of torch 2.11 fail on CUDA.
+    """
+    if name == "cudagraph":
+        return backend, {"compiler": "eager"}
+    return ("eager", {}) if name in ("inductor", "aoti") else (backend, options)
+
+
 def _draws_of(step: ScheduledStep, rows: int, vocab: int) -> DrawRows:
     """How tokens are drawn after a step whose settings do nothing else to the logits."""
     parts = [step[at] for at in step.special]
@@ -146,7 +154,7 @@ def _draws_of(step: ScheduledStep, rows: int, vocab: int) -> DrawRows:
 def _rows_before(step: ScheduledStep, rows: Mapping[Request, int], size: int) -> Tensor:
     """For each token of a step, padded to a size, the row of the step before that gives it, or -1:
     ``[T]`` int64."""
-    found, place = np.full(size, -1), 0
+    found, place = np.full(size, -1, np.int64), 0
     if step and step.is_ahead:
         for sequence, count, start in step:
             if start == len(sequence.tokens):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import islice
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 from compiled_attn.cache.blocks.prefix import Salt
@@ -34,8 +32,8 @@ class Mailbox(Generic[Event]):
     """
 
     def __init__(self) -> None:
-        self._events: OrderedDict[Hashable, Event] = OrderedDict()
-        self._handed_out = 0
+        self._events: dict[Hashable, Event] = {}
+        self._handed_out: tuple[Hashable, ...] = ()
 
     def put(self, events: Mapping[Hashable, Event]) -> None:
         """Adds events under their keys; those that are here already stay where they are."""
@@ -43,29 +41,28 @@ class Mailbox(Generic[Event]):
 
     def hand_out(self) -> list[Event]:
         """All events, oldest first; they stay until `arrived`."""
-        self._handed_out = len(self._events)
+        self._handed_out = tuple(self._events)
         return list(self._events.values())
 
     def hand_out_first(self) -> Event:
         """The oldest event, of which there is one; it stays until `arrived`."""
-        self._handed_out = 1
-        return next(iter(self._events.values()))
+        key, event = next(iter(self._events.items()))
+        self._handed_out = (key,)
+        return event
 
     def arrived(self) -> None:
-        """What was handed out last is with the reader."""
-        if self._handed_out == 1:  # the others need not be touched
-            _, self._handed_out = self._events.popitem(last=False), 0
-            return
-        rest = islice(self._events.items(), self._handed_out, None)
-        self._events, self._handed_out = OrderedDict(rest), 0
+        """What was handed out last is with the reader; once more changes nothing."""
+        for key in self._handed_out:
+            self._events.pop(key, None)
+        self._handed_out = ()
 
     def came_back(self) -> None:
         """What was handed out last did not reach the reader, and is handed out again."""
-        self._handed_out = 0
+        self._handed_out = ()
 
     def __len__(self) -> int:
         """How many events the reader has not got yet."""
-        return len(self._events) - self._handed_out
+        return len(self._events) - sum(key in self._events for key in self._handed_out)
 
 
 class Status(Enum):

@@ -77,7 +77,7 @@ def test_without_the_device_it_is_skipped_with_a_line(tmp_path, python):
 def test_the_limits_of_all_parts_are_under_ten_minutes():
     text = (ROOT / "benchmarks" / "gpu_all.sh").read_text()
     limits = re.findall(r"step gpu_\w+ (\d+) ", text)
-    assert len(limits) == 3 and sum(int(each) + 10 for each in limits) < 600
+    assert len(limits) == 4 and sum(int(each) + 10 for each in limits) < 600
 
 
 def test_the_script_runs_the_folders_of_all_tests_for_a_gpu():
@@ -96,7 +96,7 @@ def test_parts_that_fail_or_are_cut_off_are_told_and_the_others_run(tmp_path):
         "== gpu_serving failed (1)",
         "== gpu_attention failed (1)",
     ]
-    assert "expected parts of tests, serving, attention, got nonsense" in process.stdout
+    assert "expected parts of tests, serving, attention, tiles, got nonsense" in process.stdout
     slow = tmp_path / "slow"
     slow.write_text("#!/bin/sh\necho begun; trap 'echo cut off; exit 3' INT; sleep 60 & wait\n")
     slow.chmod(0o755)

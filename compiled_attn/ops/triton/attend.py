@@ -5,7 +5,7 @@ import triton.language as tl
 
 from compiled_attn.ops.triton.codes import decode
 from compiled_attn.ops.triton.locate import request_of
-from compiled_attn.ops.triton.merge import LOG2E, finish
+from compiled_attn.ops.triton.merge import LOG2E, apart, finish
 
 
 @triton.jit
@@ -261,7 +261,7 @@ def attend_kernel(
 
     total = tl.where(tl.max(is_missing, 0) > 0, float("nan"), total)
     if FACTOR_LAST:
-        top *= factor
+        top = apart(top, factor)
     row_at = token.to(tl.int64) * HEADS + head
     if not IS_SPLIT:
         result, log_sum = finish(sums, top, total, sink, SINKS)

@@ -8,6 +8,13 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
+def apart(number, factor):
+    """Their product, behind a selection: devices would fuse it with a subtraction, which is then
+    not 0 for the number itself."""
+    return tl.where(number == float("-inf"), float("-inf"), number * factor)
+
+
+@triton.jit
 def finish(sums, top, total, sink, SINKS: tl.constexpr):
     """Results of rows: sums ``[n, Dv]``, maxima and totals ``[n]`` (powers of two) -> out, lse.
 
@@ -16,10 +23,12 @@ def finish(sums, top, total, sink, SINKS: tl.constexpr):
     nothing = total == 0
     best = top
     if SINKS:
-        best = tl.maximum(top, sink * LOG2E)
+        # The selection changes nothing that is looked at, see `apart`.
+        raised = tl.where(nothing, 0.0, sink * LOG2E)
+        best = tl.maximum(top, raised)
         own = tl.exp2(top - best)
         sums = sums * own[:, None]
-        total = total * own + tl.exp2(sink * LOG2E - best)
+        total = total * own + tl.exp2(raised - best)
     out = tl.where(nothing[:, None], 0.0, sums / total[:, None])
     lse = tl.where(nothing, sink, (best + tl.log2(total)) * LN2)
     return out, lse

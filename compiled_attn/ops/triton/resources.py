@@ -42,6 +42,8 @@ _TYPES = {
     torch.int32: "i32",
     torch.int64: "i64",
 }
+_INSTRUCTION = re.compile(r"\s([A-Z][A-Z0-9_.]+) (R\d+),\s*([^;]*);")
+_REGISTER = re.compile(r"R\d+")
 _TENSOR_CORES = re.compile(r"\b(HGMMA|UTC[A-Z]*MMA|HMMA|v_mfma)")
 
 
@@ -54,12 +56,14 @@ class Resources:
         spilled: bytes of a thread that registers were spilled to.
         shared: bytes of a program.
         tensor_cores: the instruction that multiplies matrices; "": none does.
+        fused_powers: powers of a product that was fused with a subtraction; NVIDIA only.
     """
 
     registers: int
     spilled: int
     shared: int
     tensor_cores: str
+    fused_powers: int = 0
 
 
 def resources(kernel: Any, launch: Launch, target: str) -> Resources:
@@ -111,7 +115,8 @@ def _of_cubin(made: Any) -> Resources:
         usage, code = _dump("-res-usage", file.name), _dump("-sass", file.name)
     registers, stack = (int(n) for n in re.findall(r"REG:(\d+) STACK:(\d+)", usage)[-1])
     spilled = stack if re.search(r"\bSTL\b", code) else 0  # some stack is reserved and not used
-    return Resources(registers, spilled, made.metadata.shared, _instruction(code))
+    shared, fused = made.metadata.shared, _fused_powers(code)
+    return Resources(registers, spilled, shared, _instruction(code), fused)
 
 
 def _of_amdgcn(made: Any) -> Resources:
@@ -124,6 +129,21 @@ def _of_amdgcn(made: Any) -> Resources:
 def _instruction(code: str) -> str:
     found = _TENSOR_CORES.findall(code)
     return max(set(found), key=found.count) if found else ""
+
+
+def _fused_powers(code: str) -> int:
+    """How many arguments of MUFU.EX2 come from an FFMA that subtracts, of those found behind it."""
+    written_by: dict[str, str] = {}
+    found = 0
+    for name, target, rest in _INSTRUCTION.findall(code):
+        if name.startswith("MUFU.EX2"):
+            source = _REGISTER.search(rest)
+            made = written_by.get(source[0], "") if source else ""
+            found += made.startswith("FFMA") and ", -R" in made
+        scales = name.startswith("FMUL") and target in rest.split(",")[0]  # of small arguments
+        if not scales:
+            written_by[target] = f"{name} {rest}"
+    return found
 
 
 def _dump(option: str, file: str) -> str:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 __all__ = ["Chip", "Plan", "Problem", "Tile", "key_blocks", "other_splits", "other_tiles", "plan"]
 
 _MOST_SPLITS = 32
 _TILES_A_SPLIT = 4
 _FEW_ROWS = 2  # of a request on average: decodes and drafts
-_MOST_OF_FEW_ROWS = 32  # a larger group has as many rows as the tile of a prompt
 
 
 class Chip(NamedTuple):
@@ -94,11 +93,13 @@ class Problem(NamedTuple):
         return self.tokens <= _FEW_ROWS * max(self.requests, 1)
 
 
+_Tiles: TypeAlias = dict[tuple[int, int], tuple[Tile, Tile]]
+
 # Tiles by the size of an element (1: codes, under queries of 2 bytes) and of a head, for few rows a
-# request (which have as many rows as a group, 16 at least) and for many. All fit the 99 KB of
-# shared memory of sm_89 and sm_120, and spill no registers, but for 16 bytes of float32 with heads
-# of 576 on sm_100 and sm_120 (tests/compiled_attn/ops/triton/test_resources.py).
-_TILES: dict[tuple[int, int], tuple[Tile, Tile]] = {
+# request (of groups that fit their rows; larger ones have those of many) and for many. All fit the
+# 99 KB of shared memory of sm_89 and sm_120, and spill no registers, but for 16 bytes of float32
+# with heads of 576 on sm_100 and sm_120 (tests/compiled_attn/ops/triton/test_resources.py).
+_TILES: _Tiles = {
     (1, 64): (Tile(16, 32, 4, 3), Tile(64, 32, 8, 2)),
     (1, 128): (Tile(16, 64, 8, 2), Tile(64, 32, 8, 2)),
     (1, 256): (Tile(16, 16, 4, 3), Tile(16, 16, 4, 2)),
@@ -113,19 +114,22 @@ _TILES: dict[tuple[int, int], tuple[Tile, Tile]] = {
     (4, 1024): (Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
 }
 
-_OF_HOPPER: dict[tuple[int, int], tuple[Tile, Tile]] = {
+_OF_HOPPER: _Tiles = {
     (1, 64): (Tile(16, 128, 4, 2), Tile(128, 128, 4, 2)),
     (1, 128): (Tile(16, 128, 4, 3), Tile(128, 128, 8, 2)),
     (1, 256): (Tile(16, 64, 4, 2), Tile(128, 64, 8, 2)),
-    (1, 1024): (Tile(16, 64, 8, 2), Tile(64, 64, 8, 1)),
+    (1, 576): (Tile(16, 64, 8, 2), Tile(64, 64, 8, 1)),
     (2, 64): (Tile(16, 64, 4, 2), Tile(128, 128, 4, 2)),
     (2, 128): (Tile(16, 128, 4, 2), Tile(128, 128, 8, 2)),
     (2, 256): (Tile(16, 64, 4, 2), Tile(128, 64, 8, 2)),
-    (2, 1024): (Tile(16, 64, 8, 2), Tile(64, 32, 8, 2)),
+    (2, 576): (Tile(16, 64, 8, 2), Tile(64, 32, 8, 2)),
     (4, 64): (Tile(16, 128, 4, 2), Tile(64, 64, 8, 2)),
     (4, 128): (Tile(16, 64, 4, 2), Tile(32, 64, 8, 1)),
 }
-"""The fastest on an H100 (benchmarks/results/gpu_tiles.txt), also with a few spilled registers."""
+"""The fastest of some on an H100, also with spilled registers; other sizes have the tiles of all.
+
+What they are beside those: benchmarks/results/gpu_tiles.txt.
+"""
 
 
 def plan(problem: Problem, chip: Chip) -> Plan:
@@ -164,16 +168,22 @@ def key_blocks(dim: int) -> tuple[int, int]:
 
 def _usual(problem: Problem, chip: Chip) -> Tile:
     largest = max(problem.key_dim, problem.value_dim)
-    sizes = [size for size in (64, 128, 256, 1024) if size >= largest] or [1024]
     element = 4 if problem.dtype == "float32" else 2 if problem.codes == "none" else 1
-    tiles = _TILES | _OF_HOPPER if chip.is_hopper else _TILES
-    few, many = tiles[element, sizes[0]]
-    rows = max(16, _power(problem.group))
+    few, many = _tiles_of(element, largest, _OF_HOPPER if chip.is_hopper else {})
     if not problem.has_few_rows:
         return many
-    if rows > _MOST_OF_FEW_ROWS:
-        return many._replace(rows=min(many.rows, rows))
-    return few._replace(rows=min(many.rows, rows))
+    if problem.group <= few.rows:
+        return few
+    return many._replace(rows=min(many.rows, _power(problem.group)))
+
+
+def _tiles_of(element: int, size: int, first: _Tiles) -> tuple[Tile, Tile]:
+    """Those of the smallest size that holds one, of the first table if that has any."""
+    for table in (first, _TILES):
+        sizes = [each for own, each in table if own == element and each >= size]
+        if sizes:
+            return table[element, min(sizes)]
+    return _TILES[element, 1024]
 
 
 def _splits(problem: Problem, tile: Tile, processors: int) -> int:

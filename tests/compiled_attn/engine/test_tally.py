@@ -86,3 +86,23 @@ def test_a_mailbox_keeps_what_did_not_arrive_and_forgets_what_did():
     box.arrived()
     box.arrived()
     assert box.hand_out() == ["d"]
+
+
+def test_an_interrupt_while_events_arrive_loses_none_that_was_not_handed_out():
+    class Interrupted(dict):
+        """Raises behind a change, as a signal may."""
+
+        def pop(self, *args):
+            super().pop(*args)
+            raise KeyboardInterrupt
+
+    box: Mailbox[str] = Mailbox()
+    box.put({1: "a", 2: "b", 3: "c"})
+    assert box.hand_out_first() == "a"
+    box._events = Interrupted(box._events)
+    with pytest.raises(KeyboardInterrupt):
+        box.arrived()
+    box._events = dict(box._events)
+    assert len(box) == 2
+    box.arrived()
+    assert box.hand_out() == ["b", "c"]

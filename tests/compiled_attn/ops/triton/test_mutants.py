@@ -53,7 +53,7 @@ MUTANTS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "split merge, sums": ("merge", "weight[:, None] * tl.load(part,", "tl.load(part,", WHOLE),
     "split merge, totals": ("merge", "weight * tl.load(part_total", "tl.load(part_total", WHOLE),
     "decay of earlier sums": ("attend", "sums * decay[:, None]", "sums", WHOLE),
-    "sink": ("merge", "total * own + tl.exp2(sink", "total * own + 0 * tl.exp2(sink", SINKS),
+    "sink": ("merge", "total * own + tl.exp2(raised", "total * own + 0 * tl.exp2(raised", SINKS),
     "scale of values": ("attend", "(decode(values, CODES, tl.float32) * scale)",
                         "decode(values, CODES, tl.float32)", {**WHOLE, "cache_dtype": torch.int8}),
 }  # fmt: skip

@@ -22,10 +22,11 @@ CASES = [
     "D 128, e4m3", "D 192, Dv 128", "D 256", "D 576, Dv 512", "D 128, float32",
     "D 64, float32", "D 256, float32", "D 576, Dv 512, float32", "D 64, int8", "D 64, e4m3",
     "D 256, int8", "D 256, e4m3", "D 576, Dv 512, e4m3", "D 576, Dv 512, group 128",
+    "D 576, Dv 512, group 32", "D 1024",
 ]  # fmt: skip
 SPILLED = {"D 576, Dv 512, float32": 16}
 """Bytes of a thread that are spilled all the same: what spills none needs more shared memory."""
-SPILLED_OF_HOPPER = 1024
+SPILLED_OF_HOPPER = {"decode": 700, "prefill": 1200}
 """There tiles are those that were measured to be the fastest."""
 TARGETS = ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942"]
 
@@ -44,7 +45,9 @@ def _compiled(cases: list[str], targets: list[str]) -> list[dict[str, Any]]:
 def _expect_fits(row: dict[str, Any]) -> None:
     is_gfx = row["target"] == "gfx942"
     assert row["registers"] <= (512 if is_gfx else 255), row
-    spilled = SPILLED_OF_HOPPER if row["target"] == "sm_90" else SPILLED.get(row["case"], 0)
+    spilled = SPILLED.get(row["case"], 0)
+    if row["target"] == "sm_90":
+        spilled = SPILLED_OF_HOPPER.get(row["kernel"], 0)
     assert row["spilled"] <= spilled, row
     assert row["shared"] <= SHARED.get(row["target"], SHARED_OF_OTHERS), row
     if row["attends"] and row["dtype"] != "torch.float32":
@@ -57,6 +60,14 @@ def test_a_decode_and_a_prefill_fit_a_device():
     for row in rows:
         _expect_fits(row)
     assert {row["tensor_cores"] for row in rows if row["kernel"] == "prefill"} == {"HGMMA"}
+
+
+def test_no_product_is_fused_with_the_subtraction_of_the_greatest_score():
+    """Where the machine code does, the greatest of great scores is far from 0 below itself."""
+    rows = _compiled(["D 64, float32", "D 64, sinks"], ["sm_90"])
+    assert len(rows) > 6
+    for row in rows:
+        assert row["fused_powers"] == 0, row
 
 
 @pytest.mark.slow
