@@ -23,6 +23,7 @@ ROOM = Path(__file__).parents[4] / "compiled_attn" / "ops" / "triton"
 LONG: dict[str, Any] = {"requests": [(5, 70), (1, 97)], "size": 8, "window": 37, "padding": 1}
 WHOLE: dict[str, Any] = {"requests": [(3, 33), (1, 64), (6, 6)], "size": 16}
 ODD: dict[str, Any] = {"requests": [(5, 70), (1, 97)], "size": 12}
+HALF: dict[str, Any] = {**WHOLE, "dtype": torch.float16, "cache_dtype": torch.int8}
 SINKS: dict[str, Any] = {"requests": [(1, 40)], "sinks": torch.tensor([0.3, -1.0, 2.0, 0.0])}
 
 MUTANTS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
@@ -54,8 +55,9 @@ MUTANTS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "split merge, totals": ("merge", "weight * tl.load(part_total", "tl.load(part_total", WHOLE),
     "decay of earlier sums": ("attend", "sums * decay[:, None]", "sums", WHOLE),
     "sink": ("merge", "total * own + tl.exp2(raised", "total * own + 0 * tl.exp2(raised", SINKS),
-    "scale of values": ("attend", "(decode(values, CODES, tl.float32) * scale)",
-                        "decode(values, CODES, tl.float32)", {**WHOLE, "cache_dtype": torch.int8}),
+    "scale of values": ("attend", "weights *= scale[None, :]", "weights *= 1.0",
+                        {**WHOLE, "cache_dtype": torch.int8}),
+    "scale of values, float16": ("attend", "HAS_FP8) * scale[:, None]", "HAS_FP8)", HALF),
 }  # fmt: skip
 QUICK = ("window edge", "causal offset", "page index", "split merge, sums")
 
