@@ -298,10 +298,12 @@ class PagedCausalLM(nn.Module):
         undo.callback(model.set_attn_implementation, model.config._attn_implementation)
         undo.callback(model.train, model.training)
         model.eval().set_attn_implementation(ATTENTION_NAME)
+        numbers = {module: number for number, module in enumerate(self._attentions)}
         for layer in self._layers:
             undo.callback(restore, layer, "forward", layer.__dict__.get("forward"))
             call_through(
                 layer,
+                next(numbers[part] for part in layer.modules() if part in numbers),
                 carries=self._carries,
                 is_region=self._are_regions,
                 is_last=layer is self._layers[-1],

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from graphs.backends.dynamo_inputs import separated
+from graphs.backends.headers_ahead import headers_ahead
 from graphs.backends.inductor import InductorBackend, compile_only, freeze, shareable
 from graphs.capture.contract import Frozen, Job
 from graphs.capture.inputs import Input, memory_shared_by
@@ -147,6 +148,7 @@ def _making(job: Job) -> Make:
 
     def make(folder: Path) -> tuple[Frozen, Callable[[], object]]:
         compiler = Keeping(job)
+        headers_ahead(job)
         try:
             frozen, result = freeze(replace(job, options=None), compiler)
         except CaptureError:
