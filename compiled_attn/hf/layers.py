@@ -29,13 +29,14 @@ def decoder_layers(model: PreTrainedModel, attentions: Sequence[nn.Module] = ())
 
 
 def call_through(
-    layer: nn.Module, number: int, *, carries: bool, is_region: bool, is_last: bool
+    layer: nn.Module, number: int | None, *, carries: bool, is_region: bool, is_last: bool
 ) -> None:
     """Calls the layer through a function of ours, with the step as this layer sees it.
 
     Args:
         layer: a decoder layer.
-        number: of its keys and values in the cache.
+        number: of its keys and values in the cache; None: it has not one attention, and each asks
+            for its own.
         carries: it does not hand keywords on to its attention. The keyword ``paged`` then goes in
             the place of the mask, which it does hand on, and which nothing else uses.
         is_region: a graph that contains it traces and compiles it once for all layers that are
@@ -43,8 +44,10 @@ def call_through(
         is_last: it computes only the rows whose logits are wanted where the step names them.
     """
     as_is = _carrying_forward if carries else _forward
-    plain = _seen_by(number, as_is)
-    forward = _seen_by(number, _REGIONS[as_is]) if is_region else plain
+    region = _REGIONS[as_is] if is_region else as_is
+    plain, forward = (
+        each if number is None else _seen_by(number, each) for each in (as_is, region)
+    )
     layer.forward = MethodType(in_two_passes(forward, plain) if is_last else forward, layer)
 
 

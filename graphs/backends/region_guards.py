@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Any
 
-__all__ = ["OtherCall", "guards_of"]
+__all__ = ["OtherCall", "guards_of", "told", "with_parts"]
 
 _IDENTITY = "DUPLICATE_INPUT"  # Dynamo's guard that two names are of one object
-_HOOKS = "EMPTY_NN_MODULE_HOOKS_DICT"  # of a module that is called, whose hooks no source names
 
 
 def guards_of(
@@ -27,7 +26,7 @@ def guards_of(
         read: sources that the trace of the call has read.
 
     Returns:
-        Guards as torch keeps them, each with its source, what compares it, and with what; those of
+        Guards, each with its source, what compares it, with what, and the value itself; those of
         identity as they are.
 
     Raises:
@@ -36,22 +35,25 @@ def guards_of(
     from torch._dynamo import guards as dynamo
 
     own = [each for each in arguments if each is not None]
-    names = {part.name for each in (*own, *read) for part in _with_parts(each)}
+    names = {part.name for each in (*own, *read) for part in with_parts(each)}
     inside = set(own)
     found, identities = [], []
     for guard in tx.output.guards:
         source, kind = guard.originating_source, guard.create_fn_name()
         how: Any = dynamo.GUARD_VALUE_DISPATCH.get(kind)
-        is_read = (source.base if kind == _HOOKS else source).name in names
+        # What was read before the call is not looked up again, so all that lies in an argument
+        # counts; but not how the call came about, through a forward that may know of its number.
+        is_found = any(getattr(part, "member", "") == "forward" for part in with_parts(source))
+        is_read = source.name in names or not is_found
         if kind == _IDENTITY:
             identities += [guard] * is_read
-        elif how is dynamo.SKIP_GUARD or not is_read or inside.isdisjoint(_with_parts(source)):
+        elif how is dynamo.SKIP_GUARD or not is_read or inside.isdisjoint(with_parts(source)):
             continue
         elif not hasattr(how, "eval_fn"):
             raise LookupError(f"{kind} of {source.name}")
         else:
             value = tx.output.resolve_source_value(source)
-            found.append((source, how, how.get_metadata_fn(guard, value), guard))
+            found.append(((source, how, how.get_metadata_fn(guard, value), guard), value))
     return found, identities
 
 
@@ -86,25 +88,29 @@ class OtherCall:
         """Adds the guards of the trace for this call; False: one does not hold, and none is added.
 
         Args:
-            guards: torch's, each with its source, what compares, and what it is compared with.
-            identities: guards that what has two names is one object.
+            guards, identities: see `guards_of`.
         """
-        own = [each for each in guards if self.source(each[0]) != each[0]]
+        own = [each for each in guards if self.source(each[0][0]) != each[0][0]]
         pairs = [pair for guard in identities if (pair := self._names(guard)) != _names(guard)]
         try:
-            if not all(how.eval_fn(self._value(at), expected) for at, how, expected, _ in own):
-                return False
-            if any(self._value(one) is not self._value(other) for one, other in pairs):
+            for (at, how, expected, _), before in own:
+                value = self._value(at)
+                if not how.eval_fn(value, expected) or told(value) != told(before):
+                    return False
+            if any(self._at(one) is not self._at(other) for one, other in pairs):
                 return False
         except Exception:  # there is nothing in such a place
             return False
-        for source, _, _, guard in own:
-            self._add(self.source(source), guard)
+        for (source, _, _, guard), _ in own:
+            self._add(source, guard)
         self._add_identities(pairs)
         return True
 
     def _value(self, source: Any) -> Any:
-        return self.source(source).get_value(self._scope, {}, self._values)
+        return self._at(self.source(source))
+
+    def _at(self, source: Any) -> Any:
+        return source.get_value(self._scope, {}, self._values)
 
     def _names(self, guard: Any) -> tuple[Any, Any]:
         one, other = _names(guard)
@@ -114,10 +120,11 @@ class OtherCall:
         from torch._dynamo.guards import install_guard
         from torch._dynamo.variables.builder import VariableBuilder
 
+        here = self.source(source)
         if guard.create_fn_name() == "TENSOR_MATCH":  # it is of what Dynamo knows as an input
-            VariableBuilder(self._tx, source)(self._value(source))
+            VariableBuilder(self._tx, here)(self._value(source))
         else:
-            install_guard(source.make_guard(guard.create_fn))
+            install_guard(here.make_guard(guard.create_fn))
 
     def _add_identities(self, pairs: list[tuple[Any, Any]]) -> None:
         from torch._dynamo.guards import GuardBuilder, install_guard
@@ -127,18 +134,27 @@ class OtherCall:
             install_guard(one.make_guard(is_one))
 
 
+def told(value: Any) -> Hashable:
+    """What a constant is beside equal to others: 1, 1.0 and True are three, 0.0 and -0.0 two."""
+    if isinstance(value, tuple | list):
+        return type(value), tuple(map(told, value))
+    is_number = isinstance(value, bool | int | float | complex)
+    return type(value) if is_number else None, repr(value) if is_number else None
+
+
+def with_parts(source: Any) -> Iterator[Any]:
+    """A source, and all that it is made of."""
+    yield source
+    for part in _parts(source).values():
+        yield from with_parts(part)
+
+
 def _parts(source: Any) -> dict[str, Any]:
     """The sources that a source is made of."""
     from torch._guards import Source
 
     fields = ((each.name, getattr(source, each.name)) for each in dataclasses.fields(source))
     return {name: value for name, value in fields if isinstance(value, Source)}
-
-
-def _with_parts(source: Any) -> Iterator[Any]:
-    yield source
-    for part in _parts(source).values():
-        yield from _with_parts(part)
 
 
 def _names(guard: Any) -> tuple[Any, Any]:

@@ -4,7 +4,8 @@ A region (``torch.compiler.nested_compile_region``) is compiled once for all its
 2.13 Dynamo also takes the trace of its first call for others: where all arguments are tensors,
 modules and constants, and what the trace read of one layer is the same of the next. Here that is
 
-- of more calls: arguments may be tuples, dictionaries and frozen dataclasses of these;
+- of more calls: arguments may be tuples, dictionaries and frozen dataclasses of these, if the trace
+  has made them;
 - of one function: torch takes those that were made by the same code for one, whatever is in their
   closures, and computes the second as the first;
 - compared by all guards: torch leaves out those of modules, such as that of their class or of their
@@ -24,7 +25,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
-from graphs.backends.region_guards import OtherCall, guards_of
+from graphs.backends.region_guards import OtherCall, guards_of, told, with_parts
 
 __all__ = ["traced_once"]
 
@@ -79,7 +80,7 @@ class _Traces:
     """The traces of regions in one graph; its methods stand for Dynamo's, which they are given."""
 
     def __init__(self) -> None:
-        self._identities: dict[int, list[Any]] = {}
+        self._guards: dict[int, tuple[list[Any], list[Any]]] = {}
         self._count = 0
 
     def function_of(self, own: Callable[..., Any], region: Any) -> Hashable:
@@ -105,8 +106,11 @@ class _Traces:
             return InputFingerprint([], [], True, None)
         tagged: Any = [(classify_vt(leaf), leaf) for leaf in leaves]
         sources = [getattr(leaf, "source", None) for leaf in leaves]
-        told: Any = shape  # in place of a tree of torch's, and compared like it
-        return InputFingerprint(tagged, sources, False, told)
+        tree: Any = (
+            shape,
+            _which_are_one(leaves),
+        )  # in place of a tree of torch's, and compared like it
+        return InputFingerprint(tagged, sources, False, tree)
 
     def condition(
         self, own: Callable[..., Any], tx: Any, fingerprint: Any, sources: Any
@@ -117,12 +121,13 @@ class _Traces:
         self._count += 1
         try:
             condition = own(tx, fingerprint, type(sources)())
-            guards, identities = guards_of(tx, fingerprint.arg_sources, sources)
-        except (RuntimeError, LookupError) as error:  # a guard that says nothing of other objects
+            guards = guards_of(tx, fingerprint.arg_sources, sources)
+        except Exception as error:  # a guard that says nothing of other objects
             _log.debug("a trace of a region serves one call: %s", error)
             return None
-        condition = dataclasses.replace(condition, guards=guards, traced_sources=sources)
-        self._identities[id(condition)] = identities
+        if condition is not None:
+            condition = dataclasses.replace(condition, guards=[], traced_sources=sources)
+            self._guards[id(condition)] = guards
         return condition
 
     def is_reusable(
@@ -132,8 +137,10 @@ class _Traces:
         from torch._dynamo.variables import invoke_subgraph
 
         nothing = type(condition.traced_sources)()
-        arguments = dataclasses.replace(condition, guards=[], traced_sources=nothing)
+        arguments = dataclasses.replace(condition, traced_sources=nothing)
         if not own(tx, arguments, fingerprint, entry):
+            return False
+        if not _can_be_moved(entry.arg_sources, fingerprint.arg_sources):
             return False
         places = invoke_subgraph.build_source_replacement(
             entry.arg_sources, fingerprint.arg_sources
@@ -142,7 +149,7 @@ class _Traces:
         read = type(nothing)(map(call.source, condition.traced_sources))
         if invoke_subgraph.has_mutated_vars(tx, read) or not _has_sizes(tx, entry):
             return False
-        return call.guarded(condition.guards, self._identities[id(condition)])
+        return call.guarded(*self._guards[id(condition)])
 
 
 _REPLACED: dict[str, Callable[..., Any]] = {
@@ -155,6 +162,7 @@ _REPLACED: dict[str, Callable[..., Any]] = {
 
 def _taken_apart(tx: Any, value: Any, leaves: list[Any]) -> Hashable:
     """Adds the leaves of an argument, and tells the rest of it."""
+    from torch._dynamo.variables.constant import ConstantVariable
     from torch._dynamo.variables.dicts import ConstDictVariable
     from torch._dynamo.variables.invoke_subgraph import classify_vt
     from torch._dynamo.variables.lists import ListVariable, TupleVariable
@@ -167,18 +175,51 @@ def _taken_apart(tx: Any, value: Any, leaves: list[Any]) -> Hashable:
     parts: dict[Hashable, Any]
     if classify_vt(value) is not None:
         leaves.append(value)
-        return None
+        return told(value.value) if isinstance(value, ConstantVariable) else None
+    kind = value.python_type()
+    if value.source is not None:  # it may be read in other ways than by its parts
+        raise _Unknown(f"{kind.__name__} from outside")
     if isinstance(value, ListVariable | TupleVariable | UserDefinedTupleVariable):
+        if kind.__dictoffset__ and kind is not list:
+            raise _Unknown(f"{kind.__name__} with attributes")
         parts = dict(enumerate(value.items))
-    elif isinstance(value, ConstDictVariable):
+    elif isinstance(value, ConstDictVariable) and kind is dict:
         parts = {key.vt.as_python_constant(): each for key, each in value.items.items()}
     elif isinstance(value, FrozenDataClassVariable):
-        names = [field.name for field in dataclasses.fields(value.python_type())]
-        parts = {name: value.var_getattr(tx, name) for name in names}
+        parts = dict(tx.output.side_effects.store_attr_mutations.get(value, {}))
+        if parts.keys() != {field.name for field in dataclasses.fields(kind)}:
+            raise _Unknown(f"{kind.__name__} with more or less than its fields")
     else:
-        raise _Unknown(type(value).__name__)
-    told = ((key, _taken_apart(tx, each, leaves)) for key, each in parts.items())
-    return value.python_type(), tuple(told)
+        raise _Unknown(kind.__name__)
+    own = ((key, told(key), _taken_apart(tx, each, leaves)) for key, each in parts.items())
+    return kind, tuple(own)
+
+
+def _which_are_one(leaves: list[Any]) -> Hashable:
+    """For each leaf the place of the first that is the same tensor, size or module."""
+    from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
+
+    first: dict[Any, int] = {}
+    places = []
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, UnspecializedNNModuleVariable):
+            same: Any = id(leaf.value)
+        else:
+            same = place if leaf.is_python_constant() else leaf.as_proxy().node
+        places.append(first.setdefault((type(leaf), same), place))
+    return tuple(places)
+
+
+def _can_be_moved(traced: list[Any], other: list[Any]) -> bool:
+    """Whether each argument of a trace has one place in another call, whatever else lies in it."""
+    if [each is None for each in traced] != [each is None for each in other]:
+        return False
+    pairs = {pair for pair in zip(traced, other, strict=True) if None not in pair}
+    moved = {place for pair in pairs if pair[0] != pair[1] for place in pair}
+    places = {place for pair in pairs for place in pair}
+    inside = {part for place in places for part in with_parts(place) if part != place}
+    is_one = len({one for one, _ in pairs}) == len({two for _, two in pairs}) == len(pairs)
+    return is_one and moved.isdisjoint(inside)
 
 
 def _has_sizes(tx: Any, entry: Any) -> bool:

@@ -61,6 +61,7 @@ class Stack(nn.Module):
         self.own = nn.ParameterList(torch.randn(8) for _ in range(layers))
 
     def forward(self, x, other):
+        x = x + 1  # computed, as what each layer is given
         for number, layer in enumerate(self.layers):
             x = call(layer, x, step=Step({None: Pair(self.own[number], other)}, 0.5))
         return x
@@ -226,6 +227,57 @@ def test_modules_are_told_apart():
     checked(lambda x: regions[0](x) + regions[1](x), torch.ones(3, 8))
 
 
+@torch.compiler.nested_compile_region
+def difference(pair):
+    return pair.one * 2 - pair.other
+
+
+@pytest.mark.parametrize("names", ["aa ab", "ab aa", "ab ba", "ab bc", "ab cd", "aa bb"])
+def test_tensors_of_several_arguments(names):
+    """One and the same in one call and two in another, or in each other's places."""
+    calls = [[*map("abcd".index, name)] for name in names.split()]
+
+    def function(*tensors):
+        results = [difference(Pair(tensors[one], tensors[two])) for one, two in calls]
+        return results[0] + 10 * results[1]
+
+    checked(function, *torch.arange(12.0).view(4, 3).unbind())
+
+
+def test_a_tuple_from_outside_may_know_more_than_its_items():
+    class Known(tuple):
+        pass
+
+    @torch.compiler.nested_compile_region
+    def region(x, known):
+        return x * known[0] * known.factor
+
+    ones = [Known([1]), Known([1])]
+    ones[0].factor, ones[1].factor = 3, 4
+    checked(lambda x: region(x, ones[0]) + 10 * region(x, ones[1]), torch.ones(3))
+
+
+def test_what_was_read_of_a_layer_before_the_call():
+    stack = Stack()
+    stack.layers[1].names["first"] = "two"
+
+    def function(x, other):
+        if stack.layers[0].names["first"] == "one":
+            x = x + 1
+        return stack(x, other)
+
+    checked(function, *inputs())
+
+
+@pytest.mark.parametrize("second", [True, 1.0])
+def test_constants_that_are_equal_but_not_the_same(second):
+    @torch.compiler.nested_compile_region
+    def region(x, constant):
+        return x + 100 if isinstance(constant, bool) else x + 10 * isinstance(constant, float)
+
+    checked(lambda x: region(x, 1) + 1000 * region(x, second), torch.ones(3))
+
+
 def test_sizes_that_are_symbols_serve_all_layers(traces):
     """One of them is another plus one, which Dynamo learns in the region."""
     stack = Stack()
@@ -237,6 +289,7 @@ def test_sizes_that_are_symbols_serve_all_layers(traces):
         return layer(x, step) + starts[1:, None] - len(starts)
 
     def function(x, starts, other):
+        x = x + 1
         for number, layer in enumerate(stack.layers):
             x = rows(layer, x, starts, Step({None: Pair(stack.own[number], other)}, 0.5))
         return x
