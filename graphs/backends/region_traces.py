@@ -106,10 +106,8 @@ class _Traces:
             return InputFingerprint([], [], True, None)
         tagged: Any = [(classify_vt(leaf), leaf) for leaf in leaves]
         sources = [getattr(leaf, "source", None) for leaf in leaves]
-        tree: Any = (
-            shape,
-            _which_are_one(leaves),
-        )  # in place of a tree of torch's, and compared like it
+        # In place of a tree of torch's, and compared like it.
+        tree: Any = shape, _which_are_one(leaves)
         return InputFingerprint(tagged, sources, False, tree)
 
     def condition(
