@@ -96,6 +96,7 @@ def test_only_what_is_installed_with_an_extra_is_imported_late():
 _THROUGH_OTHERS = (
     ("graphs", "files lazy", "by the store and by the names of the packages"),
     ("graphs.backends", "eager", "the reference that every capture is compared with"),
+    ("graphs.backends", "region_guards", "test_region_traces"),
     ("graphs.backends.onnx", "export", "test_onnxrt"),
     ("graphs.backends.tape", "calls", "the player of compiled_attn, and a double"),
     ("graphs.cli", "explain plan", "commands are run whole: test_app"),

@@ -88,10 +88,9 @@ class LocalExecutor:
         common: dict[str, Any] = {"backend": config.backend, "strict": config.strict}
         common |= self._backend_options(model)
         load()  # the sampler's kernel, before the first step wants it
+        on_cpu = model.device.type == "cpu"
         self._steps: Steps = (
-            HostSteps(self.module)
-            if model.device.type == "cpu"
-            else DeviceSteps(self.module, sizing.buckets, **common)
+            HostSteps(self.module) if on_cpu else DeviceSteps(self.module, sizing.buckets, **common)
         )
         self.graphs = WarmupManager(
             self._steps.module,
@@ -107,8 +106,10 @@ class LocalExecutor:
         )
         self.copies = BlockSwap(
             self.cache,
-            pad_sizes=(COPIES,),
-            backend=config.backend,
+            # Copies take as long as memory does: of the CPU op by op as compiled, which costs a
+            # large model seconds of its warmup.
+            pad_sizes=(1, 4, COPIES) if on_cpu else (COPIES,),
+            backend="eager" if on_cpu else config.backend,
             strict=config.strict,
             exchanges=False,
         )

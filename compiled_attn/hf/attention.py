@@ -90,6 +90,23 @@ class Written(Exception):
     """The keys and values of a step that only writes are in the cache."""
 
 
+class PagedLayer(NamedTuple):
+    """A step as one layer sees it, so that what a layer is given tells nothing of its number.
+
+    Args:
+        step: of all layers.
+        key, value: the layer's slots in the cache, see `PagedKVCache.key`; no values where they are
+            part of the keys.
+        key_scale, value_scale: what their elements are multiplied by; None: nothing.
+    """
+
+    step: PagedStep
+    key: Tensor
+    value: Tensor | None
+    key_scale: Tensor | None
+    value_scale: Tensor | None
+
+
 class WantedRows(NamedTuple):
     """Rows of a step that go on behind the keys and values of its last layer.
 
@@ -134,6 +151,13 @@ class PagedStep:
         """T."""
         return len(self.by_window[None].slot_mapping)
 
+    def of_layer(self, layer: int) -> PagedLayer:
+        """The step as a layer of the cache sees it."""
+        cache = self.cache
+        value = cache.value(layer) if cache.keeps_value(layer) else None
+        scales = cache.key_scale(layer), cache.value_scale(layer)
+        return PagedLayer(self, cache.key(layer), value, *scales)
+
     def seen_through(self, window: int | None) -> tuple[UnifiedMetadata, int | None]:
         """The metadata for layers of a window, and the window if the metadata is without it."""
         if window in self.by_window:
@@ -146,11 +170,11 @@ def paged_attention_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | PagedStep | None,
+    attention_mask: Tensor | PagedStep | PagedLayer | None,
     *,
     scaling: float,
     dropout: float = 0.0,
-    paged: PagedStep | None = None,
+    paged: PagedStep | PagedLayer | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
@@ -159,14 +183,15 @@ def paged_attention_forward(
     """Attention of one layer, as `transformers.AttentionInterface` calls it.
 
     Args:
-        module: the layer's attention module; its ``layer_idx`` names the layer of the cache.
+        module: the layer's attention module; its ``layer_idx`` names the layer of the cache, where
+            the step is that of all layers.
         query: ``[1, H, T, D]``, after rotary embedding.
         key, value: ``[1, Hk, T, D]`` and ``[1, Hk, T, Dv]``; where the cache keeps latents both are
             those, ``[1, 1, T, R + rope]``, see `compiled_attn.hf.attention`.
         attention_mask: must be None; who sees what is in ``paged``. Or the step itself, from
             layers that hand no keywords on.
         scaling, dropout, sliding_window, softcap, s_aux: as the model passes them.
-        paged: the step.
+        paged: the step, of all layers or as this one sees it.
 
     Returns:
         ``[1, T, H, Dv]`` and None (no attention weights).
@@ -175,7 +200,7 @@ def paged_attention_forward(
         ValueError: no ``paged`` keyword, a mask, dropout, or a batch that is not flattened.
         Written: of a step that only writes.
     """
-    if isinstance(attention_mask, PagedStep):
+    if isinstance(attention_mask, PagedStep | PagedLayer):
         paged, attention_mask = attention_mask, None
     if paged is None:
         raise ValueError(
@@ -188,23 +213,23 @@ def paged_attention_forward(
             f"a mask, got batch {query.shape[0]}, dropout {dropout}, "
             f"mask {attention_mask is not None}"
         )
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
-    cache, keeps_value = paged.cache, paged.cache.keeps_value(layer)
+    if isinstance(paged, PagedStep):
+        paged = paged.of_layer(int(module.layer_idx))  # type: ignore[arg-type]
+    step, key_slots, value_slots, key_scale, value_scale = paged
     projection = None
-    if not keeps_value:
+    if value_slots is None:
         query, projection = absorb(module, query)
-    metadata, window = paged.seen_through(sliding_window)
+    metadata, window = step.seen_through(sliding_window)
     given = (
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
-        value[0].transpose(0, 1) if keeps_value else None,
-        cache.key(layer),
-        cache.value(layer) if keeps_value else None,
+        None if value_slots is None else value[0].transpose(0, 1),
+        key_slots,
+        value_slots,
     )
-    scales = cache.key_scale(layer), cache.value_scale(layer)
-    if paged.only_writes:
+    if step.only_writes:
         scoring = Scoring(scaling, window, softcap, None, s_aux)
-        call = UnifiedCall(*given, metadata, scoring, *scales, projection)
+        call = UnifiedCall(*given, metadata, scoring, key_scale, value_scale, projection)
         check(call)
         call.write()
         raise Written
@@ -215,8 +240,8 @@ def paged_attention_forward(
         sliding_window=window,
         softcap=softcap,
         sinks=s_aux,
-        key_scale=scales[0],
-        value_scale=scales[1],
+        key_scale=key_scale,
+        value_scale=value_scale,
         value_projection=projection,
         attend=None,
         fused_write=False,  # a layer is a region

@@ -28,19 +28,26 @@ def decoder_layers(model: PreTrainedModel, attentions: Sequence[nn.Module] = ())
     return [*next(fitting, ())]
 
 
-def call_through(layer: nn.Module, *, carries: bool, is_region: bool, is_last: bool) -> None:
-    """Calls the layer through a function of ours.
+def call_through(
+    layer: nn.Module, number: int | None, *, carries: bool, is_region: bool, is_last: bool
+) -> None:
+    """Calls the layer through a function of ours, with the step as this layer sees it.
 
     Args:
         layer: a decoder layer.
+        number: of its keys and values in the cache; None: it has not one attention, and each asks
+            for its own.
         carries: it does not hand keywords on to its attention. The keyword ``paged`` then goes in
             the place of the mask, which it does hand on, and which nothing else uses.
-        is_region: a graph that contains it compiles it once for all layers that are alike. Torch
-            refuses that of layers that keep tensors for later ones.
+        is_region: a graph that contains it traces and compiles it once for all layers that are
+            alike. Torch refuses that of layers that keep tensors for later ones.
         is_last: it computes only the rows whose logits are wanted where the step names them.
     """
-    plain = _carrying_forward if carries else _forward
-    forward = _REGIONS[plain] if is_region else plain
+    as_is = _carrying_forward if carries else _forward
+    region = _REGIONS[as_is] if is_region else as_is
+    plain, forward = (
+        each if number is None else _seen_by(number, each) for each in (as_is, region)
+    )
     layer.forward = MethodType(in_two_passes(forward, plain) if is_last else forward, layer)
 
 
@@ -68,6 +75,17 @@ def restore(module: nn.Module, name: str, value: Any) -> None:
         module.__dict__.pop(name, None)
     else:
         setattr(module, name, value)
+
+
+def _seen_by(number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Hands a layer the step as it sees it, in place of that of all layers."""
+
+    def seen(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if (step := kwargs.get("paged")) is not None:
+            kwargs["paged"] = step.of_layer(number)
+        return forward(layer, *args, **kwargs)
+
+    return seen
 
 
 def _forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -298,10 +298,13 @@ class PagedCausalLM(nn.Module):
         undo.callback(model.set_attn_implementation, model.config._attn_implementation)
         undo.callback(model.train, model.training)
         model.eval().set_attn_implementation(ATTENTION_NAME)
+        numbers = {module: number for number, module in enumerate(self._attentions)}
         for layer in self._layers:
             undo.callback(restore, layer, "forward", layer.__dict__.get("forward"))
+            own = [numbers[part] for part in layer.modules() if part in numbers]
             call_through(
                 layer,
+                own[0] if len(own) == 1 else None,
                 carries=self._carries,
                 is_region=self._are_regions,
                 is_last=layer is self._layers[-1],

@@ -14,6 +14,8 @@ import torch
 
 from graphs.backends.direct import direct_path, lean_calls
 from graphs.backends.dynamo_inputs import marked, separated
+from graphs.backends.headers_ahead import headers_ahead, wait_for_headers
+from graphs.backends.region_traces import traced_once
 from graphs.backends.tape.tape import Tapes
 from graphs.backends.vector_probe import one_probe
 from graphs.capture.contract import Backend, Frozen, Job
@@ -103,11 +105,16 @@ class InductorBackend(Backend):
 
     def alone(self, job: Job) -> Frozen:
         """A graph of fixed sizes."""
-        return freeze(job, self._compiler)[0]
+        return self._frozen(job)
 
     def shared(self, job: Job) -> Frozen:
         """A graph in which symbols stand for sizes of the inputs."""
-        return shareable(freeze(job, self._compiler)[0])
+        return shareable(self._frozen(job))
+
+    def _frozen(self, job: Job) -> Frozen:
+        if self._compiler == "inductor":
+            headers_ahead(job)
+        return freeze(job, self._compiler)[0]
 
     def why_no_symbolic(self) -> str:
         """An empty string: Dynamo has symbols for sizes."""
@@ -139,6 +146,7 @@ class InductorBackend(Backend):
     def prepare(self) -> None:
         """Load and probe once what every first compile needs, for forked processes to inherit."""
         InductorBackend.precompile(self, torch.neg, [torch.ones(8)], name="prepare")
+        wait_for_headers()
 
 
 def freeze(job: Job, compiler: str | Callable[..., Any]) -> tuple[Frozen, Any]:
@@ -151,7 +159,7 @@ def freeze(job: Job, compiler: str | Callable[..., Any]) -> tuple[Frozen, Any]:
     options = job.options and dict(job.options)
     try:
         compiled = _compile_once(own, compiler, mode=job.mode, options=options)
-        with lean_calls(), one_probe(), marked(job.examples, job.dims):
+        with lean_calls(), one_probe(), traced_once(), marked(job.examples, job.dims):
             result = compiled(*job.examples)
         direct = direct_path(own, job.examples)
         for _ in range(job.warm_runs - 1):
@@ -184,7 +192,7 @@ def compile_only(job: Job, compiler: Callable[..., Any]) -> None:
 
     compiled = _compile_once(with_own_code(job.function, job.name), compile_and_refuse)
     marks = marked(job.examples, job.dims)
-    with lean_calls(), one_probe(), marks, contextlib.suppress(_Compiled):
+    with lean_calls(), one_probe(), traced_once(), marks, contextlib.suppress(_Compiled):
         compiled(*job.examples)
 
 

@@ -103,11 +103,11 @@ def _replaced() -> Iterator[None]:
     from torch._inductor import config, cpu_vec_isa
 
     names = "supported_vec_isa_list", "x86_isa_checker"
-    is_best_taken = torch.backends.cpu.get_cpu_capability() == "AVX512"
     if not all(hasattr(cpu_vec_isa, name) for name in names):
         yield
         return
     every: Any = cpu_vec_isa.valid_vec_isa_list
+    is_best_taken = _is_best_taken()
 
     def best_only() -> list[Any]:
         if (known := _KNOWN.get()) is not None:
@@ -123,15 +123,30 @@ def _replaced() -> Iterator[None]:
         yield
 
 
+def _is_best_taken() -> bool:
+    """Whether inductor takes the best set, as torch was not asked for a lesser one."""
+    from torch._inductor import cpu_vec_isa
+
+    taken = torch.backends.cpu.get_cpu_capability()
+    has = [*map(str, _known(cpu_vec_isa.supported_vec_isa_list))]
+    return taken == "AVX512" or has == [taken.lower()]
+
+
+def _known(every: Sequence[Any]) -> list[Any]:
+    """The sets that the processor has."""
+    from torch._inductor import cpu_vec_isa
+
+    flags: Any = cpu_vec_isa.x86_isa_checker()
+    return [each for each in every if all(flag in flags for flag in str(each).split())]
+
+
 @functools.cache
 def _best(every: tuple[Any, ...], is_trusted: bool | None) -> tuple[Any, ...]:
     """The first set, best first, that works here; a set is true where its probe succeeds."""
     from torch._inductor import cpu_vec_isa
 
-    flags: Any = cpu_vec_isa.x86_isa_checker()
-    known = [each for each in every if all(flag in flags for flag in str(each).split())]
     with patch.object(cpu_vec_isa.VecISA, "_avx_code", _PROGRAM, create=True):
-        return next(((each,) for each in known if each), ())
+        return next(((each,) for each in _known(every) if each), ())
 
 
 def _is_probed() -> bool:

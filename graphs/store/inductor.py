@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from graphs.backends.dynamo_inputs import separated
+from graphs.backends.headers_ahead import headers_ahead, wait_for_headers
 from graphs.backends.inductor import InductorBackend, compile_only, freeze, shareable
 from graphs.capture.contract import Frozen, Job
 from graphs.capture.inputs import Input, memory_shared_by
@@ -59,6 +60,7 @@ class StoredInductor(StoredBackend, InductorBackend):
     ) -> Frozen:
         """Load the graph, or compile it in the first run and store it."""
         frozen = super().capture(function, example_inputs, **settings)
+        wait_for_headers()  # whose kernel lies in the same folder
         self._seal()  # also of one that was loaded: another environment compiles its kernels then
         return frozen
 
@@ -147,6 +149,7 @@ def _making(job: Job) -> Make:
 
     def make(folder: Path) -> tuple[Frozen, Callable[[], object]]:
         compiler = Keeping(job)
+        headers_ahead(job)
         try:
             frozen, result = freeze(replace(job, options=None), compiler)
         except CaptureError:

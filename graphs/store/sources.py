@@ -30,6 +30,8 @@ MAKERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "inductor": (
             "graphs.backends.inductor",
             "graphs.backends.dynamo_inputs",
+            "graphs.backends.region_guards",
+            "graphs.backends.region_traces",
             "graphs.backends.vector_probe",
             "graphs.store.inductor",
             "graphs.store.inductor_graph",

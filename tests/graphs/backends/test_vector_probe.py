@@ -83,3 +83,23 @@ def test_the_last_of_several_at_once_puts_it_back(isas):
     second.__exit__(None, None, None)
     assert cpu_vec_isa.valid_vec_isa_list is found
     assert sum(isa.probes for isa in isas) == 2
+
+
+@pytest.mark.parametrize(
+    ("has", "taken", "is_one"),
+    [(["avx2"], "AVX2", True), (["avx2", "avx512"], "AVX2", False), (["avx2"], "DEFAULT", False)],
+)
+def test_where_a_lesser_set_is_asked_for_all_are_probed(monkeypatch, has, taken, is_one):
+    if not hasattr(cpu_vec_isa, "x86_isa_checker"):
+        pytest.skip("this torch has no such list")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: taken)
+    monkeypatch.setattr(cpu_vec_isa, "supported_vec_isa_list", [Isa("avx512"), Isa("avx2")])
+    monkeypatch.setattr(cpu_vec_isa, "x86_isa_checker", lambda: has)
+    own = cpu_vec_isa.valid_vec_isa_list
+    own.cache_clear()
+    try:
+        with one_probe():
+            assert [*map(str, cpu_vec_isa.valid_vec_isa_list())] == sorted(has, reverse=True)
+        assert bool(own.cache_info().currsize) is not is_one
+    finally:
+        own.cache_clear()
