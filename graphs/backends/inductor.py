@@ -15,6 +15,7 @@ import torch
 from graphs.backends.direct import direct_path, lean_calls
 from graphs.backends.dynamo_inputs import marked, separated
 from graphs.backends.headers_ahead import headers_ahead, wait_for_headers
+from graphs.backends.kernel_units import few_units
 from graphs.backends.region_traces import traced_once
 from graphs.backends.tape.tape import Tapes
 from graphs.backends.vector_probe import one_probe
@@ -159,7 +160,7 @@ def freeze(job: Job, compiler: str | Callable[..., Any]) -> tuple[Frozen, Any]:
     options = job.options and dict(job.options)
     try:
         compiled = _compile_once(own, compiler, mode=job.mode, options=options)
-        with lean_calls(), one_probe(), traced_once(), marked(job.examples, job.dims):
+        with _compiling(job):
             result = compiled(*job.examples)
         direct = direct_path(own, job.examples)
         for _ in range(job.warm_runs - 1):
@@ -191,9 +192,14 @@ def compile_only(job: Job, compiler: Callable[..., Any]) -> None:
         return refuse
 
     compiled = _compile_once(with_own_code(job.function, job.name), compile_and_refuse)
-    marks = marked(job.examples, job.dims)
-    with lean_calls(), one_probe(), traced_once(), marks, contextlib.suppress(_Compiled):
+    with _compiling(job), contextlib.suppress(_Compiled):
         compiled(*job.examples)
+
+
+@contextlib.contextmanager
+def _compiling(job: Job) -> Iterator[None]:
+    with lean_calls(), one_probe(), traced_once(), few_units(), marked(job.examples, job.dims):
+        yield
 
 
 class _Compiled(Exception):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from graphs.backends import BACKENDS
 from graphs.capture.contract import Backend, Frozen
+from graphs.capture.garbage import collected_later
 from graphs.capture.inputs import Input, InputsCheck, InputSpec
 from graphs.capture.memory import bytes_in_use
 from graphs.capture.settings import Settings
@@ -188,7 +189,8 @@ def capture(
     settings = Settings.current()
     devices = {value.device for value in example_inputs if isinstance(value, Tensor)}
     before, start = bytes_in_use(devices), time.perf_counter()
-    frozen = chosen.capture(callable, example_inputs, name=name, warm_runs=warm_runs, **options)
+    with collected_later:
+        frozen = chosen.capture(callable, example_inputs, name=name, warm_runs=warm_runs, **options)
     _wait_for(devices)
     seconds, grown = time.perf_counter() - start, bytes_in_use(devices) - before
     return CapturedGraph(name, chosen.name, frozen, inputs, settings, seconds, max(0, grown))

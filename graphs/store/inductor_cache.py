@@ -22,6 +22,7 @@ __all__ = ["InductorCache"]
 _log = logging.getLogger(__name__)
 
 _PATIENCE = 60.0
+_SHORTLY = 5.0  # seconds that a file may take to be written
 _UNSEALED = "never sealed, as after a kill"
 
 
@@ -159,17 +160,20 @@ class InductorCache:
 
     def _fresh(self, names: Iterable[str], sealed: Mapping[str, str]) -> dict[str, str]:
         # A file that a worker or a compiler was about to write when it was digested is digested
-        # anew; one that is gone was a temporary one.
+        # anew, by another process only shortly after; one that is gone was a temporary one.
         fresh = {}
+        recently = self.used - _SHORTLY
         for name in names:
-            if name in sealed and name not in self._digested:  # by another process
-                continue
             with suppress(FileNotFoundError):
                 found = os.stat(self.files / name)
+                if name in sealed and name not in self._digested and found.st_mtime < recently:
+                    continue
                 now = found.st_size, found.st_mtime_ns
-                if name not in sealed or self._digested[name] != now:
-                    fresh[name] = digest_of(self.files / name)
+                if name not in sealed or self._digested.get(name) != now:
+                    digest = digest_of(self.files / name)
                     self._digested[name] = now
+                    if sealed.get(name) != digest:
+                        fresh[name] = digest
         return fresh
 
     def _make(self) -> None:

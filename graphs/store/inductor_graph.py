@@ -17,6 +17,7 @@ from torch._guards import TracingContext
 from torch.utils import _pytree as pytree
 
 from graphs.backends.export_state import State, constant_of, restored, why_stale
+from graphs.backends.kernel_units import few_units
 from graphs.backends.vector_probe import probed, without_probes
 from graphs.capture.contract import Frozen, Job
 from graphs.capture.inputs import Input
@@ -190,7 +191,8 @@ def _load(path: Path, layout: Mapping[str, Any]) -> Callable[[list[Tensor]], Seq
     content = path.read_bytes()
     if layout["torch"] == state_of_torch():
         take_key(content)
-    with standing_in(content), without_probes(layout["vectors"]), _no_headers():
+    vectors = layout["vectors"]
+    with standing_in(content), without_probes(vectors), few_units(), _no_headers():
         graph = inductor.CompiledArtifact.load(path=str(path), format="binary")
     return lambda tensors: graph(*tensors)
 

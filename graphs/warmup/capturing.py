@@ -26,7 +26,7 @@ __all__ = ["Capturing"]
 
 _log = logging.getLogger(__name__)
 
-_LONG = 1.0  # seconds of a run, of which another one says no more
+_LONG = 0.5  # seconds of a run, of which another one says little more
 
 
 @dataclass
@@ -73,16 +73,17 @@ class Capturing:
     def shared_out(self, todo: Sequence[Bucket]) -> Generator[Bucket]:
         """Give all of `todo` once, while workers compile some of it beforehand.
 
-        In order, but what a store has comes first, and then what a worker has done meanwhile.
+        In order; but where there is something to share out, what a store has comes first, and then
+        what a worker has done meanwhile.
         """
-        if self.workers == 1:
+        compiled = self._lacking(todo)
+        if len(compiled) < 2:
             return (yield from todo)
-        yield from (ready := self._stored(todo))
-        rest = [bucket for bucket in todo if bucket not in ready]
-        compiled = self.families.firsts(rest)
-        if len(compiled) > 1:
-            yield from self._by_workers(compiled)
-        yield from (bucket for bucket in rest if len(compiled) < 2 or bucket not in compiled)
+        kinds = {self.families.kind(bucket) for bucket in compiled}
+        lacking = [bucket for bucket in todo if self.families.kind(bucket) in kinds]
+        yield from (bucket for bucket in todo if bucket not in lacking)
+        yield from self._by_workers(compiled)
+        yield from (bucket for bucket in lacking if bucket not in compiled)
 
     def _by_workers(self, todo: Sequence[Bucket]) -> Generator[Bucket]:
         if not (reason := self._prepare_workers()):
@@ -116,15 +117,19 @@ class Capturing:
         options = self._options(bucket)
         return self._capture(bucket, self.make_inputs(bucket), options)
 
-    def _stored(self, todo: Sequence[Bucket]) -> list[Bucket]:
-        """The buckets whose graphs the backend finds in a store, and so need not compile."""
-        found = []
-        for bucket in todo:
+    def _lacking(self, todo: Sequence[Bucket]) -> list[Bucket]:
+        """The first bucket of each family whose graph is in no store, for workers to compile."""
+        if self.workers == 1:
+            return []
+        lacking = []
+        for bucket in self.families.firsts(todo):
+            is_stored = False
             with contextlib.suppress(Exception), torch.no_grad():  # its capture will say why
                 options = self._options(bucket)
-                if self.backend.has(self.module, self.make_inputs(bucket), **options):
-                    found.append(bucket)
-        return found
+                is_stored = self.backend.has(self.module, self.make_inputs(bucket), **options)
+            if not is_stored:
+                lacking.append(bucket)
+        return lacking
 
     def _prepare_workers(self) -> str:
         """Load here what workers need; the reason, where they would be of no use."""

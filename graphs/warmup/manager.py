@@ -60,7 +60,7 @@ class WarmupManager:
             given it captures last what failed or was killed, and knows how long the rest takes.
         timed_runs: how many runs of each graph are timed after its capture, for `report.cost`;
             less if they take longer than a tenth of a second, none where a bucket shares a graph
-            that others have run, and its first run took longer than a second. They run the
+            that others have run, and its first run took longer than half a second. They run the
             callable for real.
         overflow: what happens to a need that no captured bucket holds. `error` and `split` raise
             :class:`~graphs.BucketOverflow`, and with `split` that is expected: the caller cuts the

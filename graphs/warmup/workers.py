@@ -14,6 +14,7 @@ import select
 import signal
 import struct
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Self
@@ -22,6 +23,7 @@ import torch
 
 __all__ = ["Workers", "one_thread", "why_no_workers"]
 
+_PATIENCE = 30.0
 _RECORD = struct.Struct("i")
 
 
@@ -51,7 +53,8 @@ def one_thread() -> Iterator[None]:
 class Workers:
     """Shares a number of jobs with `count` forked processes.
 
-    Whoever is free takes a job from a pipe, so that none is done twice and none is lost.
+    Whoever is free takes a job from a pipe, so that none is done twice and none is lost; the first
+    is this process's.
     Iteration gives the numbers of all jobs once: those that a worker is done with as soon as it is,
     and else those that no worker has taken. Leaving the `with` statement ends the workers.
 
@@ -60,17 +63,19 @@ class Workers:
         count: how many processes beside this one.
         work: does a job, in a worker.
         patience: after so many seconds in which this process had nothing to do and no worker
-            finished, they are given up.
+            finished, they are given up; None: after half a minute, or as long as it had been
+            at work itself.
     """
 
     def __init__(
-        self, jobs: int, count: int, work: Callable[[int], None], patience: float = 600.0
+        self, jobs: int, count: int, work: Callable[[int], None], patience: float | None = None
     ) -> None:
         self._jobs = jobs
         self._patience = patience
-        self._count = min(count, jobs)  # a process without a job would be forked for nothing
+        self._count = max(0, min(count, jobs - 1))  # none is forked for nothing
         self._work = work
         self._pids: list[int] = []
+        self._own: int | None = None
 
     def __enter__(self) -> Self:
         self._queue, write_queue = os.pipe()
@@ -81,6 +86,8 @@ class Workers:
             for job in range(self._jobs):
                 os.write(write_queue, _RECORD.pack(job))
         os.close(write_queue)
+        self._own = _read(self._queue)
+        self._began = time.monotonic()
         try:
             for _ in range(self._count):
                 self._pids.append(self._fork(write_done))
@@ -109,13 +116,19 @@ class Workers:
         yield from left
 
     def _next(self) -> int | None:
+        own, self._own = self._own, None
+        if own is not None:
+            return own
         if select.select([self._done], [], [], 0)[0]:
             if (job := _read(self._done)) is not None:
                 return job
             return _read(self._queue)  # all workers are gone
         if (job := _read(self._queue)) is not None:
             return job
-        if not select.select([self._done], [], [], self._patience)[0]:
+        patience = self._patience
+        if patience is None:
+            patience = max(_PATIENCE, time.monotonic() - self._began)
+        if not select.select([self._done], [], [], patience)[0]:
             return None
         return _read(self._done)
 

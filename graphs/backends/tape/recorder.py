@@ -22,8 +22,8 @@ __all__ = ["NotTaped", "Output", "Recorder", "Recording", "watch_calls"]
 
 _RECORDER: ContextVar[Recorder | None] = ContextVar("recorder of what runs", default=None)
 
-# Of what inductor writes: names, kernels, sizes that are no inputs.
-_ALLOCATE, _KERNEL = "empty_strided_cpu", "kernel"
+# Of what inductor writes: an allocator, kernels, sizes that are no inputs.
+_ALLOCATE = "empty_strided_cpu"
 _KERNELS = re.compile(r"^(\w+) = async_compile\.", re.MULTILINE)
 _READS_SIZES = re.compile(r"\w+_(?:size|stride) = \w+\.(?:size|stride)\(\)")
 
@@ -103,7 +103,7 @@ def _address_of(kernel: Any) -> int:
     """Where the function behind one of inductor's bindings is; 0: it is not to be found."""
     try:
         library = ctypes.CDLL(kernel.__self__.__file__)
-        return ctypes.cast(library[_KERNEL], ctypes.c_void_p).value or 0
+        return ctypes.cast(library[kernel.__name__], ctypes.c_void_p).value or 0
     except (AttributeError, OSError):
         return 0
 

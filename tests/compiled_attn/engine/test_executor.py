@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from compiled_attn.engine import ConfigError, Engine, EngineConfig, SamplingParams
-from compiled_attn.engine.local import LocalExecutor
+from compiled_attn.engine.local import LocalExecutor, processes_for
 from graphs import CaptureError
 from graphs.backends.eager import EagerBackend
+from graphs.warmup.workers import why_no_workers
 from tests.compiled_attn.engine.counting import CONFIG, Counting
 from tests.compiled_attn.tiny import plain_generate, tiny_model
 
@@ -74,3 +78,37 @@ def test_where_nothing_can_be_captured_the_error_is_of_the_steps(strict):
 def test_what_is_neither_model_nor_executor_is_refused_in_one_line(wrong):
     with pytest.raises(TypeError, match=r"expected a causal language model .*load_model$"):
         Engine(wrong)
+
+
+def deep(layers, device="cpu"):
+    config = SimpleNamespace(num_hidden_layers=layers)
+    config.get_text_config = lambda: config
+    return SimpleNamespace(device=torch.device(device), config=config)
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def alone(monkeypatch, count=1):
+    monkeypatch.setattr(threading, "active_count", lambda: count)
+
+
+@pytest.mark.skipif(bool(why_no_workers()), reason="no fork")
+def test_a_deep_model_is_compiled_by_two_processes(monkeypatch, two_threads):
+    alone(monkeypatch)
+    assert processes_for(deep(30), EngineConfig()) == 2
+    assert processes_for(deep(4), EngineConfig()) == 1
+    assert processes_for(deep(30, "meta"), EngineConfig()) == 1
+    assert processes_for(deep(30), EngineConfig(backend="eager")) == 1
+    torch.set_num_threads(1)
+    assert processes_for(deep(30), EngineConfig()) == 1
+
+
+def test_a_process_with_other_threads_is_not_forked(monkeypatch, two_threads):
+    alone(monkeypatch, 2)
+    assert processes_for(deep(30), EngineConfig()) == 1

@@ -84,6 +84,16 @@ def test_processes_that_seal_at_once_lose_nothing(store):
         assert len(names(cache)) == 15 * count
 
 
+def test_a_file_that_another_process_sealed_half_written_is_sealed_again(store):
+    with store.inductor_cache({}) as writer, store.inductor_cache({}) as other:
+        (writer.files / "kernel").write_text("co")
+        assert other.seal() == 1
+        (writer.files / "kernel").write_text("code")
+        assert writer.seal() == 1
+    with store.inductor_cache({}) as cache:
+        assert names(cache) == ["kernel"]
+
+
 def test_a_file_that_was_sealed_half_written_is_sealed_again(store):
     with store.inductor_cache({}) as cache:
         (cache.files / "kernel").write_text("co")

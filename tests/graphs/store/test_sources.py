@@ -202,6 +202,7 @@ _ASIDE = {
     "graphs.capture.symbolic",
     "graphs.backends.direct",
     "graphs.backends.headers_ahead",
+    "graphs.backends.kernel_units",
     "graphs.backends.tape.tape",
     "graphs.watch.causes",
     "graphs.errors",

@@ -75,8 +75,9 @@ class Stored(EagerBackend):
 
 
 def test_what_a_store_has_comes_first_and_needs_no_workers(caplog):
-    assert capturing(Stored())._stored([*SPACE]) == [Bucket(n=2)]
-    assert capturing("eager")._stored([*SPACE]) == []
+    assert capturing(Stored())._lacking([*SPACE]) == [Bucket(n=4), Bucket(n=1)]
+    assert capturing("eager")._lacking([*SPACE]) == [*SPACE]
+    assert capturing("eager", workers=1)._lacking([*SPACE]) == []
     order = []
     manager = WarmupManager(double, SPACE, rows_of, backend=Stored(), workers=2)
     manager.warmup(lambda event: order.append(event.bucket.n) if event.seconds else None)

@@ -52,10 +52,10 @@ def test_a_job_that_fails_in_a_worker_does_not_end_it(tmp_path):
 
     with Workers(3, 1, work) as workers:
         end = time.monotonic() + 30
-        while len([*tmp_path.iterdir()]) < 3 and time.monotonic() < end:
+        while len([*tmp_path.iterdir()]) < 2 and time.monotonic() < end:
             time.sleep(0.02)
         assert [*workers] == [0, 1, 2]
-    assert len([*tmp_path.iterdir()]) == 3
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["1", "2"]
 
 
 def test_a_worker_that_hangs_is_given_up_and_ended():
@@ -65,6 +65,25 @@ def test_a_worker_that_hangs_is_given_up_and_ended():
         (pid,) = workers._pids
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def test_without_told_patience_a_worker_gets_as_long_as_this_process_was_at_work(monkeypatch):
+    monkeypatch.setattr("graphs.warmup.workers._PATIENCE", 0.1)
+    with Workers(2, 1, lambda job: time.sleep(600)) as workers:
+        jobs = iter(workers)
+        assert next(jobs) == 0
+        time.sleep(1)
+        start = time.monotonic()
+        assert next(jobs) == 1
+        assert 0.9 < time.monotonic() - start < 30
+
+
+def test_the_first_job_is_of_this_process(tmp_path):
+    with Workers(2, 3, noting(tmp_path)) as workers:
+        time.sleep(0.2)
+        assert next(iter(workers)) == 0
+        assert len(workers._pids) == 1
+    assert not tmp_path.joinpath("0").exists()
 
 
 def test_an_error_in_the_with_statement_ends_the_workers_and_closes_the_pipes():

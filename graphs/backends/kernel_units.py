@@ -1,0 +1,190 @@
+"""The C++ kernels of a graph, several in one translation unit.
+
+Inductor compiles each kernel by itself. Most of that time is torch's headers, which every
+translation unit loads, and the linker, not the kernel. Here the kernels of a graph are gathered
+until it waits for them, and come in a few libraries that have several each.
+
+Nothing depends on it: a kernel that is not known to be one function behind torch's header is left
+to inductor, and so are those of a unit that does not compile, or of a torch that does it otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+from graphs.watch.causes import describe_failure
+
+__all__ = ["few_units"]
+
+_log = logging.getLogger(__name__)
+
+# Characters of kernels after which there is another unit: these take twice as long as the headers.
+# Nothing of the machine is in it, as a later start looks for the same libraries.
+_LARGE = 48_000
+
+_HEADER = "#include <torch/csrc/inductor/cpp_prefix.h>\n"
+_PYTHON = """#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <sstream>
+#include <cstdlib>
+#include <cerrno>
+"""
+_NAME = re.compile(r"\bkernel\b")
+_DIRECTIVE = re.compile(r"^\s*#(?!pragma\b)", re.MULTILINE)
+
+_IS_ACTIVE: ContextVar[bool] = ContextVar("kernels share translation units", default=False)
+
+
+@contextlib.contextmanager
+def few_units() -> Iterator[None]:
+    """For what is compiled or loaded inside, by this thread: its kernels share libraries."""
+    before = _IS_ACTIVE.set(_is_possible())
+    try:
+        yield
+    finally:
+        _IS_ACTIVE.reset(before)
+
+
+class _Kernel(NamedTuple):
+    """A kernel that is not compiled yet.
+
+    Attributes:
+        types: of its arguments, in C++.
+        body: its source behind torch's header.
+        alone: begins to compile it as inductor does.
+    """
+
+    types: Sequence[str]
+    body: str
+    alone: Callable[[], Any]
+
+
+@functools.cache
+def _is_possible() -> bool:
+    """Whether inductor binds kernels as it is known to; those of a context are then gathered."""
+    try:
+        from torch._inductor.async_compile import AsyncCompile
+
+        inductor: Any = AsyncCompile
+        bind, wait = inductor.cpp_pybinding, inductor.wait
+        _source_of([_Kernel(["const float*", "int64_t"], "", object)])
+    except Exception as error:
+        _log.debug("every kernel is a library of its own: %s", describe_failure(error))
+        return False
+
+    @functools.wraps(bind)
+    def gather(self: Any, argtypes: Sequence[str], source_code: str) -> Any:
+        alone = functools.partial(bind, self, argtypes, source_code)
+        body = _body_of(source_code) if _IS_ACTIVE.get() else None
+        return alone() if body is None else _Kernel(argtypes, body, alone)
+
+    @functools.wraps(wait)
+    def load_and_wait(self: Any, scope: dict[str, Any]) -> None:
+        kernels = {name: each for name, each in scope.items() if isinstance(each, _Kernel)}
+        units = _shared_out(kernels)
+        begun = [_begun([*unit.values()], self) for unit in units]
+        for unit, functions in zip(units, begun, strict=True):
+            scope.update(zip(unit, functions(), strict=True))
+        wait(self, scope)
+
+    inductor.cpp_pybinding, inductor.wait = gather, load_and_wait
+    return True
+
+
+def _body_of(source: str) -> str | None:
+    """What is behind torch's header, if that is one function `kernel` and no more directives."""
+    before, header, body = source.partition(_HEADER)
+    is_known = header and not before.strip() and not _DIRECTIVE.search(body)
+    return body if is_known and len(_NAME.findall(body)) == 1 else None
+
+
+def _shared_out(kernels: Mapping[str, _Kernel]) -> list[dict[str, _Kernel]]:
+    """Kernels in units of about the same size."""
+    total = sum(map(_size, kernels.values()))
+    units: list[dict[str, _Kernel]] = [{} for _ in range(total // _LARGE + 1)]
+    for name, kernel in sorted(kernels.items(), key=lambda each: -_size(each[1])):
+        min(units, key=lambda unit: sum(map(_size, unit.values())))[name] = kernel
+    return [unit for unit in units if unit]
+
+
+def _size(kernel: _Kernel) -> int:
+    return len(kernel.body)
+
+
+def _begun(unit: Sequence[_Kernel], inductor: Any) -> Callable[[], list[Any]]:
+    """Begins to compile a unit, if inductor has threads for that.
+
+    Returns:
+        What waits for its functions; in their place may be what inductor waits for itself.
+    """
+    from torch._inductor.async_compile import get_compile_threads
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+    if len(unit) == 1:
+        begun = unit[0].alone()
+        return lambda: [begun]
+    submit = inductor.submit if get_compile_threads() > 1 else None
+    try:
+        load = CppPythonBindingsCodeCache.load_async(_source_of(unit), submit_fn=submit)
+    except Exception as error:
+        return _one_by_one(unit, error)
+
+    def loaded() -> list[Any]:
+        try:
+            return _functions_of(load(), len(unit))
+        except Exception as error:
+            return _one_by_one(unit, error)()
+
+    return loaded
+
+
+def _one_by_one(unit: Sequence[_Kernel], error: Exception) -> Callable[[], list[Any]]:
+    _log.debug("kernels are compiled one by one: %s", describe_failure(error))
+    return lambda: [each.alone() for each in unit]
+
+
+def _source_of(unit: Sequence[_Kernel]) -> str:
+    """A library of all kernels of a unit, each with its own binding and in its own namespace."""
+    parts = [_HEADER, _PYTHON]
+    for name, each in zip(_names(len(unit)), unit, strict=True):
+        function = _NAME.sub(name, each.body)
+        parts.append(f"namespace of_{name} {{\n{function}\n{_binding(name, each.types)}\n}}\n")
+    return "".join(parts)
+
+
+def _names(count: int) -> list[str]:
+    """What the kernels of a unit are called; inductor looks for the first by its usual name."""
+    return ["kernel", *(f"kernel_{i}" for i in range(1, count))]
+
+
+def _binding(name: str, types: Sequence[str]) -> str:
+    """The Python module of a kernel, as inductor writes it."""
+    from torch._inductor.codecache import CppPythonBindingsCodeCache as Inductor
+
+    bare = (each.replace("const ", "") for each in types)
+    args = ", ".join(f"parse_arg<{each}>(args, {place})" for place, each in enumerate(bare))
+    call = Inductor.call_entry_function.format(args).replace("kernel", name, 1)
+    return Inductor.suffix_template.format(
+        arg_len=len(types), call_entry_func=call, entry_func=name, extra_parse_arg=""
+    )
+
+
+def _functions_of(library: Any, count: int) -> list[Any]:
+    """The kernels of a library, of which the module of the first is loaded."""
+    first, *others = _names(count)
+    functions = [getattr(library, first)]
+    for name in others:
+        spec = importlib.util.spec_from_file_location(f"{library.key}.{name}", library.__file__)
+        if spec is None or spec.loader is None:
+            raise ImportError(f"{library.__file__} is not known as a library")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        functions.append(getattr(module, name))
+    return functions
