@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
@@ -44,9 +43,8 @@ from graphs import (
 from graphs.backends.onednn_linear import for_cpu
 from graphs.backends.tape.tape import Tapes
 from graphs.capture.capture import resolve
-from graphs.warmup.workers import why_no_workers
 
-__all__ = ["HostSteps", "LocalExecutor", "Steps", "executor_for", "processes_for"]
+__all__ = ["HostSteps", "LocalExecutor", "Steps", "executor_for"]
 
 _log = logging.getLogger(__name__)
 
@@ -100,7 +98,7 @@ class LocalExecutor:
             self._steps.module,
             sizing.buckets,
             self._steps.padding,
-            workers=config.warmup_workers or processes_for(model, config),
+            workers=config.warmup_workers or (None if _is_deep(model) else 1),
             symbolic=() if backend.why_no_symbolic() else sizing.form.symbolic,
             journal=config.warmup_journal,
             timed_runs=timed_runs,
@@ -267,12 +265,9 @@ class LocalExecutor:
             )
 
 
-def processes_for(model: PreTrainedModel, config: EngineConfig) -> int:
-    """How many processes compile, where nobody says: two, if a fork is safe and worth it."""
-    is_of_inductor = config.backend_name == "inductor" and model.device.type == "cpu"
-    is_safe = threading.active_count() == 1 and not why_no_workers()
-    pays = model.config.get_text_config().num_hidden_layers >= _DEEP and torch.get_num_threads() > 1
-    return 2 if is_of_inductor and is_safe and pays else 1
+def _is_deep(model: PreTrainedModel) -> bool:
+    count: int = model.config.get_text_config().num_hidden_layers
+    return count >= _DEEP
 
 
 def executor_for(model: Executor | PreTrainedModel, config: EngineConfig | None) -> Executor:

@@ -18,7 +18,7 @@ from graphs.backends.headers_ahead import headers_ahead, wait_for_headers
 from graphs.backends.kernel_units import few_units
 from graphs.backends.region_traces import traced_once
 from graphs.backends.tape.tape import Tapes
-from graphs.backends.vector_probe import one_probe
+from graphs.backends.vector_probe import one_probe, probe
 from graphs.capture.contract import Backend, Frozen, Job
 from graphs.capture.inputs import Input
 from graphs.capture.symbolic import SymbolicSizes
@@ -146,7 +146,11 @@ class InductorBackend(Backend):
 
     def prepare(self) -> None:
         """Load and probe once what every first compile needs, for forked processes to inherit."""
-        InductorBackend.precompile(self, torch.neg, [torch.ones(8)], name="prepare")
+        # It has no kernel: the headers of these are compiled beside the trace of the first graph.
+        InductorBackend.precompile(
+            self, torch.mm, [torch.ones(8, 8), torch.ones(8, 8)], name="prepare"
+        )
+        probe()
         wait_for_headers()
 
 

@@ -15,6 +15,8 @@ import functools
 import importlib.util
 import logging
 import re
+import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -39,13 +41,16 @@ _PYTHON = """#define PY_SSIZE_T_CLEAN
 _NAME = re.compile(r"\bkernel\b")
 _DIRECTIVE = re.compile(r"^\s*#(?!pragma\b)", re.MULTILINE)
 
+_PATCHING = threading.Lock()
 _IS_ACTIVE: ContextVar[bool] = ContextVar("kernels share translation units", default=False)
 
 
 @contextlib.contextmanager
 def few_units() -> Iterator[None]:
     """For what is compiled or loaded inside, by this thread: its kernels share libraries."""
-    before = _IS_ACTIVE.set(_is_possible())
+    with _PATCHING:
+        is_possible = _is_possible()
+    before = _IS_ACTIVE.set(is_possible)
     try:
         yield
     finally:
@@ -70,7 +75,7 @@ class _Kernel(NamedTuple):
 def _is_possible() -> bool:
     """Whether inductor binds kernels as it is known to; those of a context are then gathered."""
     try:
-        from torch._inductor.async_compile import AsyncCompile
+        from torch._inductor.async_compile import AsyncCompile, kernel_code_log
 
         inductor: Any = AsyncCompile
         bind, wait = inductor.cpp_pybinding, inductor.wait
@@ -83,7 +88,10 @@ def _is_possible() -> bool:
     def gather(self: Any, argtypes: Sequence[str], source_code: str) -> Any:
         alone = functools.partial(bind, self, argtypes, source_code)
         body = _body_of(source_code) if _IS_ACTIVE.get() else None
-        return alone() if body is None else _Kernel(argtypes, body, alone)
+        if body is None:
+            return alone()
+        kernel_code_log.info("CPP+Bindings Kernel:\n%s", source_code)
+        return _Kernel(argtypes, body, alone)
 
     @functools.wraps(wait)
     def load_and_wait(self: Any, scope: dict[str, Any]) -> None:
@@ -146,7 +154,7 @@ def _begun(unit: Sequence[_Kernel], inductor: Any) -> Callable[[], list[Any]]:
 
 
 def _one_by_one(unit: Sequence[_Kernel], error: Exception) -> Callable[[], list[Any]]:
-    _log.debug("kernels are compiled one by one: %s", describe_failure(error))
+    _log.warning("kernels are compiled one by one: %s", describe_failure(error))
     return lambda: [each.alone() for each in unit]
 
 
@@ -186,5 +194,6 @@ def _functions_of(library: Any, count: int) -> list[Any]:
             raise ImportError(f"{library.__file__} is not known as a library")
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
+        sys.modules.pop(spec.name, None)  # inductor's own are there for it to forget
         functions.append(getattr(module, name))
     return functions

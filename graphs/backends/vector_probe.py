@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import torch
 
-__all__ = ["one_probe", "probed", "without_probes"]
+__all__ = ["one_probe", "probe", "probed", "without_probes"]
 
 _PROGRAM = 'extern "C" void probe() {}\n'
 
@@ -33,6 +33,14 @@ def one_probe() -> Iterator[None]:
         return
     with _BEST_ONLY:
         yield
+
+
+def probe() -> None:
+    """Probe the instructions now, as the first kernel would."""
+    from torch._inductor import cpu_vec_isa
+
+    with one_probe():
+        cpu_vec_isa.pick_vec_isa()
 
 
 def probed() -> list[str] | None:

@@ -30,6 +30,7 @@ MAKERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "inductor": (
             "graphs.backends.inductor",
             "graphs.backends.dynamo_inputs",
+            "graphs.backends.kernel_units",
             "graphs.backends.region_guards",
             "graphs.backends.region_traces",
             "graphs.backends.vector_probe",

@@ -14,19 +14,21 @@ import torch
 from graphs.buckets.axes import Bucket
 from graphs.capture.capture import CapturedGraph, capture, median_seconds, resolve
 from graphs.capture.contract import Backend
+from graphs.capture.garbage import collected_later
 from graphs.capture.inputs import Input
+from graphs.cgroups import usable_cores
 from graphs.errors import CaptureError, GraphBudgetExceeded
 from graphs.warmup.families import Families
 from graphs.warmup.journal import Journal
 from graphs.warmup.report import BucketResult
-from graphs.warmup.workers import Workers, one_thread, why_no_workers
+from graphs.warmup.workers import Workers, is_alone, one_thread, why_no_workers
 from graphs.watch.compiles import CompileWatch
 
 __all__ = ["Capturing"]
 
 _log = logging.getLogger(__name__)
 
-_LONG = 0.5  # seconds of a run, of which another one says little more
+_LONG = 0.1  # seconds of a run, of which another one says little more
 
 
 @dataclass
@@ -44,7 +46,7 @@ class Capturing:
     options: Mapping[str, Any]
     budget_seconds: float | None
     budget_bytes: int | None
-    workers: int
+    workers: int | None
     timed_runs: int
     families: Families
     journal: Journal | None = None
@@ -67,30 +69,47 @@ class Capturing:
 
     def suspects_last(self, buckets: Sequence[Bucket]) -> list[Bucket]:
         """The buckets, those last that failed or killed an earlier process."""
-        suspects = self.journal.suspects if self.journal else []
-        return sorted(buckets, key=suspects.__contains__)
+        return sorted(buckets, key=self._suspects().__contains__)
+
+    def _suspects(self) -> Sequence[Bucket]:
+        return self.journal.suspects if self.journal else []
 
     def shared_out(self, todo: Sequence[Bucket]) -> Generator[Bucket]:
         """Give all of `todo` once, while workers compile some of it beforehand.
 
-        In order; but where there is something to share out, what a store has comes first, and then
-        what a worker has done meanwhile.
+        In order; but where there is something to share out, what a store has comes first, then each
+        family behind the first of it, as soon as that is compiled, and suspects last.
         """
-        compiled = self._lacking(todo)
+        count = self._count()
+        compiled = self._lacking(todo) if count > 1 else []
         if len(compiled) < 2:
             return (yield from todo)
-        kinds = {self.families.kind(bucket) for bucket in compiled}
-        lacking = [bucket for bucket in todo if self.families.kind(bucket) in kinds]
-        yield from (bucket for bucket in todo if bucket not in lacking)
-        yield from self._by_workers(compiled)
-        yield from (bucket for bucket in lacking if bucket not in compiled)
+        kind, suspects = self.families.kind, self._suspects()
+        families: dict[Bucket, list[Bucket]] = {kind(first): [] for first in compiled}
+        stored, last = list[Bucket](), list[Bucket]()
+        for bucket in todo:
+            if bucket not in compiled:
+                kept = last if bucket in suspects else families.get(kind(bucket), stored)
+                kept.append(bucket)
+        yield from stored
+        for first in self._by_workers(compiled, count - 1):
+            yield first
+            yield from families[kind(first)]
+        yield from last
 
-    def _by_workers(self, todo: Sequence[Bucket]) -> Generator[Bucket]:
+    def _count(self) -> int:
+        """How many processes compile."""
+        if self.workers is not None:
+            return self.workers
+        has_two = usable_cores() > 1 and torch.get_num_threads() > 1
+        why_not = why_no_workers() or self.backend.why_no_precompile()
+        return 2 if has_two and is_alone() and not why_not else 1
+
+    def _by_workers(self, todo: Sequence[Bucket], others: int) -> Generator[Bucket]:
         if not (reason := self._prepare_workers()):
-            others = self.workers - 1
             with Workers(len(todo), others, lambda job: self._precompile(todo[job])) as jobs:
                 return (yield from (todo[job] for job in jobs))
-        _log.warning("%s: workers=%d compile nothing: %s", self.name, self.workers, reason)
+        _log.warning("%s: workers=%d compile nothing: %s", self.name, others + 1, reason)
         yield from todo
 
     def attempt(
@@ -119,10 +138,8 @@ class Capturing:
 
     def _lacking(self, todo: Sequence[Bucket]) -> list[Bucket]:
         """The first bucket of each family whose graph is in no store, for workers to compile."""
-        if self.workers == 1:
-            return []
-        lacking = []
-        for bucket in self.families.firsts(todo):
+        suspects, lacking = self._suspects(), []
+        for bucket in self.families.firsts(each for each in todo if each not in suspects):
             is_stored = False
             with contextlib.suppress(Exception), torch.no_grad():  # its capture will say why
                 options = self._options(bucket)
@@ -146,7 +163,7 @@ class Capturing:
             return _named(error).split("\n")[0]
 
     def _precompile(self, bucket: Bucket) -> None:
-        with torch.no_grad():
+        with torch.no_grad(), collected_later:
             with one_thread():
                 options = self._options(bucket)
                 inputs = self.make_inputs(bucket)

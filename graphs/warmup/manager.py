@@ -50,7 +50,8 @@ class WarmupManager:
             graphs together take so much; what is left is listed as skipped.
         workers: how many processes compile, this one included. More than one for backend
             `inductor` only, which then needs `make_inputs` to work in a forked process; elsewhere
-            they are not used, and the log says why.
+            they are not used, and the log says why. None: two, if two processors are there for it
+            and this process has no other thread, with whose locks a fork might hang.
         symbolic: the axes whose sizes the compiled graphs leave open, so that one compile serves
             all buckets that differ in them alone; sizes 0 and 1 are compiled apart. Each bucket is
             still captured with inputs of its own sizes, and runs on no others. Where a graph does
@@ -60,8 +61,8 @@ class WarmupManager:
             given it captures last what failed or was killed, and knows how long the rest takes.
         timed_runs: how many runs of each graph are timed after its capture, for `report.cost`;
             less if they take longer than a tenth of a second, none where a bucket shares a graph
-            that others have run, and its first run took longer than half a second. They run the
-            callable for real.
+            that others have run, and its first run took longer than that. They run the callable
+            for real.
         overflow: what happens to a need that no captured bucket holds. `error` and `split` raise
             :class:`~graphs.BucketOverflow`, and with `split` that is expected: the caller cuts the
             step. `eager` runs the callable itself; `compile` captures a bucket of just that size.
@@ -94,7 +95,7 @@ class WarmupManager:
         usage: Usage | None = None,
         budget_seconds: float | None = None,
         budget_bytes: int | None = None,
-        workers: int = 1,
+        workers: int | None = 1,
         symbolic: Sequence[str] = (),
         journal: str | Path | None = None,
         timed_runs: int = 3,

@@ -9,21 +9,27 @@ it: a worker that fails, hangs or dies leaves its buckets to this process.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import signal
 import struct
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from io import FileIO
 from typing import Self
 
 import torch
 
-__all__ = ["Workers", "one_thread", "why_no_workers"]
+__all__ = ["Workers", "is_alone", "one_thread", "why_no_workers"]
+
+_log = logging.getLogger(__name__)
 
 _PATIENCE = 30.0
+_SHOWING = "rich", "tqdm"  # packages whose threads draw progress, which workers do not
 _RECORD = struct.Struct("i")
 
 
@@ -34,6 +40,15 @@ def why_no_workers() -> str:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return "CUDA is in use, which a fork does not survive"
     return ""
+
+
+def is_alone() -> bool:
+    """Whether no other thread of Python is in this process but such as show how far something is.
+
+    A fork may copy a lock that another thread holds, and then nobody opens.
+    """
+    others = (each for each in threading.enumerate() if each is not threading.current_thread())
+    return all(type(each).__module__.split(".")[0] in _SHOWING for each in others)
 
 
 @contextmanager
@@ -78,31 +93,37 @@ class Workers:
         self._own: int | None = None
 
     def __enter__(self) -> Self:
-        self._queue, write_queue = os.pipe()
-        self._done, write_done = os.pipe()
-        os.set_blocking(self._queue, False)
-        os.set_blocking(write_queue, False)
-        with contextlib.suppress(BlockingIOError):  # jobs that do not fit are left to this process
-            for job in range(self._jobs):
-                os.write(write_queue, _RECORD.pack(job))
-        os.close(write_queue)
-        self._own = _read(self._queue)
-        self._began = time.monotonic()
-        try:
-            for _ in range(self._count):
-                self._pids.append(self._fork(write_done))
-        finally:
-            os.close(write_done)
+        with contextlib.ExitStack() as undo:
+            self._queue, write_queue = _pipe(undo)
+            self._done, write_done = _pipe(undo)
+            for end in (self._queue, write_queue):
+                os.set_blocking(end.fileno(), False)
+            with contextlib.suppress(BlockingIOError):  # what does not fit is left to this process
+                for job in range(self._jobs):
+                    os.write(write_queue.fileno(), _RECORD.pack(job))
+            write_queue.close()
+            self._own = _read(self._queue)
+            self._began = time.monotonic()
+            undo.callback(self._end)
+            try:
+                for _ in range(self._count):
+                    self._pids.append(self._fork(write_done))
+            except OSError as error:
+                _log.warning("%d of %d workers: %s", len(self._pids), self._count, error)
+            write_done.close()
+            self._undo = undo.pop_all()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
+        self._undo.close()
+
+    def _end(self) -> None:
         for pid in self._pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            for kill in (os.killpg, os.kill):  # with its compilers, or before it has a group
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    kill(pid, signal.SIGKILL)
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
-        os.close(self._queue)
-        os.close(self._done)
 
     def __iter__(self) -> Iterator[int]:
         left = dict.fromkeys(range(self._jobs))
@@ -119,7 +140,7 @@ class Workers:
         own, self._own = self._own, None
         if own is not None:
             return own
-        if select.select([self._done], [], [], 0)[0]:
+        if _is_ready(self._done, 0):
             if (job := _read(self._done)) is not None:
                 return job
             return _read(self._queue)  # all workers are gone
@@ -128,15 +149,16 @@ class Workers:
         patience = self._patience
         if patience is None:
             patience = max(_PATIENCE, time.monotonic() - self._began)
-        if not select.select([self._done], [], [], patience)[0]:
+        if not _is_ready(self._done, patience):
             return None
         return _read(self._done)
 
-    def _fork(self, write_done: int) -> int:
+    def _fork(self, write_done: FileIO) -> int:
         pid = os.fork()
         if pid:
             return pid
         try:  # from here on in the worker, which must never return
+            os.setpgrp()
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             silent = os.open(os.devnull, os.O_WRONLY)
             os.dup2(silent, 1)
@@ -146,14 +168,26 @@ class Workers:
             while (job := _read(self._queue)) is not None:
                 with contextlib.suppress(Exception):
                     self._work(job)
-                os.write(write_done, _RECORD.pack(job))
+                os.write(write_done.fileno(), _RECORD.pack(job))
         finally:
             os._exit(0)
 
 
-def _read(pipe: int) -> int | None:
+def _pipe(undo: contextlib.ExitStack) -> tuple[FileIO, FileIO]:
+    read, write = os.pipe()
+    return undo.enter_context(FileIO(read)), undo.enter_context(FileIO(write, "w"))
+
+
+def _is_ready(pipe: FileIO, seconds: float) -> bool:
+    """Whether there is something to read, or nobody left to write, within so long."""
+    poll = select.poll()  # select() takes no descriptor from 1024 on
+    poll.register(pipe, select.POLLIN)
+    return bool(poll.poll(seconds * 1000))
+
+
+def _read(pipe: FileIO) -> int | None:
     try:
-        record = os.read(pipe, _RECORD.size)
+        record = os.read(pipe.fileno(), _RECORD.size)
     except BlockingIOError:
         return None
     return int(_RECORD.unpack(record)[0]) if len(record) == _RECORD.size else None

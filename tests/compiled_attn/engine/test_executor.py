@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import threading
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 import torch
 
 from compiled_attn.engine import ConfigError, Engine, EngineConfig, SamplingParams
-from compiled_attn.engine.local import LocalExecutor, processes_for
+from compiled_attn.engine.local import LocalExecutor
 from graphs import CaptureError
 from graphs.backends.eager import EagerBackend
-from graphs.warmup.workers import why_no_workers
 from tests.compiled_attn.engine.counting import CONFIG, Counting
 from tests.compiled_attn.tiny import plain_generate, tiny_model
 
@@ -80,35 +78,11 @@ def test_what_is_neither_model_nor_executor_is_refused_in_one_line(wrong):
         Engine(wrong)
 
 
-def deep(layers, device="cpu"):
-    config = SimpleNamespace(num_hidden_layers=layers)
-    config.get_text_config = lambda: config
-    return SimpleNamespace(device=torch.device(device), config=config)
-
-
-@pytest.fixture
-def two_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
-def alone(monkeypatch, count=1):
-    monkeypatch.setattr(threading, "active_count", lambda: count)
-
-
-@pytest.mark.skipif(bool(why_no_workers()), reason="no fork")
-def test_a_deep_model_is_compiled_by_two_processes(monkeypatch, two_threads):
-    alone(monkeypatch)
-    assert processes_for(deep(30), EngineConfig()) == 2
-    assert processes_for(deep(4), EngineConfig()) == 1
-    assert processes_for(deep(30, "meta"), EngineConfig()) == 1
-    assert processes_for(deep(30), EngineConfig(backend="eager")) == 1
-    torch.set_num_threads(1)
-    assert processes_for(deep(30), EngineConfig()) == 1
-
-
-def test_a_process_with_other_threads_is_not_forked(monkeypatch, two_threads):
-    alone(monkeypatch, 2)
-    assert processes_for(deep(30), EngineConfig()) == 1
+@pytest.mark.parametrize(("layers", "workers"), [(2, 1), (12, None)])
+def test_a_deep_model_may_be_compiled_by_two_processes(layers, workers):
+    model = tiny_model(num_hidden_layers=layers)
+    config = EngineConfig(16, 4, block_size=4, num_blocks=20, backend="eager", max_graphs=3)
+    assert LocalExecutor(model, config).graphs._capturing.workers == workers
+    config = replace(config, warmup_workers=3)
+    model = tiny_model(num_hidden_layers=layers)
+    assert LocalExecutor(model, config).graphs._capturing.workers == 3

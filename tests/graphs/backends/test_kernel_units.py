@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 from torch._inductor import config
 from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.codecache import CppPythonBindingsCodeCache
 from torch._inductor.utils import fresh_cache
 
 from graphs import available_backends, capture
@@ -84,6 +86,7 @@ def test_a_graph_that_is_compiled_again_finds_its_libraries(cache, step, monkeyp
     run(step)
     files = sorted(cache.rglob("*.so"))
     torch._dynamo.reset()
+    CppPythonBindingsCodeCache.cache_clear()  # as a later process has none of them in memory
     monkeypatch.setattr("torch._inductor.cpp_builder.CppBuilder.build", None)
     run(step)
     assert sorted(cache.rglob("*.so")) == files
@@ -142,9 +145,22 @@ def test_units_have_about_the_same_size(monkeypatch):
     assert units._shared_out({}) == []
 
 
-def test_of_several_modules_each_waits_for_its_own():
-    """A scope without kernels, or with those of another, is not touched."""
-    scope = {"other": 1}
+def test_each_module_gets_its_own_kernels(cache):
+    def source(factor):
+        body = f"{{ for (int i = 0; i < 4; ++i) out[i] = in[i] * {factor}; }}"
+        return HEADER + 'extern "C" void kernel(const float* in, float* out) ' + body
+
+    pool = AsyncCompile()
     with units.few_units():
-        AsyncCompile().wait(scope)
-    assert scope == {"other": 1}
+        scopes = [
+            {name: pool.cpp_pybinding(["const float*", "float*"], source(n)) for name in "abc"}
+            for n in (2, 3)
+        ]
+    for scope in reversed(scopes):
+        pool.wait(scope)
+    for n, scope in zip((2, 3), scopes, strict=True):
+        for kernel in scope.values():
+            out = torch.zeros(4)
+            kernel(torch.ones(4), out)
+            assert out.tolist() == [n] * 4
+    assert not [name for name in sys.modules if name.endswith(".kernel_1")]

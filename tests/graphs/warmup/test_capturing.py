@@ -1,3 +1,6 @@
+import threading
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -77,7 +80,6 @@ class Stored(EagerBackend):
 def test_what_a_store_has_comes_first_and_needs_no_workers(caplog):
     assert capturing(Stored())._lacking([*SPACE]) == [Bucket(n=4), Bucket(n=1)]
     assert capturing("eager")._lacking([*SPACE]) == [*SPACE]
-    assert capturing("eager", workers=1)._lacking([*SPACE]) == []
     order = []
     manager = WarmupManager(double, SPACE, rows_of, backend=Stored(), workers=2)
     manager.warmup(lambda event: order.append(event.bucket.n) if event.seconds else None)
@@ -86,6 +88,69 @@ def test_what_a_store_has_comes_first_and_needs_no_workers(caplog):
     caplog.clear()
     WarmupManager(double, explicit(["n"], [2]), rows_of, backend=Stored(), workers=2).warmup()
     assert not caplog.records
+
+
+class Compiling(EagerBackend):
+    """Compiles beforehand, so it says."""
+
+    def why_no_precompile(self):
+        return ""
+
+    def precompile(self, *_, **__):
+        return None
+
+
+class Elsewhere(threading.Thread):
+    """Of a package that shows progress."""
+
+    __module__ = "tqdm._monitor"
+
+
+@pytest.fixture
+def two_processors(monkeypatch):
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    monkeypatch.setattr("graphs.warmup.capturing.usable_cores", lambda: 2)
+    monkeypatch.setattr(threading, "enumerate", lambda: [threading.current_thread()])
+    yield monkeypatch
+    torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(bool(why_no_workers()), reason="no fork")
+def test_without_a_number_two_processes_compile_where_that_is_safe(two_processors):
+    made = capturing(Compiling(), None)
+    assert made._count() == 2
+    assert capturing("eager", None)._count() == 1  # keeps nothing
+    now = threading.current_thread()
+    two_processors.setattr(threading, "enumerate", lambda: [now, Elsewhere()])
+    assert made._count() == 2
+    two_processors.setattr(threading, "enumerate", lambda: [now, threading.Thread()])
+    assert made._count() == 1
+    two_processors.setattr(threading, "enumerate", lambda: [now])
+    torch.set_num_threads(1)
+    assert made._count() == 1
+    torch.set_num_threads(2)
+    two_processors.setattr("graphs.warmup.capturing.usable_cores", lambda: 1)
+    assert made._count() == 1
+    assert capturing(Compiling(), 3)._count() == 3
+
+
+@pytest.mark.skipif(bool(why_no_workers()), reason="no fork")
+def test_a_family_follows_its_first_bucket_and_a_suspect_comes_last(tmp_path):
+    space = explicit(["n"], [16, 8, 4, 2, 1])
+    double = Compiling()
+    double.why_no_symbolic = lambda: ""
+
+    def order(suspect):
+        manager = WarmupManager(torch.neg, space, rows_of, backend=double, workers=2, symbolic="n")
+        capturing = manager._capturing
+        capturing.journal = SimpleNamespace(suspects=[Bucket(n=suspect)] if suspect else [])
+        todo = capturing.suspects_last([*manager._order])
+        return [bucket.n for bucket in capturing.shared_out(todo)]
+
+    assert order(None) == [16, 8, 4, 2, 1]
+    assert order(1) == [16, 8, 4, 2, 1]  # compiled by nobody else
+    assert order(4) == [16, 8, 2, 1, 4]
 
 
 @pytest.mark.skipif(bool(why_no_workers()), reason="no fork")

@@ -3,6 +3,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -86,16 +87,76 @@ def test_the_first_job_is_of_this_process(tmp_path):
     assert not tmp_path.joinpath("0").exists()
 
 
+def test_without_room_for_a_fork_this_process_does_all(monkeypatch, caplog):
+    before = descriptors()
+
+    def fork():
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(os, "fork", fork)
+    with Workers(3, 2, lambda job: None) as workers:
+        assert [*workers] == [0, 1, 2]
+    assert "0 of 2 workers" in caplog.text
+    assert descriptors() == before
+
+
+def test_descriptors_may_have_large_numbers():
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 1200 if hard == resource.RLIM_INFINITY else min(1200, hard)
+    if wanted < 1200:
+        pytest.skip("this process may not open so many files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        with Workers(3, 1, lambda job: None) as workers:
+            assert sorted(workers) == [0, 1, 2]
+    finally:
+        for file in files:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_what_a_worker_started_ends_with_it(tmp_path):
+    def work(job):
+        child = subprocess.Popen(["sleep", "600"])
+        (tmp_path / "new").write_text(str(child.pid))
+        (tmp_path / "new").rename(tmp_path / "pid")
+        child.wait()
+
+    with Workers(2, 1, work):
+        end = time.monotonic() + 30
+        while not (tmp_path / "pid").exists() and time.monotonic() < end:
+            time.sleep(0.02)
+    pid = int((tmp_path / "pid").read_text())
+    end = time.monotonic() + 30
+    while is_running(pid) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert not is_running(pid)
+
+
+def is_running(pid):
+    """Not a zombie either, where nobody reaps what a worker left."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split(")")[-1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def descriptors():
+    return len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else None
+
+
 def test_an_error_in_the_with_statement_ends_the_workers_and_closes_the_pipes():
-    before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else None
+    before = descriptors()
     with pytest.raises(KeyError), Workers(3, 2, lambda job: time.sleep(600)) as workers:
         pids = workers._pids
         raise KeyError
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
-    if before is not None:
-        assert len(os.listdir("/proc/self/fd")) == before
+    assert descriptors() == before
 
 
 def test_one_thread_is_for_the_statement_only():
