@@ -82,19 +82,29 @@ CA_INLINE Floats load(const Float16* at) {
 
 CA_INLINE Floats load(const int8_t* at) { return as_floats(signed_bytes_at(at)); }
 
+// The sign is spread over the bits above, so that one shift takes it and the rest to their places.
 CA_INLINE Floats load(const Float8E4M3* at) {
-  const Ints bits = bytes_at(at);
-  const Ints magnitude = bits & 0x7f, sign = (bits & 0x80) << 24;
-  const Floats finite = rebased(sign, magnitude << 20, 0x1p120f);
-  return either(magnitude == 0x7f, all(NAN), finite);
+  const Ints bits = signed_bytes_at(at) << 20 & int32_t(0x87f00000);
+  const Floats finite = bits_as<Floats>(bits) * all(0x1p120f);
+  const Ints is_nan = (bits & 0x7ff00000) == 0x07f00000;
+  return bits_as<Floats>(bits_as<Ints>(finite) | is_nan);  // all ones are a NaN
 }
 
+// The upper halves of floats of 16 bits.
 CA_INLINE Floats load(const Float8E5M2* at) {
+#if defined(__AVX512F__)
+  const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
+  return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(codes), 8));
+#elif defined(__AVX2__)
+  const __m128i codes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(at));
+  return _mm256_cvtph_ps(_mm_unpacklo_epi8(_mm_setzero_si128(), codes));
+#else
   const Ints bits = bytes_at(at);
   const Ints magnitude = bits & 0x7f, sign = (bits & 0x80) << 24;
   const Floats finite = rebased(sign, magnitude << 21, 0x1p112f);
   const Floats special = bits_as<Floats>(sign | 0x7f800000 | (magnitude & 3) << 21);
   return either(magnitude >= 0x7c, special, finite);
+#endif
 }
 
 // One element, by way of a vector: for what is not worth a loop of its own.

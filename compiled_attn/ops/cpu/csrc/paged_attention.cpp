@@ -167,7 +167,7 @@ bool attend_bfloat16(const Args& args, int threads) {
 #if CA_HAS_BFLOAT16_DOT
   if (args.forms.few_rows <= kPairs) return attend_bfloat16<FewRows<InPairs>>(args, threads);
 #endif
-  return attend_bfloat16<FewRows<InFloats<BFloat16>>>(args, threads);
+  return attend_bfloat16<FewRows<InHalves>>(args, threads);
 }
 
 bool attend(const Args& args, int threads) {
@@ -177,13 +177,16 @@ bool attend(const Args& args, int threads) {
 #endif
   return by_dtype(args.cache_dtype, [&](auto* type) {
     using Element = std::remove_pointer_t<decltype(type)>;
-    if constexpr (std::is_same_v<Element, BFloat16>) return attend_bfloat16(args, threads);
+    if constexpr (std::is_same_v<Element, BFloat16>) {
+      return attend_bfloat16(args, threads);
+    } else {
 #if CA_HAS_CODE_TABLES
-    if constexpr (is_quantised<Element> && !std::is_same_v<Element, int8_t>)
-      if (args.query_dtype == kBFloat16)
-        return attend<FewRows<InCodes<Element>>, Tiles<FloatUnits<Element>>>(args, threads);
+      if constexpr (is_quantised<Element> && !std::is_same_v<Element, int8_t>)
+        if (args.query_dtype == kBFloat16)
+          return attend<FewRows<InCodes<Element>>, Tiles<FloatUnits<Element>>>(args, threads);
 #endif
-    return attend<FewRows<InFloats<Element>>, Tiles<FloatUnits<Element>>>(args, threads);
+      return attend<FewRows<InFloats<Element>>, Tiles<FloatUnits<Element>>>(args, threads);
+    }
   });
 }
 

@@ -1,0 +1,61 @@
+"""Every number of 8 and 16 bits that a cache can hold is read as what it is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.compiled_attn.ops.kernels import BEST, SLOW, loaded
+
+CODES = [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8]
+
+
+def alone(isa, values, rows):
+    """What so many rows of a request make of one value, which each of them sees alone."""
+    dim = values.shape[-1]
+    cache = torch.zeros(1, 1, 1, dim).to(values.dtype), values.view(1, 1, 1, dim)
+    query = torch.zeros(rows, 1, dim)
+    scales = {}
+    if values.dtype in CODES:
+        scales = dict.fromkeys(["key_scale", "value_scale"], torch.ones(1, 1, 1))
+    else:
+        query = query.to(values.dtype)
+    table, lengths = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    starts = torch.tensor([0, rows], dtype=torch.int32)
+    op = loaded(isa).paged_attention
+    out, *_ = op(query, *cache, table, lengths, starts, 1.0, causal=False, **scales)
+    return out[:, 0]
+
+
+@pytest.mark.parametrize("isa", [BEST, *SLOW])
+@pytest.mark.parametrize("rows", [1, 3, 40])  # a decode, drafts, a prompt
+@pytest.mark.parametrize("dtype", CODES, ids=str)
+def test_all_codes(isa, dtype, rows):
+    codes = torch.arange(256, dtype=torch.uint8).view(dtype)
+    codes = codes[codes.float().isfinite()]
+    codes = torch.cat([codes, codes[: 256 - len(codes)]])
+    want = codes.float().expand(rows, -1)
+    assert torch.equal(alone(isa, codes, rows), want)
+
+
+@pytest.mark.parametrize("isa", [BEST, *SLOW])
+@pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.parametrize("dtype", CODES[:2], ids=str)
+def test_codes_that_are_no_numbers(isa, dtype, rows):
+    codes = torch.arange(256, dtype=torch.uint8).view(dtype)
+    special = codes[~codes.float().isfinite()]
+    for code in special:  # an infinite one times a weight of zero may be NaN
+        made = alone(isa, code.expand(16).contiguous(), rows)
+        assert not made.isfinite().any()
+        if code.float().isnan():
+            assert made.isnan().all()
+
+
+@pytest.mark.parametrize("isa", [BEST, *SLOW])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_all_finite_bfloat16(isa, rows):
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
+    every = every[every.float().abs() >= 2.0**-126]
+    every = every[every.isfinite()]
+    for part in every[: len(every) // 256 * 256].view(-1, 256):
+        assert torch.equal(alone(isa, part, rows), part.expand(rows, -1))
