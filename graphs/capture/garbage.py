@@ -13,7 +13,7 @@ class _CollectedLater:
     """Python's automatic collection, switched off while anybody is inside.
 
     A compile makes millions of objects that live until its end, and Python looks through them, and
-    through all that torch has loaded, again and again: a tenth of the time of a large graph.
+    through all that torch has loaded, again and again.
     Threads that capture at once go in and out as they like: the last one switches it on again,
     unless the first one found it off. What others switch meanwhile does not last.
     """
