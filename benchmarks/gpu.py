@@ -109,7 +109,8 @@ def main() -> None:
         print(f"# skipped: no device {options.device!r} here ({error})")
         return
     dtype = getattr(torch, options.dtype)
-    isa = "Triton" if device.type == "cuda" else load().isa
+    ops = load()  # which defines the op, for CUDA too
+    isa = "Triton" if device.type == "cuda" else ops.isa
     print(f"# {describe(device)}; {dtype}, blocks of {options.block_size}; op: {isa}")
     sizes = Sizes(block_size=options.block_size, dtype=dtype)
     if options.small:

@@ -7,8 +7,12 @@ import pkgutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 import torch
+from torch._inductor import codecache
+from torch.utils._appending_byte_serializer import BytesWriter
 
 from graphs.store import torch_files
 
@@ -54,3 +58,15 @@ take_key(graph.to_bytes())  # it is known
     command = [sys.executable, "-c", program]
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert said.strip() == "b'a key'"
+
+
+@pytest.mark.parametrize("refusal", [RuntimeError, AssertionError], ids=["2.13", "2.11"])
+def test_a_key_that_torch_knows_already_is_no_error(monkeypatch, refusal):
+    def refuse(_):
+        raise refusal
+
+    content = BytesWriter()
+    content.write_bytes(b"kind")
+    content.write_bytes(b"a key")
+    monkeypatch.setattr(codecache, "torch_key", SimpleNamespace(set=refuse))
+    torch_files.take_key(content.to_bytes())
