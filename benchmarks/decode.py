@@ -1,6 +1,7 @@
 """Decode over a paged cache: the native kernel, its alternatives, and a read-only pass.
 
     python benchmarks/decode.py [--threads 1 2] [--dtypes float32 bfloat16] [--plot decode.png]
+    python benchmarks/decode.py --in-turns --dtypes bfloat16 int8   # tokens of caches over the first
 
 32 query heads on 8 KV heads of 128, one query token a request, blocks anywhere in a pool of 1 GiB.
 Cold: each step reads other blocks; hot: always the same few. One process, interleaved, medians.
@@ -97,6 +98,35 @@ def print_row(scene, context, requests, threads, step, found) -> None:
     )
 
 
+def rows_in_turns(options: argparse.Namespace) -> None:
+    """Prints tokens a second of caches of each dtype, and those over the first: in turns, as the
+    speed of a machine that others use changes from one minute to the next."""
+    print(f"{'dtype':>13} block context reqs threads  Mtok/s  over {options.dtypes[0]}")
+    for block_size in options.blocks:
+        scenes = [
+            Scene(getattr(torch, name), block_size, allocate=huge_pages.zeros)
+            for name in options.dtypes
+        ]
+        for context in options.contexts:
+            requests = max(1, TOKENS // context)
+            shape = [1] * requests, [context] * requests
+            steps = [scene.steps(*shape, options.rounds + 1) for scene in scenes]
+            runs = {
+                name: lambda i, each=each: forms.native(each[0 if options.hot else i])
+                for name, each in zip(options.dtypes, steps, strict=True)
+            }
+            for threads in options.threads:
+                torch.set_num_threads(threads)
+                found = medians(runs, options.rounds)
+                for name, seconds in found.items():
+                    print(
+                        f"{name:>13} {block_size:5} {context:7} {requests:4} {threads:7} "
+                        f"{context * requests / seconds / 1e6:7.1f}  "
+                        f"{found[options.dtypes[0]] / seconds:5.2f}",
+                        flush=True,
+                    )
+
+
 def main() -> None:
     """Prints a row for each dtype, block size, context and number of threads."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -108,11 +138,14 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="+", default=[512, 2048, 8192])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--hot", action="store_true")
+    parser.add_argument("--in-turns", action="store_true", help="only the kernel, over dtypes")
     parser.add_argument("--plot", type=Path, help="write a PNG")
     options = parser.parse_args()
     if options.plot and find_spec("matplotlib") is None:
         parser.error("expected matplotlib for --plot, found none: pip install -e '.[report]'")
     print(f"# torch {torch.__version__}, {'hot' if options.hot else 'cold'} KV, pool on huge pages")
+    if options.in_turns:
+        return rows_in_turns(options)
     print(f"{'dtype':>13} block context reqs threads  of read  GB/s  Mtok/s  speed over")
     plotted: dict[str, dict[str, dict[str, float]]] = {}
     for name in options.dtypes:

@@ -9,6 +9,7 @@
 #include "few_rows_digits.h"
 #include "few_rows_halves.h"
 #include "few_rows_loops.h"
+#include "few_rows_words.h"
 #include "lookahead.h"
 #include "output.h"
 #include "spoilt.h"

@@ -1,11 +1,12 @@
 // Few rows against integers of 8 bits: products of integers.
 //
-// A query, and the weights of a chunk, become integers of 16 bits in two digits of 8. Elements down
-// to 1/128 of the largest are rounded no more than by bfloat16. A weight is taken times the scale
-// of its token's values, so what is lost is small beside what some token of the chunk adds.
+// A query, and the weights of a chunk, become integers of 16 bits in two digits of 8, see `Fixed`. A
+// weight is taken times the scale of its token's values, so what is lost is small beside what some
+// token of the chunk adds.
 #pragma once
 
 #include "few_rows_loops.h"
+#include "fixed.h"
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 #define CA_HAS_INTEGER_DOT 1
@@ -19,7 +20,7 @@ CA_INLINE Octets octets_at(const void* at) { return _mm512_loadu_si512(at); }
 
 // The processor multiplies integers without a sign by ones with a sign: 128 is added here, and
 // taken off where sums start.
-constexpr int kOffset = 128;
+constexpr int kOffset = kMostCode;
 CA_INLINE Octets offset(Octets v) { return _mm512_xor_si512(v, _mm512_set1_epi8(-128)); }
 
 // Adds up products of the four octets of each lane with the four digits at an address.
@@ -28,32 +29,6 @@ CA_INLINE Ints add_octets(Ints sum, Octets octets, const int8_t* digits) {
   std::memcpy(&four, digits, sizeof four);
   return (Ints)_mm512_dpbusd_epi32((__m512i)sum, octets, _mm512_set1_epi32(four));
 }
-
-// What the largest of n elements becomes: sums of products with n codes fit into 32 bits.
-inline float largest_of(int64_t n) { return std::min(127 * 256.0f, 2.13e9f / float(kOffset * n)); }
-
-// How floats become integers, and integers floats: i * unit. A float that is not finite makes the
-// unit NaN, and its integer is any.
-struct Fixed {
-  float largest, factor, unit;
-
-  // Of the n floats at `from`, as many of which are added up.
-  Fixed(const float* from, int64_t n) : largest(largest_of(n)) {
-    Ints most{};  // bits of sizes are in the order of sizes, with NaN above
-    for (int64_t i = 0; i < n; i += kLanes)
-      most = (Ints)_mm512_max_epi32((__m512i)most,
-                                    (__m512i)(bits_as<Ints>(load(from + i)) & all(INT32_MAX)));
-    const float peak = bits_as<float>(_mm512_reduce_max_epi32((__m512i)most));
-    factor = peak > 0 ? std::min(largest / peak, 1e38f) : 0;
-    unit = peak > 0 ? 1 / factor : peak;
-    if (!(peak < INFINITY)) factor = 0, unit = NAN;
-  }
-
-  CA_INLINE Ints integers(const float* from) const {
-    const Floats x = larger(load(from) * all(factor), all(-largest));
-    return (Ints)_mm512_cvtps_epi32(x);
-  }
-};
 
 // high * 256 + low. On the way it may leave 32 bits, and comes back.
 CA_INLINE Floats joined_digits(Ints high, Ints low) {

@@ -174,6 +174,9 @@ bool attend(const Args& args, int threads) {
 #if CA_HAS_INTEGER_DOT
   if (args.query_dtype == kBFloat16 && args.cache_dtype == kInt8)
     return attend<FewRows<InDigits>, Tiles<FloatUnits<int8_t>>>(args, threads);
+#elif CA_HAS_WORD_PRODUCTS
+  if (args.query_dtype == kBFloat16 && args.cache_dtype == kInt8)
+    return attend<FewRows<InWords>, Tiles<FloatUnits<int8_t>>>(args, threads);
 #endif
   return by_dtype(args.cache_dtype, [&](auto* type) {
     using Element = std::remove_pointer_t<decltype(type)>;

@@ -157,6 +157,25 @@ CA_INLINE Ints ramp() {
 
 CA_INLINE Floats as_floats(Ints v) { return __builtin_convertvector(v, Floats); }
 
+// To the nearest, and of two to the even one; the larger of each two lanes, and of all lanes.
+#if defined(__AVX512F__)
+CA_INLINE Ints rounded(Floats v) { return bits_as<Ints>(_mm512_cvtps_epi32(v)); }
+CA_INLINE Ints larger_of(Ints a, Ints b) {
+  return bits_as<Ints>(_mm512_max_epi32((__m512i)a, (__m512i)b));
+}
+CA_INLINE int32_t largest_of(Ints v) { return _mm512_reduce_max_epi32((__m512i)v); }
+#elif defined(__AVX2__)
+CA_INLINE Ints rounded(Floats v) { return bits_as<Ints>(_mm256_cvtps_epi32(v)); }
+CA_INLINE Ints larger_of(Ints a, Ints b) {
+  return bits_as<Ints>(_mm256_max_epi32((__m256i)a, (__m256i)b));
+}
+CA_INLINE int32_t largest_of(Ints v) {
+  int32_t most = v[0];
+  for (int i = 1; i < kLanes; ++i) most = v[i] > most ? v[i] : most;
+  return most;
+}
+#endif
+
 // Each of some vectors becomes f of itself.
 template <int count, class Function>
 CA_INLINE void apply(Floats (&v)[count], const Function& f) {
