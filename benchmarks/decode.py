@@ -1,7 +1,7 @@
 """Decode over a paged cache: the native kernel, its alternatives, and a read-only pass.
 
     python benchmarks/decode.py [--threads 1 2] [--dtypes float32 bfloat16] [--plot decode.png]
-    python benchmarks/decode.py --in-turns --dtypes bfloat16 int8   # tokens of caches over the first
+    python benchmarks/decode.py --in-turns --dtypes bfloat16 int8   # tokens over those of the first
 
 32 query heads on 8 KV heads of 128, one query token a request, blocks anywhere in a pool of 1 GiB.
 Cold: each step reads other blocks; hot: always the same few. One process, interleaved, medians.

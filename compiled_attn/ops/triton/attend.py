@@ -41,6 +41,7 @@ def attend_kernel(
     totals,  # of splits: [splits, T, HEADS]; else None
     factor,  # of scores; log2(e) is in it unless they are capped or raised
     cap,
+    lowest,  # -inf, which a compiler does not know
     window,
     tokens,
     requests,
@@ -93,9 +94,6 @@ def attend_kernel(
     DTYPE: tl.constexpr = query.dtype.element_ty
     # Scales of values go to the weights, which are fewer, but where these would be too small then.
     SCALED_WEIGHTS: tl.constexpr = CODES != "none" and tl.float16 != DTYPE
-    # Devices fuse a product with the subtraction of the greatest one, which is rounded: of great
-    # scores the difference is then far from 0. So there is a selection between, or no product.
-    NO_PRODUCT: tl.constexpr = FACTOR_LAST and CODES == "none"
     # Of causal rows the last see most keys: they begin first, so that none is waited for alone.
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = (tl.program_id(1) // HEAD_TILES).to(tl.int64)
@@ -204,8 +202,8 @@ def attend_kernel(
                 scores += _product(rest_queries, decode(keys, CODES, DTYPE, HAS_FP8), WIDEN)
             if CODES != "none":
                 scale_at = block * ks_block + slot * ks_slot + kv_head * ks_head
-                scores *= tl.load(key_scale + scale_at)[None, :]
-            if not FACTOR_LAST:
+                scores *= (tl.load(key_scale + scale_at) * factor)[None, :]
+            elif not FACTOR_LAST:
                 scores *= factor
             if CAPPED:
                 scores = _capped(scores, cap)
@@ -224,11 +222,15 @@ def attend_kernel(
                 else:
                     values = decode(values, CODES, tl.float32, HAS_FP8) * scale[:, None]
                     values = values.to(DTYPE)
-            if part == 1 and NO_PRODUCT:
+            if not FACTOR_LAST:
+                # Devices fuse a product with the subtraction of the greatest one, which is rounded:
+                # of great scores the difference is then far from 0. So a maximum lies between, of
+                # what is -inf whenever it runs.
+                scores = tl.maximum(scores, lowest, propagate_nan=tl.PropagateNan.ALL)
+            if part == 1:
                 is_missing |= (is_block == 0).to(tl.int32)
             else:
                 scores = tl.where(is_block, scores, float("nan"))
-            if part != 1:
                 # A weight of 0 does not hide a value that is NaN or infinite: those that see it
                 # become NaN by its score, which a mask hides from the others.
                 is_finite = tl.abs(values.to(tl.float32)) < float("inf")
