@@ -35,18 +35,18 @@ tests() {
   # What has such tests alone: other folders import what a machine may lack.
   local spread
   spread=$("$PYTHON" -c 'import xdist' 2>/dev/null && echo '-n 8') # most of the time is compiling
-  step gpu_tests 215 "$PYTHON" -m pytest -q -p no:cacheprovider $spread -m gpu --maxfail=30 \
+  step gpu_tests 205 "$PYTHON" -m pytest -q -p no:cacheprovider $spread -m gpu --maxfail=30 \
     tests/compiled_attn/test_on_a_device.py tests/compiled_attn/ops tests/compiled_attn/engine \
     tests/graphs/backends
 }
 
-serving() { step gpu_serving 105 "$PYTHON" benchmarks/gpu.py --device "$DEVICE" --parts serving \
+serving() { step gpu_serving 95 "$PYTHON" benchmarks/gpu.py --device "$DEVICE" --parts serving \
   --json "$OUT/gpu_serving.json" $ARGS; }
 
-attention() { step gpu_attention 135 "$PYTHON" benchmarks/gpu.py --device "$DEVICE" \
+attention() { step gpu_attention 125 "$PYTHON" benchmarks/gpu.py --device "$DEVICE" \
   --parts attention --json "$OUT/gpu_attention.json" $ARGS; }
 
-tiles() { step gpu_tiles 120 "$PYTHON" benchmarks/gpu.py --device "$DEVICE" --parts tiles \
+tiles() { step gpu_tiles 115 "$PYTHON" benchmarks/gpu.py --device "$DEVICE" --parts tiles \
   --json "$OUT/gpu_tiles.json" $ARGS; }
 
 [ "$DEVICE" != cuda ] ||

@@ -1,4 +1,4 @@
-"""Checks of a call of the op in Python, for its reference; C++ checks the same in ``op.cpp``."""
+"""Checks of a call of the op in Python, for its reference; C++ has them in ``attention_op.h``."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from compiled_attn.hf.rounding import last_logits, rounding_of
 from compiled_attn.ops import load, packed_linear
 from tests.compiled_attn.hf.families import small_model
 from tests.compiled_attn.hf.test_packed import IDS, Small
-from tests.compiled_attn.ops.test_packed_linear import halves_by
+from tests.compiled_attn.ops.packed_layers import halves_by
 
 
 @pytest.fixture

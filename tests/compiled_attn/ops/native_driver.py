@@ -13,6 +13,7 @@ from compiled_attn.ops.cpu.forms import Forms, take
 from tests.compiled_attn.ops.cpu.test_player import CALLS, assert_moved
 from tests.compiled_attn.ops.native_cases import CASES, MIXED
 from tests.compiled_attn.ops.native_scene import Scene, assert_right, new_tokens, scene
+from tests.compiled_attn.ops.packed_layers import ROWS, SIZES, assert_product, layer, packed_as
 from tests.compiled_attn.ops.test_drawn_tokens import (
     DTYPES,
     KINDS,
@@ -22,7 +23,6 @@ from tests.compiled_attn.ops.test_drawn_tokens import (
     settle,
 )
 from tests.compiled_attn.ops.test_drawn_tokens import SIZES as VOCABULARIES
-from tests.compiled_attn.ops.test_packed_linear import ROWS, SIZES, assert_product, layer, packed_as
 from tests.compiled_attn.ops.test_reference import BAD_NUMBERS, BAD_SHAPES, WRITES
 
 DRAWS = [

@@ -3,50 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from torch.nn import functional
 
-from compiled_attn.ops import NativeOps, NativeUnavailable, available_isas, load, packed_linear
-from compiled_attn.ops.cpu.build import find_compiler
-from compiled_attn.ops.cpu.forms import Forms, take
-
-AMX = "amx_bf16"
-BEST, *OTHERS = available_isas()
-WITHOUT_TILES = next(isa for isa in available_isas() if isa != AMX)
-# Around a tile, two of them, and as many rows as are taken at once.
-ROWS = [1, 2, 5, 8, 13, 15, 16, 17, 31, 33, 48, 63, 64, 257]
-SIZES = [(16, 32), (48, 96), (80, 64), (144, 576), (16 * 13, 32)]
-
-
-def _loaded(isa: str, *, plain_tiles: bool = False) -> NativeOps:
-    try:
-        find_compiler()
-    except NativeUnavailable as error:
-        pytest.skip(str(error))
-    return load(isa, plain_tiles=plain_tiles)
-
-
-_TAKEN: dict[Path, Forms] = {}
-"""Of libraries that have others than at their start."""
-
-
-@contextmanager
-def halves_by(products: str, ops: NativeOps) -> Iterator[NativeOps]:
-    """The kernels, of which layers of halves are computed so meanwhile."""
-    library = ops.build.library
-    begun = _TAKEN.get(library, ops.chosen.forms if ops.chosen else Forms.of(AMX))
-    _TAKEN[library] = replace(begun, linear_halves=products)
-    take(library, _TAKEN[library])
-    try:
-        yield ops
-    finally:
-        _TAKEN[library] = begun
-        take(library, begun)
+from compiled_attn.ops import NativeOps, load, packed_linear
+from tests.compiled_attn.ops.packed_layers import (
+    AMX,
+    BEST,
+    KINDS,
+    OTHERS,
+    ROWS,
+    SIZES,
+    WITHOUT_TILES,
+    assert_product,
+    dequantised,
+    halves_by,
+    layer,
+    loaded,
+    packed_as,
+)
 
 
 @pytest.fixture(
@@ -65,46 +42,8 @@ def ops(request) -> Iterator[NativeOps]:
         return
     is_plain, in_tiles = request.param == "tiles in plain C++", "tiles" in request.param
     isa = WITHOUT_TILES if is_plain else BEST if in_tiles else request.param
-    loaded = _loaded(isa, plain_tiles=is_plain)
-    with halves_by("tiles" if in_tiles else "floats", loaded):
-        yield loaded
-
-
-def layer(
-    rows: int, outputs: int, inputs: int, seed: int = 0, kind: str = "bfloat16"
-) -> tuple[torch.Tensor, ...]:
-    """Input, plain weight and bias, of the dtype that goes with a kind of packed weights."""
-    chance = torch.Generator().manual_seed(seed)
-    dtype = torch.float32 if kind in ("float32", "halves") else torch.bfloat16
-    input, weight, bias = (
-        torch.randn(shape, generator=chance).to(dtype)
-        for shape in ((rows, inputs), (outputs, inputs), (outputs,))
-    )
-    return input, weight.bfloat16().float() if kind == "halves" else weight, bias
-
-
-KINDS = ["bfloat16", "int8", "float32", "halves"]
-
-
-def packed_as(kind: str, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A weight packed, and its scale."""
-    if kind == "int8":
-        return packed_linear.quantise(weight)
-    return (packed_linear.halve if kind == "halves" else packed_linear.pack)(weight), None
-
-
-def dequantised(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The weight ``[N, K]`` that packed codes stand for, in float64."""
-    return codes.permute(0, 2, 1, 3).flatten(2).flatten(0, 1).double() * scale.double()[:, None]
-
-
-def assert_product(out, input, weight, bias=None) -> None:
-    wanted = input.double() @ weight.double().T + (0 if bias is None else bias.double())
-    size = input.double().abs() @ weight.double().abs().T
-    # Half a unit in the last place of bfloat16, and rounding of the sums in float32.
-    rounding = 2**-8 if input.dtype is torch.bfloat16 else 0
-    assert out.dtype is input.dtype
-    assert ((out.double() - wanted).abs() <= wanted.abs() * rounding + size * 2e-6).all()
+    with halves_by("tiles" if in_tiles else "floats", loaded(isa, plain_tiles=is_plain)) as kernels:
+        yield kernels
 
 
 @pytest.mark.parametrize("rows", [1, 16])
@@ -343,120 +282,6 @@ def test_a_gate_that_is_as_great_as_can_be(ops, value):
     assert wanted.isnan().all() or torch.equal(out.signbit(), wanted.signbit())
 
 
-def test_the_registers_give_the_bits_of_plain_tiles():
-    if AMX not in available_isas():
-        pytest.skip("this processor has no AMX")
-    both = _loaded(AMX), _loaded(WITHOUT_TILES, plain_tiles=True)
-    for kind in ("bfloat16", "int8", "halves"):
-        for rows in ROWS:
-            input, weight, bias = layer(rows, 80, 96, seed=rows, kind=kind)
-            packed, scale = packed_as(kind, weight)
-            outs = []
-            for each in both:
-                with halves_by("tiles", each):
-                    outs.append(each.packed_linear(input, packed, bias, scale))
-            assert torch.equal(*outs)
-
-
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        ({"input": torch.zeros(3, 64)}, "input: BFloat16, got Float"),
-        ({"input": torch.zeros(3, 32).bfloat16()}, r"input: \[any, 64\], got \[3, 32\]"),
-        ({"input": torch.zeros(64).bfloat16()}, r"input: \[any, 64\], got \[64\]"),
-        ({"input": torch.zeros(64, 3).bfloat16().T}, "last stride 1"),
-        ({"weight": torch.zeros(2, 16, 32).bfloat16()}, r"weight: \[any, any, 16, 2\]"),
-        ({"weight": torch.zeros(2, 24, 16, 2).bfloat16()}, "a multiple of 32 inputs, got 48"),
-        ({"weight": torch.zeros(2, 32, 16, 2)}, r"weight: \[any, any, 16, 1\]"),
-        ({"weight": torch.zeros(2, 64, 16, 1)}, "input: Float, got BFloat16"),
-        ({"weight": torch.zeros(2, 32, 16, 2).short()}, "input: Float, got BFloat16"),
-        ({"weight": torch.zeros(2, 64, 16, 1).short()}, r"weight: \[any, any, 16, 2\]"),
-        ({"bias": torch.zeros(16).bfloat16()}, r"bias: \[32\], got \[16\]"),
-        ({"weight": torch.zeros(2, 32, 16, 2).char()}, "weight: BFloat16, got Char"),
-        ({"scale": torch.ones(32)}, "weight: Char, got BFloat16"),
-        (
-            {"weight": torch.zeros(2, 32, 16, 2).char(), "scale": torch.ones(16)},
-            r"scale: \[32\], got \[16\]",
-        ),
-    ],
-)
-def test_wrong_tensors_are_refused(change, told):
-    ops = _loaded(BEST)
-    good = {"input": torch.zeros(3, 64).bfloat16(), "weight": torch.zeros(2, 32, 16, 2).bfloat16()}
-    with pytest.raises(RuntimeError, match=f"packed_linear: expected .*{told}"):
-        ops.packed_linear(**{**good, **change})
-
-
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        ({"weights": []}, "weights of at least one layer, got none"),
-        ({"biases": [torch.zeros(32).bfloat16()]}, "biases of all weights or of none, got 1 for 2"),
-        ({"scales": [torch.ones(32)] * 3}, "scales of all weights or of none, got 3 for 2"),
-        (
-            {"weights": [torch.zeros(2, 32, 16, 2).to(t) for t in (torch.bfloat16, torch.short)]},
-            "weights: BFloat16, got Short",
-        ),
-        (
-            {"weights": [torch.zeros(2, 16, 16, 2).bfloat16()] * 2},
-            r"input: \[any, 32\], got \[3, 64",
-        ),
-    ],
-)
-def test_wrong_lists_are_refused(given, told):
-    ops = _loaded(BEST)
-    good = {"weights": [torch.zeros(2, 32, 16, 2).bfloat16()] * 2}
-    with pytest.raises(RuntimeError, match=f"packed_linears: expected .*{told}"):
-        ops.packed_linears(torch.zeros(3, 64).bfloat16(), **{**good, **given})
-
-
-@pytest.mark.parametrize(
-    ("sizes", "told"),
-    [([2], "weights of two layers, got 1"), ([2, 1], "as many outputs as the gate, 32, got 16")],
-)
-def test_what_is_no_gate_is_refused(sizes, told):
-    weights = [torch.zeros(size, 32, 16, 2).bfloat16() for size in sizes]
-    with pytest.raises(RuntimeError, match=f"packed_gated: expected {told}"):
-        _loaded(BEST).packed_gated(torch.zeros(3, 64).bfloat16(), weights)
-
-
-@pytest.mark.parametrize("op", ["packed_linears", "packed_gated"])
-def test_torch_finds_nothing_wrong_with_layers_at_once(op):
-    input, weight, bias = layer(5, 32, 64)
-    load()
-    torch.library.opcheck(
-        getattr(torch.ops.compiled_attn, op).default,
-        (input, [packed_linear.pack(weight)] * 2, [bias, bias], []),
-        test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
-    )
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_torch_finds_nothing_wrong_with_the_op(kind):
-    input, weight, bias = layer(5, 32, 64, kind=kind)
-    packed, scale = packed_as(kind, weight)
-    load()
-    torch.library.opcheck(
-        torch.ops.compiled_attn.packed_linear.default,
-        (input, packed, bias, scale),
-        test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
-    )
-
-
-@pytest.mark.parametrize(
-    ("kind", "shape"),
-    [("bfloat16", (3, 48, 16, 2)), ("float32", (3, 96, 16, 1)), ("halves", (3, 48, 16, 2))],
-)
-def test_unpacking_gives_the_weight_and_rows_of_it_back(kind, shape):
-    _, weight, _ = layer(1, 48, 96, kind=kind)
-    packed, _ = packed_as(kind, weight)
-    assert packed.shape == shape and packed_linear.is_packed(packed)
-    assert not packed_linear.is_packed(packed.double())
-    assert torch.equal(packed_linear.unpack(packed), weight)
-    ids = torch.tensor([[0, 17, 47], [5, 5, 31]])
-    assert torch.equal(packed_linear.rows(packed, ids), weight[ids])
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_op_gives_rows_of_a_packed_weight(ops, kind):
     _, weight, _ = layer(1, 48, 96, kind=kind)
@@ -464,38 +289,3 @@ def test_the_op_gives_rows_of_a_packed_weight(ops, kind):
     ids = torch.tensor([0, 17, 47, 5, 5, 31])
     assert torch.equal(ops.packed_rows(packed, ids), packed_linear.unpack(packed)[ids])
     assert ops.packed_rows(packed, ids[:0]).shape == (0, 96)
-
-
-@pytest.mark.parametrize("bad", [-1, 48])
-def test_rows_that_a_weight_does_not_have_are_refused(bad):
-    packed = packed_linear.pack(layer(1, 48, 96)[1])
-    with pytest.raises(RuntimeError, match=rf"expected ids in 0..47, got {bad}: look up rows"):
-        _loaded(BEST).packed_rows(packed, torch.tensor([3, bad]))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_rows_are_an_op_of_torch(kind):
-    load(strict=True)
-    packed, _ = packed_as(kind, layer(1, 48, 96, kind=kind)[1])
-    torch.library.opcheck(
-        torch.ops.compiled_attn.packed_rows.default,
-        (packed, torch.tensor([3, 40])),
-        test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
-    )
-
-
-@pytest.mark.parametrize(
-    "weight",
-    [
-        torch.zeros(32, 64).half(),
-        torch.zeros(24, 64).bfloat16(),
-        torch.zeros(24, 64),
-        torch.zeros(32, 48).bfloat16(),
-        torch.zeros(32).bfloat16(),
-        torch.zeros(32, 64, device="meta").bfloat16(),
-    ],
-)
-def test_other_weights_stay_as_they_are(weight):
-    assert not packed_linear.can_pack(weight)
-    with pytest.raises(ValueError, match="leave it as it is"):
-        packed_linear.pack(weight)

@@ -1,0 +1,87 @@
+"""Packed linear layers, and by which kernels they are multiplied: for the tests of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from compiled_attn.ops import NativeOps, NativeUnavailable, available_isas, load, packed_linear
+from compiled_attn.ops.cpu.build import find_compiler
+from compiled_attn.ops.cpu.forms import Forms, take
+
+AMX = "amx_bf16"
+BEST, *OTHERS = available_isas()
+WITHOUT_TILES = next(isa for isa in available_isas() if isa != AMX)
+# Around a tile, two of them, and as many rows as are taken at once.
+ROWS = [1, 2, 5, 8, 13, 15, 16, 17, 31, 33, 48, 63, 64, 257]
+SIZES = [(16, 32), (48, 96), (80, 64), (144, 576), (16 * 13, 32)]
+
+
+def loaded(isa: str, *, plain_tiles: bool = False) -> NativeOps:
+    """The kernels for an instruction set; a test is skipped where none can be built."""
+    try:
+        find_compiler()
+    except NativeUnavailable as error:
+        pytest.skip(str(error))
+    return load(isa, plain_tiles=plain_tiles)
+
+
+_TAKEN: dict[Path, Forms] = {}
+"""Of libraries that have others than at their start."""
+
+
+@contextmanager
+def halves_by(products: str, ops: NativeOps) -> Iterator[NativeOps]:
+    """The kernels, of which layers of halves are computed so meanwhile."""
+    library = ops.build.library
+    begun = _TAKEN.get(library, ops.chosen.forms if ops.chosen else Forms.of(AMX))
+    _TAKEN[library] = replace(begun, linear_halves=products)
+    take(library, _TAKEN[library])
+    try:
+        yield ops
+    finally:
+        _TAKEN[library] = begun
+        take(library, begun)
+
+
+def layer(
+    rows: int, outputs: int, inputs: int, seed: int = 0, kind: str = "bfloat16"
+) -> tuple[torch.Tensor, ...]:
+    """Input, plain weight and bias, of the dtype that goes with a kind of packed weights."""
+    chance = torch.Generator().manual_seed(seed)
+    dtype = torch.float32 if kind in ("float32", "halves") else torch.bfloat16
+    input, weight, bias = (
+        torch.randn(shape, generator=chance).to(dtype)
+        for shape in ((rows, inputs), (outputs, inputs), (outputs,))
+    )
+    return input, weight.bfloat16().float() if kind == "halves" else weight, bias
+
+
+KINDS = ["bfloat16", "int8", "float32", "halves"]
+
+
+def packed_as(kind: str, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A weight packed, and its scale."""
+    if kind == "int8":
+        return packed_linear.quantise(weight)
+    return (packed_linear.halve if kind == "halves" else packed_linear.pack)(weight), None
+
+
+def dequantised(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """The weight ``[N, K]`` that packed codes stand for, in float64."""
+    return codes.permute(0, 2, 1, 3).flatten(2).flatten(0, 1).double() * scale.double()[:, None]
+
+
+def assert_product(out, input, weight, bias=None) -> None:
+    """Against the product in float64."""
+    wanted = input.double() @ weight.double().T + (0 if bias is None else bias.double())
+    size = input.double().abs() @ weight.double().abs().T
+    # Half a unit in the last place of bfloat16, and rounding of the sums in float32.
+    rounding = 2**-8 if input.dtype is torch.bfloat16 else 0
+    assert out.dtype is input.dtype
+    assert ((out.double() - wanted).abs() <= wanted.abs() * rounding + size * 2e-6).all()
