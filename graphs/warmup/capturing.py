@@ -80,7 +80,8 @@ class Capturing:
         In order; but where there is something to share out, what a store has comes first, then each
         family behind the first of it, as soon as that is compiled, and suspects last.
         """
-        count = self._count()
+        seconds, count = self.budget_seconds, self._count()
+        until = None if seconds is None else time.monotonic() + seconds
         compiled = self._lacking(todo) if count > 1 else []
         if len(compiled) < 2:
             return (yield from todo)
@@ -92,7 +93,7 @@ class Capturing:
                 kept = last if bucket in suspects else families.get(kind(bucket), stored)
                 kept.append(bucket)
         yield from stored
-        for first in self._by_workers(compiled, count - 1):
+        for first in self._by_workers(compiled, count - 1, until):
             yield first
             yield from families[kind(first)]
         yield from last
@@ -105,9 +106,16 @@ class Capturing:
         why_not = why_no_workers() or self.backend.why_no_precompile()
         return 2 if has_two and is_alone() and not why_not else 1
 
-    def _by_workers(self, todo: Sequence[Bucket], others: int) -> Generator[Bucket]:
+    def _by_workers(
+        self, todo: Sequence[Bucket], others: int, until: float | None
+    ) -> Generator[Bucket]:
+        """Give all of `todo` once; workers are waited for until a time at most."""
+
+        def work(job: int) -> None:
+            self._precompile(todo[job])
+
         if not (reason := self._prepare_workers()):
-            with Workers(len(todo), others, lambda job: self._precompile(todo[job])) as jobs:
+            with Workers(len(todo), others, work, until=until) as jobs:
                 return (yield from (todo[job] for job in jobs))
         _log.warning("%s: workers=%d compile nothing: %s", self.name, others + 1, reason)
         yield from todo

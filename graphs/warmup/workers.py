@@ -80,13 +80,19 @@ class Workers:
         patience: after so many seconds in which this process had nothing to do and no worker
             finished, they are given up; None: after half a minute, or as long as it had been
             at work itself.
+        until: on the clock of `time.monotonic`, when they are given up at the latest.
     """
 
     def __init__(
-        self, jobs: int, count: int, work: Callable[[int], None], patience: float | None = None
+        self,
+        jobs: int,
+        count: int,
+        work: Callable[[int], None],
+        patience: float | None = None,
+        until: float | None = None,
     ) -> None:
         self._jobs = jobs
-        self._patience = patience
+        self._patience, self._until = patience, until
         self._count = max(0, min(count, jobs - 1))  # none is forked for nothing
         self._work = work
         self._pids: list[int] = []
@@ -146,12 +152,15 @@ class Workers:
             return _read(self._queue)  # all workers are gone
         if (job := _read(self._queue)) is not None:
             return job
-        patience = self._patience
-        if patience is None:
-            patience = max(_PATIENCE, time.monotonic() - self._began)
-        if not _is_ready(self._done, patience):
+        if not _is_ready(self._done, self._wait()):
             return None
         return _read(self._done)
+
+    def _wait(self) -> float:
+        now, patience = time.monotonic(), self._patience
+        if patience is None:
+            patience = max(_PATIENCE, now - self._began)
+        return patience if self._until is None else max(0.0, min(patience, self._until - now))
 
     def _fork(self, write_done: FileIO) -> int:
         pid = os.fork()

@@ -1,4 +1,5 @@
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -165,3 +166,14 @@ def test_all_buckets_come_once_whatever_the_workers_do(workers):
 
     found = [*capturing(Failing(), workers).shared_out([*SPACE])]
     assert sorted(bucket.n for bucket in found) == [1, 2, 4]
+
+
+@pytest.mark.skipif(bool(why_no_workers()), reason="no fork")
+def test_a_worker_is_not_waited_for_beyond_the_budget():
+    class Hanging(Compiling):
+        def precompile(self, *_, **__):
+            time.sleep(600)
+
+    budget = {"budget_seconds": 2.0, "workers": 2}
+    report = WarmupManager(torch.neg, SPACE, rows_of, backend=Hanging(), **budget).warmup()
+    assert report.captured and report.skipped and report.seconds < 100
