@@ -141,6 +141,8 @@ def main() -> None:
     parser.add_argument("--in-turns", action="store_true", help="only the kernel, over dtypes")
     parser.add_argument("--plot", type=Path, help="write a PNG")
     options = parser.parse_args()
+    if options.plot and options.in_turns:
+        parser.error("expected --plot or --in-turns, got both: dtypes in turns are not drawn")
     if options.plot and find_spec("matplotlib") is None:
         parser.error("expected matplotlib for --plot, found none: pip install -e '.[report]'")
     print(f"# torch {torch.__version__}, {'hot' if options.hot else 'cold'} KV, pool on huge pages")

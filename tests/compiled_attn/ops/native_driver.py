@@ -1,4 +1,4 @@
-"""Runs every case of the ops in a sanitizer build; started by test_native_sanitizers.py."""
+"""Runs every case of the ops in a sanitizer build; started by cpu/test_sanitizers.py."""
 
 from __future__ import annotations
 

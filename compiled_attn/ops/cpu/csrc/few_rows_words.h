@@ -109,7 +109,10 @@ CA_INLINE void products(const InWords&, const float* query, int64_t dim, const i
       add_products<rows>(query, dim, keys + k, d, sum);
       add_products<rows>(query, dim, keys + k, d + kWords, sum);
     }
-    if (d < dim) add_products<rows>(query, dim, keys + k, d, sum);
+    if (d < dim) {
+      prefetch<1>(ahead + k * dim + 2 * d);
+      add_products<rows>(query, dim, keys + k, d, sum);
+    }
     for (int r = 0; r < rows; r += 2) {
       const Floats4 s = sums(sum[r][0], sum[r][1], sum[r + 1][0], sum[r + 1][1]);
       for (int i = 0; i < 2 && r + i < rows; ++i) {
