@@ -24,8 +24,9 @@ CASES = [
     "D 256, int8", "D 256, e4m3", "D 576, Dv 512, e4m3", "D 576, Dv 512, group 128",
     "D 576, Dv 512, group 32", "D 1024",
 ]  # fmt: skip
-SPILLED = {"D 576, Dv 512, float32": 16}
-"""Bytes of a thread that are spilled all the same: what spills none needs more shared memory."""
+SPILLED = {"gfx942": 56}
+SPILLED_OF_OTHERS = 16
+"""Bytes of a thread that may be spilled all the same: a few numbers."""
 SPILLED_OF_HOPPER = {"decode": 700, "prefill": 1200}
 """There tiles are those that were measured to be the fastest."""
 TARGETS = ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942"]
@@ -45,7 +46,7 @@ def _compiled(cases: list[str], targets: list[str]) -> list[dict[str, Any]]:
 def _expect_fits(row: dict[str, Any]) -> None:
     is_gfx = row["target"] == "gfx942"
     assert row["registers"] <= (512 if is_gfx else 255), row
-    spilled = SPILLED.get(row["case"], 0)
+    spilled = SPILLED.get(row["target"], SPILLED_OF_OTHERS)
     if row["target"] == "sm_90":
         spilled = SPILLED_OF_HOPPER.get(row["kernel"], 0)
     assert row["spilled"] <= spilled, row
