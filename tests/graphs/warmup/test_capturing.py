@@ -169,11 +169,12 @@ def test_all_buckets_come_once_whatever_the_workers_do(workers):
 
 
 @pytest.mark.skipif(bool(why_no_workers()), reason="no fork")
-def test_a_worker_is_not_waited_for_beyond_the_budget():
+def test_a_worker_is_not_waited_for_beyond_the_budget(monkeypatch):
     class Hanging(Compiling):
         def precompile(self, *_, **__):
             time.sleep(600)
 
+    monkeypatch.setattr("graphs.warmup.workers._PATIENCE", 500.0)  # it alone ends no wait
     budget = {"budget_seconds": 2.0, "workers": 2}
     report = WarmupManager(torch.neg, SPACE, rows_of, backend=Hanging(), **budget).warmup()
     assert report.captured and report.skipped and report.seconds < 100
