@@ -88,12 +88,17 @@ def test_without_told_patience_a_worker_gets_as_long_as_this_process_was_at_work
         assert time.monotonic() - start > 0.4
 
 
-def test_workers_are_waited_for_until_they_are_to_be_given_up():
+def test_workers_are_waited_for_until_they_are_to_be_given_up(tmp_path):
+    def work(job):
+        noting(tmp_path)(job)
+        time.sleep(600)
+
     began = time.monotonic()
-    with Workers(3, 1, lambda job: time.sleep(600), patience=500, until=began + 0.5) as workers:
-        time.sleep(0.2)  # it has one
+    with Workers(3, 1, work, patience=500, until=began + 5) as workers:
+        while not [*tmp_path.iterdir()] and time.monotonic() < began + 60:
+            time.sleep(0.02)
         assert sorted(workers) == [0, 1, 2]
-    assert 0.5 < time.monotonic() - began < 100
+    assert 5 <= time.monotonic() - began < 400
 
 
 def test_the_first_job_is_of_this_process(tmp_path):
