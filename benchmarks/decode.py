@@ -104,7 +104,12 @@ def rows_in_turns(options: argparse.Namespace) -> None:
     print(f"{'dtype':>13} block context reqs threads  Mtok/s  over {options.dtypes[0]}")
     for block_size in options.blocks:
         scenes = [
-            Scene(getattr(torch, name), block_size, allocate=huge_pages.zeros)
+            Scene(
+                getattr(torch, name),
+                block_size,
+                allocate=huge_pages.zeros,
+                scaled=not options.unscaled,
+            )
             for name in options.dtypes
         ]
         for context in options.contexts:
@@ -139,10 +144,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--hot", action="store_true")
     parser.add_argument("--in-turns", action="store_true", help="only the kernel, over dtypes")
+    parser.add_argument(
+        "--unscaled", action="store_true", help="with --in-turns: fp8 without scales"
+    )
     parser.add_argument("--plot", type=Path, help="write a PNG")
     options = parser.parse_args()
     if options.plot and options.in_turns:
         parser.error("expected --plot or --in-turns, got both: dtypes in turns are not drawn")
+    if options.unscaled and not options.in_turns:
+        parser.error("expected --in-turns with --unscaled")
     if options.plot and find_spec("matplotlib") is None:
         parser.error("expected matplotlib for --plot, found none: pip install -e '.[report]'")
     print(f"# torch {torch.__version__}, {'hot' if options.hot else 'cold'} KV, pool on huge pages")

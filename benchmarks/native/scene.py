@@ -53,11 +53,19 @@ class Scene:
         dtype: of the caches; queries are of it too, or bfloat16 where it is quantised.
         block_size: tokens of a block.
         pool_bytes: of keys, and as many of values.
-        huge_pages: whether the pool is allocated on huge pages.
+        allocate: makes a tensor of the pool, on huge pages or not.
+        scaled: whether each token of a head has a scale, by its largest element; else floats of 8
+            bits are normal numbers as they are, as engines keep them by default, and some of their
+            codes are subnormal.
     """
 
     def __init__(
-        self, dtype: torch.dtype, block_size: int, pool_bytes: int = 2**29, allocate=torch.empty
+        self,
+        dtype: torch.dtype,
+        block_size: int,
+        pool_bytes: int = 2**29,
+        allocate=torch.empty,
+        scaled: bool = True,
     ) -> None:
         self.dtype, self.block_size = dtype, block_size
         self.query_dtype = torch.bfloat16 if dtype in QUANTISED else dtype
@@ -69,6 +77,8 @@ class Scene:
         for name, cache in (("key_scale", self.key_cache), ("value_scale", self.value_cache)):
             if dtype in QUANTISED:
                 codes, scale = quantise(row, dtype)
+                if not scaled and dtype.is_floating_point:
+                    codes, scale = row.to(dtype), torch.ones_like(scale)
                 cache.view(torch.uint8).copy_(codes.view(torch.uint8).expand(shape))
                 self.scales[name] = scale.expand(shape[:3]).contiguous()
             else:

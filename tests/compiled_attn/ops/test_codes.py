@@ -59,3 +59,47 @@ def test_all_finite_bfloat16(isa, rows):
     every = every[every.isfinite()]
     for part in every[: len(every) // 256 * 256].view(-1, 256):
         assert torch.equal(alone(isa, part, rows), part.expand(rows, -1))
+
+
+def some(isa, query, key, value):
+    """What the op makes of `query` [rows, D], all of which sees `key` and `value` [tokens, D]."""
+    tokens, rows = len(key), len(query)
+    caches = (each.view(1, tokens, 1, -1) for each in (key, value))
+    scales = dict.fromkeys(["key_scale", "value_scale"], torch.ones(1, tokens, 1))
+    table, lengths = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([tokens], dtype=torch.int32)
+    starts = torch.tensor([0, rows], dtype=torch.int32)
+    op = loaded(isa).paged_attention
+    call = query.unsqueeze(1), *caches, table, lengths, starts
+    return op(*call, 1.0, causal=False, **scales)[0].squeeze(1)
+
+
+@pytest.mark.parametrize("isa", [BEST, *SLOW])
+@pytest.mark.parametrize("rows", [1, 3, 40])
+@pytest.mark.parametrize("dim", [64, 80])
+def test_the_smallest_codes_are_those_of_dense_attention(isa, rows, dim):
+    generator = torch.Generator().manual_seed(rows)
+    codes = torch.randint(0, 16, (2, 70, dim), generator=generator)
+    codes += 128 * torch.randint(0, 2, codes.shape, generator=generator)
+    key, value = codes.to(torch.uint8).view(torch.float8_e4m3fn)
+    query = torch.randn(rows, dim, generator=generator) * 40
+    weights = (query.double() @ key.double().T).softmax(-1)
+    torch.testing.assert_close(
+        some(isa, query, key, value).double(), weights @ value.double(), atol=1e-7, rtol=2e-5
+    )
+
+
+@pytest.mark.parametrize("isa", [BEST, *SLOW])
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+@pytest.mark.parametrize("token", [0, 69])
+def test_one_nan_among_codes(isa, rows, code, token):
+    dim = 80
+    finite = torch.ones(70, dim).to(torch.float8_e4m3fn)
+    for element in (0, 17, 31, 32, 79):
+        poisoned = finite.view(torch.uint8).clone()
+        poisoned[token, element] = code
+        poisoned = poisoned.view(torch.float8_e4m3fn)
+        assert some(isa, torch.ones(rows, dim), poisoned, finite).isnan().all()
+        made = some(isa, torch.ones(rows, dim), finite, poisoned)
+        assert made[:, element].isnan().all()
+        assert made.isnan().sum() == rows

@@ -26,6 +26,7 @@ template <class Element>
 constexpr bool is_quantised = sizeof(Element) == 1;
 
 typedef uint16_t Words __attribute__((vector_size(2 * kLanes), may_alias));
+typedef int16_t SignedWords __attribute__((vector_size(2 * kLanes), may_alias));
 typedef uint8_t Bytes __attribute__((vector_size(kLanes), may_alias));
 typedef int8_t SignedBytes __attribute__((vector_size(kLanes), may_alias));
 
@@ -54,6 +55,23 @@ CA_INLINE Ints signed_bytes_at(const void* at) {
 }
 #endif
 
+#if defined(__AVX512F__)
+CA_INLINE Floats from_float16(SignedWords v) { return _mm512_cvtph_ps((__m256i)v); }
+
+// Codes of 8 bits, each the upper half of 16.
+CA_INLINE SignedWords upper_halves_at(const void* at) {
+  const __m128i codes = _mm_loadu_si128(static_cast<const __m128i*>(at));
+  return (SignedWords)_mm256_slli_epi16(_mm256_cvtepu8_epi16(codes), 8);
+}
+#elif defined(__AVX2__)
+CA_INLINE Floats from_float16(SignedWords v) { return _mm256_cvtph_ps((__m128i)v); }
+
+CA_INLINE SignedWords upper_halves_at(const void* at) {
+  const __m128i codes = _mm_loadl_epi64(static_cast<const __m128i*>(at));
+  return (SignedWords)_mm_unpacklo_epi8(_mm_setzero_si128(), codes);
+}
+#endif
+
 // Small floats with a sign, an exponent and a mantissa below each other: shifted to where a float
 // has them, and the exponent's offset made good by a product, which also mends subnormals.
 CA_INLINE Floats rebased(Ints sign, Ints magnitude, float factor) {
@@ -65,10 +83,8 @@ CA_INLINE Floats load(const BFloat16* at) {
 }
 
 CA_INLINE Floats load(const Float16* at) {
-#if defined(__AVX512F__)
-  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
-#elif defined(__AVX2__)
-  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
+#if defined(__AVX2__)
+  return from_float16(load_as<SignedWords>(at));
 #elif defined(__aarch64__)
   return bits_as<Floats>(vcvt_f32_f16(vld1_f16(reinterpret_cast<const float16_t*>(at))));
 #else
@@ -82,22 +98,34 @@ CA_INLINE Floats load(const Float16* at) {
 
 CA_INLINE Floats load(const int8_t* at) { return as_floats(signed_bytes_at(at)); }
 
-// The sign is spread over the bits above, so that one shift takes it and the rest to their places.
+// Codes in upper halves as float16, kE4M3Unit times too small; with finite, where none is NaN.
+constexpr float kE4M3Unit = 256;
+template <bool finite, class Uppers>
+CA_INLINE Uppers e4m3_as_float16(Uppers upper) {
+  const Uppers number = upper >> 1 & int16_t(0xbf80);
+  if (finite) return number;
+  return number | ((upper & 0x7f00) == 0x7f00);  // all ones are a NaN
+}
+
 CA_INLINE Floats load(const Float8E4M3* at) {
+#if defined(__AVX2__)
+  // As a float shifted into place, a small code is subnormal: products of such take many times as
+  // long.
+  return from_float16(e4m3_as_float16<false>(upper_halves_at(at))) * all(kE4M3Unit);
+#else
+  // The sign is spread over the bits above, so that one shift takes it and the rest to their
+  // places.
   const Ints bits = signed_bytes_at(at) << 20 & int32_t(0x87f00000);
   const Floats finite = bits_as<Floats>(bits) * all(0x1p120f);
   const Ints is_nan = (bits & 0x7ff00000) == 0x07f00000;
   return bits_as<Floats>(bits_as<Ints>(finite) | is_nan);  // all ones are a NaN
+#endif
 }
 
 // The upper halves of floats of 16 bits.
 CA_INLINE Floats load(const Float8E5M2* at) {
-#if defined(__AVX512F__)
-  const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
-  return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(codes), 8));
-#elif defined(__AVX2__)
-  const __m128i codes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(at));
-  return _mm256_cvtph_ps(_mm_unpacklo_epi8(_mm_setzero_si128(), codes));
+#if defined(__AVX2__)
+  return from_float16(upper_halves_at(at));
 #else
   const Ints bits = bytes_at(at);
   const Ints magnitude = bits & 0x7f, sign = (bits & 0x80) << 24;

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "few_rows_digits.h"
+#include "few_rows_float16.h"
 #include "few_rows_halves.h"
 #include "few_rows_loops.h"
 #include "few_rows_words.h"

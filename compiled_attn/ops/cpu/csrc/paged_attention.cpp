@@ -187,6 +187,9 @@ bool attend(const Args& args, int threads) {
       if constexpr (is_quantised<Element> && !std::is_same_v<Element, int8_t>)
         if (args.query_dtype == kBFloat16)
           return attend<FewRows<InCodes<Element>>, Tiles<FloatUnits<Element>>>(args, threads);
+#elif CA_HAS_E4M3_AS_FLOAT16
+      if constexpr (std::is_same_v<Element, Float8E4M3>)
+        return attend<FewRows<InFloat16>, Tiles<FloatUnits<Element>>>(args, threads);
 #endif
       return attend<FewRows<InFloats<Element>>, Tiles<FloatUnits<Element>>>(args, threads);
     }
