@@ -96,9 +96,9 @@ class Problem(NamedTuple):
 _Tiles: TypeAlias = dict[tuple[int, int], tuple[Tile, Tile]]
 
 # Tiles by the size of an element (1: codes, under queries of 2 bytes) and of a head, for few rows a
-# request (of groups that fit their rows; larger ones have those of many) and for many. All but that
-# for heads of 1024 in float32 fit the 99 KB of shared memory of sm_89 and sm_120, and few spill some
-# bytes of registers (tests/compiled_attn/ops/triton/test_resources.py).
+# request (of groups that fit their rows; larger ones have those of many) and for many. All but the
+# one for heads of 1024 in float32 fit the 99 KB of shared memory of sm_89 and sm_120; some spill a
+# few bytes of registers (tests/compiled_attn/ops/triton/test_resources.py).
 _TILES: _Tiles = {
     (1, 64): (Tile(16, 32, 4, 3), Tile(64, 32, 8, 2)),
     (1, 128): (Tile(16, 64, 8, 2), Tile(64, 32, 8, 2)),
