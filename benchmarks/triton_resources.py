@@ -69,6 +69,7 @@ CASES = {
     "D 576, Dv 512, group 32": Case(576, value_dim=512, kv_heads=1, group=32),
     "D 1024": Case(1024),
     "D 1024, e4m3": Case(1024, cache=torch.float8_e4m3fn),
+    "D 1024, int8": Case(1024, cache=torch.int8),
     "D 576, Dv 512, group 128": Case(576, value_dim=512, kv_heads=1, group=128),
     "D 128, window, cap, ALiBi, sinks": Case(everything=True),
     "D 128, int8, float16, page 128": Case(dtype=F16, cache=torch.int8, page=128),

@@ -85,12 +85,12 @@ class Expect:
             if not tensor.is_contiguous():
                 self._fail(f"contiguous {name}", tensor.stride(), "call .contiguous()")
 
-    def not_expanded(self, *caches: Tensor) -> None:
+    def not_expanded(self, *written: Tensor, what: str = "caches") -> None:
         """Raises unless what is written has memory for each of its elements."""
-        for cache in caches:
-            steps = zip(cache.stride(), cache.shape, strict=True)
+        for tensor in written:
+            steps = zip(tensor.stride(), tensor.shape, strict=True)
             own = all(step or size == 1 for step, size in steps)
-            self(own, "caches without expanded axes", cache.stride(), "clone the cache to write")
+            self(own, f"{what} without expanded axes", tensor.stride(), "clone what is written")
 
     def apart(self, written: Mapping[str, object], read: Mapping[str, object]) -> None:
         """Raises where something read shares memory with something written: `overlap`."""

@@ -54,9 +54,9 @@ class Scene:
         block_size: tokens of a block.
         pool_bytes: of keys, and as many of values.
         allocate: makes a tensor of the pool, on huge pages or not.
-        scaled: whether each token of a head has a scale, by its largest element; else floats of 8
-            bits are normal numbers as they are, as engines keep them by default, and some of their
-            codes are subnormal.
+        scaled: whether each token of a head has a scale, by its largest element; else all
+            scales of floats of 8 bits are 1, as engines have them by default; numbers are normally
+            distributed, so that some codes are subnormal.
     """
 
     def __init__(

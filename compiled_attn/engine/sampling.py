@@ -284,7 +284,7 @@ def check_lengths(sizing: Sizing, prompt: int, new: int) -> None:
     if length > sizing.context:
         raise ConfigError(
             f"expected prompt + max_new_tokens <= context {sizing.context}, got {prompt} + "
-            f"{new}: shorten the prompt or scale the lengths"
+            f"{new}: shorten the prompt or max_new_tokens (scale a trace), or raise the context"
         )
     # The last token is never computed, so it needs no slot.
     _check_blocks(sizing, length, -(-(length - 1) // sizing.block_size))

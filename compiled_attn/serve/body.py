@@ -52,6 +52,8 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "previous_response_id": (),
     "background": (False,),
     "suffix": (),
+    "include": ([],),
+    "truncation": ("disabled",),
 }
 """What would change the answer, and is served with these values only."""
 

@@ -40,6 +40,8 @@ from compiled_attn.text import LLM
 
 __all__ = ["Chats", "Completions", "OneModel", "Responses"]
 
+_FEW = 2**16  # letters of a body, which take no time
+
 
 class OneModel:
     """What the handlers take for a manager of models and of their generation: there is one.
@@ -98,6 +100,7 @@ class _Handler:
         try:
             body = without_nulls(body)
             check_body(body, self._needed)
+            self._refuse_endless(body)
             body.setdefault("stream", False)
             await self._compile_grammar(body)
             return await super().handle_request(body, request_id)  # type: ignore[misc]
@@ -107,6 +110,19 @@ class _Handler:
             raise RequestError(
                 "expected a body of few levels, got one that is nested too deep: flatten it"
             ) from error
+
+    def _refuse_endless(self, body: Body) -> None:
+        """Refuses what no tokens of the context can spell: nobody is answered while its tokens are
+        counted, a second for 200,000 letters.
+        """
+        llm = self.model_manager.served.llm
+        context = llm.engine.sizing.context
+        most, letters = max(context * llm.tokenizer.longest, _FEW), len(json.dumps(body))
+        if letters > most:
+            raise RequestError(
+                f"expected a body of at most {most} letters, as the context holds {context} "
+                f"tokens, got {letters}: shorten the prompt"
+            )
 
     async def _compile_grammar(self, body: Body) -> None:
         """Compiles what the format asks for, which may take seconds, while others go on; not before

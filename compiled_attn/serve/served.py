@@ -35,12 +35,22 @@ class Served:
         self._llm: LLM | None = None
         self._engine: AsyncEngine | None = None
         self._stage = "loading the model"
+        self._starting: threading.Thread | None = None
+        self._is_given_up = False
 
     def start(self, when_failed: Callable[[], None]) -> None:
         """Begins in a thread of its own; calls ``when_failed`` if that ends with an error."""
-        threading.Thread(
+        self._starting = threading.Thread(
             target=self._start, args=(when_failed,), name="compiled-attn start", daemon=True
-        ).start()
+        )
+        self._starting.start()
+
+    def give_up(self, seconds: float) -> bool:
+        """Ends a start behind the graph that it is at; whether that came within so long."""
+        self._is_given_up = True
+        if self._starting is not None:
+            self._starting.join(seconds)
+        return self._starting is None or not self._starting.is_alive()
 
     def load(self) -> None:
         """Loads it and warms it up; then it is ready.
@@ -90,4 +100,10 @@ class Served:
             when_failed()
 
     def _told(self, event: BucketEvent) -> None:
+        if self._is_given_up:
+            raise _GivenUp
         self._stage = f"warming up, {event.index} of {event.total} graphs"
+
+
+class _GivenUp(Exception):
+    """Nobody waits for the start any more."""

@@ -39,6 +39,7 @@ class Tokenizer:
 
     Attributes:
         special: the ids that stand for no text.
+        longest: letters of the longest token.
 
     Raises:
         ModelError: it has no tokenizer that transformers can read.
@@ -55,6 +56,7 @@ class Tokenizer:
         # Tokens of one byte each (SentencePiece): a run of them is decoded as a whole.
         names = [f"<0x{byte:02X}>" for byte in range(256)]
         vocabulary = self._tokenizer.get_vocab()
+        self.longest = max(map(len, vocabulary), default=1)
         self._bytes = frozenset(vocabulary[name] for name in names if name in vocabulary)
 
     @property

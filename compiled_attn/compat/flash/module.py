@@ -60,12 +60,18 @@ class FlashInputs(NamedTuple):
     def padded(self, batch: int, columns: int | None = None) -> FlashInputs:
         """The same inputs in a bucket of ``batch`` rows and ``columns`` of the block table.
 
-        Every added number is 0: length 0 in null page 0, or in null row 0 of a contiguous cache.
+        Every added number is 0: length 0 in null page 0, or in null row 0 of a contiguous cache. A
+        block table whose rows ``cache_batch_idx`` picks becomes that of the rows, ``[B, W]``, and
+        the index None: an added 0 would pick a real row.
 
         Raises:
             ValueError: the bucket is too small, or has more rows where nothing can tell them from
-                real ones.
+                real ones; a row that the block table has not.
         """
+        if self.block_table is not None and self.cache_batch_idx is not None:
+            table = _rows_of(self.block_table, self.cache_batch_idx)
+            own = self._replace(block_table=table, cache_batch_idx=None)
+            return own.padded(batch, columns)
         rows = self.q.shape[0]
         width = 0 if self.block_table is None else self.block_table.shape[1]
         columns = width if columns is None else columns
@@ -187,6 +193,17 @@ class FlashKVCacheAttention(nn.Module):
     def extra_repr(self) -> str:
         """The cache's shape and dtype, for ``repr``."""
         return f"cache={list(self.k_cache.shape)}, dtype={self.k_cache.dtype}, causal={self.causal}"
+
+
+def _rows_of(block_table: Tensor, rows: Tensor) -> Tensor:
+    """Raises unless all rows exist."""
+    chosen = rows.tolist()
+    if not all(0 <= row < len(block_table) for row in chosen):
+        raise ValueError(
+            f"expected cache_batch_idx in 0 .. {len(block_table) - 1}, got {chosen}: "
+            "name rows of block_table that exist"
+        )
+    return block_table[rows.long()]
 
 
 def _grown(tensor: Tensor, rows: int) -> Tensor:

@@ -118,7 +118,7 @@ def paged_attention_v1(
         max_seq_len, alibi_slopes, kv_cache_dtype, k_scale, v_scale, layout,
     )  # fmt: skip
     lengths = check(call, out=out)
-    expect.tensor("out", out, "like query", query.shape, (query.dtype,), query)
+    _check_out(call, out)
     with torch.no_grad():
         if chooses_native(kernel, call.traits()):
             return out.copy_(attend_natively(call))
@@ -182,7 +182,7 @@ def paged_attention_v2(
         max_seq_len, alibi_slopes, kv_cache_dtype, k_scale, v_scale, layout,
     )  # fmt: skip
     lengths = check(call, out=out, exp_sum=exp_sum, max_logits=max_logits, tmp_out=tmp_out)
-    expect.tensor("out", out, "like query", query.shape, (query.dtype,), query)
+    _check_out(call, out)
     _check_partials(call, exp_sum, max_logits, tmp_out)
     chooses_native(kernel, call.traits(partitions=True))  # never, but "native" is an error
     with torch.no_grad():
@@ -336,6 +336,12 @@ def _refuse_blocksparse(local_blocks: int, vert_stride: int, sliding_step: int) 
     expect(off, "block-sparse attention to be off (0)", given, remedy)
 
 
+def _check_out(call: DecodeCall, out: Tensor) -> None:
+    query = call.query
+    expect.tensor("out", out, "like query", query.shape, (query.dtype,), query)
+    expect.not_expanded(out, what="outputs")
+
+
 def _check_partials(call: DecodeCall, exp_sum: Tensor, max_logits: Tensor, tmp_out: Tensor) -> None:
     query, floats = call.query, (torch.float32,)
     seqs, heads, dim = query.shape
@@ -346,6 +352,7 @@ def _check_partials(call: DecodeCall, exp_sum: Tensor, max_logits: Tensor, tmp_o
     expect.tensor("max_logits", max_logits, "like exp_sum", shape, floats, query)
     legend = "(num_seqs, H, P, D)"
     expect.tensor("tmp_out", tmp_out, legend, (*shape, dim), (query.dtype,), query)
+    expect.not_expanded(exp_sum, max_logits, tmp_out, what="outputs")
 
 
 def _write_partials(

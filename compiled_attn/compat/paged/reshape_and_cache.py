@@ -71,12 +71,14 @@ def reshape_and_cache(
     source = torch.where(valid, torch.arange(tokens, device=valid.device), valid.int().argmax())
     slots = torch.where(valid, slot_mapping, slot_mapping[source]).clamp(min=0, max=num_slots - 1)
     at = slots // block_size, slots % block_size, _SLOT_AXIS[layout]
+    written = []
     for cache, new, scale in ((key_cache, key, k_scale), (value_cache, value, v_scale)):
         rows = encode(new.detach()[:tokens], kv_cache_dtype, scale, cache)[source]
         rows = rows.unflatten(-1, (-1, packing(cache.dtype))) if cache.dim() == 5 else rows
-        block, slot, axis = at
-        kept = torch.where(valid.any(), rows, cache[cells(*at)])
-        write_rows(cache, block, slot, kept, axis)
+        written.append((cache, torch.where(valid.any(), rows, cache[cells(*at)])))
+    # Both are read before either is written: they may lie in the caches, and nothing fails between.
+    for cache, kept in written:
+        write_rows(cache, at[0], at[1], kept, at[2])
 
 
 def _check(call: CacheWrite) -> tuple[int, int]:

@@ -10,6 +10,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from compiled_attn import BatchBuilder, PagedKVCache, Request, unified_attention
 from compiled_attn.attention.dense import attend
 from compiled_attn.attention.sdpa import SdpaKernel
 from tests.compiled_attn.attention.unified_run import (
@@ -161,3 +162,18 @@ def test_chunks_with_any_boundaries_equal_one_prompt(seed, block_size, boundarie
     torch.testing.assert_close(
         in_chunks(scene, sorted(boundaries)), expected, atol=1e-12, rtol=1e-12
     )
+
+
+def test_a_step_whose_bucket_wants_no_logits_but_has_room_for_blocks():
+    builder = BatchBuilder(4, 4).plan([Request([1, 2], 0, [1], num_logits=0)])
+    batch = builder.fill({"tokens": 2, "shared": 0, "unique": 1, "logits": 0})
+    cache, generator = PagedKVCache(1, 4, 4, 2, 8), torch.Generator().manual_seed(1)
+    query, key, value = (torch.randn(2, heads, 8, generator=generator) for heads in (4, 2, 2))
+    out = unified_attention(
+        query, key, value, cache.key(0), cache.value(0), 1.0, batch.metadata(4), kernel="portable"
+    )
+    key, value = (each.repeat_interleave(2, 1).double() for each in (key, value))
+    scores = torch.einsum("thd,nhd->htn", query.double(), key)
+    hidden = torch.ones(2, 2, dtype=torch.bool).triu(1)
+    want = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ value.transpose(0, 1)
+    torch.testing.assert_close(out.double(), want.transpose(0, 1), atol=1e-6, rtol=1e-6)

@@ -36,6 +36,12 @@ def test_a_request_beyond_the_context_is_refused(command: Command, small: list[o
     assert_refused(command(*small, "--scale", 9), "context 256", "scale")
 
 
+def test_more_threads_than_can_be_started_are_refused(
+    command: Command, small: list[object]
+) -> None:
+    assert_refused(command(*small, "--threads", 100_000), "--threads", "less than or equal to")
+
+
 def test_a_pool_too_small_for_one_request_is_refused(command: Command, small: list[object]) -> None:
     assert_refused(command(*small, "--num-blocks", 4), "3 blocks", "num_blocks", "at least")
 

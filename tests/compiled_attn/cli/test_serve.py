@@ -39,9 +39,20 @@ def test_a_port_in_use_is_refused(command, chat_dir):
     assert_refused(told, f"cannot listen at 127.0.0.1:{port}", "--port")
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_a_signal_ends_a_warmup(chat_dir: Path, number: int, code: int) -> None:
+    with started(chat_dir, until="warmup 1/") as (process, _):
+        process.send_signal(number)
+        _, told = process.communicate(timeout=60)
+    assert process.returncode == code, told
+    assert "terminate" not in told and "Traceback" not in told
+
+
 @contextlib.contextmanager
-def started(chat_dir: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The command in a process of its own, warm, and its address."""
+def started(
+    chat_dir: Path, until: str = "compiled-attn: ready"
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The command in a process of its own that has said something, and its address."""
     program = "from compiled_attn.cli import main; main()"
     arguments = ["serve", "--model", str(chat_dir), "--name", "tiny", "--port", "0", *SMALL]
     process = subprocess.Popen(
@@ -52,7 +63,7 @@ def started(chat_dir: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     try:
         for line in process.stderr:
             url = m[1] if (m := re.match(r"compiled-attn: tiny at (\S+)", line)) else url
-            if line == "compiled-attn: ready\n":
+            if line.startswith(until):
                 break
         yield process, url
     finally:

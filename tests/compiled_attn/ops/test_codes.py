@@ -92,10 +92,10 @@ def test_the_smallest_codes_are_those_of_dense_attention(isa, rows, dim):
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("code", [0x7F, 0xFF])
 @pytest.mark.parametrize("token", [0, 69])
-def test_one_nan_among_codes(isa, rows, code, token):
-    dim = 80
+@pytest.mark.parametrize("dim", [80, 96])
+def test_one_nan_among_codes(isa, rows, code, token, dim):
     finite = torch.ones(70, dim).to(torch.float8_e4m3fn)
-    for element in (0, 17, 31, 32, 79):
+    for element in (0, 17, 31, 32, dim - 1):
         poisoned = finite.view(torch.uint8).clone()
         poisoned[token, element] = code
         poisoned = poisoned.view(torch.float8_e4m3fn)

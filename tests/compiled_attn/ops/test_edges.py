@@ -3,6 +3,7 @@
 import math
 import threading
 
+import numpy as np
 import pytest
 import torch
 
@@ -157,3 +158,14 @@ def test_a_scale_that_is_nearly_zero_weighs_all_keys_alike(ops):
     out, _ = _with(ops, query, keys, values, 1e-46)
     wanted = values.view(64, D).cumsum(0) / torch.arange(1, 65)[:, None]
     torch.testing.assert_close(out, wanted[:, None].expand_as(out), rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_empty_has_any_strides():
+    """Such as those that numpy gives it, which `contiguous` does not change."""
+    empty = torch.from_numpy(np.zeros((0, 4), np.int32))
+    assert empty.stride() == (0, 0)
+    cache = torch.zeros(3, 2, 1, 8)
+    lengths, starts = torch.zeros(0, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    for query in (torch.zeros(0, 2, 8), torch.zeros(0, 2, 16)[..., ::2]):
+        call = query, cache, cache, empty, lengths, starts, 1.0
+        assert loaded(BEST).paged_attention(*call)[0].shape == (0, 2, 8)

@@ -14,6 +14,17 @@ from tests.compiled_attn.serve.conftest import NAME, Running
 SAID = [{"role": "user", "content": "hello"}]
 
 REFUSED = {
+    "a prompt without end": ("text", {"prompt": "hello " * 20000}, "body of at most 65536"),
+    "more than is served": (
+        "response",
+        {"input": "x", "include": ["message.output_text.logprobs"]},
+        "include is not served",
+    ),
+    "a cut of what is too long": (
+        "response",
+        {"input": "x", "truncation": "auto"},
+        "truncation is not served",
+    ),
     "no messages": ("chat", {"messages": []}, "expected messages: a list of messages"),
     "a message without content": ("chat", {"messages": [{"role": "user"}]}, "a role and a content"),
     "an image": (

@@ -55,3 +55,23 @@ def test_a_port_in_use_is_told_with_the_remedy():
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"cannot listen at 127.0.0.1:{port}: .*--port"):
             bound("127.0.0.1", port)
+
+
+def test_a_start_is_given_up_behind_the_graph_that_it_is_at():
+    at_a_graph, go_on = threading.Event(), threading.Event()
+
+    def make(told):
+        at_a_graph.set()
+        assert go_on.wait(60)
+        told(None)
+        raise AssertionError("it went on")
+
+    served = Served(NAME, make)
+    assert served.give_up(0)  # not begun
+    served = Served(NAME, make)
+    served.start(lambda: None)
+    assert at_a_graph.wait(60)
+    assert not served.give_up(0.05)
+    go_on.set()
+    assert served.give_up(60)
+    assert not isinstance(served.error, AssertionError)

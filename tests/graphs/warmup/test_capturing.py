@@ -178,7 +178,7 @@ def test_a_worker_is_not_waited_for_beyond_the_budget(monkeypatch, tmp_path):
             time.sleep(600)
 
         def capture(self, *arguments, **options):  # before the worker began, this would take all
-            end = time.monotonic() + 300
+            end = time.monotonic() + 120
             while not in_hand.exists() and time.monotonic() < end:
                 time.sleep(0.02)
             return super().capture(*arguments, **options)
@@ -186,4 +186,4 @@ def test_a_worker_is_not_waited_for_beyond_the_budget(monkeypatch, tmp_path):
     monkeypatch.setattr("graphs.warmup.workers._PATIENCE", 500.0)  # it alone ends no wait
     budget = {"budget_seconds": 5.0, "workers": 2}
     report = WarmupManager(torch.neg, SPACE, rows_of, backend=Hanging(), **budget).warmup()
-    assert in_hand.exists() and report.captured and report.skipped and report.seconds < 400
+    assert in_hand.exists() and report.captured and report.skipped and report.seconds < 200

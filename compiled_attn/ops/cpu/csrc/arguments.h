@@ -78,7 +78,7 @@ inline void check_dtype(const char* name, const Tensor& tensor, ScalarType dtype
 // Rows along the last axis.
 inline void check_rows(const char* name, const Tensor& tensor) {
   int64_t last = tensor.dim() - 1;
-  if (tensor.size(last) > 1 && tensor.stride(last) != 1) {
+  if (tensor.size(last) > 1 && tensor.numel() && tensor.stride(last) != 1) {
     fail(text(name, ": last stride 1"), list(tensor.strides()), "call .contiguous()");
   }
 }

@@ -2,10 +2,11 @@
 //
 // Of two codes that lie side by side, a shift and a mask make a float16 of each, 256 times too
 // small: nothing is widened but by the conversion to floats. So queries and sums have the even
-// elements of each vector of codes first, then the odd ones. The factor is made good at the end.
+// elements of each vector of codes first, then the odd ones. The factor is made good at the end, so
+// that sums below 2^-118 lose bits.
 //
-// It would make a number of a NaN: rows are searched for one first, and taken with more care if
-// there is.
+// It would make a number of a NaN: before each few rows of queries, rows of the cache are searched
+// for one, and taken with more care if there is.
 #pragma once
 
 #include "few_rows_loops.h"

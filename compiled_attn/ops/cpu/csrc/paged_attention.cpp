@@ -188,8 +188,10 @@ bool attend(const Args& args, int threads) {
         if (args.query_dtype == kBFloat16)
           return attend<FewRows<InCodes<Element>>, Tiles<FloatUnits<Element>>>(args, threads);
 #elif CA_HAS_E4M3_AS_FLOAT16
+      // Heads that are not whole vectors would be copied, which takes longer.
       if constexpr (std::is_same_v<Element, Float8E4M3>)
-        return attend<FewRows<InFloat16>, Tiles<FloatUnits<Element>>>(args, threads);
+        if (args.head_dim % InFloat16::kWide == 0 && args.value_dim % InFloat16::kWide == 0)
+          return attend<FewRows<InFloat16>, Tiles<FloatUnits<Element>>>(args, threads);
 #endif
       return attend<FewRows<InFloats<Element>>, Tiles<FloatUnits<Element>>>(args, threads);
     }

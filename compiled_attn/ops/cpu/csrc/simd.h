@@ -218,8 +218,8 @@ CA_INLINE Floats without_powers(Floats x, Floats n) { return x - n * all(0.69314
 // p * 2^n, 0 where x is below the least; NaN where it is NaN. `shifted` is n + 1.5 * 2^23, whose low
 // bits are the integer.
 CA_INLINE Floats with_power(Floats p, Floats shifted, Floats x, float least) {
-  const Ints power = bits_as<Ints>(shifted) << 23;
-  const Floats scaled = bits_as<Floats>(bits_as<Ints>(p) + power);
+  typedef uint32_t Bits __attribute__((vector_size(4 * kLanes), may_alias));  // these may overflow
+  const Floats scaled = bits_as<Floats>(bits_as<Bits>(p) + (bits_as<Bits>(shifted) << 23));
   return either(x < all(least), Floats{}, either(x == x, scaled, x));
 }
 

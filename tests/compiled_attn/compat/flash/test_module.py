@@ -152,3 +152,31 @@ def test_metadata_of_another_bucket_is_refused_and_writes_nothing() -> None:
     with pytest.raises(FlashArgumentError, match="cache_seqlens"):
         module_of(case)(*inputs_of(case).padded(4)._replace(cache_seqlens=torch.zeros(3).int()))
     assert torch.equal(case.bits(), before)
+
+
+def paged_by_index() -> Case:
+    """Rows whose pages stand in other rows of a table that has more of them."""
+    case = paged(batch_idx=True)
+    assert case.args["block_table"].shape[0] > 3 or case.rows != [0, 1, 2]
+    return case
+
+
+def test_padding_of_rows_that_an_index_picks_from_a_table_stays_in_page_0() -> None:
+    case = paged_by_index()
+    want = case.run(flash_attn_with_kvcache)[0]
+    written = case.bits()
+    case = paged_by_index()
+    inputs = inputs_of(case)
+    assert inputs.block_table is not None and inputs.cache_batch_idx is not None
+    padded = inputs.padded(8, 11)
+    assert padded.cache_batch_idx is None
+    assert padded.block_table is not None and padded.block_table.shape == (8, 11)
+    out, _ = module_of(case)(*padded)
+    assert torch.allclose(out[:3], want, atol=1e-6) and bool((out[3:] == 0).all())
+    size = case.k_cache[0].numel()
+    for got, right in zip(case.bits().chunk(2), written.chunk(2), strict=True):
+        assert torch.equal(got[size:], right[size:])
+    for wrong in (-1, len(inputs.block_table)):
+        rows = torch.tensor([0, wrong, 1])
+        with pytest.raises(ValueError, match=f"cache_batch_idx in 0 .. .* got .0, {wrong}, 1"):
+            inputs._replace(cache_batch_idx=rows).padded(8, 11)

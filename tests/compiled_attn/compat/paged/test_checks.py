@@ -208,6 +208,7 @@ def test_scales_that_do_not_fit_are_refused(
         (lambda t: t[:2], r"out like query of shape \[3, 4, 16\], got \[2, 4, 16\]"),
         (lambda t: t.double(), "out of dtype float32, got float64"),
         (lambda t: t.to("meta"), "out on cpu, got meta"),
+        (lambda t: t[:1].expand(3, -1, -1), "outputs without expanded axes"),
     ],
 )
 def test_an_output_that_does_not_fit_is_refused(change: Any, message: str) -> None:
@@ -229,6 +230,7 @@ def test_an_output_that_does_not_fit_is_refused(change: Any, message: str) -> No
         (1, lambda t: t.to("meta"), "max_logits on cpu"),
         (2, lambda t: t[..., :8], r"tmp_out .*\[3, 4, 3, 16\], got \[3, 4, 3, 8\]"),
         (2, lambda t: t.half(), "tmp_out of dtype float32, got float16"),
+        *((i, lambda t: t[:1].expand_as(t), "outputs without expanded axes") for i in range(3)),
     ],
 )
 def test_partials_that_do_not_fit_are_refused(which: int, change: Any, message: str) -> None:

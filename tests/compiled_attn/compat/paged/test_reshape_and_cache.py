@@ -204,3 +204,16 @@ def test_what_does_not_fit_is_refused_and_the_caches_are_as_they_were(
         reshape_and_cache(**(arguments | change))
     assert not key_cache.any()
     assert not value_cache.any()
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_tokens_may_lie_in_the_caches(which: int) -> None:
+    pair = caches("NHD", BLOCKS, SIZE, HEADS, DIM, torch.float32)
+    for cache in pair:
+        cache.copy_(torch.randn(cache.shape))
+    start = [cache.clone() for cache in pair]
+    tokens = pair[which].flatten(0, 1)[3:5], pair[1 - which].flatten(0, 1)[3:5]
+    want = [each.clone() for each in tokens]
+    reshape_and_cache(*tokens, *pair, torch.tensor([4, 9]), "auto", 1.0, 1.0, layout="NHD")
+    expected = _expected("NHD", start, [4, 9], *want)
+    assert all(map(torch.equal, pair, expected))

@@ -22,7 +22,7 @@ CASES = [
     "D 128, e4m3", "D 192, Dv 128", "D 256", "D 576, Dv 512", "D 128, float32",
     "D 64, float32", "D 256, float32", "D 576, Dv 512, float32", "D 64, int8", "D 64, e4m3",
     "D 256, int8", "D 256, e4m3", "D 576, Dv 512, e4m3", "D 576, Dv 512, group 128",
-    "D 576, Dv 512, group 32", "D 1024", "D 1024, e4m3",
+    "D 576, Dv 512, group 32", "D 1024", "D 1024, e4m3", "D 1024, int8",
 ]  # fmt: skip
 SPILLED = {
     ("D 64", "decode", "sm_89"): 8,
@@ -39,6 +39,8 @@ SPILLED = {
     ("D 1024, e4m3", "prefill", "sm_80"): 16,
     ("D 1024, e4m3", "decode", "gfx942"): 84,
     ("D 1024, e4m3", "prefill", "gfx942"): 88,
+    ("D 1024, int8", "decode", "gfx942"): 72,
+    ("D 1024, int8", "prefill", "gfx942"): 52,
 }
 """Bytes of a thread that these spill all the same: a few numbers."""
 SPILLED_OF_HOPPER = {"decode": 700, "prefill": 1200}
