@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from fastapi.responses import StreamingResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from jinja2 import TemplateError
 from transformers import GenerationConfig
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
@@ -33,6 +33,7 @@ from compiled_attn.serve.choices import (
     merged_streams,
     whole_stream,
 )
+from compiled_attn.serve.cut import cut_response, cut_stream
 from compiled_attn.serve.errors import RequestError
 from compiled_attn.serve.replies import Replies
 from compiled_attn.serve.served import Served
@@ -252,3 +253,24 @@ class Responses(_Handler, ResponseHandler):  # type: ignore[misc]
     """``/v1/responses``."""
 
     _needed = "input"
+
+    def _streaming(  # type: ignore[override]
+        self, request_id: str, model: Any, processor: Any, name: str, body: Any, inputs: Any,
+        settings: Any, *more: Any, **named: Any,
+    ) -> Any:  # fmt: skip
+        given: Any = super()._streaming(
+            request_id, model, processor, name, body, inputs, settings, *more, **named
+        )
+        whole = cut_stream(given.body_iterator, lambda: settings.max_new_tokens is not None)
+        return StreamingResponse(whole, media_type="text/event-stream")
+
+    async def _non_streaming(  # type: ignore[override]
+        self, request_id: str, model: Any, processor: Any, name: str, body: Any, inputs: Any,
+        settings: Any, *more: Any, **named: Any,
+    ) -> Any:  # fmt: skip
+        given: Any = await super()._non_streaming(
+            request_id, model, processor, name, body, inputs, settings, *more, **named
+        )
+        if settings.max_new_tokens is None:  # it stopped, see `Reply`
+            return given
+        return JSONResponse(cut_response(json.loads(given.body)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,6 +11,7 @@ import openai
 import pytest
 
 from compiled_attn.engine import SamplingParams
+from compiled_attn.serve.cut import cut_stream
 from compiled_attn.text import LLM
 from tests.compiled_attn.serve.conftest import NAME, Running
 
@@ -59,7 +62,38 @@ def test_a_response_is_the_same_answer_in_both_ways(server, alone):
     events = [*server.client.responses.create(**settings, stream=True)]
     deltas = "".join(e.delta for e in events if e.type == "response.output_text.delta")
     assert deltas == whole.output_text
-    assert events[-1].type == "response.completed"
+
+
+def test_a_response_that_reached_its_limit_is_incomplete(server, alone):
+    text = answered(alone, CHAT, max_new_tokens=12)
+    asks = {"model": NAME, "input": CHAT[0]["content"], "max_output_tokens": 12}
+    whole = server.client.responses.create(**asks)
+    assert whole.output_text == text
+    assert (whole.status, whole.output[0].status) == ("incomplete", "incomplete")
+    assert whole.incomplete_details.reason == "max_output_tokens"
+    last = [*server.client.responses.create(**asks, stream=True)][-1]
+    assert last.type == "response.incomplete"
+    assert last.response.incomplete_details.reason == "max_output_tokens"
+    assert last.response.output_text == text
+
+
+def test_a_response_that_stopped_is_complete():
+    response = {"output": [{"type": "message", "status": "completed"}], "status": "completed"}
+    sent = 'data: {"type":"response.completed","response":' + json.dumps(response) + "}\n\n"
+
+    async def events():
+        yield 'data: {"delta":"\\"type\\":\\"response.completed\\""}\n\n'
+        yield sent
+
+    async def ends(is_cut):
+        return [each async for each in cut_stream(events(), lambda: is_cut)]
+
+    assert asyncio.run(ends(False))[1] == sent
+    first, last = asyncio.run(ends(True))
+    assert "delta" in first
+    assert (
+        json.loads(last.removeprefix("data: "))["response"]["output"][0]["status"] == "incomplete"
+    )
 
 
 def test_every_request_has_a_sampling_of_its_own(server, alone):
@@ -125,7 +159,7 @@ def test_what_is_null_is_left_out(server, alone):
     stream = server.client.responses.create(
         model=NAME, input="hi", stream=True, max_output_tokens=4, parallel_tool_calls=None
     )
-    assert [*stream][-1].type == "response.completed"
+    assert [*stream][-1].type == "response.incomplete"
 
 
 def test_the_turns_of_a_tool_are_taken(server):
