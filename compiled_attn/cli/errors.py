@@ -22,7 +22,9 @@ def bad_input() -> Iterator[None]:
     """What is done in here follows from the input alone, so its errors are told to the user."""
     try:
         yield
-    except (ValueError, OSError, ArithmeticError) as error:
+    except OSError as error:
+        raise UserError(_told(error)) from error
+    except (ValueError, ArithmeticError) as error:
         raise UserError(str(error)) from error
     except (RuntimeError, MemoryError) as error:
         # torch has no class of its own for a CPU allocation that fails.
@@ -33,6 +35,13 @@ def bad_input() -> Iterator[None]:
             "not enough memory: choose a smaller model, or smaller --num-blocks and "
             "--max-tokens-per-step"
         ) from error
+
+
+def _told(error: OSError) -> str:
+    """What the system says of a path, with what to do; all else as it is."""
+    if not error.filename or not error.strerror:
+        return str(error)
+    return f"{error.filename}: {error.strerror}: choose a path that can be read or written"
 
 
 exit_code_of = functools.partial(graphs.cli.errors.exit_code_of, known=_KNOWN, program=_PROGRAM)

@@ -47,10 +47,10 @@ def reshape_and_cache(
         layout: of both caches, see `Layout`.
 
     Raises:
-        PagedArgumentError: the arguments do not fit together, ``slot_mapping`` lies in the memory
-            of a cache, a slot is beyond the cache, or two tokens have one slot (but 0); both caches
-            are as they were. What depends on the slots is not checked inside a compiled or captured
-            graph; there a token with a slot beyond the cache is not written.
+        PagedArgumentError: the arguments do not fit together, a token or ``slot_mapping`` lies in
+            the memory of a cache, a slot is beyond the cache, or two tokens have one slot (but 0);
+            both caches are as they were. What depends on the slots is not checked inside a compiled
+            or captured graph; there a token with a slot beyond the cache is not written.
         TypeError: an argument that must be a tensor is none.
 
     Source: ``reshape_and_cache`` and (NHD) ``reshape_and_cache_flash`` of vLLM.
@@ -71,14 +71,12 @@ def reshape_and_cache(
     source = torch.where(valid, torch.arange(tokens, device=valid.device), valid.int().argmax())
     slots = torch.where(valid, slot_mapping, slot_mapping[source]).clamp(min=0, max=num_slots - 1)
     at = slots // block_size, slots % block_size, _SLOT_AXIS[layout]
-    written = []
     for cache, new, scale in ((key_cache, key, k_scale), (value_cache, value, v_scale)):
         rows = encode(new.detach()[:tokens], kv_cache_dtype, scale, cache)[source]
         rows = rows.unflatten(-1, (-1, packing(cache.dtype))) if cache.dim() == 5 else rows
-        written.append((cache, torch.where(valid.any(), rows, cache[cells(*at)])))
-    # Both are read before either is written: they may lie in the caches, and nothing fails between.
-    for cache, kept in written:
-        write_rows(cache, at[0], at[1], kept, at[2])
+        block, slot, axis = at
+        kept = torch.where(valid.any(), rows, cache[cells(*at)])
+        write_rows(cache, block, slot, kept, axis)
 
 
 def _check(call: CacheWrite) -> tuple[int, int]:
@@ -96,7 +94,8 @@ def _check(call: CacheWrite) -> tuple[int, int]:
     check_caches(call, (values.shape[0], block_size, heads, dim), key)
     expect.not_expanded(call.key_cache, values)
     caches = {"key_cache": call.key_cache, "value_cache": values}
-    expect.apart(caches, {"slot_mapping": slots})
+    # Keys are written before values are read.
+    expect.apart(caches, {"key": key, "value": call.value, "slot_mapping": slots})
     return values.shape[0], block_size
 
 

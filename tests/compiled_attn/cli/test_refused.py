@@ -36,6 +36,14 @@ def test_a_request_beyond_the_context_is_refused(command: Command, small: list[o
     assert_refused(command(*small, "--scale", 9), "context 256", "scale")
 
 
+@pytest.mark.parametrize("option", ["--json", "--record-demand"])
+def test_a_result_that_cannot_be_written_is_told_with_the_remedy(
+    command: Command, small: list[object], tmp_path: Path, option: str
+) -> None:
+    path = tmp_path / "none" / "file"
+    assert_refused(command(*small, option, path), f"{path}: No such file", "choose a path")
+
+
 def test_more_threads_than_can_be_started_are_refused(
     command: Command, small: list[object]
 ) -> None:

@@ -1,8 +1,9 @@
 // A step cut into parts that threads take one by one.
 //
-// Results are the same, bit for bit, for any number of threads and whatever else is in the step:
-// where rows are many, how a request is cut depends on the request alone; where they are few, parts
-// are whole segments of its keys, which are folded in order, within a part or behind all of them.
+// Results are the same, bit for bit, for any number of threads and whatever else is in the step (but
+// for how many elements are NaN of a row that sees a value with one): where rows are many, how a
+// request is cut depends on the request alone; where they are few, parts are whole segments of its
+// keys, which are folded in order, within a part or behind all of them.
 #pragma once
 
 #include <vector>

@@ -206,14 +206,14 @@ def test_what_does_not_fit_is_refused_and_the_caches_are_as_they_were(
     assert not value_cache.any()
 
 
-@pytest.mark.parametrize("which", [0, 1])
-def test_tokens_may_lie_in_the_caches(which: int) -> None:
+@pytest.mark.parametrize(("which", "name"), [(0, "key"), (1, "value")])
+def test_tokens_in_the_memory_of_a_cache_are_refused(which: int, name: str) -> None:
     pair = caches("NHD", BLOCKS, SIZE, HEADS, DIM, torch.float32)
     for cache in pair:
         cache.copy_(torch.randn(cache.shape))
     start = [cache.clone() for cache in pair]
-    tokens = pair[which].flatten(0, 1)[3:5], pair[1 - which].flatten(0, 1)[3:5]
-    want = [each.clone() for each in tokens]
-    reshape_and_cache(*tokens, *pair, torch.tensor([4, 9]), "auto", 1.0, 1.0, layout="NHD")
-    expected = _expected("NHD", start, [4, 9], *want)
-    assert all(map(torch.equal, pair, expected))
+    tokens = [*_tokens(2)]
+    tokens[which] = pair[0].flatten(0, 1)[3:5]
+    with pytest.raises(PagedArgumentError, match=f"{name} apart from key_cache"):
+        reshape_and_cache(*tokens, *pair, torch.tensor([4, 9]), "auto", 1.0, 1.0, layout="NHD")
+    assert all(map(torch.equal, pair, start))
