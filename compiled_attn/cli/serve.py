@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from compiled_attn.cli.errors import UserError, bad_input
+from compiled_attn.cli.errors import FAILED, INTERRUPTED, UserError, bad_input
 from compiled_attn.cli.inputs import dtype_of, refuse_unavailable, tell_conversion
 from compiled_attn.cli.options import ServeOptions, settings_of
 from compiled_attn.cli.replicas import serve_replicas
@@ -76,15 +76,19 @@ def _run_to_the_end(served: Served, listening: socket.socket, when_up: Callable[
     """Serves, and leaves no thread inside of torch, which aborts when the interpreter ends then."""
     from compiled_attn.serve.server import run
 
-    code = 0
+    code = FAILED
     try:
-        return run(served, listening, when_up)
+        run(served, listening, when_up)
+        code = 0
     except KeyboardInterrupt:
-        code = 130
+        code = INTERRUPTED
+        raise
+    except SystemExit:  # SIGTERM
+        code = 0
         raise
     finally:
         is_over = False
-        with contextlib.suppress(KeyboardInterrupt):  # a second one: at once
+        with contextlib.suppress(KeyboardInterrupt, SystemExit):  # a second one: at once
             is_over = served.give_up(_PATIENCE)
         if not is_over:
             sys.stdout.flush()

@@ -41,7 +41,7 @@ from compiled_attn.text import LLM
 
 __all__ = ["Chats", "Completions", "OneModel", "Responses"]
 
-_FEW = 2**16  # letters of a body, which take no time
+_FEW = 2**16  # letters of a prompt, which take no time
 
 
 class OneModel:
@@ -118,11 +118,13 @@ class _Handler:
         """
         llm = self.model_manager.served.llm
         context = llm.engine.sizing.context
-        most, letters = max(context * llm.tokenizer.longest, _FEW), len(json.dumps(body))
+        most = max(context * llm.tokenizer.longest, _FEW)
+        asked = [body[name] for name in (self._needed, "instructions", "tools") if name in body]
+        letters = len(json.dumps(asked, ensure_ascii=False))
         if letters > most:
             raise RequestError(
-                f"expected a body of at most {most} letters, as the context holds {context} "
-                f"tokens, got {letters}: shorten the prompt"
+                f"expected a prompt of at most {most} letters, as the context holds {context} "
+                f"tokens, got {letters}: shorten it"
             )
 
     async def _compile_grammar(self, body: Body) -> None:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from compiled_attn.arguments import can_read
 from compiled_attn.compat.flash.call import FlashCall
 from compiled_attn.compat.flash.forward import forward
 from compiled_attn.ops import KernelChoice
@@ -196,8 +197,8 @@ class FlashKVCacheAttention(nn.Module):
 
 
 def _rows_of(block_table: Tensor, rows: Tensor) -> Tensor:
-    """Raises unless all rows exist."""
-    chosen = rows.tolist()
+    """Raises unless all rows exist, where numbers can be read."""
+    chosen = rows.tolist() if can_read(rows) else []
     if not all(0 <= row < len(block_table) for row in chosen):
         raise ValueError(
             f"expected cache_batch_idx in 0 .. {len(block_table) - 1}, got {chosen}: "

@@ -14,7 +14,7 @@ from tests.compiled_attn.serve.conftest import NAME, Running
 SAID = [{"role": "user", "content": "hello"}]
 
 REFUSED = {
-    "a prompt without end": ("text", {"prompt": "hello " * 20000}, "body of at most 65536"),
+    "a prompt without end": ("text", {"prompt": "hello " * 20000}, "prompt of at most 65536"),
     "more than is served": (
         "response",
         {"input": "x", "include": ["message.output_text.logprobs"]},

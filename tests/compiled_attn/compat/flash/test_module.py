@@ -157,7 +157,7 @@ def test_metadata_of_another_bucket_is_refused_and_writes_nothing() -> None:
 def paged_by_index() -> Case:
     """Rows whose pages stand in other rows of a table that has more of them."""
     case = paged(batch_idx=True)
-    assert case.args["block_table"].shape[0] > 3 or case.rows != [0, 1, 2]
+    assert case.args["block_table"].shape[0] > 3
     return case
 
 
