@@ -55,17 +55,18 @@ struct InFloat16 : PlainWeights<float> {
   }
 
   void arrange(float* query, int64_t dim) const {
-    float old[kWide];
     for (float* at = query; at < query + dim; at += kWide) {
-      std::copy_n(at, kWide, old);
-      for (int i = 0; i < kWide; ++i) at[i % 2 * 2 * kLanes + i / 2] = old[i];
+      Floats old[4];
+      for (int i = 0; i < 4; ++i) old[i] = load(at + i * kLanes);
+      for (int i = 0; i < 2; ++i)
+        evens_first(old[2 * i], old[2 * i + 1], at + i * kLanes, at + (2 + i) * kLanes);
     }
   }
   void finish(float* sums, int64_t dim) const {
-    float old[kWide];
     for (float* at = sums; at < sums + dim; at += kWide) {
-      std::copy_n(at, kWide, old);
-      for (int i = 0; i < kWide; ++i) at[i] = old[i % 2 * 2 * kLanes + i / 2] * kE4M3Unit;
+      Floats old[4];
+      for (int i = 0; i < 4; ++i) old[i] = load(at + i * kLanes) * all(kE4M3Unit);
+      for (int i = 0; i < 2; ++i) in_turns(old[i], old[2 + i], at + 2 * i * kLanes);
     }
   }
 };

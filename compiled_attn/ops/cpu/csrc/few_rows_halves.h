@@ -41,18 +41,11 @@ struct InHalves : PlainWeights<float> {
   }
 
   void arrange(float* query, int64_t dim) const {
-    float old[kWide];
-    for (float* at = query; at < query + dim; at += kWide) {
-      std::copy_n(at, kWide, old);
-      for (int i = 0; i < kLanes; ++i) at[i] = old[2 * i], at[kLanes + i] = old[2 * i + 1];
-    }
+    for (float* at = query; at < query + dim; at += kWide)
+      evens_first(load(at), load(at + kLanes), at, at + kLanes);
   }
   void finish(float* sums, int64_t dim) const {
-    float old[kWide];
-    for (float* at = sums; at < sums + dim; at += kWide) {
-      std::copy_n(at, kWide, old);
-      for (int i = 0; i < kLanes; ++i) at[2 * i] = old[i], at[2 * i + 1] = old[kLanes + i];
-    }
+    for (float* at = sums; at < sums + dim; at += kWide) in_turns(load(at), load(at + kLanes), at);
   }
 };
 

@@ -38,6 +38,24 @@ inline void unzip(float* sums, int64_t dim) {
   }
 }
 
+// The even lanes of two vectors in a row, then the odd ones; and back.
+template <int Parity>
+struct EveryOther {
+  static constexpr int at(int i) { return 2 * i + Parity; }
+};
+template <int Half>
+struct InTurns {
+  static constexpr int at(int i) { return Half * kLanes / 2 + i / 2 + i % 2 * kLanes; }
+};
+CA_INLINE void evens_first(Floats a, Floats b, float* evens, float* odds) {
+  store(evens, shuffled<EveryOther<0>>(a, b));
+  store(odds, shuffled<EveryOther<1>>(a, b));
+}
+CA_INLINE void in_turns(Floats evens, Floats odds, float* to) {
+  store(to, shuffled<InTurns<0>>(evens, odds));
+  store(to + kLanes, shuffled<InTurns<1>>(evens, odds));
+}
+
 // Weights as they are.
 template <class Weight>
 struct PlainWeights {
