@@ -290,6 +290,8 @@ class Scheduler:
                 return
             table = self.pool.add(sequence.request_id, prompt, salt=sequence.salt)
             sequence.computed = table.num_cached_tokens
+            if sequence.cached is None:
+                sequence.cached = sequence.computed
             count = self._count(sequence, room, rows)
             sequence.reserved = self._whole_blocks(sequence.computed + count)
             self.pool.reserve(sequence.request_id, sequence.reserved)

@@ -91,6 +91,8 @@ class GenerationResult:
         choice: which of ``n`` continuations of its prompt it is, from 0 on.
         logprobs: of ``tokens``, where its sampling asks for them.
         prompt_logprobs: of the prompt, whose first token has none.
+        cached_tokens: how many tokens of the prompt were cached when it was first begun, and so not
+            computed; 0 for further continuations of a prompt, which share all of it.
     """
 
     index: int
@@ -105,6 +107,7 @@ class GenerationResult:
     choice: int = 0
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    cached_tokens: int = 0
 
 
 class TokenEvent(NamedTuple):
@@ -130,6 +133,7 @@ class Sequence:
     values in the cache. A preempted sequence goes back to ``computed = 0`` and keeps its tokens. It
     has blocks for ``reserved`` positions, and nothing to report to its pool as long as fewer than
     ``quiet_below`` are computed. Its events go to ``mailbox``, under ``index`` and ``choice``.
+    ``cached`` is None until it has blocks for the first time: then it found so many tokens cached.
     """
 
     request_id: int
@@ -140,6 +144,7 @@ class Sequence:
     computed: int = 0
     reserved: int = 0
     quiet_below: int = 0
+    cached: int | None = None
     status: Status = Status.WAITING
     first_token_s: float | None = None
     stop_tokens: frozenset[int] = field(default_factory=frozenset)
@@ -265,4 +270,5 @@ class Sequence:
             self.choice,
             None if wants.logprobs is None else [*self.logprobs, *last],
             None if wants.prompt_logprobs is None else [None, *prompt],
+            self.cached or 0 if self.choice == 0 else 0,
         )

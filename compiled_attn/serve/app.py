@@ -1,4 +1,6 @@
-"""The routes of the server: those of transformers' that one text model has, health, metrics."""
+"""The routes of the server: those of transformers' that one text model has, the model, health,
+metrics.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from transformers.cli.serving.server import build_server
 
 from compiled_attn.serve.call import Calls
-from compiled_attn.serve.errors import tell_errors
+from compiled_attn.serve.errors import RequestError, tell_errors
 from compiled_attn.serve.handlers import Chats, Completions, OneModel, Responses
 from compiled_attn.serve.metrics import exposition
 from compiled_attn.serve.served import Served
@@ -46,6 +48,12 @@ def app_of(served: Served) -> FastAPI:
     ]
     app.add_middleware(Calls)
     tell_errors(app)
+
+    @app.get("/v1/models/{name:path}")
+    def the_model(name: str) -> JSONResponse:
+        if name != served.name:
+            raise RequestError(f"expected the model {served.name!r}, got {name!r}", 404)
+        return JSONResponse(*model.get_gen_models())
 
     @app.get("/health")
     def health() -> JSONResponse:

@@ -44,7 +44,9 @@ _WITH_SCHEMAS = ("tools", "response_format", "text")
 _LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 _ONLY: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
-    "echo": (False,),
+    "reasoning_effort": ("none",),
+    "reasoning": ({},),
+    "verbosity": (),
     "tool_choice": ("auto",),
     "functions": (),
     "function_call": (),
@@ -56,6 +58,8 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
 }
 """What would change the answer, and is served with these values only."""
+_ONLY_OF: dict[str, dict[str, tuple[Any, ...]]] = {"input": {"top_logprobs": (0,)}}
+"""The same where this field is needed."""
 
 
 class _Strict(BaseModel):
@@ -137,6 +141,7 @@ def _settings(given: dict[str, Any]) -> dict[str, Any]:
 
 
 _Text = Annotated[str, MinLen(1)]
+_Tokens = Annotated[list[int], MinLen(1)]
 _Items = list[_Calling | _Message | _FunctionCall | _FunctionOutput]
 
 _KINDS: dict[str, tuple[Any, str]] = {
@@ -144,7 +149,11 @@ _KINDS: dict[str, tuple[Any, str]] = {
         Annotated[list[_Calling | _Message], MinLen(1)],
         "a list of messages, each of a role and a content of text",
     ),
-    "prompt": (_Text, "a text"),
+    "prompt": (
+        _Text | _Tokens | Annotated[list[_Text], MinLen(1)] | Annotated[list[_Tokens], MinLen(1)],
+        "a text, token ids, or a list of either",
+    ),
+    "echo": (bool, "true or false"),
     "input": (
         _Text | Annotated[list[_Part], MinLen(1)] | Annotated[_Items, MinLen(1)],
         "a text or a list of messages",
@@ -204,7 +213,7 @@ def check_body(body: Body, needed: str) -> None:
     except UnicodeEncodeError as error:
         raise RequestError("expected valid Unicode, got half a surrogate pair in it") from error
     check_fields(body, needed)
-    for name, served in _ONLY.items():
+    for name, served in (_ONLY | _ONLY_OF.get(needed, {})).items():
         if name in body and body[name] not in served:
             values = " or ".join(map(repr, served))
             instead = f"send {values}, or leave it out" if values else "leave it out"
@@ -269,6 +278,8 @@ def sampling_of(body: Body, default: GenerationConfig) -> tuple[SamplingParams, 
     wanted["grammar"] = grammar_of(body)
     wanted["n"] = _count(body, "n", 1, _MOST_CHOICES)
     wanted["logprobs"] = _logprobs(body)
+    if body.get("echo"):
+        wanted["prompt_logprobs"] = wanted["logprobs"]
     wanted["max_new_tokens"] = _ENOUGH_TOKENS if limit is None else limit
     try:
         return SamplingParams(**wanted), limit is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fastapi.responses import JSONResponse
@@ -17,23 +17,31 @@ __all__ = [
     "PlacedLogprobs",
     "Places",
     "ScoredText",
+    "cached",
     "chat_logprobs",
     "completion_logprobs",
     "merged",
     "merged_streams",
     "whole_stream",
+    "with_cached",
 ]
+
+_USED = '"usage":'  # in a text that is JSON a quotation mark has a backslash before it
 
 
 class PlacedLogprobs(NamedTuple):
-    """The log-probabilities of a token, and how many characters of the answer are before it."""
+    """A token with its log-probabilities, and how many characters of the text are before it.
 
-    scores: TokenLogprobs
+    The first token of a prompt has none, as nothing precedes it.
+    """
+
+    token: int
+    scores: TokenLogprobs | None
     offset: int
 
 
 class Places:
-    """Puts the tokens of one answer to their places in its text.
+    """Puts the tokens of one text to their places in it.
 
     Args:
         tokenizer: that of the model.
@@ -43,11 +51,11 @@ class Places:
         self._pieces = TextPieces(tokenizer)
         self._told = 0
 
-    def of(self, token: int) -> int:
-        """Whole characters before the next token."""
+    def of(self, token: int, scores: TokenLogprobs | None) -> PlacedLogprobs:
+        """The next token in its place: behind the whole characters before it."""
         offset = self._told + len(self._pieces.rest().rstrip("\ufffd"))
         self._told += len(self._pieces.put(token))
-        return offset
+        return PlacedLogprobs(token, scores, offset)
 
 
 class ScoredText(str):
@@ -76,42 +84,78 @@ def chat_logprobs(placed: Sequence[PlacedLogprobs], tokenizer: Tokenizer) -> dic
     return {
         "content": [
             {
-                **told(each.token, each.logprob),
-                "top_logprobs": [told(*pair) for pair in each.top],
+                **told(token, scores.logprob),
+                "top_logprobs": [told(*pair) for pair in scores.top],
             }
-            for each, _ in placed
+            for token, scores, _ in placed
+            if scores is not None
         ]
     }
 
 
 def completion_logprobs(placed: Sequence[PlacedLogprobs], tokenizer: Tokenizer) -> dict[str, Any]:
     """Those of a text that is continued."""
+
+    def likely(scores: TokenLogprobs) -> dict[str, float]:
+        return {tokenizer.text_of(token): logprob for token, logprob in reversed(scores.top)}
+
     return {
-        "tokens": [tokenizer.text_of(each.token) for each, _ in placed],
-        "token_logprobs": [each.logprob for each, _ in placed],
-        "top_logprobs": [
-            {tokenizer.text_of(token): logprob for token, logprob in reversed(each.top)}
-            for each, _ in placed
-        ],
-        "text_offset": [offset for _, offset in placed],
+        "tokens": [tokenizer.text_of(token) for token, _, _ in placed],
+        "token_logprobs": [scores and scores.logprob for _, scores, _ in placed],
+        "top_logprobs": [scores and likely(scores) for _, scores, _ in placed],
+        "text_offset": [offset for _, _, offset in placed],
     }
 
 
-def merged(bodies: Sequence[dict[str, Any]]) -> JSONResponse:
-    """One answer of the choices of several, each of which has one."""
+def merged(bodies: Sequence[dict[str, Any]], choices: int) -> JSONResponse:
+    """One answer of several, each of which has one choice.
+
+    Args:
+        bodies: the answers, those of a prompt in a row.
+        choices: of each prompt.
+    """
     whole = bodies[0]
     whole["choices"] = [
         {**choice, "index": at} for at, body in enumerate(bodies) for choice in body["choices"]
     ]
-    whole["usage"] = _sum_of([body["usage"] for body in bodies])
+    whole["usage"] = _sum_of([body["usage"] for body in bodies], choices)
     return JSONResponse(whole)
 
 
-def _sum_of(usages: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """What several answers to one prompt used, which counts once."""
-    prompt = usages[0]["prompt_tokens"]
+def _sum_of(usages: Sequence[Mapping[str, Any]], choices: int) -> dict[str, Any]:
+    """What several answers used; a prompt counts once, by the first of its answers."""
+    firsts = usages[::choices]
+    prompt = sum(each["prompt_tokens"] for each in firsts)
     own = sum(each["completion_tokens"] for each in usages)
-    return {"prompt_tokens": prompt, "completion_tokens": own, "total_tokens": prompt + own}
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": own,
+        "total_tokens": prompt + own,
+        **cached(sum(each["prompt_tokens_details"]["cached_tokens"] for each in firsts)),
+    }
+
+
+def cached(tokens: int) -> dict[str, Any]:
+    """How many tokens of a prompt were cached, as usage tells it."""
+    return {"prompt_tokens_details": {"cached_tokens": tokens}}
+
+
+async def with_cached(
+    events: AsyncGenerator[str, None], tokens: Callable[[], int]
+) -> AsyncGenerator[str, None]:
+    """A stream of one answer whose usage tells the cached tokens too.
+
+    Args:
+        events: of which the last tells what was used.
+        tokens: how many they are; asked with that one.
+    """
+    async with contextlib.aclosing(events):
+        async for event in events:
+            if _USED in event:
+                chunk = json.loads(event.removeprefix("data: "))
+                chunk["usage"] |= cached(tokens())
+                event = _event(chunk)
+            yield event
 
 
 async def whole_stream(events: AsyncGenerator[str, None], *, has_usage: bool) -> AsyncIterator[str]:
@@ -123,8 +167,7 @@ async def whole_stream(events: AsyncGenerator[str, None], *, has_usage: bool) ->
     """
     async with contextlib.aclosing(events):
         async for event in events:
-            # In a text that is JSON a quotation mark has a backslash before it.
-            yield _last(event, has_usage=has_usage) if '"usage":' in event else event
+            yield _last(event, has_usage=has_usage) if _USED in event else event
     yield "data: [DONE]\n\n"
 
 
@@ -140,14 +183,18 @@ def _event(chunk: Mapping[str, Any]) -> str:
 
 
 async def merged_streams(
-    streams: Sequence[AsyncIterator[str]],
+    streams: Sequence[AsyncIterator[str]], choices: int
 ) -> AsyncGenerator[str, None]:
     """The events of several streams as they come, each with the index of its choice.
 
     The last one tells what all of them used. With the first that fails all end.
+
+    Args:
+        streams: of one answer each, those of a prompt in a row.
+        choices: of each prompt.
     """
     queue: asyncio.Queue[tuple[int, str | Exception | None]] = asyncio.Queue()
-    usages: list[dict[str, int]] = []
+    usages: dict[int, dict[str, Any]] = {}
 
     async def read(at: int, stream: AsyncIterator[str]) -> None:
         try:
@@ -173,9 +220,9 @@ async def merged_streams(
             for choice in chunk.get("choices", ()):
                 choice["index"] = at
             if usage := chunk.pop("usage", None):
-                usages.append(usage)
+                usages[at] = usage
                 if len(usages) == len(tasks):
-                    chunk["usage"] = _sum_of(usages)
+                    chunk["usage"] = _sum_of([usages[at] for at in sorted(usages)], choices)
             yield _event(chunk)
             if "error" in chunk:
                 return

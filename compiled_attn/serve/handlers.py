@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any, ClassVar
 
 from fastapi.responses import JSONResponse, StreamingResponse
@@ -27,13 +27,15 @@ from compiled_attn.serve.body import (
 from compiled_attn.serve.choices import (
     PlacedLogprobs,
     ScoredText,
+    cached,
     chat_logprobs,
     completion_logprobs,
     merged,
     merged_streams,
     whole_stream,
+    with_cached,
 )
-from compiled_attn.serve.cut import cut_response, cut_stream
+from compiled_attn.serve.ended import ended_response, ended_stream
 from compiled_attn.serve.errors import RequestError
 from compiled_attn.serve.replies import Replies
 from compiled_attn.serve.served import Served
@@ -101,16 +103,30 @@ class _Handler:
         try:
             body = without_nulls(body)
             check_body(body, self._needed)
+            self._refuse_unseen(body)
             self._refuse_endless(body)
             body.setdefault("stream", False)
             await self._compile_grammar(body)
-            return await super().handle_request(body, request_id)  # type: ignore[misc]
+            return await self._answer(body, request_id)
         except (TemplateError, ValueError) as error:
             raise RequestError(str(error)) from error
         except RecursionError as error:
             raise RequestError(
                 "expected a body of few levels, got one that is nested too deep: flatten it"
             ) from error
+
+    async def _answer(self, body: Body, request_id: str) -> Any:
+        """As transformers does it."""
+        return await super().handle_request(body, request_id)  # type: ignore[misc]
+
+    def _refuse_unseen(self, body: Body) -> None:
+        """Refuses tools that the model would not be told of."""
+        template = self.model_manager.served.llm.tokenizer.of_transformers.chat_template
+        if body.get("tools") and "tools" not in str(template):
+            raise RequestError(
+                f"tools are not served: the chat template of {self.model_manager.served.name} does "
+                "not show them to the model: leave them out, or serve a model that calls tools"
+            )
 
     def _refuse_endless(self, body: Body) -> None:
         """Refuses what no tokens of the context can spell: nobody is answered while its tokens are
@@ -119,13 +135,16 @@ class _Handler:
         llm = self.model_manager.served.llm
         context = llm.engine.sizing.context
         most = max(context * llm.tokenizer.longest, _FEW)
-        asked = [body[name] for name in (self._needed, "instructions", "tools") if name in body]
-        letters = len(json.dumps(asked, ensure_ascii=False))
-        if letters > most:
+        if (letters := self._letters(body)) > most:
             raise RequestError(
                 f"expected a prompt of at most {most} letters, as the context holds {context} "
                 f"tokens, got {letters}: shorten it"
             )
+
+    def _letters(self, body: Body) -> int:
+        """Of its longest prompt."""
+        asked = [body[name] for name in (self._needed, "instructions", "tools") if name in body]
+        return len(json.dumps(asked, ensure_ascii=False))
 
     async def _compile_grammar(self, body: Body) -> None:
         """Compiles what the format asks for, which may take seconds, while others go on; not before
@@ -162,9 +181,14 @@ class _Handler:
         if unparsed and self._parses:
             _refuse_parsed(llm, unparsed)
         settings = _settings(sampling)
-        settings.is_limited = is_limited
+        settings.is_limited, settings.has_text = is_limited, self._has_text(body)
+        settings.echoes = body.get("echo", False)
         settings.has_usage = body.get("stream_options", {}).get("include_usage", False)
         return settings
+
+    def _has_text(self, body: Body) -> bool:
+        """Whether its prompt is text, which special tokens alone are not."""
+        return True
 
 
 def _settings(sampling: SamplingParams, request: RequestHandle | None = None) -> Any:
@@ -191,11 +215,13 @@ class _Choosing(_Handler):
         *more: Any, **named: Any,
     ) -> Any:  # fmt: skip
         own = super()._streaming  # type: ignore[misc]
-        streams = [
-            own(request_id, model, processor, name, inputs, each, *more, **named).body_iterator
-            for each in self._submitted(inputs, settings)
-        ]
-        events = streams[0] if len(streams) == 1 else merged_streams(streams)
+
+        def stream(prompt: Any, each: Any) -> AsyncGenerator[str, None]:
+            given = own(request_id, model, processor, name, prompt, each, *more, **named)
+            return with_cached(given.body_iterator, lambda: each.cached_tokens)
+
+        streams = [stream(*each) for each in self._submitted(inputs, settings)]
+        events = streams[0] if len(streams) == 1 else merged_streams(streams, settings.sampling.n)
         whole = whole_stream(events, has_usage=settings.has_usage)
         return StreamingResponse(whole, media_type="text/event-stream")
 
@@ -205,19 +231,30 @@ class _Choosing(_Handler):
     ) -> Any:  # fmt: skip
         own = super()._non_streaming  # type: ignore[misc]
 
-        async def answer(each: Any) -> dict[str, Any]:
-            given = await own(request_id, model, processor, name, inputs, each, *more, **named)
+        async def answer(prompt: Any, each: Any) -> dict[str, Any]:
+            given = await own(request_id, model, processor, name, prompt, each, *more, **named)
             body: dict[str, Any] = json.loads(given.body)
+            body["usage"] |= cached(each.cached_tokens)
             if each.sampling.logprobs is not None:
                 body["choices"][0]["logprobs"] = self._logprobs(each.scores)
             return body
 
-        return merged(await asyncio.gather(*map(answer, self._submitted(inputs, settings))))
+        answers = (answer(*each) for each in self._submitted(inputs, settings))
+        return merged(await asyncio.gather(*answers), settings.sampling.n)
 
-    def _submitted(self, inputs: Any, settings: Any) -> list[Any]:
-        """The settings of each answer, with its request."""
-        requests = self.model_manager.replies.submit(inputs["input_ids"], settings)
-        return [_settings(request.sampling, request) for request in requests]
+    def _submitted(self, inputs: Any, settings: Any) -> list[tuple[Any, Any]]:
+        """The prompt of each answer, and its settings with its request."""
+        asked = []
+        for prompt in self._prompts(inputs):
+            for request in self.model_manager.replies.submit(prompt["input_ids"], settings):
+                own = _settings(request.sampling, request)
+                own.echoes = settings.echoes
+                asked.append((prompt, own))
+        return asked
+
+    def _prompts(self, inputs: Any) -> Sequence[Any]:
+        """One."""
+        return [inputs]
 
     def _build_chunk_sse(self, *given: Any, **named: Any) -> str:
         event: str = super()._build_chunk_sse(*given, **named)  # type: ignore[misc]
@@ -242,13 +279,47 @@ class Chats(_Choosing, ChatCompletionHandler):  # type: ignore[misc]
 
 
 class Completions(_Choosing, CompletionHandler):  # type: ignore[misc]
-    """``/v1/completions``."""
+    """``/v1/completions``, of one prompt or several, in text or token ids."""
 
     _needed = "prompt"
     _parses = False
 
+    async def _answer(self, body: Body, request_id: str) -> Any:
+        """Transformers takes one text only, and counts its tokens while all others wait."""
+        self._validate_request(body)
+        if body.get("echo") and body["stream"]:
+            raise RequestError("echo is not served in streams: leave it out, or do not stream")
+        name, model, processor = self._resolve_model(body)
+        settings = self._build_generation_config(body, model.generation_config)
+        prompts = await asyncio.to_thread(_tokens_of, _prompts_of(body), processor)
+        answer = self._streaming if body["stream"] else self._non_streaming
+        given = answer(
+            request_id, model, processor, name, prompts, settings, self.model_manager.replies
+        )
+        return await given if asyncio.iscoroutine(given) else given
+
+    def _letters(self, body: Body) -> int:
+        return max(len(each) for each in _prompts_of(body))
+
+    def _has_text(self, body: Body) -> bool:
+        return isinstance(_prompts_of(body)[0], str)
+
+    def _prompts(self, inputs: Any) -> Sequence[Any]:
+        """All of them."""
+        return [*inputs]
+
     def _logprobs(self, scores: Sequence[PlacedLogprobs]) -> dict[str, Any]:
         return completion_logprobs(scores, self.model_manager.served.llm.tokenizer)
+
+
+def _prompts_of(body: Body) -> Sequence[str | list[int]]:
+    given: Any = body["prompt"]
+    is_one = isinstance(given, str) or isinstance(given[0], int)
+    return [given] if is_one else given
+
+
+def _tokens_of(prompts: Sequence[str | list[int]], processor: Any) -> list[Any]:
+    return [processor(each) if isinstance(each, str) else {"input_ids": each} for each in prompts]
 
 
 class Responses(_Handler, ResponseHandler):  # type: ignore[misc]
@@ -263,7 +334,7 @@ class Responses(_Handler, ResponseHandler):  # type: ignore[misc]
         given: Any = super()._streaming(
             request_id, model, processor, name, body, inputs, settings, *more, **named
         )
-        whole = cut_stream(given.body_iterator, lambda: settings.max_new_tokens is not None)
+        whole = ended_stream(given.body_iterator, lambda response: _ended(response, settings))
         return StreamingResponse(whole, media_type="text/event-stream")
 
     async def _non_streaming(  # type: ignore[override]
@@ -273,6 +344,10 @@ class Responses(_Handler, ResponseHandler):  # type: ignore[misc]
         given: Any = await super()._non_streaming(
             request_id, model, processor, name, body, inputs, settings, *more, **named
         )
-        if settings.max_new_tokens is None:  # it stopped, see `Reply`
-            return given
-        return JSONResponse(cut_response(json.loads(given.body)))
+        return JSONResponse(_ended(json.loads(given.body), settings))
+
+
+def _ended(response: dict[str, Any], settings: Any) -> dict[str, Any]:
+    """What stopped has no limit any more, see `Reply`."""
+    is_cut = settings.max_new_tokens is not None
+    return ended_response(response, is_cut=is_cut, cached_tokens=settings.cached_tokens)

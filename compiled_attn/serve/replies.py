@@ -74,8 +74,7 @@ class Reply:
                     _note_end(event.result, self._settings)
                 self.total_tokens += 1
                 if event.logprobs is not None and event.token not in self._ends:
-                    offset = self._places.of(event.logprobs.token)
-                    self._scores.append(PlacedLogprobs(event.logprobs, offset))
+                    self._scores.append(self._places.of(event.logprobs.token, event.logprobs))
                 self._tell(self._pieces.put(event.token))
             self._tell(self._pieces.rest())
             if self._scores:  # of tokens that no text came of
@@ -106,6 +105,7 @@ def _note_end(result: GenerationResult, settings: Any) -> None:
     """Raises RuntimeError for a failed request; one that stopped did not reach its limit."""
     if result.error:
         raise RuntimeError(result.error)
+    settings.cached_tokens = result.cached_tokens
     if result.finish_reason == "stop":
         settings.max_new_tokens = None  # the handlers compare lengths with it
 
@@ -167,13 +167,16 @@ class Replies(BaseGenerateManager):
         result = await current_call().result(request)
         _note_end(result, gen_config)
         tokenizer, ends = self._served.llm.tokenizer, self._ends(request.sampling)
-        answer, places = Answer.of(result, tokenizer, ends), Places(tokenizer)
-        gen_config.scores = [
-            PlacedLogprobs(each, places.of(each.token))
-            for each in result.logprobs or ()
-            if each.token not in ends
+        text, places = Answer.of(result, tokenizer, ends).text, Places(tokenizer)
+        scores: list[PlacedLogprobs] = []
+        if gen_config.echoes:
+            text = tokenizer.decode(prompt) + text
+            scores += map(places.of, prompt, result.prompt_logprobs or ())
+        scores += [
+            places.of(each.token, each) for each in result.logprobs or () if each.token not in ends
         ]
-        return answer.text, len(prompt), result.tokens
+        gen_config.scores = scores
+        return text, len(prompt), result.tokens
 
     def stop(self) -> None:
         """The engine is stopped where it was started."""
@@ -181,11 +184,11 @@ class Replies(BaseGenerateManager):
     def submit(self, prompt: list[int], settings: Any) -> list[RequestHandle]:
         """Submits what is asked for: all of its answers, or none."""
         sampling: SamplingParams = settings.sampling
-        if self._served.llm.tokenizer.special.issuperset(prompt):
+        if settings.has_text and self._served.llm.tokenizer.special.issuperset(prompt):
             raise RequestError("expected a prompt with text, got special tokens only")
         if not settings.is_limited:
             room = self._served.llm.engine.sizing.context - len(prompt)
-            settings.max_new_tokens = max(min(room, settings.max_new_tokens), 1)
+            settings.max_new_tokens = max(min(room, sampling.max_new_tokens), 1)
             sampling = replace(sampling, max_new_tokens=settings.max_new_tokens)
         call = current_call()
         requests = self._served.engine.submit_choices(prompt, sampling, salt=call.salt)

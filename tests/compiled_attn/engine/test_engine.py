@@ -103,6 +103,27 @@ def test_preemption_in_a_small_pool_changes_no_token():
     for index, prompt in enumerate(prompts):
         assert results[index].tokens == plain_generate(model, prompt, 20)
     assert engine.pool.stats().used == 0
+    # What it finds when it comes back is its own, and was computed.
+    assert all(results[index].cached_tokens < 20 for index in results)
+    assert results[0].cached_tokens == 0
+
+
+def test_results_tell_how_much_of_the_prompt_was_cached():
+    engine = _engine(partial_hits=False)
+    prompt = [*range(1, 18)]  # four blocks of four, and a token
+
+    def cached(prompt: list[int], **more: object) -> list[int]:
+        results = engine.generate([prompt], SamplingParams(max_new_tokens=2), in_order=True, **more)
+        return [each.cached_tokens for each in results]
+
+    assert cached(prompt) == [0] and cached(prompt) == [16]
+    assert cached([*prompt[:9], 99]) == [8]
+    assert cached(prompt, salt="another") == [0]
+    three = SamplingParams(max_new_tokens=2, n=3, temperature=1.0)
+    results = engine.generate([prompt], three, in_order=True)
+    assert [each.cached_tokens for each in results] == [16, 0, 0]
+    scored = SamplingParams(max_new_tokens=2, prompt_logprobs=0)
+    assert next(engine.generate([prompt], scored)).cached_tokens == 0
 
 
 @pytest.mark.parametrize("backend", slow_but(("aot_eager",), ("aot_eager", "inductor")))

@@ -230,7 +230,7 @@ def test_the_first_stream_that_fails_ends_all():
         raise RuntimeError("torn")
 
     async def read(*streams):
-        return [json.loads(each[6:]) async for each in merged_streams([*streams])]
+        return [json.loads(each[6:]) async for each in merged_streams([*streams], len(streams))]
 
     error = told('data: {"error": "too long"}\n\n')
     assert asyncio.run(read(error, told()))[-1] == {"error": "too long"}

@@ -11,9 +11,9 @@ import openai
 import pytest
 
 from compiled_attn.engine import SamplingParams
-from compiled_attn.serve.cut import cut_stream
+from compiled_attn.serve.ended import ended_response, ended_stream
 from compiled_attn.text import LLM
-from tests.compiled_attn.serve.conftest import NAME, Running
+from tests.compiled_attn.serve.conftest import CONFIG, NAME, Running
 
 CHAT = [{"role": "user", "content": "What is on the moon?"}]
 
@@ -78,7 +78,11 @@ def test_a_response_that_reached_its_limit_is_incomplete(server, alone):
 
 
 def test_a_response_that_stopped_is_complete():
-    response = {"output": [{"type": "message", "status": "completed"}], "status": "completed"}
+    response = {
+        "output": [{"type": "message", "status": "completed"}],
+        "status": "completed",
+        "usage": {"input_tokens_details": {"cached_tokens": 0}},
+    }
     sent = 'data: {"type":"response.completed","response":' + json.dumps(response) + "}\n\n"
 
     async def events():
@@ -86,13 +90,53 @@ def test_a_response_that_stopped_is_complete():
         yield sent
 
     async def ends(is_cut):
-        return [each async for each in cut_stream(events(), lambda: is_cut)]
+        def ended(given):
+            return ended_response(given, is_cut=is_cut, cached_tokens=5)
 
-    assert asyncio.run(ends(False))[1] == sent
-    first, last = asyncio.run(ends(True))
-    assert "delta" in first
-    told = json.loads(last.removeprefix("data: "))["response"]
-    assert told["output"][0]["status"] == told["status"] == "incomplete"
+        first, last = [each async for each in ended_stream(events(), ended)]
+        assert "delta" in first
+        return json.loads(last.removeprefix("data: "))
+
+    for is_cut, status in ((False, "completed"), (True, "incomplete")):
+        told = asyncio.run(ends(is_cut))
+        assert told["type"] == f"response.{status}"
+        assert told["response"]["status"] == told["response"]["output"][0]["status"] == status
+        assert told["response"]["usage"]["input_tokens_details"]["cached_tokens"] == 5
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("kind", ["chat", "text", "response"])
+def test_usage_tells_the_tokens_that_were_cached(server, kind, stream):
+    said = f"{kind} {stream}, and then enough for some blocks of eight tokens"
+    chat = [{"role": "user", "content": said}]
+    asks = {
+        "chat": lambda **more: server.client.chat.completions.create(messages=chat, **more),
+        "text": lambda **more: server.client.completions.create(prompt=said, **more),
+        "response": lambda **more: server.client.responses.create(input=said, **more),
+    }
+    more = {"max_output_tokens": 2} if kind == "response" else {"max_tokens": 2}
+    if stream:
+        more["stream"] = True
+        if kind != "response":
+            more["stream_options"] = {"include_usage": True}
+
+    def cached() -> tuple[int, int]:
+        given = asks[kind](model=NAME, **more)
+        last = [*given][-1] if stream else given
+        if kind == "response":
+            usage = (last.response if stream else last).usage
+            return usage.input_tokens_details.cached_tokens, usage.input_tokens
+        return last.usage.prompt_tokens_details.cached_tokens, last.usage.prompt_tokens
+
+    first, prompt = cached()
+    assert first <= CONFIG.block_size  # what all prompts of a template begin with
+    assert prompt - CONFIG.block_size <= cached()[0] < prompt
+
+
+def test_the_model_is_found_by_its_name(server):
+    assert server.client.models.retrieve(NAME).id == NAME
+    with pytest.raises(openai.NotFoundError, match="expected the model 'tiny', got 'other/one'"):
+        server.client.models.retrieve("other/one")
 
 
 def test_every_request_has_a_sampling_of_its_own(server, alone):

@@ -20,6 +20,11 @@ REFUSED = {
         {"input": "x", "include": ["message.output_text.logprobs"]},
         "include is not served",
     ),
+    "likely tokens of a response": (
+        "response",
+        {"input": "x", "top_logprobs": 2},
+        "top_logprobs is not served, got 2: send 0, or leave it out",
+    ),
     "a cut of what is too long": (
         "response",
         {"input": "x", "truncation": "auto"},
@@ -103,8 +108,28 @@ REFUSED = {
     "a stop that is no text": ("chat", {"messages": SAID, "stop": 5}, "expected stop"),
     "more than the context": ("chat", {"messages": SAID, "max_tokens": 9999}, "<= context 256"),
     "a prompt beyond the context": ("text", {"prompt": "x" * 400}, "<= context 256"),
-    "an empty prompt": ("text", {"prompt": ""}, "expected prompt: a text, got ''"),
-    "token ids": ("text", {"prompt": [1, 2]}, "expected prompt: a text"),
+    "an empty prompt": ("text", {"prompt": ""}, "expected prompt: a text, token ids"),
+    "no token ids": ("text", {"prompt": []}, "a text, token ids, or a list of either, got []"),
+    "texts and token ids": ("text", {"prompt": ["x", [1]]}, "expected prompt: a text, token ids"),
+    "an empty prompt of several": ("text", {"prompt": ["x", ""]}, "expected prompt: a text"),
+    "a token that there is not": ("text", {"prompt": [[1], [9999]]}, "token ids in 0..271"),
+    "a long prompt of several": ("text", {"prompt": ["x", "x" * 400]}, "<= context 256"),
+    "an effort": (
+        "chat",
+        {"messages": SAID, "reasoning_effort": "low"},
+        "reasoning_effort is not served, got 'low': send 'none', or leave it out",
+    ),
+    "tools that the template drops": (
+        "chat",
+        {"messages": SAID, "tools": [{"type": "function", "function": {"name": "look"}}]},
+        "tools are not served: the chat template of tiny does not show them",
+    ),
+    "tools of a response that the template drops": (
+        "response",
+        {"input": "x", "tools": [{"type": "function", "name": "look", "parameters": {}}]},
+        "tools are not served",
+    ),
+    "special tokens of several": ("text", {"prompt": ["x", "<end>"]}, "special tokens only"),
     "special tokens only": ("text", {"prompt": "<end><end>"}, "special tokens only"),
     "no input": ("response", {"input": ""}, "expected input"),
     "an input of numbers": (

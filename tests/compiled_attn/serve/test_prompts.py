@@ -1,0 +1,92 @@
+"""Completions of several prompts, of token ids, and with the prompt before the answer."""
+
+from __future__ import annotations
+
+import openai
+import pytest
+
+from compiled_attn.engine import SamplingParams
+from compiled_attn.text import LLM
+from tests.compiled_attn.serve.conftest import NAME, Running
+
+TEXTS = ["over the sea", "the moon is", "a"]
+DRAWN = {"temperature": 1.5, "seed": 5}
+
+
+def text(server: Running, prompt: object, **more: object):
+    settings = {"model": NAME, "prompt": prompt, "max_tokens": 8, **DRAWN, **more}
+    return server.client.completions.create(**settings)
+
+
+def answers(alone: LLM, prompt: str, **more: object) -> list:
+    return alone.generate([prompt], SamplingParams(max_new_tokens=8, **DRAWN, **more))
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("as_tokens", [False, True])
+def test_several_prompts_are_answered_in_their_order(server, alone, as_tokens, n):
+    ids = [alone.tokenizer.encode(each) for each in TEXTS]
+    want = [each.text for prompt in TEXTS for each in answers(alone, prompt, n=n)]
+    given = text(server, ids if as_tokens else TEXTS, n=n)
+    assert [(each.index, each.text) for each in given.choices] == [*enumerate(want)]
+    prompts, own = sum(map(len, ids)), 8 * n * len(TEXTS)
+    assert given.usage.prompt_tokens == prompts and given.usage.completion_tokens == own
+    assert given.usage.total_tokens == prompts + own
+    told, usage = [""] * len(want), None
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    for chunk in text(server, ids if as_tokens else TEXTS, n=n, **options):
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            told[choice.index] += choice.text
+    assert told == want
+    assert (usage.prompt_tokens, usage.completion_tokens) == (prompts, own)
+
+
+def test_one_prompt_of_tokens_may_be_special_ones(server, alone):
+    end = min(alone.tokenizer.special)
+    assert text(server, [end]).usage.prompt_tokens == 1
+    want = answers(alone, TEXTS[0])[0].text
+    assert text(server, alone.tokenizer.encode(TEXTS[0])).choices[0].text == want
+
+
+def test_without_a_limit_each_prompt_has_the_room_that_is_left(server):
+    ids = [[5] * 250, [5] * 10]
+    given = text(server, ids, max_tokens=openai.NOT_GIVEN)
+    assert given.usage.completion_tokens == (256 - 250) + (256 - 10)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_an_echo_begins_with_the_prompt_and_its_log_probabilities(server, alone, n):
+    ids = alone.tokenizer.encode(TEXTS[0])
+    want = answers(alone, TEXTS[0], n=n, logprobs=2, prompt_logprobs=2)
+    for prompt in (TEXTS[0], ids):
+        given = text(server, prompt, n=n, echo=True, logprobs=2).choices
+        for choice, answer in zip(given, want, strict=True):
+            assert choice.text == TEXTS[0] + answer.text
+            scores = [*answer.result.prompt_logprobs, *answer.result.logprobs]
+            tokens = [*ids, *answer.result.tokens]
+            told = choice.logprobs
+            assert told.tokens == [*map(alone.tokenizer.text_of, tokens)]
+            assert told.token_logprobs[0] is None and told.top_logprobs[0] is None
+            values = [each.logprob for each in scores[1:]]
+            assert told.token_logprobs[1:] == pytest.approx(values, abs=1e-4)
+            for token, at in zip(told.tokens[: len(ids)], told.text_offset, strict=False):
+                assert choice.text.startswith(token, at)
+            assert told.text_offset[len(ids)] == len(TEXTS[0])
+    assert text(server, TEXTS[0], echo=True).choices[0].text == TEXTS[0] + want[0].text
+    assert text(server, TEXTS[0], echo=True).choices[0].logprobs is None
+    with pytest.raises(openai.BadRequestError, match="echo is not served in streams"):
+        text(server, TEXTS[0], echo=True, stream=True)
+
+
+def test_what_cannot_be_served_of_several_leaves_none_behind(server):
+    before = server.served.llm.engine.report().generated_tokens
+    for prompts in ([[5], [9999]], [[5], [5] * 300]):
+        with pytest.raises(openai.BadRequestError):
+            text(server, prompts, max_tokens=100)
+    for _ in range(500):
+        if not server.served.llm.engine.open_requests:
+            break
+        server.get("/health")
+    assert not server.served.llm.engine.open_requests
+    assert server.served.llm.engine.report().generated_tokens - before < 100
