@@ -1,4 +1,4 @@
-"""What the machine can do at best: reading the blocks of a table, and multiply-adds.
+"""What the machine can do at best: reading the blocks of a table, and multiply-adds of caches.
 
     python benchmarks/limits.py [--threads 1 2]
 
@@ -53,8 +53,8 @@ def main() -> None:
                     flush=True,
                 )
     for threads in options.threads:
-        for dtype in (torch.float32, torch.bfloat16):
-            print(f"{threads} threads, {dtype}: {Limits(threads).flops(dtype) / 1e9:.0f} GFLOP/s")
+        for dtype in (torch.float32, torch.bfloat16, torch.int8):
+            print(f"{threads} threads, {dtype}: {Limits(threads).flops(dtype) / 1e9:.0f} Gop/s")
 
 
 if __name__ == "__main__":

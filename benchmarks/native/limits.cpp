@@ -44,39 +44,73 @@ extern "C" float read_blocks_2(const char* keys, const char* values, const int32
   return read_blocks<2>(keys, values, table, count, bytes, threads);
 }
 
-// `steps` x 12 multiply-adds of whole vectors of floats on each thread.
-extern "C" float multiply_add(int64_t steps, int32_t threads) {
-  float total = 0;
-#pragma omp parallel num_threads(threads) reduction(+ : total)
+namespace {
+
+// `steps` x 12 times sum = add(sum), each sum one register, on each thread.
+template <class Sum, class Add>
+void repeat(int64_t steps, int32_t threads, const Add& add) {
+#pragma omp parallel num_threads(threads)
   {
-    Floats sums[12] = {};
-    for (auto& sum : sums) sum += float(threads);
-    const Floats factor = Floats{} + 0.999f, term = Floats{} + 0.1f;
+    Sum sums[12] = {};
+    for (auto& sum : sums) asm volatile("" : "+x"(sum));  // any: of equal ones GCC takes one
     for (int64_t i = 0; i < steps; ++i)
 #pragma GCC unroll 12
-      for (auto& sum : sums) sum = sum * factor + term;
-    for (auto& sum : sums) total += sum[0];
+      for (auto& sum : sums) sum = add(sum);
+    for (auto& sum : sums) asm volatile("" : : "x"(sum));  // is wanted
   }
-  return total;
+}
+
+#if defined(__AVX512F__)
+constexpr int kBytes = 64;
+#else
+constexpr int kBytes = 32;
+#endif
+
+}  // namespace
+
+// Multiply-adds of whole vectors of floats; returns how many each of `steps` x 12 is.
+extern "C" int32_t multiply_add(int64_t steps, int32_t threads) {
+  typedef float Lanes __attribute__((vector_size(kBytes)));
+  const Lanes factor = Lanes{} + 0.999f, term = Lanes{} + 0.1f;
+  repeat<Lanes>(steps, threads, [=](Lanes sum) { return sum * factor + term; });
+  return kBytes / 4;
 }
 
 #if defined(__AVX512BF16__)
 #include <immintrin.h>
 
 // The same in products of pairs of bfloat16.
-extern "C" float multiply_add_pairs(int64_t steps, int32_t threads) {
-  float total = 0;
-#pragma omp parallel num_threads(threads) reduction(+ : total)
-  {
-    __m512 sums[12];
-    for (auto& sum : sums) sum = _mm512_set1_ps(float(threads));
-    const __m512bh a = (__m512bh)_mm512_set1_epi32(0x3f003f00),
-                   b = (__m512bh)_mm512_set1_epi32(0x3d003d00);
-    for (int64_t i = 0; i < steps; ++i)
-#pragma GCC unroll 12
-      for (auto& sum : sums) sum = _mm512_dpbf16_ps(sum, a, b);
-    for (auto& sum : sums) total += sum[0];
-  }
-  return total;
+extern "C" int32_t multiply_add_pairs(int64_t steps, int32_t threads) {
+  const __m512bh a = (__m512bh)_mm512_set1_epi32(0x3f003f00),
+                 b = (__m512bh)_mm512_set1_epi32(0x3d003d00);
+  repeat<__m512>(steps, threads, [=](__m512 sum) { return _mm512_dpbf16_ps(sum, a, b); });
+  return 32;
+}
+#endif
+
+// The same of integers of 16 bits with codes of 8, as the kernel takes int8: in two digits of 8
+// bits, or widened.
+#if defined(__AVX512VNNI__)
+#include <immintrin.h>
+
+extern "C" int32_t multiply_add_codes(int64_t steps, int32_t threads) {
+  const __m512i codes = _mm512_set1_epi32(0x01020304), digits = _mm512_set1_epi32(0x04030201);
+  repeat<__m512i>(steps, threads,
+                  [=](__m512i sum) { return _mm512_dpbusd_epi32(sum, codes, digits); });
+  return 32;
+}
+#elif defined(__AVX2__)
+#include <immintrin.h>
+
+extern "C" int32_t multiply_add_codes(int64_t steps, int32_t threads) {
+  const __m256i codes = _mm256_set1_epi32(0x00010002), words = _mm256_set1_epi32(0x00030004);
+  repeat<__m256i>(steps, threads, [=](__m256i sum) {
+    __m256i product;  // as written: GCC would make one for all sums
+    asm("vpmaddwd %2, %3, %1\n\tvpaddd %1, %0, %0"
+        : "+x"(sum), "=&x"(product)
+        : "x"(codes), "x"(words));
+    return sum;
+  });
+  return 16;
 }
 #endif

@@ -14,6 +14,7 @@ from torch import Tensor
 from compiled_attn.ops.cpu.build import find_compiler
 
 STEPS = 4_000_000
+_PRODUCTS = {torch.bfloat16: "multiply_add_pairs", torch.int8: "multiply_add_codes"}
 LEVELS = (1, 2)
 """Of the caches that reading may prefetch into: which is faster depends on the processor."""
 
@@ -33,7 +34,6 @@ class Limits:
         self._reads = [self._library.read_blocks_1, self._library.read_blocks_2]
         for read in self._reads:
             read.argtypes = [pointer, pointer, pointer, long, long, integer]
-        self._library.multiply_add.argtypes = [long, integer]
 
     def read(self, keys: Tensor, values: Tensor, table: Tensor, level: int) -> None:
         """Reads the blocks of a table ``[R, W]`` int32 out of ``[num_blocks, ...]`` buffers.
@@ -47,14 +47,17 @@ class Limits:
         )  # fmt: skip
 
     def flops(self, dtype: torch.dtype) -> float:
-        """Operations a second of multiply-adds: of floats, or of pairs of bfloat16."""
-        pairs = dtype == torch.bfloat16 and hasattr(self._library, "multiply_add_pairs")
-        run = self._library.multiply_add_pairs if pairs else self._library.multiply_add
-        run.argtypes = [ctypes.c_int64, ctypes.c_int32]
-        best = float("inf")
+        """Operations a second of multiply-adds as the kernel takes a cache of this type.
+
+        Of floats, of pairs of bfloat16, or of integers of 16 bits with int8, where there are any.
+        """
+        name = _PRODUCTS.get(dtype, "multiply_add")
+        run = getattr(self._library, name, self._library.multiply_add)
+        run.argtypes, run.restype = [ctypes.c_int64, ctypes.c_int32], ctypes.c_int32
+        best = 0.0
         for _ in range(5):
             started = time.perf_counter()
-            run(STEPS, self.threads)
-            best = min(best, time.perf_counter() - started)
-        lanes = 64 if pairs else 32
-        return STEPS * 12 * lanes * self.threads / best
+            each = run(STEPS, self.threads)
+            seconds = time.perf_counter() - started
+            best = max(best, 2 * STEPS * 12 * each * self.threads / seconds)
+        return best
