@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["FEPS", "FMIN", "Attend", "PartialAttention"]
+__all__ = ["FEPS", "FMIN", "Attend", "PartialAttention", "of_no_queries"]
 
 FMIN = torch.finfo(torch.float32).min
 """Finite floor for row maxima: a row that sees nothing has this maximum, never -inf."""
@@ -30,6 +30,21 @@ class PartialAttention(NamedTuple):
     out: Tensor
     max: Tensor
     sum: Tensor
+
+
+def of_no_queries(query: Tensor, value: Tensor) -> PartialAttention:
+    """The part of a step without tokens, which kernels cannot be asked for: some take maxima over
+    no keys, or divide by the number of queries.
+
+    Args:
+        query: ``[0, H, D]``.
+        value: ``[..., Dv]``.
+
+    Returns:
+        ``[0, H, Dv]`` and ``[0, H]``, in float32 (float64 for float64); gradients pass through.
+    """
+    rows = query.to(torch.promote_types(query.dtype, torch.float32)).sum(-1)
+    return PartialAttention(rows.unsqueeze(-1).expand(-1, -1, value.shape[-1]), rows, rows)
 
 
 Attend = Callable[..., PartialAttention]

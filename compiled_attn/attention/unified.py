@@ -78,7 +78,8 @@ def unified_attention(
     same results whichever way it is cut into chunks.
 
     Returns:
-        ``[T, H, Dv]`` in the query's dtype; a row that sees nothing is zero and has lse -inf.
+        ``[T, H, Dv]`` in the query's dtype; a row that sees nothing is zero and has lse -inf;
+        a step without tokens (T = 0) is empty.
 
     Raises:
         ValueError: shapes, devices or sizes that do not fit together, or a step without any part; a

@@ -225,3 +225,27 @@ def test_parts_over_no_blocks_are_absent():
     assert partial_attn_shared(q, k, v, none, torch.zeros(2, 0, 4), 4) is None
     assert partial_attn_unique(q, k, v, none, none, torch.zeros(0, 4), 4) is None
     assert partial_attn_unique(q, k, v, 0, none, torch.zeros(0, 4), 4) is None
+
+
+@pytest.mark.parametrize("kernel", ATTENDS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_parts_of_no_queries_are_empty(kernel, dtype):
+    q, k, v = (each.to(dtype) for each in random_qkv(0, 8, value_dim=5))
+    blocks, one_bias = torch.tensor([0, 1]), torch.full((2, 4), -math.inf)
+    parts = [
+        partial_attn_causal(q, k[:0], v[:0], torch.zeros(0, 0), width, attend=kernel)
+        for width in (None, 2)
+    ]
+    parts += [
+        partial_attn_shared(q, k, v, blocks, bias, 4, attend=kernel)
+        for bias in (torch.zeros(0, 2, 4), torch.zeros(0, 2, dtype=torch.int32))
+    ]
+    parts += [
+        partial_attn_unique(q, k, v, blocks, torch.zeros(2, dtype=torch.int64), one_bias, 4)
+        for blocks in (blocks, 2)
+    ]
+    wide = torch.promote_types(dtype, torch.float32)
+    for part in parts:
+        assert [each.shape for each in part] == [(0, 4, 5), (0, 4), (0, 4)]
+        assert {each.dtype for each in part} == {wide}
+    assert merge(*parts).shape == (0, 4, 5) and lse(*parts).shape == (0, 4)

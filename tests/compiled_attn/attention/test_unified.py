@@ -10,7 +10,13 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from compiled_attn import BatchBuilder, PagedKVCache, Request, unified_attention
+from compiled_attn import (
+    BatchBuilder,
+    PagedKVCache,
+    Request,
+    UnifiedMetadata,
+    unified_attention,
+)
 from compiled_attn.attention.dense import attend
 from compiled_attn.attention.sdpa import SdpaKernel
 from tests.compiled_attn.attention.unified_run import (
@@ -177,3 +183,42 @@ def test_a_step_whose_bucket_wants_no_logits_but_has_room_for_blocks():
     hidden = torch.ones(2, 2, dtype=torch.bool).triu(1)
     want = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ value.transpose(0, 1)
     torch.testing.assert_close(out.double(), want.transpose(0, 1), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kernel", [*ATTENDS, pytest.param(None, id="fastest")])
+@pytest.mark.parametrize("part", ["causal", "shared", "unique"])
+@pytest.mark.parametrize("features", [{}, {"sliding_window": 2, "alibi_slopes": torch.ones(4)}])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_step_without_tokens_is_empty(kernel, part, features, dtype):
+    none, padding = torch.zeros(0, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+    fields = {
+        "causal": {"causal_bias": torch.zeros(0, 0)},
+        "shared": {"shared_blocks": padding, "shared_bias": torch.zeros(0, 2, dtype=torch.int64)},
+        "unique": {
+            "unique_blocks": padding,
+            "unique_block_mapping": padding,
+            "unique_bias": torch.full((2, 4), -math.inf),
+        },
+    }[part]
+    starts = {"positions": none, "shared_starts": padding, "unique_starts": padding}
+    metadata = UnifiedMetadata(4, none, **fields, **starts)
+    cache = PagedKVCache(1, 4, 4, 2, 8, dtype=dtype)
+    query, key = torch.zeros(0, 4, 8, dtype=dtype), torch.zeros(0, 2, 8, dtype=dtype)
+    query.requires_grad_()
+    out, lse = unified_attention(
+        query, key, key, cache.key(0), cache.value(0), 1.0, metadata, return_lse=True,
+        attend=kernel, kernel="portable", sinks=torch.ones(4), **features,
+    )  # fmt: skip
+    assert out.shape == (0, 4, 8) and out.dtype == dtype
+    assert lse.shape == (0, 4) and lse.dtype == torch.float32
+    out.sum().backward()
+    assert query.grad.shape == query.shape
+
+
+def test_a_step_without_tokens_is_one_graph():
+    none = torch.zeros(0, dtype=torch.int64)
+    metadata = UnifiedMetadata(4, none, torch.zeros(0, 0))
+    cache = PagedKVCache(1, 4, 4, 2, 8)
+    step = torch.zeros(0, 4, 8), *torch.zeros(2, 0, 2, 8), cache.key(0), cache.value(0), 1.0
+    compiled = torch.compile(unified_attention, backend="eager", fullgraph=True)
+    assert compiled(*step, metadata).shape == (0, 4, 8)
