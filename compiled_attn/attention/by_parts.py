@@ -54,7 +54,7 @@ def attend_parts(call: UnifiedCall, attend: Attend | None) -> tuple[Tensor, Tens
     key, value = call.write()
     scoring = call.scoring
     m = replace(call.metadata, shared_blocks=None, shared_bias=None)
-    m = m.seen_from(window=scoring.window, alibi_slopes=scoring.alibi_slopes)
+    m = m.seen_from(window=scoring.window, alibi_slopes=scoring.slopes_for(call.query))
     causal = partial_attn_causal(
         call.query, key, value, m.causal_bias, m.causal_width, m.fmin,
         scale=scoring.scale, softcap=scoring.softcap, attend=attend,
@@ -70,9 +70,10 @@ def _shared(call: UnifiedCall, attend: Attend) -> PartialAttention | None:
     """The shared blocks, chunk by chunk."""
     value_cache, value_scale = call.values
     scoring = call.scoring
+    slopes = scoring.slopes_for(call.query)
     shared: PartialAttention | None = None
     for chunk in call.metadata.chunks_of_shared():
-        s = chunk.seen_from(window=scoring.window, alibi_slopes=scoring.alibi_slopes)
+        s = chunk.seen_from(window=scoring.window, alibi_slopes=slopes)
         part = partial_attn_shared(
             call.query, call.key_cache, value_cache, s.shared_blocks, s.shared_bias,
             s.block_size, s.fmin, scale=scoring.scale, softcap=scoring.softcap,

@@ -31,6 +31,15 @@ class Scoring(NamedTuple):
     alibi_slopes: Tensor | None = None
     sinks: Tensor | None = None
 
+    def slopes_for(self, query: Tensor) -> Tensor | None:
+        """The slopes in the precision of a query, or their own where that is higher: float32 times
+        a distance is rounded to float32.
+        """
+        slopes = self.alibi_slopes
+        return (
+            slopes if slopes is None else slopes.to(torch.promote_types(slopes.dtype, query.dtype))
+        )
+
 
 def capped(scores: Tensor, softcap: float | None) -> Tensor:
     """Scores under a logit softcap, ``softcap * tanh(scores / softcap)``; None: as they are."""

@@ -133,6 +133,7 @@ def _attend(call: FlashCall, query: Tensor, pages: PageTable, longest: int) -> P
     at = query_slots(pages.totals, query.shape[1])
     attend = form_for(query, call.k_cache.shape[2], call.softcap)
     scale, softcap = call.scoring.scale, call.softcap
+    slopes = call.scoring.slopes_for(query)
     splits = _splits(call, longest)
 
     def part(start: int, end: int) -> PartialAttention:
@@ -146,7 +147,7 @@ def _attend(call: FlashCall, query: Tensor, pages: PageTable, longest: int) -> P
             pages.read(call.k_cache, start, end, used),
             pages.read(call.v_cache, start, end, used),
             seen,
-            None if call.alibi_slopes is None else alibi(call.alibi_slopes, slots, at),
+            None if slopes is None else alibi(slopes, slots, at),
             scale,
             softcap,
         )

@@ -82,7 +82,7 @@ def _attend_row(
             scores = call.softcap * torch.tanh(scores / call.softcap)
         if call.alibi_slopes is not None:
             slopes = call.alibi_slopes if call.alibi_slopes.dim() == 1 else call.alibi_slopes[row]
-            scores = scores - slopes[head] * (i - j).abs()
+            scores = scores - slopes[head].to(dtype) * (i - j).abs()
         scores = scores.masked_fill(~visible, -math.inf)
         weights = torch.softmax(scores, -1).masked_fill(~visible, 0)  # NaN where no key is seen
         outs.append(weights @ value[:, head // group] + harm)

@@ -103,6 +103,17 @@ def test_slopes_of_float64_serve_queries_of_float32():
         torch.testing.assert_close(single.out, double.out, atol=2e-6, rtol=2e-6)
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("chunk", [None, 2])
+def test_float64_has_the_accuracy_of_float64_under_slopes_of_float32(kernel, chunk):
+    slopes = torch.tensor([0.5, 0.25, 0.125, 2.0]) / 7  # times a distance none is a float32
+    scene = Scene(1, Shape(dtype=torch.float64)).share_prefix(3)
+    scene.add(2, 1, shared=True).add(0, 6, shared=True).add(9, 1).add(0, 3)
+    outcome = run(scene, shared_chunk=chunk, alibi_slopes=slopes, attend=KERNELS[kernel])
+    expected, _ = scene.expected(alibi_slopes=slopes)
+    torch.testing.assert_close(outcome.out, expected, rtol=1e-12, atol=1e-12)
+
+
 def test_sinks_take_weight_once_however_many_parts_there_are():
     sinks = torch.tensor([0.1, -2.0, 1.5, 0.0], dtype=torch.float64)
     scene = Scene(5, Shape(dtype=torch.float64)).random()

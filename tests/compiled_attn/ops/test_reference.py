@@ -291,10 +291,13 @@ def test_the_reference_says_whether_a_window_lacks_causal_or_is_empty(options, m
         load("reference").paged_attention(*step.arguments, **step.options)
 
 
-def test_the_reference_computes_float64():
-    step = scene(MIXED, poison=None)
+@pytest.mark.parametrize(
+    "features", [{}, {"alibi_slopes": torch.tensor([0.5, 0.25, 2.0, 1.0]) / 7}]
+)
+def test_the_reference_computes_float64(features):
+    step = scene(MIXED, poison=None, **features)
     for name in ("query", "key_cache", "value_cache"):
         setattr(step, name, getattr(step, name).double())
-    out, _ = load("reference").paged_attention(*step.arguments)
+    out, _ = load("reference").paged_attention(*step.arguments, **step.options)
     assert out.dtype == torch.float64
     torch.testing.assert_close(out, dense(step)[0], rtol=1e-12, atol=1e-12)
