@@ -27,7 +27,7 @@ INTS = (torch.int32, torch.int64)
 
 @dataclass(frozen=True)
 class Expect:
-    """The checks of one interface, which raise its error; what is not a tensor is a TypeError.
+    """The checks of one interface, which raise its error; what is no tensor or number is a TypeError.
 
     Attributes:
         error: what does not fit.
@@ -72,6 +72,12 @@ class Expect:
             self._fail_dtype(f"{name} of dtype {wanted}", _short(value.dtype))
         if like is not None and value.device != like.device:
             self._fail(f"{name} on {like.device}", value.device, "move it with .to()")
+
+    def number(self, name: str, value: object, remedy: str = "pass a float") -> None:
+        """Raises TypeError unless it is a number."""
+        if not is_number(value):
+            got = type(value).__name__
+            raise TypeError(f"{self.prefix}{name}: expected a number, got {got}: {remedy}")
 
     def unit_stride(self, **tensors: Tensor) -> None:
         """Raises unless the elements of each last axis lie side by side."""

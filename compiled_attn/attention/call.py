@@ -169,6 +169,10 @@ def _check_scoring(call: UnifiedCall) -> None:
     for name, vector in (("alibi_slopes", scoring.alibi_slopes), ("sinks", scoring.sinks)):
         if vector is not None:
             _expect.tensor(name, vector, "[H]", call.query.shape[1:2], like=call.query)
+    _expect.number("scale", scoring.scale, "D ** -0.5 is the usual one")
+    for name, number in (("softcap", scoring.softcap), ("sliding_window", scoring.window)):
+        if number is not None:
+            _expect.number(name, number, "None is none")
     positive = scoring.softcap is None or scoring.softcap > 0
     _expect(positive, "softcap of a positive number", scoring.softcap, "None is no softcap")
     if scoring.window is not None:

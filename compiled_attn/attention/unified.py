@@ -87,7 +87,7 @@ def unified_attention(
             outside of a compiled or captured graph also a slot, block or row out of range and two
             tokens with one slot (a block that the native kernel finds out of range is a
             RuntimeError). Nothing is written.
-        TypeError: dtypes that do not fit together. Nothing is written.
+        TypeError: dtypes that do not fit together; a scale that is None. Nothing is written.
         KernelArgumentError, NativeUnavailable: ``kernel`` is "native", but it cannot serve the call
             or be built here. Nothing is written.
         IndexError, RuntimeError: inside of a graph, a number out of range, when it is used.

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from compiled_attn.arguments import FLOATS, INTS, Expect, is_number, slot_used_twice
+from compiled_attn.arguments import FLOATS, INTS, Expect, slot_used_twice
 from compiled_attn.compat.flash.call import FlashCall
 from compiled_attn.errors import FlashArgumentError
 
@@ -152,10 +152,9 @@ def _check_options(call: FlashCall) -> None:
         by_row = isinstance(slopes, Tensor) and slopes.dim() == 2
         shape = (call.q.shape[0], call.q.shape[2]) if by_row else (call.q.shape[2],)
         _tensor(call, "alibi_slopes", "[H] or [B, H]", shape, (torch.float32,))
-    for name, number in (("softmax_scale", call.softmax_scale), ("softcap", call.softcap)):
-        if number is not None and not is_number(number):
-            got = type(number).__name__
-            raise TypeError(f"{name}: expected a number, got {got}: pass a float")
+    if call.softmax_scale is not None:
+        expect.number("softmax_scale", call.softmax_scale)
+    expect.number("softcap", call.softcap, "0.0 is no softcap")
     sides = call.window_size
     is_pair = isinstance(sides, (tuple, list)) and len(sides) == 2 and all(map(_is_int, sides))
     expect(is_pair, "window_size as two ints (left, right)", sides, "use -1 for an open side")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compiled_attn.arguments import FLOATS, INTS, can_read, is_number
+from compiled_attn.arguments import FLOATS, INTS, can_read
 from compiled_attn.compat.paged.block_tables import lost_rows, unknown_blocks
 from compiled_attn.compat.paged.call import CacheWrite, DecodeCall
 from compiled_attn.compat.paged.layouts import axes, expect, key_shape, value_shape
@@ -31,9 +31,7 @@ def check(call: DecodeCall, **written: Tensor) -> list[int] | None:
     expect.tensor("query", query, "(num_seqs, H, D)", (None, None, None), FLOATS)
     for name in ("num_kv_heads", "block_size", "max_seq_len"):
         _expect_int(name, getattr(call, name), 0 if name == "max_seq_len" else 1)
-    scale: object = call.scale
-    if not is_number(scale):
-        raise TypeError(f"scale: expected a number, got {type(scale).__name__}: pass a float")
+    expect.number("scale", call.scale)
     seqs, heads, dim = query.shape
     kv_heads = call.num_kv_heads
     expect(dim > 0, "a head dim of at least 1", dim, "check the shape of query")

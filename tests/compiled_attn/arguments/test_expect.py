@@ -72,3 +72,6 @@ def test_a_slot_that_is_used_twice_is_found():
 def test_tensors_and_texts_are_no_numbers():
     assert is_number(1) and is_number(0.5)
     assert not is_number("1") and not is_number(torch.tensor(1.0)) and not is_number(None)
+    EXPECT.number("scale", 0.5)
+    with pytest.raises(TypeError, match="op: scale: expected a number, got NoneType: pass a float"):
+        EXPECT.number("scale", None)

@@ -108,6 +108,10 @@ DTYPES = {
     "an int unique bias": ({"unique_bias": lambda x: x.isinf().int()}, "expected unique_bias "),
     "a query that is no tensor": ({"query": [[[1.0]]]}, "query: expected a tensor"),
     "no query": ({"query": None}, "query: expected a tensor"),
+    "no scale": ({"scale": None}, r"scale: expected a number, got NoneType: D \*\* -0.5"),
+    "a scale of text": ({"scale": "1"}, "scale: expected a number, got str"),
+    "a cap of text": ({"softcap": "1"}, "softcap: expected a number, got str: None is none"),
+    "a window of text": ({"sliding_window": "3"}, "sliding_window: expected a number, got str"),
     "sinks that are no tensor": ({"sinks": [0.0] * 4}, "sinks: expected a tensor"),
     **{
         f"float {name}": ({name: lambda x: x.float()}, f"expected {name} of dtype int32 or int64")
