@@ -27,7 +27,7 @@ INTS = (torch.int32, torch.int64)
 
 @dataclass(frozen=True)
 class Expect:
-    """The checks of one interface, which raise its error; what is no tensor or number is a TypeError.
+    """The checks of one interface, which raise its error; no tensor or no number is a TypeError.
 
     Attributes:
         error: what does not fit.

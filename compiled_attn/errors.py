@@ -64,7 +64,8 @@ class KernelArgumentError(RuntimeError, ValueError):
     """Arguments of an op that do not fit together, or that its kernel cannot serve; nothing was
     read or written.
 
-    C++ can only raise ``RuntimeError``: catch that where either may serve.
+    In a compiled or captured graph C++ can only raise ``RuntimeError``: catch that where either
+    may serve.
     """
 
 

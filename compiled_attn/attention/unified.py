@@ -85,11 +85,11 @@ def unified_attention(
         ValueError: shapes, devices or sizes that do not fit together, or a step without any part; a
             tensor of ``metadata``, a query, key or value in the memory of a cache or its scale;
             outside of a compiled or captured graph also a slot, block or row out of range and two
-            tokens with one slot (a block that the native kernel finds out of range is a
-            RuntimeError). Nothing is written.
+            tokens with one slot. Nothing is written.
         TypeError: dtypes that do not fit together; a scale that is None. Nothing is written.
         KernelArgumentError, NativeUnavailable: ``kernel`` is "native", but it cannot serve the call
-            or be built here. Nothing is written.
+            or be built here; the former, a ValueError and a RuntimeError, also for numbers that the
+            native kernel finds out of range. Nothing is written.
         IndexError, RuntimeError: inside of a graph, a number out of range, when it is used.
 
     Source: MLA of DeepSeek-V2 (2024), sinks of gpt-oss, ALiBi of Press et al. (2022).

@@ -16,7 +16,7 @@ from torch import Tensor
 from compiled_attn.cache.quantisation import QUANTISED
 from compiled_attn.errors import KernelArgumentError, NativeUnavailable
 from compiled_attn.ops.call import PagedCall
-from compiled_attn.ops.paged_attention import NAMESPACE, load
+from compiled_attn.ops.paged_attention import NAMESPACE, load, refusing
 from compiled_attn.ops.triton.register import why_not as why_no_triton
 
 __all__ = [
@@ -181,6 +181,10 @@ def attend_paged(call: PagedCall) -> tuple[Tensor, Tensor]:
     """Out ``[T, H, Dv]`` and lse ``[T, H]`` of the op, for integers and strides of any kind.
 
     The caches must have a last stride of 1: the op writes them where they are.
+
+    Raises:
+        KernelArgumentError: what does not fit, such as a block out of range; in a compiled or
+            captured graph of C++ a ``RuntimeError``.
     """
     scale, window, softcap, slopes, sinks = call.scoring
     ints = call.block_table, call.seq_lens, call.query_start_loc
@@ -196,11 +200,13 @@ def attend_paged(call: PagedCall) -> tuple[Tensor, Tensor]:
     }
     query, caches = _dense_rows(call.query), (call.key_cache, call.value_cache)
     if call.new is None:
-        out, lse = torch.ops.compiled_attn.paged_attention(query, *caches, *step, scale, **options)
+        op = torch.ops.compiled_attn.paged_attention
+        out, lse = refusing(op, query, *caches, *step, scale, **options)
         return out, lse
     key, value, slots = call.new
-    out, lse = torch.ops.compiled_attn.paged_attention_(
-        query, _dense_rows(key), _dense_rows(value), *caches, slots.long().contiguous(), *step,
+    op = torch.ops.compiled_attn.paged_attention_
+    out, lse = refusing(
+        op, query, _dense_rows(key), _dense_rows(value), *caches, slots.long().contiguous(), *step,
         scale, **options,
     )  # fmt: skip
     return out, lse

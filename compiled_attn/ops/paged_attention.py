@@ -9,6 +9,7 @@ build) has ops in a namespace of its own, so that variants can be compared in on
 from __future__ import annotations
 
 import logging
+import re
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_attn.errors import NativeUnavailable
+from compiled_attn.errors import KernelArgumentError, NativeUnavailable
 from compiled_attn.ops import drawn_tokens, packed_linear, reference
 from compiled_attn.ops.cpu.build import Build, build
 from compiled_attn.ops.cpu.calibration import settle
@@ -28,10 +29,13 @@ from compiled_attn.ops.cpu.player import NativePlayer
 from compiled_attn.ops.schema import schemas
 from compiled_attn.ops.triton.register import register, why_not
 
-__all__ = ["NAMESPACE", "REFERENCE", "NativeOps", "load"]
+__all__ = ["NAMESPACE", "REFERENCE", "NativeOps", "load", "refusing"]
 
 NAMESPACE = "compiled_attn"
 REFERENCE = "reference"
+
+_REFUSAL = re.compile(r"\w+: expected ")
+"""How C++ begins what it refuses (``arguments.h``)."""
 
 _log = logging.getLogger(__name__)
 
@@ -64,12 +68,14 @@ class NativeOps:
 
     def paged_attention(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """See `reference.paged_attention`."""
-        out, lse = getattr(torch.ops, self.namespace).paged_attention(*args, **kwargs)
+        op = getattr(torch.ops, self.namespace).paged_attention
+        out, lse = refusing(op, *args, **kwargs)
         return out, lse
 
     def paged_attention_(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """See `reference.paged_attention_`."""
-        out, lse = getattr(torch.ops, self.namespace).paged_attention_(*args, **kwargs)
+        op = getattr(torch.ops, self.namespace).paged_attention_
+        out, lse = refusing(op, *args, **kwargs)
         return out, lse
 
     def packed_linear(
@@ -116,6 +122,18 @@ class NativeOps:
         """See `drawn_tokens.reference`; native, it may be `drawn_tokens.UNDECIDED`."""
         out: Tensor = getattr(torch.ops, self.namespace).drawn_tokens(logits, *settings)
         return out
+
+
+def refusing(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What an op returns; what its C++, which has only ``RuntimeError``, refuses is a
+    KernelArgumentError as in Python. A graph that calls the op by itself still raises the former.
+    """
+    try:
+        return op(*args, **kwargs)
+    except RuntimeError as error:
+        if isinstance(error, KernelArgumentError) or not _REFUSAL.match(str(error)):
+            raise
+        raise KernelArgumentError(str(error)) from None
 
 
 def load(

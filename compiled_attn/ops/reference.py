@@ -72,7 +72,8 @@ def paged_attention(
         sees nothing, or belongs to no request, is zero, its lse -inf or the sink's score.
 
     Raises:
-        KernelArgumentError: shapes, dtypes or numbers that do not fit (C++: ``RuntimeError``).
+        KernelArgumentError: shapes, dtypes or numbers that do not fit (a graph that calls
+            C++: ``RuntimeError``).
     """
     call = PagedCall.of(
         query, key_cache, value_cache, block_table, seq_lens, query_start_loc, scale,

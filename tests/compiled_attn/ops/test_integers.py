@@ -10,7 +10,7 @@ import torch
 from compiled_attn import unified_attention
 from compiled_attn.compat.flash import flash_attn_with_kvcache
 from compiled_attn.compat.paged import paged_attention_v1
-from compiled_attn.ops import as_int32
+from compiled_attn.ops import KernelArgumentError, as_int32
 from tests.compiled_attn.compat.flash.cases import Case
 from tests.compiled_attn.ops.test_interfaces import _paged
 from tests.compiled_attn.ops.test_unified import _call, _metadata
@@ -65,7 +65,7 @@ def test_unified_attention_refuses_numbers_that_would_wrap(name):
     bad = getattr(metadata, name).long().clone()
     bad.view(-1)[1] += 2**32
     before = call["key_cache"].clone()
-    with pytest.raises(RuntimeError, match="paged_attention: expected"):
+    with pytest.raises(KernelArgumentError, match="paged_attention: expected"):
         unified_attention(**call, metadata=replace(metadata, **{name: bad}), kernel="native")
     assert torch.equal(call["key_cache"], before)
 
