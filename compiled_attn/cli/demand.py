@@ -43,11 +43,15 @@ class Texts:
 
 @dataclass(frozen=True)
 class Demand:
-    """Token ids of each request, how it is continued, and when it arrives (None: at once)."""
+    """Token ids of each request, how it is continued, and when it arrives (None: at once).
+
+    ``told``: a line of what they come to, for the user; None where the user wrote the prompts.
+    """
 
     prompts: Sequence[list[int]]
     sampling: Sequence[SamplingParams]
     arrivals: Sequence[float] | None = None
+    told: str | None = None
 
 
 def texts_of(options: RunOptions) -> Texts | None:
@@ -74,7 +78,7 @@ def texts_of(options: RunOptions) -> Texts | None:
 
 
 def demand_of(options: RunOptions, sizing: Sizing, texts: Texts | None) -> Demand:
-    """The requests, in lengths that the engine can serve; says on stderr what they come to.
+    """The requests, in lengths that the engine can serve.
 
     Raises:
         ConfigError: a prompt without text, or messages that the model has no template for.
@@ -84,12 +88,13 @@ def demand_of(options: RunOptions, sizing: Sizing, texts: Texts | None) -> Deman
         tokens = [texts.tokenizer.encode(prompt) for prompt in texts.prompts]
         lengths = [options.max_new_tokens] * len(tokens)
         return Demand(tokens, _sampling(options, lengths))
-    arrivals = fitted_arrivals(options, _drawn_or_read(options), sizing)
+    arrivals, told = fitted_arrivals(options, _drawn_or_read(options), sizing)
     speed = options.speed
     return Demand(
         prompts(arrivals, sizing.vocab, options.seed),
         _sampling(options, [arrival.output_tokens for arrival in arrivals]),
         None if speed is None else [arrival.arrival_s / speed for arrival in arrivals],
+        told,
     )
 
 

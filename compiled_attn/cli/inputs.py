@@ -84,8 +84,8 @@ def tell_conversion(model: Path) -> None:
 
 def fitted_arrivals(
     options: ServingOptions, arrivals: Sequence[Arrival], sizing: Sizing
-) -> list[Arrival]:
-    """The requests in lengths that the engine can serve; says on stderr what they come to.
+) -> tuple[list[Arrival], str]:
+    """The requests in lengths that the engine can serve, and a line of what they come to.
 
     Raises:
         ValueError: the scale that was asked for makes one too long.
@@ -96,9 +96,7 @@ def fitted_arrivals(
         check_lengths(sizing, arrival.prompt_tokens, arrival.output_tokens)
     prompt_tokens = sum(arrival.prompt_tokens for arrival in arrivals)
     output_tokens = sum(arrival.output_tokens for arrival in arrivals)
-    print(
+    return arrivals, (
         f"{len(arrivals):,} requests, lengths scaled by {scale:g}: {prompt_tokens:,} prompt "
-        f"tokens, {output_tokens:,} to generate",
-        file=sys.stderr,
+        f"tokens, {output_tokens:,} to generate"
     )
-    return arrivals

@@ -225,6 +225,7 @@ class RunOptions(SamplingOptions, ServingOptions):
     defrag_waste: float | None = setting("defrag_waste", metavar="SHARE")
     buckets: Path | None = setting("buckets", metavar="FILE")
     max_graphs: int | None = setting("max_graphs", default=None, metavar="N")
+    context: int | None = setting("context", metavar="N")
     check: int = option(
         _RESULT,
         0,
@@ -274,7 +275,8 @@ class PlanOptions(ServingOptions):
     context: int | None = option(
         _ENGINE,
         None,
-        "With --format: the longest request; by default that of the demand.",
+        "Longest prompt plus generation; by default what the model was made for, with --format "
+        "that of the demand.",
         metavar="N",
         min=2,
     )

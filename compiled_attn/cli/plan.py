@@ -29,8 +29,8 @@ __all__ = ["run_plan"]
 _ENOUGH_STEPS = 10_000
 _LIMITS = {
     "tokens": "--max-tokens-per-step",
-    "shared": "--num-blocks, --block-size or --model",
-    "unique": "--num-blocks, --max-seqs, --block-size or --model",
+    "shared": "--num-blocks, --block-size, --context or --model",
+    "unique": "--num-blocks, --max-seqs, --block-size, --context or --model",
     "logits": "--max-seqs",
     "requests": "--max-seqs",
 }
@@ -60,7 +60,7 @@ def run_plan(options: PlanOptions) -> int:
 
 def _refuse_contradictions(options: PlanOptions) -> None:
     if options.format is None:
-        for name in ("metrics", "request_log", "context"):
+        for name in ("metrics", "request_log"):
             if getattr(options, name) is not None:
                 flag = name.replace("_", "-")
                 raise UserError(f"expected --{flag} with --format only: name an engine, or drop it")
@@ -176,7 +176,8 @@ def _recorder(needs: Demand) -> str | None:
 def _simulated(
     options: PlanOptions, trace: Path, sizing: Sizing, engine: SimulatedEngine
 ) -> dict[str, Demand]:
-    arrivals = fitted_arrivals(options, read_trace(trace, options.requests), sizing)
+    arrivals, told = fitted_arrivals(options, read_trace(trace, options.requests), sizing)
+    print(told, file=sys.stderr)
     found = simulate(arrivals, engine, speed=options.speed, concurrency=options.concurrency)
     print(f"{len(found.needs['engine']):,} simulated steps", file=sys.stderr)
     return found.needs

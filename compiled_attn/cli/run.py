@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedModel
 
-from compiled_attn.cli.demand import Texts, demand_of, texts_of
+from compiled_attn.cli.demand import Demand, Texts, demand_of, texts_of
 from compiled_attn.cli.errors import FAILED, INTERRUPTED, UserError, bad_input, tell
 from compiled_attn.cli.facts import facts_of
 from compiled_attn.cli.inputs import model_of, refuse_unavailable
@@ -103,8 +103,6 @@ def _run(
 ) -> int:
     leads = ranks is None or ranks.leads
     screen, facts = Console(stderr=True, quiet=not leads), facts_of(model, asdict(options), waiting)
-    if leads:
-        print(f"threads: {facts['threads']}; waiting: {waiting}", file=sys.stderr)
     with bad_input():
         config = _config(options, backend)
         text: dict[str, Any] = {}
@@ -129,6 +127,7 @@ def _run(
             on_step=_recording(view, needs) if options.record_demand else view,
         )
         refuse_unwritable([options.json, options.record_demand], options.report)
+    _tell_begin(facts, demand)
     checked, code, answers = CheckReport(), 0, list[Answer]()
     try:
         engine.warmup(progress_for(sys.stderr))
@@ -160,6 +159,13 @@ def _run(
         told = facts | ({"answers": [each.text for each in answers]} if texts else {})
         _write(options, told, report, checked, engine, needs)
     return code or _verdict(report, options.strict)
+
+
+def _tell_begin(facts: dict[str, Any], demand: Demand) -> None:
+    """Only now: the error that refuses an input comes first, and alone."""
+    print(f"threads: {facts['threads']}; waiting: {facts['waiting']}", file=sys.stderr)
+    if demand.told is not None:
+        print(demand.told, file=sys.stderr)
 
 
 def _follow(engine: RankEngine) -> int:

@@ -73,14 +73,15 @@ def test_an_answer_is_printed_as_it_is_whatever_it_looks_like(
 def test_bad_input_is_one_line(
     command: Command, options: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert_refused(command(*options, "--prompt", "x" * 300), "context of 256 tokens, got 3")
+    long = command(*options, "--prompt", "x" * 300)
+    assert_refused(long, "context of 256 tokens, got 3", at_once=False)
     assert_refused(command(*options, "--prompt", " "), "expected --prompt with text")
     assert_refused(command(*options, "--temperature", -1), "expected temperature")
     assert_refused(command(*options, "--prompt", "\udcff"), "of valid text", "UTF-8")
     assert_refused(command(*options, "--system", "Be kind."), "no system messages")
     assert_refused(command(*options, "--dtype", "int3"), "unknown --dtype int3")
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n"), "utf-8"))
-    assert_refused(command(*options), "expected input in UTF-8")
+    assert_refused(command(*options), "expected input in UTF-8", at_once=False)
     torch.manual_seed(0)
     save_model(tmp_path)
     options[2] = tmp_path

@@ -21,7 +21,7 @@ SETTINGS = {each.name: each for each in fields(EngineConfig)}
     ("name", "kind", "own"),
     [
         ("run", RunOptions, {"max_graphs"}),  # one for each bucket of a file
-        ("plan", PlanOptions, {"max_graphs", "context"}),  # context: of another engine
+        ("plan", PlanOptions, {"max_graphs", "context"}),  # context: of the demand, too
         ("chat", ChatOptions, {"backend"}),  # one that starts at once
     ],
 )

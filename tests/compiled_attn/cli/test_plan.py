@@ -229,6 +229,7 @@ def test_a_single_bucket_is_told_of_in_the_singular(command, model_dir, trace):
         (["--trace", "good.csv", "--speed", "-1"], "expected speed above 0 or None, got -1"),
         (["--trace", "good.csv", "--max-seqs", "0"], "expected max_seqs >= 1, got 0"),
         (["--trace", "good.csv", "--scale", "1e9"], "expected prompt + max_new_tokens <= context"),
+        (["--trace", "good.csv", "--scale", "1", "--context", "4"], "<= context 4, got"),
         (
             ["--trace", "good.csv", "--out", "no/where.txt"],
             "cannot write no/where.txt: no is not a directory",

@@ -48,7 +48,6 @@ def test_a_plan_for_vllm_comes_out_of_its_metrics(command, tmp_path):
     [
         (["--format", "tensorrt"], ["expected --format of vllm, vllm-gaudi, sglang", "tensorrt"]),
         (["--format", "vllm"], ["one of --trace, --metrics and --request-log", "name one"]),
-        (["--context", 64], ["expected --context with --format only"]),
         (["--metrics", "x"], ["expected --metrics with --format only"]),
         (["--format", "vllm", "--request-log", "missing"], ["missing: cannot be read"]),
     ],

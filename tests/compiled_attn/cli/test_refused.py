@@ -36,6 +36,16 @@ def test_a_request_beyond_the_context_is_refused(command: Command, small: list[o
     assert_refused(command(*small, "--scale", 9), "context 256", "scale")
 
 
+def test_a_context_can_be_chosen_and_the_requests_fit_it(
+    command: Command, small: list[object]
+) -> None:
+    outcome = command(*small, "--context", 40)
+    assert outcome.code == 0 and "lengths scaled by 0.5: " in outcome.err
+    assert_refused(command(*small, "--context", 40, "--scale", 1), "context 40", "scale")
+    assert_refused(command(*small, "--context", 1), "context >= 2, got 1")
+    assert_refused(command(*small, "--context", 999), "context", "256", "999")
+
+
 @pytest.mark.parametrize("option", ["--json", "--record-demand"])
 def test_a_result_that_cannot_be_written_is_told_with_the_remedy(
     command: Command, small: list[object], tmp_path: Path, option: str
