@@ -1,6 +1,6 @@
 """What the machine can do at best: reading the blocks of a table, and multiply-adds of caches.
 
-    python benchmarks/limits.py [--threads 1 2]
+    python benchmarks/limits.py [--threads 1 2] [--blocks 16 128]   # --blocks alone: no reading
 
 Blocks of keys and of values (8 heads of 128, float32) anywhere in a pool of 1 GiB, on plain and on
 huge pages; against the same pool read from end to end; the faster of two forms each (see
@@ -23,9 +23,12 @@ def main() -> None:
     """Prints bandwidths and peaks."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--blocks", type=int, nargs="*", default=[1, 4, 16, 32, 128])
     options = parser.parse_args()
-    print("block bytes  pages  threads  GB/s  of linear")
-    for block_size in (1, 4, 16, 32, 128):
+    if options.blocks:
+        print("block bytes  pages  threads  GB/s  of linear")
+    for block_size in options.blocks:
         for pages, allocate in (("plain", torch.zeros), ("huge", huge_pages.zeros)):
             scene = Scene(torch.float32, block_size, allocate=allocate)
             blocks = len(scene.key_cache)
@@ -41,7 +44,7 @@ def main() -> None:
                     for name, table in (("linear", linear), ("shuffled", shuffled))
                     for level in LEVELS
                 }
-                found = medians(runs, 5)
+                found = medians(runs, options.rounds)
                 in_line, anywhere = (
                     min(found[f"{name} {level}"] for level in LEVELS)
                     for name in ("linear", "shuffled")
@@ -54,7 +57,11 @@ def main() -> None:
                 )
     for threads in options.threads:
         for dtype in (torch.float32, torch.bfloat16, torch.int8):
-            print(f"{threads} threads, {dtype}: {Limits(threads).flops(dtype) / 1e9:.0f} Gop/s")
+            found = sorted(Limits(threads).flops(dtype) / 1e9 for _ in range(options.rounds))
+            print(
+                f"{threads} threads, {dtype}: {found[len(found) // 2]:.0f} Gop/s of multiply-adds, "
+                f"{found[0]:.0f} to {found[-1]:.0f}"
+            )
 
 
 if __name__ == "__main__":

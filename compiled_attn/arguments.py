@@ -6,6 +6,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
@@ -121,7 +122,7 @@ class Expect:
 
 def is_number(value: object) -> bool:
     """Whether a value is a number, or a compiler's symbol for one."""
-    return isinstance(value, (int, float, torch.SymInt, torch.SymFloat))
+    return isinstance(value, (int, float, np.integer, np.floating, torch.SymInt, torch.SymFloat))
 
 
 def slot_used_twice(slots: Tensor) -> int | None:

@@ -1,5 +1,8 @@
 // What the machine can do at best: reading the blocks of a table, and multiply-adds.
 #include <omp.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 #include <cstdint>
 
@@ -46,25 +49,34 @@ extern "C" float read_blocks_2(const char* keys, const char* values, const int32
 
 namespace {
 
+// A register: its bytes, and what assembly calls one.
+#if defined(__AVX512F__)
+constexpr int kBytes = 64;
+#elif defined(__AVX__)
+constexpr int kBytes = 32;
+#else
+constexpr int kBytes = 16;
+#endif
+#if defined(__x86_64__)
+#define REGISTER "x"
+#else
+#define REGISTER "w"
+#endif
+
 // `steps` x 12 times sum = add(sum), each sum one register, on each thread.
 template <class Sum, class Add>
 void repeat(int64_t steps, int32_t threads, const Add& add) {
 #pragma omp parallel num_threads(threads)
   {
     Sum sums[12] = {};
-    for (auto& sum : sums) asm volatile("" : "+x"(sum));  // any: of equal ones GCC takes one
+    // Each may be another from here on: of equal ones GCC would compute one.
+    for (auto& sum : sums) asm volatile("" : "+" REGISTER(sum));
     for (int64_t i = 0; i < steps; ++i)
 #pragma GCC unroll 12
       for (auto& sum : sums) sum = add(sum);
-    for (auto& sum : sums) asm volatile("" : : "x"(sum));  // is wanted
+    for (auto& sum : sums) asm volatile("" : : REGISTER(sum));  // as if it was used
   }
 }
-
-#if defined(__AVX512F__)
-constexpr int kBytes = 64;
-#else
-constexpr int kBytes = 32;
-#endif
 
 }  // namespace
 
@@ -77,8 +89,6 @@ extern "C" int32_t multiply_add(int64_t steps, int32_t threads) {
 }
 
 #if defined(__AVX512BF16__)
-#include <immintrin.h>
-
 // The same in products of pairs of bfloat16.
 extern "C" int32_t multiply_add_pairs(int64_t steps, int32_t threads) {
   const __m512bh a = (__m512bh)_mm512_set1_epi32(0x3f003f00),
@@ -91,8 +101,6 @@ extern "C" int32_t multiply_add_pairs(int64_t steps, int32_t threads) {
 // The same of integers of 16 bits with codes of 8, as the kernel takes int8: in two digits of 8
 // bits, or widened.
 #if defined(__AVX512VNNI__)
-#include <immintrin.h>
-
 extern "C" int32_t multiply_add_codes(int64_t steps, int32_t threads) {
   const __m512i codes = _mm512_set1_epi32(0x01020304), digits = _mm512_set1_epi32(0x04030201);
   repeat<__m512i>(steps, threads,
@@ -100,8 +108,6 @@ extern "C" int32_t multiply_add_codes(int64_t steps, int32_t threads) {
   return 32;
 }
 #elif defined(__AVX2__)
-#include <immintrin.h>
-
 extern "C" int32_t multiply_add_codes(int64_t steps, int32_t threads) {
   const __m256i codes = _mm256_set1_epi32(0x00010002), words = _mm256_set1_epi32(0x00030004);
   repeat<__m256i>(steps, threads, [=](__m256i sum) {

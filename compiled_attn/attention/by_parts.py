@@ -17,7 +17,7 @@ from compiled_attn.attention.parts import (
     partial_attn_unique,
 )
 from compiled_attn.attention.sdpa import SdpaKernel
-from compiled_attn.attention.state import Attend, PartialAttention, of_no_queries
+from compiled_attn.attention.state import Attend, PartialAttention, has_no_queries, of_no_queries
 from compiled_attn.ops import AttentionTraits, choose
 
 __all__ = ["DENSE_KERNELS", "attend_parts"]
@@ -48,7 +48,7 @@ def attend_parts(call: UnifiedCall, attend: Attend | None) -> tuple[Tensor, Tens
     ``attend``: the kernel of the causal and shared parts; None: the fastest that can.
     """
     attend = choose(call.traits(), DENSE_KERNELS).attend if attend is None else attend
-    if call.query.shape[0] == 0:
+    if has_no_queries(call.query):
         nothing = of_no_queries(call.query, call.values[0])
         return merge(nothing), lse(nothing).float()
     key, value = call.write()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from compiled_attn.attention.nonfinite import are_sound, hurt, only
 from compiled_attn.attention.scoring import capped
-from compiled_attn.attention.state import FMIN, PartialAttention, of_no_queries
+from compiled_attn.attention.state import FMIN, PartialAttention, has_no_queries, of_no_queries
 
 __all__ = ["attend", "exp_scores"]
 
@@ -37,7 +37,7 @@ def attend(
         fmin: finite floor of the row maxima.
     """
     queries, heads, _ = query.shape
-    if queries == 0:
+    if has_no_queries(query):
         return of_no_queries(query, value)
     kv_heads = key.shape[1]
     dtype = torch.promote_types(query.dtype, torch.float32)

@@ -10,7 +10,13 @@ from torch import Tensor
 from compiled_attn.attention.dense import attend, exp_scores
 from compiled_attn.attention.merge import reduce_to_rows
 from compiled_attn.attention.scoring import capped
-from compiled_attn.attention.state import FMIN, Attend, PartialAttention, of_no_queries
+from compiled_attn.attention.state import (
+    FMIN,
+    Attend,
+    PartialAttention,
+    has_no_queries,
+    of_no_queries,
+)
 from compiled_attn.cache.kv_cache import (
     gather_blocks,
     read_blocks,
@@ -57,7 +63,7 @@ def partial_attn_causal(
     if bias is None:
         return None
     tokens = query.shape[0]
-    if tokens == 0:
+    if has_no_queries(query):
         return of_no_queries(query, value)
     width = tokens if width is None else width
     slices = []
@@ -172,7 +178,7 @@ def partial_attn_unique(
     if blocks is None or bias is None or block_mapping is None or not block_mapping.shape[0]:
         return None
     tokens, heads, _ = query.shape
-    if tokens == 0:  # the mapping of padding has no row to point at
+    if has_no_queries(query):  # the mapping of padding has no row to point at
         return of_no_queries(query, value_cache)
     kv_heads = key_cache.shape[1]
     group = heads // kv_heads

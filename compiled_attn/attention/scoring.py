@@ -35,10 +35,9 @@ class Scoring(NamedTuple):
         """The slopes in the precision of a query, or their own where that is higher: float32 times
         a distance is rounded to float32.
         """
-        slopes = self.alibi_slopes
-        return (
-            slopes if slopes is None else slopes.to(torch.promote_types(slopes.dtype, query.dtype))
-        )
+        if self.alibi_slopes is None:
+            return None
+        return self.alibi_slopes.to(torch.promote_types(self.alibi_slopes.dtype, query.dtype))
 
 
 def capped(scores: Tensor, softcap: float | None) -> Tensor:

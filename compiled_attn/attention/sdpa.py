@@ -15,7 +15,7 @@ from torch import Tensor
 
 from compiled_attn.arguments import FLOATS
 from compiled_attn.attention.nonfinite import for_added_mask
-from compiled_attn.attention.state import FMIN, PartialAttention, of_no_queries
+from compiled_attn.attention.state import FMIN, PartialAttention, has_no_queries, of_no_queries
 from compiled_attn.ops.choose import AttentionTraits
 
 __all__ = ["SdpaKernel"]
@@ -56,7 +56,7 @@ class SdpaKernel:
         """
         if softcap is not None:
             raise ValueError("the sdpa kernel has no softcap: choose the kernel with supports()")
-        if query.shape[0] == 0:  # the op divides by it, which ends the process
+        if has_no_queries(query):  # the op divides by it, which ends the process
             return of_no_queries(query, value)
         group = query.shape[1] // key.shape[1]
         # A half precision query takes a float32 mask, which keeps finite biases exact.

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["FEPS", "FMIN", "Attend", "PartialAttention", "of_no_queries"]
+__all__ = ["FEPS", "FMIN", "Attend", "PartialAttention", "has_no_queries", "of_no_queries"]
 
 FMIN = torch.finfo(torch.float32).min
 """Finite floor for row maxima: a row that sees nothing has this maximum, never -inf."""
@@ -30,6 +30,15 @@ class PartialAttention(NamedTuple):
     out: Tensor
     max: Tensor
     sum: Tensor
+
+
+def has_no_queries(query: Tensor) -> bool:
+    """Whether a query ``[T, ...]`` has no token; where a compiler does not know, it has some."""
+    if not torch.compiler.is_compiling():
+        return query.shape[0] == 0
+    from torch.fx.experimental.symbolic_shapes import guard_or_false  # brings sympy
+
+    return guard_or_false(query.shape[0] == 0)
 
 
 def of_no_queries(query: Tensor, value: Tensor) -> PartialAttention:

@@ -146,18 +146,27 @@ class AsyncEngine:
         A grammar is compiled in a thread of its own. This waits for it; in a coroutine it does not,
         and a grammar that is refused is the error of the handle.
         """
-        return self._submitted(prompt, [sampling or SamplingParams()], salt)[0]
+        return self._submitted([(prompt, [sampling or SamplingParams()])], salt)[0]
 
     def submit_choices(
         self, prompt: SequenceOf[int], sampling: SamplingParams, *, salt: Salt = None
     ) -> list[RequestHandle]:
-        """Queues the ``n`` continuations of a prompt, all of them or none, see `submit`.
+        """Queues the ``n`` continuations of a prompt, see `submit_together`."""
+        return self.submit_together([(prompt, sampling)], salt=salt)
 
-        The first computes the prompt, and the others wait for the blocks that it leaves for them.
+    def submit_together(
+        self, requests: SequenceOf[tuple[SequenceOf[int], SamplingParams]], *, salt: Salt = None
+    ) -> list[RequestHandle]:
+        """Queues the ``n`` continuations of each prompt, all of them or none, see `submit`.
+
+        The first of a prompt computes it, and the others wait for the blocks that it leaves for
+        them. There are never more than `most_requests`.
         """
-        return self._submitted(
-            prompt, [sampling.continuation(number) for number in range(sampling.n)], salt
-        )
+        continued = [
+            (prompt, [sampling.continuation(number) for number in range(sampling.n)])
+            for prompt, sampling in requests
+        ]
+        return self._submitted(continued, salt)
 
     def compiled(self, grammar: Grammar) -> Future[None]:
         """Done when a grammar is compiled, which happens in a thread of its own; with the error
@@ -194,6 +203,11 @@ class AsyncEngine:
         return self._owner.stop(drain=drain, timeout=timeout)
 
     @property
+    def most_requests(self) -> int:
+        """That it takes at a time: those that run (``max_seqs``), and ``max_waiting`` more."""
+        return self._owner.most
+
+    @property
     def is_serving(self) -> bool:
         """Whether it takes requests."""
         return self._owner.is_serving
@@ -221,23 +235,37 @@ class AsyncEngine:
         await asyncio.to_thread(self.stop, drain=kind is None)
 
     def _submitted(
-        self, prompt: SequenceOf[int], each: SequenceOf[SamplingParams], salt: Salt
+        self,
+        requests: SequenceOf[tuple[SequenceOf[int], SequenceOf[SamplingParams]]],
+        salt: Salt,
     ) -> list[RequestHandle]:
-        tokens, now = token_ids(prompt), time.perf_counter()
-        grammar = getattr(each[0], "grammar", None)
-        plain = each[0] if grammar is None else replace(each[0], grammar=None)
-        self.engine._check(tokens, plain, salt, None)
-        compiled = None if grammar is None else self._compiled_or_waited(grammar)
+        now = time.perf_counter()
+        checked = [
+            (tokens := token_ids(prompt), each, self._checked(tokens, each[0], salt))
+            for prompt, each in requests
+        ]
         handles: list[RequestHandle] = []
-        for sampling in each:
-            first = handles[0] if handles else None
-            handles.append(
-                RequestHandle(tokens, sampling, salt, now, self._owner, self, compiled, first)
-            )
+        for tokens, each, compiled in checked:
+            first: RequestHandle | None = None
+            for sampling in each:
+                handle = RequestHandle(
+                    tokens, sampling, salt, now, self._owner, self, compiled, first
+                )
+                first = handle if first is None else first
+                handles.append(handle)
         self._owner.take(handles)
-        if compiled is not None:
+        for compiled in {each for _, _, each in checked if each is not None}:
             compiled.add_done_callback(lambda _: self._owner.look_again())
         return handles
+
+    def _checked(
+        self, tokens: list[int], sampling: SamplingParams, salt: Salt
+    ) -> Future[None] | None:
+        """What a request waits for, whose grammar is yet to be compiled."""
+        grammar = getattr(sampling, "grammar", None)
+        plain = sampling if grammar is None else replace(sampling, grammar=None)
+        self.engine._check(tokens, plain, salt, None)
+        return None if grammar is None else self._compiled_or_waited(grammar)
 
     def _compiled_or_waited(self, grammar: Grammar) -> Future[None] | None:
         """None when it is compiled; an event loop does not wait for that."""

@@ -60,6 +60,11 @@ class Owner:
         """Whether it takes requests."""
         return os.getpid() == self._process and self._why_stopped() is None
 
+    @property
+    def most(self) -> int:
+        """Requests that it has at a time."""
+        return self._max_waiting + self._engine.config.max_seqs
+
     def take(self, handles: Sequence[RequestHandle]) -> None:
         """Queues requests, all of them or none.
 
@@ -68,15 +73,15 @@ class Owner:
             QueueFull: too many wait.
         """
         with self._while_serving():
-            most = self._engine.config.max_seqs
             there = len(self._inbox) + len(self._outside) + len(self._open)
-            if there + len(handles) > self._max_waiting + most:
+            if there + len(handles) > self.most:
                 more = (
                     "one more" if len(handles) == 1 else f"{len(handles)} more that belong together"
                 )
                 raise QueueFull(
                     f"expected at most {self._max_waiting} requests that wait (max_waiting) while "
-                    f"{most} run (max_seqs), got {more}: submit it later, or raise either"
+                    f"{self._engine.config.max_seqs} run (max_seqs), got {more}: submit it later, "
+                    "or raise either"
                 )
             self._inbox.extend(handles)
             self._changed.notify()

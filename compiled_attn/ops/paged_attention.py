@@ -34,7 +34,7 @@ __all__ = ["NAMESPACE", "REFERENCE", "NativeOps", "load", "refusing"]
 NAMESPACE = "compiled_attn"
 REFERENCE = "reference"
 
-_REFUSAL = re.compile(r"\w+: expected ")
+_REFUSAL = re.compile(r"paged_attention_?: expected ")
 """How C++ begins what it refuses (``arguments.h``)."""
 
 _log = logging.getLogger(__name__)

@@ -11,7 +11,14 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from annotated_types import MinLen
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+)
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from compiled_attn.engine import Grammar, SamplingParams
@@ -44,7 +51,7 @@ _WITH_SCHEMAS = ("tools", "response_format", "text")
 _LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 _ONLY: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
-    "reasoning_effort": ("none",),
+    "reasoning_effort": (),
     "reasoning": ({},),
     "verbosity": (),
     "tool_choice": ("auto",),
@@ -140,8 +147,9 @@ def _settings(given: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
+_Many = Field(min_length=1, fail_fast=True)  # one error is told, whatever their number
 _Text = Annotated[str, MinLen(1)]
-_Tokens = Annotated[list[int], MinLen(1)]
+_Tokens = Annotated[list[int], _Many]
 _Items = list[_Calling | _Message | _FunctionCall | _FunctionOutput]
 
 _KINDS: dict[str, tuple[Any, str]] = {
@@ -150,7 +158,7 @@ _KINDS: dict[str, tuple[Any, str]] = {
         "a list of messages, each of a role and a content of text",
     ),
     "prompt": (
-        _Text | _Tokens | Annotated[list[_Text], MinLen(1)] | Annotated[list[_Tokens], MinLen(1)],
+        _Text | _Tokens | Annotated[list[_Text], _Many] | Annotated[list[_Tokens], _Many],
         "a text, token ids, or a list of either",
     ),
     "echo": (bool, "true or false"),

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 from fastapi.responses import JSONResponse
 
-from compiled_attn.engine import TokenLogprobs
+from compiled_attn.engine import GenerationResult, TokenLogprobs
 from compiled_attn.text import TextPieces, Tokenizer
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "completion_logprobs",
     "merged",
     "merged_streams",
+    "placed",
     "whole_stream",
     "with_cached",
 ]
@@ -56,6 +57,26 @@ class Places:
         offset = self._told + len(self._pieces.rest().rstrip("\ufffd"))
         self._told += len(self._pieces.put(token))
         return PlacedLogprobs(token, scores, offset)
+
+
+def placed(
+    result: GenerationResult, tokenizer: Tokenizer, ends: Set[int], *, echoes: bool
+) -> list[PlacedLogprobs]:
+    """The tokens of a finished answer in their places.
+
+    Args:
+        result: the answer, whose sampling asks for log-probabilities.
+        tokenizer: that of the model.
+        ends: tokens that end it, and are no part of it.
+        echoes: whether its prompt is before it. Then a token that ends it stays: who scores texts
+            takes one token off the end.
+    """
+    places = Places(tokenizer)
+    own = [(each.token, each) for each in result.logprobs or ()]
+    if not echoes:
+        return [places.of(*each) for each in own if each[0] not in ends]
+    prompt = zip(result.prompt, result.prompt_logprobs or (), strict=True)
+    return [places.of(*each) for each in (*prompt, *own)]
 
 
 class ScoredText(str):

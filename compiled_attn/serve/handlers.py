@@ -32,6 +32,7 @@ from compiled_attn.serve.choices import (
     completion_logprobs,
     merged,
     merged_streams,
+    placed,
     whole_stream,
     with_cached,
 )
@@ -129,8 +130,8 @@ class _Handler:
             )
 
     def _refuse_endless(self, body: Body) -> None:
-        """Refuses what no tokens of the context can spell: nobody is answered while its tokens are
-        counted, a second for 200,000 letters.
+        """Refuses what no tokens of the context can spell: counting its tokens takes a second for
+        200,000 letters, and but for completions nobody is answered meanwhile.
         """
         llm = self.model_manager.served.llm
         context = llm.engine.sizing.context
@@ -218,7 +219,7 @@ class _Choosing(_Handler):
 
         def stream(prompt: Any, each: Any) -> AsyncGenerator[str, None]:
             given = own(request_id, model, processor, name, prompt, each, *more, **named)
-            return with_cached(given.body_iterator, lambda: each.cached_tokens)
+            return with_cached(given.body_iterator, lambda: each.result.cached_tokens)
 
         streams = [stream(*each) for each in self._submitted(inputs, settings)]
         events = streams[0] if len(streams) == 1 else merged_streams(streams, settings.sampling.n)
@@ -234,9 +235,10 @@ class _Choosing(_Handler):
         async def answer(prompt: Any, each: Any) -> dict[str, Any]:
             given = await own(request_id, model, processor, name, prompt, each, *more, **named)
             body: dict[str, Any] = json.loads(given.body)
-            body["usage"] |= cached(each.cached_tokens)
-            if each.sampling.logprobs is not None:
-                body["choices"][0]["logprobs"] = self._logprobs(each.scores)
+            body["usage"] |= cached(each.result.cached_tokens)
+            if each.sampling.logprobs is not None:  # of thousands of tokens: others go on
+                told = await asyncio.to_thread(self._told, each)
+                body["choices"][0]["logprobs"] = told
             return body
 
         answers = (answer(*each) for each in self._submitted(inputs, settings))
@@ -244,13 +246,19 @@ class _Choosing(_Handler):
 
     def _submitted(self, inputs: Any, settings: Any) -> list[tuple[Any, Any]]:
         """The prompt of each answer, and its settings with its request."""
-        asked = []
-        for prompt in self._prompts(inputs):
-            for request in self.model_manager.replies.submit(prompt["input_ids"], settings):
-                own = _settings(request.sampling, request)
-                own.echoes = settings.echoes
-                asked.append((prompt, own))
+        prompts, asked = self._prompts(inputs), []
+        tokens = [prompt["input_ids"] for prompt in prompts]
+        for at, request in enumerate(self.model_manager.replies.submit(tokens, settings)):
+            own = _settings(request.sampling, request)
+            own.echoes = settings.echoes
+            asked.append((prompts[at // settings.sampling.n], own))
         return asked
+
+    def _told(self, settings: Any) -> dict[str, Any]:
+        """The log-probabilities of an answer that has ended."""
+        llm, sampling = self.model_manager.served.llm, settings.sampling
+        ends = frozenset(llm.engine.end_tokens(sampling))
+        return self._logprobs(placed(settings.result, llm.tokenizer, ends, echoes=settings.echoes))
 
     def _prompts(self, inputs: Any) -> Sequence[Any]:
         """One."""
@@ -291,22 +299,38 @@ class Completions(_Choosing, CompletionHandler):  # type: ignore[misc]
             raise RequestError("echo is not served in streams: leave it out, or do not stream")
         name, model, processor = self._resolve_model(body)
         settings = self._build_generation_config(body, model.generation_config)
-        prompts = await asyncio.to_thread(_tokens_of, _prompts_of(body), processor)
+        asked, most = _prompts_of(body), self.model_manager.served.engine.most_requests
+        if (answers := len(asked) * settings.sampling.n) > most:
+            raise RequestError(
+                f"expected at most {most} answers (max_waiting and max_seqs), got {answers}: send "
+                "fewer prompts at a time"
+            )
+        prompts = await asyncio.to_thread(self._encoded, asked, processor)
         answer = self._streaming if body["stream"] else self._non_streaming
         given = answer(
             request_id, model, processor, name, prompts, settings, self.model_manager.replies
         )
         return await given if asyncio.iscoroutine(given) else given
 
+    def _encoded(self, prompts: Sequence[str | list[int]], processor: Any) -> list[Any]:
+        """Their tokens, up to the first that is too long, which all are refused for."""
+        encoded, context = [], self.model_manager.served.llm.engine.sizing.context
+        for each in prompts:
+            encoded.append(processor(each) if isinstance(each, str) else {"input_ids": each})
+            if len(encoded[-1]["input_ids"]) > context:
+                break
+        return encoded
+
     def _letters(self, body: Body) -> int:
-        return max(len(each) for each in _prompts_of(body))
+        return max(len(each) if isinstance(each, str) else 0 for each in _prompts_of(body))
 
     def _has_text(self, body: Body) -> bool:
         return isinstance(_prompts_of(body)[0], str)
 
     def _prompts(self, inputs: Any) -> Sequence[Any]:
         """All of them."""
-        return [*inputs]
+        prompts: Sequence[Any] = inputs
+        return prompts
 
     def _logprobs(self, scores: Sequence[PlacedLogprobs]) -> dict[str, Any]:
         return completion_logprobs(scores, self.model_manager.served.llm.tokenizer)
@@ -316,10 +340,6 @@ def _prompts_of(body: Body) -> Sequence[str | list[int]]:
     given: Any = body["prompt"]
     is_one = isinstance(given, str) or isinstance(given[0], int)
     return [given] if is_one else given
-
-
-def _tokens_of(prompts: Sequence[str | list[int]], processor: Any) -> list[Any]:
-    return [processor(each) if isinstance(each, str) else {"input_ids": each} for each in prompts]
 
 
 class Responses(_Handler, ResponseHandler):  # type: ignore[misc]
@@ -350,4 +370,4 @@ class Responses(_Handler, ResponseHandler):  # type: ignore[misc]
 def _ended(response: dict[str, Any], settings: Any) -> dict[str, Any]:
     """What stopped has no limit any more, see `Reply`."""
     is_cut = settings.max_new_tokens is not None
-    return ended_response(response, is_cut=is_cut, cached_tokens=settings.cached_tokens)
+    return ended_response(response, is_cut=is_cut, cached_tokens=settings.result.cached_tokens)

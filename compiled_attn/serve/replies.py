@@ -21,7 +21,7 @@ from compiled_attn.serve.call import current_call
 from compiled_attn.serve.choices import PlacedLogprobs, Places, ScoredText
 from compiled_attn.serve.errors import RequestError
 from compiled_attn.serve.served import Served
-from compiled_attn.text.answer import Answer, AnswerPieces
+from compiled_attn.text.answer import Answer, AnswerPieces, echo_of
 
 __all__ = ["Replies", "Reply"]
 
@@ -105,7 +105,7 @@ def _note_end(result: GenerationResult, settings: Any) -> None:
     """Raises RuntimeError for a failed request; one that stopped did not reach its limit."""
     if result.error:
         raise RuntimeError(result.error)
-    settings.cached_tokens = result.cached_tokens
+    settings.result = result
     if result.finish_reason == "stop":
         settings.max_new_tokens = None  # the handlers compare lengths with it
 
@@ -167,37 +167,35 @@ class Replies(BaseGenerateManager):
         result = await current_call().result(request)
         _note_end(result, gen_config)
         tokenizer, ends = self._served.llm.tokenizer, self._ends(request.sampling)
-        text, places = Answer.of(result, tokenizer, ends).text, Places(tokenizer)
-        scores: list[PlacedLogprobs] = []
         if gen_config.echoes:
-            text = tokenizer.decode(prompt) + text
-            scores += map(places.of, prompt, result.prompt_logprobs or ())
-        scores += [
-            places.of(each.token, each) for each in result.logprobs or () if each.token not in ends
-        ]
-        gen_config.scores = scores
-        return text, len(prompt), result.tokens
+            return echo_of(result, tokenizer, ends), len(prompt), result.tokens
+        return Answer.of(result, tokenizer, ends).text, len(prompt), result.tokens
 
     def stop(self) -> None:
         """The engine is stopped where it was started."""
 
-    def submit(self, prompt: list[int], settings: Any) -> list[RequestHandle]:
-        """Submits what is asked for: all of its answers, or none."""
+    def submit(self, prompts: Sequence[list[int]], settings: Any) -> list[RequestHandle]:
+        """Submits what is asked for: all answers to all prompts, or none."""
+        asked = [(prompt, self._limited(prompt, settings)) for prompt in prompts]
+        call = current_call()
+        requests = self._served.engine.submit_together(asked, salt=call.salt)
+        return [call.owns(request) for request in requests]
+
+    def _limited(self, prompt: list[int], settings: Any) -> SamplingParams:
+        """The sampling of a prompt, which has the room that is left if it does not say how much."""
         sampling: SamplingParams = settings.sampling
         if settings.has_text and self._served.llm.tokenizer.special.issuperset(prompt):
             raise RequestError("expected a prompt with text, got special tokens only")
         if not settings.is_limited:
             room = self._served.llm.engine.sizing.context - len(prompt)
             settings.max_new_tokens = max(min(room, sampling.max_new_tokens), 1)
-            sampling = replace(sampling, max_new_tokens=settings.max_new_tokens)
-        call = current_call()
-        requests = self._served.engine.submit_choices(prompt, sampling, salt=call.salt)
-        return [call.owns(request) for request in requests]
+            return replace(sampling, max_new_tokens=settings.max_new_tokens)
+        return sampling
 
     def _request(self, prompt: list[int], settings: Any) -> RequestHandle:
         """What was submitted with the settings, or is now."""
         request: RequestHandle | None = settings.request
-        return request or self.submit(prompt, settings)[0]
+        return request or self.submit([prompt], settings)[0]
 
     def _ends(self, sampling: SamplingParams) -> frozenset[int]:
         return frozenset(self._served.llm.engine.end_tokens(sampling))

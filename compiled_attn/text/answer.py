@@ -7,9 +7,13 @@ from dataclasses import dataclass
 
 from compiled_attn.engine.sampling import SamplingParams
 from compiled_attn.engine.sequence import GenerationResult
-from compiled_attn.text.tokenizer import Tokenizer
+from compiled_attn.text.tokenizer import REPLACEMENT, Tokenizer
 
-__all__ = ["Answer", "AnswerPieces", "StopFilter", "TextPieces", "end_of"]
+__all__ = ["Answer", "AnswerPieces", "StopFilter", "TextPieces", "echo_of", "end_of"]
+
+
+_BYTES = 4  # of a character at most
+_MOST_OPEN = 4 * _BYTES
 
 
 class TextPieces:
@@ -22,26 +26,43 @@ class TextPieces:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._told: list[int] = []  # of the last piece, which the next tokens are decoded with
-        self._open: list[int] = []
+        self._open: list[int] = []  # whose text may change with the next token
 
     def put(self, token: int) -> str:
         """What the token adds to the text; empty while a character is not whole yet."""
         if token in self._tokenizer.special:
             return ""
         self._open.append(token)
-        piece = self._piece()
-        if not piece or not self._tokenizer.is_settled(self._open, piece):
+        if self._tokenizer.is_in_run(token):
             return ""
-        self._told, self._open = self._open, []
+        piece = self._piece()
+        if piece and self._tokenizer.is_settled(self._open, piece):
+            return self._settle(len(self._open), piece)
+        return self._settle_some() if len(self._open) > _MOST_OPEN else ""
+
+    def _settle_some(self) -> str:
+        """What the older of many open tokens add, which are bytes that are no characters: else each
+        token would decode all of them again.
+        """
+        whole = self._piece()
+        for count in range(len(self._open) - _BYTES, 0, -1):
+            piece = self._piece(count)
+            if whole.startswith(piece) and not self._tokenizer.is_in_run(self._open[count]):
+                return self._settle(count, piece)
+        return ""
+
+    def _settle(self, count: int, piece: str) -> str:
+        self._told, self._open = self._open[:count], self._open[count:]
         return piece
 
     def rest(self) -> str:
         """What is left when no token follows, such as half a character (U+FFFD)."""
         return self._piece()
 
-    def _piece(self) -> str:
+    def _piece(self, count: int | None = None) -> str:
+        """What the first open tokens add, or all of them."""
         told = self._tokenizer.decode(self._told)
-        return self._tokenizer.decode([*self._told, *self._open])[len(told) :]
+        return self._tokenizer.decode([*self._told, *self._open[:count]])[len(told) :]
 
 
 def end_of(text: str, stop: Sequence[str]) -> int | None:
@@ -111,11 +132,20 @@ class Answer:
     @staticmethod
     def of(result: GenerationResult, tokenizer: Tokenizer, end_tokens: Set[int]) -> Answer:
         """The answer of a finished request, which one of the end tokens may have ended."""
-        tokens = result.tokens
-        if tokens and tokens[-1] in end_tokens:
-            tokens = tokens[:-1]
-        text = tokenizer.decode(tokens)
+        text = tokenizer.decode(_shown(result, end_tokens))
         return Answer(text[: end_of(text, result.sampling.stop)], result)
+
+
+def echo_of(result: GenerationResult, tokenizer: Tokenizer, end_tokens: Set[int]) -> str:
+    """The text of a finished request behind that of its prompt, both as their tokens spell them."""
+    prompt = tokenizer.decode(result.prompt).rstrip(REPLACEMENT)  # half a character may go on
+    text = tokenizer.decode([*result.prompt, *_shown(result, end_tokens)])[len(prompt) :]
+    return prompt + text[: end_of(text, result.sampling.stop)]
+
+
+def _shown(result: GenerationResult, end_tokens: Set[int]) -> list[int]:
+    has_end = bool(result.tokens) and result.tokens[-1] in end_tokens
+    return result.tokens[:-1] if has_end else result.tokens
 
 
 class AnswerPieces:

@@ -11,7 +11,7 @@ from compiled_attn.model_folder import cannot_read, model_folder
 from compiled_attn.models import quiet_transformers
 from graphs.errors import quoted
 
-__all__ = ["Message", "Prompt", "Tokenizer", "check_messages"]
+__all__ = ["REPLACEMENT", "Message", "Prompt", "Tokenizer", "check_messages"]
 
 Message: TypeAlias = Mapping[str, str]
 """One turn of a chat: its ``role`` (system, user, assistant) and ``content``."""
@@ -19,7 +19,8 @@ Message: TypeAlias = Mapping[str, str]
 Prompt: TypeAlias = str | Sequence[Message]
 """A text to go on with, or a chat to answer."""
 
-_REPLACEMENT = "\ufffd"
+REPLACEMENT = "\ufffd"
+"""What stands for bytes that are no character."""
 _FILES = "tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json"
 
 _SHOWN = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -109,7 +110,7 @@ class Tokenizer:
         text = self.text_of(token)
         if token in self._bytes:
             return bytes([int(self._tokenizer.convert_ids_to_tokens(token)[3:5], 16)])
-        if _REPLACEMENT in text:
+        if REPLACEMENT in text:
             letters = self._tokenizer.convert_ids_to_tokens(token)
             if _BYTE_OF.keys() >= {*letters}:
                 return bytes(_BYTE_OF[letter] for letter in letters)
@@ -117,7 +118,13 @@ class Tokenizer:
 
     def is_settled(self, tokens: Sequence[int], text: str) -> bool:
         """Whether no token after these changes their text: it ends with a whole character."""
-        return not text.endswith(_REPLACEMENT) and tokens[-1] not in self._bytes
+        return not text.endswith(REPLACEMENT) and not self.is_in_run(tokens[-1])
+
+    def is_in_run(self, token: int) -> bool:
+        """Whether a token is a byte of SentencePiece: a run of them is decoded as a whole, and one
+        that is no character makes none of all.
+        """
+        return token in self._bytes
 
     def has_stop(self, tokens: Sequence[int], stop: Sequence[str]) -> bool:
         """Whether the text of tokens has one of the strings, which the last token ends.

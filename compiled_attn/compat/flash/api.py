@@ -87,7 +87,7 @@ def flash_attn_with_kvcache(
             or captured graph, numbers in tensors are not read but asserted (``RuntimeError``).
         KernelArgumentError, NativeUnavailable: ``kernel`` is "native", but it cannot serve the call
             or be built here. Nothing has been written then.
-        TypeError: an argument that must be a tensor or a number is none.
+        TypeError: an argument that is not the tensor or the number that it must be.
 
     Source: ``flash_attn_with_kvcache`` of FlashAttention 2.8 (Dao et al.); docs/flash.md lists
     the differences.

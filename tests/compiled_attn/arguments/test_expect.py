@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -71,6 +72,7 @@ def test_a_slot_that_is_used_twice_is_found():
 
 def test_tensors_and_texts_are_no_numbers():
     assert is_number(1) and is_number(0.5)
+    assert is_number(np.float32(0.5)) and is_number(np.int64(3))
     assert not is_number("1") and not is_number(torch.tensor(1.0)) and not is_number(None)
     EXPECT.number("scale", 0.5)
     with pytest.raises(TypeError, match="op: scale: expected a number, got NoneType: pass a float"):

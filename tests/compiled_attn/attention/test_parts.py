@@ -249,3 +249,14 @@ def test_parts_of_no_queries_are_empty(kernel, dtype):
         assert [each.shape for each in part] == [(0, 4, 5), (0, 4), (0, 4)]
         assert {each.dtype for each in part} == {wide}
     assert merge(*parts).shape == (0, 4, 5) and lse(*parts).shape == (0, 4)
+
+
+def test_a_number_of_queries_that_a_compiler_does_not_know_is_no_guard():
+    """It is taken for some: a look at whether it is 0 would be one."""
+    query, key, value = random_qkv(3, 5)
+    bias = torch.zeros(3, 5)
+    for tensor in (query, bias):
+        torch._dynamo.decorators.mark_unbacked(tensor, 0)
+    compiled = torch.compile(attend, backend="eager", fullgraph=True)
+    part = compiled(query, key, value, bias, scale=0.5)
+    torch.testing.assert_close(part, attend(query, key, value, bias, scale=0.5))

@@ -195,6 +195,22 @@ def test_continuations_are_taken_as_a_whole_and_begin_behind_the_first(paced):
         serving.submit_choices("text", several)
 
 
+def test_several_prompts_are_taken_together_or_not_at_all(paced):
+    executor, serving = paced
+    two = SamplingParams(max_new_tokens=3, temperature=1.0, seed=7, n=2)
+    assert serving.most_requests == 6  # max_seqs 4, max_waiting 2
+    with pytest.raises(QueueFull, match="got 8 more that belong together"):
+        serving.submit_together([([token], two) for token in (1, 2, 3, 4)])
+    with pytest.raises(ConfigError, match="token ids"):
+        serving.submit_together([([1], two), ([2], two), ([999_999], two)])
+    asked = [([10], two), ([20], replace(two, max_new_tokens=2)), ([30], two)]
+    handles = serving.submit_together(asked)
+    assert [each.sampling.seed for each in handles] == [7, 8] * 3
+    executor.steps.release(1000)
+    wanted = [[11, 12, 13], [21, 22], [31, 32, 33]]
+    assert [each.result(SECONDS).tokens for each in handles] == [w for w in wanted for _ in (0, 1)]
+
+
 def test_a_continuation_whose_first_is_cancelled_goes_on(paced):
     executor, serving = paced
     first, second, third = serving.submit_choices([1, 2, 3, 4, 5], replace(LONG, seed=1, n=3))

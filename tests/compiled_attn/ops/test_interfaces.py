@@ -16,6 +16,7 @@ from compiled_attn.compat.paged import (
 )
 from compiled_attn.compat.paged.attention import paged_attention_v2
 from compiled_attn.ops import KernelArgumentError
+from compiled_attn.ops.paged_attention import refusing
 from tests.compiled_attn.compat.flash.cases import Case
 
 pytestmark = pytest.mark.usefixtures("compiler")
@@ -154,3 +155,27 @@ def test_the_paged_module_writes_and_attends_on_either_kernel():
         step = arguments["query"], arguments["block_tables"], arguments["seq_lens"]
         outs.append(module(*step, key, value, slots))
     torch.testing.assert_close(*outs, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["paged_attention", "paged_attention_"])
+def test_what_the_kernel_refuses_is_an_error_of_arguments_and_no_other_is(name):
+    def raising(error: Exception):
+        def op(*_: object, **__: object) -> None:
+            raise error
+
+        return op
+
+    sentence = f"{name}: expected block_table[0, 0] in 0..3, got 9: look"
+    with pytest.raises(KernelArgumentError, match="block_table"):
+        refusing(raising(RuntimeError(sentence)), 1, scale=2)
+    others = (
+        RuntimeError("renorm: expected maxnorm to be >= 0"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory"),
+        ValueError(sentence),
+        KernelArgumentError(sentence),
+    )
+    for error in others:
+        with pytest.raises(type(error)) as told:
+            refusing(raising(error))
+        assert told.value is error
+    assert refusing(lambda x, *, y: x + y, 1, y=2) == 3

@@ -220,6 +220,38 @@ def test_several_answers_compute_their_prompt_once(server, stream):
     assert after.computed_tokens - before.computed_tokens <= prompt + 3 * CONFIG.block_size + 4
 
 
+def test_usage_of_several_prompts_counts_each_once_whichever_stream_ends_first():
+    """Two answers each to prompts of 5 and of 300 tokens, of which 2 and 40 were cached."""
+
+    async def stream(prompt: int, cached: int, own: int, wait: asyncio.Event, done: asyncio.Event):
+        yield 'data: {"choices": [{}]}\n\n'
+        await wait.wait()
+        usage = {"prompt_tokens": prompt, "completion_tokens": own}
+        usage["prompt_tokens_details"] = {"cached_tokens": cached}
+        yield f"data: {json.dumps({'choices': [{}], 'usage': usage})}\n\n"
+        done.set()
+
+    async def read(order: list[int]):
+        events = [asyncio.Event() for _ in range(5)]
+        turn = {each: at for at, each in enumerate(order)}
+        asked = [(5, 2, 10), (5, 4, 20), (300, 40, 30), (300, 299, 40)]
+        streams = [
+            stream(*each, events[turn[at]], events[turn[at] + 1]) for at, each in enumerate(asked)
+        ]
+        events[0].set()
+        return [json.loads(each[6:]) async for each in merged_streams(streams, 2)]
+
+    for order in ([0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1], [1, 3, 0, 2]):
+        *chunks, last = asyncio.run(read(order))
+        assert not any("usage" in each for each in chunks)
+        assert last["usage"] == {
+            "prompt_tokens": 305,
+            "completion_tokens": 100,
+            "total_tokens": 405,
+            "prompt_tokens_details": {"cached_tokens": 42},
+        }
+
+
 def test_the_first_stream_that_fails_ends_all():
     async def told(*events: str):
         for event in events:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import openai
 import pytest
 
-from compiled_attn.engine import SamplingParams
+from compiled_attn.engine import GenerationResult, SamplingParams, TokenLogprobs
+from compiled_attn.serve.choices import placed
 from compiled_attn.text import LLM
 from tests.compiled_attn.serve.conftest import NAME, Running
 
@@ -79,6 +80,29 @@ def test_an_echo_begins_with_the_prompt_and_its_log_probabilities(server, alone,
         text(server, TEXTS[0], echo=True, stream=True)
 
 
+def test_an_echo_keeps_the_token_that_ends_the_answer(alone):
+    """Who scores a text takes one token off the end, whichever it is."""
+    ids, end = alone.tokenizer.encode(TEXTS[0]), alone.tokenizer.of_transformers.eos_token_id
+    scores = {token: TokenLogprobs(token, -float(token), ()) for token in (*ids, 5, end)}
+    prompt = [None, *(scores[token] for token in ids[1:])]
+    result = GenerationResult(
+        0, ids, [5, end], "stop", 0, 0, SamplingParams(), 0, "", 0, [scores[5], scores[end]], prompt
+    )
+    for echoes, tokens in ((False, [5]), (True, [*ids, 5, end])):
+        told = placed(result, alone.tokenizer, {end}, echoes=echoes)
+        assert [each.token for each in told] == tokens
+        assert all(each.scores is scores[each.token] for each in told[echoes:])
+    assert told[0].scores is None and told[-1].offset == len(alone.tokenizer.decode([*ids, 5]))
+
+
+def test_what_the_queue_never_holds_is_refused_before_it_is_read(server):
+    most = server.served.engine.most_requests
+    with pytest.raises(openai.BadRequestError, match=f"at most {most} answers .*, got {most + 1}"):
+        text(server, ["x"] * (most + 1))
+    with pytest.raises(openai.BadRequestError, match=f"got {2 * most}"):
+        text(server, [[5]] * most, n=2)
+
+
 def test_what_cannot_be_served_of_several_leaves_none_behind(server):
     before = server.served.llm.engine.report().generated_tokens
     for prompts in ([[5], [9999]], [[5], [5] * 300]):
@@ -89,4 +113,4 @@ def test_what_cannot_be_served_of_several_leaves_none_behind(server):
             break
         server.get("/health")
     assert not server.served.llm.engine.open_requests
-    assert server.served.llm.engine.report().generated_tokens - before < 100
+    assert server.served.llm.engine.report().generated_tokens == before

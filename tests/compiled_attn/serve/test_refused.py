@@ -117,7 +117,7 @@ REFUSED = {
     "an effort": (
         "chat",
         {"messages": SAID, "reasoning_effort": "low"},
-        "reasoning_effort is not served, got 'low': send 'none', or leave it out",
+        "reasoning_effort is not served, got 'low': leave it out",
     ),
     "tools that the template drops": (
         "chat",

@@ -44,3 +44,23 @@ def test_the_pieces_of_any_text_are_its_text(tokenizer, text):
     pieces = pieces_of(tokenizer, tokens)
     assert "".join(pieces) == tokenizer.decode(tokens)
     assert not any(0xD800 <= ord(each) < 0xE000 for each in "".join(pieces))
+
+
+HALVES = st.sampled_from(["é", "你", "🎉", "a", " ", "\x80"])
+
+
+@given(st.data())
+def test_pieces_of_many_open_tokens_are_the_text_of_the_whole(tokenizer, data):
+    """Runs of bytes that are no characters, longer than any character is."""
+    letters = data.draw(st.lists(HALVES, min_size=1, max_size=4))
+    numbers = sorted({token for each in letters for token in tokenizer.encode(each)})
+    tokens = data.draw(st.lists(st.sampled_from(numbers), max_size=90))
+    assert "".join(pieces_of(tokenizer, tokens)) == tokenizer.decode(tokens)
+
+
+def test_tokens_without_a_whole_character_are_decoded_a_few_times_each(tokenizer, monkeypatch):
+    decode, count = tokenizer.decode, []
+    monkeypatch.setattr(tokenizer, "decode", lambda each: count.append(len(each)) or decode(each))
+    half = tokenizer.encode("🎉")[-1]
+    assert "".join(pieces_of(tokenizer, [half] * 2000)) == decode([half] * 2000)
+    assert sum(count) < 2000 * 200
