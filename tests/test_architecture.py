@@ -112,7 +112,7 @@ _THROUGH_OTHERS = (
     ("compiled_attn.hf", "recorder refused", "test_proof, test_families"),
     ("compiled_attn.integrations", "versions", "the integrations, each of a version"),
     ("compiled_attn.integrations.plans", "base gaudi sglang vllm", "test_formats"),
-    ("compiled_attn.ops", "call checks paged_attention timing", "every implementation of the op"),
+    ("compiled_attn.ops", "call checks timing", "every implementation of the op"),
     ("compiled_attn.ops.triton", "attend codes locate merge varlen_calls write", "test_launch"),
     (
         "compiled_attn.ranks",
