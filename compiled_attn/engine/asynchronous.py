@@ -21,6 +21,7 @@ from compiled_attn.engine.handle import RequestHandle
 from compiled_attn.engine.owner import Owner, Seen
 from compiled_attn.engine.sampling import SamplingParams, token_ids
 from compiled_attn.errors import QueueFull
+from graphs.errors import quoted
 
 __all__ = ["AsyncEngine", "Compiling"]
 
@@ -160,8 +161,22 @@ class AsyncEngine:
         """Queues the ``n`` continuations of each prompt, all of them or none, see `submit`.
 
         The first of a prompt computes it, and the others wait for the blocks that it leaves for
-        them. There are never more than `most_requests`.
+        them.
+
+        Args:
+            requests: prompts, each with how it is continued.
+            salt: see `Engine.submit`.
+
+        Raises:
+            ConfigError: what is no such pair, or can never be served.
+            QueueFull: ``max_waiting`` requests would wait, as more than `most_requests` always do.
+            EngineStopped: it was stopped, has failed, or is another process's.
         """
+        if not _are_pairs(requests):
+            raise ConfigError(
+                "expected a list of pairs, each of a prompt and SamplingParams, got "
+                f"{quoted(requests)}: pass [(prompt, SamplingParams())]"
+            )
         continued = [
             (prompt, [sampling.continuation(number) for number in range(sampling.n)])
             for prompt, sampling in requests
@@ -274,6 +289,13 @@ class AsyncEngine:
             return compiled
         compiled.result()
         return None
+
+
+def _are_pairs(requests: object) -> bool:
+    return isinstance(requests, SequenceOf) and all(
+        isinstance(each, tuple) and len(each) == 2 and isinstance(each[1], SamplingParams)
+        for each in requests
+    )
 
 
 def _is_in_event_loop() -> bool:

@@ -270,5 +270,5 @@ class Sequence:
             self.choice,
             None if wants.logprobs is None else [*self.logprobs, *last],
             None if wants.prompt_logprobs is None else [None, *prompt],
-            self.cached or 0 if self.choice == 0 else 0,
+            0 if self.choice else self.cached or 0,
         )

@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse
 
 from compiled_attn.engine import GenerationResult, TokenLogprobs
 from compiled_attn.text import TextPieces, Tokenizer
+from compiled_attn.text.tokenizer import REPLACEMENT
 
 __all__ = [
     "PlacedLogprobs",
@@ -54,7 +55,7 @@ class Places:
 
     def of(self, token: int, scores: TokenLogprobs | None) -> PlacedLogprobs:
         """The next token in its place: behind the whole characters before it."""
-        offset = self._told + len(self._pieces.rest().rstrip("\ufffd"))
+        offset = self._told + len(self._pieces.rest().rstrip(REPLACEMENT))
         self._told += len(self._pieces.put(token))
         return PlacedLogprobs(token, scores, offset)
 

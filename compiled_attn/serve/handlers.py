@@ -256,9 +256,9 @@ class _Choosing(_Handler):
 
     def _told(self, settings: Any) -> dict[str, Any]:
         """The log-probabilities of an answer that has ended."""
-        llm, sampling = self.model_manager.served.llm, settings.sampling
-        ends = frozenset(llm.engine.end_tokens(sampling))
-        return self._logprobs(placed(settings.result, llm.tokenizer, ends, echoes=settings.echoes))
+        tokenizer = self.model_manager.served.llm.tokenizer
+        ends = self.model_manager.replies.ends_of(settings.sampling)
+        return self._logprobs(placed(settings.result, tokenizer, ends, echoes=settings.echoes))
 
     def _prompts(self, inputs: Any) -> Sequence[Any]:
         """One."""
@@ -306,11 +306,11 @@ class Completions(_Choosing, CompletionHandler):  # type: ignore[misc]
                 "fewer prompts at a time"
             )
         prompts = await asyncio.to_thread(self._encoded, asked, processor)
-        answer = self._streaming if body["stream"] else self._non_streaming
-        given = answer(
-            request_id, model, processor, name, prompts, settings, self.model_manager.replies
-        )
-        return await given if asyncio.iscoroutine(given) else given
+        replies = self.model_manager.replies
+        given = request_id, model, processor, name, prompts, settings, replies
+        if body["stream"]:
+            return self._streaming(*given)
+        return await self._non_streaming(*given)
 
     def _encoded(self, prompts: Sequence[str | list[int]], processor: Any) -> list[Any]:
         """Their tokens, up to the first that is too long, which all are refused for."""

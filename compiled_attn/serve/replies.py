@@ -151,7 +151,7 @@ class Replies(BaseGenerateManager):
     ) -> tuple[asyncio.Queue[Any], Any]:
         """The queue of a reply, and the reply."""
         request = self._request(inputs["input_ids"], gen_config)
-        tokenizer, ends = self._served.llm.tokenizer, self._ends(request.sampling)
+        tokenizer, ends = self._served.llm.tokenizer, self.ends_of(request.sampling)
         pieces: Any = _Marked(processor._tokenizer)
         if response_parser is None:
             pieces = AnswerPieces(tokenizer, request.sampling, ends)
@@ -166,7 +166,7 @@ class Replies(BaseGenerateManager):
         request = self._request(prompt, gen_config)
         result = await current_call().result(request)
         _note_end(result, gen_config)
-        tokenizer, ends = self._served.llm.tokenizer, self._ends(request.sampling)
+        tokenizer, ends = self._served.llm.tokenizer, self.ends_of(request.sampling)
         if gen_config.echoes:
             return echo_of(result, tokenizer, ends), len(prompt), result.tokens
         return Answer.of(result, tokenizer, ends).text, len(prompt), result.tokens
@@ -197,5 +197,6 @@ class Replies(BaseGenerateManager):
         request: RequestHandle | None = settings.request
         return request or self.submit([prompt], settings)[0]
 
-    def _ends(self, sampling: SamplingParams) -> frozenset[int]:
+    def ends_of(self, sampling: SamplingParams) -> frozenset[int]:
+        """Tokens that end an answer, and are no part of its text."""
         return frozenset(self._served.llm.engine.end_tokens(sampling))

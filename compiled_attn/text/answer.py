@@ -46,8 +46,9 @@ class TextPieces:
         """
         whole = self._piece()
         for count in range(len(self._open) - _BYTES, 0, -1):
-            piece = self._piece(count)
-            if whole.startswith(piece) and not self._tokenizer.is_in_run(self._open[count]):
+            if self._tokenizer.is_in_run(self._open[count]):
+                continue
+            if whole.startswith(piece := self._piece(count)):
                 return self._settle(count, piece)
         return ""
 

@@ -203,6 +203,10 @@ def test_several_prompts_are_taken_together_or_not_at_all(paced):
         serving.submit_together([([token], two) for token in (1, 2, 3, 4)])
     with pytest.raises(ConfigError, match="token ids"):
         serving.submit_together([([1], two), ([2], two), ([999_999], two)])
+    for bad in ([([1], None)], [[1, 2, 3]], [5], 5, "text"):
+        with pytest.raises(ConfigError, match=r"expected a list of pairs.*pass \[\(prompt, Sampl"):
+            serving.submit_together(bad)
+    assert serving.submit_together([]) == []
     asked = [([10], two), ([20], replace(two, max_new_tokens=2)), ([30], two)]
     handles = serving.submit_together(asked)
     assert [each.sampling.seed for each in handles] == [7, 8] * 3
