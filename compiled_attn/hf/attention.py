@@ -25,6 +25,7 @@ from compiled_attn.cache.kv_cache import KVShape, PagedKVCache
 
 __all__ = [
     "ATTENTION_NAME",
+    "PagedLayer",
     "PagedStep",
     "WantedRows",
     "Written",
@@ -94,17 +95,24 @@ class PagedLayer(NamedTuple):
     """A step as one layer sees it, so that what a layer is given tells nothing of its number.
 
     Args:
-        step: of all layers.
+        by_window, only_writes: those of the step.
         key, value: the layer's slots in the cache, see `PagedKVCache.key`; no values where they are
             part of the keys.
         key_scale, value_scale: what their elements are multiplied by; None: nothing.
     """
 
-    step: PagedStep
+    by_window: dict[int | None, UnifiedMetadata]
+    only_writes: bool
     key: Tensor
     value: Tensor | None
     key_scale: Tensor | None
     value_scale: Tensor | None
+
+    def seen_through(self, window: int | None) -> tuple[UnifiedMetadata, int | None]:
+        """The metadata for layers of a window, and the window if the metadata is without it."""
+        if window in self.by_window:
+            return self.by_window[window], None
+        return self.by_window[None], window
 
 
 class WantedRows(NamedTuple):
@@ -131,12 +139,17 @@ class PagedStep:
         by_window: the metadata as seen through each window.
         wanted: all that its last layer computes; None: everything.
         only_writes: attention raises `Written` once the keys and values are.
+        regions: for each decoder layer the key of its region, see
+            `graphs.torch_internals.regions.Region`; None: layers are no regions.
+        packed: ``by_window`` for these regions.
     """
 
     cache: PagedKVCache
     by_window: dict[int | None, UnifiedMetadata]
     wanted: WantedRows | None = None
     only_writes: bool = False
+    regions: tuple[int | None, ...] | None = None
+    packed: Any = None
 
     @staticmethod
     def of(cache: PagedKVCache, metadata: UnifiedMetadata, windows: tuple[int, ...]) -> PagedStep:
@@ -156,13 +169,8 @@ class PagedStep:
         cache = self.cache
         value = cache.value(layer) if cache.keeps_value(layer) else None
         scales = cache.key_scale(layer), cache.value_scale(layer)
-        return PagedLayer(self, cache.key(layer), value, *scales)
-
-    def seen_through(self, window: int | None) -> tuple[UnifiedMetadata, int | None]:
-        """The metadata for layers of a window, and the window if the metadata is without it."""
-        if window in self.by_window:
-            return self.by_window[window], None
-        return self.by_window[None], window
+        windows = self.by_window if self.packed is None else self.packed
+        return PagedLayer(windows, self.only_writes, cache.key(layer), value, *scales)
 
 
 def paged_attention_forward(
@@ -215,11 +223,11 @@ def paged_attention_forward(
         )
     if isinstance(paged, PagedStep):
         paged = paged.of_layer(int(module.layer_idx))  # type: ignore[arg-type]
-    step, key_slots, value_slots, key_scale, value_scale = paged
+    key_slots, value_slots, key_scale, value_scale = paged[2:]
     projection = None
     if value_slots is None:
         query, projection = absorb(module, query)
-    metadata, window = step.seen_through(sliding_window)
+    metadata, window = paged.seen_through(sliding_window)
     given = (
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
@@ -227,7 +235,7 @@ def paged_attention_forward(
         key_slots,
         value_slots,
     )
-    if step.only_writes:
+    if paged.only_writes:
         scoring = Scoring(scaling, window, softcap, None, s_aux)
         call = UnifiedCall(*given, metadata, scoring, key_scale, value_scale, projection)
         check(call)

@@ -25,12 +25,10 @@ Forward = Callable[..., Any]
 _BY_TOKEN = ("hidden_states", "position_ids", "position_embeddings")
 
 
-def in_two_passes(forward: Forward, plain: Forward) -> Forward:
-    """A forward of the last layer: ``forward`` for a step that does not say which rows it wants.
+def in_two_passes(forward: Forward) -> Forward:
+    """A forward of the last layer: ``forward`` once, or twice if the step says which rows it wants.
 
-    Args:
-        forward: calls the layer.
-        plain: the same without a region of its own, which an exception cannot leave.
+    The passes are not regions: an exception cannot leave one.
     """
 
     def in_two(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -38,7 +36,8 @@ def in_two_passes(forward: Forward, plain: Forward) -> Forward:
         if step is None or step.wanted is None:
             return forward(layer, *args, **kwargs)
         try:  # noqa: SIM105  # not every Dynamo traces contextlib.suppress
-            plain(layer, *args, **{**kwargs, "paged": replace(step, only_writes=True)})
+            writing = replace(step, only_writes=True, regions=None, packed=None)
+            forward(layer, *args, **{**kwargs, "paged": writing})
         except Written:
             pass
         rows, few = step.wanted
@@ -46,7 +45,7 @@ def in_two_passes(forward: Forward, plain: Forward) -> Forward:
         for name in _BY_TOKEN:
             if name in kwargs:
                 kwargs[name] = _of_rows(kwargs[name], rows, step.tokens)
-        return plain(layer, *args, **{**kwargs, "paged": few})
+        return forward(layer, *args, **{**kwargs, "paged": few})
 
     return in_two
 

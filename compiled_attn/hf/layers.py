@@ -7,13 +7,15 @@ from collections.abc import Callable, Iterator, Sequence
 from types import MethodType
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from compiled_attn.attention.metadata import KeyRanks, UnifiedMetadata
+from compiled_attn.hf.attention import PagedLayer, PagedStep
 from compiled_attn.hf.last_layer import in_two_passes
+from graphs.torch_internals.regions import Region
 
-__all__ = ["call_through", "carrying", "decoder_layers", "restore"]
+__all__ = ["call_through", "carrying", "decoder_layers", "layer_region", "restore"]
 
 
 def decoder_layers(model: PreTrainedModel, attentions: Sequence[nn.Module] = ()) -> list[nn.Module]:
@@ -29,26 +31,31 @@ def decoder_layers(model: PreTrainedModel, attentions: Sequence[nn.Module] = ())
 
 
 def call_through(
-    layer: nn.Module, number: int | None, *, carries: bool, is_region: bool, is_last: bool
+    layer: nn.Module, place: int, number: int | None, region: Region, *, is_last: bool
 ) -> None:
     """Calls the layer through a function of ours, with the step as this layer sees it.
 
     Args:
         layer: a decoder layer.
+        place: of the layer among the decoder layers.
         number: of its keys and values in the cache; None: it has not one attention, and each asks
             for its own.
-        carries: it does not hand keywords on to its attention. The keyword ``paged`` then goes in
-            the place of the mask, which it does hand on, and which nothing else uses.
-        is_region: a graph that contains it traces and compiles it once for all layers that are
-            alike. Torch refuses that of layers that keep tensors for later ones.
+        region: how it is called, see `layer_region`.
         is_last: it computes only the rows whose logits are wanted where the step names them.
     """
-    as_is = _carrying_forward if carries else _forward
-    region = _REGIONS[as_is] if is_region else as_is
-    plain, forward = (
-        each if number is None else _seen_by(number, each) for each in (as_is, region)
-    )
-    layer.forward = MethodType(in_two_passes(forward, plain) if is_last else forward, layer)
+    plain = region.function
+
+    def forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        step: PagedStep | None = kwargs.get("paged")
+        if step is None:
+            return plain(layer, *args, **kwargs)
+        if number is not None:
+            kwargs["paged"] = step.of_layer(number)
+        if step.regions is None:
+            return plain(layer, *args, **kwargs)
+        return region(step.regions[place], layer, *args, **kwargs)
+
+    layer.forward = MethodType(in_two_passes(forward) if is_last else forward, layer)
 
 
 @contextlib.contextmanager
@@ -77,15 +84,15 @@ def restore(module: nn.Module, name: str, value: Any) -> None:
         setattr(module, name, value)
 
 
-def _seen_by(number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Hands a layer the step as it sees it, in place of that of all layers."""
+def layer_region(carries: bool) -> Region:
+    """How decoder layers are called in a graph.
 
-    def seen(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if (step := kwargs.get("paged")) is not None:
-            kwargs["paged"] = step.of_layer(number)
-        return forward(layer, *args, **kwargs)
-
-    return seen
+    Args:
+        carries: they do not hand keywords on to their attention. The keyword ``paged`` then goes in
+            the place of the mask, which they do hand on, and which nothing else uses.
+    """
+    plain = _carrying_forward if carries else _forward
+    return Region(plain, (PagedLayer, UnifiedMetadata, KeyRanks))
 
 
 def _forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -97,8 +104,3 @@ def _carrying_forward(layer: nn.Module, *args: Any, paged: Any = None, **kwargs:
         kwargs["attention_mask"] = paged
     return type(layer).forward(layer, *args, **kwargs)
 
-
-_REGIONS = {
-    forward: torch.compiler.nested_compile_region(forward)
-    for forward in (_forward, _carrying_forward)
-}

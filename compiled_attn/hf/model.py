@@ -24,13 +24,14 @@ from compiled_attn.hf.attention import (
     reads,
 )
 from compiled_attn.hf.equality import check_equal, check_near, plain_logits
-from compiled_attn.hf.layers import call_through, decoder_layers, restore
+from compiled_attn.hf.layers import call_through, decoder_layers, layer_region, restore
 from compiled_attn.hf.packed import (
     halved_weights,
     pack_linears,
     packed_weights,
     quantised_weights,
 )
+from compiled_attn.hf.region_keys import region_keys, without_numbers
 from compiled_attn.hf.recorder import takes_logits_to_keep
 from compiled_attn.hf.shapes import calls_by_layer, check_fits
 from compiled_attn.ops import AttentionTraits, Implementation, choose
@@ -135,6 +136,18 @@ def _samples_of(model: nn.Module, layers: Iterable[nn.Module]) -> Iterable[Tenso
         yield from (parameter for _, parameter in zip(range(1), part.parameters(), strict=False))
 
 
+class _WithRegions(nn.Module):
+    """A model whose layers are regions of these keys."""
+
+    def __init__(self, paged: PagedCausalLM, keys: tuple[int | None, ...]) -> None:
+        super().__init__()
+        self.paged, self._keys = paged, keys
+
+    def forward(self, *inputs: Tensor | None) -> Tensor:
+        paged = self.paged
+        return paged.compute(paged.form.batch(inputs), paged.cache, self._keys)
+
+
 class PagedCausalLM(nn.Module):
     """A Hugging Face causal LM whose forward is one engine step over a `PagedKVCache`.
 
@@ -187,16 +200,19 @@ class PagedCausalLM(nn.Module):
         check_fits(model, calls, cache)
         self.windows = tuple(sorted({call.window for call in calls if call.window}))
         self._attentions = [call.module for call in calls]
-        self._carries = any(call.is_carried for call in calls)
+        self._region = layer_region(any(call.is_carried for call in calls))
         self._are_regions = all(shape.same_as is None for shape in cache.shapes)
         self._layers = decoder_layers(model, self._attentions)
+        self._numbers = [self._number_of(layer) for layer in self._layers]
         self._keeps = takes_logits_to_keep(model)
         self._ends_early = False
         expected = plain_logits(model)
         self.vocab, self.logits_dtype = expected.shape[-1], expected.dtype
         with contextlib.ExitStack() as undo:
             self._switch(undo)
-            check_equal(self, expected)
+            self._reads_numbers = not self._is_equal_without_numbers(expected)
+            if self._reads_numbers:
+                check_equal(self, expected)
             self._end_early(expected)
             if packs is not None:
                 self._pack(packs, expected, undo)
@@ -209,9 +225,29 @@ class PagedCausalLM(nn.Module):
         """Computes a step: the fields of its batch in order, to logits ``[L, vocab]``."""
         return self.compute(self.form.batch(inputs), self.cache)
 
-    def compute(self, step: StepBatch | TableBatch, cache: PagedKVCache) -> Tensor:
-        """Computes a step over another cache of the same layers, to logits ``[L, vocab]``."""
+    def capture_variants(self) -> Sequence[nn.Module]:
+        """For `graphs.capture`: with layers as regions, which may fail; and without."""
+        if not self._are_regions:
+            return (self,)
+        keys = region_keys(
+            self._layers, self._numbers, self.cache, reads_numbers=self._reads_numbers
+        )
+        return _WithRegions(self, keys), self
+
+    def compute(
+        self,
+        step: StepBatch | TableBatch,
+        cache: PagedKVCache,
+        regions: tuple[int | None, ...] | None = None,
+    ) -> Tensor:
+        """Computes a step over another cache of the same layers, to logits ``[L, vocab]``.
+
+        ``regions``: see `PagedStep`.
+        """
         rows, paged = step.logits_index, self._paged(step, cache)
+        if regions is not None:
+            packed = self._region.pack(paged.by_window)
+            paged = replace(paged, regions=regions, packed=packed)
         has_all = paged.wanted is None  # hidden states; else those of the rows
         kept = {"logits_to_keep": rows} if has_all and self._keeps else {}
         logits: Tensor = self.model(
@@ -248,6 +284,18 @@ class PagedCausalLM(nn.Module):
             raise ModelChanged(
                 f"expected a {type(self.model).__name__} as it was at warmup, but {changed}"
             )
+
+    def _number_of(self, layer: nn.Module) -> int | None:
+        """Of its only attention among all; None: it has none, or several."""
+        parts = {*layer.modules()}
+        own = [number for number, module in enumerate(self._attentions) if module in parts]
+        return own[0] if len(own) == 1 else None
+
+    def _is_equal_without_numbers(self, expected: Tensor) -> bool:
+        with without_numbers(self._layers), contextlib.suppress(ModelRefused):
+            check_equal(self, expected)
+            return True
+        return False
 
     def _end_early(self, expected: Tensor) -> None:
         """Lets the last layer compute wanted rows alone, unless that changes the logits."""
@@ -298,15 +346,13 @@ class PagedCausalLM(nn.Module):
         undo.callback(model.set_attn_implementation, model.config._attn_implementation)
         undo.callback(model.train, model.training)
         model.eval().set_attn_implementation(ATTENTION_NAME)
-        numbers = {module: number for number, module in enumerate(self._attentions)}
-        for layer in self._layers:
+        for place, layer in enumerate(self._layers):
             undo.callback(restore, layer, "forward", layer.__dict__.get("forward"))
-            own = [numbers[part] for part in layer.modules() if part in numbers]
             call_through(
                 layer,
-                own[0] if len(own) == 1 else None,
-                carries=self._carries,
-                is_region=self._are_regions,
+                place,
+                self._numbers[place],
+                self._region,
                 is_last=layer is self._layers[-1],
             )
         for number, module in enumerate(self._attentions):

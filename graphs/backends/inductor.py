@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
@@ -16,17 +17,19 @@ from graphs.backends.direct import direct_path, lean_calls
 from graphs.backends.dynamo_inputs import marked, separated
 from graphs.backends.headers_ahead import headers_ahead, wait_for_headers
 from graphs.backends.kernel_units import few_units
-from graphs.backends.region_traces import traced_once
 from graphs.backends.tape.tape import Tapes
 from graphs.backends.vector_probe import one_probe, probe
 from graphs.capture.contract import Backend, Frozen, Job
 from graphs.capture.inputs import Input
 from graphs.capture.symbolic import SymbolicSizes
-from graphs.capture.wrappers import with_own_code
+from graphs.capture.wrappers import variants_of, with_own_code
 from graphs.errors import CaptureError
+from graphs.torch_internals.features import with_features
 from graphs.watch.causes import describe_failure, site_of_error, site_of_stack
 
 __all__ = ["InductorBackend", "compile_only", "compiling_after", "freeze", "shareable"]
+
+_log = logging.getLogger(__name__)
 
 _NO_COMPILER = (
     "no working C++ compiler found; install one (Debian/Ubuntu: apt install g++, "
@@ -160,6 +163,19 @@ def freeze(job: Job, compiler: str | Callable[..., Any]) -> tuple[Frozen, Any]:
     Raises:
         CaptureError: a graph break, or the callable or the compiler failed.
     """
+    variants = variants_of(job.function)
+    for function, simpler in zip(variants, (*variants[1:], None), strict=True):
+        make = partial(_freeze, replace(job, function=function), compiler)
+        try:
+            return with_features(make, keep_all=simpler is not None)
+        except CaptureError as error:
+            if simpler is None:
+                raise
+            _log.warning("%s; captured in a simpler way", error)
+    raise AssertionError("a callable has one variant at least")
+
+
+def _freeze(job: Job, compiler: str | Callable[..., Any]) -> tuple[Frozen, Any]:
     own = with_own_code(job.function, job.name)
     options = job.options and dict(job.options)
     try:
@@ -202,7 +218,7 @@ def compile_only(job: Job, compiler: Callable[..., Any]) -> None:
 
 @contextlib.contextmanager
 def _compiling(job: Job) -> Iterator[None]:
-    with lean_calls(), one_probe(), traced_once(), few_units(), marked(job.examples, job.dims):
+    with lean_calls(), one_probe(), few_units(), marked(job.examples, job.dims):
         yield
 
 

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["as_module", "name_of", "tensors_of", "with_own_code", "writes_seen"]
+__all__ = ["as_module", "name_of", "tensors_of", "variants_of", "with_own_code", "writes_seen"]
 
 
 def name_of(function: Callable[..., Any]) -> str:
     """The name of a function, or of the class of a module or another callable."""
     return getattr(function, "__name__", None) or type(function).__name__
+
+
+def variants_of(function: Callable[..., Any]) -> Sequence[Callable[..., Any]]:
+    """Callables that compute what a callable does: the one to trace first, then the simpler ones.
+
+    A callable has others if it has a method ``capture_variants()`` that returns them.
+    """
+    variants = getattr(function, "capture_variants", None)
+    return (function,) if variants is None else variants()
 
 
 def tensors_of(function: Callable[..., Any]) -> list[tuple[str, Tensor]]:

@@ -1,0 +1,109 @@
+"""Keys of decoder layers: equal where the compiled code of one layer serves another.
+
+Dynamo does not guard the layers that reuse a trace, so a key covers whatever a trace can read of a
+layer, apart from the values of its parameters and buffers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compiled_attn.cache.kv_cache import PagedKVCache
+
+__all__ = ["region_keys", "without_numbers"]
+
+_CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, type)
+_OWN = ("_parameters", "_buffers", "_modules")
+_NUMBER = "layer_idx"
+
+
+def region_keys(
+    layers: Sequence[nn.Module],
+    numbers: Sequence[int | None],
+    cache: PagedKVCache,
+    *,
+    reads_numbers: bool,
+) -> tuple[int | None, ...]:
+    """A key for each layer; None for one that shares its code with no other.
+
+    Args:
+        layers: the decoder layers.
+        numbers: of each layer in the cache; None: it has not one attention.
+        cache: the cache that they write to.
+        reads_numbers: whether a forward may read the ``layer_idx`` of a module.
+    """
+    left_out = {*_OWN} if reads_numbers else {*_OWN, _NUMBER}
+    known: dict[Any, int] = {}
+    signatures = [
+        None if number is None else (_signature(layer, left_out), _slots(cache, number))
+        for layer, number in zip(layers, numbers, strict=True)
+    ]
+    return tuple(
+        None if signature is None else known.setdefault(signature, len(known))
+        for signature in signatures
+    )
+
+
+def _slots(cache: PagedKVCache, number: int) -> Any:
+    value = cache.value(number) if cache.keeps_value(number) else None
+    tensors = (cache.key(number), value, cache.key_scale(number), cache.value_scale(number))
+    return tuple(None if each is None else _layout(each) for each in tensors)
+
+
+@contextlib.contextmanager
+def without_numbers(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Take ``layer_idx`` from the modules of the layers: a forward that reads it fails."""
+    owners = [vars(module) for layer in layers for module in layer.modules()]
+    numbers = [(own, own.pop(_NUMBER)) for own in owners if _NUMBER in own]
+    try:
+        yield
+    finally:
+        for own, number in numbers:
+            own[_NUMBER] = number
+
+
+def _signature(layer: nn.Module, left_out: Collection[str]) -> Any:
+    first: dict[int, int] = {}  # which tensors are one
+    modules = []
+    for path, module in layer.named_modules(remove_duplicate=False):
+        tensors = [
+            (kind, name, tensor is None or (first.setdefault(id(tensor), len(first)), _layout(tensor)))
+            for kind in ("_parameters", "_buffers")
+            for name, tensor in getattr(module, kind).items()
+        ]
+        attributes = [
+            (name, _description(value))
+            for name, value in vars(module).items()
+            if name not in left_out and not (module is layer and name == "forward")
+        ]
+        modules.append((path, type(module), tuple(tensors), tuple(attributes)))
+    return tuple(modules)
+
+
+def _layout(tensor: Tensor) -> Any:
+    return (
+        type(tensor),
+        tuple(tensor.shape),
+        tensor.stride(),
+        tensor.dtype,
+        tensor.device,
+        tensor.requires_grad,
+    )
+
+
+def _description(value: Any) -> Any:
+    """A constant by its value, a container by what is in it, anything else by its identity."""
+    if isinstance(value, _CONSTANTS):
+        return type(value), repr(value)
+    if isinstance(value, dict):
+        return type(value), tuple((_description(k), _description(v)) for k, v in value.items())
+    if isinstance(value, list | tuple):
+        return type(value), tuple(map(_description, value))
+    if isinstance(value, set | frozenset):
+        return type(value), frozenset(map(_description, value))
+    return type(value), id(value)

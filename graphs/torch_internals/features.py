@@ -1,0 +1,205 @@
+"""Features: optional uses of torch's internals, of which none can fail a capture.
+
+Each has a probe, which says whether this torch has what it needs, and a fallback that always works.
+A feature that raises is switched off for the rest of the process, with one line in the log.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from contextvars import ContextVar
+from traceback import walk_tb
+from typing import NamedTuple, TypeVar
+
+__all__ = ["Feature", "FeatureState", "all_features", "with_features"]
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+_changing = threading.RLock()
+_features: dict[str, Feature] = {}
+_SUSPENDED: ContextVar[frozenset[str]] = ContextVar("suspended features", default=frozenset())
+
+
+class FeatureState(NamedTuple):
+    """A feature as it is in this process.
+
+    Attributes:
+        name: what logs and reports call it.
+        is_on: whether captures use it.
+        why_off: why they do not; empty if they do.
+        gain: what it gains.
+        benchmark: the script that prints the gain.
+        fallback: what happens without it.
+        versions: of torch that it was tested with.
+    """
+
+    name: str
+    is_on: bool
+    why_off: str
+    gain: str
+    benchmark: str
+    fallback: str
+    versions: str
+
+
+class Feature:
+    """An optional use of torch's internals.
+
+    Args:
+        name: what logs and reports call it.
+        gain: what it gains.
+        fallback: what happens without it.
+        versions: of torch that it was tested with.
+        files: ends of file names; a failure whose traceback has one of them is this feature's.
+        probe: returns why it does not work with this torch, or an empty string; it may raise.
+        benchmark: the script that prints the gain.
+        suspend: called when captures stop using it, if that needs more than to ask `is_on`.
+        resume: called when they use it again.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        gain: str,
+        fallback: str,
+        versions: str,
+        files: tuple[str, ...],
+        probe: Callable[[], str],
+        benchmark: str = "benchmarks/torch_features.py",
+        suspend: Callable[[], None] = lambda: None,
+        resume: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.name = name
+        self.gain, self.fallback, self.versions = gain, fallback, versions
+        self.files, self.benchmark = files, benchmark
+        self.suspend, self.resume = suspend, resume
+        self._probe = probe
+        self._why_off: str | None = None
+        _features[name] = self
+
+    @property
+    def is_on(self) -> bool:
+        """Whether captures use it; the first call probes torch."""
+        return self.name not in _SUSPENDED.get() and not self.why_off
+
+    @property
+    def why_off(self) -> str:
+        """Why captures do not use it, or an empty string; the first call probes torch."""
+        if self._why_off is None:
+            with _changing:
+                if self._why_off is None:
+                    self._why_off = self._probed()
+        return self._why_off
+
+    def switch_off(self, reason: str) -> None:
+        """Stop using it in this process; logs the reason once."""
+        with _changing:
+            if self.why_off:
+                return
+            self._why_off = reason
+            self.suspend()
+        _log.warning("torch feature %s is switched off: %s. %s", self.name, reason, self.fallback)
+
+    def switch_on(self) -> None:
+        """Probe it again at its next use, as tests do."""
+        with _changing:
+            self._why_off = None
+            self.resume()
+
+    @property
+    def state(self) -> FeatureState:
+        """The feature as it is in this process."""
+        why_off = self.why_off
+        return FeatureState(
+            self.name,
+            not why_off,
+            why_off,
+            self.gain,
+            self.benchmark,
+            self.fallback,
+            self.versions,
+        )
+
+    def is_in(self, error: BaseException) -> bool:
+        """Whether the traceback of an error, or of one behind it, leads through the feature."""
+        return any(name.endswith(self.files) for name in _file_names(error))
+
+    def _resume(self) -> None:
+        if not self.why_off:
+            self.resume()
+
+    def _probed(self) -> str:
+        try:
+            return self._probe()
+        except Exception as error:
+            return f"its probe fails: {describe(error)}"
+
+
+def all_features() -> list[Feature]:
+    """Every feature, by name."""
+    return [_features[name] for name in sorted(_features)]
+
+
+def with_features(make: Callable[[], T], *, keep_all: bool = False) -> T:
+    """Make a capture; repeat one that fails without the features that may have made it fail.
+
+    A feature is switched off only if the capture works without it.
+
+    Args:
+        make: captures.
+        keep_all: repeat without features whose code is in the traceback, not without all.
+
+    Raises:
+        Exception: `make` fails without them too.
+    """
+    try:
+        return make()
+    except Exception as error:
+        used = [feature for feature in all_features() if feature.is_on]
+        found = [feature for feature in used if feature.is_in(error)]
+        for suspects in (found,) if keep_all else (found, used):
+            if not suspects:
+                continue
+            with suppress(Exception), _suspended(suspects):
+                result = make()
+                for feature in suspects:
+                    feature.switch_off(f"a capture failed with it: {describe(error)}")
+                return result
+        raise
+
+
+@contextmanager
+def _suspended(features: Iterable[Feature]) -> Iterator[None]:
+    token = _SUSPENDED.set(_SUSPENDED.get() | {feature.name for feature in features})
+    try:
+        with ExitStack() as stack:
+            for feature in features:
+                feature.suspend()
+                stack.callback(feature._resume)
+            yield
+    finally:
+        _SUSPENDED.reset(token)
+
+
+def describe(error: BaseException) -> str:
+    """Class and first line of an error."""
+    line = next(iter(str(error).strip().splitlines()), "")
+    return f"{type(error).__name__}: {line}".rstrip(": ")
+
+
+def _file_names(error: BaseException) -> Iterator[str]:
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        each = waiting.pop()
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        yield from (frame.f_code.co_filename for frame, _ in walk_tb(each.__traceback__))
+        yield from (frame.filename for frame in getattr(each, "real_stack", None) or ())
+        waiting += [each.__cause__, each.__context__, getattr(each, "inner_exception", None)]

@@ -1,0 +1,187 @@
+"""Regions: a function that a graph calls often is traced and compiled once for all calls alike.
+
+Built on `torch.compiler.nested_compile_region`. Its `reuse_hash_fn`, since torch 2.13, lets Dynamo
+reuse the trace of an earlier call. Dynamo then skips the guards of the later calls, so the caller's
+key has to say everything that the trace depends on, apart from the arguments of the call.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from graphs.torch_internals.features import Feature
+
+__all__ = ["REGION_REUSE", "Packed", "Region"]
+
+_NO_LIMIT = 1 << 20  # traces of one region in a graph
+_VALUES = (bool, int, float, str)
+
+
+def _probe() -> str:
+    parameters = inspect.signature(torch.compiler.nested_compile_region).parameters
+    if missing := {"max_reuse_entries", "reuse_hash_fn"} - {*parameters}:
+        return f"torch.compiler.nested_compile_region takes no {', '.join(sorted(missing))}"
+    if _mark_reusable(lambda value: value)(_NO_LIMIT) != _NO_LIMIT:
+        return "torch.compiler.nested_compile_region changes what a function returns"
+    return ""
+
+
+def _mark_reusable(function: Callable[..., Any]) -> Callable[..., Any]:
+    mark: Any = torch.compiler.nested_compile_region
+    region: Callable[..., Any]
+    region = mark(function, max_reuse_entries=_NO_LIMIT, reuse_hash_fn=_hash)
+    return region
+
+
+def _suspend() -> None:
+    for function in _reusable:
+        torch.compiler.nested_compile_region(function)  # replaces the marks of the function
+
+
+def _resume() -> None:
+    for function in _reusable:
+        _mark_reusable(function)
+
+
+_reusable: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
+REGION_REUSE = Feature(
+    "region_reuse",
+    gain="Traces equal layers once: the trace of 30 layers takes half as long.",
+    fallback="Every layer is traced; equal ones are still compiled once.",
+    versions="2.13 to 2.15",
+    files=("graphs/torch_internals/regions.py", "invoke_subgraph.py"),
+    probe=_probe,
+    suspend=_suspend,
+    resume=_resume,
+)
+
+
+class Packed(NamedTuple):
+    """An argument that is the same for many calls, taken apart once for all of them.
+
+    Args:
+        structure: how it is put together.
+        leaves: its tensors and constants.
+    """
+
+    structure: str
+    leaves: tuple[Any, ...]
+
+
+class Region:
+    """A function of a module that a graph compiles once for all calls alike.
+
+    Args:
+        function: called as ``function(module, *args, **kwargs)``. Returns a tensor, or a tuple of
+            tensors, where calls have a key.
+        classes: named tuples and frozen dataclasses that may be among the arguments.
+
+    Attributes:
+        function: as given.
+    """
+
+    def __init__(self, function: Callable[..., Any], classes: Sequence[type] = ()) -> None:
+        self.function = function
+        self._fields = tuple((each, _field_names(each)) for each in classes)
+        self._region = torch.compiler.nested_compile_region(function)
+
+        def run(key: int, structure: str, module: nn.Module, *leaves: Any) -> Any:
+            args, kwargs = self._rebuild(iter(structure.split()), iter(leaves))
+            return function(module, *args, **kwargs)
+
+        if REGION_REUSE.is_on:
+            self._reusable = _mark_reusable(run)
+            _reusable.add(run)
+        else:
+            self._reusable = torch.compiler.nested_compile_region(run)
+
+    def __call__(self, key: int | None, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Call the function.
+
+        Args:
+            key: equal for two calls in a graph if the trace of one serves the other: their modules
+                are alike in everything but the values of parameters and buffers. None: it is
+                traced.
+        """
+        leaves: list[Any] = []
+        structure = None if key is None else self._describe((args, kwargs), leaves)
+        if structure is None:
+            return self._region(module, *args, **kwargs)
+        return self._reusable(key, structure, module, *leaves)
+
+    def pack(self, value: Any) -> Any:
+        """An argument as `Packed`; itself, where it has other parts than calls with a key take."""
+        leaves: list[Any] = []
+        structure = self._describe(value, leaves)
+        return value if structure is None else Packed(structure, tuple(leaves))
+
+    # Dynamo traces what follows, and each line costs a millisecond in a model of many layers.
+
+    def _describe(self, value: Any, leaves: list[Any]) -> str | None:
+        """Appends the leaves of an argument and returns its structure; None: it has other parts."""
+        if isinstance(value, Tensor):
+            leaves.append(value)
+            layout = "contiguous" if value.is_contiguous() else "strided"
+            return f"tensor:{value.dim()}:{value.dtype}:{layout}"
+        if value is None:
+            return "none"
+        kind = type(value)
+        if kind is Packed:
+            leaves.extend(value.leaves)
+            return value.structure  # type: ignore[no-any-return]
+        if kind in _VALUES:
+            leaves.append(value)
+            return f"value:{kind.__name__}:{hash(value)}"
+        if kind is tuple or kind is list:
+            return self._joined(f"{kind.__name__}:{len(value)}", value, leaves)
+        if kind is dict:
+            leaves.extend(value)
+            keys = ":".join([str(hash(key)) for key in value])
+            return self._joined(f"dict:{len(value)}:{keys}", value.values(), leaves)
+        for place, (known, names) in enumerate(self._fields):
+            if kind is known:
+                parts = [getattr(value, name) for name in names]
+                return self._joined(f"class:{place}", parts, leaves)
+        return None
+
+    def _joined(self, head: str, values: Any, leaves: list[Any]) -> str | None:
+        parts = [head]
+        for value in values:
+            part = self._describe(value, leaves)
+            if part is None:
+                return None
+            parts.append(part)
+        return " ".join(parts)
+
+    def _rebuild(self, structure: Iterator[str], leaves: Iterator[Any]) -> Any:
+        kind, *details = next(structure).split(":")
+        if kind == "none":
+            return None
+        if kind in ("tensor", "value"):
+            return next(leaves)
+        count = int(details[0])
+        if kind == "class":
+            made, names = self._fields[count]
+            return made(*[self._rebuild(structure, leaves) for _ in names])
+        if kind == "dict":
+            keys = [next(leaves) for _ in range(count)]
+            return {key: self._rebuild(structure, leaves) for key in keys}
+        values = [self._rebuild(structure, leaves) for _ in range(count)]
+        return values if kind == "list" else tuple(values)
+
+
+def _hash(key: int, structure: str, module: nn.Module, *leaves: Any) -> int:
+    return hash(f"{key} {structure}")
+
+
+def _field_names(kind: type) -> tuple[str, ...]:
+    if dataclasses.is_dataclass(kind):
+        return tuple(each.name for each in dataclasses.fields(kind))
+    return tuple(kind._fields)  # type: ignore[attr-defined]
