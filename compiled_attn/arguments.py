@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
+
+from graphs.torch_internals.dispatch import is_fake
 
 __all__ = [
     "FLOATS",
@@ -172,7 +173,7 @@ def can_read(tensor: Tensor) -> bool:
     """Whether numbers may be read now: not while compiling or capturing, nor from a tensor that has
     none (meta, fake).
     """
-    if torch.compiler.is_compiling() or tensor.is_meta or isinstance(tensor, FakeTensor):
+    if torch.compiler.is_compiling() or is_fake(tensor):
         return False
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from graphs.errors import JournalError as JournalError
     from graphs.errors import ModeMismatch as ModeMismatch
     from graphs.errors import StaleGraph as StaleGraph
+    from graphs.torch_internals.catalog import torch_features as torch_features
     from graphs.warmup.group import WarmupGroup as WarmupGroup
     from graphs.warmup.manager import WarmupManager as WarmupManager
     from graphs.warmup.progress import progress_for as progress_for
@@ -59,6 +60,7 @@ _PLACES = {
     "capture.capture": "CapturedGraph available_backends capture",
     "errors": "BucketFileError BucketOverflow CaptureError GraphBudgetExceeded "
     "InputMismatch JournalError ModeMismatch StaleGraph",
+    "torch_internals.catalog": "torch_features",
     "warmup.group": "WarmupGroup",
     "warmup.manager": "WarmupManager",
     "warmup.progress": "progress_for",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -47,6 +48,15 @@ def _grad_mode_stays() -> Iterator[None]:
     after = torch.is_grad_enabled()
     torch.set_grad_enabled(before)
     assert after == before, "the test left torch's grad mode changed for those after it"
+
+
+@pytest.fixture(autouse=True)
+def _torch_features_stay() -> Iterator[None]:
+    """A feature that a test breaks is probed again for those after it."""
+    yield
+    if (catalog := sys.modules.get("graphs.torch_internals.catalog")) is not None:
+        for feature in catalog.FEATURES:
+            feature.probe_again()
 
 
 @pytest.fixture

@@ -96,9 +96,15 @@ def test_only_what_is_installed_with_an_extra_is_imported_late():
 _THROUGH_OTHERS = (
     ("graphs", "files lazy", "by the store and by the names of the packages"),
     ("graphs.backends", "eager", "the reference that every capture is compared with"),
-    ("graphs.backends", "region_guards", "test_region_traces"),
     ("graphs.backends.onnx", "export", "test_onnxrt"),
-    ("graphs.backends.tape", "calls", "the player of compiled_attn, and a double"),
+    ("graphs.capture", "export_state", "captures of aoti and of a store"),
+    ("graphs.torch_internals", "artifacts settings", "test_inductor of the store, test_factors"),
+    (
+        "graphs.torch_internals",
+        "checks compiling dispatch errors events tracing vectors",
+        "test_features, and the captures, watches and explanations that use them",
+    ),
+    ("graphs.torch_internals.replay", "calls", "the player of compiled_attn, and a double"),
     ("graphs.cli", "explain plan", "commands are run whole: test_app"),
     ("graphs.planner", "bound choose first_fit fit", "steps of `plan`, beside brute force"),
     ("graphs.report", "drawing", "test_charts"),

@@ -41,8 +41,8 @@ from graphs import (
     WarmupReport,
 )
 from graphs.backends.onednn_linear import for_cpu
-from graphs.backends.tape.tape import Tapes
 from graphs.capture.capture import resolve
+from graphs.torch_internals.replay.replay import Tapes
 
 __all__ = ["HostSteps", "LocalExecutor", "Steps", "executor_for"]
 

@@ -35,7 +35,7 @@ def in_two_passes(forward: Forward) -> Forward:
         step: PagedStep | None = kwargs.get("paged")
         if step is None or step.wanted is None:
             return forward(layer, *args, **kwargs)
-        try:  # noqa: SIM105  # not every Dynamo traces contextlib.suppress
+        try:  # not every Dynamo traces contextlib.suppress
             writing = replace(step, only_writes=True, regions=None, packed=None)
             forward(layer, *args, **{**kwargs, "paged": writing})
         except Written:

@@ -103,4 +103,3 @@ def _carrying_forward(layer: nn.Module, *args: Any, paged: Any = None, **kwargs:
     if paged is not None:
         kwargs["attention_mask"] = paged
     return type(layer).forward(layer, *args, **kwargs)
-

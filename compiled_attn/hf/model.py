@@ -31,8 +31,8 @@ from compiled_attn.hf.packed import (
     packed_weights,
     quantised_weights,
 )
-from compiled_attn.hf.region_keys import region_keys, without_numbers
 from compiled_attn.hf.recorder import takes_logits_to_keep
+from compiled_attn.hf.region_keys import region_keys, without_numbers
 from compiled_attn.hf.shapes import calls_by_layer, check_fits
 from compiled_attn.ops import AttentionTraits, Implementation, choose
 from compiled_attn.ops.packed_linear import Packing

@@ -7,6 +7,7 @@ layer, apart from the values of its parameters and buffers.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -72,7 +73,11 @@ def _signature(layer: nn.Module, left_out: Collection[str]) -> Any:
     modules = []
     for path, module in layer.named_modules(remove_duplicate=False):
         tensors = [
-            (kind, name, tensor is None or (first.setdefault(id(tensor), len(first)), _layout(tensor)))
+            (
+                kind,
+                name,
+                tensor is None or (first.setdefault(id(tensor), len(first)), _layout(tensor)),
+            )
             for kind in ("_parameters", "_buffers")
             for name, tensor in getattr(module, kind).items()
         ]
@@ -104,6 +109,8 @@ def _description(value: Any) -> Any:
         return type(value), tuple((_description(k), _description(v)) for k, v in value.items())
     if isinstance(value, list | tuple):
         return type(value), tuple(map(_description, value))
+    if type(value) is functools.partial:
+        return _description((type(value), value.func, value.args, value.keywords))
     if isinstance(value, set | frozenset):
         return type(value), frozenset(map(_description, value))
     return type(value), id(value)

@@ -18,6 +18,7 @@ from compiled_attn.errors import KernelArgumentError, NativeUnavailable
 from compiled_attn.ops.call import PagedCall
 from compiled_attn.ops.paged_attention import NAMESPACE, load, refusing
 from compiled_attn.ops.triton.register import why_not as why_no_triton
+from graphs.torch_internals.dispatch import has_kernel
 
 __all__ = [
     "CHOICES",
@@ -277,8 +278,7 @@ def _lacks_device(device: str) -> str | None:
     if device == "cpu":
         return None
     load()  # which defines it
-    key = torch._C._dispatch_key_for_device(device)
-    if torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::paged_attention", key):
+    if has_kernel(f"{NAMESPACE}::paged_attention", device):
         return None
     if device == "cuda":
         return f"runs on cuda by Triton, {why_no_triton()}"

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch.distributed.distributed_c10d import _get_default_store
 
 from compiled_attn.errors import ConfigError, RankLost, RanksDisagree
 from compiled_attn.ranks.ending import Ending
+from graphs.torch_internals.dispatch import default_store
 
 __all__ = ["Ranks", "joined_ranks"]
 
@@ -105,14 +105,12 @@ class Ranks:
     def mark(self, name: str) -> None:
         """Ends `wait` for a name on all ranks."""
         with self.calling():
-            _get_default_store().set(name, "done")
+            default_store().set(name, "done")
 
     def wait(self, name: str) -> None:
         """Waits until a rank has called `mark`."""
         with self.calling():
-            while not _get_default_store().check(
-                [name]
-            ):  # one that waits in C++ would hear no signal
+            while not default_store().check([name]):  # one that waits in C++ would hear no signal
                 time.sleep(0.01)
 
     @contextmanager

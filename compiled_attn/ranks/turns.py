@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch._dynamo.callback import callback_handler
-
 from compiled_attn.ranks.group import Ranks
-from graphs.backends.inductor import compiling_after
 from graphs.capture.contract import Backend, Frozen
 from graphs.capture.inputs import Input
+from graphs.torch_internals.compiling import compiling_after
+from graphs.torch_internals.events import at_compile_end
 
 __all__ = ["InTurn"]
 
@@ -52,7 +50,7 @@ class InTurn(Backend):
         try:
             if self._backend.has(function, example_inputs, **known):  # it may lack elsewhere
                 self._ranks.mark(turn)
-            with _at_its_end(lambda _: self._ranks.mark(turn)):
+            with at_compile_end(lambda: self._ranks.mark(turn)):
                 return self._backend.capture(function, example_inputs, **settings)
         finally:
             self._ranks.mark(turn)
@@ -70,13 +68,3 @@ class InTurn(Backend):
     def why_no_precompile(self) -> str:
         """Workers of several ranks would compile the same."""
         return "of several ranks one compiles at a time"
-
-
-@contextmanager
-def _at_its_end(each: Callable[[Any], None]) -> Iterator[None]:
-    """Adds what Dynamo calls at the end of a compile."""
-    callback_handler.end_callbacks.append(each)
-    try:
-        yield
-    finally:
-        callback_handler.end_callbacks.remove(each)

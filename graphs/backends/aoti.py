@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from graphs.backends.export_state import (
+from graphs.backends.inductor import InductorBackend
+from graphs.capture.contract import Backend, Frozen
+from graphs.capture.export_state import (
     Stateless,
     constant_of,
     constants_of_others,
@@ -27,10 +29,9 @@ from graphs.backends.export_state import (
     restored,
     why_stale,
 )
-from graphs.backends.inductor import InductorBackend
-from graphs.capture.contract import Backend, Frozen
 from graphs.capture.inputs import DistinctInputs, Input
 from graphs.errors import CaptureError
+from graphs.torch_internals.artifacts import build_package, load_package
 from graphs.watch.causes import describe_failure
 
 __all__ = ["AotiBackend", "build", "load"]
@@ -67,7 +68,7 @@ class AotiBackend(Backend):
         Args:
             package_path: folder to keep the package in, for :meth:`load`; None: a temporary one
                 until the graph is closed.
-            options: settings of `torch._inductor.config`.
+            options: inductor's settings.
         """
         if needs_gradients(function, example_inputs):
             raise CaptureError(name, "a package has no gradients; capture under torch.no_grad()")
@@ -126,11 +127,7 @@ def build(
         )
     layout = json.dumps(_layout(stateless))
     folder.mkdir(parents=True, exist_ok=True)
-    torch._inductor.aoti_compile_and_package(
-        program,
-        package_path=str(folder / _PACKAGE),
-        inductor_configs=dict(options) if options else None,
-    )
+    build_package(program, folder / _PACKAGE, options)
     (folder / _LAYOUT).write_text(layout)
 
 
@@ -148,9 +145,7 @@ def load(folder: Path, function: Callable[..., Any]) -> Frozen:
     layout = json.loads((folder / _LAYOUT).read_text())
     if layout.get("version") != _VERSION:
         raise ValueError(f"{path} was written by another version of this library: capture it again")
-    run = restored(
-        function, layout, lambda: torch._inductor.aoti_load_package(str(path)).loader.run
-    )
+    run = restored(function, layout, lambda: load_package(path))
     return Frozen(run, stale=why_stale, is_loaded=True)
 
 

@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from graphs.backends.export_state import State, StateChanged, needs_gradients, why_stale
 from graphs.backends.inductor import InductorBackend
 from graphs.capture.contract import Backend, Frozen
+from graphs.capture.export_state import State, StateChanged, needs_gradients, why_stale
 from graphs.capture.inputs import Input
 from graphs.capture.symbolic import SymbolicSizes
 from graphs.errors import CaptureError

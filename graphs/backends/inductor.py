@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from graphs.backends.direct import direct_path, lean_calls
-from graphs.backends.dynamo_inputs import marked, separated
-from graphs.backends.headers_ahead import headers_ahead, wait_for_headers
-from graphs.backends.kernel_units import few_units
-from graphs.backends.tape.tape import Tapes
-from graphs.backends.vector_probe import one_probe, probe
 from graphs.capture.contract import Backend, Frozen, Job
 from graphs.capture.inputs import Input
 from graphs.capture.symbolic import SymbolicSizes
 from graphs.capture.wrappers import variants_of, with_own_code
 from graphs.errors import CaptureError
+from graphs.torch_internals.compiling import (
+    compile_once,
+    compiling,
+    has_cpp_compiler,
+    inductor_compiler,
+    is_missing_compiler,
+    why_no_disk_cache,
+    why_stale,
+)
+from graphs.torch_internals.direct_call import direct_path
+from graphs.torch_internals.example_inputs import marked, separated
 from graphs.torch_internals.features import with_features
-from graphs.watch.causes import describe_failure, site_of_error, site_of_stack
+from graphs.torch_internals.replay.replay import Tapes
+from graphs.watch.causes import describe_failure
 
-__all__ = ["InductorBackend", "compile_only", "compiling_after", "freeze", "shareable"]
+__all__ = ["InductorBackend", "compile_only", "freeze", "shareable"]
 
 _log = logging.getLogger(__name__)
 
@@ -35,19 +39,6 @@ _NO_COMPILER = (
     "no working C++ compiler found; install one (Debian/Ubuntu: apt install g++, "
     "Fedora: dnf install gcc-c++, macOS: xcode-select --install) or use backend 'eager'"
 )
-
-
-_BEFORE: ContextVar[Callable[[], object] | None] = ContextVar("before a compile", default=None)
-
-
-@contextlib.contextmanager
-def compiling_after(wait: Callable[[], object]) -> Iterator[None]:
-    """Calls ``wait`` between the trace of a callable and its compile, for each that is captured."""
-    before = _BEFORE.set(wait)
-    try:
-        yield
-    finally:
-        _BEFORE.reset(before)
 
 
 class InductorBackend(Backend):
@@ -69,15 +60,7 @@ class InductorBackend(Backend):
         """Inductor writes C++ for the CPU, so a host without an accelerator needs a compiler."""
         if self._compiler != "inductor" or torch.accelerator.is_available():
             return None
-        try:
-            from torch._inductor.cpp_builder import get_cpp_compiler
-        except ImportError:
-            return None  # another torch keeps it elsewhere: the capture itself will say
-        try:
-            get_cpp_compiler()
-        except Exception:
-            return _NO_COMPILER
-        return None
+        return None if has_cpp_compiler() else _NO_COMPILER
 
     def capture(
         self,
@@ -93,7 +76,7 @@ class InductorBackend(Backend):
     ) -> Frozen:
         """Compile in the first run; `mode` and `options` are those of `torch.compile`.
 
-        With `tapes` it gets a tape if it can have one, see :mod:`graphs.backends.tape`.
+        With `tapes` it gets a tape if it can have one, see :mod:`graphs.torch_internals.replay`.
         """
         if not isinstance(tapes, Tapes | None):
             raise TypeError(
@@ -109,16 +92,11 @@ class InductorBackend(Backend):
 
     def alone(self, job: Job) -> Frozen:
         """A graph of fixed sizes."""
-        return self._frozen(job)
+        return freeze(job, self._compiler)[0]
 
     def shared(self, job: Job) -> Frozen:
         """A graph in which symbols stand for sizes of the inputs."""
-        return shareable(self._frozen(job))
-
-    def _frozen(self, job: Job) -> Frozen:
-        if self._compiler == "inductor":
-            headers_ahead(job)
-        return freeze(job, self._compiler)[0]
+        return shareable(freeze(job, self._compiler)[0])
 
     def why_no_symbolic(self) -> str:
         """An empty string: Dynamo has symbols for sizes."""
@@ -128,11 +106,7 @@ class InductorBackend(Backend):
         """Why inductor's cache on disk cannot be used, or an empty string."""
         if self._compiler != "inductor":
             return super().why_no_precompile()
-        import torch._inductor.config as config
-
-        if not getattr(config, "fx_graph_cache", False) or config.force_disable_caches:
-            return "inductor's cache on disk is switched off (fx_graph_cache)"
-        return ""
+        return why_no_disk_cache()
 
     def precompile(
         self, function: Callable[..., Any], example_inputs: Sequence[Input], **settings: Any
@@ -145,16 +119,11 @@ class InductorBackend(Backend):
         if reason := self.why_no_precompile():
             raise NotImplementedError(reason)
         job = Job(function, separated(example_inputs), **settings)
-        compile_only(job, _inductor(job.mode, job.options))
+        compile_only(job, inductor_compiler(job.mode, job.options))
 
     def prepare(self) -> None:
         """Load and probe once what every first compile needs, for forked processes to inherit."""
-        # It has no kernel: the headers of these are compiled beside the trace of the first graph.
-        InductorBackend.precompile(
-            self, torch.mm, [torch.ones(8, 8), torch.ones(8, 8)], name="prepare"
-        )
-        probe()
-        wait_for_headers()
+        InductorBackend.precompile(self, torch.neg, [torch.ones(8)], name="prepare")
 
 
 def freeze(job: Job, compiler: str | Callable[..., Any]) -> tuple[Frozen, Any]:
@@ -179,15 +148,15 @@ def _freeze(job: Job, compiler: str | Callable[..., Any]) -> tuple[Frozen, Any]:
     own = with_own_code(job.function, job.name)
     options = job.options and dict(job.options)
     try:
-        compiled = _compile_once(own, compiler, mode=job.mode, options=options)
-        with _compiling(job):
+        compiled = compile_once(own, compiler, mode=job.mode, options=options)
+        with compiling(), marked(job.examples, job.dims):
             result = compiled(*job.examples)
         direct = direct_path(own, job.examples)
         for _ in range(job.warm_runs - 1):
             compiled(*job.examples)
     except Exception as error:
         raise CaptureError(job.name, _why_not(error)) from error
-    return Frozen(compiled, stale=_why_stale, direct=direct), result
+    return Frozen(compiled, stale=why_stale, direct=direct), result
 
 
 def shareable(frozen: Frozen) -> Frozen:
@@ -211,108 +180,18 @@ def compile_only(job: Job, compiler: Callable[..., Any]) -> None:
 
         return refuse
 
-    compiled = _compile_once(with_own_code(job.function, job.name), compile_and_refuse)
-    with _compiling(job), contextlib.suppress(_Compiled):
+    compiled = compile_once(with_own_code(job.function, job.name), compile_and_refuse)
+    with compiling(), marked(job.examples, job.dims), contextlib.suppress(_Compiled):
         compiled(*job.examples)
-
-
-@contextlib.contextmanager
-def _compiling(job: Job) -> Iterator[None]:
-    with lean_calls(), one_probe(), few_units(), marked(job.examples, job.dims):
-        yield
 
 
 class _Compiled(Exception):
     pass
 
 
-def _inductor(mode: str | None, options: Mapping[str, Any] | None) -> Callable[..., Any]:
-    """The compiler that `torch.compile(backend="inductor")` uses."""
-    compiler: Callable[..., Any]
-    compiler = torch._TorchCompileInductorWrapper(mode, options and dict(options), False)
-    return compiler
-
-
-def _compile_once(
-    function: Callable[..., Any],
-    compiler: str | Callable[..., Any],
-    **how: Any,
-) -> Callable[..., Any]:
-    settings: dict[str, Any]
-    if wait := _BEFORE.get():
-        compiler, how = _After(wait, _named(compiler, **how)), {}
-    if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
-        settings = {"isolate_recompiles": True, "recompile_limit": 1, "backend": compiler, **how}
-    else:
-        settings = {"backend": _OneGraph(compiler, **how)}
-    return torch.compile(function, fullgraph=True, dynamic=False, **settings)
-
-
-def _named(
-    compiler: str | Callable[..., Any],
-    mode: str | None = None,
-    options: Mapping[str, Any] | None = None,
-) -> Callable[..., Any]:
-    """The Dynamo backend of a name; a function is one."""
-    from torch._dynamo import lookup_backend
-
-    if compiler == "inductor":
-        return _inductor(mode, options)
-    found: Callable[..., Any] = lookup_backend(compiler)
-    return found
-
-
-class _After:
-    """A Dynamo backend that waits before it compiles."""
-
-    def __init__(self, wait: Callable[[], object], compile: Callable[..., Any]) -> None:
-        self._wait, self._compile = wait, compile
-
-    def __call__(self, graph: Any, example_inputs: Any) -> Any:
-        self._wait()
-        return self._compile(graph, example_inputs)
-
-
-class _OneGraph:
-    """Refuses a second graph, where `torch.compile` cannot limit recompiles (before 2.13)."""
-
-    def __init__(
-        self,
-        compiler: str | Callable[..., Any],
-        mode: str | None = None,
-        options: Mapping[str, Any] | None = None,
-    ) -> None:
-        self._compile: Any = _named(compiler, mode, options)
-        self._is_used = False
-
-    def __call__(self, graph: Any, example_inputs: Any) -> Any:
-        if self._is_used:
-            site = site_of_stack()
-            raise _SecondGraph(site.reason if site else "")
-        self._is_used = True
-        return self._compile(graph, example_inputs)
-
-
-class _SecondGraph(RuntimeError):
-    pass
-
-
 def _why_not(error: Exception) -> str:
-    inner = getattr(error, "inner_exception", error)
-    if type(inner).__name__ == "InvalidCxxCompiler":
+    if is_missing_compiler(error):
         return _NO_COMPILER
     if type(error).__name__ == "Unsupported":
         return f"graph break, expected one full graph: {describe_failure(error)}"
     return describe_failure(error)
-
-
-def _why_stale(error: Exception) -> str | None:
-    from torch._dynamo.exc import FailOnRecompileLimitHit
-
-    inner = getattr(error, "inner_exception", None)
-    if isinstance(inner, _SecondGraph):
-        return str(inner) or "a guard no longer holds"
-    if isinstance(error, FailOnRecompileLimitHit):
-        site = site_of_error(error)
-        return site.reason if site and site.reason else "a guard no longer holds"
-    return None

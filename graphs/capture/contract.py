@@ -26,8 +26,8 @@ from graphs.errors import CaptureError
 from graphs.watch.causes import describe_failure
 
 if TYPE_CHECKING:
-    from graphs.backends.tape.tape import Tapes
     from graphs.capture.symbolic import SymbolicSizes
+    from graphs.torch_internals.replay.replay import Tapes
 
 __all__ = ["Backend", "Direct", "Frozen", "Job"]
 
@@ -109,8 +109,8 @@ class Job:
         function, examples, name, warm_runs: those of :meth:`Backend.capture`.
         symbolic: what is shared with captures of other sizes; None: all sizes are fixed.
         mode, options: those of `torch.compile`.
-        tapes: to which those of the graph are added, see :mod:`graphs.backends.tape`; None: it
-            has none.
+        tapes: to which those of the graph are added, see
+            :mod:`graphs.torch_internals.replay`; None: it has none.
     """
 
     function: Callable[..., Any]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from graphs.capture.wrappers import tensors_of
+from graphs.torch_internals.checks import native_tensor_check
 
 __all__ = [
     "DistinctInputs",
@@ -113,20 +114,14 @@ class InputsCheck:
 
 
 def _native_check(examples: Sequence[Input]) -> Callable[..., bool] | None:
-    # Dynamo's own check of many tensors in one call, several times faster than Python. It is only
-    # asked whether all is well: what it rejects is looked at again, so nothing depends on what else
-    # it compares.
-    try:
-        from torch._C._dynamo.guards import TensorGuards
-    except ImportError:
+    # Several times faster than Python. It is only asked whether all is well: what it rejects is
+    # looked at again.
+    check = native_tensor_check([value for value in examples if isinstance(value, Tensor)])
+    if check is None:
         return None
-    tensors = [value for value in examples if isinstance(value, Tensor)]
-    if not tensors or not all(type(value) in (Tensor, nn.Parameter) for value in tensors):
-        return None
-    guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-    if len(tensors) == len(examples):
-        return guards.check
     constants = [(i, v) for i, v in enumerate(examples) if not isinstance(v, Tensor)]
+    if not constants:
+        return check
     places = [i for i, value in enumerate(examples) if isinstance(value, Tensor)]
 
     def fits(*inputs: Any) -> bool:
@@ -134,7 +129,7 @@ def _native_check(examples: Sequence[Input]) -> Callable[..., bool] | None:
             given = inputs[place]
             if given is not value and (type(given) is not type(value) or given != value):
                 return False
-        return guards.check(*[inputs[place] for place in places])
+        return check(*[inputs[place] for place in places])
 
     return fits
 

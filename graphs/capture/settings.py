@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+
+from graphs.torch_internals.checks import native_settings_check
 
 __all__ = ["Settings"]
 
@@ -50,14 +52,10 @@ class Settings(NamedTuple):
         Made while they are. It may also say no where another setting changed that torch's own
         guard knows of.
         """
-        guard = _native_guard()
-        if guard is None:
+        check = native_settings_check()
+        if check is None:
             return lambda: Settings.current() == self
-        check, is_inference, inference = (
-            guard.check,
-            torch.is_inference_mode_enabled,
-            self.inference_mode,
-        )
+        is_inference, inference = torch.is_inference_mode_enabled, self.inference_mode
         return lambda: check() and is_inference() is inference
 
     def differences(self, captured: Settings) -> str:
@@ -76,12 +74,3 @@ def _autocast() -> str:
     enabled = [device for device in devices if torch.is_autocast_enabled(device)]
     dtypes = [str(torch.get_autocast_dtype(device)).removeprefix("torch.") for device in enabled]
     return " ".join(map(":".join, zip(enabled, dtypes, strict=True))) or "off"
-
-
-def _native_guard() -> Any:
-    # Dynamo's own snapshot of these settings, compared in one call.
-    try:
-        from torch._C._dynamo.guards import GlobalStateGuard
-    except ImportError:
-        return None
-    return GlobalStateGuard()

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
-from collections.abc import Iterator
 from typing import Annotated
 
 import typer
 
 from graphs.cli.errors import FAILED, UserError, users_code
 from graphs.cli.target import Named, load_target
+from graphs.torch_internals.tracing import quiet_logs
 
 __all__ = ["explain"]
 
@@ -52,23 +50,9 @@ def explain(
     size = parse_bucket(bucket) if bucket else None
     given = [parse_input(text) for text in input or ()]
     found = load_target(target)
-    with torch.set_grad_enabled(grad), _quiet_dynamo():
+    with torch.set_grad_enabled(grad), quiet_logs():
         examples = given or inputs_of(found, inputs, size)
         with users_code(f"running {target}"):
             report = explain_callable(found.callable, *examples)
     typer.echo(report.text(graphs=graphs, guards=guards))
     return FAILED if report.breaks else 0
-
-
-@contextlib.contextmanager
-def _quiet_dynamo() -> Iterator[None]:
-    # What torch logs about a break is in the report, and a failure is reported in one line.
-    silenced = {"torch._dynamo": logging.ERROR, "torch._subclasses": logging.CRITICAL}
-    before = {name: logging.getLogger(name).level for name in silenced}
-    try:
-        for name, level in silenced.items():
-            logging.getLogger(name).setLevel(level)
-        yield
-    finally:
-        for name, level in before.items():
-            logging.getLogger(name).setLevel(level)

@@ -21,6 +21,7 @@ from graphs.capture.wrappers import tensors_of
 from graphs.files import short_digest
 from graphs.store.sources import Read, sources_of, version_of
 from graphs.store.values import digest_of_globals, digest_of_values
+from graphs.torch_internals.settings import settings_digests, settings_snapshot
 
 __all__ = ["code_factors", "environment_factors", "graph_factors", "key_of"]
 
@@ -176,21 +177,12 @@ def _text_of(value: Any) -> str | None:
 
 
 def _settings() -> str:
-    from torch._functorch import config as functorch
-    from torch._inductor import config as inductor
-
-    return _settings_at(inductor.get_hash(), functorch.get_hash())
+    return _settings_at(*settings_digests())
 
 
 @functools.lru_cache(maxsize=16)
 def _settings_at(*_: bytes) -> str:
-    # By torch's own hashes, which are quick but differ between processes.
-    from torch._functorch import config as functorch
-    from torch._inductor import config as inductor
-
-    told = {}
-    for config in (inductor, functorch):
-        for name, value in config.save_config_portable().items():
-            if name != "aot_inductor.metadata":  # written by a compile, not a setting of it
-                told[f"{config.__name__}.{name}"] = _text_of(value) or type(value).__qualname__
-    return short_digest(json.dumps(told, sort_keys=True))
+    settings = {
+        name: _text_of(value) or type(value).__qualname__ for name, value in settings_snapshot()
+    }
+    return short_digest(json.dumps(settings, sort_keys=True))

@@ -15,16 +15,16 @@ from typing import Any
 
 import torch
 
-from graphs.backends.dynamo_inputs import separated
-from graphs.backends.headers_ahead import headers_ahead, wait_for_headers
 from graphs.backends.inductor import InductorBackend, compile_only, freeze, shareable
 from graphs.capture.contract import Frozen, Job
 from graphs.capture.inputs import Input, memory_shared_by
 from graphs.capture.symbolic import SymbolicSizes
 from graphs.errors import CaptureError
-from graphs.store.inductor_graph import Keeping, read
 from graphs.store.store import ArtifactStore
 from graphs.store.stored import Make, StoredBackend
+from graphs.torch_internals.artifacts import Keeping, can_store, read
+from graphs.torch_internals.example_inputs import separated
+from graphs.torch_internals.settings import has_cudagraphs
 
 __all__ = ["StoredInductor"]
 
@@ -51,7 +51,7 @@ class StoredInductor(StoredBackend, InductorBackend):
 
     def available(self) -> str | None:
         """Needs what backend `inductor` needs, and a torch that can store what it compiled."""
-        if not hasattr(torch._inductor, "CompiledArtifact"):
+        if not can_store():
             return "this torch cannot store what it compiled: use backend 'inductor' by its name"
         return super().available()
 
@@ -60,7 +60,6 @@ class StoredInductor(StoredBackend, InductorBackend):
     ) -> Frozen:
         """Load the graph, or compile it in the first run and store it."""
         frozen = super().capture(function, example_inputs, **settings)
-        wait_for_headers()  # whose kernel lies in the same folder
         self._seal()  # also of one that was loaded: another environment compiles its kernels then
         return frozen
 
@@ -121,8 +120,7 @@ class StoredInductor(StoredBackend, InductorBackend):
         """Everything that a graph depends on, or why it cannot be stored."""
         if job.mode is not None:
             return f"mode={job.mode!r} is resolved by torch.compile itself: give options instead"
-        cudagraphs = torch._inductor.config.triton.cudagraphs
-        if (job.options or {}).get("triton.cudagraphs", cudagraphs):
+        if (job.options or {}).get("triton.cudagraphs", has_cudagraphs()):
             return "inductor's own CUDA graphs cannot be kept: take backend 'cudagraph'"
         if torch.is_grad_enabled():
             return "grad mode is enabled: capture under torch.no_grad()"
@@ -149,7 +147,6 @@ def _making(job: Job) -> Make:
 
     def make(folder: Path) -> tuple[Frozen, Callable[[], object]]:
         compiler = Keeping(job)
-        headers_ahead(job)
         try:
             frozen, result = freeze(replace(job, options=None), compiler)
         except CaptureError:

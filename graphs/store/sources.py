@@ -21,7 +21,7 @@ Read: TypeAlias = Callable[[str, Path], SourceFile]
 
 _GRAPHS = "graphs"
 _EXPORTED = (
-    "graphs.backends.export_state",
+    "graphs.capture.export_state",
     "graphs.capture.inputs",
     "graphs.capture.wrappers",
 )
@@ -29,18 +29,16 @@ MAKERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "inductor": (
             "graphs.backends.inductor",
-            "graphs.backends.dynamo_inputs",
-            "graphs.backends.kernel_units",
-            "graphs.backends.region_guards",
-            "graphs.backends.region_traces",
-            "graphs.backends.vector_probe",
             "graphs.store.inductor",
-            "graphs.store.inductor_graph",
-            "graphs.store.stand_ins",
-            "graphs.store.torch_files",
+            "graphs.torch_internals.artifacts",
+            "graphs.torch_internals.compiling",
+            "graphs.torch_internals.example_inputs",
+            "graphs.torch_internals.kernel_units",
+            "graphs.torch_internals.regions",
+            "graphs.torch_internals.vectors",
             *_EXPORTED,
         ),
-        "aoti": ("graphs.backends.aoti", *_EXPORTED),
+        "aoti": ("graphs.backends.aoti", "graphs.torch_internals.artifacts", *_EXPORTED),
     }
 )
 """The files of this package that make an artifact of a backend, and read it."""

@@ -105,11 +105,12 @@ class Feature:
             self.suspend()
         _log.warning("torch feature %s is switched off: %s. %s", self.name, reason, self.fallback)
 
-    def switch_on(self) -> None:
-        """Probe it again at its next use, as tests do."""
+    def probe_again(self) -> None:
+        """Forget why it was switched off."""
         with _changing:
-            self._why_off = None
-            self.resume()
+            if self._why_off:
+                self._why_off = None
+                self._resume()
 
     @property
     def state(self) -> FeatureState:
@@ -127,7 +128,7 @@ class Feature:
 
     def is_in(self, error: BaseException) -> bool:
         """Whether the traceback of an error, or of one behind it, leads through the feature."""
-        return any(name.endswith(self.files) for name in _file_names(error))
+        return bool(self.files) and any(each.endswith(self.files) for each in _file_names(error))
 
     def _resume(self) -> None:
         if not self.why_off:

@@ -18,13 +18,19 @@ from torch import Tensor, nn
 
 from graphs.torch_internals.features import Feature
 
-__all__ = ["REGION_REUSE", "Packed", "Region"]
+__all__ = ["REGIONS", "REGION_REUSE", "Packed", "Region"]
 
 _NO_LIMIT = 1 << 20  # traces of one region in a graph
 _VALUES = (bool, int, float, str)
 
 
 def _probe() -> str:
+    region: Any = torch.compiler.nested_compile_region(lambda value: value)
+    is_kept = region(_NO_LIMIT) == _NO_LIMIT
+    return "" if is_kept else "torch.compiler.nested_compile_region changes what a function returns"
+
+
+def _probe_reuse() -> str:
     parameters = inspect.signature(torch.compiler.nested_compile_region).parameters
     if missing := {"max_reuse_entries", "reuse_hash_fn"} - {*parameters}:
         return f"torch.compiler.nested_compile_region takes no {', '.join(sorted(missing))}"
@@ -51,13 +57,21 @@ def _resume() -> None:
 
 
 _reusable: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
+REGIONS = Feature(
+    "regions",
+    gain="Compiles equal layers once.",
+    fallback="Every layer is compiled.",
+    versions="2.11 to 2.15",
+    files=(),
+    probe=_probe,
+)
 REGION_REUSE = Feature(
     "region_reuse",
     gain="Traces equal layers once: the trace of 30 layers takes half as long.",
     fallback="Every layer is traced; equal ones are still compiled once.",
     versions="2.13 to 2.15",
     files=("graphs/torch_internals/regions.py", "invoke_subgraph.py"),
-    probe=_probe,
+    probe=_probe_reuse,
     suspend=_suspend,
     resume=_resume,
 )
@@ -90,7 +104,8 @@ class Region:
     def __init__(self, function: Callable[..., Any], classes: Sequence[type] = ()) -> None:
         self.function = function
         self._fields = tuple((each, _field_names(each)) for each in classes)
-        self._region = torch.compiler.nested_compile_region(function)
+        mark: Any = torch.compiler.nested_compile_region if REGIONS.is_on else lambda value: value
+        self._region = mark(function)
 
         def run(key: int, structure: str, module: nn.Module, *leaves: Any) -> Any:
             args, kwargs = self._rebuild(iter(structure.split()), iter(leaves))
@@ -100,7 +115,7 @@ class Region:
             self._reusable = _mark_reusable(run)
             _reusable.add(run)
         else:
-            self._reusable = torch.compiler.nested_compile_region(run)
+            self._reusable = mark(run)
 
     def __call__(self, key: int | None, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Call the function.
@@ -111,7 +126,7 @@ class Region:
                 traced.
         """
         leaves: list[Any] = []
-        structure = None if key is None else self._describe((args, kwargs), leaves)
+        structure = None if key is None else self._describe((args, kwargs), leaves, [])
         if structure is None:
             return self._region(module, *args, **kwargs)
         return self._reusable(key, structure, module, *leaves)
@@ -119,17 +134,23 @@ class Region:
     def pack(self, value: Any) -> Any:
         """An argument as `Packed`; itself, where it has other parts than calls with a key take."""
         leaves: list[Any] = []
-        structure = self._describe(value, leaves)
+        structure = self._describe(value, leaves, [])
         return value if structure is None else Packed(structure, tuple(leaves))
 
     # Dynamo traces what follows, and each line costs a millisecond in a model of many layers.
 
-    def _describe(self, value: Any, leaves: list[Any]) -> str | None:
-        """Appends the leaves of an argument and returns its structure; None: it has other parts."""
+    def _describe(self, value: Any, leaves: list[Any], tensors: list[Tensor]) -> str | None:
+        """Appends the leaves of an argument and returns its structure; None: it has other parts.
+
+        Dynamo takes tensors that are one in the first call for one in all calls, so the structure
+        says which are.
+        """
         if isinstance(value, Tensor):
+            same = [place for place, other in enumerate(tensors) if other is value]
             leaves.append(value)
+            tensors.append(value)
             layout = "contiguous" if value.is_contiguous() else "strided"
-            return f"tensor:{value.dim()}:{value.dtype}:{layout}"
+            return f"tensor:{value.dim()}:{value.dtype}:{layout}:{same}".replace(" ", "")
         if value is None:
             return "none"
         kind = type(value)
@@ -140,21 +161,23 @@ class Region:
             leaves.append(value)
             return f"value:{kind.__name__}:{hash(value)}"
         if kind is tuple or kind is list:
-            return self._joined(f"{kind.__name__}:{len(value)}", value, leaves)
+            return self._joined(f"{kind.__name__}:{len(value)}", value, leaves, tensors)
         if kind is dict:
             leaves.extend(value)
             keys = ":".join([str(hash(key)) for key in value])
-            return self._joined(f"dict:{len(value)}:{keys}", value.values(), leaves)
+            return self._joined(f"dict:{len(value)}:{keys}", value.values(), leaves, tensors)
         for place, (known, names) in enumerate(self._fields):
             if kind is known:
                 parts = [getattr(value, name) for name in names]
-                return self._joined(f"class:{place}", parts, leaves)
+                return self._joined(f"class:{place}", parts, leaves, tensors)
         return None
 
-    def _joined(self, head: str, values: Any, leaves: list[Any]) -> str | None:
+    def _joined(
+        self, head: str, values: Any, leaves: list[Any], tensors: list[Tensor]
+    ) -> str | None:
         parts = [head]
         for value in values:
-            part = self._describe(value, leaves)
+            part = self._describe(value, leaves, tensors)
             if part is None:
                 return None
             parts.append(part)

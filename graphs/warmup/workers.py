@@ -24,6 +24,8 @@ from typing import Self
 
 import torch
 
+from graphs.torch_internals.settings import use_one_compile_thread
+
 __all__ = ["Workers", "is_alone", "one_thread", "why_no_workers"]
 
 _log = logging.getLogger(__name__)
@@ -173,7 +175,7 @@ class Workers:
             os.dup2(silent, 1)
             os.dup2(silent, 2)
             # The processes that inductor starts for C++ belong to the parent.
-            torch._inductor.config.compile_threads = 1
+            use_one_compile_thread()
             while (job := _read(self._queue)) is not None:
                 with contextlib.suppress(Exception):
                     self._work(job)

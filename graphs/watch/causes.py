@@ -18,6 +18,7 @@ from types import CodeType, FrameType
 import torch
 
 from graphs.capture.wrappers import with_own_code
+from graphs.torch_internals.errors import is_of_dynamo
 from graphs.watch.guards import meaning_of
 
 __all__ = [
@@ -73,9 +74,7 @@ def reason_of(error: BaseException) -> str:
         line = next((text for text in lines[1:] if _ERROR_LINE.search(text)), line)
     if detail := next((text for text in lines if text.startswith("Explanation:")), ""):
         line = f"{line}: {detail.removeprefix('Explanation:').strip()}"
-    kind = type(cause)
-    by_dynamo = kind.__module__.startswith("torch._dynamo")
-    text = line if by_dynamo and line else f"{kind.__name__}: {line}".rstrip(": ")
+    text = line if is_of_dynamo(cause) and line else f"{type(cause).__name__}: {line}".rstrip(": ")
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 

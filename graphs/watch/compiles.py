@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from graphs.torch_internals.events import CompileHooks, graphs_and_breaks
 from graphs.watch.causes import CompileSite, site_of_stack
 from graphs.watch.events import CompileEvent, Kind, event_at
 
@@ -28,7 +29,6 @@ __all__ = ["CompileWatch", "build_of"]
 _log = logging.getLogger(__name__)
 
 _TRIGGERS: dict[str, Kind] = {"LAZY_BACKWARD": "backward", "CUDAGRAPH_RECORDING": "recording"}
-_LIMIT_LOG = "torch._dynamo.convert_frame"
 _ASK = "graphs.watch.compiles.is_audited"
 _COMPILER = re.compile(
     r"(?:^|-)(?:g\+\+|gcc|c\+\+|cc|clang|clang\+\+|icpx?|nvcc|hipcc|ptxas|cl)(?:-[\d.]+)?(?:\.exe)?$"
@@ -127,7 +127,7 @@ class CompileWatch:
             _watching = tuple(other for other in _watching if other is not self)
             _blinded = tuple(other for other in _blinded if other is not self)
             if not _watching:
-                _unhook()
+                _hooks.remove()
         self._is_compiling = False
 
     def note(self, event: CompileEvent) -> None:
@@ -160,7 +160,7 @@ class CompileWatch:
     def _started(self, trigger: str) -> None:
         if not self._watches(threading.get_ident()):
             return
-        self._before = _graphs_and_breaks()
+        self._before = graphs_and_breaks()
         site = site_of_stack()
         first: Kind = "recompile" if site and site.reason else "compile"
         self.note(event_at(first if trigger == "DYNAMO" else _TRIGGERS.get(trigger, "build"), site))
@@ -169,7 +169,7 @@ class CompileWatch:
     def _ended(self) -> None:
         self._is_compiling = False
         if self._watches(threading.get_ident()):
-            graphs, breaks = _graphs_and_breaks()
+            graphs, breaks = graphs_and_breaks()
             self.graphs += max(0, graphs - self._before[0])
             self.graph_breaks += max(0, breaks - self._before[1])
 
@@ -191,47 +191,31 @@ def watching() -> tuple[CompileWatch, ...]:
 
 
 def _is_hooked() -> bool:
-    return _tell_started in _handler().start_callbacks
+    return _hooks.are_added
 
 
 def _hook() -> None:
-    for callbacks, ours in _callbacks():
-        if ours not in callbacks:
-            callbacks.append(ours)
+    _hooks.add()
     if not _is_audited():
         sys.addaudithook(_audit)
-    logging.getLogger(_LIMIT_LOG).addHandler(_refusals)
 
 
-def _unhook() -> None:
-    if "torch._dynamo.callback" not in sys.modules:  # nobody has ever watched
-        return
-    logging.getLogger(_LIMIT_LOG).removeHandler(_refusals)
-    for callbacks, ours in _callbacks():
-        if ours in callbacks:
-            callbacks.remove(ours)
-
-
-def _callbacks() -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-    handler = _handler()
-    return (handler.start_callbacks, _tell_started), (handler.end_callbacks, _tell_ended)
-
-
-def _handler() -> Any:
-    # torch._dynamo takes seconds to import: not before someone compiles or watches.
-    import torch._dynamo
-
-    return torch._dynamo.callback.callback_handler
-
-
-def _tell_started(args: Any) -> None:
+def _tell_started(trigger: str) -> None:
     for watch in _watching:
-        watch._started(args.callback_trigger.name)
+        watch._started(trigger)
 
 
-def _tell_ended(_: Any) -> None:
+def _tell_ended() -> None:
     for watch in _watching:
         watch._ended()
+
+
+def _tell_refused() -> None:
+    for watch in _watching:
+        watch.note(event_at("refused recompile", site_of_stack()))
+
+
+_hooks = CompileHooks(_tell_started, _tell_ended, _tell_refused)
 
 
 def _is_audited() -> bool:
@@ -251,24 +235,6 @@ def _audit(event: str, args: tuple[Any, ...]) -> None:
     if isinstance(command, (list, tuple)) and (built := build_of(command)):
         for watch in _watching:
             watch._built(built)
-
-
-class _Refusals(logging.Handler):
-    # A function that has used up its recompiles runs eagerly from then on; torch says so in its log
-    # and nowhere else.
-    def emit(self, record: logging.LogRecord) -> None:
-        if str(record.msg).startswith("torch._dynamo hit config."):
-            for watch in _watching:
-                watch.note(event_at("refused recompile", site_of_stack()))
-
-
-_refusals = _Refusals(logging.WARNING)
-
-
-def _graphs_and_breaks() -> tuple[int, int]:
-    from torch._dynamo.utils import counters, graph_break_reasons
-
-    return counters["stats"]["unique_graphs"], len(graph_break_reasons)
 
 
 def build_of(command: Sequence[object]) -> str:

@@ -1,15 +1,13 @@
 """An explanation of what torch.compile makes of a callable: graphs, breaks, and guards.
 
-Unlike `torch._dynamo.explain`, this does not reset Dynamo: graphs captured before stay compiled.
+Unlike Dynamo's own `explain`, this does not reset Dynamo: graphs captured before stay compiled.
 """
 
 from __future__ import annotations
 
-import inspect
 import linecache
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from textwrap import indent
 from typing import Any
@@ -19,6 +17,7 @@ from torch.fx import GraphModule
 
 from graphs.capture.inputs import Input, parameter_names
 from graphs.capture.wrappers import name_of, with_own_code
+from graphs.torch_internals.tracing import break_reasons, trace, why_no_full_graph
 from graphs.watch.causes import reason_of, user_line, users_line
 from graphs.watch.guards import readable
 
@@ -100,28 +99,12 @@ def explain(callable: Callable[..., Any], *inputs: Input) -> BreakReport:
         renamed = (_in_terms_of_user(text, name, names) for text in texts)
         guards.update(readable(text) for text in renamed if "L['inputs']" not in text)
 
-    before = len(_break_reasons())
-    with _unlimited_recompiles():
-        _traced(with_own_code(callable, name), record, record_guards)(*inputs)
-    breaks = [_as_break(reason) for reason in _break_reasons()[before:]]
+    before = len(break_reasons())
+    trace(with_own_code(callable, name), inputs, record, record_guards)
+    breaks = [_as_break(reason) for reason in break_reasons()[before:]]
     if not graphs and not breaks:
         breaks = _why_no_graph(callable, name, inputs)
     return BreakReport(name, tuple(graphs), tuple(dict.fromkeys(breaks)), tuple(sorted(guards)))
-
-
-def _traced(
-    function: Callable[..., Any],
-    compiler: Callable[..., Any],
-    on_guards: Callable[[Iterable[Any]], None],
-) -> Callable[..., Any]:
-    import torch._dynamo
-
-    isolate = "isolate_recompiles" in inspect.signature(torch.compile).parameters
-    settings: dict[str, Any] = {"isolate_recompiles": True} if isolate else {}
-    traced: Callable[..., Any] = torch._dynamo.optimize(
-        compiler, nopython=False, dynamic=False, guard_export_fn=on_guards, **settings
-    )(function)
-    return traced
 
 
 def _guard_texts(guard: Any) -> Iterator[str]:
@@ -141,12 +124,6 @@ def _in_terms_of_user(guard: str, name: str, names: Mapping[int, str]) -> str:
     return _WRAPPED_INPUT.sub(lambda match: names[int(match[1])], guard)
 
 
-def _break_reasons() -> list[Any]:
-    from torch._dynamo.utils import graph_break_reasons
-
-    return list(graph_break_reasons)
-
-
 def _as_break(reason: Any) -> Break:
     text = str(reason.reason).strip().split("\n")[0]
     return Break(text, *users_line(reason.user_stack))
@@ -156,21 +133,5 @@ def _why_no_graph(
     function: Callable[..., Any], name: str, inputs: tuple[Input, ...]
 ) -> list[Break]:
     # Where Dynamo gives up a whole function, only a full graph makes it say why.
-    try:
-        with _unlimited_recompiles():
-            torch.compile(with_own_code(function, name), backend="eager", fullgraph=True)(*inputs)
-    except torch._dynamo.exc.TorchDynamoException as error:
-        return [Break(reason_of(error), *user_line(error))]
-    return []
-
-
-def _unlimited_recompiles() -> AbstractContextManager[Any]:
-    # Functions that are called beyond a break are compiled by their own code object, on which
-    # entries pile up.
-    import torch._dynamo
-
-    many = 1 << 20
-    patched: AbstractContextManager[Any] = torch._dynamo.config.patch(
-        recompile_limit=many, accumulated_recompile_limit=many
-    )
-    return patched
+    error = why_no_full_graph(with_own_code(function, name), inputs)
+    return [] if error is None else [Break(reason_of(error), *user_line(error))]

@@ -6,6 +6,7 @@ import logging
 from typing import Self
 
 from graphs.errors import GraphBudgetExceeded
+from graphs.torch_internals.events import interrupts_dynamo
 from graphs.watch.causes import CompileSite
 from graphs.watch.compiles import CompileWatch, watching
 from graphs.watch.events import CompileEvent, event_at
@@ -102,12 +103,4 @@ def _passing_through_dynamo(event: CompileEvent) -> GraphBudgetExceeded:
     # exception.
     if event.kind in ("build", "capture"):
         return GraphBudgetExceeded(event)
-    from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
-
-    class Raised(GraphBudgetExceeded, TorchRuntimeError):
-        def __init__(self) -> None:
-            TorchDynamoException.__init__(self, str(event))
-            self.event = event
-
-    Raised.__name__ = Raised.__qualname__ = GraphBudgetExceeded.__name__
-    return Raised()
+    return interrupts_dynamo(GraphBudgetExceeded)(event)  # type: ignore[return-value]

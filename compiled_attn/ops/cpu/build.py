@@ -24,6 +24,7 @@ from graphs.files import digest_of, remove
 from graphs.store.cache_folder import cache_folder
 from graphs.store.lock import why_no_locks
 from graphs.store.safety import refuse_unsafe
+from graphs.torch_internals.compiling import cpp_compiler
 
 __all__ = ["Build", "build", "default_folder", "find_compiler"]
 
@@ -65,11 +66,10 @@ def find_compiler() -> str:
     Raises:
         NativeUnavailable: there is none.
     """
-    from torch._inductor import cpp_builder, exc
-
     try:
-        return shutil.which(cpp_builder.get_cpp_compiler()) or cpp_builder.get_cpp_compiler()
-    except (exc.InvalidCxxCompiler, RuntimeError, OSError) as error:
+        found = cpp_compiler()
+        return shutil.which(found) or found
+    except Exception as error:
         for name in ("g++", "clang++"):
             if path := shutil.which(name):
                 return path

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from compiled_attn.ops.cpu.torch_products import TorchProducts
 from compiled_attn.ops.schema import schemas
-from graphs.backends.tape.calls import Call
+from graphs.torch_internals.replay.calls import Call
 
 __all__ = ["NativePlayer"]
 
@@ -21,7 +21,7 @@ _MOST_WORDS = 64  # `kMostWords` of csrc/abi.h
 
 
 class NativePlayer:
-    """A `graphs.backends.tape.calls.Player` of a loaded library, whose ops note their calls.
+    """A `replay.calls.Player` of a loaded library, whose ops note their calls.
 
     Args:
         library: of `compiled_attn.ops.cpu.build.build`.
@@ -56,7 +56,7 @@ class NativePlayer:
         return self._products.call_of(op, args, kwargs, made)
 
     def play(self, words: NDArray[np.int64]) -> None:
-        """Makes calls, see `graphs.backends.tape.calls.Player.play`. Other threads run meanwhile.
+        """Makes calls, see `replay.calls.Player.play`. Other threads run meanwhile.
 
         Raises:
             RuntimeError: one failed, as its op or kernel does, and none behind it was made.

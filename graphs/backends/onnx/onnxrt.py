@@ -21,6 +21,7 @@ from graphs.backends.onnx.session import OnnxSession
 from graphs.capture.contract import Backend, Frozen
 from graphs.capture.inputs import Input
 from graphs.errors import NoOnnx
+from graphs.torch_internals.compiling import compile_functional
 
 __all__ = ["OnnxrtBackend", "compiled_attn_ort"]
 
@@ -59,18 +60,12 @@ def compiled_attn_ort(graph: torch.fx.GraphModule, example_inputs: Sequence[Any]
         NoOnnx: an operator or dtype that ONNX or its CPU runtime does not have, symbolic sizes,
             tensors of another device, or gradients.
     """
-    from torch._dynamo.backends.common import aot_autograd
-
     _refuse_unsupported(example_inputs)
-    compiler = aot_autograd(fw_compiler=_compile, keep_inference_input_mutations=True)
-    return compiler(graph, example_inputs)
+    return compile_functional(graph, example_inputs, _compile)
 
 
 def _compile(graph: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-    from torch._functorch._aot_autograd.utils import make_boxed_func
-
-    session = OnnxSession(to_onnx(graph, example_inputs))
-    return make_boxed_func(lambda *inputs: session(inputs))
+    return OnnxSession(to_onnx(graph, example_inputs))
 
 
 def _refuse_unsupported(inputs: Sequence[Any]) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 
 from graphs import CaptureError, CompileWatch, StaleGraph, available_backends, capture
 from graphs.backends.aoti import AotiBackend
-from graphs.backends.export_state import Returned, State, Stateless, constants_of_others
+from graphs.capture.export_state import Returned, State, Stateless, constants_of_others
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 

@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from graphs import CaptureError, StaleGraph, available_backends, capture
-from graphs.backends.inductor import InductorBackend, compiling_after
+from graphs.backends.inductor import InductorBackend
+from graphs.torch_internals.compiling import compiling_after
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 

@@ -92,7 +92,7 @@ def entered(context):
 )
 def test_a_watch_sees_each_change_until_it_is_undone(change, has_native, monkeypatch):
     if not has_native:
-        monkeypatch.setattr(module, "_native_guard", lambda: None)
+        monkeypatch.setattr(module, "native_settings_check", lambda: None)
     is_same = Settings.current().watch()
     assert is_same()
     undo = change()

@@ -9,8 +9,8 @@ from torch import nn
 
 from graphs import capture
 from graphs.backends import onednn_linear
-from graphs.backends.tape.recorder import Recorder
-from graphs.backends.tape.tape import Tape, Tapes
+from graphs.torch_internals.replay.recorder import Recorder
+from graphs.torch_internals.replay.replay import Tape, Tapes
 
 aten = torch.ops.aten
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphs.backends.tape.liveness import Given, Made, lay_out
+from graphs.torch_internals.replay.liveness import Given, Made, lay_out
 
 
 def test_what_is_made_is_gone_with_its_last_tensor_and_not_with_its_first():

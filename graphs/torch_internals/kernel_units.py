@@ -13,17 +13,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import inspect
 import logging
 import re
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
+from graphs.torch_internals.features import Feature
+from graphs.torch_internals.patches import Patch, SharedPatch
 from graphs.watch.causes import describe_failure
 
-__all__ = ["few_units"]
+__all__ = ["SHARED_UNITS", "shared_units"]
 
 _log = logging.getLogger(__name__)
 
@@ -41,20 +43,45 @@ _PYTHON = """#define PY_SSIZE_T_CLEAN
 _NAME = re.compile(r"\bkernel\b")
 _DIRECTIVE = re.compile(r"^\s*#(?!pragma\b)", re.MULTILINE)
 
-_PATCHING = threading.Lock()
 _IS_ACTIVE: ContextVar[bool] = ContextVar("kernels share translation units", default=False)
 
 
 @contextlib.contextmanager
-def few_units() -> Iterator[None]:
-    """For what is compiled or loaded inside, by this thread: its kernels share libraries."""
-    with _PATCHING:
-        is_possible = _is_possible()
-    before = _IS_ACTIVE.set(is_possible)
-    try:
+def shared_units() -> Iterator[None]:
+    """For what this thread compiles or loads inside: several kernels share a library."""
+    if not SHARED_UNITS.is_on:
         yield
+        return
+    before = _IS_ACTIVE.set(True)
+    try:
+        with _PATCH:
+            yield
     finally:
         _IS_ACTIVE.reset(before)
+
+
+def _probe() -> str:
+    from torch._inductor.async_compile import AsyncCompile
+
+    for name, expected in (
+        ("cpp_pybinding", ["self", "argtypes", "source_code"]),
+        ("wait", ["self", "scope"]),
+    ):
+        found = [*inspect.signature(getattr(AsyncCompile, name)).parameters]
+        if found[: len(expected)] != expected:
+            return f"AsyncCompile.{name} takes {', '.join(found)}"
+    _source_of([_Kernel(["const float*", "int64_t"], "", object)])
+    return ""
+
+
+SHARED_UNITS = Feature(
+    "shared_units",
+    gain="Several kernels share a translation unit: headers and linking dominate compile time.",
+    fallback="Every kernel is a library of its own.",
+    versions="2.11 to 2.15",
+    files=("graphs/torch_internals/kernel_units.py",),
+    probe=_probe,
+)
 
 
 class _Kernel(NamedTuple):
@@ -71,23 +98,16 @@ class _Kernel(NamedTuple):
     alone: Callable[[], Any]
 
 
-@functools.cache
-def _is_possible() -> bool:
-    """Whether inductor binds kernels as it is known to; those of a context are then gathered."""
-    try:
-        from torch._inductor.async_compile import AsyncCompile, kernel_code_log
+def _replacements() -> list[Patch]:
+    from torch._inductor.async_compile import AsyncCompile, kernel_code_log
 
-        inductor: Any = AsyncCompile
-        bind, wait = inductor.cpp_pybinding, inductor.wait
-        _source_of([_Kernel(["const float*", "int64_t"], "", object)])
-    except Exception as error:
-        _log.debug("every kernel is a library of its own: %s", describe_failure(error))
-        return False
+    inductor: Any = AsyncCompile
+    bind, wait = inductor.cpp_pybinding, inductor.wait
 
     @functools.wraps(bind)
-    def gather(self: Any, argtypes: Sequence[str], source_code: str) -> Any:
-        alone = functools.partial(bind, self, argtypes, source_code)
-        body = _body_of(source_code) if _IS_ACTIVE.get() else None
+    def gather(self: Any, argtypes: Sequence[str], source_code: str, *others: Any) -> Any:
+        alone = functools.partial(bind, self, argtypes, source_code, *others)
+        body = _body_of(source_code) if _IS_ACTIVE.get() and not others else None
         if body is None:
             return alone()
         kernel_code_log.info("CPP+Bindings Kernel:\n%s", source_code)
@@ -102,8 +122,13 @@ def _is_possible() -> bool:
             scope.update(zip(unit, functions(), strict=True))
         wait(self, scope)
 
-    inductor.cpp_pybinding, inductor.wait = gather, load_and_wait
-    return True
+    return [
+        Patch(inductor, "cpp_pybinding", gather),
+        Patch(inductor, "wait", load_and_wait),
+    ]
+
+
+_PATCH = SharedPatch(lambda: _replacements())
 
 
 def _body_of(source: str) -> str | None:

@@ -2,33 +2,50 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch._guards import TracingContext
 from torch.utils import _pytree as pytree
 
-from graphs.backends.export_state import State, constant_of, restored, why_stale
-from graphs.backends.kernel_units import few_units
-from graphs.backends.vector_probe import probed, without_probes
 from graphs.capture.contract import Frozen, Job
+from graphs.capture.export_state import State, constant_of, restored, why_stale
 from graphs.capture.inputs import Input
-from graphs.store.stand_ins import standing_in
-from graphs.store.torch_files import state_of_torch, take_key
+from graphs.torch_internals.kernel_units import shared_units
+from graphs.torch_internals.replay.replay import taped_loads
+from graphs.torch_internals.vectors import trusted_vectors
 from graphs.watch.causes import describe_failure
 
-__all__ = ["Keeping", "read"]
+__all__ = ["Keeping", "build_package", "can_store", "load_package", "read"]
 
 _GRAPH = "graph.bin"
 _LAYOUT = "graph.json"
+
+
+def can_store() -> bool:
+    """Whether this torch can store a graph that inductor compiled."""
+    return hasattr(torch._inductor, "CompiledArtifact")
+
+
+def build_package(program: Any, path: Path, options: Mapping[str, Any] | None) -> None:
+    """Compile an exported program into a package of AOTInductor."""
+    torch._inductor.aoti_compile_and_package(
+        program,
+        package_path=str(path),
+        inductor_configs=dict(options) if options else None,
+    )
+
+
+def load_package(path: Path) -> Callable[[list[Any]], Sequence[Any]]:
+    """The function of such a package: takes and returns a list of tensors."""
+    run: Callable[[list[Any]], Sequence[Any]]
+    run = torch._inductor.aoti_load_package(str(path)).loader.run
+    return run
 
 
 def read(folder: Path, function: Callable[..., Any]) -> Frozen:
@@ -38,7 +55,7 @@ def read(folder: Path, function: Callable[..., Any]) -> Frozen:
         ValueError: the parameters and buffers of `function` are not those it was compiled for.
     """
     layout: dict[str, Any] = json.loads((folder / _LAYOUT).read_bytes())
-    run = restored(function, layout, lambda: _load(folder / _GRAPH, layout))
+    run = restored(function, layout, lambda: _load(folder / _GRAPH))
     why_not = partial(_why_not, layout)
     return Frozen(run, stale=why_stale, is_loaded=True, why_not=why_not)
 
@@ -80,6 +97,7 @@ class Keeping:
 
     def __call__(self, graph: Any, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile a graph of Dynamo; its first run is noted."""
+        self.failure = None
         self._has_constants = any(
             isinstance(value, Tensor) for part in graph.modules() for value in _values_of(part)
         )
@@ -157,8 +175,6 @@ class Keeping:
             "spec": pytree.treespec_dumps(spec),
             "tensors": [i for i, value in enumerate(examples) if isinstance(value, Tensor)],
             "state": state.layout(),
-            "vectors": probed(),
-            "torch": state_of_torch(),
         }
 
     def _size_of(self, place: int, known: Mapping[int, list[Any]]) -> list[Any] | None:
@@ -186,24 +202,11 @@ class Keeping:
         return guards
 
 
-def _load(path: Path, layout: Mapping[str, Any]) -> Callable[[list[Tensor]], Sequence[Any]]:
+def _load(path: Path) -> Callable[[list[Tensor]], Sequence[Any]]:
     inductor: Any = torch._inductor
-    content = path.read_bytes()
-    if layout["torch"] == state_of_torch():
-        take_key(content)
-    vectors = layout["vectors"]
-    with standing_in(content), without_probes(vectors), few_units(), _no_headers():
+    with trusted_vectors(), shared_units(), taped_loads():
         graph = inductor.CompiledArtifact.load(path=str(path), format="binary")
     return lambda tensors: graph(*tensors)
-
-
-def _no_headers() -> contextlib.AbstractContextManager[Any]:
-    # Inductor preprocesses its headers in each process, to compile kernels faster. Here none is
-    # compiled, but where inductor's cache has lost one.
-    codecache: Any = importlib.import_module("torch._inductor.codecache")
-    if not hasattr(codecache, "_precompile_header"):
-        return contextlib.nullcontext()
-    return patch.object(codecache, "_precompile_header", lambda *_, **__: None)
 
 
 def _values_of(part: Any) -> Iterator[Any]:

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from graphs import capture
-from graphs.backends.tape import recorder
-from graphs.backends.tape.tape import Tapes
-from tests.graphs.backends.tape.player_double import PlayerDouble
-from tests.graphs.backends.tape.steps import Step, assert_like_eager, inputs_of
+from graphs.torch_internals.replay import recorder
+from graphs.torch_internals.replay.replay import Tapes
+from tests.graphs.torch_internals.replay.player_double import PlayerDouble
+from tests.graphs.torch_internals.replay.steps import Step, assert_like_eager, inputs_of
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from graphs import WarmupManager, capture, explicit, no_compile
-from graphs.backends.tape.tape import _TAPES, Tapes
 from graphs.store import ArtifactStore, StoredInductor
-from tests.graphs.backends.tape.steps import Step, assert_like_eager, inputs_of
+from graphs.torch_internals.replay.replay import _TAPES, Tapes
+from tests.graphs.torch_internals.replay.steps import Step, assert_like_eager, inputs_of
 from tests.interrupts import count_lines, interrupted_at
 
 pytestmark = pytest.mark.usefixtures("no_grad")

@@ -14,7 +14,7 @@ from torch._inductor.codecache import CppPythonBindingsCodeCache
 from torch._inductor.utils import fresh_cache
 
 from graphs import available_backends, capture
-from graphs.backends import kernel_units as units
+from graphs.torch_internals import kernel_units as units
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler", "without_gradients")
 
@@ -39,7 +39,7 @@ class Step(nn.Module):
 def cache(tmp_path):
     if reason := available_backends()["inductor"]:
         pytest.skip(reason)
-    if not units._is_possible():
+    if not units.SHARED_UNITS.is_on:
         pytest.skip("this torch binds its kernels otherwise")
     with fresh_cache(dir=tmp_path):
         yield tmp_path
@@ -109,7 +109,7 @@ def test_kernels_that_do_not_compile_together_are_compiled_one_by_one(
 
 def test_a_compile_that_is_no_capture_is_left_alone(cache):
     torch.compile(torch.cos)(torch.ones(9))
-    with units.few_units():
+    with units.shared_units():
         pass
     compiled = torch.compile(lambda x: (x.sin() @ x).cos())(torch.ones(9, 9))
     assert compiled.shape == (9, 9)
@@ -151,13 +151,13 @@ def test_each_module_gets_its_own_kernels(cache):
         return HEADER + 'extern "C" void kernel(const float* in, float* out) ' + body
 
     pool = AsyncCompile()
-    with units.few_units():
+    with units.shared_units():
         scopes = [
             {name: pool.cpp_pybinding(["const float*", "float*"], source(n)) for name in "abc"}
             for n in (2, 3)
         ]
-    for scope in reversed(scopes):
-        pool.wait(scope)
+        for scope in reversed(scopes):
+            pool.wait(scope)
     for n, scope in zip((2, 3), scopes, strict=True):
         for kernel in scope.values():
             out = torch.zeros(4)

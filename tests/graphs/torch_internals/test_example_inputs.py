@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from graphs import capture
-from graphs.backends.dynamo_inputs import separated
 from graphs.store import ArtifactStore, StoredInductor
+from graphs.torch_internals.example_inputs import separated
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler", "without_gradients")
 

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from graphs import InputMismatch, ModeMismatch, StaleGraph, capture
-from graphs.backends import direct
-from graphs.backends.direct import direct_path
 from graphs.capture.wrappers import with_own_code
+from graphs.torch_internals import direct_call
+from graphs.torch_internals.direct_call import direct_path
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -38,7 +38,7 @@ def wrapper_calls(monkeypatch):
     from graphs.backends import inductor
 
     calls = []
-    original = inductor._compile_once
+    original = inductor.compile_once
 
     def counting(*settings, **how):
         compiled = original(*settings, **how)
@@ -49,7 +49,7 @@ def wrapper_calls(monkeypatch):
 
         return call
 
-    monkeypatch.setattr(inductor, "_compile_once", counting)
+    monkeypatch.setattr(inductor, "compile_once", counting)
     return calls
 
 
@@ -227,7 +227,9 @@ def assert_refuses_or_equals(graph, value):
 def test_where_dynamo_keeps_its_guards_otherwise_runs_go_through_the_wrapper(
     wrapper_calls, monkeypatch
 ):
-    monkeypatch.setattr(direct, "_direct_path", lambda *_: (_ for _ in ()).throw(AttributeError()))
+    monkeypatch.setattr(
+        direct_call, "_direct_path", lambda *_: (_ for _ in ()).throw(AttributeError())
+    )
     module = Step()
     graph = capture(module, examples(), backend="aot_eager")
     assert graph.run(*examples()).tolist() == [12.0] * 4
@@ -264,7 +266,11 @@ def test_what_is_tried_in_place_of_an_example_differs_from_it(value):
     from graphs.capture.inputs import InputSpec
 
     spec = InputSpec.of("x", value)
-    wrong = direct._wrong_tensors if isinstance(value, torch.Tensor) else direct._wrong_constants
+    wrong = (
+        direct_call._wrong_tensors
+        if isinstance(value, torch.Tensor)
+        else direct_call._wrong_constants
+    )
     tried = [*wrong(value)]
     assert len(tried) >= 2
     assert all(spec.mismatch(other) is not None for other in tried)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphs.backends.tape.calls import Call, Player
-from graphs.backends.tape.liveness import Given, Made, lay_out
+from graphs.torch_internals.replay.calls import Call, Player
+from graphs.torch_internals.replay.liveness import Given, Made, lay_out
 from graphs.watch.causes import describe_failure
 
 __all__ = ["NotTaped", "Output", "Recorder", "Recording", "watch_calls"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from graphs import available_backends
-from graphs.backends.tape.tape import Tapes
-from tests.graphs.backends.tape.player_double import PlayerDouble
+from graphs.torch_internals.replay.replay import Tapes
+from tests.graphs.torch_internals.replay.player_double import PlayerDouble
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from graphs.backends.tape.calls import Call
+from graphs.torch_internals.replay.calls import Call
 
 
 class PlayerDouble:

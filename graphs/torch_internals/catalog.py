@@ -1,0 +1,28 @@
+"""The features of this process, each of which is a module of its own."""
+
+from __future__ import annotations
+
+from graphs.torch_internals.checks import NATIVE_CHECKS
+from graphs.torch_internals.direct_call import DIRECT_CALL
+from graphs.torch_internals.features import FeatureState
+from graphs.torch_internals.kernel_units import SHARED_UNITS
+from graphs.torch_internals.regions import REGION_REUSE, REGIONS
+from graphs.torch_internals.replay.replay import REPLAY
+from graphs.torch_internals.vectors import TRUSTED_VECTORS
+
+__all__ = ["FEATURES", "torch_features"]
+
+FEATURES = (
+    DIRECT_CALL,
+    NATIVE_CHECKS,
+    REGIONS,
+    REGION_REUSE,
+    REPLAY,
+    SHARED_UNITS,
+    TRUSTED_VECTORS,
+)
+
+
+def torch_features() -> tuple[FeatureState, ...]:
+    """The optional uses of torch's internals, and whether captures use them here."""
+    return tuple(feature.state for feature in FEATURES)

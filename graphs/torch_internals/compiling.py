@@ -1,0 +1,195 @@
+"""`torch.compile` for one graph: its compilers by name, its limits, its errors."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from graphs.torch_internals.direct_call import lean_calls
+from graphs.torch_internals.kernel_units import shared_units
+from graphs.torch_internals.replay.replay import taped_loads
+from graphs.torch_internals.vectors import trusted_vectors
+from graphs.watch.causes import site_of_error, site_of_stack
+
+__all__ = [
+    "compile_functional",
+    "compile_once",
+    "compiling",
+    "compiling_after",
+    "cpp_compiler",
+    "has_cpp_compiler",
+    "inductor_compiler",
+    "is_missing_compiler",
+    "why_no_disk_cache",
+    "why_stale",
+]
+
+_BEFORE: ContextVar[Callable[[], object] | None] = ContextVar("before a compile", default=None)
+
+
+@contextlib.contextmanager
+def compiling_after(wait: Callable[[], object]) -> Iterator[None]:
+    """Call ``wait`` between the trace of a callable and its compile, for each that is captured."""
+    before = _BEFORE.set(wait)
+    try:
+        yield
+    finally:
+        _BEFORE.reset(before)
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """The settings of torch that a compile takes least time with."""
+    with lean_calls(), trusted_vectors(), shared_units(), taped_loads():
+        yield
+
+
+def compile_once(
+    function: Callable[..., Any], compiler: str | Callable[..., Any], **how: Any
+) -> Callable[..., Any]:
+    """A function that torch compiles to one full graph at its first call, and never again.
+
+    Args:
+        function: to compile; no other function has its code object.
+        compiler: a Dynamo backend, or the name of one.
+        how: `mode` and `options` of `torch.compile`.
+    """
+    settings: dict[str, Any]
+    if wait := _BEFORE.get():
+        compiler, how = _After(wait, _named(compiler, **how)), {}
+    if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
+        settings = {"isolate_recompiles": True, "recompile_limit": 1, "backend": compiler, **how}
+    else:
+        settings = {"backend": _OneGraph(compiler, **how)}
+    return torch.compile(function, fullgraph=True, dynamic=False, **settings)
+
+
+def inductor_compiler(
+    mode: str | None = None, options: Mapping[str, Any] | None = None
+) -> Callable[..., Any]:
+    """The compiler that `torch.compile(backend="inductor")` uses."""
+    compiler: Callable[..., Any]
+    compiler = torch._TorchCompileInductorWrapper(mode, options and dict(options), False)
+    return compiler
+
+
+def compile_functional(
+    graph: Any, example_inputs: Any, compiler: Callable[[Any, Any], Callable[[Any], Any]]
+) -> Any:
+    """Compile a Dynamo graph whose writes AOTAutograd has taken apart from its results.
+
+    Args:
+        compiler: takes the graph and its examples; what it returns takes a list of inputs.
+    """
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch._aot_autograd.utils import make_boxed_func
+
+    def compile_forward(forward: Any, examples: Any) -> Any:
+        run = compiler(forward, examples)
+        return make_boxed_func(lambda *inputs: run(inputs))
+
+    compile_graph = aot_autograd(fw_compiler=compile_forward, keep_inference_input_mutations=True)
+    return compile_graph(graph, example_inputs)
+
+
+def has_cpp_compiler() -> bool:
+    """Whether inductor finds a C++ compiler; True where this torch cannot say."""
+    try:
+        cpp_compiler()
+    except (ImportError, AttributeError):
+        return True  # the capture itself will say
+    except Exception:
+        return False
+    return True
+
+
+def cpp_compiler() -> str:
+    """The C++ compiler that inductor takes.
+
+    Raises:
+        Exception: it finds none.
+    """
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    return str(get_cpp_compiler())
+
+
+def is_missing_compiler(error: BaseException) -> bool:
+    """Whether a compile failed since there is no C++ compiler."""
+    return type(getattr(error, "inner_exception", error)).__name__ == "InvalidCxxCompiler"
+
+
+def why_no_disk_cache() -> str:
+    """Why inductor's cache on disk cannot be used, or an empty string."""
+    import torch._inductor.config as config
+
+    if not getattr(config, "fx_graph_cache", False) or config.force_disable_caches:
+        return "inductor's cache on disk is switched off (fx_graph_cache)"
+    return ""
+
+
+def why_stale(error: Exception) -> str | None:
+    """The guard that failed, if an error of a run means that; else None."""
+    from torch._dynamo.exc import FailOnRecompileLimitHit
+
+    inner = getattr(error, "inner_exception", None)
+    if isinstance(inner, _SecondGraph):
+        return str(inner) or "a guard no longer holds"
+    if isinstance(error, FailOnRecompileLimitHit):
+        site = site_of_error(error)
+        return site.reason if site and site.reason else "a guard no longer holds"
+    return None
+
+
+def _named(
+    compiler: str | Callable[..., Any],
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """The Dynamo backend of a name; a function is one."""
+    from torch._dynamo import lookup_backend
+
+    if compiler == "inductor":
+        return inductor_compiler(mode, options)
+    found: Callable[..., Any] = lookup_backend(compiler)
+    return found
+
+
+class _After:
+    """A Dynamo backend that waits before it compiles."""
+
+    def __init__(self, wait: Callable[[], object], compile: Callable[..., Any]) -> None:
+        self._wait, self._compile = wait, compile
+
+    def __call__(self, graph: Any, example_inputs: Any) -> Any:
+        self._wait()
+        return self._compile(graph, example_inputs)
+
+
+class _OneGraph:
+    """Refuses a second graph, where `torch.compile` cannot limit recompiles (before 2.13)."""
+
+    def __init__(
+        self,
+        compiler: str | Callable[..., Any],
+        mode: str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._compile: Any = _named(compiler, mode, options)
+        self._is_used = False
+
+    def __call__(self, graph: Any, example_inputs: Any) -> Any:
+        if self._is_used:
+            site = site_of_stack()
+            raise _SecondGraph(site.reason if site else "")
+        self._is_used = True
+        return self._compile(graph, example_inputs)
+
+
+class _SecondGraph(RuntimeError):
+    pass

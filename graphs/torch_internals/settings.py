@@ -1,0 +1,57 @@
+"""Settings of Dynamo, inductor and functorch: snapshots of them, and those that captures set."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+__all__ = [
+    "has_cudagraphs",
+    "settings_digests",
+    "settings_snapshot",
+    "unlimited_recompiles",
+    "use_one_compile_thread",
+]
+
+
+def settings_digests() -> tuple[bytes, ...]:
+    """Digests of all settings that code depends on; quick, and of this process only."""
+    from torch._functorch import config as functorch
+    from torch._inductor import config as inductor
+
+    return inductor.get_hash(), functorch.get_hash()
+
+
+def settings_snapshot() -> Iterator[tuple[str, Any]]:
+    """Name and value of all settings that code depends on."""
+    from torch._functorch import config as functorch
+    from torch._inductor import config as inductor
+
+    for config in (inductor, functorch):
+        for name, value in config.save_config_portable().items():
+            if name != "aot_inductor.metadata":  # written by a compile, not a setting of it
+                yield f"{config.__name__}.{name}", value
+
+
+def has_cudagraphs() -> bool:
+    """Whether inductor records CUDA graphs itself."""
+    return bool(torch._inductor.config.triton.cudagraphs)
+
+
+def use_one_compile_thread() -> None:
+    """Let inductor compile in this process alone, without processes of its own."""
+    torch._inductor.config.compile_threads = 1
+
+
+def unlimited_recompiles() -> AbstractContextManager[Any]:
+    """Within it, functions may be compiled for any number of cases."""
+    import torch._dynamo
+
+    many = 1 << 20
+    patched: AbstractContextManager[Any] = torch._dynamo.config.patch(
+        recompile_limit=many, accumulated_recompile_limit=many
+    )
+    return patched

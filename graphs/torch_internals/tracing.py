@@ -1,0 +1,74 @@
+"""A trace by Dynamo that shows its graphs, guards and breaks, and compiles nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from graphs.torch_internals.settings import unlimited_recompiles
+
+__all__ = ["break_reasons", "quiet_logs", "trace", "why_no_full_graph"]
+
+_LOUD = {"torch._dynamo": logging.ERROR, "torch._subclasses": logging.CRITICAL}
+
+
+def trace(
+    function: Callable[..., Any],
+    inputs: Sequence[Any],
+    on_graph: Callable[..., Any],
+    on_guards: Callable[[Iterable[Any]], None],
+) -> None:
+    """Run a function; its graphs and guards are handed out, and it may break into several graphs.
+
+    Args:
+        function: no other function has its code object.
+        inputs: what it is called with.
+        on_graph: as a Dynamo backend.
+        on_guards: takes the guards of each graph.
+    """
+    import torch._dynamo
+
+    isolate = "isolate_recompiles" in inspect.signature(torch.compile).parameters
+    settings: dict[str, Any] = {"isolate_recompiles": True} if isolate else {}
+    traced: Callable[..., Any] = torch._dynamo.optimize(
+        on_graph, nopython=False, dynamic=False, guard_export_fn=on_guards, **settings
+    )(function)
+    # Functions that are called after a break are compiled by their own code object, on which
+    # entries pile up.
+    with unlimited_recompiles():
+        traced(*inputs)
+
+
+def break_reasons() -> list[Any]:
+    """The graph breaks of this process, the latest last, each with `reason` and `user_stack`."""
+    from torch._dynamo.utils import graph_break_reasons
+
+    return list(graph_break_reasons)
+
+
+def why_no_full_graph(function: Callable[..., Any], inputs: Sequence[Any]) -> Exception | None:
+    """Dynamo's error where a function is no full graph, else None."""
+    import torch._dynamo
+
+    try:
+        with unlimited_recompiles():
+            torch.compile(function, backend="eager", fullgraph=True)(*inputs)
+    except torch._dynamo.exc.TorchDynamoException as error:
+        return error
+    return None
+
+
+@contextlib.contextmanager
+def quiet_logs() -> Iterator[None]:
+    """Within it, Dynamo logs no graph breaks."""
+    before = {name: logging.getLogger(name).level for name in _LOUD}
+    try:
+        for name, level in _LOUD.items():
+            logging.getLogger(name).setLevel(level)
+        yield
+    finally:
+        for name, level in before.items():
+            logging.getLogger(name).setLevel(level)
