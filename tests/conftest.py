@@ -54,8 +54,8 @@ def _grad_mode_stays() -> Iterator[None]:
 def _torch_features_stay() -> Iterator[None]:
     """A feature that a test breaks is probed again for those after it."""
     yield
-    if (catalog := sys.modules.get("graphs.torch_internals.catalog")) is not None:
-        for feature in catalog.FEATURES:
+    if (features := sys.modules.get("graphs.torch_internals.features")) is not None:
+        for feature in features.all_features():
             feature.probe_again()
 
 

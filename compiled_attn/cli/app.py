@@ -42,6 +42,11 @@ def run_command(argv: Sequence[str] | None = None) -> int:
 def _version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"{_NAME} {__version__}")
+        import torch  # takes seconds
+
+        from graphs.torch_internals.catalog import features_line
+
+        typer.echo(f"torch {torch.__version__}, features: {features_line()}")
         raise typer.Exit
 
 

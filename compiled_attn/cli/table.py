@@ -33,6 +33,7 @@ def print_result(report: EngineReport, checked: CheckReport | None, console: Con
 def _rows(report: EngineReport, checked: CheckReport) -> Iterator[tuple[str, str]]:
     waste = report.padding_waste
     yield "backend", f"{report.backend}, torch {report.torch}"
+    yield "torch features", _features(report.torch_features)
     yield "kernel", _kernel(report)
     if forms := report.kernel_notes.get("forms"):
         yield "fastest here", forms
@@ -64,6 +65,11 @@ def _rows(report: EngineReport, checked: CheckReport) -> Iterator[tuple[str, str
     ties = f", {len(checked.ties)} ties in {checked.checked_tokens:,}" if checked.ties else ""
     wrong = f"{report.mismatched_tokens}{ties}" if report.checked_requests else "-"
     yield "mismatched tokens", wrong
+
+
+def _features(states: Mapping[str, str]) -> str:
+    off = [f"{name} ({why})" for name, why in states.items() if why != "on"]
+    return "; off: ".join([f"{len(states) - len(off)} on", *([", ".join(off)] if off else [])])
 
 
 def _kernel(report: EngineReport) -> str:

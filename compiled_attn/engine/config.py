@@ -140,10 +140,10 @@ class EngineConfig:
         "What other threads compile, build and capture during a step counts as well; by default "
         "other engines may warm up meanwhile.",
     )
-    warmup_workers: int | None = setting(
-        None,
-        "Processes that compile, this one included; by default two for a model of 12 layers or "
-        "more by inductor on the CPU, with two threads that compute and no other of Python.",
+    warmup_workers: int = setting(
+        1,
+        "Processes that compile, this one included. More than one are forks, for 'inductor' only; "
+        "they shorten the cold start of models of many layers.",
         least=1,
     )
     warmup_journal: str | Path | None = setting(

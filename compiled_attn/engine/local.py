@@ -48,8 +48,6 @@ __all__ = ["HostSteps", "LocalExecutor", "Steps", "executor_for"]
 
 _log = logging.getLogger(__name__)
 
-_DEEP = 12  # layers whose graph takes a process longer to compile than another to get ready for it
-
 
 class LocalExecutor:
     """Computes steps in this process.
@@ -98,7 +96,7 @@ class LocalExecutor:
             self._steps.module,
             sizing.buckets,
             self._steps.padding,
-            workers=config.warmup_workers or (None if _is_deep(model) else 1),
+            workers=config.warmup_workers,
             symbolic=() if backend.why_no_symbolic() else sizing.form.symbolic,
             journal=config.warmup_journal,
             timed_runs=timed_runs,
@@ -263,11 +261,6 @@ class LocalExecutor:
                 Bucket(**wanted),
                 largest,
             )
-
-
-def _is_deep(model: PreTrainedModel) -> bool:
-    count: int = model.config.get_text_config().num_hidden_layers
-    return count >= _DEEP
 
 
 def executor_for(model: Executor | PreTrainedModel, config: EngineConfig | None) -> Executor:

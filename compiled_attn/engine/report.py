@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from compiled_attn.engine.tally import Percentiles, Series, StepRecord, Tally
-from graphs import WarmupReport
+from graphs import WarmupReport, torch_features
 
 if TYPE_CHECKING:
     from compiled_attn.engine.engine import Engine
@@ -51,7 +51,8 @@ class EngineReport:
     ``requests`` counts those that finished, ``failed_requests`` those of them that
     ended with an error, ``nonfinite_rows`` the rows of logits that were NaN or infinite, and
     ``restarts`` how often an exception ended a step, after which all running requests were computed
-    again.
+    again. ``torch_features`` has "on", or why it is off, for each optional use of torch's internals
+    (`graphs.torch_features`).
     """
 
     graphs: int
@@ -90,6 +91,7 @@ class EngineReport:
     restarts: int = 0
     checked_requests: int = 0
     mismatched_tokens: int = 0
+    torch_features: dict[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, object]:
         """The report as JSON-able values."""
@@ -137,6 +139,7 @@ def report_of(engine: Engine) -> EngineReport:
         preemptions=engine.scheduler.preemptions,
         blocks_high_water=stats.high_water,
         torch=torch.__version__,
+        torch_features={each.name: each.why_off or "on" for each in torch_features()},
         backend=executor.backend,
         kernel=executor.kernel,
         kernel_notes=dict(executor.notes),

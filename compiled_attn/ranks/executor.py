@@ -39,8 +39,7 @@ class RankExecutor(LocalExecutor):
 
     def __init__(self, ranks: Ranks, model: PreTrainedModel, config: EngineConfig) -> None:
         backend = InTurn(resolve(config.backend, "step"), ranks)
-        workers = config.warmup_workers or 1  # the other ranks have the other processors
-        config = replace(config, backend=backend, warmup_workers=workers)
+        config = replace(config, backend=backend)
         # A time that each rank measures for itself would end their runs at different moments.
         super().__init__(model, config, timed_runs=1)
         self.ranks = ranks

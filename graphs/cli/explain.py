@@ -8,6 +8,7 @@ import typer
 
 from graphs.cli.errors import FAILED, UserError, users_code
 from graphs.cli.target import Named, load_target
+from graphs.torch_internals.catalog import features_line
 from graphs.torch_internals.tracing import quiet_logs
 
 __all__ = ["explain"]
@@ -55,4 +56,5 @@ def explain(
         with users_code(f"running {target}"):
             report = explain_callable(found.callable, *examples)
     typer.echo(report.text(graphs=graphs, guards=guards))
+    typer.echo(f"torch {torch.__version__}, features: {features_line()}")
     return FAILED if report.breaks else 0

@@ -10,7 +10,7 @@ from graphs.torch_internals.regions import REGION_REUSE, REGIONS
 from graphs.torch_internals.replay.replay import REPLAY
 from graphs.torch_internals.vectors import TRUSTED_VECTORS
 
-__all__ = ["FEATURES", "torch_features"]
+__all__ = ["FEATURES", "features_line", "torch_features"]
 
 FEATURES = (
     DIRECT_CALL,
@@ -26,3 +26,11 @@ FEATURES = (
 def torch_features() -> tuple[FeatureState, ...]:
     """The optional uses of torch's internals, and whether captures use them here."""
     return tuple(feature.state for feature in FEATURES)
+
+
+def features_line() -> str:
+    """Which features are on, and why others are not, in a line."""
+    states = torch_features()
+    off = [f"{each.name} ({each.why_off})" for each in states if each.why_off]
+    on = ", ".join(each.name for each in states if each.is_on) or "none"
+    return f"{on}; off: {', '.join(off)}" if off else on

@@ -16,12 +16,11 @@ from graphs.capture.capture import CapturedGraph, capture, median_seconds, resol
 from graphs.capture.contract import Backend
 from graphs.capture.garbage import collected_later
 from graphs.capture.inputs import Input
-from graphs.cgroups import usable_cores
 from graphs.errors import CaptureError, GraphBudgetExceeded
 from graphs.warmup.families import Families
 from graphs.warmup.journal import Journal
 from graphs.warmup.report import BucketResult
-from graphs.warmup.workers import Workers, is_alone, one_thread, why_no_workers
+from graphs.warmup.workers import Workers, one_thread, why_no_workers
 from graphs.watch.compiles import CompileWatch
 
 __all__ = ["Capturing"]
@@ -46,7 +45,7 @@ class Capturing:
     options: Mapping[str, Any]
     budget_seconds: float | None
     budget_bytes: int | None
-    workers: int | None
+    workers: int
     timed_runs: int
     families: Families
     journal: Journal | None = None
@@ -80,7 +79,7 @@ class Capturing:
         In order; but where there is something to share out, what a store has comes first, then each
         family behind the first of it, as soon as that is compiled, and suspects last.
         """
-        seconds, count = self.budget_seconds, self._count()
+        seconds, count = self.budget_seconds, self.workers
         until = None if seconds is None else time.monotonic() + seconds
         compiled = self._lacking(todo) if count > 1 else []
         if len(compiled) < 2:
@@ -97,14 +96,6 @@ class Capturing:
             yield first
             yield from families[kind(first)]
         yield from last
-
-    def _count(self) -> int:
-        """How many processes compile."""
-        if self.workers is not None:
-            return self.workers
-        has_two = usable_cores() > 1 and torch.get_num_threads() > 1
-        why_not = why_no_workers() or self.backend.why_no_precompile()
-        return 2 if has_two and is_alone() and not why_not else 1
 
     def _by_workers(
         self, todo: Sequence[Bucket], others: int, until: float | None

@@ -50,8 +50,8 @@ class WarmupManager:
             graphs together take so much; what is left is listed as skipped.
         workers: how many processes compile, this one included. More than one for backend
             `inductor` only, which then needs `make_inputs` to work in a forked process; elsewhere
-            they are not used, and the log says why. None: two, if two processors are there for it
-            and this process has no other thread, with whose locks a fork might hang.
+            they are not used, and the log says why. Workers are forks: a lock that another thread
+            of this process holds at that moment stays locked in them.
         symbolic: the axes whose sizes the compiled graphs leave open, so that one compile serves
             all buckets that differ in them alone; sizes 0 and 1 are compiled apart. Each bucket is
             still captured with inputs of its own sizes, and runs on no others. Where a graph does
@@ -95,7 +95,7 @@ class WarmupManager:
         usage: Usage | None = None,
         budget_seconds: float | None = None,
         budget_bytes: int | None = None,
-        workers: int | None = 1,
+        workers: int = 1,
         symbolic: Sequence[str] = (),
         journal: str | Path | None = None,
         timed_runs: int = 3,

@@ -15,7 +15,6 @@ import select
 import signal
 import struct
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,12 +25,11 @@ import torch
 
 from graphs.torch_internals.settings import use_one_compile_thread
 
-__all__ = ["Workers", "is_alone", "one_thread", "why_no_workers"]
+__all__ = ["Workers", "one_thread", "why_no_workers"]
 
 _log = logging.getLogger(__name__)
 
 _PATIENCE = 30.0
-_SHOWING = "rich", "tqdm"  # packages whose threads draw progress, which workers do not
 _RECORD = struct.Struct("i")
 
 
@@ -42,15 +40,6 @@ def why_no_workers() -> str:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return "CUDA is in use, which a fork does not survive"
     return ""
-
-
-def is_alone() -> bool:
-    """Whether no other thread of Python is in this process but such as show how far something is.
-
-    A fork may copy a lock that another thread holds, and then nobody opens.
-    """
-    others = (each for each in threading.enumerate() if each is not threading.current_thread())
-    return all(type(each).__module__.split(".")[0] in _SHOWING for each in others)
 
 
 @contextmanager

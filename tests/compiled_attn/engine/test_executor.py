@@ -78,11 +78,10 @@ def test_what_is_neither_model_nor_executor_is_refused_in_one_line(wrong):
         Engine(wrong)
 
 
-@pytest.mark.parametrize(("layers", "workers"), [(2, 1), (12, None)])
-def test_a_deep_model_may_be_compiled_by_two_processes(layers, workers):
-    model = tiny_model(num_hidden_layers=layers)
+def test_workers_are_forked_only_if_asked_for():
+    model = tiny_model(num_hidden_layers=12)
     config = EngineConfig(16, 4, block_size=4, num_blocks=20, backend="eager", max_graphs=3)
-    assert LocalExecutor(model, config).graphs._capturing.workers == workers
+    assert LocalExecutor(model, config).graphs._capturing.workers == 1
     config = replace(config, warmup_workers=3)
-    model = tiny_model(num_hidden_layers=layers)
+    model = tiny_model(num_hidden_layers=12)
     assert LocalExecutor(model, config).graphs._capturing.workers == 3

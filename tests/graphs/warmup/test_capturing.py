@@ -107,35 +107,6 @@ class Elsewhere(threading.Thread):
     __module__ = "tqdm._monitor"
 
 
-@pytest.fixture
-def two_processors(monkeypatch):
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    monkeypatch.setattr("graphs.warmup.capturing.usable_cores", lambda: 2)
-    monkeypatch.setattr(threading, "enumerate", lambda: [threading.current_thread()])
-    yield monkeypatch
-    torch.set_num_threads(before)
-
-
-@pytest.mark.skipif(bool(why_no_workers()), reason="no fork")
-def test_without_a_number_two_processes_compile_where_that_is_safe(two_processors):
-    made = capturing(Compiling(), None)
-    assert made._count() == 2
-    assert capturing("eager", None)._count() == 1  # keeps nothing
-    now = threading.current_thread()
-    two_processors.setattr(threading, "enumerate", lambda: [now, Elsewhere()])
-    assert made._count() == 2
-    two_processors.setattr(threading, "enumerate", lambda: [now, threading.Thread()])
-    assert made._count() == 1
-    two_processors.setattr(threading, "enumerate", lambda: [now])
-    torch.set_num_threads(1)
-    assert made._count() == 1
-    torch.set_num_threads(2)
-    two_processors.setattr("graphs.warmup.capturing.usable_cores", lambda: 1)
-    assert made._count() == 1
-    assert capturing(Compiling(), 3)._count() == 3
-
-
 @pytest.mark.skipif(bool(why_no_workers()), reason="no fork")
 def test_a_family_follows_its_first_bucket_and_a_suspect_comes_last(tmp_path):
     space = explicit(["n"], [16, 8, 4, 2, 1])
