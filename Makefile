@@ -14,6 +14,8 @@ TEXT := --model smollm2 --prompts examples/prompts.jsonl --max-new-tokens 32 --m
 CHAT ?=
 # Arguments of the comparison with other engines, e.g. make bench-peers PEERS="--dtypes float32 --warm"
 PEERS ?=
+# Versions of torch that `make test-torch` tries, or all, e.g. make test-torch TORCH=2.15.0
+TORCH ?= all
 # What vLLM's tests run in; made once.
 VLLM_VENV ?= $(VENV)-vllm
 # Processes that run the tests.
@@ -26,7 +28,7 @@ REQUIREMENTS := pyproject.toml constraints.txt
 # Tests start hundreds of processes; without it each compiles every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help run chat test test-all test-vllm lint format bench bench-peers soak clean
+.PHONY: help run chat test test-all test-torch test-vllm lint format bench bench-peers soak clean
 .NOTPARALLEL:
 
 help:
@@ -34,6 +36,7 @@ help:
 	@echo "make chat       install SmolLM2-135M-Instruct (93 MB) and talk with it"
 	@echo "make test       lint, types and the quick tests"
 	@echo "make test-all   the same with every test this machine can run"
+	@echo "make test-torch TORCH=X  the main job and the tests on that torch, or on all; installs up to 25 GB"
 	@echo "make test-vllm  vLLM on the CPU with our attention, in an environment of its own; installs 3 GB"
 	@echo "make lint       ruff and mypy only"
 	@echo "make format     rewrite the sources as ruff formats them"
@@ -59,6 +62,10 @@ test: $(VENV)/.installed-dev
 test-all: lint
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m "" --hypothesis-profile=all
 
+# Each version in an environment of its own, made once; a row each in benchmarks/results/torch_versions.md.
+test-torch:
+	$(PYTHON) benchmarks/torch_versions.py $(TORCH) --torch-index $(TORCH_INDEX) --jobs $(JOBS)
+
 # The wheel is built anew each time: what is tested is what a user of vLLM would install.
 test-vllm: $(VENV)/.installed-dev $(VLLM_VENV)/.installed
 	@rm -rf build $(VLLM_VENV)/wheel
@@ -76,7 +83,7 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff format .
 
 bench: $(VENV)/.installed-dev
-	@for script in $(filter-out benchmarks/soak%.py benchmarks/triton_resources.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+	@for script in $(filter-out benchmarks/soak%.py benchmarks/torch_versions.py benchmarks/triton_resources.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
 bench-peers: export PYTHONPATH := benchmarks
 bench-peers: $(VENV)/.installed-dev

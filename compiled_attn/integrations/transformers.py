@@ -15,7 +15,7 @@ from compiled_attn.integrations.versions import check_tested, installed
 
 __all__ = ["TESTED", "Installed", "install", "uninstall"]
 
-TESTED = "5.23"
+TESTED = ("5.23", "5.24")
 
 _HOOK = "init_continuous_batching"
 _active: list[Installed] = []
@@ -67,7 +67,7 @@ def install(config: EngineConfig | None = None) -> Installed:
         with install(EngineConfig(max_seqs=16)):
             outputs = model.generate_batch(prompts, GenerationConfig(max_new_tokens=32))
     """
-    remedy = f"install transformers=={TESTED}.*, or another version of compiled-attn"
+    remedy = f"install transformers=={TESTED[-1]}.*, or another version of compiled-attn"
     check_tested("transformers", installed("transformers"), TESTED, remedy)
     from transformers.generation.continuous_batching.continuous_api import ContinuousMixin
 

@@ -19,7 +19,7 @@ def installed(*packages: str) -> str | None:
     return None
 
 
-def check_tested(engine: str, found: str | None, tested: str, remedy: str) -> None:
+def check_tested(engine: str, found: str | None, tested: tuple[str, ...], remedy: str) -> None:
     """Raises EngineUnsupported, in one line, unless a version of an engine is one of the tested.
 
     Before anything of the engine's interface is touched: what changed there fails anywhere.
@@ -27,13 +27,14 @@ def check_tested(engine: str, found: str | None, tested: str, remedy: str) -> No
     Args:
         engine: its name.
         found: the installed version; None: it is not installed.
-        tested: what the version must begin with, such as ``5.23``.
+        tested: what the version must begin with, one of such as ``5.23``.
         remedy: what the user can do.
     """
-    if found is not None and f"{found.split('+')[0]}.".startswith(f"{tested}."):
+    if found is not None and f"{found.split('+')[0]}.".startswith(tuple(f"{t}." for t in tested)):
         return
     got = "none" if found is None else found
+    versions = " or ".join(f"{each}.*" for each in tested)
     raise EngineUnsupported(
-        f"expected {engine} {tested}.*, which this version of compiled-attn is tested with, "
+        f"expected {engine} {versions}, which this version of compiled-attn is tested with, "
         f"got {got}: {remedy}"
     )

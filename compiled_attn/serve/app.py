@@ -53,7 +53,7 @@ def app_of(served: Served) -> FastAPI:
     def the_model(name: str) -> JSONResponse:
         if name != served.name:
             raise RequestError(f"expected the model {served.name!r}, got {name!r}", 404)
-        return JSONResponse(*model.get_gen_models())
+        return JSONResponse(*model.list_models())
 
     @app.get("/health")
     def health() -> JSONResponse:

@@ -72,11 +72,13 @@ class OneModel:
         """Text."""
         return Modality.LLM
 
-    def get_gen_models(self) -> list[dict[str, Any]]:
+    def list_models(self) -> list[dict[str, Any]]:
         """The model as the protocol lists it."""
         return [
             {"id": self.served.name, "object": "model", "created": 0, "owned_by": "compiled-attn"}
         ]
+
+    get_gen_models = list_models  # as transformers 5.23 calls it
 
     def shutdown(self) -> None:
         """Serves what is running, and ends."""
