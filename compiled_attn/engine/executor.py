@@ -7,8 +7,7 @@ several ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -118,7 +117,7 @@ class Executor(Protocol):
             graphs.BucketOverflow: not even a single token of the first request has a bucket.
         """
 
-    def run(self, step: FittedStep) -> SequenceOf[int | str | ScoredToken]:
+    def run(self, step: FittedStep) -> Sequence[int | str | ScoredToken]:
         """Computes a step: the token after each part, scored if its request asks, or why there is
         none. They may still be on their way: reading them waits.
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from compiled_attn.cache.blocks.prefix import Salt
+from compiled_attn.engine.request_state import GenerationResult, TokenEvent
 from compiled_attn.engine.sampling import SamplingParams
-from compiled_attn.engine.sequence import GenerationResult, TokenEvent
 
 __all__ = ["RequestHandle", "wake"]
 

@@ -14,7 +14,7 @@ import torch
 
 from compiled_attn.engine.engine import Engine
 from compiled_attn.engine.handle import RequestHandle, wake
-from compiled_attn.engine.sequence import TokenEvent
+from compiled_attn.engine.request_state import TokenEvent
 from compiled_attn.errors import EngineStopped, QueueFull, RequestCancelled
 
 __all__ = ["Owner"]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -54,7 +53,7 @@ class RankExecutor(LocalExecutor):
         """See `Executor.finite_blocks`; as few as on the rank that has the fewest."""
         return self.ranks.least(super().finite_blocks(places))
 
-    def run(self, step: FittedStep) -> SequenceOf[int | str | ScoredToken]:
+    def run(self, step: FittedStep) -> Sequence[int | str | ScoredToken]:
         """The token after each part, the same on each rank, see `Executor.run`.
 
         Raises:
