@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import settings
@@ -32,12 +34,24 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_unconfigure() -> None:
+    """Let the exit collect what was frozen, or nanobind reports Triton's objects as leaked."""
+    gc.unfreeze()
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what this machine has no device for, with the reason."""
+    _seed_all()  # before the fixtures of modules, which are set up before those of tests
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     if item.get_closest_marker("hpu") and not hasattr(torch, "hpu"):
         pytest.skip("needs an Intel Gaudi device")
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    """Each test draws the same numbers, alone or after others."""
+    _seed_all()
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +61,12 @@ def _grad_mode_stays() -> Iterator[None]:
     after = torch.is_grad_enabled()
     torch.set_grad_enabled(before)
     assert after == before, "the test left torch's grad mode changed for those after it"
+
+
+def _seed_all() -> None:
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture
