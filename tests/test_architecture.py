@@ -108,7 +108,7 @@ _THROUGH_OTHERS = (
     ("compiled_attn.cli", "demand facts replicas table", "commands are run whole"),
     ("compiled_attn.compat.flash", "call page_table reference", "the known signatures: test_api"),
     ("compiled_attn.compat.paged", "block_tables call products reference scales", "test_attention"),
-    ("compiled_attn.engine", "grammar handle report stream", "test_engine, test_constraint"),
+    ("compiled_attn.engine", "grammar handle report", "test_engine, test_constraint"),
     ("compiled_attn.hf", "recorder refused", "test_proof, test_families"),
     ("compiled_attn.integrations", "versions", "the integrations, each of a version"),
     ("compiled_attn.integrations.plans", "base gaudi sglang vllm", "test_formats"),

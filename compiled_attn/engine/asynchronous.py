@@ -196,10 +196,11 @@ class AsyncEngine:
 
     def look(self, look: Callable[[Engine], Seen]) -> Seen:
         """What a look at the engine gives, such as ``serving.look(Engine.report)``: between two
-        steps, in its thread.
+        steps, in its thread. Called in that thread, by a look or by ``progress``, it is at once.
 
         Raises:
             EngineStopped: it was stopped, has failed, or is another process's.
+            RuntimeError: it is called from within a step.
         """
         return self._owner.look(look)
 

@@ -191,10 +191,7 @@ class Engine:
             raise KeyError(
                 f"expected a waiting or running request, got {request_id}: it may have finished"
             )
-        self._unwanted.add(request_id)
-        if not self._changes.is_running:
-            self._finish_attempt()
-            self._abort_unwanted()
+        self._abort({request_id})
 
     def generate(
         self,
@@ -368,13 +365,21 @@ class Engine:
         outcome.make_true(self._requests, self.tally)
         outcome.release(self.scheduler, self.memory)
 
+    def _abort(self, request_ids: set[int]) -> None:
+        """Drops those of the requests that are open, at once or before the next step."""
+        self._unwanted |= request_ids & self._requests.keys()
+        if not self._changes.is_running:
+            self._finish_attempt()
+            self._abort_unwanted()
+
     def _abort_unwanted(self) -> None:
         """Drops what `abort` named, and the requests of streams that have ended."""
         if not self._unwanted and not self._streams:
             return
         unwanted, gone = set(self._unwanted), ended(self._streams)
         for request_id, sequence in list(self._requests.items()) if unwanted or gone else ():
-            if request_id in unwanted or any(sequence.mailbox is box for box in gone):
+            is_unwanted = request_id in unwanted or any(sequence.mailbox is box for box in gone)
+            if is_unwanted and request_id in self._requests:  # a finaliser may drop it meanwhile
                 self._changes.run(partial(self._drop, sequence))
         self._unwanted -= unwanted
         self._streams = [each for each in self._streams if all(each[1] is not b for b in gone)]

@@ -199,8 +199,7 @@ def _serve(
             in_flight &= engine.open_requests
             yield
     finally:
-        for request_id in in_flight & engine.open_requests:
-            engine.abort(request_id)
+        engine._abort(in_flight)
 
 
 def _has_begun(engine: Engine, request_id: int) -> bool:
