@@ -56,6 +56,7 @@ class ExecutorReport:
         notes: why it is that kernel.
         fallbacks: graphs that were degraded, and a kernel that could not be built.
         steps: the warmup of the graphs of steps; None before it.
+        ranks: processes that compute each step together.
     """
 
     backend: str
@@ -63,6 +64,7 @@ class ExecutorReport:
     notes: Mapping[str, str] = field(default_factory=dict)
     fallbacks: int = 0
     steps: WarmupReport | None = None
+    ranks: int = 1
 
 
 class Executor(Protocol):

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from compiled_attn.engine.config import EngineConfig
-from compiled_attn.engine.executor import FittedStep
+from compiled_attn.engine.executor import ExecutorReport, FittedStep
 from compiled_attn.engine.local import LocalExecutor
 from compiled_attn.engine.logprobs import ScoredToken
 from compiled_attn.ranks.group import Ranks
@@ -52,6 +52,10 @@ class RankExecutor(LocalExecutor):
     def finite_blocks(self, places: NDArray[np.int64]) -> int:
         """See `Executor.finite_blocks`; as few as on the rank that has the fewest."""
         return self.ranks.least(super().finite_blocks(places))
+
+    def report(self) -> ExecutorReport:
+        """See `Executor.report`."""
+        return replace(super().report(), ranks=self.ranks.count)
 
     def run(self, step: FittedStep) -> Sequence[int | str | ScoredToken]:
         """The token after each part, the same on each rank, see `Executor.run`.
