@@ -63,22 +63,6 @@ class _Packed(nn.Module):
         """The weight in the order of the op."""
         return self.weight if self.packed is None else self.packed
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        weight = self.weight
-        if not isinstance(weight, PackedWeight):
-            return super()._apply(fn, recurse)
-        self._parameters["weight"] = None  # or its NaN would get memory
-        try:
-            super()._apply(fn, recurse)
-        finally:
-            self._parameters["weight"] = weight
-        sample = fn(torch.empty(1, dtype=weight.dtype))
-        if sample.device.type != "cpu":
-            self.weight = Parameter(sample.expand(weight.shape), requires_grad=False)
-        elif sample.dtype is not weight.dtype:
-            PackedWeight.hide(weight, WriteTrap(sample.dtype))
-        return self
-
     def _is_cast(self) -> bool:
         """Whether the op does not take the weight any more."""
         if self.single is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -19,10 +20,10 @@ __all__ = ["PackedWeight", "WriteTrap"]
 
 # Signalling NaNs: arithmetic makes quiet ones of them, so that even `weight *= 1` is a write.
 _SIGNALLING = {
-    torch.float64: (torch.int64, 0x7FF4000000000000),
-    torch.float32: (torch.int32, 0x7FA00000),
-    torch.bfloat16: (torch.int16, 0x7FA0),
-    torch.float16: (torch.int16, 0x7D00),
+    torch.float64: (np.int64, 0x7FF4000000000000),
+    torch.float32: (np.int32, 0x7FA00000),
+    torch.bfloat16: (np.int16, 0x7FA0),
+    torch.float16: (np.int16, 0x7D00),
 }
 
 
@@ -36,17 +37,23 @@ class WriteTrap:
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         integers, self._before = _SIGNALLING[dtype]
-        self._bits = torch.tensor([self._before], dtype=integers)
-        self._seen = self._bits.numpy()
+        self._seen = np.full(1, self._before, integers)  # of numpy, as its memory stays there
+        self._number = torch.from_numpy(self._seen).view(dtype)
+        self._address = self._number.data_ptr()
 
     @property
     def is_sprung(self) -> bool:
-        """Whether something was written into a weight that aliases it."""
-        return bool(self._seen.item() != self._before)
+        """Whether a weight that aliases it was written to, or moved (`share_memory_`)."""
+        is_same = self._seen.item() == self._before and self._number.data_ptr() == self._address
+        return not is_same
 
     def expanded(self, shape: torch.Size) -> Tensor:
         """It alone, in any shape."""
-        return self._bits.view(self.dtype).expand(shape)
+        return self._number.expand(shape)
+
+    def is_in(self, tensor: Tensor) -> bool:
+        """Whether a tensor is nothing else."""
+        return tensor.data_ptr() == self._address
 
     def __reduce__(self) -> tuple[Any, ...]:
         return WriteTrap, (self.dtype,)
@@ -74,7 +81,7 @@ class PackedWeight(Parameter):
         """Makes it a plain parameter of these values; one that never was hidden stays as it is."""
         if isinstance(parameter, PackedWeight):
             _set_data(parameter, values)
-            parameter.__class__ = Parameter
+            parameter.__class__ = Parameter  # type: ignore[assignment]
             del parameter.trap
 
     @property
@@ -83,8 +90,17 @@ class PackedWeight(Parameter):
         return Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
 
     @data.setter
-    def data(self, values: Tensor) -> NoReturn:
-        self._refuse("other data")
+    def data(self, values: Tensor) -> None:
+        if self.trap.is_in(values):
+            return
+        is_cast = values.dtype is not self.dtype or values.device != self.device
+        if not (is_cast and values.isnan().all()):
+            self._refuse("other data")
+        # Its NaN, cast or moved with the model, as the layer's integers are.
+        if values.device.type == "cpu":
+            PackedWeight.hide(self, WriteTrap(values.dtype))
+        else:
+            PackedWeight.reveal(self, values)
 
     @property
     def requires_grad(self) -> bool:

@@ -75,6 +75,8 @@ WRITES = {
     "SGD": lambda p: step_of(torch.optim.SGD, p),
     "AdamW": lambda p: step_of(torch.optim.AdamW, p),
     "storage": lambda p: p.untyped_storage().fill_(0),
+    "data = new in another dtype": lambda p: setattr(p, "data", new(p).double()),
+    "share_memory_": lambda p: p.share_memory_(),
     "vector_to_parameters": lambda p: nn.utils.vector_to_parameters(new(p).flatten(), [p]),
 }
 
@@ -161,6 +163,14 @@ def test_a_cast_of_a_packed_model_is_seen(model):
     assert model[0].weight.dtype is torch.float64
     assert model[0].weight.untyped_storage().nbytes() == 8
     assert "cast or moved" in snapshot.difference()
+
+
+def test_what_changes_nothing_is_no_write(model):
+    snapshot, weight = Snapshot(model, [*model], []), model[0].weight
+    weight.data = weight.data
+    weight.data = weight
+    model.to(weight.dtype)
+    assert snapshot.difference() is None
 
 
 class ReadsItsWeight(nn.Module):
