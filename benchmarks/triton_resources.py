@@ -88,9 +88,11 @@ def call_of(case: Case, tokens: int, requests: int) -> PagedCall:
     heads, kept = case.kv_heads * case.group, case.cache or case.dtype
     cells, value_dim = (1024, case.page, case.kv_heads), case.value_dim or case.dim
     each = empty(heads, dtype=F32) if case.everything else None
-    options = (4096, 50.0, each, each) if case.everything else (None,) * 4
+    options = {}
+    if case.everything:
+        options = {"window": 4096, "softcap": 50.0, "alibi_slopes": each, "sinks": each}
     if case.sinks:
-        options = None, None, None, empty(heads, dtype=F32)
+        options = {"sinks": empty(heads, dtype=F32)}
     scale = empty(*cells, dtype=F32) if case.cache else None
     return PagedCall(
         empty(tokens, heads, case.dim, dtype=case.dtype),
@@ -99,7 +101,7 @@ def call_of(case: Case, tokens: int, requests: int) -> PagedCall:
         empty(requests, 8192 // case.page, dtype=torch.int32),
         empty(requests, dtype=torch.int32),
         empty(requests + 1, dtype=torch.int32),
-        Scoring(0.1, *options),
+        Scoring(0.1, **options),
         True,
         scale,
         scale,

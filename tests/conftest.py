@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import sys
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import settings
@@ -33,12 +35,24 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_unconfigure() -> None:
+    """Let the exit collect what was frozen, or nanobind reports Triton's objects as leaked."""
+    gc.unfreeze()
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what this machine has no device for, with the reason."""
+    _seed_all()  # before the fixtures of modules, which are set up before those of tests
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     if item.get_closest_marker("hpu") and not hasattr(torch, "hpu"):
         pytest.skip("needs an Intel Gaudi device")
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    """Each test draws the same numbers, alone or after others."""
+    _seed_all()
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +71,12 @@ def _torch_features_stay() -> Iterator[None]:
     if (features := sys.modules.get("graphs.torch_internals.features")) is not None:
         for feature in features.all_features():
             feature.probe_again()
+
+
+def _seed_all() -> None:
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture

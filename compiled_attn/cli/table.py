@@ -35,6 +35,7 @@ def _rows(report: EngineReport, checked: CheckReport) -> Iterator[tuple[str, str
     yield "backend", f"{report.backend}, torch {report.torch}"
     yield "torch features", _features(report.torch_features)
     yield "kernel", _kernel(report)
+    yield "ranks", str(report.ranks)
     if forms := report.kernel_notes.get("forms"):
         yield "fastest here", forms
     loaded = f", {report.graphs_loaded} from the store" if report.graphs_loaded else ""

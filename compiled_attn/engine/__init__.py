@@ -17,10 +17,15 @@ if TYPE_CHECKING:
     from compiled_attn.engine.handle import RequestHandle
     from compiled_attn.engine.logprobs import TokenLogprobs
     from compiled_attn.engine.report import EngineReport, StepInfo
+    from compiled_attn.engine.request_state import (
+        GenerationResult,
+        RequestState,
+        Status,
+        TokenEvent,
+    )
     from compiled_attn.engine.sampler import sample, sample_rows
     from compiled_attn.engine.sampling import SamplingParams
     from compiled_attn.engine.scheduler import ScheduledStep, ScheduledTokens, Scheduler
-    from compiled_attn.engine.sequence import GenerationResult, Sequence, Status, TokenEvent
     from compiled_attn.engine.stream import Stream
     from compiled_attn.engine.tally import Percentiles, StepRecord
 else:
@@ -37,7 +42,7 @@ else:
             "report": "EngineReport StepInfo",
             "sampling": "SamplingParams",
             "scheduler": "ScheduledStep ScheduledTokens Scheduler",
-            "sequence": "GenerationResult Sequence Status TokenEvent",
+            "request_state": "GenerationResult RequestState Status TokenEvent",
             "stream": "Stream",
             "tally": "Percentiles StepRecord",
         },
@@ -53,11 +58,11 @@ __all__ = [
     "Grammar",
     "Percentiles",
     "RequestHandle",
+    "RequestState",
     "SamplingParams",
     "ScheduledStep",
     "ScheduledTokens",
     "Scheduler",
-    "Sequence",
     "Status",
     "StepInfo",
     "StepRecord",

@@ -6,8 +6,7 @@ import asyncio
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from types import TracebackType
@@ -129,7 +128,7 @@ class AsyncEngine:
 
     def submit(
         self,
-        prompt: SequenceOf[int],
+        prompt: Sequence[int],
         sampling: SamplingParams | None = None,
         *,
         salt: Salt = None,
@@ -150,13 +149,13 @@ class AsyncEngine:
         return self._submitted([(prompt, [sampling or SamplingParams()])], salt)[0]
 
     def submit_choices(
-        self, prompt: SequenceOf[int], sampling: SamplingParams, *, salt: Salt = None
+        self, prompt: Sequence[int], sampling: SamplingParams, *, salt: Salt = None
     ) -> list[RequestHandle]:
         """Queues the ``n`` continuations of a prompt, see `submit_together`."""
         return self.submit_together([(prompt, sampling)], salt=salt)
 
     def submit_together(
-        self, requests: SequenceOf[tuple[SequenceOf[int], SamplingParams]], *, salt: Salt = None
+        self, requests: Sequence[tuple[Sequence[int], SamplingParams]], *, salt: Salt = None
     ) -> list[RequestHandle]:
         """Queues the ``n`` continuations of each prompt, all of them or none, see `submit`.
 
@@ -197,10 +196,11 @@ class AsyncEngine:
 
     def look(self, look: Callable[[Engine], Seen]) -> Seen:
         """What a look at the engine gives, such as ``serving.look(Engine.report)``: between two
-        steps, in its thread.
+        steps, in its thread. Called in that thread, by a look or by ``progress``, it is at once.
 
         Raises:
             EngineStopped: it was stopped, has failed, or is another process's.
+            RuntimeError: it is called from within a step.
         """
         return self._owner.look(look)
 
@@ -251,7 +251,7 @@ class AsyncEngine:
 
     def _submitted(
         self,
-        requests: SequenceOf[tuple[SequenceOf[int], SequenceOf[SamplingParams]]],
+        requests: Sequence[tuple[Sequence[int], Sequence[SamplingParams]]],
         salt: Salt,
     ) -> list[RequestHandle]:
         now = time.perf_counter()
@@ -292,7 +292,7 @@ class AsyncEngine:
 
 
 def _are_pairs(requests: object) -> bool:
-    return isinstance(requests, SequenceOf) and all(
+    return isinstance(requests, Sequence) and all(
         isinstance(each, tuple) and len(each) == 2 and isinstance(each[1], SamplingParams)
         for each in requests
     )

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from compiled_attn.engine.draw_rows import DrawRows
 from compiled_attn.engine.executor import FittedStep
 from compiled_attn.engine.logprobs import ScoredToken
+from compiled_attn.engine.request_state import RequestState
 from compiled_attn.engine.sampler import NOT_FINITE, sampled
 from compiled_attn.engine.scheduler import ScheduledStep
-from compiled_attn.engine.sequence import Sequence as Request
 from compiled_attn.engine.staging import Later, Return, Staging, staged_bytes
 from compiled_attn.hf import PagedCausalLM
 from compiled_attn.ops.drawn_tokens import NO_TOKEN, drawn, likely
@@ -87,7 +87,7 @@ class DeviceSteps:
         most = max(self._rows.values())
         self._return = Return(weight.device, most)
         self._last = weight.new_zeros(most, dtype=torch.int64)
-        self._row_before: Mapping[Request, int] = {}
+        self._row_before: Mapping[RequestState, int] = {}
         logits = weight.new_zeros(most, self._vocab, dtype=model.logits_dtype)
         name = backend if isinstance(backend, str) else backend.name
         of_draws, options = _of_draws(name, backend, options)
@@ -151,7 +151,7 @@ def _draws_of(step: ScheduledStep, rows: int, vocab: int) -> DrawRows:
     return DrawRows.of(step.special, params, [part.generated for part in parts], rows, vocab)
 
 
-def _rows_before(step: ScheduledStep, rows: Mapping[Request, int], size: int) -> Tensor:
+def _rows_before(step: ScheduledStep, rows: Mapping[RequestState, int], size: int) -> Tensor:
     """For each token of a step, padded to a size, the row of the step before that gives it, or -1:
     ``[T]`` int64."""
     found, place = np.full(size, -1, np.int64), 0

@@ -12,8 +12,7 @@ from __future__ import annotations
 import itertools
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from transformers import PreTrainedModel
@@ -26,6 +25,13 @@ from compiled_attn.engine.constraint import Constraint, Grammars, without_gramma
 from compiled_attn.engine.executor import Executor
 from compiled_attn.engine.local import executor_for
 from compiled_attn.engine.report import EngineReport, StepInfo, info_of, report_of
+from compiled_attn.engine.request_state import (
+    GenerationResult,
+    HasStop,
+    Mailbox,
+    RequestState,
+    TokenEvent,
+)
 from compiled_attn.engine.sampling import (
     SamplingParams,
     check_fits,
@@ -34,7 +40,6 @@ from compiled_attn.engine.sampling import (
     token_ids,
 )
 from compiled_attn.engine.scheduler import Scheduler
-from compiled_attn.engine.sequence import GenerationResult, HasStop, Mailbox, Sequence, TokenEvent
 from compiled_attn.engine.sizing import Sizing, StepSize
 from compiled_attn.engine.steps import Attempt, Changes, Outcome, StepsUnderWay
 from compiled_attn.engine.stream import Known, Stream, Workload, ended, results_of
@@ -96,7 +101,7 @@ class Engine:
         self._steps = StepsUnderWay(executor, self.memory, self.scheduler, self.sentinel)
         self.warmup_report: WarmupReport | None = None
         self._has_stop, self._grammars = has_stop, grammars
-        self._requests: dict[int, Sequence] = {}
+        self._requests: dict[int, RequestState] = {}
         self._unwanted: set[int] = set()
         self._ids = itertools.count()
         self._mailbox: Mailbox[TokenEvent] = Mailbox()
@@ -132,7 +137,7 @@ class Engine:
 
     def submit(
         self,
-        prompt: SequenceOf[int],
+        prompt: Sequence[int],
         sampling: SamplingParams | None = None,
         *,
         salt: Salt = None,
@@ -186,18 +191,15 @@ class Engine:
             raise KeyError(
                 f"expected a waiting or running request, got {request_id}: it may have finished"
             )
-        self._unwanted.add(request_id)
-        if not self._changes.is_running:
-            self._finish_attempt()
-            self._abort_unwanted()
+        self._abort({request_id})
 
     def generate(
         self,
-        prompts: SequenceOf[SequenceOf[int]],
-        sampling: SamplingParams | SequenceOf[SamplingParams] | None = None,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        salt: Salt | SequenceOf[Salt] = None,
-        arrivals: SequenceOf[float] | None = None,
+        salt: Salt | Sequence[Salt] = None,
+        arrivals: Sequence[float] | None = None,
         concurrency: int | None = None,
         in_order: bool = False,
         on_step: Callable[[StepInfo], None] | None = None,
@@ -221,11 +223,11 @@ class Engine:
 
     def stream(
         self,
-        prompts: SequenceOf[SequenceOf[int]],
-        sampling: SamplingParams | SequenceOf[SamplingParams] | None = None,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        salt: Salt | SequenceOf[Salt] = None,
-        arrivals: SequenceOf[float] | None = None,
+        salt: Salt | Sequence[Salt] = None,
+        arrivals: Sequence[float] | None = None,
         concurrency: int | None = None,
         on_step: Callable[[StepInfo], None] | None = None,
     ) -> Stream:
@@ -308,7 +310,7 @@ class Engine:
         """`submit`, whose events go to a mailbox, under an index (None: its id) and a choice."""
         self._check(prompt, sampling, salt, arrived_s)
         request_id = next(self._ids)
-        sequence = Sequence(
+        sequence = RequestState(
             request_id,
             prompt,
             len(prompt),
@@ -363,18 +365,26 @@ class Engine:
         outcome.make_true(self._requests, self.tally)
         outcome.release(self.scheduler, self.memory)
 
+    def _abort(self, request_ids: set[int]) -> None:
+        """Drops those of the requests that are open, at once or before the next step."""
+        self._unwanted |= request_ids & self._requests.keys()
+        if not self._changes.is_running:
+            self._finish_attempt()
+            self._abort_unwanted()
+
     def _abort_unwanted(self) -> None:
         """Drops what `abort` named, and the requests of streams that have ended."""
         if not self._unwanted and not self._streams:
             return
         unwanted, gone = set(self._unwanted), ended(self._streams)
         for request_id, sequence in list(self._requests.items()) if unwanted or gone else ():
-            if request_id in unwanted or any(sequence.mailbox is box for box in gone):
+            is_unwanted = request_id in unwanted or any(sequence.mailbox is box for box in gone)
+            if is_unwanted and request_id in self._requests:  # a finaliser may drop it meanwhile
                 self._changes.run(partial(self._drop, sequence))
         self._unwanted -= unwanted
         self._streams = [each for each in self._streams if all(each[1] is not b for b in gone)]
 
-    def _drop(self, sequence: Sequence, _: Attempt) -> None:
+    def _drop(self, sequence: RequestState, _: Attempt) -> None:
         del self._requests[sequence.request_id]
         self.scheduler.finish(sequence)
 

@@ -7,8 +7,7 @@ several ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -57,6 +56,7 @@ class ExecutorReport:
         notes: why it is that kernel.
         fallbacks: graphs that were degraded, and a kernel that could not be built.
         steps: the warmup of the graphs of steps; None before it.
+        ranks: processes that compute each step together.
     """
 
     backend: str
@@ -64,6 +64,7 @@ class ExecutorReport:
     notes: Mapping[str, str] = field(default_factory=dict)
     fallbacks: int = 0
     steps: WarmupReport | None = None
+    ranks: int = 1
 
 
 class Executor(Protocol):
@@ -118,7 +119,7 @@ class Executor(Protocol):
             graphs.BucketOverflow: not even a single token of the first request has a bucket.
         """
 
-    def run(self, step: FittedStep) -> SequenceOf[int | str | ScoredToken]:
+    def run(self, step: FittedStep) -> Sequence[int | str | ScoredToken]:
         """Computes a step: the token after each part, scored if its request asks, or why there is
         none. They may still be on their way: reading them waits.
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from compiled_attn.cache.blocks.prefix import Salt
+from compiled_attn.engine.request_state import GenerationResult, TokenEvent
 from compiled_attn.engine.sampling import SamplingParams
-from compiled_attn.engine.sequence import GenerationResult, TokenEvent
 
 __all__ = ["RequestHandle", "wake"]
 
@@ -22,8 +22,8 @@ class _Server(Protocol):
     def drop(self, handle: RequestHandle) -> None:
         """Drops a request, if it has not ended by then."""
 
-    def refuse_fork(self) -> None:
-        """Raises EngineStopped in a process where nobody serves."""
+    def refuse_wait(self) -> None:
+        """Raises an error where waiting would not end: nobody serves, or only the caller does."""
 
 
 @dataclass(eq=False)
@@ -94,6 +94,7 @@ class RequestHandle:
             RequestCancelled: it was cancelled.
             EngineStopped: its engine was stopped or failed.
             TimeoutError: it has not ended by then; it goes on.
+            RuntimeError: it has not ended, and this is the thread that serves it.
         """
         self._wait(self._enders, self._is_over, timeout)
         return self._outcome()
@@ -174,7 +175,7 @@ class RequestHandle:
     ) -> None:
         seconds = -1 if timeout is None else max(0, timeout)
         while not is_there():
-            self.server.refuse_fork()
+            self.server.refuse_wait()
             flag = threading.Lock()  # faster than an Event, and for one waiter as good
             flag.acquire()
             waiters.append(waiter := _Waiter(flag))
@@ -189,7 +190,7 @@ class RequestHandle:
     async def _arrived(self, waiters: deque[_Waiter], is_there: Callable[[], bool]) -> None:
         loop = asyncio.get_running_loop()
         while not is_there():
-            self.server.refuse_fork()
+            self.server.refuse_wait()
             future = loop.create_future()
             waiters.append(_Waiter(future, loop))
             if not is_there():

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -201,7 +200,7 @@ class LocalExecutor:
                     self._tell_cut(wanted, largest)
                 return FittedStep(parts, plan, bucket, wanted)
 
-    def run(self, step: FittedStep) -> SequenceOf[int | str | ScoredToken]:
+    def run(self, step: FittedStep) -> Sequence[int | str | ScoredToken]:
         """The token after each part, or why there is none, see `Executor.run`."""
         with torch.no_grad():
             return self._steps.run(self.graphs, step)
@@ -295,12 +294,12 @@ class Steps(Protocol):
 
     module: nn.Module
     options: Mapping[str, Any]
-    others: SequenceOf[WarmupManager]
+    others: Sequence[WarmupManager]
 
     def padding(self, bucket: Bucket) -> Any:
         """Inputs of padding alone, to capture a bucket with."""
 
-    def run(self, graphs: WarmupManager, step: FittedStep) -> SequenceOf[int | str | ScoredToken]:
+    def run(self, graphs: WarmupManager, step: FittedStep) -> Sequence[int | str | ScoredToken]:
         """The token after each part of a step, or why there is none, see `Executor.run`."""
 
 
@@ -315,7 +314,7 @@ class HostSteps:
     """
 
     options: Mapping[str, Any] = {}
-    others: SequenceOf[WarmupManager] = ()
+    others: Sequence[WarmupManager] = ()
 
     def __init__(self, model: PagedCausalLM) -> None:
         self.module: nn.Module = model

@@ -14,7 +14,7 @@ import torch
 
 from compiled_attn.engine.engine import Engine
 from compiled_attn.engine.handle import RequestHandle, wake
-from compiled_attn.engine.sequence import TokenEvent
+from compiled_attn.engine.request_state import TokenEvent
 from compiled_attn.errors import EngineStopped, QueueFull, RequestCancelled
 
 __all__ = ["Owner"]
@@ -52,6 +52,7 @@ class Owner:
         self._why_ended: EngineStopped | None = None
         self._outside: list[RequestHandle] = []  # the thread's own: they may not enter yet
         self._open: dict[int, RequestHandle] = {}  # the thread's own
+        self._is_stepping = False  # the thread's own
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -100,16 +101,25 @@ class Owner:
             self._changed.notify()
 
     def look(self, look: Callable[[Engine], Seen]) -> Seen:
-        """What a look at the engine gives, between two steps.
+        """What a look at the engine gives, between two steps; at once in the engine's own thread.
 
         Raises:
             EngineStopped: nobody would look.
+            RuntimeError: it is called from within a step.
         """
         seen: Future[Seen] = Future()
         with self._while_serving():
-            self._looks.append((look, seen))
-            self._changed.notify()
-        return seen.result()
+            if not self._is_own_thread:
+                self._looks.append((look, seen))
+                self._changed.notify()
+        if not self._is_own_thread:
+            return seen.result()
+        if self._is_stepping:
+            raise RuntimeError(
+                "expected a look between two steps, got one from within a step, which would wait "
+                "for itself: look from another thread"
+            )
+        return look(self._engine)
 
     def stop(self, *, drain: bool, timeout: float | None) -> bool:
         """Ends the thread, after all requests or after the step that runs; whether it has ended."""
@@ -119,7 +129,7 @@ class Owner:
             if self._stop_after != "step":
                 self._stop_after = "all" if drain else "step"
             self._changed.notify()
-        if self._thread is not threading.current_thread():
+        if not self._is_own_thread:
             self._thread.join(timeout)
         return not self._thread.is_alive()
 
@@ -130,6 +140,24 @@ class Owner:
                 "expected the process that made the engine, got one that was forked from it, where "
                 f"nothing serves: {_REMEDY} here"
             )
+
+    def refuse_wait(self) -> None:
+        """Raises an error where a wait for a request would not end.
+
+        Raises:
+            EngineStopped: in a process that was forked.
+            RuntimeError: in the thread that serves the requests.
+        """
+        self.refuse_fork()
+        if self._is_own_thread:
+            raise RuntimeError(
+                "expected a thread that waits for the engine's, got the engine's own thread, which "
+                "would wait for itself: read requests in another thread, or when they have ended"
+            )
+
+    @property
+    def _is_own_thread(self) -> bool:
+        return self._thread is threading.current_thread()
 
     @contextlib.contextmanager
     def _while_serving(self) -> Iterator[None]:
@@ -157,12 +185,19 @@ class Owner:
                     self._drop_unwanted()
                     self._look()
                     if self._engine.has_work:
-                        self._deliver(self._engine.step())
+                        self._deliver(self._step())
         except _StoppedEarly:
             pass
         except BaseException as error:
             cause = error
         self._end(cause)
+
+    def _step(self) -> list[TokenEvent]:
+        self._is_stepping = True
+        try:
+            return self._engine.step()
+        finally:
+            self._is_stepping = False
 
     def _warm_up(self) -> None:
         if self._engine.warmup_report is None:

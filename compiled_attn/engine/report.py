@@ -48,6 +48,7 @@ class EngineReport:
     ``memory`` has the copies of blocks: on write and to defragment, ``kv_cache`` the size of the
     cache and what decided it (`CacheSize`), ``step_size`` the most tokens of a step and what
     decided them (`StepSize`).
+    ``ranks`` counts the processes that computed each step together.
     ``requests`` counts those that finished, ``failed_requests`` those of them that
     ended with an error, ``nonfinite_rows`` the rows of logits that were NaN or infinite, and
     ``restarts`` how often an exception ended a step, after which all running requests were computed
@@ -92,6 +93,7 @@ class EngineReport:
     checked_requests: int = 0
     mismatched_tokens: int = 0
     torch_features: dict[str, str] = field(default_factory=dict)
+    ranks: int = 1
 
     def to_dict(self) -> dict[str, object]:
         """The report as JSON-able values."""
@@ -143,6 +145,7 @@ def report_of(engine: Engine) -> EngineReport:
         backend=executor.backend,
         kernel=executor.kernel,
         kernel_notes=dict(executor.notes),
+        ranks=executor.ranks,
         steps=tally.count("steps"),
         prompt_tokens=engine.prompt_tokens,
         computed_tokens=tally.count("need tokens"),

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from typing import NamedTuple, overload
 
 from compiled_attn.cache.blocks import BlockPool
 from compiled_attn.cache.blocks.prefix import PromptKeys
-from compiled_attn.engine.sequence import Sequence, Status
+from compiled_attn.engine.request_state import RequestState, Status
 
 __all__ = ["ScheduledStep", "ScheduledTokens", "Scheduler"]
 
@@ -26,7 +25,7 @@ __all__ = ["ScheduledStep", "ScheduledTokens", "Scheduler"]
 class ScheduledTokens(NamedTuple):
     """The ``count`` tokens of a sequence from ``start`` on."""
 
-    sequence: Sequence
+    sequence: RequestState
     count: int  # type: ignore[assignment]  # not the method of a tuple
     start: int
 
@@ -46,7 +45,7 @@ class ScheduledTokens(NamedTuple):
         return max(0, self.start + self.count - self.sequence.prompt_len)
 
 
-class ScheduledStep(SequenceOf[ScheduledTokens]):
+class ScheduledStep(Sequence[ScheduledTokens]):
     """What a step computes: the next tokens of some sequences, of each so many.
 
     Args:
@@ -55,7 +54,7 @@ class ScheduledStep(SequenceOf[ScheduledTokens]):
     """
 
     def __init__(
-        self, counts: Mapping[Sequence, int], starts: SequenceOf[int] | None = None
+        self, counts: Mapping[RequestState, int], starts: Sequence[int] | None = None
     ) -> None:
         self.sequences, self.counts = [*counts], [*counts.values()]
         self.starts = [each.computed for each in counts] if starts is None else [*starts]
@@ -97,7 +96,7 @@ class ScheduledStep(SequenceOf[ScheduledTokens]):
                 return [each.tokens[start] for each, start in starts]
         return [*chain.from_iterable(part.tokens for part in self)]
 
-    def without(self, gone: Container[Sequence]) -> ScheduledStep:
+    def without(self, gone: Container[RequestState]) -> ScheduledStep:
         """The step without some sequences."""
         kept = [part for part in self if part.sequence not in gone]
         counts = {part.sequence: part.count for part in kept}
@@ -124,18 +123,18 @@ class Scheduler:
         self.pool = pool
         self.max_tokens = max_tokens
         self.max_seqs = max_seqs
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
+        self.waiting: deque[RequestState] = deque()
+        self.running: list[RequestState] = []
         self.changed: list[int] = []
         self.preemptions = 0
-        self._head: tuple[Sequence, int, PromptKeys] | None = None
+        self._head: tuple[RequestState, int, PromptKeys] | None = None
 
     @property
     def has_work(self) -> bool:
         """Whether any sequence waits or runs."""
         return bool(self.waiting or self.running)
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: RequestState) -> None:
         """Puts a new sequence at the end of the queue."""
         self.waiting.append(sequence)
 
@@ -143,11 +142,11 @@ class Scheduler:
         """Whether it has so many sequences."""
         return len(self.waiting) + len(self.running) == count
 
-    def discard(self, sequence: Sequence) -> None:
+    def discard(self, sequence: RequestState) -> None:
         """Takes a sequence out of the queue, if it is there."""
         self.waiting = deque(other for other in self.waiting if other is not sequence)
 
-    def restart(self, pool: BlockPool, sequences: Iterable[Sequence]) -> None:
+    def restart(self, pool: BlockPool, sequences: Iterable[RequestState]) -> None:
         """Lets these sequences wait, with nothing computed, for the blocks of another pool.
 
         Whatever state an exception left this in, it is right afterwards, and so is a second call.
@@ -167,7 +166,7 @@ class Scheduler:
         most = len(self.running) + prompts // self.pool.block_size + 1
         return self.pool.available >= most
 
-    def advance(self, step: ScheduledStep) -> set[Sequence]:
+    def advance(self, step: ScheduledStep) -> set[RequestState]:
         """Takes a step for computed whose tokens are not there yet, so that `schedule` can go on
         behind it; returns the sequences that it ends for sure, which need nothing more.
         """
@@ -180,14 +179,14 @@ class Scheduler:
             if part.wants_logits and part.generated + 1 >= part.sequence.sampling.max_new_tokens
         }
 
-    def schedule(self, ending: Collection[Sequence] = ()) -> ScheduledStep:
+    def schedule(self, ending: Collection[RequestState] = ()) -> ScheduledStep:
         """The next step; blocks for its tokens are reserved. Empty only if there is no work.
 
         Args:
             ending: running sequences that need nothing more.
         """
-        step: dict[Sequence, int] = {}
-        late: list[Sequence] = []
+        step: dict[RequestState, int] = {}
+        late: list[RequestState] = []
         before, room, extra = self.preemptions, self.max_tokens, 0
         self.changed = []
         running = [*self.running]
@@ -218,7 +217,7 @@ class Scheduler:
                     sequence.request_id, sequence.tokens, computed
                 )
 
-    def finish(self, sequence: Sequence, *, sound_blocks: int | None = None) -> None:
+    def finish(self, sequence: RequestState, *, sound_blocks: int | None = None) -> None:
         """Takes a sequence out, running or waiting, and frees its blocks.
 
         Args:
@@ -236,7 +235,7 @@ class Scheduler:
         sequence.status = Status.FINISHED
 
     def _place(
-        self, sequence: Sequence, step: dict[Sequence, int], room: int, extra: int = 0
+        self, sequence: RequestState, step: dict[RequestState, int], room: int, extra: int = 0
     ) -> int:
         """Puts what there is room for of a sequence that still runs into a step.
 
@@ -261,7 +260,7 @@ class Scheduler:
         step[sequence] = count
         return taken + count
 
-    def _count(self, sequence: Sequence, room: int, rows: int) -> int:
+    def _count(self, sequence: RequestState, room: int, rows: int) -> int:
         """How many tokens of a sequence a step takes: a prompt that is scored needs logits of all,
         and a step has as many rows of logits as sequences can run, of which others have ``rows``.
         """
@@ -272,7 +271,7 @@ class Scheduler:
         """The positions of the blocks that so many take: a decode asks the pool once a block."""
         return -(-length // self.pool.block_size) * self.pool.block_size
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: RequestState) -> None:
         self.pool.preempt(sequence.request_id)
         self.changed = [each for each in self.changed if each != sequence.request_id]
         self.running.remove(sequence)
@@ -280,7 +279,7 @@ class Scheduler:
         self.waiting.appendleft(sequence)
         self.preemptions += 1
 
-    def _admit(self, step: dict[Sequence, int], room: int, extra: int) -> None:
+    def _admit(self, step: dict[RequestState, int], room: int, extra: int) -> None:
         while self.waiting and (rows := len(self.running) + extra) < self.max_seqs:
             sequence = self.waiting[0]
             if room < 1:
@@ -304,7 +303,7 @@ class Scheduler:
             room -= count
             extra += _extra_rows(sequence, count)
 
-    def _prompt(self, sequence: Sequence) -> PromptKeys:
+    def _prompt(self, sequence: RequestState) -> PromptKeys:
         """The tokens of the head of the queue, which are hashed once while it waits."""
         head, length = self._head, len(sequence.tokens)
         if head is not None and head[0] is sequence and head[1] == length:
@@ -313,13 +312,13 @@ class Scheduler:
         self._head = sequence, length, prompt
         return prompt
 
-    def _has_blocks(self, sequence: Sequence, prompt: PromptKeys | None) -> bool:
+    def _has_blocks(self, sequence: RequestState, prompt: PromptKeys | None) -> bool:
         # One block for each running sequence stays free, or the next step would preempt again.
         spare = len(self.running) * self.pool.block_size
         length = len(sequence.tokens) + spare
         return self.pool.can_allocate(length, prompt, salt=sequence.salt)
 
 
-def _extra_rows(sequence: Sequence, count: int) -> int:
+def _extra_rows(sequence: RequestState, count: int) -> int:
     """Rows of logits that so many tokens of a sequence need beyond the one that each has."""
     return count - 1 if sequence.scores_prompt else 0

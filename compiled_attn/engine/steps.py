@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, MutableMapping
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Callable, Collection, Hashable, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import FrameType
@@ -15,9 +14,9 @@ from typing import NamedTuple
 from compiled_attn.engine.block_memory import BlockMemory
 from compiled_attn.engine.executor import Executor, FittedStep
 from compiled_attn.engine.logprobs import ScoredToken
+from compiled_attn.engine.request_state import Mailbox, RequestState, Status, TokenEvent
 from compiled_attn.engine.sampler import NOT_FINITE
 from compiled_attn.engine.scheduler import ScheduledStep, Scheduler
-from compiled_attn.engine.sequence import Mailbox, Sequence, Status, TokenEvent
 from compiled_attn.engine.tally import StepRecord, Tally
 from graphs import no_compile
 
@@ -44,14 +43,14 @@ class Outcome:
     now_s: float
     record: StepRecord
     computed: ScheduledStep
-    tokens: list[tuple[Sequence, int, int]] = field(default_factory=list)
-    scored: list[tuple[Sequence, int, int, ScoredToken]] = field(default_factory=list)
+    tokens: list[tuple[RequestState, int, int]] = field(default_factory=list)
+    scored: list[tuple[RequestState, int, int, ScoredToken]] = field(default_factory=list)
     mail: defaultdict[Mailbox[TokenEvent], dict[Hashable, TokenEvent]] = field(
         default_factory=partial(defaultdict, dict)
     )
-    ended: list[tuple[Sequence, bool]] = field(default_factory=list)
+    ended: list[tuple[RequestState, bool]] = field(default_factory=list)
 
-    def make_true(self, requests: MutableMapping[int, Sequence], tally: Tally) -> None:
+    def make_true(self, requests: MutableMapping[int, RequestState], tally: Tally) -> None:
         """Hands out tokens and events, and ends what has ended; once more changes nothing."""
         for sequence, place, token in self.tokens:
             sequence.take(place, token, self.now_s)
@@ -73,7 +72,7 @@ class Outcome:
             sound = memory.sound_hits(sequence.request_id) if has_failed else None
             scheduler.finish(sequence, sound_blocks=sound)
 
-    def tell(self, sequence: Sequence, event: TokenEvent) -> None:
+    def tell(self, sequence: RequestState, event: TokenEvent) -> None:
         """Adds what is told of a sequence."""
         self.mail[sequence.mailbox][self.number, sequence.request_id] = event
         if event.result is not None:
@@ -83,7 +82,7 @@ class Outcome:
 def outcome_of(
     number: int,
     step: ScheduledStep,
-    rows: SequenceOf[int | str | ScoredToken],
+    rows: Sequence[int | str | ScoredToken],
     now_s: float,
     record: StepRecord,
 ) -> Outcome:
@@ -210,7 +209,7 @@ class BegunStep(NamedTuple):
     """
 
     step: FittedStep
-    rows: SequenceOf[int | str | ScoredToken]
+    rows: Sequence[int | str | ScoredToken]
     started_s: float
 
 
@@ -270,7 +269,7 @@ class StepsUnderWay:
         """Gives up what has begun: its requests are computed again."""
         self._begun = None
 
-    def _begin(self, ending: Collection[Sequence] = ()) -> BegunStep | None:
+    def _begin(self, ending: Collection[RequestState] = ()) -> BegunStep | None:
         started = time.perf_counter()
         scheduled = self._scheduler.schedule(ending)
         if not scheduled:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from compiled_attn.cache.blocks.prefix import Salt
 from compiled_attn.engine.config import ConfigError
 from compiled_attn.engine.report import StepInfo
+from compiled_attn.engine.request_state import GenerationResult, Mailbox, TokenEvent
 from compiled_attn.engine.sampling import SamplingParams, token_ids
-from compiled_attn.engine.sequence import GenerationResult, Mailbox, TokenEvent
 
 if TYPE_CHECKING:
     from compiled_attn.engine.engine import Engine
@@ -199,8 +199,7 @@ def _serve(
             in_flight &= engine.open_requests
             yield
     finally:
-        for request_id in in_flight & engine.open_requests:
-            engine.abort(request_id)
+        engine._abort(in_flight)
 
 
 def _has_begun(engine: Engine, request_id: int) -> bool:

@@ -236,7 +236,7 @@ def paged_attention_forward(
         value_slots,
     )
     if paged.only_writes:
-        scoring = Scoring(scaling, window, softcap, None, s_aux)
+        scoring = Scoring(scaling, window=window, softcap=softcap, sinks=s_aux)
         call = UnifiedCall(*given, metadata, scoring, key_scale, value_scale, projection)
         check(call)
         call.write()

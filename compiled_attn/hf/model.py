@@ -31,6 +31,7 @@ from compiled_attn.hf.packed import (
     packed_weights,
     quantised_weights,
 )
+from compiled_attn.hf.packed_weight import PackedWeight
 from compiled_attn.hf.recorder import takes_logits_to_keep
 from compiled_attn.hf.region_keys import region_keys, without_numbers
 from compiled_attn.hf.shapes import calls_by_layer, check_fits
@@ -53,7 +54,8 @@ class Snapshot:
     object of each parameter; the address of one parameter a decoder layer, which a cast or a move
     changes. Values of parameters are not: no backend keeps a copy of them. Other storage of a
     single parameter is left to the graphs: `graphs.StaleGraph` where they hold addresses, a changed
-    guard where they are compiled; else they read what is there now.
+    guard where they are compiled; else they read what is there now. A write to a weight that was
+    packed as integers is watched too, see `compiled_attn.hf.packed_weight`.
 
     Args:
         model: the model.
@@ -71,6 +73,7 @@ class Snapshot:
         self._modes = [each.__dict__ for each in (model, *layers, *attentions)]
         self._forwards = [each.get("forward") for each in self._modes]
         self._names, self._owners, self._parameters = _parameters_of(model)
+        self._traps = {each.trap for each in self._parameters if isinstance(each, PackedWeight)}
         self._samples = [*_samples_of(model, layers)]
         self._addresses = [*map(Tensor.data_ptr, self._samples)]
 
@@ -88,6 +91,11 @@ class Snapshot:
             return "it is in training mode: call model.eval()"
         if [modes.get("forward") for modes in self._modes] != self._forwards:
             return "the forward of a layer was replaced or removed: put the old one back"
+        if any(trap.is_sprung for trap in self._traps):
+            return (
+                "a packed weight was written to, which changes nothing: load the model again, and "
+                "write new values with load_state_dict()"
+            )
         if self._has_other_parameters():
             return f"a parameter was replaced: {_REMEDY}, or write into the old one with copy_()"
         if [*map(Tensor.data_ptr, self._samples)] != self._addresses:
@@ -133,7 +141,8 @@ def _parameters_of(model: nn.Module) -> tuple[list[str], list[dict[str, Any]], l
 
 def _samples_of(model: nn.Module, layers: Iterable[nn.Module]) -> Iterable[Tensor]:
     for part in (*layers, model):
-        yield from (parameter for _, parameter in zip(range(1), part.parameters(), strict=False))
+        # Plain ones where there are any: torch takes a while to look at a subclass.
+        yield from sorted(part.parameters(), key=lambda each: isinstance(each, PackedWeight))[:1]
 
 
 class _WithRegions(nn.Module):

@@ -3,7 +3,8 @@
 The parameters stay the model's, in another order: no memory is needed twice. What goes in and out
 by ``state_dict`` has the order of plain weights. In int8 they take half of the memory, and are what
 they were but for rounding; so do the upper halves of weights of float32 whose lower ones are zeros,
-and those are what they were.
+and those are what they were. Both are integers, in which arithmetic on a parameter would be another
+one: they lie in a buffer of the layer, and the parameter is a `PackedWeight` without memory.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from types import MethodType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter, functional
 
 from compiled_attn.hf.layers import restore
+from compiled_attn.hf.packed_weight import PackedWeight, WriteTrap
 from compiled_attn.ops import load, packed_linear
 from compiled_attn.ops.packed_linear import Packing
 
@@ -38,29 +40,37 @@ class _Packed(nn.Module):
     """A layer of a packed ``weight``, which `state_dict` gives and takes as a plain one.
 
     Attributes:
+        packed: the integers of a `PackedWeight`; None for any other.
         scale: ``[N]`` of a weight of int8; None for any other.
         single: of a weight of halves nothing, in the dtype that it stands for; None for any other.
     """
 
     weight: Tensor
+    packed: Tensor | None
     scale: Tensor | None
     single: Tensor | None
 
-    def _keep(self, weight: Tensor, scale: Tensor | None) -> None:
+    def _keep(self, weight: Tensor, packed: Tensor | None, scale: Tensor | None) -> None:
         self.weight = weight
+        self.register_buffer("packed", packed, persistent=False)
         self.register_buffer("scale", scale, persistent=False)
-        is_halves = weight.dtype is torch.int16
-        single = weight.new_empty(0, dtype=torch.float32) if is_halves else None
+        is_halves = packed is not None and packed.dtype is torch.int16
+        single = torch.empty(0, dtype=torch.float32) if is_halves else None
         self.register_buffer("single", single, persistent=False)  # is cast with the model
+
+    @property
+    def _stored(self) -> Tensor:
+        """The weight in the order of the op."""
+        return self.weight if self.packed is None else self.packed
 
     def _is_cast(self) -> bool:
         """Whether the op does not take the weight any more."""
         if self.single is not None:
             return self.single.dtype is not torch.float32
-        return not packed_linear.is_packed(self.weight)
+        return not packed_linear.is_packed(self._stored)
 
     def _plain_weight(self) -> Tensor:
-        weight = packed_linear.unpack(self.weight.detach())
+        weight = packed_linear.unpack(self._stored.detach())
         if self.single is not None:
             return weight.to(self.single.dtype)
         return weight if self.scale is None else (weight * self.scale[:, None]).bfloat16()
@@ -72,29 +82,35 @@ class _Packed(nn.Module):
     def _load_from_state_dict(self, state: Any, prefix: str, *others: Any) -> None:
         name = f"{prefix}weight"
         plain = state.get(name)
-        panels, pairs, *tile = self.weight.shape
-        if plain is not None and plain.shape == (panels * tile[0], pairs * tile[1]):
-            *_, errors = others
-            state = {**state, name: self._taken(name, plain, errors)}
-        # or else torch says what does not fit
-        super()._load_from_state_dict(state, prefix, *others)
+        panels, groups, *tile = self._stored.shape
+        if plain is None or plain.shape != (panels * tile[0], groups * tile[1]):
+            super()._load_from_state_dict(state, prefix, *others)  # says what does not fit
+        elif self.packed is None:
+            packed = packed_linear.arranged(plain.to(self.weight), self.weight.shape[-1])
+            super()._load_from_state_dict({**state, name: packed}, prefix, *others)
+        else:
+            *_, missing, _, errors = others
+            self._take(name, plain, self.packed, errors)
+            rest = {key: value for key, value in state.items() if key != name}
+            super()._load_from_state_dict(rest, prefix, *others)
+            if name in missing:
+                missing.remove(name)
 
-    def _taken(self, name: str, plain: Tensor, errors: list[str]) -> Tensor:
-        """A plain weight packed as this one is; this one where it cannot be, with an error."""
+    def _take(self, name: str, plain: Tensor, packed: Tensor, errors: list[str]) -> None:
+        """Packs a plain weight as this one is; adds an error where it cannot be."""
         if self.scale is not None:
-            packed, scale = packed_linear.quantise(plain)
+            codes, scale = packed_linear.quantise(plain)
+            packed.copy_(codes)
             self.scale.copy_(scale)
-            return packed
-        if self.single is None:
-            return packed_linear.arranged(plain.to(self.weight), self.weight.shape[-1])
-        single = plain.to(self.weight.device, torch.float32)
+            return
+        single = plain.to(packed.device, torch.float32)
         if packed_linear.has_halves(single):
-            return packed_linear.halve(single)
+            packed.copy_(packed_linear.halve(single))
+            return
         errors.append(
             f"expected for {name} weights that bfloat16 holds exactly, as those that an engine has "
             "packed into 16 bits, got others: load the model again, and take weights 'packed'"
         )
-        return self.weight
 
 
 class PackedLinear(_Packed):
@@ -102,16 +118,19 @@ class PackedLinear(_Packed):
 
     Args:
         linear: the layer that it takes the place of; its weight is packed already.
-        scale: ``[out_features]``, if that is int8.
+        packed: the integers of its weight, if they lie elsewhere.
+        scale: ``[out_features]``, if they are int8.
 
     Shape:
         - forward(``[..., in_features]``) -> ``[..., out_features]``
     """
 
-    def __init__(self, linear: nn.Linear, scale: Tensor | None = None) -> None:
+    def __init__(
+        self, linear: nn.Linear, packed: Tensor | None = None, scale: Tensor | None = None
+    ) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self._keep(linear.weight, scale)
+        self._keep(linear.weight, packed, scale)
         self.bias = linear.bias
         load()
 
@@ -121,7 +140,7 @@ class PackedLinear(_Packed):
         if self._is_cast() or not self._takes(input.dtype) or self._wants_gradients(input):
             return self.plain(input)
         rows = input.reshape(-1, self.in_features).contiguous()
-        out = torch.ops.compiled_attn.packed_linear(rows, self.weight, self.bias, self.scale)
+        out = torch.ops.compiled_attn.packed_linear(rows, self._stored, self.bias, self.scale)
         shaped: Tensor = out.view(*input.shape[:-1], self.out_features)
         return shaped
 
@@ -131,12 +150,12 @@ class PackedLinear(_Packed):
         return self.scale is None or dtype is torch.bfloat16
 
     def _wants_gradients(self, input: Tensor) -> bool:
-        own = input, self.weight, self.bias
+        own = input, self._stored, self.bias
         return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in own)
 
     def plain(self, input: Tensor) -> Tensor:
         """The output of a plain layer of the same weight, which is unpacked for this call."""
-        weight = packed_linear.unpack(self.weight)
+        weight = packed_linear.unpack(self._stored)
         if self.single is not None:
             weight = weight.to(self.single.dtype)
         if self.scale is None:
@@ -154,16 +173,19 @@ class PackedEmbedding(_Packed):
 
     Args:
         embedding: the layer that it takes the place of; its weight is packed already.
-        scale: ``[num_embeddings]``, if that is int8.
+        packed: the integers of its weight, if they lie elsewhere.
+        scale: ``[num_embeddings]``, if they are int8.
 
     Shape:
         - forward(ids ``[...]``) -> ``[..., embedding_dim]``
     """
 
-    def __init__(self, embedding: nn.Embedding, scale: Tensor | None = None) -> None:
+    def __init__(
+        self, embedding: nn.Embedding, packed: Tensor | None = None, scale: Tensor | None = None
+    ) -> None:
         super().__init__()
         self.num_embeddings, self.embedding_dim = embedding.num_embeddings, embedding.embedding_dim
-        self._keep(embedding.weight, scale)
+        self._keep(embedding.weight, packed, scale)
         load()
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -174,7 +196,7 @@ class PackedEmbedding(_Packed):
         return rows if self.scale is None else (rows * self.scale[ids][..., None]).bfloat16()
 
     def _rows(self, ids: Tensor) -> Tensor:
-        weight = self.weight
+        weight = self._stored
         wants_gradients = torch.is_grad_enabled() and weight.requires_grad
         if wants_gradients or not packed_linear.is_packed(weight):
             return packed_linear.rows(weight, ids)
@@ -188,7 +210,7 @@ def pack_linears(
     undo: contextlib.ExitStack,
     packing: Callable[[Tensor], Packing | None] = packed_linear.as_packed,
 ) -> None:
-    """Packs the weights of a model's linear layers, each where it is.
+    """Packs the weights of a model's linear layers, one after the other.
 
     Left alone are weights that the op does not take, that something else than linear layers and
     embeddings of torch's own classes has (adapters, quantised layers, scaled embeddings), and
@@ -198,20 +220,19 @@ def pack_linears(
         model: is changed; where gradients are wanted, its layers compute as plain ones.
         undo: gets what makes the model what it was: the weights themselves, where they become int8.
         packing: how a weight ``[N, K]`` is to be packed, of those that can be; None: not at all.
-            int8 has a scale for each output, and is for bfloat16 alone. Integers have no gradients:
-            weights of int8 and of halves need none from then on.
+            int8 has a scale for each output, and is for bfloat16 alone. Weights of int8 and of
+            halves become `PackedWeight`, which have no gradients.
     """
     homes, owners = _homes(model), _owners(model)
+    traps = {dtype: WriteTrap(dtype) for dtype in (torch.float32, torch.bfloat16)}
     for parameter in packable(model):
         chosen = packing(parameter)
         if chosen is None:
             continue
-        if chosen == "halves" and not _has_other_floats(model, parameter):
-            chosen = "packed"  # or nothing would tell the dtype of the model
         places = owners[parameter.data_ptr()]
-        scale = _PACK[chosen](parameter, undo)
+        stored = _PACK[chosen](parameter, traps[parameter.dtype], undo)
         for _, module in places:
-            _replace(module, scale, homes[id(module)], undo)
+            _replace(module, stored, homes[id(module)], undo)
 
 
 @contextlib.contextmanager
@@ -248,6 +269,7 @@ def packable(model: nn.Module) -> list[Parameter]:
         owners[0][0]
         for owners in _owners(model).values()
         if len({id(parameter) for parameter, _ in owners}) == 1  # or else one would stay behind
+        and type(owners[0][0]) is Parameter
         and packed_linear.can_pack(owners[0][0])
         and any(type(module) is nn.Linear for _, module in owners)
         and all(_is_plain(module) for _, module in owners)
@@ -273,10 +295,6 @@ def _homes(model: nn.Module) -> dict[int, list[tuple[dict[str, Any], str]]]:
     return homes
 
 
-def _has_other_floats(model: nn.Module, parameter: Parameter) -> bool:
-    return any(p.is_floating_point() for p in model.parameters() if p is not parameter)
-
-
 def _is_plain(module: nn.Module) -> bool:
     if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
         return False
@@ -284,31 +302,42 @@ def _is_plain(module: nn.Module) -> bool:
     return is_embedding or type(module) is nn.Linear
 
 
-def _pack(parameter: Parameter, undo: contextlib.ExitStack) -> Tensor | None:
+_Stored: TypeAlias = "tuple[Tensor | None, Tensor | None]"
+"""The integers of a weight and their scale; None: it has none."""
+
+
+def _pack(parameter: Parameter, _: WriteTrap, undo: contextlib.ExitStack) -> _Stored:
     undo.callback(_unpack, parameter)
     parameter.data = packed_linear.pack(parameter.detach())
-    return None
+    return None, None
 
 
-def _halve(parameter: Parameter, undo: contextlib.ExitStack) -> Tensor | None:
+def _halve(parameter: Parameter, trap: WriteTrap, undo: contextlib.ExitStack) -> _Stored:
     halves = packed_linear.halve(parameter.detach())
-    undo.callback(parameter.requires_grad_, parameter.requires_grad)
-    undo.callback(_unpack, parameter)
-    parameter.requires_grad_(False)  # integers have no gradients
-    parameter.data = halves
-    return None
+    _hide(parameter, trap, lambda: packed_linear.unpack(halves), undo)
+    return halves, None
 
 
-def _quantise(parameter: Parameter, undo: contextlib.ExitStack) -> Tensor | None:
-    """Makes a weight int8; returns its scale."""
+def _quantise(parameter: Parameter, trap: WriteTrap, undo: contextlib.ExitStack) -> _Stored:
+    plain = parameter.detach()
+    codes, scale = packed_linear.quantise(plain)
+    _hide(parameter, trap, lambda: plain, undo)
+    return codes, scale
+
+
+def _hide(
+    parameter: Parameter,
+    trap: WriteTrap,
+    plain: Callable[[], Tensor],
+    undo: contextlib.ExitStack,
+) -> None:
     undo.callback(parameter.requires_grad_, parameter.requires_grad)
-    undo.callback(setattr, parameter, "data", parameter.detach())
+    undo.callback(lambda: PackedWeight.reveal(parameter, plain()))
     parameter.requires_grad_(False)
-    parameter.data, scale = packed_linear.quantise(parameter.detach())
-    return scale
+    PackedWeight.hide(parameter, trap)
 
 
-_PACK: dict[Packing, Callable[[Parameter, contextlib.ExitStack], Tensor | None]] = {
+_PACK: dict[Packing, Callable[[Parameter, WriteTrap, contextlib.ExitStack], _Stored]] = {
     "packed": _pack,
     "halves": _halve,
     "int8": _quantise,
@@ -317,12 +346,12 @@ _PACK: dict[Packing, Callable[[Parameter, contextlib.ExitStack], Tensor | None]]
 
 def _replace(
     module: nn.Module,
-    scale: Tensor | None,
+    stored: _Stored,
     places: list[tuple[dict[str, Any], str]],
     undo: contextlib.ExitStack,
 ) -> None:
     kind: Any = PackedLinear if isinstance(module, nn.Linear) else PackedEmbedding
-    packed: nn.Module = kind(module, scale)
+    packed: nn.Module = kind(module, *stored)
     packed.train(module.training)
     for children, name in places:
         undo.callback(children.__setitem__, name, module)

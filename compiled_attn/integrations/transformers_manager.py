@@ -21,7 +21,7 @@ from transformers.generation.continuous_batching.continuous_api import OutputRou
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 from compiled_attn.engine import Engine, EngineConfig, SamplingParams
-from compiled_attn.engine.sequence import TokenEvent
+from compiled_attn.engine.request_state import TokenEvent
 from compiled_attn.errors import EngineUnsupported
 from compiled_attn.hf import ATTENTION_NAME
 from compiled_attn.integrations.transformers_sampling import sampling_for

@@ -63,8 +63,9 @@ def _check_caches(call: PagedCall) -> None:
 
 
 def _check_scoring(call: PagedCall) -> None:
-    _, window, softcap, slopes, sinks = call.scoring
-    for name, vector in (("alibi_slopes", slopes), ("sinks", sinks)):
+    scoring = call.scoring
+    window, softcap = scoring.window, scoring.softcap
+    for name, vector in (("alibi_slopes", scoring.alibi_slopes), ("sinks", scoring.sinks)):
         if vector is not None:
             _expect.tensor(name, vector, "[H]", call.query.shape[1:2], _FLOAT32, call.query)
     if window is not None:

@@ -187,13 +187,14 @@ def attend_paged(call: PagedCall) -> tuple[Tensor, Tensor]:
         KernelArgumentError: what does not fit, such as a block out of range; in a compiled or
             captured graph of C++ a ``RuntimeError``.
     """
-    scale, window, softcap, slopes, sinks = call.scoring
+    scoring = call.scoring
+    slopes, sinks = scoring.alibi_slopes, scoring.sinks
     ints = call.block_table, call.seq_lens, call.query_start_loc
     step = [_dense_rows(as_int32(each)) for each in ints]
     options = {
         "causal": call.causal,
-        "window": window,
-        "softcap": softcap,
+        "window": scoring.window,
+        "softcap": scoring.softcap,
         "alibi_slopes": None if slopes is None else slopes.float().contiguous(),
         "sinks": None if sinks is None else sinks.float().contiguous(),
         "key_scale": call.key_scale,
@@ -202,13 +203,13 @@ def attend_paged(call: PagedCall) -> tuple[Tensor, Tensor]:
     query, caches = _dense_rows(call.query), (call.key_cache, call.value_cache)
     if call.new is None:
         op = torch.ops.compiled_attn.paged_attention
-        out, lse = refusing(op, query, *caches, *step, scale, **options)
+        out, lse = refusing(op, query, *caches, *step, scoring.scale, **options)
         return out, lse
     key, value, slots = call.new
     op = torch.ops.compiled_attn.paged_attention_
     out, lse = refusing(
         op, query, _dense_rows(key), _dense_rows(value), *caches, slots.long().contiguous(), *step,
-        scale, **options,
+        scoring.scale, **options,
     )  # fmt: skip
     return out, lse
 

@@ -168,12 +168,12 @@ def _attend(
     """One request, its last rows as queries ``[n, H, D]`` over keys ``first .. length - 1``, ``[m,
     Hk, ..]`` -> out ``[n, H, Dv]``, lse ``[n, H]``.
     """
-    scale, window, softcap, _, sinks = call.scoring
+    scoring = call.scoring
     position = torch.arange(length - len(query), length, device=query.device)
     keys = torch.arange(first, length, device=query.device)
     later = keys > position.unsqueeze(1) if call.causal else torch.tensor(False)
     bias = torch.zeros(len(position), len(keys)).masked_fill(later, -math.inf)
-    bias = by_position(bias, position, keys, window, call.scoring.slopes_for(query))
-    part = attend(query, key, value, bias, scale=scale, softcap=softcap)
-    parts = part, partial_attn_sinks(sinks, part)
+    bias = by_position(bias, position, keys, scoring.window, scoring.slopes_for(query))
+    part = attend(query, key, value, bias, scale=scoring.scale, softcap=scoring.softcap)
+    parts = part, partial_attn_sinks(scoring.sinks, part)
     return merge(*parts), log_sum_exp(*parts)

@@ -67,17 +67,17 @@ def why_not(call: PagedCall) -> str | None:
 
 def traits_of(call: PagedCall) -> AttentionTraits:
     """What decides whether it can serve a call."""
-    _, window, softcap, slopes, sinks = call.scoring
-    left = -1 if window is None else window - 1
+    scoring = call.scoring
+    left = -1 if scoring.window is None else scoring.window - 1
     return AttentionTraits(
         call.query.device.type,
         call.query.dtype,
         (call.key_cache.dtype, call.value_cache.dtype),
         call.query.shape[2],
-        softcap=softcap is not None,
-        alibi=0 if slopes is None else 1,
+        softcap=scoring.softcap is not None,
+        alibi=0 if scoring.alibi_slopes is None else 1,
         window=(left, 0) if call.causal else (-1, -1),
-        sinks=sinks is not None,
+        sinks=scoring.sinks is not None,
         value_dim=call.value_cache.shape[3],
         page=call.key_cache.shape[1],
     )

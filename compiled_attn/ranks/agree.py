@@ -87,9 +87,9 @@ def _facts(model: PreTrainedModel, config: EngineConfig) -> dict[str, str]:
 
 
 def _sum_of(model: nn.Module) -> str:
-    """A checksum of the names, shapes and first bytes of all weights."""
+    """A checksum of the names, shapes and first bytes of all weights and buffers."""
     total = 0
-    for name, weight in model.named_parameters():
+    for name, weight in (*model.named_parameters(), *model.named_buffers()):
         first = weight.detach().reshape(-1)[:_SAMPLE].cpu().contiguous().view(torch.uint8)
         total = zlib.crc32(f"{name} {weight.dtype} {[*weight.shape]}".encode(), total)
         total = zlib.crc32(first.numpy().tobytes(), total)

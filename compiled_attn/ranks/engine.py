@@ -8,7 +8,7 @@ from typing import Any
 
 from compiled_attn.cache.blocks.prefix import Salt
 from compiled_attn.engine import Engine, SamplingParams
-from compiled_attn.engine.sequence import Mailbox, Sequence, TokenEvent
+from compiled_attn.engine.request_state import Mailbox, RequestState, TokenEvent
 from compiled_attn.engine.steps import Attempt
 from compiled_attn.errors import EngineStopped
 from compiled_attn.ranks.group import Ranks
@@ -93,7 +93,7 @@ class RankEngine(Engine):
         self._said.append(_Entered(request_id, prompt, self._requests[request_id].sampling, salt))
         return request_id
 
-    def _drop(self, sequence: Sequence, attempt: Attempt) -> None:
+    def _drop(self, sequence: RequestState, attempt: Attempt) -> None:
         super()._drop(sequence, attempt)
         request_id = sequence.request_id
         told = [each for each in self._said if each.request_id != request_id]

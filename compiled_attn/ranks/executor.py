@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +10,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from compiled_attn.engine.config import EngineConfig
-from compiled_attn.engine.executor import FittedStep
+from compiled_attn.engine.executor import ExecutorReport, FittedStep
 from compiled_attn.engine.local import LocalExecutor
 from compiled_attn.engine.logprobs import ScoredToken
 from compiled_attn.ranks.group import Ranks
@@ -53,7 +52,11 @@ class RankExecutor(LocalExecutor):
         """See `Executor.finite_blocks`; as few as on the rank that has the fewest."""
         return self.ranks.least(super().finite_blocks(places))
 
-    def run(self, step: FittedStep) -> SequenceOf[int | str | ScoredToken]:
+    def report(self) -> ExecutorReport:
+        """See `Executor.report`."""
+        return replace(super().report(), ranks=self.ranks.count)
+
+    def run(self, step: FittedStep) -> Sequence[int | str | ScoredToken]:
         """The token after each part, the same on each rank, see `Executor.run`.
 
         Raises:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
+from compiled_attn.engine.request_state import GenerationResult
 from compiled_attn.engine.sampling import SamplingParams
-from compiled_attn.engine.sequence import GenerationResult
 from compiled_attn.text.tokenizer import REPLACEMENT, Tokenizer
 
 __all__ = ["Answer", "AnswerPieces", "StopFilter", "TextPieces", "echo_of", "end_of"]

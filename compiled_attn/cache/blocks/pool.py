@@ -9,11 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from compiled_attn.arguments import whole
+from compiled_attn.cache.blocks.allocator import BlockAllocator
 from compiled_attn.cache.blocks.partial_hits import least_partial
 from compiled_attn.cache.blocks.places import BlockPlaces
 from compiled_attn.cache.blocks.prefix import PrefixIndex, PrefixMatch, PromptKeys, Salt, Tokens
 from compiled_attn.cache.blocks.stats import PoolStats
-from compiled_attn.cache.blocks.table import BlockAllocator, BlockTable
+from compiled_attn.cache.blocks.table import BlockTable
 from compiled_attn.errors import DuplicateRequest, OutOfBlocks, UnknownRequest
 
 __all__ = ["BlockPool"]

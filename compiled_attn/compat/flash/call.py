@@ -67,9 +67,9 @@ class FlashCall:
         left = self.window[0]
         return Scoring(
             scale,
-            left + 1 if left >= 0 else None,
-            self.softcap if self.softcap > 0 else None,
-            self.alibi_slopes,
+            window=left + 1 if left >= 0 else None,
+            softcap=self.softcap if self.softcap > 0 else None,
+            alibi_slopes=self.alibi_slopes,
         )
 
     @property

@@ -78,7 +78,8 @@ def attend_launch(
     """
     out, lse, totals = results
     problem, tile, splits = problem_of(call), plan.tile, plan.splits
-    scale, window, softcap, slopes, sinks = call.scoring
+    scoring = call.scoring
+    window, softcap, slopes = scoring.window, scoring.softcap, scoring.alibi_slopes
     tile_heads = min(problem.group, tile.rows)
     key_block, rest_block = key_blocks(problem.key_dim)
     is_raised = softcap is not None or slopes is not None
@@ -89,11 +90,11 @@ def attend_launch(
         "seq_lens": call.seq_lens,
         "starts": call.query_start_loc,
         "slopes": slopes,
-        "sinks": sinks,
+        "sinks": scoring.sinks,
         "out": out,
         "lse": lse,
         "totals": totals,
-        "factor": float(scale) * (1.0 if is_raised else math.log2(math.e)),
+        "factor": float(scoring.scale) * (1.0 if is_raised else math.log2(math.e)),
         "cap": float(softcap or 0.0),
         "lowest": -math.inf,
         "window": min(window or 0, _FAR),
@@ -114,8 +115,8 @@ def attend_launch(
         "WINDOWED": window is not None,
         "CAPPED": softcap is not None,
         "ALIBI": slopes is not None,
-        "SINKS": sinks is not None,
-        "FACTOR_LAST": scale > _SMALL and not is_raised and call.key_scale is None,
+        "SINKS": scoring.sinks is not None,
+        "FACTOR_LAST": scoring.scale > _SMALL and not is_raised and call.key_scale is None,
         "IS_SPLIT": splits > 1,
         "ROWS": tile.rows,
         "KEYS": tile.keys,

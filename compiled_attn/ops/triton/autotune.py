@@ -80,7 +80,7 @@ def call_of(problem: Problem, device: torch.device) -> PagedCall:
         table,
         torch.full((requests,), (problem.keys + 1) // 2, device=device, dtype=torch.int32),
         starts.int(),
-        Scoring(problem.key_dim**-0.5, None, None, None, None),
+        Scoring(problem.key_dim**-0.5),
         True,
         scale,
         scale,

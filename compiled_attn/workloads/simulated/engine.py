@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
+from compiled_attn.engine.request_state import RequestState
 from compiled_attn.engine.sampling import SamplingParams
-from compiled_attn.engine.sequence import Sequence as EngineSequence
 from compiled_attn.workloads.arrival import Arrival
 
 __all__ = ["BlockKey", "CountedTokens", "SimulatedEngine", "StepTime", "sequences"]
@@ -87,14 +87,14 @@ class CountedTokens:
         return self.chain[number] if number < len(self.chain) else (-1 - self.index, number)
 
 
-def sequences(arrivals: Sequence[Arrival], block_size: int) -> Iterator[EngineSequence]:
+def sequences(arrivals: Sequence[Arrival], block_size: int) -> Iterator[RequestState]:
     """The sequences of a demand, of `CountedTokens`, which the engine's scheduler only counts."""
     nodes: dict[tuple[int, int, int], int] = {}
     for index, arrival in enumerate(arrivals):
         tokens = CountedTokens(index, arrival.prompt_tokens, _chain(arrival, block_size, nodes))
         sampling = SamplingParams(max_new_tokens=arrival.output_tokens)
         counted = cast("list[int]", tokens)
-        yield EngineSequence(index, counted, arrival.prompt_tokens, sampling, 0.0)
+        yield RequestState(index, counted, arrival.prompt_tokens, sampling, 0.0)
 
 
 def _chain(arrival: Arrival, size: int, nodes: dict[tuple[int, int, int], int]) -> list[BlockKey]:

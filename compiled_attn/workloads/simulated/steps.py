@@ -10,8 +10,8 @@ from collections.abc import Collection, Sequence
 from typing import ClassVar, cast
 
 from compiled_attn.cache.blocks import BlockPool
+from compiled_attn.engine.request_state import RequestState
 from compiled_attn.engine.scheduler import ScheduledStep, ScheduledTokens, Scheduler
-from compiled_attn.engine.sequence import Sequence as EngineSequence
 from compiled_attn.workloads.simulated.engine import CountedTokens, SimulatedEngine
 from compiled_attn.workloads.simulated.pool import SimulatedPool
 
@@ -39,7 +39,7 @@ class SimulatedSteps:
         self.needs: dict[str, list[tuple[int, ...]]] = {name: [] for name in self.axes}
         self.seconds = 0.0
 
-    def serve(self, queue: deque[tuple[float, EngineSequence]], limit: int) -> None:
+    def serve(self, queue: deque[tuple[float, RequestState]], limit: int) -> None:
         """Run until every sequence has finished, at most ``limit`` of them at the same time."""
         now, offered, finished, total = 0.0, 0, 0, len(queue)
         while finished < total:
@@ -100,9 +100,9 @@ class OneKind(Scheduler):
 
     prefills = False
 
-    def schedule(self, ending: Collection[EngineSequence] = ()) -> ScheduledStep:
+    def schedule(self, ending: Collection[RequestState] = ()) -> ScheduledStep:
         """The next chunk, or else all decodes; a prompt is admitted as soon as there is room."""
-        step: dict[EngineSequence, int] = {}
+        step: dict[RequestState, int] = {}
         self.changed = []
         started = [sequence for sequence in self.running if sequence.remaining > 1]
         if not started and len(self.running) < (limit := self.max_seqs):

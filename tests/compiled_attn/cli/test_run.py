@@ -63,6 +63,7 @@ def test_a_run_serves_checks_and_writes_every_promised_key(
         0,
     )
     assert result["backend"] == "eager" and result["torch"] == torch.__version__
+    assert result["ranks"] == 1 and re.search(r"ranks\W+1\b", outcome.out)
     assert re.search(r"mismatched tokens\W+0\b", outcome.out)
     assert "6 requests, lengths scaled by 1: 165 prompt tokens, 123 to generate" in outcome.err
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from compiled_attn.engine import EngineConfig
 from compiled_attn.engine.executor import ExecutorReport, FittedStep
-from compiled_attn.engine.sequence import Sequence
+from compiled_attn.engine.request_state import RequestState
 from compiled_attn.engine.sizing import Sizing
 from compiled_attn.engine.staging import Later
 from compiled_attn.step import BatchBuilder, StepLimits, Tables
@@ -89,7 +89,7 @@ class CountingAhead(Counting):
 
     def __init__(self) -> None:
         super().__init__()
-        self.told: dict[Sequence, int] = {}
+        self.told: dict[RequestState, int] = {}
         self.unread = self.most_unread = 0
 
     def run(self, step):

@@ -16,8 +16,8 @@ from compiled_attn.engine import (
     Engine,
     EngineConfig,
     GenerationResult,
+    RequestState,
     SamplingParams,
-    Sequence,
     TokenEvent,
 )
 from compiled_attn.hf import ModelChanged
@@ -288,7 +288,7 @@ def test_a_model_that_changed_since_the_warmup_is_an_error_and_nothing_is_lost()
 def test_nothing_of_a_request_is_kept_when_it_was_served():
     engine = _engine()
 
-    kinds = Sequence, GenerationResult, TokenEvent
+    kinds = RequestState, GenerationResult, TokenEvent
 
     def alive() -> int:
         gc.collect()

@@ -284,3 +284,86 @@ def test_an_interpreter_that_exits_waits_for_nothing():
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "2", "")
+
+
+def _ends(serving: AsyncEngine) -> bool:
+    return serving.stop(drain=False, timeout=SECONDS) and not serving._owner._thread.is_alive()
+
+
+def test_a_look_in_a_look_is_at_once():
+    serving = AsyncEngine(warm_engine())
+    report = serving.look(lambda _: serving.look(lambda engine: serving.look(Engine.report)))
+    assert report.requests == 0 and serving.is_serving
+    assert _ends(serving)
+
+
+def test_a_look_in_the_progress_of_a_warmup_is_at_once():
+    seen, engine, is_made = [], Engine(Counting(), CONFIG), threading.Event()
+
+    def warmup(progress):
+        assert is_made.wait(SECONDS)
+        progress("a bucket")
+        return Counting.warmup(engine.executor)
+
+    engine.executor.warmup = warmup
+    serving = AsyncEngine(engine, progress=lambda event: seen.append(serving.look(_is_warm)))
+    is_made.set()
+    assert serving.look(_is_warm) is True and seen == [False]
+    assert _ends(serving)
+
+
+def _is_warm(engine: Engine) -> bool:
+    return engine.warmup_report is not None
+
+
+@pytest.mark.parametrize("way", ["result", "read", "await", "async read"])
+def test_waiting_in_the_engines_own_thread_is_refused(way, paced):
+    executor, serving = paced
+    handle = serving.submit([7], LONG)
+    executor.steps.release(1)
+
+    async def read():
+        return [event async for event in handle]
+
+    async def wait():
+        return await handle
+
+    ways = {
+        "result": handle.result,
+        "read": lambda: list(handle),
+        "await": lambda: asyncio.run(wait()),
+        "async read": lambda: asyncio.run(read()),
+    }
+    executor.steps.release(1000)
+    with pytest.raises(RuntimeError, match="would wait for itself: read requests in another"):
+        serving.look(lambda _: ways[way]())
+    assert _ends(serving)
+
+
+def test_what_has_ended_can_be_read_in_the_engines_own_thread():
+    serving = AsyncEngine(warm_engine())
+    handle = serving.submit([7], LONG)
+    handle.result(SECONDS)
+    assert len(serving.look(lambda _: list(handle))) == 30
+    assert serving.look(lambda _: handle.result()) is handle.result()
+    assert _ends(serving)
+
+
+def test_a_look_within_a_step_is_refused_and_ends_the_engine():
+    executor = Counting()
+    serving = AsyncEngine(warm_engine(executor))
+    run, executor.run = executor.run, lambda step: serving.look(Engine.report)
+    handle = serving.submit([7], LONG)
+    with pytest.raises(EngineStopped, match="expected a look between two steps"):
+        handle.result(SECONDS)
+    executor.run = run
+    assert _ends(serving)
+
+
+@pytest.mark.parametrize("drain", [False, True])
+def test_stop_in_the_engines_own_thread_returns_and_ends_it(drain):
+    serving = AsyncEngine(warm_engine())
+    assert serving.look(lambda _: serving.stop(drain=drain)) is False
+    with pytest.raises(EngineStopped):
+        serving.look(Engine.report)
+    assert _ends(serving)

@@ -6,16 +6,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compiled_attn.cache.blocks import BlockPool
-from compiled_attn.engine import SamplingParams, Scheduler, Sequence, Status
+from compiled_attn.engine import RequestState, SamplingParams, Scheduler, Status
 
 
 def _sequence(
     request_id: int, prompt: int, new: int = 4, start: int = 0, *, scored: bool = False
-) -> Sequence:
+) -> RequestState:
     """One whose prompt, if it is scored, needs a row of logits for each token."""
     tokens = list(range(start, start + prompt))
     params = SamplingParams(max_new_tokens=new, prompt_logprobs=0 if scored else None)
-    return Sequence(request_id, tokens, prompt, params, 0.0)
+    return RequestState(request_id, tokens, prompt, params, 0.0)
 
 
 def _run_step(scheduler: Scheduler) -> list[tuple[int, int]]:
@@ -87,7 +87,7 @@ def test_when_blocks_run_out_the_newest_sequence_is_computed_again_later():
     assert scheduler.pool.stats().used == 0
 
 
-def _two_running(blocks: int = 9) -> tuple[Scheduler, Sequence, Sequence]:
+def _two_running(blocks: int = 9) -> tuple[Scheduler, RequestState, RequestState]:
     """Two sequences of four tokens in blocks of two, each with its first token sampled."""
     scheduler = Scheduler(BlockPool(blocks, 2), max_tokens=16, max_seqs=4)
     pair = _sequence(0, 4, new=9), _sequence(1, 4, new=9, start=100)

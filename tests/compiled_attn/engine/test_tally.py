@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from compiled_attn.engine.sequence import Mailbox
+from compiled_attn.engine.request_state import Mailbox
 from compiled_attn.engine.tally import BINS, Series, StepRecord, Tally, bin_of, quantile
 from graphs import Bucket
 

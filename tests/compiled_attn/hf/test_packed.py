@@ -277,7 +277,9 @@ def test_layers_of_int8_compute_with_rounded_weights_of_half_the_memory(model):
     before, input = sum(w.nbytes for w in packed), torch.randn(5, 64).bfloat16()
     pack_linears(model, contextlib.ExitStack(), packed_linear.as_int8)
     assert packed_weights(model) == quantised_weights(model) == 3
-    assert sum(w.nbytes for w in packed) * 2 == before
+    layers = model.head, model.inner["a"], model.inner["b"]
+    assert sum(each.packed.nbytes for each in layers) * 2 == before
+    assert all(w.untyped_storage().nbytes() == 2 for w in packed)
     for layer in (lambda m: m.head, lambda m: m.inner["a"], lambda m: m.inner["b"]):
         weight, bias = _rounded(layer(plain).weight), layer(plain).bias
         expected = input.double() @ weight.double().T + (0 if bias is None else bias.double())

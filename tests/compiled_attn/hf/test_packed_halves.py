@@ -36,7 +36,8 @@ def test_weights_in_halves_compute_as_whole_ones_and_take_half_of_the_memory(sin
     pack_linears(whole, contextlib.ExitStack())
     pack_linears(single, contextlib.ExitStack(), in_halves)
     assert packed_weights(single) == halved_weights(single) == 3
-    assert sum(p.nbytes for p in (single.head.weight, single.inner["a"].weight)) * 2 == before
+    assert sum(m.packed.nbytes for m in (single.head, single.inner["a"])) * 2 == before
+    assert all(p.untyped_storage().nbytes() == 4 for p in (single.head.weight, parameters[0]))
     assert all(one is other for one, other in zip(parameters, single.parameters(), strict=True))
     with torch.no_grad(), halves_by("floats", load(strict=True)):
         for one, other in zip(single(IDS), whole(IDS), strict=True):
@@ -111,13 +112,13 @@ def test_a_cast_model_takes_its_own_state(single, dtype):
         assert torch.equal(value, state[name]), name
 
 
-def test_the_last_weight_that_tells_the_dtype_stays_a_float():
+def test_a_model_whose_weights_are_all_in_16_bits_tells_its_dtype():
     load()
     model = torch.nn.Sequential(*(torch.nn.Linear(32, 32, bias=False) for _ in range(3)))
     model.bfloat16().float()
     pack_linears(model, contextlib.ExitStack(), in_halves)
-    assert packed_weights(model) == 3 and halved_weights(model) == 2
-    assert {p.dtype for p in model.parameters() if p.is_floating_point()} == {torch.float32}
+    assert packed_weights(model) == halved_weights(model) == 3
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
 def test_a_model_that_does_not_bear_halves_is_packed_whole(monkeypatch, caplog):

@@ -134,13 +134,44 @@ def test_great_scores_weigh_what_they_are(ops, dtype, size, rows):
     query, keys = (torch.randn(s) * size for s in ((rows, H, D), (4, 16, 1, D)))
     query, keys, values = (x.to(dtype) for x in (query, keys, torch.randn(4, 16, 1, D)))
     out, lse = _with(ops, query, keys, values)
-    scores = query.double() @ keys.double().view(64, D).T * D**-0.5
+    scores, keys = query.double() @ keys.double().view(64, D).T * D**-0.5, keys.double().view(64, D)
     seen = torch.arange(64) <= torch.arange(64 - rows, 64)[:, None, None]
-    scores = scores.masked_fill(~seen, -torch.inf)
-    wanted = scores.softmax(-1) @ values.double().view(64, D)
-    torch.testing.assert_close(out.double(), wanted, rtol=2e-2, atol=2e-2)
-    rounding = float(scores[scores.isfinite()].abs().max()) * 1e-5  # sums of products cancel out
-    torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=0, atol=rounding)
+    scores = scores.masked_fill(~seen, -1e300)
+    errors = _gamma(D + 6) * (query.double().abs() @ keys.abs().T) * D**-0.5 * seen
+    weights, values = scores.softmax(-1), values.double().view(64, D)
+    # Of the exponential, of sums over 64 keys, and of storing the weight and the output.
+    stored = 1 + torch.finfo(dtype).eps / 2
+    relative = (1 + _EXPONENTIAL) * (1 + _gamma(64 + 6)) * stored**2 - 1
+    off = _weight_errors(scores, errors, weights)
+    bound = (off + relative * (weights + off)) @ values.abs()
+    assert ((out.double() - weights @ values).abs() <= bound).all()
+    assert bound.median() < 0.1  # a key that nearly ties with the largest is rare
+    wanted = scores.logsumexp(-1)
+    bound = errors.amax(-1) + relative + _gamma(4) * wanted.abs()
+    assert ((lse.double() - wanted).abs() <= bound).all()
+
+
+def _gamma(roundings: int) -> float:
+    """Relative error after so many roundings to float32, in any order (Higham 2002, 3.1)."""
+    total = roundings * torch.finfo(torch.float32).eps / 2
+    return total / (1 - total)
+
+
+_EXPONENTIAL = 3e-6 + _gamma(100)
+"""Relative error of a weight: that of the kernels' polynomial (`column_softmax.h`), and of its
+argument, which is above -100 where the weight is not nothing."""
+
+
+def _weight_errors(scores, errors, weights):
+    """How far weights are off at most when each score is off by up to its error: ``[..., keys]``.
+
+    A weight is largest when its own score is too high and all others are too low.
+    """
+    others, own = scores.unsqueeze(-2), scores.unsqueeze(-1)
+    spread = (errors.unsqueeze(-2) + errors.unsqueeze(-1)) * (1 - torch.eye(scores.shape[-1]))
+    most = 1 / (others - own - spread).exp().sum(-1)
+    least = 1 / (others - own + spread).exp().sum(-1)
+    return torch.maximum(most - weights, weights - least)
 
 
 @pytest.mark.parametrize("size", [1e7, math.inf])

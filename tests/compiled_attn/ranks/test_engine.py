@@ -34,7 +34,7 @@ def test_two_ranks_give_the_tokens_of_one_process():
     said = launched("families", "eager", "llama", "qwen3", "gemma2", "mixtral")
     names = [name for name, *_ in said]
     assert names == ["llama", "qwen3", "gemma2", "mixtral"]
-    assert all(rest[:3] == [True, 1, "native"] for _, *rest in said)  # one KV head of two
+    assert all(rest[:4] == [True, 1, "native", 2] for _, *rest in said)  # one KV head of two
 
 
 @pytest.mark.dist

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -48,9 +50,12 @@ def test_ctrl_c_ends_all_ranks_without_a_traceback(tmp_path, to_all):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_divided_contexts_give_the_tokens_of_plain_transformers(tmp_path, dtype):
     arguments = ["--context-parallel", "--dtype", dtype, "--requests", "4", "--check", "4"]
-    run = started(tmp_path, *_RUN, *arguments, "--scale", "0.1", "--max-seqs", "2")
+    arguments += ["--scale", "0.1", "--max-seqs", "2", "--json", str(tmp_path / "result.json")]
+    run = started(tmp_path, *_RUN, *arguments)
     assert run.wait(timeout=800) == 0, said(tmp_path, 0)
     assert "4 requests" in said(tmp_path, 0)
+    assert json.loads((tmp_path / "result.json").read_text())["ranks"] == 2
+    assert re.search(r"ranks\W+2\b", said(tmp_path, 0))
 
 
 @pytest.mark.dist

@@ -51,7 +51,7 @@ def families(ranks: Ranks, backend: str, *names: str) -> None:
         check_armed(engine)
         wanted = [plain_generate(tiny_model(name), prompt, 8) for prompt in PROMPTS]
         report, heads = engine.report(), engine.executor.cache.shapes[0].num_kv_heads
-        say(name, tokens == wanted, heads, report.kernel, report.compiled_graphs)
+        say(name, tokens == wanted, heads, report.kernel, report.ranks, report.compiled_graphs)
 
 
 def contexts(ranks: Ranks, backend: str, *names: str) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 pytest.importorskip("transformers", reason="needs the extra hf")
 
 from compiled_attn.cache.blocks import BlockPool
-from compiled_attn.engine import Engine, EngineConfig, SamplingParams, Scheduler, Sequence
+from compiled_attn.engine import Engine, EngineConfig, RequestState, SamplingParams, Scheduler
 from compiled_attn.step import BatchBuilder, Request
 from compiled_attn.workloads import Arrival, prompts, scaled, synthetic
 from compiled_attn.workloads.simulate import SimulatedEngine, StepTime, simulate
@@ -30,7 +30,7 @@ def _scheduled(arrivals: list[Arrival], engine: SimulatedEngine) -> tuple[list[l
     builder = BatchBuilder(engine.blocks + 1, engine.block_size)
     for index, tokens in enumerate(prompts(arrivals, VOCAB)):
         sampling = SamplingParams(max_new_tokens=arrivals[index].output_tokens)
-        scheduler.add(Sequence(index, tokens, len(tokens), sampling, 0.0))
+        scheduler.add(RequestState(index, tokens, len(tokens), sampling, 0.0))
     needs, fresh = [], VOCAB
     while scheduler.has_work:
         step = scheduler.schedule()

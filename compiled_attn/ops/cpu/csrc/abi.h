@@ -3,7 +3,10 @@
 // Their translation units are compiled for each instruction set; all export the same symbols.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <iterator>
+#include <type_traits>
 
 namespace compiled_attn {
 
@@ -80,6 +83,43 @@ struct PagedAttentionArgs {
   int32_t threads;  // 0: as many as OpenMP would take
   Forms forms;
 };
+
+// Offsets of all its addresses, in bytes: a call that is played again may have them elsewhere.
+constexpr std::size_t kPagedAttentionAddresses[] = {
+    offsetof(PagedAttentionArgs, query.data),       offsetof(PagedAttentionArgs, out),
+    offsetof(PagedAttentionArgs, lse),              offsetof(PagedAttentionArgs, key_cache.data),
+    offsetof(PagedAttentionArgs, value_cache.data), offsetof(PagedAttentionArgs, key_scale.data),
+    offsetof(PagedAttentionArgs, value_scale.data), offsetof(PagedAttentionArgs, key.data),
+    offsetof(PagedAttentionArgs, value.data),       offsetof(PagedAttentionArgs, slot_mapping),
+    offsetof(PagedAttentionArgs, block_table),      offsetof(PagedAttentionArgs, seq_lens),
+    offsetof(PagedAttentionArgs, query_start_loc),  offsetof(PagedAttentionArgs, alibi_slopes),
+    offsetof(PagedAttentionArgs, sinks),
+};
+
+template <class Field>
+constexpr bool kHasAddress =
+    std::is_pointer_v<Field> || std::is_same_v<Field, Rows> || std::is_same_v<Field, Pages>;
+
+template <class... Fields>
+constexpr std::size_t count_addresses(const Fields&...) {
+  return (std::size_t(kHasAddress<Fields>) + ...);
+}
+
+// A new field does not compile until it is named here, nor a new address that the list lacks.
+constexpr std::size_t count_addresses_of(const PagedAttentionArgs& args) {
+  const auto& [query, out, lse, key_cache, value_cache, key_scale, value_scale, key, value,
+               slot_mapping, block_table, table_stride, seq_lens, query_start_loc, alibi_slopes,
+               sinks, tokens, requests, table_width, num_blocks, block_size, heads, kv_heads,
+               head_dim, value_dim, window, scale, softcap, query_dtype, cache_dtype, causal,
+               threads, forms] = args;
+  return count_addresses(query, out, lse, key_cache, value_cache, key_scale, value_scale, key,
+                         value, slot_mapping, block_table, table_stride, seq_lens, query_start_loc,
+                         alibi_slopes, sinks, tokens, requests, table_width, num_blocks, block_size,
+                         heads, kv_heads, head_dim, value_dim, window, scale, softcap, query_dtype,
+                         cache_dtype, causal, threads, forms);
+}
+static_assert(count_addresses_of(PagedAttentionArgs{}) == std::size(kPagedAttentionAddresses),
+              "an address of PagedAttentionArgs is not in kPagedAttentionAddresses");
 
 // out = input x weight^T x scale + bias, all of bfloat16 or of float32, sums of float32.
 struct PackedLinearArgs {

@@ -171,14 +171,8 @@ inline void play_attention(const int64_t* words) {
 
 inline void note(const PagedAttentionArgs& args) {
   if (Notes* notes = Notes::wanted()) {
-    using A = PagedAttentionArgs;
     notes->begin(play_attention);
-    notes->put(args, {offsetof(A, query.data), offsetof(A, out), offsetof(A, lse),
-                      offsetof(A, key_cache.data), offsetof(A, value_cache.data),
-                      offsetof(A, key_scale.data), offsetof(A, value_scale.data),
-                      offsetof(A, key.data), offsetof(A, value.data), offsetof(A, slot_mapping),
-                      offsetof(A, block_table), offsetof(A, seq_lens), offsetof(A, query_start_loc),
-                      offsetof(A, alibi_slopes), offsetof(A, sinks)});
+    notes->put(args, kPagedAttentionAddresses);
   }
 }
 

@@ -8,7 +8,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <initializer_list>
 #include <type_traits>
 #include <vector>
 
@@ -46,8 +45,8 @@ class Notes {
   }
   void put(int64_t word) { words_.push_back(word); }
   // Arguments as their words, of which those at `addresses`, in bytes, are pointers.
-  template <class Args>
-  void put(const Args& args, std::initializer_list<std::size_t> addresses) {
+  template <class Args, std::size_t count>
+  void put(const Args& args, const std::size_t (&addresses)[count]) {
     static_assert(std::is_trivially_copyable_v<Args> && sizeof(Args) % sizeof(int64_t) == 0);
     const int64_t begin = int64_t(words_.size());
     words_.resize(words_.size() + sizeof(Args) / sizeof(int64_t));

@@ -12,6 +12,7 @@ from torch import nn
 
 from compiled_attn.ops import load, packed_linear
 from compiled_attn.ops.cpu.player import NativePlayer
+from compiled_attn.ops.schema import schemas
 from graphs import capture
 from graphs.torch_internals.replay.replay import Tapes
 from tests.compiled_attn.ops.native_scene import new_tokens, scene
@@ -70,6 +71,21 @@ def write_8_bits(ops):
     return given, call
 
 
+def write_with_everything(ops):
+    """Every tensor that the op can be given."""
+    step = scene([(3, 5), (1, 40)], cache_dtype=torch.int8)
+    key, value, slots = new_tokens(step)
+    options = step.options["key_scale"], step.options["value_scale"], torch.rand(4), torch.randn(4)
+    given = [step.query, key, value, step.key_cache, step.value_cache, slots, *step.step, *options]
+
+    def call(*given):
+        *positional, key_scale, value_scale, alibi, sinks = given
+        scales = {"key_scale": key_scale, "value_scale": value_scale}
+        return ops.paged_attention_(*positional, **scales, alibi_slopes=alibi, sinks=sinks)
+
+    return given, call
+
+
 def multiply(ops):
     weight, bias = packed_linear.pack(torch.randn(48, 64)), torch.randn(48)
     return [torch.randn(9, 64), weight, bias], lambda *given: [ops.packed_linear(*given)]
@@ -97,8 +113,8 @@ def look_up_halves(ops):
 
 
 CALLS = [
-    attend, write_and_attend, attend_with_options, attend_8_bits, write_8_bits, multiply,
-    multiply_all, multiply_int8, look_up, look_up_halves,
+    attend, write_and_attend, attend_with_options, attend_8_bits, write_8_bits,
+    write_with_everything, multiply, multiply_all, multiply_int8, look_up, look_up_halves,
 ]  # fmt: skip
 
 
@@ -111,6 +127,12 @@ def are_equal(a, b):
 def test_a_noted_call_does_the_same_in_other_memory(ops, player, make):
     torch.manual_seed(0)
     assert_moved(ops, player, make)
+
+
+def test_the_call_with_everything_has_every_tensor_of_the_schema(ops):
+    given, _ = write_with_everything(ops)
+    arguments, _ = schemas()["paged_attention_"].split("->")
+    assert sum(isinstance(each, torch.Tensor) for each in given) == arguments.count("Tensor")
 
 
 def assert_moved(ops, player, make):

@@ -9,7 +9,7 @@ from tests.compiled_attn.ops.native_scene import Scene
 
 def call_of(step: Scene) -> PagedCall:
     names = "window", "softcap", "alibi_slopes", "sinks"
-    scoring = Scoring(step.scale, *(step.options.get(name) for name in names))
+    scoring = Scoring(step.scale, **{name: step.options.get(name) for name in names})
     return PagedCall(
         *step.arguments[:6],
         scoring,

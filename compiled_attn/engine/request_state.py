@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
@@ -14,11 +13,11 @@ from compiled_attn.engine.logit_rules import LogitRules
 from compiled_attn.engine.logprobs import ScoredToken, TokenLogprobs
 from compiled_attn.engine.sampling import SamplingParams
 
-__all__ = ["GenerationResult", "HasStop", "Mailbox", "Sequence", "Status", "TokenEvent"]
+__all__ = ["GenerationResult", "HasStop", "Mailbox", "RequestState", "Status", "TokenEvent"]
 
 Event = TypeVar("Event")
 
-HasStop: TypeAlias = Callable[[SequenceOf[int], SequenceOf[str]], bool]
+HasStop: TypeAlias = Callable[[Sequence[int], Sequence[str]], bool]
 """Whether the text of tokens has one of these strings, which the last token ends: asked after each
 token of a request. It changes nothing."""
 
@@ -126,7 +125,7 @@ class TokenEvent(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Sequence:
+class RequestState:
     """A request's tokens and how far they are computed.
 
     ``tokens`` is the prompt followed by what was generated; ``computed`` of them have keys and

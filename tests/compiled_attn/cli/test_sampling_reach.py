@@ -1,0 +1,91 @@
+"""Every field of `SamplingParams` can be said to the server and to the commands, or is left out."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+pytest.importorskip("typer", reason="needs the extra cli")
+pytest.importorskip("fastapi", reason="needs the extra serve")
+from transformers import GenerationConfig
+
+from compiled_attn.cli import sampling as command
+from compiled_attn.cli.options import RunOptions
+from compiled_attn.engine import Grammar, SamplingParams
+from compiled_attn.serve import body as server
+
+DEFAULTS = SamplingParams()
+FIELDS = {each.name for each in fields(SamplingParams)}
+VALUES: dict[str, Any] = {
+    "max_new_tokens": 7,
+    "temperature": 0.5,
+    "top_k": 3,
+    "top_p": 0.9,
+    "seed": 5,
+    "stop_token_ids": (3,),
+    "ignore_eos": True,
+    "stop": ("end",),
+    "min_p": 0.1,
+    "repetition_penalty": 1.5,
+    "presence_penalty": 0.25,
+    "frequency_penalty": -0.25,
+    "logit_bias": ((5, 2.0),),
+    "min_tokens": 2,
+    "logprobs": 2,
+    "prompt_logprobs": 2,
+    "n": 2,
+    "grammar": Grammar.json_object(),
+}
+BODIES: dict[str, dict[str, Any]] = {
+    "max_new_tokens": {"max_completion_tokens": 7},
+    "stop": {"stop": "end"},
+    "logit_bias": {"logit_bias": {"5": 2.0}},
+    "logprobs": {"logprobs": True, "top_logprobs": 2},
+    "prompt_logprobs": {"logprobs": 2, "echo": True},
+    "grammar": {"response_format": {"type": "json_object"}},
+}
+"""Fields that the protocol has under another name or in another form; others have their own."""
+OPTIONS: dict[str, dict[str, Any]] = {"stop": {"stop": ["end"]}, "grammar": {"regex": "a|b"}}
+"""The same of the options of a command."""
+
+_IDS = "who writes text knows no ids of tokens"
+NOT_OF_THE_SERVER = {"stop_token_ids": f"{_IDS}: `stop` takes texts"}
+NOT_OF_A_COMMAND = {
+    "stop_token_ids": f"{_IDS}: --stop takes texts",
+    "logit_bias": _IDS,
+    "ignore_eos": "an answer that is read ends where the model ends it",
+    "min_tokens": "an answer that is read ends where the model ends it",
+    "logprobs": "a command prints text",
+    "prompt_logprobs": "a command prints text",
+    "n": "a command prints one answer to a prompt",
+}
+
+
+def test_each_field_has_a_value_that_is_not_its_default():
+    assert VALUES.keys() == FIELDS
+    assert all(getattr(SamplingParams(**{name: x}), name) != getattr(DEFAULTS, name)
+               for name, x in VALUES.items())  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(FIELDS - NOT_OF_THE_SERVER.keys()))
+def test_a_field_reaches_the_protocol_of_the_server(name):
+    asked = BODIES.get(name, {name: VALUES[name]})
+    sampling, _ = server.sampling_of(asked, GenerationConfig())
+    assert getattr(sampling, name) == VALUES[name]
+
+
+@pytest.mark.parametrize("name", sorted(FIELDS - NOT_OF_A_COMMAND.keys()))
+def test_a_field_reaches_the_options_of_a_command(name):
+    options = RunOptions(**OPTIONS.get(name, {name: VALUES[name]}))
+    wanted = Grammar.regex("a|b") if name == "grammar" else VALUES[name]
+    assert getattr(command.sampling_of(options), name) == wanted
+
+
+def test_what_is_left_out_is_not_there():
+    options = {each.name for each in fields(RunOptions)}
+    assert not options & NOT_OF_A_COMMAND.keys()
+    for name in NOT_OF_THE_SERVER:
+        sampling, _ = server.sampling_of({name: VALUES[name]}, GenerationConfig())
+        assert getattr(sampling, name) == getattr(DEFAULTS, name)
