@@ -21,6 +21,7 @@ from graphs.backends.onnx.session import OnnxSession
 from graphs.capture.contract import Backend, Frozen
 from graphs.capture.inputs import Input
 from graphs.errors import NoOnnx
+from graphs.installation import install_command
 
 __all__ = ["OnnxrtBackend", "compiled_attn_ort"]
 
@@ -37,7 +38,7 @@ class OnnxrtBackend(Backend):
         missing = [package for package in _NEEDED if find_spec(package) is None]
         if not missing:
             return None
-        return f"{', '.join(missing)} not installed; pip install 'compiled-attn[ort]'"
+        return f"{', '.join(missing)} not installed; {install_command('ort')}"
 
     def capture(
         self,
