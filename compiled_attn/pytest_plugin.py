@@ -117,16 +117,21 @@ def pytest_load_initial_conftests() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the marker known, warn of another `graphs`, and keep torch's trace out of the log."""
+    """Make the marker known, and warn of another `graphs`."""
     config.addinivalue_line(
         "markers", "max_graphs(n): the test fails if its body compiles more than n graphs"
     )
     _forget_package()  # where a conftest.py names the plugin, pytest calls this hook alone
     if (path := foreign_graphs()) is not None:
         _warn(config, path)
-    elif not (os.environ.get("TORCH_LOGS") or os.environ.get("TORCH_TRACE")):
-        for handler in _capturing(config):
-            handler.addFilter(_is_no_trace)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Keep torch's trace out of the captured log; pytest's handlers are there only now."""
+    if os.environ.get("TORCH_LOGS") or os.environ.get("TORCH_TRACE") or foreign_graphs():
+        return
+    for handler in _capturing(session.config):
+        handler.addFilter(_is_no_trace)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
