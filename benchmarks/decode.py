@@ -25,6 +25,7 @@ from native.scene import DIM, KV_HEADS, Scene, Step
 from native.timing import medians
 
 from compiled_attn.cache import huge_pages
+from graphs.installation import install_command
 
 TOKENS = 32768  # of keys in a step
 
@@ -154,7 +155,7 @@ def main() -> None:
     if options.unscaled and not options.in_turns:
         parser.error("expected --in-turns with --unscaled")
     if options.plot and find_spec("matplotlib") is None:
-        parser.error("expected matplotlib for --plot, found none: pip install -e '.[report]'")
+        parser.error(f"expected matplotlib for --plot, found none: {install_command('report')}")
     print(f"# torch {torch.__version__}, {'hot' if options.hot else 'cold'} KV, pool on huge pages")
     if options.in_turns:
         return rows_in_turns(options)

@@ -1,6 +1,6 @@
 """Calls of replicas on Ray by two ways: plain actors, and the deployment of Ray Serve that serves.
 
-    python benchmarks/ray_serve.py [--rounds 3]     (needs `pip install 'compiled-attn[ray]'`)
+    python benchmarks/ray_serve.py [--rounds 3]     (needs `pip install '.[ray]'`)
 
 Two replicas stream chunks that cost nothing, so what is timed is the way to them: for the
 deployment a handle, the request router by prefix, and a replica as `compiled-attn serve --replicas`

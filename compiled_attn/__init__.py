@@ -5,9 +5,16 @@ A name is imported when it is first asked for (PEP 562), so that a command's hel
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import sys
+from typing import TYPE_CHECKING, Any
 
-from graphs.lazy import lazy_names
+from compiled_attn.shadow import refuse_foreign_graphs
+
+# pytest imports this package for its plugin (entry point), in projects that have nothing to do with
+# it and may have another `graphs`. That one import passes; after it the plugin forgets the package
+# again (compiled_attn.pytest_plugin), and whoever then imports it gets the error.
+if "_pytest.config" not in sys.modules or "compiled_attn.pytest_plugin" in sys.modules:
+    refuse_foreign_graphs()
 
 if TYPE_CHECKING:
     from compiled_attn.attention.merge import lse, merge, merge_online
@@ -47,26 +54,37 @@ if TYPE_CHECKING:
     )
     from compiled_attn.text.llm import LLM
 else:
-    __getattr__, __dir__ = lazy_names(
-        __name__,
-        {
-            "attention.merge": "lse merge merge_online",
-            "attention.metadata": "UnifiedMetadata",
-            "attention.module": "UnifiedAttention",
-            "attention.parts": "partial_attn_causal partial_attn_shared partial_attn_unique",
-            "attention.rotary": "apply_rotary",
-            "attention.state": "PartialAttention",
-            "attention.unified": "unified_attention",
-            "cache.kv_cache": "PagedKVCache",
-            "compat.flash": "FlashArgumentError FlashInputs FlashKVCacheAttention "
-            "flash_attn_with_kvcache",
-            "compat.paged": "PagedAttention PagedInputs paged_attention_v1 paged_attention_v2",
-            "engine.asynchronous": "AsyncEngine",
-            "step": "AttentionMetadata BatchBuilder Request RequestTable StepBatch StepPlan "
-            "TableBatch TablePlan",
-            "text.llm": "LLM",
-        },
-    )
+    _PLACES = {
+        "attention.merge": "lse merge merge_online",
+        "attention.metadata": "UnifiedMetadata",
+        "attention.module": "UnifiedAttention",
+        "attention.parts": "partial_attn_causal partial_attn_shared partial_attn_unique",
+        "attention.rotary": "apply_rotary",
+        "attention.state": "PartialAttention",
+        "attention.unified": "unified_attention",
+        "cache.kv_cache": "PagedKVCache",
+        "compat.flash": "FlashArgumentError FlashInputs FlashKVCacheAttention "
+        "flash_attn_with_kvcache",
+        "compat.paged": "PagedAttention PagedInputs paged_attention_v1 paged_attention_v2",
+        "engine.asynchronous": "AsyncEngine",
+        "step": "AttentionMetadata BatchBuilder Request RequestTable StepBatch StepPlan "
+        "TableBatch TablePlan",
+        "text.llm": "LLM",
+    }
+
+    def __getattr__(name: str) -> Any:
+        # Other names are no reason to import `graphs`: pytest asks modules for many.
+        if not any(name in names.split() for names in _PLACES.values()):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        refuse_foreign_graphs()
+        from graphs.lazy import lazy_names
+
+        import_name, _ = lazy_names(__name__, _PLACES)
+        return import_name(name)
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *" ".join(_PLACES.values()).split()})
+
 
 __all__ = [
     "LLM",

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from compiled_attn.errors import ModelError
+from graphs.installation import install_command
 from graphs.store.cache_folder import cache_folder
 
 __all__ = ["PACKAGED", "cannot_read", "model_folder", "will_convert"]
@@ -135,7 +136,7 @@ def _refuse_missing(file: Path) -> None:
     if missing:
         raise ModelError(
             f"model {file}: GGUF files need {' and '.join(missing)}, not installed: "
-            "pip install 'compiled-attn[gguf]'"
+            f"{install_command('gguf')}"
         )
 
 

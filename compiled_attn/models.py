@@ -14,6 +14,7 @@ import torch
 
 from compiled_attn.errors import ModelError
 from compiled_attn.model_folder import cannot_read, model_folder
+from graphs.installation import install_command
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -138,7 +139,7 @@ def quiet_transformers() -> Iterator[None]:
         from transformers.utils import logging
     except ImportError as error:
         raise ModelError(
-            "models need transformers, which is not installed: pip install 'compiled-attn[hf]'"
+            f"models need transformers, which is not installed: {install_command('hf')}"
         ) from error
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()

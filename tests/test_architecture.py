@@ -83,7 +83,7 @@ def test_only_what_is_installed_with_an_extra_is_imported_late():
               "graphs.report", "graphs.store", "compiled_attn.models", "compiled_attn.serve",
               "compiled_attn.workloads", "compiled_attn.ops.triton", "compiled_attn.ranks",
                "compiled_attn.replicas", "graphs.backends.onnx", "compiled_attn.integrations",
-              "graphs.watch.pytest_plugin", "graphs.__main__")  # fmt: skip
+              "compiled_attn.pytest_plugin", "graphs.__main__")  # fmt: skip
     found = {
         name: {each.split(".")[0] for each in _imports(ast.parse(path.read_text()).body)} - allowed
         for name, path in MODULES.items()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from graphs.installation import install_command
+
 __all__ = ["main"]
 
 
@@ -24,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ImportError as error:
         print(
             f"compiled-attn: error: the command needs {error.name}, which is not installed: "
-            "pip install 'compiled-attn[cli,hf]'",
+            f"{install_command('cli', 'hf')}",
             file=sys.stderr,
         )
         sys.exit(2)

@@ -19,6 +19,7 @@ from compiled_attn.cli.store import default_store, stored_backend
 from compiled_attn.engine import EngineConfig
 from compiled_attn.text import LLM
 from graphs import BucketEvent
+from graphs.installation import install_command
 from graphs.store.lock import Lock
 
 __all__ = ["serve_replicas"]
@@ -40,8 +41,7 @@ def serve_replicas(
         from compiled_attn.replicas.server import run_fleet
     except ImportError as error:
         raise UserError(
-            f"--replicas needs a package that is not installed: {error}: pip install "
-            "'compiled-attn[ray]'"
+            f"--replicas needs a package that is not installed: {error}: {install_command('ray')}"
         ) from error
     assert options.replicas is not None
     cores = 1 if options.address else (os.cpu_count() or 1) // options.replicas

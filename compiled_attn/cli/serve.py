@@ -22,6 +22,7 @@ from compiled_attn.engine import EngineConfig
 from compiled_attn.models import usable_device
 from compiled_attn.text import LLM, Tokenizer
 from graphs import BucketEvent, progress_for
+from graphs.installation import install_command
 
 if TYPE_CHECKING:
     from compiled_attn.serve.served import Served
@@ -44,8 +45,7 @@ def run_serve(options: ServeOptions) -> int:
         from compiled_attn.serve.server import bound
     except ImportError as error:
         raise UserError(
-            f"the server needs a package that is not installed: {error}: pip install "
-            "'compiled-attn[serve]'"
+            f"the server needs a package that is not installed: {error}: {install_command('serve')}"
         ) from error
     if options.address is not None and options.replicas is None:
         raise UserError("--address is for --replicas: give both, or none")

@@ -24,6 +24,7 @@ from compiled_attn.engine.grammar import Grammar
 from compiled_attn.errors import ConfigError
 from compiled_attn.text.tokenizer import Tokenizer
 from graphs.errors import clipped, quoted
+from graphs.installation import install_command
 
 __all__ = ["Grammars", "too_large"]
 
@@ -160,8 +161,8 @@ class Grammars:
             from xgrammar import GrammarCompiler, TokenizerInfo, VocabType
         except ImportError as error:
             raise ConfigError(
-                f"a grammar needs {error.name}, which is not installed: pip install "
-                "'compiled-attn[grammar]'"
+                f"a grammar needs {error.name}, which is not installed: "
+                f"{install_command('grammar')}"
             ) from error
         tokenizer = self._tokenizer.of_transformers
         try:

@@ -10,6 +10,7 @@ from compiled_attn.errors import ConfigError, ModelError
 from compiled_attn.model_folder import cannot_read, model_folder
 from compiled_attn.models import quiet_transformers
 from graphs.errors import quoted
+from graphs.installation import install_command
 
 __all__ = ["REPLACEMENT", "Message", "Prompt", "Tokenizer", "check_messages"]
 
@@ -160,8 +161,7 @@ class Tokenizer:
             )
         except ImportError as error:
             raise ModelError(
-                "chat templates need jinja2, which is not installed: pip install "
-                "'compiled-attn[hf]'"
+                f"chat templates need jinja2, which is not installed: {install_command('hf')}"
             ) from error
         except Exception as error:  # a template is a program of the model's
             raise ConfigError(

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from graphs.cli.errors import BAD_INPUT, UserError, tell
+from graphs.installation import install_command
 
 __all__ = ["UserError", "main"]
 
@@ -23,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         import typer  # noqa: F401
     except ImportError:
-        sys.exit(tell("the command needs typer: pip install 'compiled-attn[cli]'", BAD_INPUT))
+        sys.exit(tell(f"the command needs typer: {install_command('cli')}", BAD_INPUT))
     from graphs.cli.app import run_command
 
     sys.exit(run_command(argv))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from graphs.files import write_whole
+from graphs.installation import install_command
 from graphs.report.charts import charts
 from graphs.report.rows import bucket_rows
 from graphs.report.tables import facts, tables
@@ -53,7 +54,7 @@ def check_libraries() -> None:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise ImportError(
-            f"the report needs {error.name}: pip install 'compiled-attn[report]'", name=error.name
+            f"the report needs {error.name}: {install_command('report')}", name=error.name
         ) from error
 
 

@@ -9,7 +9,7 @@ import linecache
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from textwrap import indent
+from textwrap import fill, indent
 from typing import Any
 
 import torch
@@ -25,6 +25,9 @@ __all__ = ["BreakReport", "explain"]
 
 # Marks that torch itself puts on tensors, and the identity of imported modules and builtins.
 _NOISE = ("_dynamo_", "type=<class 'module'>", "type=<module ", "__builtins_dict__")
+_OPERATION = re.compile(r" = call_\w+\[target=(?:[^\]]*\.)?([^\].]+)\]")
+# Operations that unpack and set up what the others work on; versions of torch differ in them.
+_PLUMBING = frozenset({"getattr", "getitem", "_set_grad_enabled"})
 _WRAPPED_INPUT = re.compile(r"L\['inputs'\]\[(\d+)\]")
 
 
@@ -38,8 +41,12 @@ class Break:
 
     def __str__(self) -> str:
         place = f"{self.file}:{self.line}: " if self.file else ""
-        code = linecache.getline(self.file, self.line).strip()
-        return f"{place}{self.reason}" + (f"\n    {code}" if code else "")
+        return f"{place}{self.reason}" + (f"\n    {self.code}" if self.code else "")
+
+    @property
+    def code(self) -> str:
+        """The text of the user's line; empty if its file cannot be read."""
+        return linecache.getline(self.file, self.line).strip()
 
 
 @dataclass(frozen=True)
@@ -69,6 +76,20 @@ class BreakReport:
             lines += [f"graph {i}:\n{indent(graph, '    ')}" for i, graph in enumerate(self.graphs)]
         if guards and self.guards:
             lines += ["guards:", *(f"    {guard}" for guard in self.guards)]
+        return "\n".join(lines)
+
+    def normalized(self) -> str:
+        """The report for a snapshot: the code at each break, and each graph's operations in order.
+
+        Without what differs between versions of torch, machines and checkouts: reasons in torch's
+        words, guards, names of nodes, paths and line numbers.
+        """
+        lines = [f"{self.name}: {len(self.graphs)} graph(s), {len(self.breaks)} break(s)"]
+        lines += [f"break {i}: {found.code or '?'}" for i, found in enumerate(self.breaks)]
+        for i, graph in enumerate(self.graphs):
+            names = [name for name in _OPERATION.findall(graph) if name not in _PLUMBING]
+            operations = fill(" ".join(names), 90, break_on_hyphens=False, break_long_words=False)
+            lines.append(f"graph {i}:\n{indent(operations, '    ')}".rstrip())
         return "\n".join(lines)
 
     def __str__(self) -> str:

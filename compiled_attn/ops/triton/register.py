@@ -10,13 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphs.installation import install_command
+
 __all__ = ["measured_plans", "register", "why_not"]
 
 
 def why_not() -> str | None:
     """Why CUDA tensors have no op here, or None. Imports no Triton."""
     if find_spec("triton") is None:
-        return "which is not installed: pip install 'compiled-attn[triton]'"
+        return f"which is not installed: {install_command('triton')}"
     if not torch.cuda.is_available():
         return "but torch sees no CUDA device here"
     return None

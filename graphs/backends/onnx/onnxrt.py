@@ -21,6 +21,7 @@ from graphs.backends.onnx.session import OnnxSession
 from graphs.capture.contract import Backend, Frozen
 from graphs.capture.inputs import Input
 from graphs.errors import NoOnnx
+from graphs.installation import install_command
 from graphs.torch_internals.compiling import compile_functional
 
 __all__ = ["OnnxrtBackend", "compiled_attn_ort"]
@@ -38,7 +39,7 @@ class OnnxrtBackend(Backend):
         missing = [package for package in _NEEDED if find_spec(package) is None]
         if not missing:
             return None
-        return f"{', '.join(missing)} not installed; pip install 'compiled-attn[ort]'"
+        return f"{', '.join(missing)} not installed; {install_command('ort')}"
 
     def capture(
         self,

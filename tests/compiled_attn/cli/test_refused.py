@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from graphs.installation import install_command
+
 pytest.importorskip("typer", reason="needs the extra cli")
 pytest.importorskip("transformers", reason="needs the extra hf")
 
@@ -187,4 +189,4 @@ def test_without_its_extra_the_command_says_what_to_install(
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without_typer)
-    assert_refused(command("--version"), "typer", "pip install 'compiled-attn[cli,hf]'")
+    assert_refused(command("--version"), "typer", install_command("cli", "hf"))

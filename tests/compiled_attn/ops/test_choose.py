@@ -17,6 +17,7 @@ from compiled_attn.ops import (
 )
 from compiled_attn.ops.choose import chooses_native
 from compiled_attn.ops.triton import register
+from graphs.installation import install_command
 
 PLAIN = AttentionTraits("cpu", torch.float32, (torch.float32, torch.float32))
 HALF, INT8, E4M3 = torch.float16, torch.int8, torch.float8_e4m3fn
@@ -57,7 +58,7 @@ def test_for_cuda_tensors_it_says_what_triton_lacks(monkeypatch):
     assert NativeKernel().supports(traits).startswith("runs on cuda by Triton, ")
     assert not chooses_native("auto", traits)
     monkeypatch.setattr(register, "find_spec", lambda name: None)
-    assert "pip install 'compiled-attn[triton]'" in NativeKernel().supports(traits)
+    assert install_command("triton") in NativeKernel().supports(traits)
     monkeypatch.setattr(register, "find_spec", lambda name: name)
     assert NativeKernel().supports(traits).endswith("torch sees no CUDA device here")
 

@@ -322,7 +322,7 @@ def test_the_empty_text_alone_is_no_grammar(llm, ended, more):
 
 def test_without_xgrammar_only_what_asks_for_it_is_refused(llm, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "xgrammar", None)
-    with pytest.raises(ConfigError, match=r"pip install 'compiled-attn\[grammar\]'"):
+    with pytest.raises(ConfigError, match=r"pip install .*\[grammar\]"):
         Grammars(llm.tokenizer).compiled(Grammar.regex("a"))
     assert llm.generate(["the moon"], SamplingParams(max_new_tokens=2))[0].text is not None
 

@@ -14,6 +14,7 @@ import pytest
 import graphs.cli
 from graphs import from_file
 from graphs.cli.app import run_command
+from graphs.installation import install_command
 
 ROOT = Path(__file__).resolve().parents[3]
 MODEL = """
@@ -155,7 +156,7 @@ def test_a_library_that_the_report_lacks_is_told_before_anything_is_captured(
     assert run_command(["warmup", f"{model}:full", *options]) == 2
     captured = capsys.readouterr()
     assert captured.err == (
-        "graphs: error: the report needs matplotlib: pip install 'compiled-attn[report]'\n"
+        f"graphs: error: the report needs matplotlib: {install_command('report')}\n"
     )
     assert captured.out == "" and not Path("page").exists()
 
@@ -333,7 +334,7 @@ def test_without_typer_the_extra_is_named(monkeypatch, capsys):
     with pytest.raises(SystemExit) as caught:
         graphs.cli.main(["explain"])
     assert caught.value.code == 2
-    assert "pip install 'compiled-attn[cli]'" in capsys.readouterr().err
+    assert install_command("cli") in capsys.readouterr().err
 
 
 def test_python_m_graphs_is_the_command(model):

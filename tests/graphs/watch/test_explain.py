@@ -1,7 +1,8 @@
 import torch
 from torch import nn
 
-from graphs import capture, explain
+from graphs import BreakReport, capture, explain
+from graphs.watch.explain import Break
 
 
 class Scaled(nn.Module):
@@ -61,6 +62,35 @@ def test_a_break_has_its_reason_and_the_users_line():
     assert len(report.graphs) == 2
     assert f"break 0: {__file__}:{found.line}: " in str(report)
     assert 'print("side effect")' in str(report)
+
+
+def test_the_normalized_text_has_what_stays_from_version_to_version():
+    assert explain(broken, torch.ones(2)).normalized() == (
+        "broken: 2 graph(s), 1 break(s)\n"
+        'break 0: print("side effect")\n'
+        "graph 0:\n"
+        "    add\n"
+        "graph 1:\n"
+        "    mul"
+    )
+    assert explain(Scaled(), torch.ones(2, 4)).normalized().endswith("graph 0:\n    mul mul")
+
+
+def test_the_normalized_text_drops_paths_lines_reasons_nodes_and_guards():
+    def report(path, line, reason, node, guards):
+        graph = (
+            f"graph():\n    %{node} : torch.Tensor [num_users=1] = placeholder[target={node}]\n"
+            f"    %y : [users=1] = call_function[target=operator.getitem](args = (%{node},))\n"
+            "    %z : [users=1] = call_function[target=torch._C._nn.linear](args = (%y,))\n"
+            f"    %relu_{line} : [users=1] = call_method[target=relu](args = (%z,))\n"
+        )
+        return BreakReport("f", (graph,), (Break(reason, path, line),), guards)
+
+    old = report("/old/f.py", 3, "call to print", "l_x_", ("x == 1",))
+    new = report("/new/f.py", 9, "builtin print", "arg0", ())
+    assert str(old) != str(new)
+    assert old.normalized() == new.normalized()
+    assert old.normalized() == "f: 1 graph(s), 1 break(s)\nbreak 0: ?\ngraph 0:\n    linear relu"
 
 
 def test_a_function_that_torch_gives_up_whole_is_explained_too():

@@ -12,6 +12,7 @@ from graphs import CaptureError, StaleGraph, capture
 from graphs.backends.onnx import onnxrt
 from graphs.backends.onnx import session as onnx_session
 from graphs.backends.onnx.onnxrt import OnnxrtBackend, compiled_attn_ort
+from graphs.installation import install_command
 from tests.slow import slow_but
 
 PROJECT = Path(__file__).parents[4] / "pyproject.toml"
@@ -228,7 +229,7 @@ def test_the_entry_point_names_the_dynamo_backend():
 
 def test_a_missing_package_is_the_reason(monkeypatch):
     monkeypatch.setattr(onnxrt, "find_spec", lambda name: None if name == "onnx" else object())
-    assert BACKEND.available() == "onnx not installed; pip install 'compiled-attn[ort]'"
+    assert BACKEND.available() == f"onnx not installed; {install_command('ort')}"
 
 
 @pytest.mark.parametrize("dtype", slow_but((torch.int32,), (torch.int32, torch.int64)))

@@ -44,7 +44,7 @@ def run(pytester):
 
     def run(text, **outcomes):
         pytester.makepyfile(HEAD + text)
-        result = pytester.runpytest("--strict-markers", "-p", "graphs.watch.pytest_plugin")
+        result = pytester.runpytest("--strict-markers", "-p", "compiled_attn.pytest_plugin")
         result.assert_outcomes(**outcomes)
         return result.stdout
 
@@ -209,3 +209,28 @@ def test_nothing():
         failed=1,
     )
     out.fnmatch_lines(["expected max_graphs(n) with one whole number, got *"])
+
+
+@pytest.mark.parametrize("variable", [None, "TORCH_LOGS"])
+def test_torchs_trace_is_kept_out_of_the_captured_log(variable, run, monkeypatch):
+    for name in ("TORCH_LOGS", "TORCH_TRACE"):
+        monkeypatch.delenv(name, raising=False)
+    if variable:
+        monkeypatch.setenv(variable, "+dynamo")
+    out = run(
+        """
+import logging
+
+def test_fails():
+    logging.getLogger("mine").warning("my line")
+    logging.getLogger("torch.__trace").debug("")
+    fresh(doubled)(torch.ones(2))
+    assert 0
+""",
+        failed=1,
+    )
+    out.fnmatch_lines(["WARNING *mine:*my line"])
+    if variable is None:
+        out.no_fnmatch_line("DEBUG *torch.__trace:*")
+    else:
+        out.fnmatch_lines(["DEBUG *torch.__trace:*"])

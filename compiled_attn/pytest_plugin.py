@@ -1,15 +1,21 @@
 """pytest plugin: tests that say how often something may compile, and that it has no graph break.
 
 Loaded by itself where the project is installed (entry point `pytest11`, under this module's name),
-else by `-p graphs.watch.pytest_plugin`.
+else by `-p compiled_attn.pytest_plugin`. It is then loaded in every project of that environment,
+so it imports `graphs` and torch only for a test that asks for them.
 """
 
 from __future__ import annotations
 
+import logging
+import os
+import sys
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from compiled_attn.shadow import foreign_graphs, refuse_foreign_graphs, shadowed
 
 if TYPE_CHECKING:
     from graphs.capture.inputs import Input
@@ -47,6 +53,7 @@ class CompileCounter:
 
 class _Expectation:
     def __init__(self, graphs: int, graph_breaks: int | None) -> None:
+        refuse_foreign_graphs()
         from graphs.watch.compiles import CompileWatch
 
         self._graphs = graphs
@@ -87,6 +94,7 @@ def assert_fullgraph() -> Callable[..., BreakReport]:
 
     def check(callable: Callable[..., Any], *inputs: Input) -> BreakReport:
         __tracebackhide__ = True
+        refuse_foreign_graphs()
         from graphs.watch.explain import explain
 
         report = explain(callable, *inputs)
@@ -98,11 +106,66 @@ def assert_fullgraph() -> Callable[..., BreakReport]:
     return check
 
 
+class ForeignGraphsWarning(pytest.PytestWarning):
+    """Another package or module `graphs` shadows ours, so this plugin's tests cannot run."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests() -> None:
+    """Leave no trace before code of the project is imported, which may have its own `graphs`."""
+    _forget_package()
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the marker known."""
+    """Make the marker known, and warn of another `graphs`."""
     config.addinivalue_line(
         "markers", "max_graphs(n): the test fails if its body compiles more than n graphs"
     )
+    _forget_package()  # where a conftest.py names the plugin, pytest calls this hook alone
+    if (path := foreign_graphs()) is not None:
+        _warn(config, path)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Keep torch's trace out of the captured log; pytest's handlers are there only now."""
+    if os.environ.get("TORCH_LOGS") or os.environ.get("TORCH_TRACE") or foreign_graphs():
+        return
+    for handler in _capturing(session.config):
+        handler.addFilter(_is_no_trace)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Undo what the plugin did to pytest's handlers."""
+    for handler in _capturing(config):
+        handler.removeFilter(_is_no_trace)
+
+
+def _forget_package() -> None:
+    # See compiled_attn/__init__.py: a later import of it must raise.
+    if foreign_graphs() is not None:
+        sys.modules.pop("compiled_attn", None)
+
+
+def _warn(config: pytest.Config, path: str) -> None:
+    if hasattr(config, "workerinput"):  # pytest-xdist: the process that started this one has warned
+        return
+    text = f"the pytest plugin of compiled_attn is off: {shadowed(path)}"
+    try:
+        config.issue_config_time_warning(ForeignGraphsWarning(text), stacklevel=2)
+    except ForeignGraphsWarning:  # the project makes warnings errors; this one is not its own
+        print(f"warning: {text}", file=sys.stderr)
+
+
+def _capturing(config: pytest.Config) -> list[logging.Handler]:
+    """Handlers of pytest, which it adds to loggers that do not propagate too."""
+    plugin = config.pluginmanager.get_plugin("logging-plugin")
+    found = vars(plugin).values() if plugin is not None else ()
+    return [each for each in found if isinstance(each, logging.Handler)]
+
+
+def _is_no_trace(record: logging.LogRecord) -> bool:
+    # One empty line for each artifact that torch would write for `tlparse`, many for each compile.
+    return record.name != "torch.__trace"
 
 
 @pytest.hookimpl(wrapper=True)
@@ -112,6 +175,8 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     if marker is None:
         return (yield)
     most = _limit(marker)
+    if (path := foreign_graphs()) is not None:
+        pytest.fail(shadowed(path), pytrace=False)
     from graphs.watch.compiles import CompileWatch
 
     with CompileWatch() as watch:

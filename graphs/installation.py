@@ -1,0 +1,22 @@
+"""The command that installs this project, as error messages name it."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+__all__ = ["install_command"]
+
+# A release to PyPI sets this to True; until then there is only a checkout to install from.
+_PUBLISHED: bool = False
+
+
+def install_command(*extras: str) -> str:
+    """The command that installs the project with these extras, such as ``pip install '.[cli]'``."""
+    wanted = f"[{','.join(extras)}]" if extras else ""
+    if _PUBLISHED:
+        return f"pip install {shlex.quote(f'compiled-attn{wanted}')}"
+    checkout = Path(__file__).resolve().parents[1]
+    if (checkout / "pyproject.toml").is_file():  # this code runs from it: stay editable
+        return f"pip install -e {shlex.quote(f'{checkout}{wanted}')}"
+    return f"pip install {shlex.quote(f'.{wanted}')} (in a checkout of compiled-attn)"
