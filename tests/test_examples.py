@@ -58,6 +58,7 @@ def uncompiled(monkeypatch):
     replaced = {name: _Uncompiled(name) for name in ("inductor", "aoti")}
     monkeypatch.setattr(capture, "BACKENDS", {**BACKENDS, **replaced})
     monkeypatch.setattr(AotiBackend, "available", lambda _: "left to the slow tests")
+    monkeypatch.setattr("compiled_attn.engine.graph_store.STORED", ())
 
 
 def _python_blocks(page: Path) -> list[tuple[int, str]]:

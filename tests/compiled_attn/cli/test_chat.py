@@ -28,7 +28,7 @@ TURNS = ["a first question, of some length", "and another"]
 @pytest.fixture
 def options(chat_dir: Path) -> list[object]:
     small = ["--max-tokens-per-step", 32, "--block-size", 8, "--max-new-tokens", 12]
-    return ["chat", "--model", chat_dir, *small]
+    return ["chat", chat_dir, *small]
 
 
 def answers_of(folder: Path, turns: list[str]) -> list[str]:

@@ -21,7 +21,7 @@ CHAT = [{"role": "user", "content": "a question"}]
 @pytest.fixture
 def options(chat_dir: Path) -> list[object]:
     return [
-        *("run", "--model", chat_dir, "--backend", "eager", "--max-new-tokens", 9),
+        *("run", chat_dir, "--backend", "eager", "--max-new-tokens", 9),
         *("--max-tokens-per-step", 32, "--max-seqs", 4, "--block-size", 8, "--max-graphs", 4),
     ]
 

@@ -17,10 +17,10 @@ from tests.compiled_attn.cli.commands import Command, assert_refused
 
 
 def test_an_unknown_or_unreadable_model_is_refused(command: Command, tmp_path: Path) -> None:
-    outcome = command("run", "--model", tmp_path / "none")
+    outcome = command("run", tmp_path / "none")
     assert_refused(outcome, str(tmp_path / "none"), "no such directory")
     (tmp_path / "config.json").write_text("{oops")
-    assert_refused(command("run", "--model", tmp_path), "not a valid JSON file")
+    assert_refused(command("run", tmp_path), "not a valid JSON file")
 
 
 def test_a_bad_trace_line_is_refused_with_its_number(

@@ -154,7 +154,7 @@ def free_port() -> int:
 
 def refusal(model: Path, *more: str) -> str:
     """The one line that the command says."""
-    command = [sys.executable, "-m", "compiled_attn", "serve", f"--model={model}", *more]
+    command = [sys.executable, "-m", "compiled_attn", "serve", str(model), *more]
     settings = os.environ | {"PYTHONPATH": str(ROOT)}
     run = subprocess.run(
         command, env=settings, capture_output=True, text=True, check=False, timeout=240
