@@ -66,8 +66,8 @@ def unified_attention(
         return_lse: also return the log-sum-exp ``[T, H]`` in float32, for merging across devices.
         attend: the kernel of the causal and shared parts where plain torch serves the call. None:
             the fastest that can (`SdpaKernel.attend` of `compiled_attn.attention.sdpa`, which has
-            no gradients and no softcap); else the reference, `compiled_attn.attention.dense.attend`,
-            or a function of its signature.
+            no gradients and no softcap), or the reference. Else
+            `compiled_attn.attention.dense.attend`, or a function of its signature.
         kernel: "native": the C++ kernel, which reads what ``metadata`` says request by request;
             "portable": the three parts; "auto": native where it supports the call. Where keys lie
             on several ranks (``metadata.ranks``), it is always the op that attends.

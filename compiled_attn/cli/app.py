@@ -91,9 +91,9 @@ def run(options: RunOptions) -> int:
 def chat(options: ChatOptions) -> int:
     """Talk with a model: answers come as they are generated.
 
-    A line is a turn, on a terminal or from a pipe; with --prompt one answer is given. /reset forgets
-    the conversation, /exit or Ctrl-D ends it, /help lists these commands. Ends with 2 on bad input,
-    with 130 when interrupted.
+    A line is a turn, on a terminal or from a pipe; with --prompt one answer is given. /reset
+    forgets the conversation, /exit or Ctrl-D ends it, /help lists these commands. Ends with 2 on
+    bad input, with 130 when interrupted.
     """
     if sys.stderr.isatty():  # torch alone takes seconds to load
         print(f"{_NAME}: loading {options.model}", file=sys.stderr, flush=True)

@@ -51,9 +51,10 @@ class Snapshot:
     Watched: the attention of every configuration in it and the configuration that each attention
     module holds; training mode and forwards of the decoder layers and of the attention modules; the
     object of each parameter; the address of one parameter a decoder layer, which a cast or a move
-    changes; which adapters of peft are active. Values of parameters are not: no backend keeps a copy of them. Other storage of a
-    single parameter is left to the graphs: `graphs.StaleGraph` where they hold addresses, a changed
-    guard where they are compiled; else they read what is there now.
+    changes; which adapters of peft are active. Values of parameters are not: no backend keeps a
+    copy of them. Other storage of a single parameter is left to the graphs: `graphs.StaleGraph`
+    where they hold addresses, a changed guard where they are compiled; else they read what is there
+    now.
 
     Args:
         model: the model.

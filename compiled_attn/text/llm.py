@@ -187,7 +187,7 @@ class LLM:
     def stream(
         self, prompt: Prompt | Message, sampling: SamplingParams | None = None, *, salt: Salt = None
     ) -> Generator[str, None, None]:
-        """The answer to a text, a chat or a single message, in pieces of whole characters, as it is generated.
+        """The answer to a text, a chat or a message, in pieces of whole characters, as generated.
 
         Closing the generator, or dropping it, aborts the request: its blocks are free at once.
 

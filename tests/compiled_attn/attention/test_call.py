@@ -190,7 +190,7 @@ def test_a_softcap_is_refused_by_a_kernel_without_one():
 
 
 def test_a_module_with_an_unknown_kernel_is_refused_when_it_is_made():
-    with pytest.raises(ValueError, match="expected a kernel of .*got 'fast': choose one"):
+    with pytest.raises(ValueError, match=r"expected a kernel of .*got 'fast': choose one"):
         UnifiedAttention(PagedKVCache(1, 4, 4, 1, 8), kernel="fast")
 
 

@@ -86,5 +86,5 @@ def test_what_does_not_go_together_or_does_not_fit_is_refused(
     assert_refused(command(*options, "--prompt", "x" * 300), "context 256, got 300 + 9")
     assert_refused(command(*options, "--prompts", file.parent / "none"), "none: cannot be read")
     assert_refused(command("run", "--prompt", "a"), "needs a model that has a tokenizer")
-    options[2] = model_dir
+    options[1] = model_dir
     assert_refused(command(*options, "--prompt", "a"), "has no tokenizer")

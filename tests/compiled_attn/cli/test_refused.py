@@ -28,7 +28,7 @@ def test_a_bad_trace_line_is_refused_with_its_number(
 ) -> None:
     trace.write_text(trace.read_text() + "9.0,-3,1\n")
     assert_refused(command(*small), f"{trace}, line 8: prompt_tokens", "got -3")
-    small[4] = trace.parent / "none.csv"
+    small[3] = trace.parent / "none.csv"
     assert_refused(command(*small), "none.csv: cannot be read: No such file")
 
 
@@ -167,13 +167,14 @@ def test_version_and_help(command: Command) -> None:
 
 def test_the_help_names_every_option_of_the_command(command: Command) -> None:
     names = (
-        "model trace demand requests scale seed speed concurrency temperature top-k top-p dtype "
+        "trace demand requests scale seed speed concurrency temperature top-k top-p dtype "
         "backend max-tokens-per-step max-seqs block-size num-blocks kv-memory kv-dtype "
         "buckets max-graphs check strict no-strict report json store no-store "
         "warmup-workers warmup-journal"
     )
     text = command("run", "--help").out
     assert [name for name in names.split() if f"--{name}" not in text] == []
+    assert "[MODEL]" in text and "--model" not in text
 
 
 def test_without_its_extra_the_command_says_what_to_install(
