@@ -140,7 +140,7 @@ def calls_by_layer(model: PreTrainedModel) -> list[AttentionCall]:
 def _without_calls(model: PreTrainedModel) -> str:
     can_set = getattr(model, "_can_set_attn_implementation", lambda: True)
     if can_set():
-        return "whose layers do not attend (recurrent ones, say)"
+        return "whose layers never call it (recurrent layers, or attention code of their own)"
     return "with attention code of its own, which does not go through AttentionInterface"
 
 

@@ -217,8 +217,10 @@ class LLM:
 
 
 def _print_loading(model: str | Path) -> None:
-    doing = "converting the GGUF file of (once, half a minute or more)"
-    print(f"{doing if will_convert(model) else 'loading'} {model}", file=sys.stderr, flush=True)
+    line = f"loading {model}"
+    if will_convert(model):
+        line = f"converting the GGUF file of {model}, once: half a minute or more"
+    print(line, file=sys.stderr, flush=True)
 
 
 def _check_object(model: Any, tokenizer: Any, dtype: Any, device: Any) -> None:
