@@ -15,6 +15,7 @@ from compiled_attn import LLM
 from compiled_attn.engine import EngineConfig, SamplingParams, local
 from compiled_attn.errors import ConfigError, ModelRefused
 from compiled_attn.text import Tokenizer
+from tests.compiled_attn.hf.test_adapters import Wrapper
 
 MESSAGE = {"role": "user", "content": "a question"}
 SHORT = SamplingParams(max_tokens=9)
@@ -77,19 +78,6 @@ def test_a_model_object_without_a_tokenizer_or_with_a_dtype_is_refused(model, mo
     with pytest.raises(TypeError, match="expected a directory, or a causal language model"):
         LLM(torch.nn.Linear(2, 2), config, tokenizer=str(model_dir))
     assert model.config._attn_implementation == attention
-
-
-class Wrapper(torch.nn.Module):
-    """What peft's ``PeftModel`` has."""
-
-    def __init__(self, inside, *, prompts: bool = False):
-        super().__init__()
-        self.inside = inside
-        config = type("Config", (), {"is_prompt_learning": prompts, "peft_type": "PREFIX_TUNING"})
-        self.peft_config, self.active_adapter = {"default": config()}, "default"
-
-    def get_base_model(self):
-        return self.inside
 
 
 def test_a_peft_model_is_unwrapped_unless_its_adapter_is_not_in_the_layers(
