@@ -57,9 +57,9 @@ def _chat(options: ChatOptions) -> int:
         if options.threads is not None:
             torch.set_num_threads(options.threads)
         settings = settings_of(options) | {"backend": backend}
-        limits = {"max_seqs": 1, "max_graphs": _GRAPHS}
+        settings |= {"max_seqs": 1, "max_graphs": _GRAPHS}
         # The backend has its store already, or none can be used.
-        config = EngineConfig(**settings, **limits, watch_process=True, store=False)
+        config = EngineConfig(**settings, watch_process=True, store=False)
         progress = progress_for(sys.stderr)
         llm = LLM(
             options.model,
