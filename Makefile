@@ -9,7 +9,7 @@ VENV ?= .venv
 # Arguments of the command that `make run` starts, e.g. make run ARGS="--demand code --check 10";
 # by default real text where `make chat` has installed its model.
 ARGS ?= $(if $(wildcard $(VENV)/.installed-smollm2),$(TEXT),--scale 0.25 --check 4)
-TEXT := --model smollm2 --prompts examples/prompts.jsonl --max-new-tokens 32 --max-seqs 8 --check 2
+TEXT := smollm2 --prompts examples/prompts.jsonl --max-new-tokens 32 --max-seqs 8 --check 2
 # Arguments of `make chat`, e.g. make chat CHAT="--dtype bfloat16 --temperature 0.7"
 CHAT ?=
 # Arguments of the comparison with other engines, e.g. make bench-peers PEERS="--dtypes float32 --warm"

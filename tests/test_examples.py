@@ -58,6 +58,7 @@ def uncompiled(monkeypatch):
     replaced = {name: _Uncompiled(name) for name in ("inductor", "aoti")}
     monkeypatch.setattr(capture, "BACKENDS", {**BACKENDS, **replaced})
     monkeypatch.setattr(AotiBackend, "available", lambda _: "left to the slow tests")
+    monkeypatch.setattr("compiled_attn.engine.graph_store.STORED", ())
 
 
 def _python_blocks(page: Path) -> list[tuple[int, str]]:
@@ -166,13 +167,15 @@ def test_local_links_of_a_page_lead_somewhere(page):
 
 def test_every_option_of_run_is_documented_with_its_default_and_no_other():
     command = typer.main.get_command(app).commands["run"]
-    known = {option: p for p in command.params for option in (*p.opts, *p.secondary_opts)}
+    options = [p for p in command.params if p.param_type_name == "option"]
+    known = {option: p for p in options for option in (*p.opts, *p.secondary_opts)}
     known.pop("--help", None)
     shown = {}
     for cell, default, _ in _rows("engine.md", "### Options"):
         names = re.findall(r"--[\w-]+", cell)
         shown |= dict.fromkeys(names, default)
     assert set(shown) == set(known)
+    assert {p.name for p in command.params if p not in options} == {"model"}
     assert shown["--strict"] == "strict"
     for name, parameter in known.items():
         if parameter.default is not None and "--strict" not in parameter.opts:

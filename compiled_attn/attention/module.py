@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from compiled_attn.attention.dense import attend
 from compiled_attn.attention.metadata import UnifiedMetadata
 from compiled_attn.attention.state import Attend
 from compiled_attn.attention.unified import unified_attention
 from compiled_attn.cache.kv_cache import PagedKVCache
-from compiled_attn.ops import KernelChoice
+from compiled_attn.ops import CHOICES, KernelChoice
 
 __all__ = ["UnifiedAttention"]
 
@@ -22,13 +21,14 @@ class UnifiedAttention(nn.Module):
         layer: index of this layer in the cache.
         scale: factor of the scores; None: ``cache.head_dim ** -0.5``, which is not what a cache of
             latents wants.
-        sliding_window, softcap, attend, kernel: as in `unified_attention`.
+        sliding_window, softcap, attend, kernel, fused_write: as in `unified_attention`. In a
+            `torch.compiler.nested_compile_region` pass ``fused_write=False``.
         alibi_slopes: ``[H]`` tensor or None, kept as a buffer.
         sinks: ``[H]`` parameter or None.
         value_projection: ``[H, R, Dv]`` parameter or None.
 
     Raises:
-        ValueError: the cache has no such layer.
+        ValueError: the cache has no such layer; or there is no such kernel.
 
     Shape:
         - forward(query ``[T, H, D]``, key ``[T, Hk, D]``, value ``[T, Hk, D]``, metadata) -> ``[T,
@@ -48,10 +48,13 @@ class UnifiedAttention(nn.Module):
         alibi_slopes: Tensor | None = None,
         sinks: nn.Parameter | None = None,
         value_projection: nn.Parameter | None = None,
-        attend: Attend | None = attend,
+        attend: Attend | None = None,
         kernel: KernelChoice = "auto",
+        fused_write: bool = True,
     ) -> None:
         super().__init__()
+        if kernel not in CHOICES:
+            raise ValueError(f"expected a kernel of {CHOICES}, got {kernel!r}: choose one of these")
         if not 0 <= layer < cache.num_layers:
             raise ValueError(f"expected a layer in 0..{cache.num_layers - 1}, got {layer}")
         self.cache = cache
@@ -64,6 +67,7 @@ class UnifiedAttention(nn.Module):
         self.value_projection = value_projection
         self.attend = attend
         self.kernel = kernel
+        self.fused_write = fused_write
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor | None, metadata: UnifiedMetadata
@@ -87,6 +91,7 @@ class UnifiedAttention(nn.Module):
             value_projection=self.value_projection,
             attend=self.attend,
             kernel=self.kernel,
+            fused_write=self.fused_write,
         )
         assert isinstance(out, Tensor)
         return out

@@ -22,7 +22,7 @@ __all__ = ["SdpaKernel"]
 
 
 class SdpaKernel:
-    """Flash attention on the CPU, from torch itself."""
+    """Flash attention on the CPU, from torch itself; without gradients."""
 
     name = "sdpa"
 
@@ -32,6 +32,8 @@ class SdpaKernel:
             return f"runs on cpu, not on {traits.device}"
         if traits.dtype not in FLOATS:
             return f"dtype {traits.dtype} is not one of {FLOATS}"
+        if traits.gradients:  # the op has none for the log-sum-exp, which the parts are merged by
+            return "has no gradients"
         return "has no logit softcap" if traits.softcap else None
 
     def unavailable(self, traits: AttentionTraits) -> str | None:

@@ -13,7 +13,6 @@ from torch import Tensor
 from compiled_attn.attention.by_parts import attend_parts
 from compiled_attn.attention.by_rank import attend_ranks
 from compiled_attn.attention.call import UnifiedCall, check
-from compiled_attn.attention.dense import attend
 from compiled_attn.attention.metadata import UnifiedMetadata
 from compiled_attn.attention.scoring import Scoring
 from compiled_attn.attention.state import Attend
@@ -39,7 +38,7 @@ def unified_attention(
     value_scale: Tensor | None = None,
     value_projection: Tensor | None = None,
     return_lse: bool = False,
-    attend: Attend | None = attend,
+    attend: Attend | None = None,
     kernel: KernelChoice = "auto",
     fused_write: bool = True,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -65,8 +64,10 @@ def unified_attention(
             written in place like the caches. Without V only ``key_scale``.
         value_projection: ``[H, R, Dv]``, applied to the output of each head, R its input size.
         return_lse: also return the log-sum-exp ``[T, H]`` in float32, for merging across devices.
-        attend: the kernel of the causal and shared parts: `compiled_attn.attention.dense.attend`,
-            or `SdpaKernel.attend` of `compiled_attn.attention.sdpa`; None: the fastest that can.
+        attend: the kernel of the causal and shared parts where plain torch serves the call. None:
+            the fastest that can (`SdpaKernel.attend` of `compiled_attn.attention.sdpa`, which has
+            no gradients and no softcap), or the reference. Else
+            `compiled_attn.attention.dense.attend`, or a function of its signature.
         kernel: "native": the C++ kernel, which reads what ``metadata`` says request by request;
             "portable": the three parts; "auto": native where it supports the call. Where keys lie
             on several ranks (``metadata.ranks``), it is always the op that attends.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -39,6 +40,11 @@ def run_command(argv: Sequence[str] | None = None) -> int:
     return exit_code_of(lambda: app(args=arguments, prog_name=_NAME, standalone_mode=False))
 
 
+def _examples(*commands: str) -> str:
+    """What a command's help ends with, a line each."""
+    return "\n\n".join(["Examples:", *commands])
+
+
 def _version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"{_NAME} {__version__}")
@@ -59,7 +65,12 @@ def _compiled_attn(
     pass
 
 
-@app.command()
+@app.command(
+    epilog=_examples(
+        "compiled-attn run --requests 10 --check 2",
+        'compiled-attn run smollm2 --prompt "The capital of France is" --max-new-tokens 32',
+    )
+)
 @taking(RunOptions)
 def run(options: RunOptions) -> int:
     """Warm up, serve a demand, and prove that nothing compiled meanwhile.
@@ -75,14 +86,22 @@ def run(options: RunOptions) -> int:
     return run_job(options, waiting)
 
 
-@app.command()
+@app.command(
+    epilog=_examples(
+        "compiled-attn chat",
+        'compiled-attn chat path/to/model --dtype bfloat16 --system "Answer in one sentence."',
+    )
+)
 @taking(ChatOptions)
 def chat(options: ChatOptions) -> int:
     """Talk with a model: answers come as they are generated.
 
-    A line is a turn, on a terminal or from a pipe; with --prompt one answer is given. Ends with 2
-    on bad input, with 130 when interrupted.
+    A line is a turn, on a terminal or from a pipe; with --prompt one answer is given. /reset
+    forgets the conversation, /exit or Ctrl-D ends it, /help lists these commands. Ends with 2 on
+    bad input, with 130 when interrupted.
     """
+    if sys.stderr.isatty():  # torch alone takes seconds to load
+        print(f"{_NAME}: loading {options.model}", file=sys.stderr, flush=True)
     from compiled_attn.cli.threads import choose_waiting
 
     choose_waiting(options.threads)
@@ -91,7 +110,12 @@ def chat(options: ChatOptions) -> int:
     return run_chat(options)
 
 
-@app.command()
+@app.command(
+    epilog=_examples(
+        "compiled-attn serve",
+        "compiled-attn serve path/to/model --dtype bfloat16 --port 8080",
+    )
+)
 @taking(ServeOptions)
 def serve(options: ServeOptions) -> int:
     """Serve a model over HTTP with OpenAI's interface, to many clients at once.
@@ -107,7 +131,12 @@ def serve(options: ServeOptions) -> int:
     return run_serve(options)
 
 
-@app.command()
+@app.command(
+    epilog=_examples(
+        "compiled-attn plan --trace trace.csv --out buckets.txt",
+        "compiled-attn plan path/to/model --demand demand.jsonl --max-graphs 12",
+    )
+)
 @taking(PlanOptions)
 def plan(options: PlanOptions) -> int:
     """Show what bucket strategies waste on a trace, and write a planned bucket file.
@@ -121,7 +150,12 @@ def plan(options: PlanOptions) -> int:
     return run_plan(options)
 
 
-@app.command()
+@app.command(
+    epilog=_examples(
+        "compiled-attn tune smollm2",
+        "compiled-attn tune path/to/model --threads 1",
+    )
+)
 @taking(TuneOptions)
 def tune(options: TuneOptions) -> int:
     """Measure again which forms of a model's linear layers are fastest on this machine.

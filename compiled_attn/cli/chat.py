@@ -23,6 +23,7 @@ from graphs import progress_for
 __all__ = ["run_chat"]
 
 _GRAPHS = 6  # one request at a time needs few
+_HELP = "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C ends an answer"
 
 
 def run_chat(options: ChatOptions) -> int:
@@ -56,7 +57,9 @@ def _chat(options: ChatOptions) -> int:
         if options.threads is not None:
             torch.set_num_threads(options.threads)
         settings = settings_of(options) | {"backend": backend}
-        config = EngineConfig(**settings, max_seqs=1, max_graphs=_GRAPHS, watch_process=True)
+        settings |= {"max_seqs": 1, "max_graphs": _GRAPHS}
+        # The backend has its store already, or none can be used.
+        config = EngineConfig(**settings, watch_process=True, store=False)
         progress = progress_for(sys.stderr)
         llm = LLM(
             options.model,
@@ -67,6 +70,16 @@ def _chat(options: ChatOptions) -> int:
         )
         conversation = Conversation(llm, sampling, _messages(options))
         for turn in _turns(options.prompt):
+            name = turn.strip() if options.prompt is None else ""
+            if name == "/exit":
+                break
+            if name == "/help":
+                _say(_HELP)
+                continue
+            if name == "/reset":
+                conversation = Conversation(llm, sampling, _messages(options))
+                _say("a new conversation")
+                continue
             try:
                 conversation.answer(turn)
             except KeyboardInterrupt:
@@ -157,7 +170,7 @@ def _turns(prompt: str | None) -> Iterator[str]:
         yield prompt
         return
     if sys.stdin.isatty():
-        _say("a line is a turn; Ctrl-D ends")
+        _say("a line is a turn; /help lists commands, /exit or Ctrl-D ends")
     while (line := _line()) is not None:
         if line.strip():
             yield line

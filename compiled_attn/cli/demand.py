@@ -71,7 +71,7 @@ def texts_of(options: RunOptions) -> Texts | None:
     if options.model is None:
         raise UserError(
             f"{given[0]} needs a model that has a tokenizer, got the random one: name it, such as "
-            "--model smollm2"
+            "compiled-attn run smollm2"
         )
     read = [options.prompt] if options.prompts is None else read_prompts(options.prompts)
     return Texts([each for each in read if each is not None], Tokenizer(options.model))

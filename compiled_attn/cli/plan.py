@@ -29,8 +29,8 @@ __all__ = ["run_plan"]
 _ENOUGH_STEPS = 10_000
 _LIMITS = {
     "tokens": "--max-tokens-per-step",
-    "shared": "--num-blocks, --block-size, --context or --model",
-    "unique": "--num-blocks, --max-seqs, --block-size, --context or --model",
+    "shared": "--num-blocks, --block-size, --context or MODEL",
+    "unique": "--num-blocks, --max-seqs, --block-size, --context or MODEL",
     "logits": "--max-seqs",
     "requests": "--max-seqs",
 }

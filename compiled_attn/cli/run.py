@@ -209,7 +209,8 @@ def _refuse_contradictions(options: RunOptions) -> None:
 
 
 def _config(options: RunOptions, backend: str | Backend) -> EngineConfig:
-    settings = settings_of(options) | {"backend": backend}
+    # The backend has its store already, or is to have none.
+    settings = settings_of(options) | {"backend": backend, "store": False}
     if options.buckets is not None:
         settings["buckets"] = from_file(options.buckets)
     if options.max_graphs is None:

@@ -1,31 +1,19 @@
-"""The store that ``compiled-attn run`` starts from, and the one place that tells inductor of it."""
+"""The store that the commands start from."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from compiled_attn.cli.errors import UserError
-from graphs.backends.cudagraph import CudaGraphBackend
+from compiled_attn.engine.graph_store import STORED, default_store, open_store
 from graphs.capture.contract import Backend
-from graphs.store import ArtifactStore, StoredAoti, StoredInductor, environment_factors
-from graphs.store.cache_folder import cache_folder
 
 __all__ = ["default_store", "stored_backend"]
 
 _log = logging.getLogger(__name__)
-
-
-def default_store() -> Path:
-    """The folder of the default store.
-
-    Raises:
-        StoreError: the user's home is unknown.
-    """
-    return cache_folder("compiled-attn")
 
 
 @contextlib.contextmanager
@@ -39,7 +27,7 @@ def stored_backend(backend: str, store: Path | None) -> Iterator[str | Backend]:
     Raises:
         UserError: the folder that was asked for cannot be used, or not with this backend.
     """
-    if backend not in ("inductor", "aoti", "cudagraph"):
+    if backend not in STORED:
         if store is not None:
             raise UserError(
                 "--store is for --backend inductor, aoti and cudagraph, got "
@@ -48,35 +36,15 @@ def stored_backend(backend: str, store: Path | None) -> Iterator[str | Backend]:
         yield backend
         return
     with contextlib.ExitStack() as stack:
+        chosen: str | Backend = backend
         try:
-            chosen: str | Backend = _opened(backend, store or default_store(), stack)
+            stored = open_store(backend, store or default_store())
         except (OSError, RuntimeError) as error:  # a StoreError, or there is no home folder
             if store is not None:
                 raise UserError(str(error)) from error
             _log.warning("nothing is stored for the next start: %s", error)
-            chosen = backend
+        else:
+            stack.callback(stored.close)
+            stack.enter_context(stored.capturing())
+            chosen = stored.backend
         yield chosen
-
-
-def _opened(backend: str, folder: Path, stack: contextlib.ExitStack) -> Backend:
-    store = ArtifactStore(folder)
-    if backend == "aoti":
-        return StoredAoti(store)
-    cache = stack.enter_context(store.inductor_cache(environment_factors()))
-    stack.enter_context(_variables(cache.environment))
-    inductor = StoredInductor(store, cache.seal)
-    return CudaGraphBackend(inductor=inductor) if backend == "cudagraph" else inductor
-
-
-@contextlib.contextmanager
-def _variables(wanted: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in wanted}
-    try:
-        os.environ.update(wanted)
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, field, fields
 from decimal import Decimal
@@ -113,6 +114,12 @@ class EngineConfig:
         "inductor, aoti or onnxrt (compiled), eager or aot_eager; in Python also an object, such "
         "as graphs.store.StoredInductor.",
     )
+    store: bool | str | Path | None = setting(
+        None,
+        "Folder of compiled graphs, from which the next start loads them, or True for the default "
+        "one, False for none; by default LLM and the commands use the default one, an Engine by "
+        "itself none. A backend object brings its own.",
+    )
     kernel: KernelChoice = setting(
         "auto",
         "native (C++, buckets of tokens and requests), portable (torch alone), or auto: native "
@@ -196,6 +203,10 @@ class EngineConfig:
             )
         if self.weights not in _WEIGHTS:
             raise ConfigError(f"expected weights of {_WEIGHTS}, got {self.weights!r}: choose one")
+        if not (self.store is None or isinstance(self.store, (bool, str, os.PathLike))):
+            raise ConfigError(
+                f"expected store as True, False or a folder, got {self.store!r}: name a folder"
+            )
         if self.max_tokens_per_step is not None and self.max_seqs > self.max_tokens_per_step:
             raise ConfigError(
                 f"expected max_seqs <= max_tokens_per_step, got {self.max_seqs} > "

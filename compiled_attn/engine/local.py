@@ -17,12 +17,14 @@ from compiled_attn.cache.defrag import BlockSwap
 from compiled_attn.engine.config import ConfigError, EngineConfig
 from compiled_attn.engine.device_steps import DeviceSteps
 from compiled_attn.engine.executor import COPIES, Executor, ExecutorReport, FittedStep
+from compiled_attn.engine.graph_store import store_of
 from compiled_attn.engine.kernel import chosen_kernel, packs
 from compiled_attn.engine.logprobs import ScoredToken
 from compiled_attn.engine.sampler import logits_wanted, sampled
 from compiled_attn.engine.scheduler import ScheduledStep
 from compiled_attn.engine.sizing import Sizing, eos_tokens
 from compiled_attn.hf import PagedCausalLM, cache_for
+from compiled_attn.hf.adapters import unwrapped
 from compiled_attn.ops import load
 from compiled_attn.ops.joined import JoinedLayers
 from compiled_attn.ops.triton.register import measured_plans
@@ -75,7 +77,8 @@ class LocalExecutor:
         self, model: PreTrainedModel, config: EngineConfig | None = None, *, timed_runs: int = 3
     ) -> None:
         self.config = config = config or EngineConfig()
-        backend = resolve(config.backend, "step")  # before the model is touched
+        self._store = store_of(config.backend, config.store)
+        backend = resolve(self._store.backend, "step")  # before the model is touched
         self.kernel = chosen_kernel(model, config)
         self.sizing = sizing = self._sizing_of(model)
         self.looks_ahead = config.look_ahead and model.device.type != "cpu"
@@ -84,7 +87,7 @@ class LocalExecutor:
         self.cache = cache_for(model, blocks, sizing.block_size, dtype=config.cache_dtype)
         packed = packs(model, config, self.kernel)
         self.module = PagedCausalLM(model, self.cache, sizing.form, packed)
-        common: dict[str, Any] = {"backend": config.backend, "strict": config.strict}
+        common: dict[str, Any] = {"backend": self._store.backend, "strict": config.strict}
         common |= self._backend_options(model)
         load()  # the sampler's kernel, before the first step wants it
         on_cpu = model.device.type == "cpu"
@@ -108,7 +111,7 @@ class LocalExecutor:
             # Copies take as long as memory does: of the CPU op by op as compiled, which costs a
             # large model seconds of its warmup.
             pad_sizes=(1, 4, COPIES) if on_cpu else (COPIES,),
-            backend="eager" if on_cpu else config.backend,
+            backend="eager" if on_cpu else self._store.backend,
             strict=config.strict,
             exchanges=False,
         )
@@ -151,7 +154,10 @@ class LocalExecutor:
     def warmup(self, progress: Callable[[BucketEvent], None] | None = None) -> WarmupReport:
         """Captures every bucket and the block copies, see `Executor.warmup`."""
         try:
-            with measured_plans(self.module.model.device) as self._plan_notes:
+            with (
+                self._store.capturing(),
+                measured_plans(self.module.model.device) as self._plan_notes,
+            ):
                 group = WarmupGroup(self.graphs, *self._steps.others, self.copies)
                 whole = group.warmup(progress)
         except CaptureError:  # of the copies; what is missing of the steps says more
@@ -177,6 +183,13 @@ class LocalExecutor:
                 "captured: mend the cause, or serve from the others with strict=False",
             )
         return captured
+
+    def close(self) -> None:
+        """Frees the graphs; the executor serves no more. A second call does nothing."""
+        for manager in (self.graphs, *self._steps.others):
+            manager.close()
+        self.copies.close()
+        self._store.close()
 
     def check_unchanged(self) -> None:
         """Raises `compiled_attn.hf.ModelChanged` unless the model is as it was at the warmup."""
@@ -269,6 +282,7 @@ def executor_for(model: Executor | PreTrainedModel, config: EngineConfig | None)
         ConfigError: that one was made with another configuration; or see `LocalExecutor`.
         TypeError: it is neither a model nor an executor.
     """
+    model = unwrapped(model)
     executor = LocalExecutor(model, config) if isinstance(model, PreTrainedModel) else model
     if not hasattr(executor, "attach"):
         raise TypeError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, field, replace
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 
 __all__ = ["SamplingParams", "check_fits", "check_lengths", "check_settings", "token_ids"]
 
+
+class _Default(int):
+    """An integer that a user did not give."""
+
+
 _LARGEST = float(np.finfo(np.float32).max)
 _PENALTIES = ("presence_penalty", "frequency_penalty")
 _REMEDY = "pass token ids, as the model's tokenizer gives them"
@@ -32,7 +37,8 @@ class SamplingParams:
     """How one request is continued.
 
     Args:
-        max_new_tokens: tokens to generate at most (>= 1).
+        max_new_tokens: tokens to generate at most (>= 1); also taken under the name
+            ``max_tokens``, as other engines call it.
         temperature: 0 takes the most likely token; otherwise logits are divided by it.
         top_k: keep the k most likely tokens; 0 keeps all.
         top_p: keep the smallest set of most likely tokens with at least this probability (0 < p <=
@@ -61,10 +67,10 @@ class SamplingParams:
             of ``seed``, the next that of ``seed + 1``, and so on.
 
     Raises:
-        ValueError: a value outside its range, or of another type.
+        ValueError: a value outside its range, or of another type; or both names of one setting.
     """
 
-    max_new_tokens: int = 16
+    max_new_tokens: int = _Default(16)
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
@@ -82,8 +88,16 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     n: int = 1
     grammar: Grammar | None = None
+    max_tokens: InitVar[int | None] = field(default=None, kw_only=True)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, max_tokens: int | None) -> None:
+        if max_tokens is not None:
+            if not isinstance(self.max_new_tokens, _Default):
+                raise ValueError(
+                    "expected max_new_tokens or max_tokens, which mean the same, got both, "
+                    f"{self.max_new_tokens} and {max_tokens}: leave one of them out"
+                )
+            object.__setattr__(self, "max_new_tokens", max_tokens)
         self._settle("max_new_tokens", _integer, lambda n: n >= 1, "an integer >= 1")
         self._settle("temperature", _number, lambda t: 0 <= t < math.inf, "a finite number >= 0")
         self._settle("top_k", _integer, lambda k: k >= 0, "an integer >= 0")

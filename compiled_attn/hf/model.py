@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from compiled_attn.attention.by_parts import DENSE_KERNELS
 from compiled_attn.cache.kv_cache import PagedKVCache
 from compiled_attn.errors import ModelChanged, ModelRefused
+from compiled_attn.hf.adapters import ActiveAdapters
 from compiled_attn.hf.attention import (
     ATTENTION_NAME,
     PagedStep,
@@ -52,10 +53,11 @@ class Snapshot:
     Watched: the attention of every configuration in it and the configuration that each attention
     module holds; training mode and forwards of the decoder layers and of the attention modules; the
     object of each parameter; the address of one parameter a decoder layer, which a cast or a move
-    changes. Values of parameters are not: no backend keeps a copy of them. Other storage of a
-    single parameter is left to the graphs: `graphs.StaleGraph` where they hold addresses, a changed
-    guard where they are compiled; else they read what is there now. A write to a weight that was
-    packed as integers is watched too, see `compiled_attn.hf.packed_weight`.
+    changes; which adapters of peft are active. Values of parameters are not: no backend keeps a
+    copy of them. Other storage of a single parameter is left to the graphs: `graphs.StaleGraph`
+    where they hold addresses, a changed guard where they are compiled; else they read what is there
+    now. A write to a weight that was packed as integers is watched too, see
+    `compiled_attn.hf.packed_weight`.
 
     Args:
         model: the model.
@@ -76,6 +78,7 @@ class Snapshot:
         self._traps = {each.trap for each in self._parameters if isinstance(each, PackedWeight)}
         self._samples = [*_samples_of(model, layers)]
         self._addresses = [*map(Tensor.data_ptr, self._samples)]
+        self._adapters = ActiveAdapters(model)
 
     def difference(self) -> str | None:
         """What changed, and the remedy; None: nothing that is watched."""
@@ -100,6 +103,8 @@ class Snapshot:
             return f"a parameter was replaced: {_REMEDY}, or write into the old one with copy_()"
         if [*map(Tensor.data_ptr, self._samples)] != self._addresses:
             return f"its parameters were cast or moved: {_REMEDY}"
+        if self._adapters.have_changed():
+            return f"other adapters are active, merged or switched off: {_REMEDY}, or switch back"
         return None
 
     def _has_other_parameters(self) -> bool:

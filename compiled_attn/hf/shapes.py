@@ -14,6 +14,7 @@ from compiled_attn.cache.kv_cache import KVShape, PagedKVCache
 from compiled_attn.hf.attention import latent_shape
 from compiled_attn.hf.recorder import AttentionCall, record
 from compiled_attn.hf.refused import refused
+from compiled_attn.models import quiet_transformers
 
 __all__ = ["cache_for", "calls_by_layer", "check_fits", "forgetting", "other_sight"]
 
@@ -113,7 +114,12 @@ def calls_by_layer(model: PreTrainedModel) -> list[AttentionCall]:
     kinds = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
     if kinds:
         raise refused(model, f"with layers of type {', '.join(kinds)}")
-    calls = record(model)
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise refused(model, "which is an encoder-decoder")
+    with quiet_transformers():
+        calls = record(model)
+    if not calls:
+        raise refused(model, _without_calls(model))
     for call in calls:
         if problem := _problem(call):
             raise refused(model, f"with {type(call.module).__name__} {problem}")
@@ -129,6 +135,13 @@ def calls_by_layer(model: PreTrainedModel) -> list[AttentionCall]:
     if forgets := forgetting(model, ordered):
         raise refused(model, forgets)
     return ordered
+
+
+def _without_calls(model: PreTrainedModel) -> str:
+    can_set = getattr(model, "_can_set_attn_implementation", lambda: True)
+    if can_set():
+        return "whose layers never call it (recurrent layers, or attention code of their own)"
+    return "with attention code of its own, which does not go through AttentionInterface"
 
 
 def check_fits(model: PreTrainedModel, calls: Sequence[AttentionCall], cache: PagedKVCache) -> None:

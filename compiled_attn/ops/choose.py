@@ -161,7 +161,24 @@ def choose(traits: AttentionTraits, among: Sequence[Chosen]) -> Chosen:
         reasons.append(f"{each.name} {reason}")
     raise error(
         f"expected a kernel that can serve the attention, got none: {'; '.join(reasons)}; "
-        'change the call, or take kernel="auto"'
+        f"{_remedy(traits)}"
+    )
+
+
+def _remedy(traits: AttentionTraits) -> str:
+    """What makes a call possible that no kernel of its choice serves."""
+    if traits.by_parts:
+        return 'change the call, or take kernel="auto"'
+    ways = []
+    if traits.gradients:
+        ways.append("call it under torch.no_grad()")
+    if traits.dtype == torch.float64:
+        ways.append("cast query, key, value and the caches to float32")
+    if not ways:
+        return 'change the call, or take kernel="auto"'
+    return (
+        f"{' and '.join(ways)}, or build metadata in parts (BatchBuilder.plan) and take "
+        'kernel="auto"'
     )
 
 

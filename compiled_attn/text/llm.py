@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from compiled_attn.cache.blocks.prefix import Salt
 from compiled_attn.engine import Engine, EngineConfig, SamplingParams, Stream
+from compiled_attn.engine.local import LocalExecutor
 from compiled_attn.errors import ConfigError, RequestFailed
-from compiled_attn.models import load_model
+from compiled_attn.model_folder import will_convert
+from compiled_attn.models import load_model, served_model
 from compiled_attn.text.answer import Answer, AnswerPieces
 from compiled_attn.text.grammars import Grammars
 from compiled_attn.text.tokenizer import Message, Prompt, Tokenizer
-from graphs import BucketEvent
+from graphs import BucketEvent, progress_for
 from graphs.errors import quoted
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 __all__ = ["LLM"]
 
@@ -24,49 +31,108 @@ __all__ = ["LLM"]
 class LLM:
     """A model with its tokenizer, on an engine that is warmed up.
 
+    Use it as a context manager, or call `close`, to free its graphs and its cache.
+
     Args:
-        model: as for `compiled_attn.models.load_model`: a directory, a GGUF file, ``"smollm2"``.
-        config: sizes and policies of the engine.
-        dtype: of the weights.
-        device: that the model is put on.
-        progress: of the warmup, see `graphs.progress_for`.
+        model: as for `compiled_attn.models.load_model`: a directory, a GGUF file, ``"smollm2"``,
+            the id of a model in the local hub cache; or a causal LM of transformers, also as peft
+            wraps it, which is served as it is and gets its own attention back at `close`.
+        config: sizes and policies of the engine. Compiled graphs are stored for the next start,
+            unless it says ``store=False``.
+        tokenizer: of transformers, or where `model` could lie; None: that of the model, which a
+            model object does not bring.
+        dtype: of the weights; None: float32, or as the model object is.
+        device: that the model is put on; None: the CPU, or where the model object is.
+        progress: called with the events of the warmup, see `graphs.progress_for`; None: shown if
+            stderr is a terminal, False: not.
 
     Attributes:
         tokenizer: that of the model.
         grammars: over its tokens.
         model: what the engine runs.
-        engine: what serves it; tokens go in and out there.
 
     Raises:
         ModelError: the model or its tokenizer cannot be loaded.
         ConfigError, graphs.CaptureError, ValueError: see `compiled_attn.engine.Engine`.
+        TypeError: a model object without a tokenizer, or with a dtype or device.
 
     Example::
 
-        llm = LLM("path/to/model")
-        for answer in llm.generate(["The capital of France is"], SamplingParams(stop=("\\n",))):
+        with LLM("path/to/model") as llm:
+            (answer,) = llm.chat({"role": "user", "content": "What is the capital of France?"})
             print(answer.text)
     """
 
     def __init__(
         self,
-        model: str | Path,
+        model: str | Path | PreTrainedModel,
         config: EngineConfig | None = None,
         *,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-        progress: Callable[[BucketEvent], None] | None = None,
+        tokenizer: str | Path | PreTrainedTokenizerBase | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        progress: Callable[[BucketEvent], None] | Literal[False] | None = None,
     ) -> None:
-        self.tokenizer = Tokenizer(model)
+        is_shown = progress is None and sys.stderr.isatty()
+        self._attention: str | None = None  # to be restored in a model object
+        if isinstance(model, (str, Path)):
+            if is_shown:
+                _print_loading(model)
+            self.tokenizer = Tokenizer(model if tokenizer is None else tokenizer)
+            self.model = load_model(model, dtype, "cpu" if device is None else device)
+        else:
+            _check_object(model, tokenizer, dtype, device)
+            self.tokenizer = Tokenizer(tokenizer)  # type: ignore[arg-type]
+            self.model = served_model(model)
+            self._attention = self.model.config._attn_implementation
         self.grammars = Grammars(self.tokenizer)
-        self.model = load_model(model, dtype, device)
-        self.engine = Engine(
+        config = config or EngineConfig()
+        if config.store is None:
+            config = replace(config, store=True)
+        self._engine: Engine | None = Engine(
             self.model,
             config,
             has_stop=self.tokenizer.has_stop,
             grammars=self.grammars,
         )
-        self.engine.warmup(progress)
+        try:
+            self._engine.warmup((progress_for(sys.stderr) if is_shown else progress) or None)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def engine(self) -> Engine:
+        """What serves the model; tokens go in and out there.
+
+        Raises:
+            RuntimeError: it was closed.
+        """
+        if self._engine is None:
+            raise RuntimeError("expected an open LLM, got one that was closed: make a new one")
+        return self._engine
+
+    def close(self) -> None:
+        """Ends open requests, and frees graphs, cache and model; a second call does nothing.
+
+        A model object gets the attention back that it came with.
+        """
+        engine, self._engine = self._engine, None
+        if engine is None:
+            return
+        for request_id in engine.open_requests:
+            engine.abort(request_id)
+        if isinstance(engine.executor, LocalExecutor):
+            engine.executor.close()
+        if self._attention is not None:
+            self.model.set_attn_implementation(self._attention)
+        del self.model
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
 
     def generate(
         self,
@@ -88,7 +154,7 @@ class LLM:
             ConfigError: a prompt that can never be served, see `Tokenizer.encode` and
                 `compiled_attn.engine.Engine.submit`; then none is.
         """
-        if isinstance(prompts, str):
+        if isinstance(prompts, (str, Mapping)):
             raise ConfigError(f"expected a list of prompts, got {quoted(prompts)}: put it in one")
         tokens = [self.tokenizer.encode(prompt) for prompt in prompts]
         results = self.engine.generate(tokens, sampling, salt=salt, in_order=True)
@@ -99,7 +165,7 @@ class LLM:
 
     def chat(
         self,
-        chats: Sequence[Message] | Sequence[Sequence[Message]],
+        chats: Message | Sequence[Message] | Sequence[Sequence[Message]],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         salt: Salt | Sequence[Salt] = None,
@@ -107,19 +173,21 @@ class LLM:
         """The next turn of a chat, or of several in their order, by the model's chat template.
 
         Args:
-            chats: the messages of one chat, or a list of chats.
+            chats: the messages of one chat, which may be a single message, or a list of chats.
             sampling, salt: see `generate`.
 
         Raises:
             ConfigError: see `generate`; or the model has no template.
         """
+        if isinstance(chats, Mapping):
+            chats = [chats]
         is_one = bool(chats) and isinstance(chats[0], Mapping)
         return self.generate([chats] if is_one else chats, sampling, salt=salt)  # type: ignore[list-item, arg-type]
 
     def stream(
-        self, prompt: Prompt, sampling: SamplingParams | None = None, *, salt: Salt = None
+        self, prompt: Prompt | Message, sampling: SamplingParams | None = None, *, salt: Salt = None
     ) -> Generator[str, None, None]:
-        """The answer to a text or a chat, in pieces of whole characters, as it is generated.
+        """The answer to a text, a chat or a message, in pieces of whole characters, as generated.
 
         Closing the generator, or dropping it, aborts the request: its blocks are free at once.
 
@@ -146,3 +214,25 @@ class LLM:
                     yield piece
         if piece := pieces.rest():
             yield piece
+
+
+def _print_loading(model: str | Path) -> None:
+    line = f"loading {model}"
+    if will_convert(model):
+        line = f"converting the GGUF file of {model}, once: half a minute or more"
+    print(line, file=sys.stderr, flush=True)
+
+
+def _check_object(model: Any, tokenizer: Any, dtype: Any, device: Any) -> None:
+    """Raises TypeError unless a model object comes with a tokenizer and nothing that changes it."""
+    kind = type(model).__name__
+    if tokenizer is None:
+        raise TypeError(
+            f"expected a tokenizer with a model object, got a {kind} alone: pass "
+            "tokenizer=AutoTokenizer.from_pretrained(...), or where its files lie"
+        )
+    if dtype is not None or device is not None:
+        raise TypeError(
+            f"expected no dtype or device with a model object, got a {kind} with dtype {dtype} and "
+            f"device {device}: convert it with model.to() before"
+        )

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from compiled_attn.errors import ConfigError, ModelError
 from compiled_attn.model_folder import cannot_read, model_folder
 from compiled_attn.models import quiet_transformers
 from graphs.errors import quoted
 from graphs.installation import install_command
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["REPLACEMENT", "Message", "Prompt", "Tokenizer", "check_messages"]
 
@@ -37,20 +40,24 @@ class Tokenizer:
     Special tokens, such as the end of a turn, are no part of a decoded text.
 
     Args:
-        model: as for `compiled_attn.models.load_model`.
+        model: as for `compiled_attn.models.load_model`; or a tokenizer of transformers.
 
     Attributes:
+        model: what it was made of, or the name of that.
         special: the ids that stand for no text.
         longest: letters of the longest token.
 
     Raises:
         ModelError: it has no tokenizer that transformers can read.
+        TypeError: it is neither a place nor a tokenizer of transformers.
     """
 
-    def __init__(self, model: str | Path) -> None:
-        self.model = model
+    def __init__(self, model: str | Path | PreTrainedTokenizerBase) -> None:
         with quiet_transformers():
-            self._tokenizer = _load(model)
+            if isinstance(model, (str, Path)):
+                self.model, self._tokenizer = model, _load(model)
+            else:
+                self.model, self._tokenizer = _checked(model)
         added = self._tokenizer.added_tokens_decoder.items()
         self.special = frozenset(self._tokenizer.all_special_ids) | {
             number for number, token in added if token.special
@@ -66,14 +73,17 @@ class Tokenizer:
         """What does the work."""
         return self._tokenizer
 
-    def encode(self, prompt: Prompt) -> list[int]:
-        """The ids of a text, with the special tokens that the model expects, or of a chat.
+    def encode(self, prompt: Prompt | Message) -> list[int]:
+        """The ids of a text, with the special tokens that the model expects, or of a chat, which
+        may be a single message.
 
         Raises:
             ConfigError: it is empty or has special tokens only, is not valid text, or is a chat
                 that the model has no template for, or whose template refuses it.
         """
         is_text = isinstance(prompt, str)
+        if isinstance(prompt, Mapping):
+            prompt = [prompt]
         text = prompt if isinstance(prompt, str) else self._rendered(prompt)
         if not isinstance(text, str):
             raise ConfigError(f"expected a prompt of text or messages, got {quoted(prompt)}")
@@ -169,6 +179,18 @@ class Tokenizer:
                 f"{error}"
             ) from error
         return text
+
+
+def _checked(given: Any) -> tuple[str, Any]:
+    """The name of a tokenizer of transformers, and it."""
+    from transformers import PreTrainedTokenizerBase
+
+    if not isinstance(given, PreTrainedTokenizerBase):
+        raise TypeError(
+            f"expected a tokenizer of transformers or a directory, got a {type(given).__name__}: "
+            "load one with AutoTokenizer.from_pretrained"
+        )
+    return given.name_or_path or type(given).__name__, given
 
 
 def _load(model: str | Path) -> Any:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -14,14 +15,21 @@ from torch import Tensor
 from graphs.backends import BACKENDS
 from graphs.capture.contract import Backend, Frozen
 from graphs.capture.garbage import collected_later
-from graphs.capture.inputs import Input, InputsCheck, InputSpec
+from graphs.capture.inputs import Input, InputsCheck, InputSpec, check_inputs
 from graphs.capture.memory import bytes_in_use
 from graphs.capture.settings import Settings
 from graphs.capture.wrappers import name_of
 from graphs.errors import CaptureError, InputMismatch, ModeMismatch, StaleGraph
 from graphs.watch.sentinel import note_capture
 
-__all__ = ["CapturedGraph", "available_backends", "capture", "median_seconds", "resolve"]
+__all__ = [
+    "CapturedGraph",
+    "available_backends",
+    "capture",
+    "check_options",
+    "median_seconds",
+    "resolve",
+]
 
 _LONG_ENOUGH = 0.1
 # Dynamo sees the inputs through the wrapper of wrappers.py, which names them by position.
@@ -176,14 +184,16 @@ def capture(
         CaptureError: unknown or unavailable backend, a graph break (with the user's line), a
             failing callable.
         GraphBudgetExceeded: a strict :class:`~graphs.watch.sentinel.no_compile` is armed.
-        TypeError: an input is neither a tensor nor a plain constant, or the backend does not know
-            an option.
+        TypeError: the inputs are not a tuple or list, one of them is neither a tensor nor a plain
+            constant, or the backend does not know an option. Nothing ran.
         ValueError: `warm_runs` is below 1.
     """
     name = name or name_of(callable)
     if warm_runs < 1:
         raise ValueError(f"warm_runs is {warm_runs}; expected at least 1, since a capture is a run")
+    check_inputs(example_inputs, "example_inputs")
     chosen = resolve(backend, name)
+    check_options(chosen, options)
     inputs = InputsCheck(callable, example_inputs)
     note_capture(name)
     settings = Settings.current()
@@ -228,6 +238,35 @@ def resolve(backend: str | Backend, name: str) -> Backend:
     if reason := backend.available():
         raise CaptureError(name, f"backend {backend.name!r} is not available: {reason}")
     return backend
+
+
+def check_options(backend: Backend, options: Iterable[str]) -> None:
+    """Raises TypeError for an option that the backend's `capture` does not take.
+
+    A backend whose `capture` takes any keyword gets all of them.
+    """
+    known = _options_of(backend)
+    unknown = [] if known is None else [name for name in options if name not in known]
+    if unknown:
+        names = ", ".join(known or ()) or "none"
+        raise TypeError(
+            f"unknown option {unknown[0]!r}; expected the options of backend {backend.name!r} "
+            f"({names}): correct its name, or leave it out"
+        )
+
+
+def _options_of(backend: Backend) -> list[str] | None:
+    """Names of the keyword options of a backend's captures; None: any."""
+    names: list[str] = []
+    for kind in type(backend).__mro__:
+        if kind is Backend or (own := vars(kind).get("capture")) is None:
+            continue
+        parameters = inspect.signature(own).parameters.values()
+        names += [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
+        if not any(each.kind is each.VAR_KEYWORD for each in parameters):
+            # The rest is given by capture() and by the manager, under parameters of their own.
+            return [name for name in names if name not in ("name", "warm_runs")]
+    return None  # at least one passes on whatever it gets
 
 
 def _wait_for(devices: set[torch.device]) -> None:

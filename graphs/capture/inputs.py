@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, TypeAlias
@@ -19,12 +19,32 @@ __all__ = [
     "Input",
     "InputSpec",
     "InputsCheck",
+    "NotInputs",
+    "check_inputs",
     "memory_shared_by",
     "overlaps",
     "parameter_names",
 ]
 
 Input: TypeAlias = Tensor | bool | int | float | str | None
+
+
+class NotInputs(TypeError):
+    """The inputs of a callable are not a tuple or list, so they cannot be passed by position."""
+
+
+def check_inputs(inputs: object, source: str) -> None:
+    """Raises NotInputs unless `inputs`, which `source` gave, are a tuple or list."""
+    if isinstance(inputs, (tuple, list)):
+        return
+    remedy = "return them in the order of the callable's parameters"
+    if isinstance(inputs, Mapping):
+        remedy = "pass its values in the order of the callable's parameters"
+    elif isinstance(inputs, Tensor):
+        remedy = "a single input is written (x,)"
+    raise NotInputs(
+        f"{source}: expected a tuple or list of inputs, got a {type(inputs).__name__}: {remedy}"
+    )
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from graphs.cli.errors import (
     tell,
 )
 from graphs.cli.target import Named, load_target
+from graphs.errors import CaptureError
 
 if TYPE_CHECKING:
     from graphs.warmup.manager import WarmupManager
@@ -111,6 +112,8 @@ def _warm_up(manager: WarmupManager, target: str) -> int:
     try:
         with progress_for(sys.stderr) as progress:
             manager.warmup(progress)
+    except CaptureError as error:  # no bucket is captured; the outcome has the cause of each
+        return tell(error, FAILED)
     except KeyboardInterrupt:
         return tell("interrupted; this is the outcome so far", INTERRUPTED)
     except BaseException as error:

@@ -15,7 +15,7 @@ from graphs.buckets.axes import Bucket
 from graphs.capture.capture import CapturedGraph, capture, median_seconds, resolve
 from graphs.capture.contract import Backend
 from graphs.capture.garbage import collected_later
-from graphs.capture.inputs import Input
+from graphs.capture.inputs import Input, NotInputs
 from graphs.errors import CaptureError, GraphBudgetExceeded
 from graphs.warmup.families import Families
 from graphs.warmup.journal import Journal
@@ -120,6 +120,7 @@ class Capturing:
 
         Raises:
             GraphBudgetExceeded: a strict `no_compile` is armed.
+            NotInputs: `make_inputs` returned something that is no tuple or list.
         """
         if reason := self._spent(elapsed, bytes):
             return None, BucketResult(bucket, "skipped", error=reason, name=self.name)
@@ -178,7 +179,7 @@ class Capturing:
                 graph = self._capture(bucket, inputs, options)
                 seconds = time.perf_counter() - start
                 run_seconds = self._run_seconds(graph, inputs, watch.compiles > 0)
-            except GraphBudgetExceeded:
+            except (GraphBudgetExceeded, NotInputs):
                 raise
             except Exception as error:
                 if graph is not None:

@@ -13,9 +13,9 @@ import torch
 
 from graphs.buckets.axes import Bucket
 from graphs.buckets.space import BucketSpace
-from graphs.capture.capture import CapturedGraph, resolve
+from graphs.capture.capture import CapturedGraph, check_options, resolve
 from graphs.capture.contract import Backend
-from graphs.capture.inputs import Input
+from graphs.capture.inputs import Input, check_inputs
 from graphs.capture.wrappers import name_of
 from graphs.errors import BucketOverflow, CaptureError, InputMismatch, ModeMismatch, StaleGraph
 from graphs.warmup.capturing import Capturing
@@ -40,8 +40,8 @@ class WarmupManager:
     Args:
         module: the callable or `nn.Module` to capture.
         buckets: the shapes to capture it at.
-        make_inputs: makes the example inputs of a bucket, in the order of the callable's
-            parameters. The callable really runs on them, so they must do no harm.
+        make_inputs: makes the example inputs of a bucket, a tuple or list in the order of the
+            callable's parameters. The callable really runs on them, so they must do no harm.
         backend: a name out of :func:`~graphs.available_backends`, or a backend object.
         order: `largest_first` (by the space's cost), `smallest_first`, `most_used` (the largest,
             then by `usage`), `given`, or a key function of a bucket.
@@ -69,7 +69,7 @@ class WarmupManager:
             The last two are fallbacks.
         strict: a fallback is an error; otherwise it is counted, and logged once with its reason.
         name: for errors and logs; default: the callable's name.
-        options: passed on to the backend.
+        options: keyword options of the backend's captures.
 
     Attributes:
         report: of all buckets so far, None before the first warmup.
@@ -80,6 +80,7 @@ class WarmupManager:
     Raises:
         ValueError: an unknown `order`, `overflow` or symbolic axis, a negative budget, or less than
             one worker.
+        TypeError: an option that the backend does not know.
         CaptureError: the backend is unknown, does not work here, or has no symbolic sizes.
         graphs.warmup.journal.JournalError: the journal is another file, or another warmup's.
     """
@@ -112,19 +113,26 @@ class WarmupManager:
         self._module = module
         self._order = in_order(buckets, order, usage)
         chosen = resolve(backend, self.name)
+        check_options(chosen, options)
         if symbolic and (reason := chosen.why_no_symbolic()):
             raise CaptureError(self.name, f"{reason}: leave symbolic out, or take 'inductor'")
+
+        def checked_inputs(bucket: Bucket) -> Sequence[Input]:
+            inputs = make_inputs(bucket)
+            check_inputs(inputs, f"make_inputs({bucket})")
+            return inputs
+
         self._capturing = Capturing(
             self.name,
             module,
-            make_inputs,
+            checked_inputs,
             chosen,
             options,
             budget_seconds,
             budget_bytes,
             workers,
             timed_runs,
-            Families(self.name, symbolic, buckets, make_inputs),
+            Families(self.name, symbolic, buckets, checked_inputs),
         )
         if journal is not None:  # a file is not touched before all else is found right
             self._capturing.journal = Journal(journal, self.name, chosen.name, buckets.names)
@@ -149,7 +157,10 @@ class WarmupManager:
                 is done.
 
         Raises:
+            CaptureError: no bucket is captured, and at least one failed; the report has the cause
+                of each.
             GraphBudgetExceeded: a strict `no_compile` is armed.
+            TypeError: `make_inputs` returned something that is no tuple or list of inputs.
         """
         waiting = [bucket for bucket in self._order if bucket not in self._graphs]
         todo = self._capturing.suspects_last(waiting)
@@ -169,7 +180,25 @@ class WarmupManager:
         finally:
             self._elapsed_seconds += schedule.elapsed()
             self._serve(self._graphs)
+        if not self._graphs and (cause := self._first_failure()):
+            raise CaptureError(self.name, cause)
         return self.report or WarmupReport((), 0.0)
+
+    def _first_failure(self) -> str:
+        """How many buckets are captured and why the first is not; empty where none has failed."""
+        failed = self.report.failed if self.report else ()
+        if not failed:
+            return ""
+        first = failed[0]
+        return (
+            f"{len(self._graphs)} of {len(self.buckets)} captured; first cause, of "
+            f"{self._capturing.graph_name(first.bucket)}: {first.error}"
+        )
+
+    def _why_none(self) -> str:
+        if cause := self._first_failure():
+            return f"{cause}; remove the cause, then call warmup() again"
+        return "no bucket is captured; call warmup() first"
 
     def _do(self, index: int, bucket: Bucket, schedule: Schedule, tell: Progress) -> None:
         tell(schedule.event(bucket, index, "started", name=self.name))
@@ -204,7 +233,7 @@ class WarmupManager:
             ValueError: an axis is missing or unknown, or a value is negative.
         """
         if self._serving is None:
-            raise CaptureError(self.name, "no bucket is captured; call warmup() first")
+            raise CaptureError(self.name, self._why_none())
         try:
             chosen = self._serving.pick(**need)
         except BucketOverflow as overflow:
@@ -302,6 +331,8 @@ class WarmupManager:
     def _run_uncaptured(self, bucket: Bucket, inputs: tuple[Input, ...]) -> Any:
         if self._overflow == "eager" and not self._strict and bucket not in self.buckets:
             return self._run_eagerly(inputs, "a need above the captured buckets", f": {bucket}")
+        if self._serving is None:
+            raise CaptureError(self.name, self._why_none())
         result = self._results.get(bucket)
         reason = f"{result.status}: {result.error}" if result else "not captured"
         raise CaptureError(

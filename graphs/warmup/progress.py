@@ -45,7 +45,9 @@ class PlainProgress:
 
 
 class LiveProgress(PlainProgress):
-    """A live bar with the bucket at work, seconds per bucket and time left.
+    """A live bar with the bucket at work, the seconds so far, those per bucket and the time left.
+
+    The seconds go on counting while a bucket is captured, which may take a minute.
 
     Raises:
         ImportError: rich is not installed.
@@ -54,12 +56,24 @@ class LiveProgress(PlainProgress):
     def __init__(self, stream: IO[str], title: str = "warmup") -> None:
         super().__init__(stream, title)
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            ProgressColumn,
+            TextColumn,
+        )
+        from rich.text import Text
+
+        class SecondsColumn(ProgressColumn):
+            def render(self, task: Any) -> Text:
+                return Text(f"{task.fields['before'] + (task.elapsed or 0):.0f} s")
 
         self._bar = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
+            SecondsColumn(),
             TextColumn("{task.fields[note]}", markup=False),
             console=Console(file=stream),
         )
@@ -68,7 +82,10 @@ class LiveProgress(PlainProgress):
 
     def __call__(self, event: BucketEvent) -> None:
         if self._task is None:
-            self._task = self._bar.add_task(self._title, total=event.total, note="")
+            # Workers compile before the first event: `before` are their seconds.
+            self._task = self._bar.add_task(
+                self._title, total=event.total, note="", before=event.elapsed_seconds
+            )
             self._bar.start()
         if event.status == "started":
             self._show(event.index, f"{event.bucket}{self._last}{_rest(event)}")
@@ -78,7 +95,7 @@ class LiveProgress(PlainProgress):
                 line = f"{event.bucket}: {_outcome(event)}"
                 self._bar.console.print(line, markup=False, highlight=False)
             done = event.index + (event.status != "interrupted")
-            self._show(done, f"{event.elapsed_seconds:.1f} s{self._last}{_rest(event)}")
+            self._show(done, f"{self._last}{_rest(event)}".lstrip())
         if event.is_last:
             self._bar.stop()
 

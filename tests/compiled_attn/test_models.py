@@ -10,9 +10,16 @@ import torch
 
 pytest.importorskip("transformers", reason="needs the extra hf")
 
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 from transformers.utils import logging
 
+from compiled_attn.model_folder import model_folder
 from compiled_attn.models import ModelError, default_model, load_model
 
 
@@ -150,3 +157,64 @@ def test_pickled_weights_are_never_opened(saved: Path) -> None:
 def test_a_path_that_is_no_directory_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="somewhere: no such directory; expected"):
         load_model(tmp_path / "somewhere")
+
+
+@pytest.fixture
+def hub(tmp_path: Path, saved: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A hub cache with one model, ``someone/tiny``."""
+    folder = tmp_path / "hub" / "models--someone--tiny"
+    commit = "a" * 40
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text(commit)
+    snapshot = folder / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    for file in saved.iterdir():
+        if file.is_file():
+            (snapshot / file.name).write_bytes(file.read_bytes())
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(socket.socket, "connect", None)  # nothing is asked of the network
+    monkeypatch.chdir(tmp_path)
+    return snapshot
+
+
+@pytest.mark.parametrize("given", ["someone/tiny", Path("someone/tiny")])
+def test_a_hub_id_is_the_snapshot_in_the_local_cache(hub: Path, given: str | Path) -> None:
+    assert model_folder(given) == hub
+    ids = torch.arange(9)[None]
+    assert torch.equal(logits(load_model(given), ids), logits(load_model(hub), ids))
+
+
+def test_a_hub_id_that_was_not_downloaded_is_refused_with_the_command(hub: Path) -> None:
+    with pytest.raises(
+        ModelError, match=r"no such directory, .*download it with hf download some/o"
+    ):
+        load_model("some/other")
+    Path("someone/tiny").mkdir(parents=True)  # a directory comes first
+    with pytest.raises(ModelError, match=r"holds no config\.json"):
+        load_model("someone/tiny")
+
+
+@pytest.mark.parametrize(
+    ("settings", "method"),
+    [
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
+        ({"load_in_8bit": True}, "bitsandbytes"),
+        ({"quant_method": "torchao", "quant_type": "int4_weight_only"}, "torchao"),
+    ],
+)
+def test_weights_that_cannot_be_cast_are_refused_before_they_are_read(
+    saved: Path, settings: dict[str, object], method: str
+) -> None:
+    change_config(saved, quantization_config=settings)
+    (saved / "model.safetensors").write_bytes(b"never read")
+    with pytest.raises(ModelError, match=f"quantised by {method}, expected float weights"):
+        load_model(saved)
+
+
+def test_an_encoder_decoder_is_called_one(tmp_path: Path) -> None:
+    config = T5Config(d_model=32, num_layers=1, num_heads=2, vocab_size=64, d_kv=16, d_ff=64)
+    T5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    with pytest.raises(
+        ModelError, match=r"it is an encoder-decoder \(t5\), expected a decoder-only"
+    ):
+        load_model(tmp_path)

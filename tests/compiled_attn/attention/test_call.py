@@ -189,6 +189,11 @@ def test_a_softcap_is_refused_by_a_kernel_without_one():
         SdpaKernel.attend(query, query, query, bias, scale=1.0, softcap=1.0)
 
 
+def test_a_module_with_an_unknown_kernel_is_refused_when_it_is_made():
+    with pytest.raises(ValueError, match=r"expected a kernel of .*got 'fast': choose one"):
+        UnifiedAttention(PagedKVCache(1, 4, 4, 1, 8), kernel="fast")
+
+
 def test_a_module_of_a_layer_that_does_not_exist_is_refused():
     cache = PagedKVCache(2, 4, 4, 1, 8)
     for layer in (-1, 2):

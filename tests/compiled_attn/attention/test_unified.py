@@ -19,6 +19,7 @@ from compiled_attn import (
 )
 from compiled_attn.attention.dense import attend
 from compiled_attn.attention.sdpa import SdpaKernel
+from tests.compiled_attn.attention.unified_call import Call
 from tests.compiled_attn.attention.unified_run import (
     assert_exact,
     attention_of,
@@ -213,6 +214,25 @@ def test_a_step_without_tokens_is_empty(kernel, part, features, dtype):
     assert lse.shape == (0, 4) and lse.dtype == torch.float32
     out.sum().backward()
     assert query.grad.shape == query.shape
+
+
+def test_by_default_the_parts_take_the_fused_kernel_of_torch(monkeypatch):
+    asked = []
+
+    def noted(*args, **options):
+        asked.append(args)
+        return fused(*args, **options)
+
+    fused = SdpaKernel.attend
+    monkeypatch.setattr(SdpaKernel, "attend", staticmethod(noted))
+    call = Call(dtype=torch.float32, cache_dtype=None).arguments
+    before = call["key_cache"].clone(), call["value_cache"].clone()
+    out = unified_attention(**call, kernel="portable")
+    assert asked
+    call["key_cache"].copy_(before[0])
+    call["value_cache"].copy_(before[1])
+    want = unified_attention(**call, kernel="portable", attend=attend)
+    torch.testing.assert_close(out, want, rtol=3e-5, atol=3e-5)
 
 
 def test_a_step_without_tokens_is_one_graph():

@@ -64,7 +64,7 @@ def trace(tmp_path: Path) -> Path:
 def small(model_dir: Path, trace: Path) -> list[object]:
     """Options of a job that takes a second."""
     return [
-        *("run", "--model", model_dir, "--trace", trace, "--backend", "eager"),
+        *("run", model_dir, "--trace", trace, "--backend", "eager"),
         *("--max-tokens-per-step", 32, "--max-seqs", 4, "--block-size", 8, "--max-graphs", 6),
     ]
 

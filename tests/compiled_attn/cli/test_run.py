@@ -301,7 +301,7 @@ def test_a_journal_is_written_and_one_of_another_warmup_is_refused(
     lines = [json.loads(line) for line in journal.read_text().splitlines()]
     assert (lines[0]["name"], lines[0]["backend"]) == ("step", "eager")
     assert lines[-1]["status"] == "captured"
-    other = [*small[:6], "aot_eager", *small[7:]]
+    other = [*small[:5], "aot_eager", *small[6:]]
     assert_refused(command(*other, "--warmup-journal", journal), "has backend 'eager'")
 
 

@@ -21,7 +21,7 @@ SMALL = ("--backend", "eager", "--max-tokens-per-step", 32, "--block-size", 8)
 
 
 def asked(command: Command, name: str, folder: Path, *more: object):
-    return command(name, "--model", folder, *SMALL, "--prompt", "the moon", *more)
+    return command(name, folder, *SMALL, "--prompt", "the moon", *more)
 
 
 def test_options_come_to_the_settings_of_the_same_names(tmp_path):

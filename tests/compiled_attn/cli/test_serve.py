@@ -29,13 +29,13 @@ SMALL = (
 
 
 def test_a_model_without_a_tokenizer_is_refused(command, model_dir):
-    assert_refused(command("serve", "--model", model_dir, *SMALL), "it has no tokenizer")
+    assert_refused(command("serve", model_dir, *SMALL), "it has no tokenizer")
 
 
 def test_a_port_in_use_is_refused(command, chat_dir):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        told = command("serve", "--model", chat_dir, "--port", port, *SMALL)
+        told = command("serve", chat_dir, "--port", port, *SMALL)
     assert_refused(told, f"cannot listen at 127.0.0.1:{port}", "--port")
 
 
@@ -54,7 +54,7 @@ def started(
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The command in a process of its own that has said something, and its address."""
     program = "from compiled_attn.cli import main; main()"
-    arguments = ["serve", "--model", str(chat_dir), "--name", "tiny", "--port", "0", *SMALL]
+    arguments = ["serve", str(chat_dir), "--name", "tiny", "--port", "0", *SMALL]
     process = subprocess.Popen(
         [sys.executable, "-c", program, *arguments], stderr=subprocess.PIPE, text=True
     )

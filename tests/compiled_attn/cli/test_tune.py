@@ -38,7 +38,7 @@ def calibrated(monkeypatch) -> list[Path]:
 
 
 def test_tune_measures_the_layers_of_the_model_anew_and_keeps_that(command, model_dir, tuned):
-    outcome = command("tune", "--model", model_dir)
+    outcome = command("tune", model_dir)
     assert outcome.code == 0, outcome.err
     kept = json.loads(tuned.file.read_text())
     assert kept == dict(tuned.results) and "1 threads, 1 x 1" not in kept
@@ -57,7 +57,7 @@ def test_tune_measures_the_layers_of_the_model_anew_and_keeps_that(command, mode
 def test_tune_measures_the_forms_of_the_kernels_and_says_which_is_taken(
     command, model_dir, calibrated
 ):
-    outcome = command("tune", "--model", model_dir)
+    outcome = command("tune", model_dir)
     if (built := load().build) is None:
         pytest.skip("no native kernel on this machine, so it has no forms")
     assert calibrated == [built.library]
@@ -69,7 +69,7 @@ def test_tune_measures_the_forms_of_the_kernels_and_says_which_is_taken(
 
 @pytest.mark.usefixtures("one_thread")
 def test_tune_measures_for_as_many_threads_as_are_asked_for(command, model_dir, tuned):
-    assert command("tune", "--model", model_dir, "--threads", 2).code == 0
+    assert command("tune", model_dir, "--threads", 2).code == 0
     assert all(key.startswith("2 threads, ") for key in json.loads(tuned.file.read_text()))
 
 
@@ -82,7 +82,7 @@ def test_without_a_native_kernel_there_is_nothing_to_tune(command, monkeypatch):
 
 
 def test_a_model_that_is_not_there_is_one_line(command):
-    assert_refused(command("tune", "--model", "missing"), "missing", "no such directory")
+    assert_refused(command("tune", "missing"), "missing", "no such directory")
 
 
 @pytest.mark.parametrize(

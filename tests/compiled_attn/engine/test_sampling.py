@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -193,3 +195,14 @@ def test_a_row_that_is_nan_ends_alone_among_rows_of_a_wide_vocabulary():
     rows = sample_rows(logits, params, [0] * 4)
     assert rows[1] is rows[2] is NOT_FINITE
     assert rows[0] == by_sorting(logits[0], params[0], 0) and rows[3] == int(logits[3].argmax())
+
+
+def test_max_tokens_is_another_name_of_max_new_tokens():
+    assert SamplingParams(max_tokens=7) == SamplingParams(max_new_tokens=7)
+    assert SamplingParams().max_new_tokens == 16 and type(SamplingParams().max_new_tokens) is int
+    assert replace(SamplingParams(max_tokens=7), temperature=0.5).max_new_tokens == 7
+    for other in (7, 16):
+        with pytest.raises(ValueError, match=rf"got both, {other} and 5: leave one of them out"):
+            SamplingParams(max_new_tokens=other, max_tokens=5)
+    with pytest.raises(ValueError, match="expected max_new_tokens: an integer >= 1, got 0"):
+        SamplingParams(max_tokens=0)

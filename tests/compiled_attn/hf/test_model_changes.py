@@ -138,3 +138,34 @@ def test_checking_texts_against_generate_leaves_the_model_unchanged():
     results = list(engine.generate([[1, 2, 3], [4, 5]], SamplingParams(max_new_tokens=4)))
     assert not check(model, results, 2).mismatches
     engine.executor.module.check_unchanged()
+
+
+class Adapted(nn.Linear):
+    """A linear layer with the attributes of peft's ``LoraLayer``, by which it is known."""
+
+    def __init__(self, like: nn.Linear):
+        super().__init__(like.in_features, like.out_features, bias=False, dtype=like.weight.dtype)
+        self.weight = like.weight
+        self._active_adapter, self._disable_adapters, self.merged_adapters = ["a"], False, []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: setattr(layer, "_active_adapter", ["b"]),
+        lambda layer: layer._active_adapter.append("b"),
+        lambda layer: setattr(layer, "_disable_adapters", True),
+        lambda layer: layer.merged_adapters.append("a"),
+    ],
+    ids=["set_adapter", "both", "disable_adapter", "merge_adapter"],
+)
+def test_another_adapter_after_the_warmup_is_noticed(change):
+    model = tiny_model()
+    parent = model.model.layers[1].self_attn
+    parent.q_proj = layer = Adapted(parent.q_proj)
+    engine = Engine(model, EngineConfig(backend="eager", max_seqs=2, max_tokens_per_step=8))
+    engine.warmup()
+    assert len([*engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=2))]) == 1
+    change(layer)
+    with pytest.raises(ModelChanged, match="other adapters are active, merged or switched off"):
+        [*engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=2))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import T5Config, T5ForConditionalGeneration
 
 from compiled_attn import PagedKVCache
 from compiled_attn.cache.kv_cache import KVShape
@@ -58,6 +59,12 @@ def test_a_cache_of_another_model_is_refused_with_both_shapes():
     assert model.config._attn_implementation == "eager"
 
 
+def test_an_encoder_decoder_is_called_one():
+    config = T5Config(d_model=32, num_layers=1, num_heads=2, vocab_size=64, d_kv=16, d_ff=64)
+    with pytest.raises(ModelRefused, match="got a T5ForConditionalGeneration which is an encoder-"):
+        cache_for(T5ForConditionalGeneration(config).eval(), 4, 4)
+
+
 @pytest.mark.parametrize(
     ("family", "reason"),
     [
@@ -66,7 +73,7 @@ def test_a_cache_of_another_model_is_refused_with_both_shapes():
         ("doge", "DogeAttention that makes a mask of its own"),
         ("llama4_text", "layers of type chunked_attention"),
         ("lfm2", "layers of type conv"),
-        ("gptj", r"other layers \[0, 1\]"),
+        ("gptj", "attention code of its own, which does not go through AttentionInterface"),
         ("mamba", "layers of type linear_attention"),
         ("inkling_text", "layers of type hybrid"),
         ("deepseek_v4", "layers of type heavily_compressed_attention"),

@@ -85,6 +85,21 @@ def test_a_step_by_request_alone_that_the_native_kernel_lacks_is_refused_with_bo
         chooses_native("auto", traits)
 
 
+@pytest.mark.parametrize(
+    ("changes", "remedy"),
+    [
+        ({"gradients": True}, r"call it under torch\.no_grad\(\)"),
+        ({"dtype": torch.float64}, "cast query, key, value and the caches to float32"),
+    ],
+)
+@pytest.mark.parametrize("kernel", ["native", "auto"])
+def test_the_remedy_for_a_step_by_request_alone_names_what_helps(kernel, changes, remedy):
+    """The choice of another kernel alone does not: plain torch needs the parts."""
+    traits = replace(PLAIN, **changes, by_parts=False)
+    with pytest.raises(KernelArgumentError, match=remedy + r", or build metadata in parts"):
+        chooses_native(kernel, traits)
+
+
 def test_a_kernel_that_cannot_be_had_is_passed_over_or_unavailable():
     dense = DENSE_KERNELS[-1]
     assert choose(PLAIN, (Missing(), dense)) is dense
@@ -94,7 +109,12 @@ def test_a_kernel_that_cannot_be_had_is_passed_over_or_unavailable():
 
 @pytest.mark.parametrize(
     ("changes", "name"),
-    [({}, "sdpa"), ({"softcap": True}, "reference"), ({"device": "hpu"}, "reference")],
+    [
+        ({}, "sdpa"),
+        ({"softcap": True}, "reference"),
+        ({"device": "hpu"}, "reference"),
+        ({"gradients": True}, "reference"),
+    ],
 )
 def test_the_parts_take_the_fused_kernel_where_it_can(changes, name):
     assert choose(replace(PLAIN, **changes), DENSE_KERNELS).name == name

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from compiled_attn import BatchBuilder, PagedKVCache, Request, UnifiedAttention, unified_attention
+from compiled_attn.attention.dense import attend
 from compiled_attn.ops import KernelArgumentError
 from compiled_attn.step import TableBatch
 
@@ -223,6 +224,67 @@ def test_a_layer_compiles_in_one_graph_whatever_the_step_holds():
         want = unified_attention(**_copied(call), metadata=_metadata(), sliding_window=5)
         out = compiled(*inputs, *tables)
     torch.testing.assert_close(out, want, rtol=3e-5, atol=3e-5)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_layer_that_does_not_write_itself_is_a_region_of_a_step_by_request(backend):
+    torch._dynamo.reset()
+    cache = PagedKVCache(2, 20, BLOCK, KV_HEADS, DIM)
+    layers = [UnifiedAttention(cache, n, kernel="native", fused_write=False) for n in (0, 1)]
+    call = _call({})
+    for name in ("key", "value"):
+        for layer in (0, 1):
+            cache.get_buffer(f"{name}_{layer}").copy_(call[f"{name}_cache"])
+
+    @torch.compiler.nested_compile_region
+    def region(layer, query, key, value, metadata):
+        return layer(query, key, value, metadata)
+
+    def run(query, key, value, *step):
+        metadata = TableBatch(*step).metadata(BLOCK)
+        return [region(layer, query, key, value, metadata) for layer in layers]
+
+    tables = BatchBuilder(20, BLOCK).plan_tables(REQUESTS).fill({"tokens": 16, "requests": 8}, 6)
+    compiled = torch.compile(run, backend=backend, fullgraph=True, dynamic=False)
+    with torch.no_grad():
+        want = unified_attention(**_copied(call), metadata=_metadata())
+        outs = compiled(call["query"], call["key"], call["value"], *tables)
+    for out in outs:
+        torch.testing.assert_close(out, want, rtol=3e-5, atol=3e-5)
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_gradients_by_default_are_those_of_the_reference(name):
+    """torch's fused kernel has none of the log-sum-exp, which the parts are merged by."""
+    grads = []
+    for options in ({}, {"attend": attend}):
+        call = _call({"dtype": torch.float64})
+        call[name].requires_grad_()
+        unified_attention(**call, metadata=_metadata(), **options).square().sum().backward()
+        grads.append(call[name].grad)
+    torch.testing.assert_close(*grads)
+    assert grads[0].any()
+
+
+@pytest.mark.parametrize("wrong", [{"dtype": torch.float64}, {"gradients": True}])
+def test_following_the_remedy_of_a_refusal_helps(wrong):
+    tables = BatchBuilder(20, BLOCK).plan_tables(REQUESTS).fill({"tokens": 16, "requests": 8}, 6)
+    by_request = {"metadata": tables.metadata(BLOCK), "kernel": "native"}
+    call = _call({"dtype": wrong.get("dtype", torch.float32)})
+    call["query"].requires_grad_("gradients" in wrong)
+    with pytest.raises(KernelArgumentError) as refused:
+        unified_attention(**call, **by_request)
+    if "gradients" in wrong:
+        assert "call it under torch.no_grad()" in str(refused.value)
+        with torch.no_grad():
+            out = unified_attention(**call, **by_request)
+    else:
+        assert "cast query, key, value and the caches to float32" in str(refused.value)
+        cast = {n: x.float() if isinstance(x, torch.Tensor) else x for n, x in call.items()}
+        out = unified_attention(**cast, **by_request)
+    assert out.any()
+    assert 'BatchBuilder.plan) and take kernel="auto"' in str(refused.value)
+    assert unified_attention(**call, metadata=_metadata(), kernel="auto").any()
 
 
 def test_a_bucket_or_a_width_that_is_too_small_is_an_error():

@@ -38,7 +38,7 @@ class Command:
         **environment: str,
     ) -> None:
         limits = [f"--{name.replace('_', '-')}={size}" for name, size in LIMITS.items()]
-        command = [sys.executable, "-m", module, "serve", f"--model={folder}", "--port=0"]
+        command = [sys.executable, "-m", module, "serve", str(folder), "--port=0"]
         command += ["--backend=eager", f"--replicas={replicas}", "--name=tiny", *limits, *more]
         settings = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | environment
         self._log = log

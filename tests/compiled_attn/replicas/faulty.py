@@ -38,8 +38,8 @@ def say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    chosen = next(each for each in sys.argv if each.startswith("--model="))
+    folder = Path(sys.argv[2])  # behind `serve`
     listening = bound("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
-    make = partial(faulty, Path(chosen.partition("=")[2]))
+    make = partial(faulty, folder)
     run_fleet("tiny", make, 2, listening, lambda: say(f"tiny at {url}"), say)

@@ -30,8 +30,8 @@ def started(model: Path, tmp_path: Path) -> Iterator[Callable[..., Command]]:
     """Starts the command; it is ended after the test."""
     every: list[Command] = []
 
-    def start(*more: str, **how) -> Command:
-        every.append(Command(model, tmp_path / f"log{len(every)}", *more, **how))
+    def start(*more: str, folder: Path = model, **how) -> Command:
+        every.append(Command(folder, tmp_path / f"log{len(every)}", *more, **how))
         return every[-1]
 
     yield start
@@ -65,7 +65,7 @@ def test_a_model_that_cannot_be_loaded_ends_it_with_the_reason(started, model, t
     broken = tmp_path / "broken"
     shutil.copytree(model, broken)
     (broken / "model.safetensors").unlink()
-    command = started(f"--model={broken}")
+    command = started(folder=broken)
     assert command.process.wait(120) == 2
     assert command.said.count("\n") == 2 and "no file named model.safetensors" in command.said
 
@@ -154,7 +154,7 @@ def free_port() -> int:
 
 def refusal(model: Path, *more: str) -> str:
     """The one line that the command says."""
-    command = [sys.executable, "-m", "compiled_attn", "serve", f"--model={model}", *more]
+    command = [sys.executable, "-m", "compiled_attn", "serve", str(model), *more]
     settings = os.environ | {"PYTHONPATH": str(ROOT)}
     run = subprocess.run(
         command, env=settings, capture_output=True, text=True, check=False, timeout=240

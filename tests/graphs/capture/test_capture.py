@@ -46,6 +46,28 @@ def test_a_captured_graph_computes_what_the_callable_does(backend):
         torch.testing.assert_close(graph.run(*inputs), module.forward(*inputs))
 
 
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"x": torch.ones(3, 4)}, "got a dict: pass its values in the order"),
+        (torch.ones(3, 4), r"got a Tensor: a single input is written \(x,\)"),
+        ("x", "got a str"),
+    ],
+)
+def test_examples_that_are_no_tuple_or_list_are_refused_before_anything_runs(wrong, text):
+    ran = []
+    with pytest.raises(TypeError, match="example_inputs: expected a tuple or list.*" + text):
+        capture(lambda *inputs: ran.append(inputs), wrong, backend="eager")
+    assert ran == []
+
+
+def test_an_option_that_the_backend_does_not_know_is_refused_before_anything_runs():
+    ran = []
+    with pytest.raises(TypeError, match=r"unknown option 'mode'; expected .*'eager' \(none\)"):
+        capture(lambda x: ran.append(x), (torch.ones(3),), backend="eager", mode="max-autotune")
+    assert ran == []
+
+
 @pytest.mark.parametrize("backend", TRACED)
 def test_what_the_graph_writes_in_place_is_seen_outside(backend):
     module = Cache()

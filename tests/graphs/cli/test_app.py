@@ -217,7 +217,9 @@ def test_bucket_inputs_that_exit_fail_their_bucket_alone(model, capsys):
     Path(model).write_text(STOPS)
     options = ["--buckets", "rows.txt", "--backend", "eager", "--inputs", "no_inputs"]
     assert run_command(["warmup", f"{model}:leaves", *options]) == 1
-    assert "SystemExit: bye" in capsys.readouterr().out
+    captured = capsys.readouterr()
+    assert "SystemExit: bye" in captured.out
+    assert "0 of 2 captured; first cause" in captured.err
 
 
 def test_warmup_captures_every_bucket_and_writes_what_came_of_it(model, tmp_path, capsys):

@@ -5,7 +5,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from graphs import Bucket, GraphBudgetExceeded, WarmupManager, explicit, no_compile
+from graphs import (
+    Bucket,
+    CaptureError,
+    GraphBudgetExceeded,
+    WarmupManager,
+    explicit,
+    no_compile,
+)
 from graphs.backends.eager import EagerBackend
 from graphs.backends.inductor import InductorBackend
 from graphs.warmup.workers import why_no_workers
@@ -48,9 +55,10 @@ def test_a_backend_that_cannot_even_begin_leaves_each_bucket_to_tell_why(monkeyp
     monkeypatch.setattr(InductorBackend, "available", lambda self: None)
     manager = WarmupManager(double, SPACE, rows_of, workers=2)
     monkeypatch.setattr(InductorBackend, "available", lambda self: "no compiler here")
-    report = manager.warmup()
-    assert len(report.failed) == 3
-    assert "no compiler here" in report.failed[0].error
+    with pytest.raises(CaptureError, match="no compiler here"):
+        manager.warmup()
+    assert len(manager.report.failed) == 3
+    assert "no compiler here" in manager.report.failed[0].error
     assert "workers=2 compile nothing: backend 'inductor' is not available" in caplog.text
 
 

@@ -123,11 +123,13 @@ def test_a_graph_break_in_the_module_fails_each_bucket_with_the_users_line():
         return x
 
     served = manager(module=broken, backend="aot_eager")
-    report = served.warmup()
+    with pytest.raises(CaptureError, match="graph break, expected one full graph"):
+        served.warmup()
+    report = served.report
     assert len(report.failed) == 3
     line = broken.__code__.co_firstlineno + 1
     assert f"graph break, expected one full graph: {__file__}:{line}" in report.failed[0].error
-    with pytest.raises(CaptureError, match="no bucket is captured"):
+    with pytest.raises(CaptureError, match=r"0 of 3 captured; first cause, of decode.*graph break"):
         served.bucket(tokens=1)
 
 
@@ -213,8 +215,10 @@ def test_a_graph_that_runs_only_once_is_a_failed_bucket():
         return x
 
     served = manager(module=once)
-    assert served.warmup().failed[0].error == "RuntimeError: a second time"
-    with pytest.raises(CaptureError, match="no bucket is captured"):
+    with pytest.raises(CaptureError, match="a second time"):
+        served.warmup()
+    assert served.report.failed[0].error == "RuntimeError: a second time"
+    with pytest.raises(CaptureError, match="0 of 3 captured"):
         served.bucket(tokens=1)
 
 
@@ -331,9 +335,48 @@ def test_closing_frees_the_graphs_and_a_warmup_captures_again():
     assert served.run(Bucket(tokens=2), *inputs_of(Bucket(tokens=2))).tolist() == [3, 3]
 
 
-def test_options_reach_the_backend():
-    report = manager(colour="red").warmup()
-    assert "colour" in report.failed[0].error
+def test_an_unknown_option_is_refused_before_anything_is_captured():
+    expected = r"unknown option 'colour'; expected the options of backend 'inductor' \(.*mode"
+    with pytest.raises(TypeError, match=expected):
+        manager(backend="inductor", colour="red")
+    with pytest.raises(TypeError, match=r"unknown option 'mode'.*backend 'eager'"):
+        manager(mode="reduce-overhead")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"x": torch.ones(2)}, "got a dict: pass its values in the order"),
+        (torch.ones(2), r"got a Tensor: a single input is written \(x,\)"),
+        (iter([torch.ones(2)]), "got a list_iterator: return them in the order"),
+        (None, "got a NoneType"),
+    ],
+)
+def test_inputs_that_are_no_tuple_or_list_end_the_warmup_at_once(wrong, text):
+    asked = []
+    served = manager(make_inputs=lambda bucket: asked.append(bucket) or wrong)
+    with pytest.raises(
+        TypeError, match=r"make_inputs\(tokens=8\): expected a tuple or list.*" + text
+    ):
+        served.warmup()
+    assert asked == [Bucket(tokens=8)]
+    assert served.report is None
+
+
+def test_a_warmup_of_nothing_but_failures_raises_with_the_first_cause():
+    served = manager(make_inputs=failing_at(2, 4, 8))
+    cause = r"decode: 0 of 3 captured; first cause, of decode\[tokens=8\]: RuntimeError: no inputs"
+    with pytest.raises(CaptureError, match=cause):
+        served.warmup()
+    assert len(served.report.failed) == 3
+    with pytest.raises(CaptureError, match=cause + r".*call warmup\(\) again"):
+        served.bucket(tokens=1)
+    with pytest.raises(CaptureError, match=cause):
+        served.run(Bucket(tokens=8), *inputs_of(Bucket(tokens=8)))
+
+
+def test_a_warmup_without_a_budget_captures_nothing_and_is_no_failure():
+    assert len(manager(budget_seconds=0.0).warmup().skipped) == 3
 
 
 @pytest.mark.parametrize(

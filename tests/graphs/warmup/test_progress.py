@@ -1,5 +1,7 @@
 import io
+import re
 import sys
+import time
 
 import pytest
 
@@ -54,6 +56,20 @@ def test_on_a_terminal_a_live_bar_shows_bucket_seconds_time_left_and_failures():
         assert part in text
     assert "tokens=32: failed: graph break at [model.py:7]" in text
     assert text.rstrip().endswith("\x1b[?25h"), "the cursor is shown again"
+
+
+def test_the_live_bar_counts_the_seconds_of_a_long_capture():
+    """No event comes meanwhile."""
+    pytest.importorskip("rich")
+    stream = Terminal()
+    with progress_for(stream) as display:
+        display(event("started"))  # at 1.5 s
+        shown = stream.getvalue()
+        deadline = time.monotonic() + 30
+        while not re.search(r" [3-9] s ", stream.getvalue()[len(shown) :]):
+            assert time.monotonic() < deadline, stream.getvalue()
+            time.sleep(0.05)
+    assert " 2 s " in stream.getvalue()
 
 
 def test_the_live_bar_gives_the_terminal_back_after_an_error():

@@ -16,7 +16,7 @@ def test_before_the_warmup_the_error_says_what_to_do():
     assert served.report is None
     with pytest.raises(CaptureError, match=r"no bucket is captured; call warmup\(\) first"):
         served.bucket(tokens=1)
-    with pytest.raises(CaptureError, match="not captured; choose a bucket"):
+    with pytest.raises(CaptureError, match=r"no bucket is captured; call warmup\(\) first"):
         served.run(Bucket(tokens=2), *inputs_of(Bucket(tokens=2)))
 
 

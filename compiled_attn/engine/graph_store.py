@@ -1,0 +1,121 @@
+"""The store that an engine loads its graphs from, and where inductor compiles meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from compiled_attn.engine.config import ConfigError
+from graphs.backends.cudagraph import CudaGraphBackend
+from graphs.capture.contract import Backend
+from graphs.store import (
+    ArtifactStore,
+    InductorCache,
+    StoredAoti,
+    StoredInductor,
+    environment_factors,
+)
+from graphs.store.cache_folder import cache_folder
+
+__all__ = ["STORED", "GraphStore", "default_store", "open_store", "store_of"]
+
+STORED = ("inductor", "aoti", "cudagraph")
+"""Backends whose graphs can be stored."""
+
+_log = logging.getLogger(__name__)
+
+
+def default_store() -> Path:
+    """The folder of the default store.
+
+    Raises:
+        StoreError: the user's home is unknown.
+    """
+    return cache_folder("compiled-attn")
+
+
+@dataclass(frozen=True)
+class GraphStore:
+    """A backend, and the compile cache of inductor that belongs to its store.
+
+    Args:
+        backend: captures the graphs.
+        cache: None where inductor does not compile into the store.
+    """
+
+    backend: str | Backend
+    cache: InductorCache | None = None
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Inductor compiles into the store; the process is as before afterwards."""
+        wanted = {} if self.cache is None else self.cache.environment
+        before = {name: os.environ.get(name) for name in wanted}
+        try:
+            os.environ.update(wanted)
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
+
+    def close(self) -> None:
+        """Lets other processes clean the cache."""
+        if self.cache is not None:
+            self.cache.__exit__()
+
+
+def open_store(backend: str, folder: Path) -> GraphStore:
+    """The backend of that name on the store in a folder.
+
+    Raises:
+        OSError, StoreError: the folder cannot be used.
+    """
+    store = ArtifactStore(folder)
+    if backend == "aoti":
+        return GraphStore(StoredAoti(store))
+    cache = store.inductor_cache(environment_factors()).__enter__()
+    inductor = StoredInductor(store, cache.seal)
+    stored = CudaGraphBackend(inductor=inductor) if backend == "cudagraph" else inductor
+    return GraphStore(stored, cache)
+
+
+def store_of(backend: str | Backend, store: bool | str | Path | None) -> GraphStore:
+    """The backend of an engine, on the store that its configuration asks for.
+
+    Args:
+        backend: a name, or an object, which has a store of its own or none.
+        store: its folder; True: the default one, or none where that or the backend cannot; else
+            none.
+
+    Raises:
+        ConfigError: the folder that was asked for cannot be used, or not with this backend.
+    """
+    if not isinstance(backend, str) or store is None or store is False:
+        return GraphStore(backend)
+    if backend not in STORED:
+        if store is True:
+            return GraphStore(backend)
+        raise ConfigError(
+            f"expected a backend of {STORED} with a store, got {backend!r}: leave one of them out"
+        )
+    try:
+        stored = open_store(backend, default_store() if store is True else Path(store))
+    except (OSError, RuntimeError) as error:  # a StoreError, or there is no home folder
+        if store is not True:
+            raise ConfigError(f"{error}") from error
+        _log.warning("nothing is stored for the next start: %s", error)
+        return GraphStore(backend)
+    chosen = stored.backend
+    reason = None if store is not True or isinstance(chosen, str) else chosen.available()
+    if reason:
+        stored.close()
+        _log.warning("nothing is stored for the next start: %s", reason)
+        return GraphStore(backend)
+    return stored
