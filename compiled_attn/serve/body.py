@@ -163,6 +163,7 @@ _KINDS: dict[str, tuple[Any, str]] = {
     "instructions": (str, "a text"),
     "tools": (list[_Tool], "a list of functions"),
     "stream": (bool, "true or false"),
+    "parallel_tool_calls": (bool, "true or false"),
     "stream_options": (_StreamOptions, "an object whose include_usage is true or false"),
     "response_format": (
         _Plain | _OfSchema,

@@ -17,8 +17,9 @@ __all__ = ["offload", "parse_body"]
 Result = TypeVar("Result")
 
 _LARGE = 1 << 16
-_MAX_VALUES = 20_000
-"""Arrays and objects of a body. Their validation and the garbage collector hold the GIL."""
+_MAX_VALUES, _MAX_ITEMS = 20_000, 300_000
+"""Arrays and objects of a body, and what all of them hold, such as token ids. Validation, messages
+of errors and the garbage collector look at them without giving up the GIL."""
 
 # One thread each: more of them would fight with the event loop for the GIL.
 _small = ThreadPoolExecutor(1, "serve-small")
@@ -63,7 +64,7 @@ class _Decoder(json.JSONDecoder):
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self._left = _MAX_VALUES
+        self._values_left, self._items_left = _MAX_VALUES, _MAX_ITEMS
         array, value = self.parse_array, self.parse_object
         self.parse_array = lambda *given: self._counted(array, *given)
         self.parse_object = lambda *given: self._counted(value, *given)
@@ -72,10 +73,13 @@ class _Decoder(json.JSONDecoder):
         self.scan_once = py_make_scanner(self)
 
     def _counted(self, parse: Callable[..., Any], *given: Any) -> Any:
-        self._left -= 1
-        if self._left < 0:
+        self._values_left -= 1
+        if self._values_left >= 0:
+            found = parse(*given)
+            self._items_left -= len(found[0])
+        if min(self._values_left, self._items_left) < 0:
             raise RequestError(
-                f"expected at most {_MAX_VALUES:,} arrays and objects in a body, got more: send "
-                "several requests"
+                f"expected a body of at most {_MAX_VALUES:,} arrays and objects with "
+                f"{_MAX_ITEMS:,} items, got more: send several requests"
             )
-        return parse(*given)
+        return found
