@@ -122,7 +122,7 @@ _THROUGH_OTHERS = (
     ("compiled_attn.replicas", "app deployment figures front server", "replicas as processes"),
     (
         "compiled_attn.serve",
-        "access_log app body call errors guard handler handlers parse replies",
+        "access_log app body call errors handler handlers parse replies",
         "called over HTTP",
     ),
     ("compiled_attn.step", "form", "its two forms"),

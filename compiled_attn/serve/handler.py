@@ -1,4 +1,4 @@
-"""What all handlers of requests share: parsing, checks, templates, sampling, submission."""
+"""Shared part of all request handlers: parsing, checks, templates, sampling, submission."""
 
 from __future__ import annotations
 
