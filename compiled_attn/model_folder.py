@@ -89,7 +89,7 @@ def _snapshot(name: str) -> Path:
     except ImportError as error:
         raise ModelError(
             f"model {name}: no such directory, and hub ids need huggingface_hub, which is not "
-            "installed: pip install 'compiled-attn[hf]'"
+            f"installed: {install_command('hf')}"
         ) from error
     try:
         return Path(snapshot_download(name, local_files_only=True))

@@ -126,7 +126,11 @@ _THROUGH_OTHERS = (
         "ranks as processes",
     ),
     ("compiled_attn.replicas", "app deployment figures front server", "replicas as processes"),
-    ("compiled_attn.serve", "app body call errors handlers replies", "called over HTTP"),
+    (
+        "compiled_attn.serve",
+        "access_log app body call errors handler handlers parse replies",
+        "called over HTTP",
+    ),
     ("compiled_attn.step", "form", "its two forms"),
     ("compiled_attn.text", "prompts_file", "`run --prompts`: cli/test_prompts"),
     ("compiled_attn.workloads", "arrival prompts synthetic", "test_simulate, test_default_demand"),

@@ -166,6 +166,36 @@ class ServeOptions(ModelOptions):
     address: str | None = option(
         _DEMAND, None, "Cluster of Ray for --replicas, HOST:6379 or auto; by default this machine."
     )
+    api_key: str | None = option(
+        _DEMAND,
+        None,
+        "Key that requests must carry; by default anybody may ask.",
+        envvar="COMPILED_ATTN_API_KEY",
+        metavar="KEY",
+    )
+    max_body: str = option(_DEMAND, "4MiB", "Largest body of a request.", metavar="SIZE")
+    cors_origin: list[str] | None = option(
+        _DEMAND,
+        None,
+        "Origin whose pages may ask, * for all; may be given several times.",
+        metavar="ORIGIN",
+    )
+    ssl_certfile: Path | None = option(
+        _DEMAND, None, "Certificate (PEM): serve HTTPS.", metavar="FILE"
+    )
+    ssl_keyfile: Path | None = option(_DEMAND, None, "Its private key (PEM).", metavar="FILE")
+    access_log: bool = option(
+        _DEMAND, False, "Write a JSON line to stdout for each request.", "--access-log"
+    )
+    store: Path | None = option(
+        _ENGINE,
+        None,
+        f"Folder of compiled graphs, for the next start; by default {DEFAULT_STORE}.",
+        metavar="DIR",
+    )
+    no_store: bool = option(_ENGINE, False, "Compile all graphs, and keep none.", "--no-store")
+    strict: bool = setting("strict")
+    buckets: Path | None = setting("buckets", metavar="FILE")
     max_seqs: int = setting("max_seqs")
     max_graphs: int = setting("max_graphs", metavar="N")
     context: int | None = setting("context", metavar="N")

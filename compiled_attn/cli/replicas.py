@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,11 +19,44 @@ from compiled_attn.cli.options import ServeOptions, settings_of
 from compiled_attn.cli.store import default_store, stored_backend
 from compiled_attn.engine import EngineConfig
 from compiled_attn.text import LLM
-from graphs import BucketEvent
+from graphs import BucketEvent, from_file
+from graphs.capture.contract import Backend
 from graphs.installation import install_command
 from graphs.store.lock import Lock
 
-__all__ = ["serve_replicas"]
+if TYPE_CHECKING:
+    from compiled_attn.serve.settings import ServerSettings
+
+__all__ = ["serve_replicas", "serving_backend", "serving_config"]
+
+
+def serving_backend(
+    options: ServeOptions,
+) -> contextlib.AbstractContextManager[str | Backend]:
+    """The backend of a server, with its store unless there is to be none.
+
+    Raises:
+        UserError: contradicting options, or a store that cannot be used.
+    """
+    if options.store is not None and options.no_store:
+        raise UserError("--store and --no-store were both given: choose whether to use a store")
+    if options.no_store:
+        return contextlib.nullcontext(options.backend)
+    return stored_backend(options.backend, options.store)
+
+
+def serving_config(options: ServeOptions, backend: str | Backend) -> EngineConfig:
+    """The engine's settings of a server.
+
+    Raises:
+        ValueError: the file of buckets is none, or a setting is refused.
+    """
+    # The backend has its store already, or is to have none.
+    settings = settings_of(options) | {"backend": backend, "store": False}
+    if options.buckets is not None:
+        space = settings["buckets"] = from_file(options.buckets)
+        settings["max_graphs"] = max(options.max_graphs, len(space))
+    return EngineConfig(**settings, watch_process=True)
 
 
 def serve_replicas(
@@ -30,6 +64,7 @@ def serve_replicas(
     listening: socket.socket,
     when_up: Callable[[], None],
     tell: Callable[[str], None],
+    http: ServerSettings,
 ) -> None:
     """Serves until a signal ends it.
 
@@ -53,6 +88,7 @@ def serve_replicas(
         listening,
         when_up,
         tell,
+        http,
         address=options.address,
         cpus=threads,
         gpus=int(options.device.startswith("cuda")),
@@ -63,8 +99,8 @@ def _load(options: ServeOptions, threads: int, told: Callable[[BucketEvent], Non
     torch.set_num_threads(threads)
     open_store = contextlib.ExitStack()  # as long as the process
     atexit.register(open_store.close)
-    backend = open_store.enter_context(stored_backend(options.backend, None))
-    config = EngineConfig(**settings_of(options) | {"backend": backend}, watch_process=True)
+    backend = open_store.enter_context(serving_backend(options))
+    config = serving_config(options, backend)
     with contextlib.nullcontext() if isinstance(backend, str) else _first_alone():
         return LLM(
             options.model, config, dtype=dtype_of(options), device=options.device, progress=told

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -15,10 +16,10 @@ import torch
 
 from compiled_attn.cli.errors import FAILED, INTERRUPTED, UserError, bad_input
 from compiled_attn.cli.inputs import dtype_of, refuse_unavailable, tell_conversion
-from compiled_attn.cli.options import ServeOptions, settings_of
-from compiled_attn.cli.replicas import serve_replicas
-from compiled_attn.cli.store import stored_backend
+from compiled_attn.cli.options import ServeOptions
+from compiled_attn.cli.replicas import serve_replicas, serving_backend, serving_config
 from compiled_attn.engine import EngineConfig
+from compiled_attn.engine.config import byte_size
 from compiled_attn.models import usable_device
 from compiled_attn.text import LLM, Tokenizer
 from graphs import BucketEvent, progress_for
@@ -26,6 +27,7 @@ from graphs.installation import install_command
 
 if TYPE_CHECKING:
     from compiled_attn.serve.served import Served
+    from compiled_attn.serve.settings import ServerSettings
 
 __all__ = ["run_serve"]
 
@@ -49,36 +51,72 @@ def run_serve(options: ServeOptions) -> int:
         ) from error
     if options.address is not None and options.replicas is None:
         raise UserError("--address is for --replicas: give both, or none")
+    if options.access_log and options.replicas is not None:
+        raise UserError("--access-log is for one process: leave it or --replicas out")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    with bad_input(), stored_backend(options.backend, None) as backend:
+    with bad_input(), serving_backend(options) as backend:
         refuse_unavailable(options)
         tell_conversion(options.model)
+        http = _http_settings(options)
         Tokenizer(options.model)  # fails before it listens
         usable_device(options.device)
         if options.threads is not None:
             torch.set_num_threads(options.threads)
-        config = EngineConfig(**settings_of(options) | {"backend": backend}, watch_process=True)
+        config = serving_config(options, backend)
         name = options.name or options.model.stem
         listening = bound(options.host, options.port)
         host, port = listening.getsockname()[:2]
 
+        scheme = "http" if http.ssl_certfile is None else "https"
+
         def when_up() -> None:
-            _say(f"{name} at http://{host}:{port}/v1")
+            _say(f"{name} at {scheme}://{host}:{port}/v1")
 
         if options.replicas is None:
-            _run_to_the_end(Served(name, partial(_load, options, config)), listening, when_up)
+            served = Served(name, partial(_load, options, config))
+            _run_to_the_end(served, listening, when_up, http)
         else:
-            serve_replicas(options, listening, when_up, _say)
+            serve_replicas(options, listening, when_up, _say, http)
     return 0
 
 
-def _run_to_the_end(served: Served, listening: socket.socket, when_up: Callable[[], None]) -> None:
+def _http_settings(options: ServeOptions) -> ServerSettings:
+    """The settings of HTTP; raises UserError or ConfigError for what cannot be used."""
+    from compiled_attn.serve.settings import ServerSettings
+
+    if (key := options.api_key) is not None and not (key.isascii() and key.isprintable() and key):
+        raise UserError("expected an API key of printable ASCII characters: choose another")
+    if (options.ssl_certfile is None) != (options.ssl_keyfile is None):
+        raise UserError("--ssl-certfile and --ssl-keyfile belong together: give both, or none")
+    if options.ssl_certfile is not None:
+        try:
+            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
+                options.ssl_certfile, options.ssl_keyfile, password=""
+            )
+        except OSError as error:  # of SSL too
+            raise UserError(
+                f"cannot use the certificate {options.ssl_certfile} with the key "
+                f"{options.ssl_keyfile}: {error}: give PEM files that belong together"
+            ) from error
+    return ServerSettings(
+        max_body=byte_size("max_body", options.max_body),
+        api_key=options.api_key,
+        cors_origins=tuple(options.cors_origin or ()),
+        access_log=options.access_log,
+        ssl_certfile=options.ssl_certfile,
+        ssl_keyfile=options.ssl_keyfile,
+    )
+
+
+def _run_to_the_end(
+    served: Served, listening: socket.socket, when_up: Callable[[], None], http: ServerSettings
+) -> None:
     """Serves, and leaves no thread inside of torch, which aborts when the interpreter ends then."""
     from compiled_attn.serve.server import run
 
     code = FAILED
     try:
-        run(served, listening, when_up)
+        run(served, listening, when_up, http)
         code = 0
     except KeyboardInterrupt:
         code = INTERRUPTED

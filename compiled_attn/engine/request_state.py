@@ -92,6 +92,7 @@ class GenerationResult:
         prompt_logprobs: of the prompt, whose first token has none.
         cached_tokens: how many tokens of the prompt were cached when it was first begun, and so not
             computed; 0 for further continuations of a prompt, which share all of it.
+        queue_s: seconds from its arrival until it first had blocks.
     """
 
     index: int
@@ -107,6 +108,7 @@ class GenerationResult:
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     cached_tokens: int = 0
+    queue_s: float = 0.0
 
 
 class TokenEvent(NamedTuple):
@@ -144,6 +146,7 @@ class RequestState:
     reserved: int = 0
     quiet_below: int = 0
     cached: int | None = None
+    begun_s: float | None = None
     status: Status = Status.WAITING
     first_token_s: float | None = None
     stop_tokens: frozenset[int] = field(default_factory=frozenset)
@@ -270,4 +273,5 @@ class RequestState:
             None if wants.logprobs is None else [*self.logprobs, *last],
             None if wants.prompt_logprobs is None else [None, *prompt],
             0 if self.choice else self.cached or 0,
+            (now_s if self.begun_s is None else self.begun_s) - self.arrived_s,
         )

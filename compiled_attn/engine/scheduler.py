@@ -9,6 +9,7 @@ scheduling).
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import deque
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -291,6 +292,7 @@ class Scheduler:
             sequence.computed = table.num_cached_tokens
             if sequence.cached is None:
                 sequence.cached = sequence.computed
+                sequence.begun_s = time.perf_counter()
             count = self._count(sequence, room, rows)
             sequence.reserved = self._whole_blocks(sequence.computed + count)
             self.pool.reserve(sequence.request_id, sequence.reserved)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Any, NamedTuple
@@ -13,8 +14,8 @@ from starlette.types import ASGIApp, Message
 
 from compiled_attn.errors import EngineStopped
 from compiled_attn.serve.app import app_of
-from compiled_attn.serve.metrics import exposition
 from compiled_attn.serve.served import Make, Served
+from compiled_attn.serve.settings import ServerSettings
 
 __all__ = ["Replica", "State"]
 
@@ -47,7 +48,8 @@ class Replica:
     def __init__(self, name: str, make: Make) -> None:
         self._served = Served(name, make)
         self._served.load()
-        self._app: ASGIApp = app_of(self._served)
+        # The front has limited bodies already, maybe to more than the default.
+        self._app: ASGIApp = app_of(self._served, ServerSettings(max_body=sys.maxsize))
         self._asked = time.monotonic()
 
     async def check_health(self) -> None:
@@ -72,7 +74,7 @@ class Replica:
 
     async def metrics(self) -> tuple[int, str]:
         """Its number, and its figures in the format of Prometheus; waits for the step that runs."""
-        return _number(), (await asyncio.to_thread(exposition, self._served)).decode()
+        return _number(), (await asyncio.to_thread(self._served.metrics.exposition)).decode()
 
     async def answer(
         self, scope: Mapping[str, Any], body: bytes

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import ray
@@ -18,7 +19,9 @@ from compiled_attn.replicas.app import fleet_app
 from compiled_attn.replicas.deployment import deployed
 from compiled_attn.replicas.fleet import Fleet
 from compiled_attn.replicas.replica import Replica
+from compiled_attn.serve.guard import with_cors, with_limits
 from compiled_attn.serve.served import Make
+from compiled_attn.serve.settings import ServerSettings
 
 __all__ = ["run_fleet"]
 
@@ -30,6 +33,7 @@ def run_fleet(
     listening: socket.socket,
     when_up: Callable[[], None],
     tell: Callable[[str], None],
+    http: ServerSettings | None = None,
     *,
     address: str | None = None,
     cpus: int = 1,
@@ -43,6 +47,7 @@ def run_fleet(
         listening: where the front listens.
         when_up: called when it does.
         tell: called with a line when a replica is ready, or is lost.
+        http: settings of the front; None: the default ones.
         address: of a cluster of Ray; None: one of this process's own, on this machine.
         cpus, gpus: that a replica reserves.
 
@@ -53,7 +58,7 @@ def run_fleet(
     _connect(address, count * cpus)
     try:
         with deployed(Replica, (name, make), count, cpus=cpus, gpus=gpus) as handle:
-            _serve(Fleet(handle, count, tell), listening, when_up)
+            _serve(Fleet(handle, count, tell), listening, when_up, http or ServerSettings())
     finally:
         ray.shutdown()
 
@@ -97,13 +102,32 @@ def _reached(address: str) -> str:
     return found
 
 
-def _serve(fleet: Fleet, listening: socket.socket, when_up: Callable[[], None]) -> None:
+def _serve(
+    fleet: Fleet, listening: socket.socket, when_up: Callable[[], None], http: ServerSettings
+) -> None:
     def give_up() -> None:
         server.should_exit = True
 
-    app = fleet_app(fleet, give_up)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
+    app = with_cors(with_limits(fleet_app(fleet, give_up), http), http)
+    server = _Server(
+        uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            ssl_certfile=http.ssl_certfile,
+            ssl_keyfile=http.ssl_keyfile,
+        )
+    )
     when_up()
     server.run(sockets=[listening])
     if fleet.error is not None:
         raise ModelError(fleet.error)
+
+
+class _Server(uvicorn.Server):
+    """Stops waiting for open requests with a second signal of either kind."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begins to stop; the second time drops what is open."""
+        self.force_exit = self.should_exit
+        super().handle_exit(sig, frame)

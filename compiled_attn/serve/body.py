@@ -6,8 +6,7 @@ The fields that transformers reads unchecked have their types here.
 from __future__ import annotations
 
 import inspect
-import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from annotated_types import MinLen
@@ -23,6 +22,8 @@ __all__ = [
     "Body",
     "check_body",
     "check_fields",
+    "check_unicode",
+    "count_characters",
     "grammar_of",
     "sampling_of",
     "without_nulls",
@@ -162,6 +163,7 @@ _KINDS: dict[str, tuple[Any, str]] = {
     "instructions": (str, "a text"),
     "tools": (list[_Tool], "a list of functions"),
     "stream": (bool, "true or false"),
+    "parallel_tool_calls": (bool, "true or false"),
     "stream_options": (_StreamOptions, "an object whose include_usage is true or false"),
     "response_format": (
         _Plain | _OfSchema,
@@ -199,6 +201,38 @@ def check_fields(body: Mapping[str, Any], needed: str) -> None:
                 ) from error
 
 
+def check_unicode(body: Body) -> None:
+    """Refuses half a surrogate pair, which only an escape in JSON can spell.
+
+    Raises:
+        RequestError: there is one.
+    """
+    try:
+        for text in _strings(body):
+            text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError("expected valid Unicode, got half a surrogate pair in it") from error
+
+
+def count_characters(given: Any) -> int:
+    """Characters of all strings in parsed JSON, keys too."""
+    return sum(map(len, _strings(given)))
+
+
+def _strings(given: Any) -> Iterator[str]:
+    """In Python, and so without holding the GIL as `json.dumps` does."""
+    left = [given]
+    while left:
+        each = left.pop()
+        if isinstance(each, str):
+            yield each
+        elif isinstance(each, dict):
+            left.extend(each)
+            left.extend(each.values())
+        elif isinstance(each, list):
+            left.extend(each)
+
+
 def check_body(body: Body, needed: str) -> None:
     """Refuses what cannot be served before anything reads it.
 
@@ -207,12 +241,8 @@ def check_body(body: Body, needed: str) -> None:
         needed: the field that holds what is asked.
 
     Raises:
-        RequestError: a field of another kind, one that is not served, or text that is not Unicode.
+        RequestError: a field of another kind, or one that is not served.
     """
-    try:
-        json.dumps(body, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise RequestError("expected valid Unicode, got half a surrogate pair in it") from error
     check_fields(body, needed)
     for name, served in (_ONLY | _ONLY_OF.get(needed, {})).items():
         if name in body and body[name] not in served:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from compiled_attn.errors import ConfigError, EngineStopped, QueueFull
 
-__all__ = ["RequestError", "tell_errors"]
+__all__ = ["RequestError", "error_content", "tell_errors"]
 
 _KINDS = {404: "not_found_error", 429: "rate_limit_error"}
 _LATER = {"Retry-After": "1"}
@@ -47,17 +48,24 @@ def tell_errors(app: FastAPI) -> None:
         # What the handlers of transformers cannot process is the client's mistake.
         return _answer(400 if error.status_code == 422 else error.status_code, str(error.detail))
 
-    @app.exception_handler(RequestValidationError)
-    async def malformed(_: Request, error: RequestValidationError) -> JSONResponse:
-        reasons = "; ".join(str(each["msg"]) for each in error.errors())
-        return _answer(400, f"expected a JSON object, got a body that is none: {reasons}")
-
     @app.exception_handler(Exception)
     async def failed(_: Request, error: Exception) -> JSONResponse:
         return _answer(500, f"{type(error).__name__}: {error}")
 
 
 def _answer(status: int, message: str) -> JSONResponse:
+    return JSONResponse(
+        error_content(status, message), status, _LATER if status in (429, 503) else None
+    )
+
+
+def error_content(status: int, message: str, code: str | None = None) -> dict[str, Any]:
+    """The body of an answer with an error.
+
+    Args:
+        status: of HTTP.
+        message: one sentence.
+        code: that programs read, such as ``invalid_api_key``.
+    """
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
-    content = {"error": {"message": message, "type": kind, "param": None, "code": None}}
-    return JSONResponse(content, status, _LATER if status in (429, 503) else None)
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}

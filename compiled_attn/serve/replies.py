@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,6 +39,7 @@ class Reply:
         parser: of tool calls and thoughts in the text; None: text is text.
         ends: tokens that end it, and are no part of its text.
         places: of its tokens in its text.
+        observe_gap: called with the seconds between two tokens.
 
     Attributes:
         queue: what the handler sends on.
@@ -52,13 +54,14 @@ class Reply:
         parser: Any,
         ends: frozenset[int],
         places: Places,
+        observe_gap: Callable[[float], None],
     ) -> None:
         self.queue: asyncio.Queue[Any] = asyncio.Queue()
         self.total_tokens = 0
         self._request, self._settings, self._ends = request, settings, ends
         self._pieces, self._parser = pieces, parser
         self._scores: list[PlacedLogprobs] = []
-        self._places = places
+        self._places, self._observe_gap = places, observe_gap
         if parser is not None:
             self._show(parser.initial_events)
         self._task = asyncio.get_running_loop().create_task(self._run())
@@ -69,7 +72,12 @@ class Reply:
 
     async def _run(self) -> None:
         try:
+            last_s = 0.0
             async for event in self._request:
+                now_s = time.perf_counter()
+                if last_s:
+                    self._observe_gap(now_s - last_s)
+                last_s = now_s
                 if event.result is not None:
                     _note_end(event.result, self._settings)
                 self.total_tokens += 1
@@ -150,12 +158,13 @@ class Replies(BaseGenerateManager):
         response_parser: Any = None,
     ) -> tuple[asyncio.Queue[Any], Any]:
         """The queue of a reply, and the reply."""
-        request = self._request(inputs["input_ids"], gen_config)
+        request: RequestHandle = gen_config.request
         tokenizer, ends = self._served.llm.tokenizer, self.ends_of(request.sampling)
         pieces: Any = _Marked(processor._tokenizer)
         if response_parser is None:
             pieces = AnswerPieces(tokenizer, request.sampling, ends)
-        reply = Reply(request, gen_config, pieces, response_parser, ends, Places(tokenizer))
+        places, observe = Places(tokenizer), self._served.metrics.observe_gap
+        reply = Reply(request, gen_config, pieces, response_parser, ends, places, observe)
         return reply.queue, reply
 
     async def generate_non_streaming(
@@ -163,8 +172,8 @@ class Replies(BaseGenerateManager):
     ) -> tuple[str, int, list[int]]:
         """The text of a reply, tokens of its prompt, and its own tokens."""
         prompt = inputs["input_ids"]
-        request = self._request(prompt, gen_config)
-        result = await current_call().result(request)
+        request: RequestHandle = gen_config.request
+        result = await current_call().unless_gone(request)
         _note_end(result, gen_config)
         tokenizer, ends = self._served.llm.tokenizer, self.ends_of(request.sampling)
         if gen_config.echoes:
@@ -191,11 +200,6 @@ class Replies(BaseGenerateManager):
             settings.max_new_tokens = max(min(room, sampling.max_new_tokens), 1)
             return replace(sampling, max_new_tokens=settings.max_new_tokens)
         return sampling
-
-    def _request(self, prompt: list[int], settings: Any) -> RequestHandle:
-        """What was submitted with the settings, or is now."""
-        request: RequestHandle | None = settings.request
-        return request or self.submit([prompt], settings)[0]
 
     def ends_of(self, sampling: SamplingParams) -> frozenset[int]:
         """Tokens that end an answer, and are no part of its text."""

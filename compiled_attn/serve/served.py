@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from compiled_attn.engine import AsyncEngine
 from compiled_attn.serve.errors import RequestError
+from compiled_attn.serve.grammar_queue import GrammarQueue
 from compiled_attn.text import LLM
 from graphs import BucketEvent
+
+if TYPE_CHECKING:
+    from compiled_attn.serve.metrics import Metrics
 
 __all__ = ["Make", "Served"]
 
@@ -26,11 +30,19 @@ class Served:
 
     Attributes:
         error: what ended the start, None while nothing did.
+        metrics: of its requests.
+        open_requests: HTTP requests that are being answered.
+        grammars: those that requests wait for.
     """
+
+    metrics: Metrics
 
     def __init__(self, name: str, make: Make) -> None:
         self.name = name
         self.error: BaseException | None = None
+        self.open_requests = 0
+        self.grammars = GrammarQueue(lambda grammar: self.llm.grammars.compiled(grammar))
+        self.is_draining = False
         self._make = make
         self._llm: LLM | None = None
         self._engine: AsyncEngine | None = None
@@ -46,11 +58,14 @@ class Served:
         self._starting.start()
 
     def give_up(self, seconds: float) -> bool:
-        """Ends a start behind the graph that it is at; whether that came within so long."""
+        """Ends a start behind the graph that it is at; whether that came within so long, and no
+        grammar is being compiled, which nothing can end.
+        """
         self._is_given_up = True
         if self._starting is not None:
             self._starting.join(seconds)
-        return self._starting is None or not self._starting.is_alive()
+        has_started = self._starting is None or not self._starting.is_alive()
+        return has_started and self.grammars.is_idle
 
     def load(self) -> None:
         """Loads it and warms it up; then it is ready.
@@ -69,10 +84,21 @@ class Served:
 
     @property
     def stage(self) -> str:
-        """``ready``; what it waits for, ``warming up, 5 of 9 graphs``; or ``stopped``."""
+        """``ready``; what it waits for, ``warming up, 5 of 9 graphs``; ``draining, 2 requests
+        open``; or ``stopped``.
+        """
         if self._engine is None:
             return self._stage
+        if self.is_draining:
+            return f"draining, {self.open_requests} requests open"
         return "ready" if self._engine.is_serving else "stopped"
+
+    def refuse_while_draining(self) -> None:
+        """Raises RequestError, 503, once the server is being stopped."""
+        if self.is_draining:
+            raise RequestError(
+                "expected a server that goes on, got one that stops: ask another", 503
+            )
 
     @property
     def llm(self) -> LLM:

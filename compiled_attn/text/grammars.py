@@ -12,6 +12,7 @@ import json
 import os
 import re
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 from compiled_attn.engine.constraint import Matcher
 from compiled_attn.engine.grammar import Grammar
 from compiled_attn.errors import ConfigError
+from compiled_attn.text.schema_keywords import unenforced
 from compiled_attn.text.tokenizer import Tokenizer
 from graphs.errors import clipped, quoted
 from graphs.installation import install_command
@@ -56,6 +58,12 @@ def too_large(grammar: Grammar) -> str:
             f"{_MOST_PLACES:,}"
         )
     return ""
+
+
+def _unenforced(grammar: Grammar) -> str:
+    if grammar.kind != "json_schema":
+        return ""
+    return unenforced(json.loads(grammar.text))
 
 
 def _levels(text: str) -> int:
@@ -110,6 +118,7 @@ class Grammars:
         self._lock = threading.Lock()
         self._compilers: dict[str, Any] = {}
         self._known: dict[Grammar, Callable[[], Matcher]] = {}
+        self._held: weakref.WeakValueDictionary[Grammar, Any] = weakref.WeakValueDictionary()
         self._vocab = 0
 
     def compiled(self, grammar: Grammar) -> Callable[[], Matcher]:
@@ -119,11 +128,11 @@ class Grammars:
             ConfigError: xgrammar refuses the grammar, no token can begin it, or it is not
                 installed.
         """
+        if (known := self.known(grammar)) is not None:
+            return known
         with self._lock:
-            if (known := self._known.get(grammar)) is not None:
-                return known
             self._compilers = self._compilers or self._of_vocabulary()
-        if reason := too_large(grammar):
+        if reason := too_large(grammar) or _unenforced(grammar):
             raise _refusal(grammar, reason)
         from xgrammar import GrammarMatcher
 
@@ -140,10 +149,14 @@ class Grammars:
             )
             raise _refusal(grammar, got)
         with self._lock:
-            self._known[grammar] = make
+            self._known[grammar] = self._held[grammar] = make
             while len(self._known) > _KEPT:
                 del self._known[next(iter(self._known))]  # the oldest
         return make
+
+    def known(self, grammar: Grammar) -> Callable[[], Matcher] | None:
+        """What `compiled` returned, while it is cached or anybody holds it; waits for nothing."""
+        return self._known.get(grammar) or self._held.get(grammar)
 
     def masks(self, matchers: Sequence[Any]) -> NDArray[np.int32]:
         """Which tokens may come next, ``[n, ceil(vocab / 32)]``."""

@@ -71,6 +71,44 @@ def started(
         process.wait()
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_drain_shows_in_health_and_a_second_signal_ends_it(chat_dir, number):
+    with started(chat_dir) as (process, url):
+        threading.Thread(target=process.stderr.read, daemon=True).start()
+        client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+        stream = client.completions.create(
+            model="tiny", prompt="the moon", max_tokens=240, stream=True, temperature=0, n=100
+        )
+        next(iter(stream))
+        process.send_signal(number)
+        told = ""
+        while "draining" not in told:
+            try:
+                urllib.request.urlopen(url.replace("/v1", "/health"))
+            except urllib.error.HTTPError as error:
+                told = error.read().decode()
+        assert "draining, 1 requests open" in told
+        with pytest.raises(openai.InternalServerError, match="one that stops"):
+            client.completions.create(model="tiny", prompt="x", max_tokens=1)
+        process.send_signal(number)
+        assert process.wait(timeout=10) == 128 + number  # the stream would take longer
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--api-key", ""), "printable ASCII"),
+        (("--max-body", "x"), "expected max_body in bytes"),
+        (("--ssl-certfile", "a.pem"), "belong together"),
+        (("--ssl-certfile", "/no.pem", "--ssl-keyfile", "/no.pem"), "cannot use the certificate"),
+        (("--no-store", "--store", "x"), "choose whether to use a store"),
+        (("--access-log", "--replicas", "2"), "leave it or --replicas out"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(command, chat_dir, options, words):
+    assert_refused(command("serve", chat_dir, *options, *SMALL), words)
+
+
 def test_a_signal_lets_what_was_asked_be_answered_and_takes_nothing_new(chat_dir):
     with started(chat_dir) as (process, url):
         client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)

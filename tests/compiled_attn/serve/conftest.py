@@ -23,6 +23,7 @@ from compiled_attn.engine import EngineConfig
 from compiled_attn.serve.app import app_of
 from compiled_attn.serve.served import Make, Served
 from compiled_attn.serve.server import bound
+from compiled_attn.serve.settings import ServerSettings
 from compiled_attn.text import LLM
 from tests.compiled_attn.text.models import byte_level, save_model, save_tokenizer
 
@@ -55,10 +56,10 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(make: Make) -> Iterator[Running]:
+def running(make: Make, settings: ServerSettings | None = None) -> Iterator[Running]:
     """A server of the model that `make` makes."""
     served, listening = Served(NAME, make), bound("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(app_of(served), log_level="error"))
+    server = uvicorn.Server(uvicorn.Config(app_of(served, settings), log_level="error"))
     served.start(lambda: None)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()

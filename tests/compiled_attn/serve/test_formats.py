@@ -95,7 +95,7 @@ def test_a_schema_that_is_refused_is_told_in_a_sentence(server: Running, schema,
 
 def test_without_xgrammar_a_format_is_refused_with_the_remedy(server: Running, monkeypatch):
     monkeypatch.setitem(sys.modules, "xgrammar", None)
-    for kept in ("_compilers", "_known"):
+    for kept in ("_compilers", "_known", "_held"):
         monkeypatch.setattr(server.served.llm.grammars, kept, {})
     with pytest.raises(openai.BadRequestError, match=r"compiled-attn\[grammar\]"):
         server.client.chat.completions.create(

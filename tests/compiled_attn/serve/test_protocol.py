@@ -267,7 +267,7 @@ def test_the_model_is_listed(server):
 
 def _figure(server: Running, name: str) -> float:
     _, text = server.get("/metrics")
-    line = next(each for each in text.splitlines() if each.startswith(f"compiled_attn_{name} "))
+    line = next(each for each in text.splitlines() if each.startswith(f"compiled_attn_{name}{{"))
     return float(line.split()[-1])
 
 

@@ -1,0 +1,85 @@
+"""Parsing of request bodies in worker threads, without holding the GIL for long."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from json.scanner import py_make_scanner  # type: ignore[attr-defined]
+from typing import Any, TypeVar
+
+from compiled_attn.serve.errors import RequestError
+
+__all__ = ["offload", "parse_body"]
+
+Result = TypeVar("Result")
+
+_LARGE = 1 << 16
+_MAX_VALUES, _MAX_ITEMS = 20_000, 300_000
+"""Arrays and objects of a body, and what all of them hold, such as token ids. Validation, messages
+of errors and the garbage collector look at them without giving up the GIL."""
+
+# One thread each: more of them would fight with the event loop for the GIL.
+_small = ThreadPoolExecutor(1, "serve-small")
+_large = ThreadPoolExecutor(1, "serve-large")
+
+
+async def offload(size: int, work: Callable[..., Result], *given: Any) -> Result:
+    """Runs work off the event loop, in the context of the caller.
+
+    Args:
+        size: characters or bytes of its input. Large inputs have a thread of their own, so that
+            small ones do not wait for them.
+        work, given: what to call.
+    """
+    pool = _large if size >= _LARGE else _small
+    run = contextvars.copy_context().run
+    return await asyncio.get_running_loop().run_in_executor(pool, run, work, *given)
+
+
+def parse_body(raw: bytes) -> dict[str, Any]:
+    """Parses the body of a request.
+
+    Raises:
+        RequestError: it is no JSON object, or has too many values.
+    """
+    try:
+        text = raw.decode()
+        body = json.loads(text) if len(raw) < _LARGE else _Decoder(text).decode(text)
+    except RecursionError as error:
+        raise RequestError(
+            "expected a body of few levels, got one that is nested too deep: flatten it"
+        ) from error
+    except ValueError as error:  # also of bytes that are no UTF-8, and numbers of 5,000 digits
+        raise RequestError(f"expected a JSON object, got a body that is none: {error}") from error
+    if not isinstance(body, dict):
+        raise RequestError(f"expected a JSON object, got a body of {type(body).__name__}")
+    return body
+
+
+class _Decoder(json.JSONDecoder):
+    """The decoder in Python: slower than the one in C, which holds the GIL to its end."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self._values_left, self._items_left = _MAX_VALUES, _MAX_ITEMS
+        array, value = self.parse_array, self.parse_object
+        self.parse_array = lambda *given: self._counted(array, *given)
+        self.parse_object = lambda *given: self._counted(value, *given)
+        if text.count("\\") > _LARGE:
+            self.parse_string = json.decoder.py_scanstring  # type: ignore[attr-defined]
+        self.scan_once = py_make_scanner(self)
+
+    def _counted(self, parse: Callable[..., Any], *given: Any) -> Any:
+        self._values_left -= 1
+        if self._values_left >= 0:
+            found = parse(*given)
+            self._items_left -= len(found[0])
+        if min(self._values_left, self._items_left) < 0:
+            raise RequestError(
+                f"expected a body of at most {_MAX_VALUES:,} arrays and objects with "
+                f"{_MAX_ITEMS:,} items, got more: send several requests"
+            )
+        return found

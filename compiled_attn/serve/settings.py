@@ -1,0 +1,31 @@
+"""Settings of the HTTP server that are no matter of the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+__all__ = ["MAX_BODY", "ServerSettings"]
+
+MAX_BODY = 4 * 2**20
+"""Bytes of a request body at most, unless an option says otherwise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """How the server treats HTTP requests.
+
+    Args:
+        max_body: bytes of a request body; larger ones get 413 before they are parsed.
+        api_key: that requests must carry as ``Authorization: Bearer``; None: anybody may ask.
+        cors_origins: origins whose pages may read answers; ``*`` allows all.
+        access_log: write one JSON line to stdout when a request ends.
+        ssl_certfile, ssl_keyfile: PEM files for HTTPS; None: HTTP.
+    """
+
+    max_body: int = MAX_BODY
+    api_key: str | None = field(default=None, repr=False)
+    cors_origins: tuple[str, ...] = ()
+    access_log: bool = False
+    ssl_certfile: Path | None = None
+    ssl_keyfile: Path | None = None

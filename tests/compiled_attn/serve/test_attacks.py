@@ -1,0 +1,188 @@
+"""Hostile clients: they get an error, and nobody else waits for them."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+import time
+from urllib.parse import urlsplit
+
+import openai
+import pytest
+
+from compiled_attn.serve.settings import MAX_BODY
+from tests.compiled_attn.serve.conftest import NAME, Running
+
+SAID = [{"role": "user", "content": "hello"}]
+
+
+def connected(server: Running) -> http.client.HTTPConnection:
+    url = urlsplit(server.url)
+    return http.client.HTTPConnection(url.hostname, url.port, timeout=60)
+
+
+def posted(server: Running, body, path: str = "/v1/completions", **more) -> tuple[int, dict]:
+    connection = connected(server)
+    headers = {"Content-Type": "application/json", **more.pop("headers", {})}
+    connection.request("POST", path, body, headers, **more)
+    answer = connection.getresponse()
+    told = json.loads(answer.read())
+    connection.close()
+    return answer.status, told
+
+
+def test_a_body_that_is_too_large_is_refused_by_its_length(server):
+    connection = connected(server)
+    connection.putrequest("POST", "/v1/completions")
+    connection.putheader("Content-Length", str(MAX_BODY + 1))
+    connection.endheaders()  # no byte of the body is sent
+    answer = connection.getresponse()
+    error = json.loads(answer.read())["error"]
+    assert answer.status == 413
+    assert f"at most {MAX_BODY:,} bytes" in error["message"]
+    assert error["type"] == "invalid_request_error"
+
+
+def test_a_chunked_body_is_refused_as_soon_as_it_is_too_large(server):
+    status, told = posted(server, (b"x" * 2**16 for _ in range(100)), encode_chunked=True)
+    assert status == 413
+    assert "--max-body" in told["error"]["message"]
+
+
+@pytest.mark.parametrize("kwargs", [5, "x", [1], True])
+def test_template_arguments_that_are_no_object_are_refused(server, kwargs):
+    body = json.dumps({"model": NAME, "messages": SAID, "chat_template_kwargs": kwargs})
+    status, told = posted(server, body, "/v1/chat/completions")
+    assert status == 400 and "expected chat_template_kwargs" in told["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"messages": 5},
+        {"bos_token": {}},
+        {"add_generation_prompt": [1]},
+        {"self": 1},
+        {"kwargs": 1},
+        {"processor": 1},
+        {"return_tensors": "x"},
+        {"range": 5},
+        {"load_audio_from_video": 3},
+        {"images": [1]},
+        {"": 1},
+        {"x": {"y": [None, 5]}},
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+def test_no_template_argument_is_an_error_of_the_server(server, kwargs, path):
+    asked = {"messages": SAID} if "chat" in path else {"input": "hello"}
+    most = "max_tokens" if "chat" in path else "max_output_tokens"
+    body = {"model": NAME, **asked, most: 2, "chat_template_kwargs": kwargs}
+    status, told = posted(server, json.dumps(body), path)
+    assert status in (200, 400), told
+
+
+ODD = [True, -1, 1.5, 1e308, 10**30, "", "x", "\x00", [], [[]], [None], {}, {"a": [{}]}]
+
+
+@pytest.mark.parametrize("odd", ODD, ids=[*map(str, range(len(ODD)))])
+@pytest.mark.parametrize("path", ["chat/completions", "completions", "responses"])
+def test_no_value_in_any_field_is_an_error_of_the_server(server, odd, path):
+    base = {
+        "chat/completions": {"messages": SAID, "max_tokens": 1},
+        "completions": {"prompt": "x", "max_tokens": 1},
+        "responses": {"input": "x", "max_output_tokens": 1},
+    }[path]
+    own = ("metadata", "user", "n", "logprobs", "top_logprobs", "stop", "seed", "temperature",
+           "top_p", "top_k", "min_p", "logit_bias", "stream_options", "response_format", "tools",
+           "tool_choice", "text", "instructions", "echo", "suffix", "best_of", "model", "store",
+           "parallel_tool_calls", "min_tokens", "ignore_eos", "repetition_penalty", "include",
+           "presence_penalty", "frequency_penalty", "reasoning", "truncation")  # fmt: skip
+    for name in (*own, *base):
+        status, told = posted(server, json.dumps({"model": NAME, **base, name: odd}), f"/v1/{path}")
+        assert status < 500, (name, odd, told)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user", "content": {"a": 1}},
+        {"role": "user", "content": ["x"]},
+        {"role": "user", "content": [{"type": "text", "text": None}]},
+        {"role": 5, "content": "x"},
+        {"role": "moon", "content": "x"},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "5"}}]},
+        {"role": "tool", "content": "x", "tool_call_id": 5},
+        "x",
+        None,
+    ],
+)
+def test_no_message_is_an_error_of_the_server(server, message):
+    body = json.dumps({"model": NAME, "messages": [message], "max_tokens": 1})
+    status, told = posted(server, body, "/v1/chat/completions")
+    assert status in (200, 400), told
+
+
+LARGE = {
+    "numbers": b'{"prompt": [' + b"1," * 2_000_000 + b"1]}",
+    "lists": b'{"prompt": [' + b"[]," * 1_300_000 + b"[]]}",
+    "objects": b'{"messages": [' + b'{"a":1},' * 500_000 + b"1]}",
+    "escapes": b'{"prompt": "' + b"\\n" * 2_000_000 + b'"}',
+    "text": b'{"prompt": "' + b"a" * 4_000_000 + b'"}',
+    "surrogates": b'{"prompt": "' + b"\\ud83d\\ude00" * 300_000 + b'"}',
+    "no end": b'{"prompt": "' + b"a" * 4_000_000,
+    "digits": b'{"prompt": ' + b"1" * 4_000_000 + b"}",
+    "levels": b"[" * 4_000_000,
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_large_bodies_are_refused_while_health_is_answered(server, name):
+    """Between two answers there is no time in which the body could have been parsed at once."""
+    done: list[tuple[int, dict]] = []
+    asking = threading.Thread(target=lambda: done.append(posted(server, LARGE[name])))
+    asking.start()
+    answered, connection = 0, connected(server)
+    while asking.is_alive():
+        connection.request("GET", "/health")
+        answer = connection.getresponse()
+        assert answer.status == 200 and answer.read()
+        answered += 1
+    asking.join()
+    ((status, told),) = done
+    assert status == 400, told
+    assert len(told["error"]["message"]) < 1000
+    assert answered > 1
+
+
+def test_a_client_that_sends_its_body_slowly_holds_up_nobody(server):
+    slow = connected(server)
+    slow.putrequest("POST", "/v1/completions")
+    slow.putheader("Content-Length", "1000")
+    slow.endheaders(b'{"prompt"')
+    assert server.client.completions.create(model=NAME, prompt="x", max_tokens=2).choices
+    assert server.get("/health")[0] == 200
+    slow.close()
+
+
+def test_clients_that_leave_at_once_leave_no_request(server):
+    body = json.dumps({"model": NAME, "messages": SAID, "max_tokens": 200, "stream": True})
+    for _ in range(20):
+        gone = connected(server)
+        gone.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
+        gone.close()
+    until = time.monotonic() + 60
+    while server.served.open_requests or server.served.llm.engine.open_requests:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert server.client.completions.create(model=NAME, prompt="x", max_tokens=2).choices
+
+
+def test_huge_headers_and_broken_lines_are_refused(server):
+    with pytest.raises(openai.APIError):
+        server.client.completions.create(
+            model=NAME, prompt="x", extra_headers={"X-Cache-Salt": "a" * 200_000}
+        )
+    assert server.get("/health")[0] == 200
