@@ -63,6 +63,8 @@ class OneModel:
             {"id": self.served.name, "object": "model", "created": 0, "owned_by": "compiled-attn"}
         ]
 
+    get_gen_models = list_models  # as transformers 5.23 calls it
+
     def shutdown(self) -> None:
         """Serves what is running, and ends."""
         self.served.stop()
