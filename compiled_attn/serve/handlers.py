@@ -156,7 +156,7 @@ class Responses(Handler, ResponseHandler):  # type: ignore[misc]
 
     def _messages(self, body: Body) -> list[dict[str, Any]]:
         """Its input and instructions as the messages of a chat."""
-        messages: list[dict[str, Any]] = self._normalize_input(body)
+        messages: list[dict[str, Any]] = self._normalize_input(dict(body))
         return messages
 
     def _echoed(self, body: Body) -> tuple[Any, ...]:

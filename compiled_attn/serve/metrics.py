@@ -153,7 +153,7 @@ def _so_far(own: _Own, report: EngineReport) -> Iterable[Metric]:
         "computed": report.computed_tokens,
         "generated": report.generated_tokens,
     }
-    steps = {str(row["bucket"]): row["steps"] for row in report.buckets}
+    steps: dict[str, Any] = {str(row["bucket"]): row["steps"] for row in report.buckets}
     yield own.counters("requests", "Requests that finished.", "outcome", requests)
     yield own.counters("tokens", "Tokens by what was done with them.", "kind", tokens)
     yield own.counters("bucket_hits", "Steps that ran in each bucket.", "bucket", steps)

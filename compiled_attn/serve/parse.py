@@ -65,9 +65,10 @@ class _Decoder(json.JSONDecoder):
     def __init__(self, text: str) -> None:
         super().__init__()
         self._values_left, self._items_left = _MAX_VALUES, _MAX_ITEMS
-        array, value = self.parse_array, self.parse_object
-        self.parse_array = lambda *given: self._counted(array, *given)
-        self.parse_object = lambda *given: self._counted(value, *given)
+        own: Any = self
+        array, value = own.parse_array, own.parse_object
+        own.parse_array = lambda *given: self._counted(array, *given)
+        own.parse_object = lambda *given: self._counted(value, *given)
         if text.count("\\") > _LARGE:
             self.parse_string = json.decoder.py_scanstring  # type: ignore[attr-defined]
         self.scan_once = py_make_scanner(self)
