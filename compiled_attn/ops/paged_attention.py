@@ -1,9 +1,9 @@
 """The ops ``paged_attention``, ``packed_linear``, ``drawn_tokens`` and what goes with them.
 
 `load` gives torch one implementation of them a process: C++ for this processor, prebuilt in a wheel
-or built on first use, or else the Python reference; and for CUDA tensors, where there is Triton, that of
-`compiled_attn.ops.triton`. A variant that is asked for by name (another instruction set, a debug
-build) has ops in a namespace of its own, so that variants can be compared in one process.
+or built on first use, or else the Python reference; and for CUDA tensors, where there is Triton,
+that of `compiled_attn.ops.triton`. A variant that is asked for by name (another instruction set, a
+debug build) has ops in a namespace of its own, so that variants can be compared in one process.
 """
 
 from __future__ import annotations
