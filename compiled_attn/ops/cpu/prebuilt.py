@@ -116,8 +116,8 @@ def _fits(packed: Path) -> bool:
 
 
 def _kept(library: Path, isa: str, folder: Path) -> Path:
-    # What was measured on one machine shall not serve another that shares the folder.
-    factors = ["prebuilt", digest_of(library), platform.machine(), *platform.libc_ver()]
+    # `tune` keeps beside it which layers are faster than this torch's.
+    factors = [digest_of(library), torch.__version__, platform.machine(), *platform.libc_ver()]
     key = hashlib.sha256(json.dumps(factors).encode()).hexdigest()
     kept = folder / f"{isa}-{key[:32]}.so"
     if is_whole(kept):

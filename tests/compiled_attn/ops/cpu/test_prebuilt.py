@@ -36,6 +36,15 @@ def test_a_library_that_fits_is_copied_to_where_libraries_are_kept(packed, tmp_p
     assert again == made and made.library.stat().st_ino == before
 
 
+def test_each_torch_has_a_copy_as_layers_are_measured_against_its_own(
+    packed, tmp_path, monkeypatch
+):
+    first = prebuilt("portable", tmp_path / "kept", packed)
+    monkeypatch.setattr("torch.__version__", "98.0")
+    second = prebuilt("portable", tmp_path / "kept", packed)
+    assert first is not None and second is not None and first.library != second.library
+
+
 def test_a_copy_that_was_damaged_is_made_anew(packed, tmp_path):
     made = prebuilt("portable", tmp_path / "kept", packed)
     assert made is not None
