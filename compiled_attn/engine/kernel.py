@@ -65,8 +65,7 @@ def chosen_kernel(model: PreTrainedModel, config: EngineConfig) -> ChosenKernel:
     if lacks is None:
         ops = load()
         if ops.build is not None:
-            built = f"built in {ops.build.seconds:.1f} s" if ops.build.seconds else "built before"
-            notes = {"native": f"{ops.isa}, {built}"}
+            notes = {"native": str(ops.build)}
             if ops.chosen is not None:
                 notes["forms"] = str(ops.chosen.forms)
             return ChosenKernel("native", notes)

@@ -1,9 +1,9 @@
 """The ops ``paged_attention``, ``packed_linear``, ``drawn_tokens`` and what goes with them.
 
-`load` gives torch one implementation of them a process: C++ for this processor, built on first use,
-or else the Python reference; and for CUDA tensors, where there is Triton, that of
-`compiled_attn.ops.triton`. A variant that is asked for by name (another instruction set, a debug
-build) has ops in a namespace of its own, so that variants can be compared in one process.
+`load` gives torch one implementation of them a process: C++ for this processor, prebuilt in a wheel
+or built on first use, or else the Python reference; and for CUDA tensors, where there is Triton,
+that of `compiled_attn.ops.triton`. A variant that is asked for by name (another instruction set, a
+debug build) has ops in a namespace of its own, so that variants can be compared in one process.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from compiled_attn.ops.cpu.calibration import settle
 from compiled_attn.ops.cpu.forms import Chosen
 from compiled_attn.ops.cpu.isa import ask_permission, available_isas
 from compiled_attn.ops.cpu.player import NativePlayer
+from compiled_attn.ops.cpu.prebuilt import prebuilt
 from compiled_attn.ops.schema import schemas
 from compiled_attn.ops.triton.register import register, why_not
 
@@ -254,8 +255,7 @@ def _first_that_builds(
     for isa in isas:
         try:
             ask_permission(isa)
-            made = build(isa, namespace, folder=folder, **vars(variant))
-            torch.ops.load_library(str(made.library))
+            made = _loaded(isa, namespace, variant, folder)
         except (NativeUnavailable, OSError) as error:
             first = first or error
             continue
@@ -264,6 +264,29 @@ def _first_that_builds(
         _log.warning("the native kernel is built for %s, not for %s: %s", isa, isas[0], first)
         return NativeOps(namespace, isa, made, why_not_best=str(first))
     raise NativeUnavailable(str(first)) from first
+
+
+def _loaded(isa: str, namespace: str, variant: _Variant, folder: Path | None) -> Build:
+    """The library that came with the wheel, or else one that is built here; loaded.
+
+    Raises:
+        NativeUnavailable: it cannot be built.
+        OSError: it cannot be loaded.
+    """
+    ready = prebuilt(isa, folder) if namespace == NAMESPACE else None
+    if ready is not None:
+        try:
+            torch.ops.load_library(str(ready.library))
+        except OSError as error:
+            _log.warning(
+                "the prebuilt kernel for %s does not load in torch %s, so it is built from source: "
+                "%s", isa, torch.__version__, error,
+            )  # fmt: skip
+        else:
+            return ready
+    made = build(isa, namespace, folder=folder, **vars(variant))
+    torch.ops.load_library(str(made.library))
+    return made
 
 
 def _define_in_python(library: torch.library.Library) -> None:

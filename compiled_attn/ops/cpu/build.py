@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -26,10 +28,21 @@ from graphs.store.lock import why_no_locks
 from graphs.store.safety import refuse_unsafe
 from graphs.torch_internals.compiling import cpp_compiler
 
-__all__ = ["Build", "build", "default_folder", "find_compiler"]
+__all__ = [
+    "KERNELS",
+    "UNITS",
+    "Build",
+    "Plan",
+    "build",
+    "default_folder",
+    "digests_of",
+    "find_compiler",
+]
 
-_KERNELS = ("paged_attention.cpp", "packed_linear.cpp", "drawn_tokens.cpp")
-_UNITS = (*_KERNELS, "op.cpp", "tape.cpp", "torch_products.cpp")
+KERNELS = ("paged_attention.cpp", "packed_linear.cpp", "drawn_tokens.cpp")
+"""Translation units that are compiled for an instruction set."""
+UNITS = (*KERNELS, "op.cpp", "tape.cpp", "torch_products.cpp")
+"""All translation units of a library."""
 _COMMON = (
     "-std=c++20",
     "-fPIC",
@@ -40,15 +53,41 @@ _COMMON = (
 )
 _CHECKED = ("-O1", "-g", "-fno-omit-frame-pointer", "-DCOMPILED_ATTN_DEBUG")
 _PATIENCE_SECONDS = 600.0
+# Processor seconds of g++ 12 for all units, and for the longest of them, for AVX-512 (2026-11-27);
+# AVX2 takes half.
+_ALL_UNITS_SECONDS, _LONGEST_UNIT_SECONDS = 80, 40
+
+_NO_COMPILER = (
+    "expected a C++ compiler to build the native kernel with, found none. Any of these helps: "
+    "install g++ (Debian/Ubuntu: apt install g++, Fedora: dnf install gcc-c++) or clang++; name "
+    "one in CXX; install the wheel with prebuilt kernels (`make wheel` in a checkout on a machine "
+    "with g++, then `pip install dist/*.whl` here); or do without: kernel 'portable' (--kernel "
+    "portable), which is slower. Backend 'inductor' needs a compiler too; backend 'eager' "
+    "(--backend eager) does not"
+)
 
 
 @dataclass(frozen=True)
 class Build:
-    """A library, and how long it took to build: 0 where it was there already."""
+    """A library of the kernels.
+
+    Attributes:
+        library: its file.
+        isa: its instruction set.
+        seconds: how long it took to build; 0 where it was there already.
+        is_prebuilt: whether it came with the wheel.
+    """
 
     library: Path
     isa: str
     seconds: float
+    is_prebuilt: bool = False
+
+    def __str__(self) -> str:
+        if self.is_prebuilt:
+            return f"{self.isa}, prebuilt"
+        built = f"built in {self.seconds:.1f} s" if self.seconds else "built before"
+        return f"{self.isa}, {built}"
 
 
 def default_folder() -> Path:
@@ -73,9 +112,7 @@ def find_compiler() -> str:
         for name in ("g++", "clang++"):
             if path := shutil.which(name):
                 return path
-        raise NativeUnavailable(
-            "expected a C++ compiler to build the kernel with, found none: install g++ or clang++"
-        ) from error
+        raise NativeUnavailable(_NO_COMPILER) from error
 
 
 def build(
@@ -113,7 +150,7 @@ def build(
     if why := why_no_locks():
         raise NativeUnavailable(f"expected locks between processes, but {why}: use Linux or macOS")
     compiler = compiler or find_compiler()
-    plan = _Plan(compiler, sources, isa, namespace, debug, tuple(sanitize), plain_tiles)
+    plan = Plan(compiler, sources, isa, namespace, debug, tuple(sanitize), plain_tiles)
     home = folder
     try:
         home = home or default_folder()
@@ -129,7 +166,9 @@ def build(
 
 
 @dataclass(frozen=True)
-class _Plan:
+class Plan:
+    """How a library is built; the fields are arguments of `build`."""
+
     compiler: str
     sources: Path
     isa: str
@@ -140,10 +179,9 @@ class _Plan:
 
     def name(self) -> str:
         """The library's name: its instruction set and the hash of all that it depends on."""
-        files = sorted(path for path in self.sources.iterdir() if path.suffix in (".h", ".cpp"))
         factors = {
-            "sources": {path.name: digest_of(path) for path in files},
-            "flags": [*(self.compile_flags(unit) for unit in _UNITS), self.link_flags()],
+            "sources": digests_of(self.sources),
+            "flags": [*(self.compile_flags(unit) for unit in UNITS), self.link_flags()],
             "compiler": [self.compiler, _output([self.compiler, "--version"])],
             "torch": torch.__version__,
             "system": [platform.machine(), *platform.libc_ver()],
@@ -152,9 +190,10 @@ class _Plan:
         return f"{self.isa}-{key[:32]}"
 
     def compile_flags(self, unit: str) -> list[str]:
+        """Flags of the compiler for one of `UNITS`."""
         checked = self.debug or self.sanitize
         flags = [*_COMMON, *(_CHECKED if checked else ()), *self._sanitizers()]
-        if unit in _KERNELS:
+        if unit in KERNELS:
             # Only kernels may use the instruction set: what headers inline in the other unit would
             # else be taken by the linker for all.
             tiles = ["-DCOMPILED_ATTN_PLAIN_TILES"] if self.plain_tiles else []
@@ -165,13 +204,14 @@ class _Plan:
         return [*flags, *own, *(() if checked else ("-O1",))]
 
     def link_flags(self) -> list[str]:
+        """Flags of the linker for a library that stays on this machine."""
         libraries = _torch_folder() / "lib"
         torch_flags = [f"-L{libraries}", f"-Wl,-rpath,{libraries}", "-ltorch_cpu", "-ltorch"]
         return ["-shared", "-fopenmp", "-Wl,-Bsymbolic", *self._sanitizers(), *torch_flags]
 
     def compile(self, work: Path) -> Path:
         """All units side by side, then the link; returns the library."""
-        objects = {unit: str(work / f"{unit}.o") for unit in _UNITS}
+        objects = {unit: str(work / f"{unit}.o") for unit in UNITS}
         _run_all(
             [
                 [self.compiler, *self.compile_flags(unit), "-c", str(self.sources / unit), "-o", to]
@@ -191,17 +231,18 @@ class _Plan:
         return [f"-fsanitize={names}", f"-fno-sanitize-recover={names}"]
 
 
-def _cached(folder: Path, plan: _Plan) -> Build:
+def _cached(folder: Path, plan: Plan) -> Build:
     name = plan.name()
     library = folder / f"{name}.so"
     if is_whole(library):
         return Build(library, plan.isa, 0.0)
-    with turn(library, _PATIENCE_SECONDS):
+    with turn(library, _PATIENCE_SECONDS, lambda: _say_wait(plan)):
         if is_whole(library):  # another process built it while this one waited
             return Build(library, plan.isa, 0.0)
         started = time.perf_counter()
         for rest in folder.glob(f".{name}.*"):  # of builds that were killed: it is our turn
             remove(rest)
+        _say_build(plan)
         work = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=folder))
         try:
             put(plan.compile(work), library)
@@ -209,6 +250,28 @@ def _cached(folder: Path, plan: _Plan) -> Build:
             shutil.rmtree(work, ignore_errors=True)
         remove_unused(folder)
         return Build(library, plan.isa, round(time.perf_counter() - started, 3))
+
+
+def digests_of(sources: Path) -> dict[str, str]:
+    """SHA-256 of each C++ source in a folder, by its name."""
+    files = sorted(path for path in sources.iterdir() if path.suffix in (".h", ".cpp"))
+    return {path.name: digest_of(path) for path in files}
+
+
+def _say_build(plan: Plan) -> None:
+    seconds = max(_LONGEST_UNIT_SECONDS, _ALL_UNITS_SECONDS // (os.cpu_count() or 1))
+    _say(
+        f"building the native kernel for {plan.isa} with {plan.compiler}, about {seconds} s, "
+        "once on this machine"
+    )
+
+
+def _say_wait(plan: Plan) -> None:
+    _say(f"another process builds the native kernel for {plan.isa}: waiting for it")
+
+
+def _say(text: str) -> None:
+    print(f"compiled-attn: {text}", file=sys.stderr, flush=True)
 
 
 def _run_all(commands: Sequence[Sequence[str]]) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from compiled_attn.errors import NativeUnavailable
 
-__all__ = ["ISAS", "ask_permission", "available_isas", "flags_of"]
+__all__ = ["ISAS", "ask_permission", "available_isas", "flags_of", "isas_of_machine"]
 
 _AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
 _AVX512_BF16 = ("avx512_bf16", "avx512vbmi", "avx512_vnni")
@@ -42,6 +42,13 @@ def available_isas(cpuinfo: Path = Path("/proc/cpuinfo"), machine: str | None = 
     """What this processor can run, best first; "portable" is always there."""
     has = _features(cpuinfo, machine or platform.machine())
     return [isa for isa, needs in ISAS.items() if has.issuperset(needs)]
+
+
+def isas_of_machine(machine: str | None = None) -> list[str]:
+    """What a compiler for a machine can build, whatever its processor has; None: this machine."""
+    machine = machine or platform.machine()
+    own = {"neon"} if machine in _ARM else {*ISAS} - {"neon"} if machine in _X86 else set()
+    return [isa for isa in ISAS if isa in own | {"portable"}]
 
 
 def ask_permission(isa: str) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from compiled_attn.ops.cpu.isa import ISAS
@@ -51,14 +51,21 @@ def put(made: Path, library: Path) -> None:
 
 
 @contextlib.contextmanager
-def turn(library: Path, seconds: float) -> Iterator[None]:
+def turn(
+    library: Path, seconds: float, when_waiting: Callable[[], None] = lambda: None
+) -> Iterator[None]:
     """Holds the right to build a library, alone of all processes.
+
+    Args:
+        library: to be built.
+        seconds: to wait at most.
+        when_waiting: called once if another process has the right.
 
     Raises:
         StoreBusy: others held it for all of `seconds`.
     """
     path = _lock(library)
-    lock, end = Lock(path), time.monotonic() + seconds
+    lock, end, waits = Lock(path), time.monotonic() + seconds, False
     try:
         while not (lock.take() and lock.is_current()):
             if not lock.is_current():  # removed with a library that nobody used, while we waited
@@ -69,6 +76,9 @@ def turn(library: Path, seconds: float) -> Iterator[None]:
                     f"{path} was locked for {seconds:g} s: wait, or take another folder"
                 )
             else:
+                if not waits:
+                    when_waiting()
+                waits = True
                 time.sleep(_POLL_SECONDS)
         yield
     finally:

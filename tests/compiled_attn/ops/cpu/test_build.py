@@ -116,6 +116,34 @@ def test_processes_that_want_the_same_build_it_once(folder, compiler):
     assert _calls(compiler) == CALLS
 
 
+def test_a_build_says_so_on_stderr_before_the_compiler_runs(folder, compiler, capsys):
+    (compiler.parent / "broken").touch()
+    with pytest.raises(NativeUnavailable):
+        build("portable", "test", folder=folder, compiler=str(compiler))
+    said = capsys.readouterr().err
+    assert said.startswith(
+        f"compiled-attn: building the native kernel for portable with {compiler}"
+    )
+    (compiler.parent / "broken").unlink()
+    build("portable", "test", folder=folder, compiler=str(compiler))
+    assert capsys.readouterr().err.count("\n") == 1
+    build("portable", "test", folder=folder, compiler=str(compiler))
+    assert capsys.readouterr().err == ""  # it was there
+
+
+def test_one_that_waits_for_another_process_says_so_once(folder, compiler, capsys):
+    (compiler.parent / "seconds").write_text("1")
+    process = _process(folder, compiler)
+    while _calls(compiler) < 2:
+        assert process.poll() is None
+        time.sleep(0.02)
+    build("portable", "test", folder=folder, compiler=str(compiler))
+    process.communicate()
+    assert capsys.readouterr().err == (
+        "compiled-attn: another process builds the native kernel for portable: waiting for it\n"
+    )
+
+
 def test_a_killed_build_leaves_nothing_that_counts(folder, compiler):
     (compiler.parent / "seconds").write_text("60")
     process = _process(folder, compiler)

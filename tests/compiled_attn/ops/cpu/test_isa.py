@@ -5,7 +5,13 @@ from pathlib import Path
 import pytest
 
 from compiled_attn.errors import NativeUnavailable
-from compiled_attn.ops.cpu.isa import ISAS, ask_permission, available_isas, flags_of
+from compiled_attn.ops.cpu.isa import (
+    ISAS,
+    ask_permission,
+    available_isas,
+    flags_of,
+    isas_of_machine,
+)
 
 AVX2 = "fpu avx avx2 fma f16c"
 AVX512 = f"{AVX2} avx512f avx512bw avx512dq avx512vl"
@@ -28,6 +34,12 @@ def test_instruction_sets_follow_from_what_the_processor_says(tmp_path, flags, m
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text(f"processor : 0\nflags\t\t: {flags}\n\nprocessor : 1\nflags\t\t: {flags}\n")
     assert available_isas(cpuinfo, machine) == wanted
+
+
+def test_a_machine_can_build_all_of_its_kind_and_the_portable_one():
+    assert isas_of_machine("x86_64") == [isa for isa in ISAS if isa != "neon"]
+    assert isas_of_machine("aarch64") == ["neon", "portable"]
+    assert isas_of_machine("riscv64") == ["portable"]
 
 
 def test_without_cpuinfo_torch_is_asked(monkeypatch):
