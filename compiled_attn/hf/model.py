@@ -37,6 +37,7 @@ from compiled_attn.hf.shapes import calls_by_layer, check_fits
 from compiled_attn.ops import AttentionTraits, Implementation, choose
 from compiled_attn.ops.packed_linear import Packing
 from compiled_attn.step import Parts, StepBatch, StepForm, TableBatch
+from graphs.capture.module_state import ModuleState
 
 __all__ = ["ModelChanged", "PagedCausalLM", "Snapshot"]
 
@@ -53,7 +54,8 @@ class Snapshot:
     object of each parameter; the address of one parameter a decoder layer, which a cast or a move
     changes. Values of parameters are not: no backend keeps a copy of them. Other storage of a
     single parameter is left to the graphs: `graphs.StaleGraph` where they hold addresses, a changed
-    guard where they are compiled; else they read what is there now.
+    guard where they are compiled; else they read what is there now. Sub-modules, forward hooks and
+    attributes are watched by a `ModuleState`.
 
     Args:
         model: the model.
@@ -64,6 +66,12 @@ class Snapshot:
     def __init__(
         self, model: PreTrainedModel, layers: Sequence[nn.Module], attentions: Sequence[nn.Module]
     ) -> None:
+        self._model, self._layers, self._attentions = model, layers, attentions
+        self.take()
+
+    def take(self) -> None:
+        """Takes the model as it is now."""
+        model, layers, attentions = self._model, self._layers, self._attentions
         self._configs = _configs_of(model)
         self._implementations = [_attention_of(config) for config in self._configs]
         self._holders = [m.__dict__ for m in attentions if "config" in m.__dict__]
@@ -73,6 +81,7 @@ class Snapshot:
         self._names, self._owners, self._parameters = _parameters_of(model)
         self._samples = [*_samples_of(model, layers)]
         self._addresses = [*map(Tensor.data_ptr, self._samples)]
+        self._state = ModuleState(model)
 
     def difference(self) -> str | None:
         """What changed, and the remedy; None: nothing that is watched."""
@@ -92,6 +101,8 @@ class Snapshot:
             return f"a parameter was replaced: {_REMEDY}, or write into the old one with copy_()"
         if [*map(Tensor.data_ptr, self._samples)] != self._addresses:
             return f"its parameters were cast or moved: {_REMEDY}"
+        if changed := self._state.changed():
+            return f"{changed}: put back what was there, or {_REMEDY}"
         return None
 
     def _has_other_parameters(self) -> bool:
@@ -219,7 +230,7 @@ class PagedCausalLM(nn.Module):
             self.packed, self.quantised = packed_weights(model), quantised_weights(model)
             self.halved = halved_weights(model)
             undo.pop_all()
-        self.remember()
+        self._snapshot = Snapshot(self.model, self._layers, self._attentions)
 
     def forward(self, *inputs: Tensor | None) -> Tensor:
         """Computes a step: the fields of its batch in order, to logits ``[L, vocab]``."""
@@ -271,7 +282,7 @@ class PagedCausalLM(nn.Module):
 
     def remember(self) -> None:
         """Takes the model as it is now for what must not change, see `check_unchanged`."""
-        self._snapshot = Snapshot(self.model, self._layers, self._attentions)
+        self._snapshot.take()  # no other object: graphs watch the attributes of this module
 
     def check_unchanged(self) -> None:
         """Raises ModelChanged unless the model is as it was made, or as it was at `remember`.

@@ -42,9 +42,10 @@ _VERSION = 3
 
 
 class AotiBackend(Backend):
-    """Captures with `torch.export`: what is not an input is fixed, and no guard sees it change.
+    """Captures with `torch.export`: what is not an input is fixed.
 
-    Attributes of the module other than tensors (a scale, a flag) are what they were at the capture.
+    A sub-module, hook or attribute of the module that changes makes the graph stale; a global that
+    changes goes unnoticed.
     """
 
     name = "aoti"

@@ -83,14 +83,18 @@ class InputOverlaps:
         return at in self._known or self._look(at)
 
     def mismatch(self, inputs: Sequence[Input]) -> str:
-        """Name two tensors that overlap and did not at the capture; empty if there are none."""
+        """Name two tensors that overlap and did not at the capture; empty if there are none.
+
+        Inputs that are one tensor are left to the graph, which is stale then.
+        """
         ranges = [
             (at, at + size)
             for at, size in zip(map(Tensor.data_ptr, self._take(inputs)), self._sizes, strict=True)
         ]
         names = [self._names[place] for place in self._places]
         for i, j in self._pairs:
-            if ranges_overlap(ranges[i], ranges[j]):
+            is_one = inputs[self._places[i]] is inputs[self._places[j]]
+            if not is_one and ranges_overlap(ranges[i], ranges[j]):
                 return (
                     f"inputs '{names[i]}' and '{names[j]}' overlap in memory and did not at the "
                     f"capture, {self._why(names[i], names[j])}: clone() one of them"
