@@ -7,6 +7,7 @@ import ctypes
 import numpy as np
 import pytest
 import torch
+from tests.graphs.torch_internals.replay.player_double import PlayerDouble
 from torch import nn
 
 from compiled_attn.ops import load, packed_linear
@@ -14,7 +15,6 @@ from compiled_attn.ops.cpu.player import NativePlayer
 from graphs import capture
 from graphs.torch_internals.replay.replay import Tapes
 from tests.compiled_attn.ops.native_scene import new_tokens, scene
-from tests.graphs.torch_internals.replay.player_double import PlayerDouble
 
 
 @pytest.fixture(autouse=True)
