@@ -39,6 +39,7 @@ from compiled_attn.hf.shapes import calls_by_layer, check_fits
 from compiled_attn.ops import AttentionTraits, Implementation, choose
 from compiled_attn.ops.packed_linear import Packing
 from compiled_attn.step import Parts, StepBatch, StepForm, TableBatch
+from graphs.capture.module_state import ModuleState
 
 __all__ = ["ModelChanged", "PagedCausalLM", "Snapshot"]
 
@@ -57,7 +58,8 @@ class Snapshot:
     copy of them. Other storage of a single parameter is left to the graphs: `graphs.StaleGraph`
     where they hold addresses, a changed guard where they are compiled; else they read what is there
     now. A write to a weight that was packed as integers is watched too, see
-    `compiled_attn.hf.packed_weight`.
+    `compiled_attn.hf.packed_weight`; sub-modules, forward hooks and attributes are watched by a
+    `ModuleState`.
 
     Args:
         model: the model.
@@ -68,6 +70,12 @@ class Snapshot:
     def __init__(
         self, model: PreTrainedModel, layers: Sequence[nn.Module], attentions: Sequence[nn.Module]
     ) -> None:
+        self._model, self._layers, self._attentions = model, layers, attentions
+        self.take()
+
+    def take(self) -> None:
+        """Takes the model as it is now."""
+        model, layers, attentions = self._model, self._layers, self._attentions
         self._configs = _configs_of(model)
         self._implementations = [_attention_of(config) for config in self._configs]
         self._holders = [m.__dict__ for m in attentions if "config" in m.__dict__]
@@ -79,6 +87,7 @@ class Snapshot:
         self._samples = [*_samples_of(model, layers)]
         self._addresses = [*map(Tensor.data_ptr, self._samples)]
         self._adapters = ActiveAdapters(model)
+        self._state = ModuleState(model)
 
     def difference(self) -> str | None:
         """What changed, and the remedy; None: nothing that is watched."""
@@ -105,6 +114,8 @@ class Snapshot:
             return f"its parameters were cast or moved: {_REMEDY}"
         if self._adapters.have_changed():
             return f"other adapters are active, merged or switched off: {_REMEDY}, or switch back"
+        if changed := self._state.changed():
+            return f"{changed}: put back what was there, or {_REMEDY}"
         return None
 
     def _has_other_parameters(self) -> bool:
@@ -233,7 +244,7 @@ class PagedCausalLM(nn.Module):
             self.packed, self.quantised = packed_weights(model), quantised_weights(model)
             self.halved = halved_weights(model)
             undo.pop_all()
-        self.remember()
+        self._snapshot = Snapshot(self.model, self._layers, self._attentions)
 
     def forward(self, *inputs: Tensor | None) -> Tensor:
         """Computes a step: the fields of its batch in order, to logits ``[L, vocab]``."""
@@ -285,7 +296,7 @@ class PagedCausalLM(nn.Module):
 
     def remember(self) -> None:
         """Takes the model as it is now for what must not change, see `check_unchanged`."""
-        self._snapshot = Snapshot(self.model, self._layers, self._attentions)
+        self._snapshot.take()  # no other object: graphs watch the attributes of this module
 
     def check_unchanged(self) -> None:
         """Raises ModelChanged unless the model is as it was made, or as it was at `remember`.

@@ -29,7 +29,7 @@ from graphs.capture.export_state import (
     restored,
     why_stale,
 )
-from graphs.capture.inputs import DistinctInputs, Input
+from graphs.capture.inputs import DistinctInputs, Input, parameter_names
 from graphs.errors import CaptureError
 from graphs.torch_internals.artifacts import build_package, load_package
 from graphs.watch.causes import describe_failure
@@ -38,13 +38,14 @@ __all__ = ["AotiBackend", "build", "load"]
 
 _PACKAGE = "graph.pt2"
 _LAYOUT = "graph.json"
-_VERSION = 2
+_VERSION = 3
 
 
 class AotiBackend(Backend):
-    """Captures with `torch.export`: what is not an input is fixed, and no guard sees it change.
+    """Captures with `torch.export`: what is not an input is fixed.
 
-    Attributes of the module other than tensors (a scale, a flag) are what they were at the capture.
+    A sub-module, hook or attribute of the module that changes makes the graph stale; a global that
+    changes goes unnoticed.
     """
 
     name = "aoti"
@@ -125,7 +126,10 @@ def build(
             f"reads tensors that would become constants of the package ({names}): make them "
             "inputs, or buffers of the module that is captured"
         )
-    layout = json.dumps(_layout(stateless))
+    names = parameter_names(function, len(example_inputs))
+    takes = [names[place] for place in places]
+    takes += [f"self.{spec.name}" for spec in stateless.state.specs]
+    layout = json.dumps(_layout(stateless) | {"written": _written(program, takes)})
     folder.mkdir(parents=True, exist_ok=True)
     build_package(program, folder / _PACKAGE, options)
     (folder / _LAYOUT).write_text(layout)
@@ -146,7 +150,14 @@ def load(folder: Path, function: Callable[..., Any]) -> Frozen:
     if layout.get("version") != _VERSION:
         raise ValueError(f"{path} was written by another version of this library: capture it again")
     run = restored(function, layout, lambda: load_package(path))
-    return Frozen(run, stale=why_stale, is_loaded=True)
+    return Frozen(run, stale=why_stale, is_loaded=True, written=layout["written"])
+
+
+def _written(program: torch.export.ExportedProgram, takes: Sequence[str]) -> list[str]:
+    """Which of the tensors that a program takes, by name, it writes to."""
+    signature = program.run_decompositions({}).graph_signature  # as it is, it names no writes
+    names = dict(zip(signature.user_inputs, takes, strict=True))
+    return [names[each] for each in signature.user_inputs_to_mutate.values()]
 
 
 def _layout(stateless: Stateless) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from graphs.capture.contract import Backend, Frozen, Job
+from graphs.capture.input_overlaps import names_written
 from graphs.capture.inputs import Input
 from graphs.capture.symbolic import SymbolicSizes
 from graphs.capture.wrappers import variants_of, with_own_code
@@ -87,8 +88,9 @@ class InductorBackend(Backend):
         make: Callable[[], Frozen] = partial(self.alone, replace(job, symbolic=None))
         if symbolic is not None:
             make = partial(symbolic.capture, job, partial(self.shared, job), make)
+        written = names_written(function, examples)
         frozen = tapes.taping(make) if tapes else make()
-        return replace(frozen, keeps=tapes)
+        return replace(frozen, keeps=tapes, written=written())
 
     def alone(self, job: Job) -> Frozen:
         """A graph of fixed sizes."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from graphs.backends import BACKENDS
 from graphs.capture.contract import Backend, Frozen
 from graphs.capture.garbage import collected_later
+from graphs.capture.input_overlaps import InputOverlaps
 from graphs.capture.inputs import Input, InputsCheck, InputSpec, check_inputs
 from graphs.capture.memory import bytes_in_use
 from graphs.capture.settings import Settings
@@ -65,6 +66,7 @@ class CapturedGraph:
         settings: Settings,
         seconds: float,
         bytes: int,
+        overlaps: InputOverlaps | None = None,
     ) -> None:
         self.name = name
         self.backend = backend
@@ -80,15 +82,19 @@ class CapturedGraph:
         self.run_seconds = frozen.run_seconds if is_on_host else None
         self._frozen: Frozen | None = frozen
         self._mismatch = inputs.mismatch
+        self._overlaps = overlaps
         self._holds = _holds_of(frozen, inputs, settings)
+        if overlaps is not None:
+            self._holds = _both(self._holds, overlaps.hold)
         self._call = frozen.direct.run if frozen.direct else frozen.run
 
     def run(self, *inputs: Input) -> Any:
         """Run the graph on inputs like its examples, and return what the callable returns.
 
         Raises:
-            InputMismatch: an input differs in shape, dtype, device, stride or constant; the graph
-                did not run.
+            InputMismatch: an input differs in shape, dtype, device, stride or constant; or it
+                overlaps another tensor in memory that it did not overlap at the capture, and the
+                graph writes to one of them. The graph did not run.
             ModeMismatch: grad mode, threads or another setting differs; the graph did not run.
             StaleGraph: something else that it depends on has changed, such as a global; the graph
                 did not run.
@@ -108,6 +114,8 @@ class CapturedGraph:
             changed = now.differences(self.settings)
             raise ModeMismatch(self.name, f"{changed}; restore it, or capture again under it")
         if mismatch := self._mismatch(inputs):
+            raise InputMismatch(self.name, mismatch)
+        if self._overlaps and (mismatch := self._overlaps.mismatch(inputs)):
             raise InputMismatch(self.name, mismatch)
         return self._frozen.run if self._frozen else self._refuse
 
@@ -154,6 +162,12 @@ def _holds_of(
     return lambda values: (
         holds(values) and not any(spec.mismatch(values[place]) for place, spec in rest)
     )
+
+
+def _both(
+    first: Callable[[tuple[Input, ...]], bool], second: Callable[[tuple[Input, ...]], bool]
+) -> Callable[[tuple[Input, ...]], bool]:
+    return lambda values: first(values) and second(values)
 
 
 def capture(
@@ -203,7 +217,11 @@ def capture(
         frozen = chosen.capture(callable, example_inputs, name=name, warm_runs=warm_runs, **options)
     _wait_for(devices)
     seconds, grown = time.perf_counter() - start, bytes_in_use(devices) - before
-    return CapturedGraph(name, chosen.name, frozen, inputs, settings, seconds, max(0, grown))
+    overlaps = None
+    if frozen.written is None or frozen.written:
+        overlaps = InputOverlaps(callable, example_inputs, frozen.written)
+    grown = max(0, grown)
+    return CapturedGraph(name, chosen.name, frozen, inputs, settings, seconds, grown, overlaps)
 
 
 def median_seconds(graph: CapturedGraph, inputs: Sequence[Input], runs: int) -> float:

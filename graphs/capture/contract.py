@@ -15,7 +15,7 @@ one never silently runs a stale graph.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +73,9 @@ class Frozen:
         why_not: of a graph whose sizes are symbols, given inputs of other sizes, why it cannot run
             on them; an empty string if it can.
         run_seconds: of a warm run on the host, where others had run the graph before; else None.
+        written: names of the inputs, and as `self.name` of the parameters and buffers, that the
+            graph writes to: of two that overlap in memory and did not at the capture, neither may
+            be one of them. None: any may be.
     """
 
     run: Callable[..., Any]
@@ -86,6 +89,7 @@ class Frozen:
     why_alone: str = ""
     why_not: Callable[[Sequence[Input]], str] = lambda _: ""
     run_seconds: float | None = None
+    written: Collection[str] | None = ()
 
     def warmed(self, examples: Sequence[Input], name: str, runs: int) -> Frozen:
         """The graph, after so many runs on the examples.

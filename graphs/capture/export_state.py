@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from graphs.capture.inputs import DistinctInputs, Input, InputsCheck, InputSpec
+from graphs.capture.module_state import ModuleState
 
 __all__ = [
     "State",
@@ -26,7 +27,7 @@ __all__ = [
 
 
 class StateChanged(RuntimeError):
-    """A parameter or buffer is no longer what a package was built for; nothing ran."""
+    """A module, or a tensor of it, is no longer what a graph was built for; nothing ran."""
 
 
 def why_stale(error: Exception) -> str | None:
@@ -176,7 +177,8 @@ def restored(
     """A function that calls a compiled graph of single tensors as its callable was called.
 
     Args:
-        function: that callable, whose state is read anew at each call.
+        function: that callable, whose state is read anew at each call, which raises `StateChanged`
+            if a module of it is not as it is now, see `ModuleState`.
         layout: what the graph `takes`, `["input", i]` or `["state", i]` for each tensor and
             `["size", i, dim]` for a size of an input; the `leaves` that are returned, each a tensor
             of these, `["made", i]` or `["constant", value]`, and in `spec` how they are nested;
@@ -193,8 +195,11 @@ def restored(
     takes = [(kind == "state", i) for kind, i, *_ in layout["takes"]]
     sizes = [(place, take[2]) for place, take in enumerate(layout["takes"]) if take[0] == "size"]
     distinct = DistinctInputs(function, layout["tensors"])
+    changed = ModuleState.of(function).changed
 
     def run(*inputs: Input) -> Any:
+        if what := changed():
+            raise StateChanged(what)
         if shared := distinct.mismatch(inputs):
             raise StateChanged(f"{shared}, captured apart")
         own: Sequence[Any] = state.now()

@@ -20,10 +20,13 @@ __all__ = [
     "InputSpec",
     "InputsCheck",
     "NotInputs",
+    "byte_range",
     "check_inputs",
+    "has_memory",
     "memory_shared_by",
     "overlaps",
     "parameter_names",
+    "ranges_overlap",
 ]
 
 Input: TypeAlias = Tensor | bool | int | float | str | None
@@ -157,13 +160,13 @@ def _native_check(examples: Sequence[Input]) -> Callable[..., bool] | None:
 def memory_shared_by(function: Callable[..., Any], inputs: Sequence[Input]) -> str:
     """Say which input overlaps another, or a parameter or buffer of the callable; else empty."""
     names = parameter_names(function, len(inputs))
-    given = [(n, _range(v)) for n, v in zip(names, inputs, strict=True) if _has_memory(v)]
+    given = [(n, byte_range(v)) for n, v in zip(names, inputs, strict=True) if has_memory(v)]
     for (name, one), (other, two) in combinations(given, 2):
-        if _overlap(one, two):
+        if ranges_overlap(one, two):
             return f"inputs '{name}' and '{other}' share memory"
     for own, tensor in tensors_of(function):
         for name, one in given:
-            if _has_memory(tensor) and _overlap(one, _range(tensor)):
+            if has_memory(tensor) and ranges_overlap(one, byte_range(tensor)):
                 return f"input '{name}' shares memory with '{own}'"
     return ""
 
@@ -213,22 +216,25 @@ def parameter_names(function: Callable[..., Any], count: int) -> list[str]:
 
 def overlaps(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors have addresses in common."""
-    has_memory = _has_memory(one) and _has_memory(other)
-    return has_memory and _overlap(_range(one), _range(other))
+    have_memory = has_memory(one) and has_memory(other)
+    return have_memory and ranges_overlap(byte_range(one), byte_range(other))
 
 
-def _has_memory(value: Any) -> bool:
+def has_memory(value: Any) -> bool:
+    """Whether an input is a strided tensor with elements at an address."""
     is_strided = isinstance(value, Tensor) and value.layout is torch.strided
     return is_strided and value.numel() > 0 and value.data_ptr() > 0
 
 
-def _range(tensor: Any) -> tuple[int, int]:
+def byte_range(tensor: Any) -> tuple[int, int]:
+    """The first address of a strided tensor, and the one after its last element."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     elements = 1 + sum((size - 1) * stride for size, stride in steps)
     return tensor.data_ptr(), tensor.data_ptr() + elements * tensor.element_size()
 
 
-def _overlap(one: tuple[int, int], two: tuple[int, int]) -> bool:
+def ranges_overlap(one: tuple[int, int], two: tuple[int, int]) -> bool:
+    """Whether two ranges of addresses have one in common."""
     return one[0] < two[1] and two[0] < one[1]
 
 

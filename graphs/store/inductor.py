@@ -32,9 +32,10 @@ __all__ = ["StoredInductor"]
 class StoredInductor(StoredBackend, InductorBackend):
     """Captures as backend `inductor` does, but loads what the store has, and stores what it lacks.
 
-    A loaded graph has no guards of Dynamo: its store's key and the checks of a
-    :class:`~graphs.CapturedGraph` take their place. An attribute or a global that changes *after*
-    the graph was loaded goes unnoticed, as with backend `aoti`; one that changed before does not.
+    A loaded graph has no guards of Dynamo: its store's key, the checks of a
+    :class:`~graphs.CapturedGraph` and a :class:`~graphs.capture.module_state.ModuleState` take
+    their place. A global that changes *after* the graph was loaded goes unnoticed, as with backend
+    `aoti`; one that changed before does not.
 
     Args:
         store: where graphs are.

@@ -67,9 +67,29 @@ def patch_attention(model):
     attention.forward = MethodType(type(attention).forward, attention)
 
 
+def replace_a_module(model):
+    model.model.layers[1].mlp = copy.deepcopy(model.model.layers[1].mlp)
+
+
+def replace_an_activation(model):
+    model.model.layers[1].mlp.act_fn = nn.Tanh()
+
+
+def hook_a_layer(model):
+    model.model.layers[1].register_forward_hook(lambda *arguments: None)
+
+
+def scale_an_attention(model):
+    model.model.layers[0].self_attn.scaling *= 2
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (replace_a_module, r"model\.layers\.1\.mlp was replaced: put back .* make a new engine"),
+        (replace_an_activation, r"model\.layers\.1\.mlp\.act_fn was replaced"),
+        (hook_a_layer, r"the forward hooks of model\.layers\.1 changed"),
+        (scale_an_attention, r"model\.layers\.0\.self_attn\.scaling is \S+, was"),
         (sdpa, r"attention is 'sdpa' and was 'compiled_attn'.*set_attn_implementation"),
         (another_config_of_one_layer, "another config"),
         (train, r"training mode: call model\.eval"),

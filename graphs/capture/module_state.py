@@ -1,0 +1,163 @@
+"""Modules, hooks and attributes of a callable: a snapshot, and a cheap check that it still holds.
+
+For graphs that no guard of Dynamo watches: those that were loaded, exported, or traced once for
+several layers.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from operator import is_
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from graphs.capture.dict_versions import DictVersions
+from graphs.errors import quoted
+
+__all__ = ["ModuleState"]
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_FORWARD_HOOKS = tuple(
+    name for name in vars(nn.Module()) if name.endswith(("_forward_hooks", "_forward_pre_hooks"))
+)
+# Those that run for every module: their dictionaries are globals of torch, and never replaced.
+_GLOBAL_HOOKS = {
+    name: value
+    for name, value in vars(sys.modules[nn.Module.__module__]).items()
+    if isinstance(value, dict) and name.endswith(("_forward_hooks", "_forward_pre_hooks"))
+}
+
+
+class ModuleState:
+    """What the modules of a callable were when it was captured, apart from their tensors.
+
+    Watched: sub-modules, forward hooks (those of all modules too) and attributes of each module,
+    `training` and an own `forward` among them. Plain values are compared by value, other objects by
+    identity: what changes inside a list or a configuration goes unnoticed, as do classes and
+    globals. Parameters and buffers may be exchanged.
+
+    Args:
+        function: a module, a method of one, or a function that has modules in its closure.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._rows = [*_rows(function)]
+        self._before = [dict(row) for _, row in self._rows]
+        # Empty dictionaries of hooks are left out, as every new hook takes a number.
+        self._versions = DictVersions(
+            row for name, row in self._rows if row or not name.endswith("_hooks")
+        )
+        self._handles = _handles_made()
+
+    @classmethod
+    def of(cls, function: Callable[..., Any]) -> ModuleState:
+        """The state of now; the one that an earlier call returned if nothing has changed since."""
+        try:
+            known = _known.get(function)
+            if known is None or known.changed():
+                known = _known[function] = cls(function)
+        except TypeError:  # no hash, or no weak reference
+            known = cls(function)
+        return known
+
+    def changed(self) -> str:
+        """Name what is not as it was, as in "layers.3.mlp was replaced"; empty if nothing is."""
+        handles = _handles_made()
+        if handles == self._handles and self._versions.are_same():
+            return ""
+        for (name, now), before in zip(self._rows, self._before, strict=True):
+            if difference := _difference(name, now, before):
+                return difference
+        self._handles = handles
+        self._versions.update()
+        return ""
+
+
+def _handles_made() -> int:
+    return RemovableHandle.next_id
+
+
+_ABSENT = object()
+_known: WeakKeyDictionary[Any, ModuleState] = WeakKeyDictionary()
+
+
+def _rows(function: Callable[..., Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each dictionary that is watched, with its name: `layers.3.`, `layers.3._forward_hooks`."""
+    for root, module in _modules_of(function):
+        for path, part in module.named_modules(prefix=root):
+            place = f"{path}." if path else ""
+            own = part.__dict__
+            yield place, own
+            if own["_modules"]:
+                yield place, own["_modules"]
+            yield from ((place + hooks, own[hooks]) for hooks in _FORWARD_HOOKS if hooks in own)
+    yield from _GLOBAL_HOOKS.items()
+
+
+def _modules_of(function: Callable[..., Any]) -> Iterator[tuple[str, nn.Module]]:
+    if isinstance(function, nn.Module):
+        yield "", function
+        return
+    if isinstance(function, functools.partial):
+        yield from _modules_of(function.func)
+        return
+    if isinstance(owner := getattr(function, "__self__", None), nn.Module):
+        yield "", owner
+    function = getattr(function, "__func__", function)
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            value = cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+        if isinstance(value, nn.Module):
+            yield name, value
+    for name in code.co_names:
+        if isinstance(value := function.__globals__.get(name), nn.Module):
+            yield name, value
+
+
+def _difference(place: str, now: Mapping[Any, Any], before: Mapping[Any, Any]) -> str:
+    if place.endswith("_hooks"):
+        return _hook_difference(place, now, before)
+    if [*now] == [*before] and all(map(is_, now.values(), before.values())):
+        return ""  # in C, which is all that most dictionaries take
+    for name in (*before, *(name for name in now if name not in before)):
+        old, new = before.get(name, _ABSENT), now.get(name, _ABSENT)
+        if _is_same(old, new) or (_is_ignored(old) and _is_ignored(new)):
+            continue
+        if new is _ABSENT:
+            return f"{place}{name} was removed"
+        if old is _ABSENT:
+            return f"{place}{name} was added"
+        if isinstance(old, _PLAIN) and isinstance(new, _PLAIN):
+            return f"{place}{name} is {quoted(new)}, was {quoted(old)}"
+        return f"{place}{name} was replaced"
+    return ""
+
+
+def _hook_difference(place: str, now: Mapping[Any, Any], before: Mapping[Any, Any]) -> str:
+    if [*now] == [*before] and all(now[key] is before[key] for key in now):
+        return ""
+    path, _, kind = place.rpartition(".")
+    owner = "all modules" if place in _GLOBAL_HOOKS else path or "the module"
+    return f"the {kind.replace('_global', '').strip('_').replace('_', ' ')} of {owner} changed"
+
+
+def _is_same(old: object, new: object) -> bool:
+    if old is new:
+        return True
+    return type(old) is type(new) and isinstance(old, _PLAIN) and bool(old == new)
+
+
+def _is_ignored(value: object) -> bool:
+    """Whether it is no part of what a module computes, such as the manager of its graphs."""
+    return value is _ABSENT or type(value).__module__.startswith("graphs.")
