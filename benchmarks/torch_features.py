@@ -1,0 +1,115 @@
+"""Prints what each use of torch's internals gains: `python benchmarks/torch_features.py`.
+
+Each feature is switched off alone, in processes of its own, in turns with one that has them all: a
+cold start with an empty store and compile cache, a second start from that store, and a decode step
+of eight requests. Ratios are without the feature to with it, medians over the rounds: above 1 the
+feature gains.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+_COLUMNS = ("cold", "second", "step")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--layers", type=int, default=30)
+    parser.add_argument("--features", nargs="*", help="these alone")
+    parser.add_argument("--child", nargs=2, metavar=("WITHOUT", "STORE"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        print(json.dumps(measure(options.layers, *options.child)))
+        return
+    from graphs import torch_features
+
+    names = options.features or [each.name for each in torch_features() if each.is_on]
+    figures: dict[str, list[dict[str, float]]] = {name: [] for name in ("", *names)}
+    for _ in range(options.rounds):
+        for name, rows in figures.items():
+            rows.append(start(name, options.layers))
+    machine(options.layers)
+    base = medians(figures[""])
+    print(f"{'':16}" + "".join(f"{each:>10}" for each in _COLUMNS))
+    print(f"{'all features':16}" + "".join(f"{base[each]:>10.4g}" for each in _COLUMNS) + "  s")
+    for name in names:
+        without = medians(figures[name])
+        ratios = "".join(f"{without[each] / base[each]:>10.2f}" for each in _COLUMNS)
+        print(f"{name:16}{ratios}")
+
+
+def start(without: str, layers: int) -> dict[str, float]:
+    """A cold and a second start without a feature: seconds of each, and of a step."""
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
+        command = [sys.executable, __file__, "--layers", str(layers)]
+        rows = []
+        for _ in range(2):
+            child = [*command, "--child", without or "none", f"{folder}/store"]
+            done = subprocess.run(
+                child, env=environment, check=True, capture_output=True, text=True
+            )
+            rows.append(json.loads(done.stdout.splitlines()[-1]))
+        return {"cold": rows[0]["warmup"], "second": rows[1]["warmup"], "step": rows[0]["step"]}
+
+
+def measure(layers: int, without: str, store: str) -> dict[str, float]:
+    """Seconds of a warmup and of a decode step of eight requests, in this process."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from compiled_attn.engine import Engine, EngineConfig, SamplingParams
+    from graphs.torch_internals.catalog import FEATURES
+
+    for feature in FEATURES:
+        if feature.name == without:
+            feature.switch_off("to measure what it gains")
+    torch.set_grad_enabled(False)
+    sizes = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512}
+    config = LlamaConfig(
+        num_hidden_layers=layers, num_attention_heads=4, eos_token_id=None, **sizes
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).eval()
+    begin = time.perf_counter()
+    engine = Engine(model, EngineConfig(context=64, max_seqs=8, max_graphs=4, store=Path(store)))
+    engine.warmup()
+    warmup = time.perf_counter() - begin
+    for number in range(8):
+        engine.submit([1, 2, 3 + number], SamplingParams(max_new_tokens=50))
+    seconds = []
+    while engine.has_work:
+        begin = time.perf_counter()
+        engine.step()
+        seconds.append(time.perf_counter() - begin)
+    return {"warmup": warmup, "step": statistics.median(seconds[5:-5])}
+
+
+def medians(rows: list[dict[str, float]]) -> dict[str, float]:
+    """The median of each figure."""
+    return {name: statistics.median(row[name] for row in rows) for name in _COLUMNS}
+
+
+def machine(layers: int) -> None:
+    """The line above the table."""
+    import torch
+
+    print(
+        f"torch {torch.__version__}, float32, {layers} layers, {torch.get_num_threads()} threads, "
+        f"{platform.processor() or platform.machine()}, {time.strftime('%Y-%m-%d')}"
+    )
+
+
+if __name__ == "__main__":
+    main()
