@@ -126,8 +126,8 @@ def build(
             f"reads tensors that would become constants of the package ({names}): make them "
             "inputs, or buffers of the module that is captured"
         )
-    names = parameter_names(function, len(example_inputs))
-    takes = [names[place] for place in places]
+    inputs = parameter_names(function, len(example_inputs))
+    takes = [inputs[place] for place in places]
     takes += [f"self.{spec.name}" for spec in stateless.state.specs]
     layout = json.dumps(_layout(stateless) | {"written": _written(program, takes)})
     folder.mkdir(parents=True, exist_ok=True)
