@@ -133,7 +133,7 @@ class CapturedGraph:
         if self._frozen is None:
             return
         frozen, self._frozen = self._frozen, None
-        self.static_inputs = ()
+        self.static_inputs, self._overlaps = (), None
         self._holds, self._call = lambda _: True, self._refuse
         frozen.close()
 

@@ -8,8 +8,6 @@ import typer
 
 from graphs.cli.errors import FAILED, UserError, users_code
 from graphs.cli.target import Named, load_target
-from graphs.torch_internals.catalog import features_line
-from graphs.torch_internals.tracing import quiet_logs
 
 __all__ = ["explain"]
 
@@ -44,6 +42,8 @@ def explain(
     import torch
 
     from graphs.cli.inputs import inputs_of, parse_bucket, parse_input
+    from graphs.torch_internals.catalog import features_line
+    from graphs.torch_internals.tracing import quiet_logs
     from graphs.watch.explain import explain as explain_callable
 
     if input and bucket:

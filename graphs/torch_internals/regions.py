@@ -39,16 +39,18 @@ def _probe_reuse() -> str:
     return ""
 
 
-def _mark_reusable(function: Callable[..., Any]) -> Callable[..., Any]:
+def _mark_reusable(
+    function: Callable[..., Any], hash_of: Callable[..., int] | None = None
+) -> Callable[..., Any]:
     mark: Any = torch.compiler.nested_compile_region
     region: Callable[..., Any]
-    region = mark(function, max_reuse_entries=_NO_LIMIT, reuse_hash_fn=_hash)
+    region = mark(function, max_reuse_entries=_NO_LIMIT, reuse_hash_fn=hash_of or _hash)
     return region
 
 
 def _suspend() -> None:
     for function in _reusable:
-        torch.compiler.nested_compile_region(function)  # replaces the marks of the function
+        _mark_reusable(function, _hash_of_module)  # replaces the marks of the function
 
 
 def _resume() -> None:
@@ -104,18 +106,21 @@ class Region:
     def __init__(self, function: Callable[..., Any], classes: Sequence[type] = ()) -> None:
         self.function = function
         self._fields = tuple((each, _field_names(each)) for each in classes)
-        mark: Any = torch.compiler.nested_compile_region if REGIONS.is_on else lambda value: value
-        self._region = mark(function)
+
+        def each(_: _Each, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return function(module, *args, **kwargs)
 
         def run(key: int, structure: str, module: nn.Module, *leaves: Any) -> Any:
             args, kwargs = self._rebuild(iter(structure.split()), iter(leaves))
             return function(module, *args, **kwargs)
 
+        self._region: Callable[..., Any] = each
+        if REGIONS.is_on:
+            self._region = torch.compiler.nested_compile_region(each)
+        self._reusable: Callable[..., Any] | None = None
         if REGION_REUSE.is_on:
             self._reusable = _mark_reusable(run)
             _reusable.add(run)
-        else:
-            self._reusable = mark(run)
 
     def __call__(self, key: int | None, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Call the function.
@@ -126,13 +131,16 @@ class Region:
                 traced.
         """
         leaves: list[Any] = []
-        structure = None if key is None else self._describe((args, kwargs), leaves, [])
-        if structure is None:
-            return self._region(module, *args, **kwargs)
-        return self._reusable(key, structure, module, *leaves)
+        if key is not None and self._reusable is not None:
+            structure = self._describe((args, kwargs), leaves, [])
+            if structure is not None:
+                return self._reusable(key, structure, module, *leaves)
+        return self._region(_EACH, module, *args, **kwargs)
 
     def pack(self, value: Any) -> Any:
         """An argument as `Packed`; itself, where it has other parts than calls with a key take."""
+        if self._reusable is None:
+            return value
         leaves: list[Any] = []
         structure = self._describe(value, leaves, [])
         return value if structure is None else Packed(structure, tuple(leaves))
@@ -202,6 +210,21 @@ class Region:
 
 def _hash(key: int, structure: str, module: nn.Module, *leaves: Any) -> int:
     return hash(f"{key} {structure}")
+
+
+def _hash_of_module(key: int, structure: str, module: nn.Module, *leaves: Any) -> int:
+    return hash(f"{id(module)} {structure}")
+
+
+class _Each:
+    """An argument that Dynamo cannot compare, so that it traces the call.
+
+    By itself torch 2.13 takes the trace of another call where arguments are tensors and modules,
+    and leaves out some of what the trace depends on, such as the class of a sub-module.
+    """
+
+
+_EACH = _Each()
 
 
 def _field_names(kind: type) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from graphs.installation import install_command
 
@@ -162,7 +163,9 @@ def test_without_a_command_the_help_is_shown(command: Command) -> None:
 
 def test_version_and_help(command: Command) -> None:
     outcome = command("--version")
-    assert (outcome.code, outcome.out) == (0, f"compiled-attn {compiled_attn.__version__}\n")
+    version, features = outcome.out.splitlines()
+    assert (outcome.code, version) == (0, f"compiled-attn {compiled_attn.__version__}")
+    assert features.startswith(f"torch {torch.__version__}, features: ")
     for arguments in (["--help"], ["run", "--help"]):
         assert command(*arguments).code == 0
 

@@ -259,7 +259,7 @@ def test_a_stream_that_could_not_abort_its_requests_leaves_none_behind(monkeypat
     def interrupted(_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(engine, "abort", interrupted)
+    monkeypatch.setattr(engine, "_abort", interrupted)
     stream = engine.stream([[1, 2], [3, 4]], SamplingParams(max_new_tokens=50))
     next(stream)
     with pytest.raises(KeyboardInterrupt):

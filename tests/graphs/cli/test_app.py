@@ -67,10 +67,11 @@ def test_explain_prints_each_break_with_the_users_line_and_ends_with_1(model, ca
     arguments = ["--inputs", "three", "--no-graphs", "--no-guards"]
     assert run_command(["explain", f"{model}:broken", *arguments]) == 1
     captured = capsys.readouterr()
-    head, found, code = captured.out.splitlines()
+    head, found, code, features = captured.out.splitlines()
     assert head.startswith("broken: 2 graph(s), 1 break(s), ")
     assert found.startswith(f"break 0: {model}:9: Unsupported Tensor.item()")
     assert code.strip() == "if x.sum().item() > 0:"
+    assert features.startswith("torch ") and "direct_call" in features
     assert "Graph break" not in captured.err
 
 

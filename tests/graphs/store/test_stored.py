@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from graphs import CaptureError, capture
-from graphs.store import ArtifactStore, StoredInductor, inductor_graph, stored
+from graphs.store import ArtifactStore, StoredInductor, stored
 from graphs.store.factors import environment_factors
+from graphs.torch_internals import artifacts
 from tests.graphs.store.test_inductor_symbolic import SPACE, Net, expect_the_same, warm
 
 NO_IMAGE = "CUDA error: no kernel image is available for execution on the device"
@@ -39,7 +40,7 @@ def refused(monkeypatch):
     def switch(on: bool) -> None:
         monkeypatch.undo()
         if on:
-            monkeypatch.setattr(inductor_graph, "_load", lambda path, layout: refuse)
+            monkeypatch.setattr(artifacts, "_load", lambda path: refuse)
 
     return switch
 
@@ -67,9 +68,9 @@ def test_so_is_one_of_symbolic_sizes(store, refused, caplog):
 
 
 def test_guards_that_this_torch_cannot_check_do_not_hold():
-    assert inductor_graph._why_not({"guards": ["L['inputs'][0].size()[0] > 1"]}, INPUTS) == ""
+    assert artifacts._why_not({"guards": ["L['inputs'][0].size()[0] > 1"]}, INPUTS) == ""
     for guard in ("unknown(1)", "L['inputs'][7].size()[0] == 2"):
-        why = inductor_graph._why_not({"guards": [guard]}, INPUTS)
+        why = artifacts._why_not({"guards": [guard]}, INPUTS)
         assert why.startswith(f"{guard} cannot be checked: ")
 
 
@@ -108,7 +109,7 @@ def test_a_graph_that_cannot_be_written_is_used(store, monkeypatch, caplog):
     def fail(*_, **options):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(inductor_graph.Keeping, "write", fail)
+    monkeypatch.setattr(artifacts.Keeping, "write", fail)
     assert captured(store) == (0, 0)
     assert "not stored: OSError" in caplog.text
 

@@ -194,25 +194,54 @@ def test_several_results(traces):
     assert len(traces) == 1
 
 
-def test_results_that_are_no_tensors_need_no_region(caplog):
-    """Dynamo refuses to reuse the trace of such a call; the capture goes on without."""
-    region = Region(lambda layer, x: (layer(x), None))
-    layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(LAYERS))
+class Variants(nn.Module):
+    """Layers whose results are not tensors alone, with a variant that has no regions."""
 
-    def function(x):
-        for layer in layers:
-            x, _ = region(0, layer, x)
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(LAYERS))
+        self.region = Region(lambda layer, x: (layer(x), None))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x, _ = self.region(0, layer, x)
         return x
 
-    check(function, torch.ones(3, 8))
+    def plain(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def capture_variants(self):
+        return self, self.plain
+
+
+def test_results_that_are_not_tensors_are_captured_without_regions(caplog):
+    has_reuse = REGION_REUSE.is_on
+    check(Variants(), torch.ones(3, 8))
+    said = [each for each in caplog.messages if "captured in a simpler way" in each]
+    assert len(said) == has_reuse
+
+
+class Doubling(nn.ReLU):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def test_calls_without_a_key_are_told_apart():
+    """Torch 2.13 by itself computes the second layer as the first."""
+    layers = [nn.Sequential(nn.ReLU()), nn.Sequential(Doubling())]
+    region = Region(lambda layer, x: layer(x))
+    check(lambda x: region(None, layers[0], x) + 10 * region(None, layers[1], x), torch.ones(3))
 
 
 def test_sizes_that_are_symbols_serve_all_layers(traces):
+    """That one of them is another plus one is known before the region, as torch needs it."""
     stack = Stack()
     region = Region(lambda layer, x, starts, step: layer(x, step) + starts[1:, None], (Pair, Step))
 
     def function(x, starts, other):
-        x = x + 1
+        x = x + starts[1:, None]
         for number, layer in enumerate(stack.layers):
             x = region(0, layer, x, starts, Step({None: Pair(stack.own[number], other)}, 0.5))
         return x
@@ -226,7 +255,7 @@ def test_sizes_that_are_symbols_serve_all_layers(traces):
         function, space, of_bucket, backend="aot_eager", symbolic=("tokens",)
     )
     report = manager.warmup()
-    assert (len(report.captured), report.compiles) == (3, 1)
+    assert (len(report.captured), report.compiles, len(traces)) == (3, 1, 1)
     for bucket in space:
         given = of_bucket(bucket)
         torch.testing.assert_close(manager.run(bucket, *given), function(*given))
