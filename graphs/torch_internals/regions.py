@@ -111,7 +111,7 @@ class Region:
             return function(module, *args, **kwargs)
 
         def run(key: int, structure: str, module: nn.Module, *leaves: Any) -> Any:
-            args, kwargs = self._rebuild(iter(structure.split()), iter(leaves))
+            args, kwargs = self._rebuild(iter(structure.split(" ")), iter(leaves))
             return function(module, *args, **kwargs)
 
         self._region: Callable[..., Any] = each
@@ -167,12 +167,12 @@ class Region:
             return value.structure  # type: ignore[no-any-return]
         if kind in _VALUES:
             leaves.append(value)
-            return f"value:{kind.__name__}:{hash(value)}"
+            return f"value:{kind.__name__}:{_word(value)}"
         if kind is tuple or kind is list:
             return self._joined(f"{kind.__name__}:{len(value)}", value, leaves, tensors)
         if kind is dict:
             leaves.extend(value)
-            keys = ":".join([str(hash(key)) for key in value])
+            keys = ":".join([f"{type(key).__name__}-{_word(key)}" for key in value])
             return self._joined(f"dict:{len(value)}:{keys}", value.values(), leaves, tensors)
         for place, (known, names) in enumerate(self._fields):
             if kind is known:
@@ -206,6 +206,11 @@ class Region:
             return {key: self._rebuild(structure, leaves) for key in keys}
         values = [self._rebuild(structure, leaves) for _ in range(count)]
         return values if kind == "list" else tuple(values)
+
+
+def _word(value: Any) -> str:
+    """A constant without spaces; Dynamo of torch 2.12 traces no `hash` of every constant."""
+    return "-".join(str(value).split(" "))
 
 
 def _hash(key: int, structure: str, module: nn.Module, *leaves: Any) -> int:
