@@ -27,6 +27,7 @@ from graphs.torch_internals.compiling import (
     why_stale,
 )
 from graphs.torch_internals.direct_call import direct_path
+from graphs.torch_internals.errors import first_hint
 from graphs.torch_internals.example_inputs import marked, separated
 from graphs.torch_internals.features import with_features
 from graphs.torch_internals.replay.replay import Tapes
@@ -195,5 +196,7 @@ def _why_not(error: Exception) -> str:
     if is_missing_compiler(error):
         return _NO_COMPILER
     if type(error).__name__ == "Unsupported":
-        return f"graph break, expected one full graph: {describe_failure(error)}"
+        hint = first_hint(error)
+        advice = f" (hint: {hint})" if hint else ""
+        return f"graph break, expected one full graph: {describe_failure(error)}{advice}"
     return describe_failure(error)

@@ -145,7 +145,7 @@ _TABLE: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], Meaning]], ...] =
             r"^tensor '.+' (size|rank|dtype|stride|requires_grad) mismatch[^\n]*?(?=\. Guard|$)",
             _tensor,
         ),
-        (r"^expected type of '(.+)' to be a tensor type.* found <class '(.+)>", _kind),
+        (r"^expected type of '(.+)' to be .* found <class '(.+)>", _kind),
         (r"^___check_torch_function_mode_stack", _modes),
         (r"^___check_(obj|type)_id\((.+?), \d+\)", _identity),
         (r"^(?:not )?___dict_contains\((.+?), (.+)\)", _contains),

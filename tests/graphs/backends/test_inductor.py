@@ -153,3 +153,14 @@ def test_a_wait_lies_between_the_trace_of_a_callable_and_its_compile(compiler):
     order.clear()
     backend.capture(torch.cos, [x], name="cosine", warm_runs=1)
     assert "wait" not in order
+
+
+def test_a_graph_break_comes_with_the_hint_of_dynamo_and_its_traceback():
+    def broken(x):
+        torch._dynamo.graph_break()
+        return x
+
+    with pytest.raises(CaptureError, match=r"test_inductor\.py:\d+: .* \(hint: .+\)$") as caught:
+        capture(broken, [torch.ones(2)], backend="aot_eager")
+    assert type(caught.value.__cause__).__name__ == "Unsupported"
+    assert caught.value.__cause__.__traceback__ is not None
