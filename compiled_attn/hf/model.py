@@ -34,7 +34,7 @@ from compiled_attn.hf.packed import (
 )
 from compiled_attn.hf.packed_weight import PackedWeight
 from compiled_attn.hf.recorder import takes_logits_to_keep
-from compiled_attn.hf.region_keys import region_keys, without_numbers
+from compiled_attn.hf.region_keys import region_keys, relate_sizes, without_numbers
 from compiled_attn.hf.shapes import calls_by_layer, check_fits
 from compiled_attn.ops import AttentionTraits, Implementation, choose
 from compiled_attn.ops.packed_linear import Packing
@@ -271,6 +271,7 @@ class PagedCausalLM(nn.Module):
         """
         rows, paged = step.logits_index, self._paged(step, cache)
         if regions is not None:
+            relate_sizes(paged.by_window[None])
             packed = self._region.pack(paged.by_window)
             paged = replace(paged, regions=regions, packed=packed)
         has_all = paged.wanted is None  # hidden states; else those of the rows

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compiled_attn.attention.metadata import UnifiedMetadata
 from compiled_attn.cache.kv_cache import PagedKVCache
 
-__all__ = ["region_keys", "without_numbers"]
+__all__ = ["region_keys", "relate_sizes", "without_numbers"]
 
 _CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, type)
 _OWN = ("_parameters", "_buffers", "_modules")
@@ -48,6 +49,14 @@ def region_keys(
         None if signature is None else known.setdefault(signature, len(known))
         for signature in signatures
     )
+
+
+def relate_sizes(metadata: UnifiedMetadata) -> None:
+    """Tell torch which sizes are one: a region that learns it cannot be reused."""
+    if metadata.by_request is not None:
+        tables, lengths, starts = metadata.by_request
+        torch._check(tables.shape[0] == lengths.shape[0])
+        torch._check(starts.shape[0] == lengths.shape[0] + 1)
 
 
 def _slots(cache: PagedKVCache, number: int) -> Any:

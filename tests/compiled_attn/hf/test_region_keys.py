@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import nn
 
+from compiled_attn.engine import Engine, EngineConfig
 from compiled_attn.hf import PagedCausalLM, cache_for
 from compiled_attn.hf.region_keys import region_keys
 from compiled_attn.step import Tables
 from graphs import capture
+from graphs.torch_internals.regions import REGION_REUSE
 from tests.compiled_attn.tiny import FAMILIES, tiny_model
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler", "without_gradients")
@@ -152,3 +154,13 @@ def test_a_hook_that_comes_after_the_model_was_made_is_computed():
     module = paged()
     hook(module.model.model.layers[2])
     check_captured(module)
+
+
+def test_an_engine_shares_traces_in_graphs_of_symbolic_sizes():
+    if not REGION_REUSE.is_on:
+        pytest.skip(REGION_REUSE.why_off)
+    config = EngineConfig(context=64, max_seqs=4, max_graphs=6, backend="aot_eager")
+    engine = Engine(tiny_model(num_hidden_layers=LAYERS), config)
+    engine.warmup()
+    assert REGION_REUSE.is_on, REGION_REUSE.why_off
+    assert (engine.report().graphs, engine.report().compiled_graphs) == (6, 1)
