@@ -161,7 +161,7 @@ def job_cells(cold: dict[str, Any], second: dict[str, Any]) -> Row:
     """The cells that two reports of the main job give: the first start, and the second."""
     wrong = sum(report["mismatched_tokens"] for report in (cold, second))
     late = sum(report["compiles_after_warmup"] for report in (cold, second))
-    failed = sum(bucket["error"] is not None for bucket in cold["buckets"])
+    failed = sum(bool(bucket["error"]) for bucket in cold["buckets"])
     most = max(second["buckets"], key=lambda bucket: bucket["steps"])
     faults = f", {failed} failed" if failed else ""
     faults += f", {late} compiles after warmup" if late else ""

@@ -1,19 +1,23 @@
 """Vector instructions: inductor is told to trust the processor's flags.
 
 Without that its first kernel of a process builds and starts a program for each instruction set,
-with torch's headers, which takes seconds.
+with torch's headers, which takes seconds. The small extensions (VNNI, AMX) are probed all the same;
+before torch 2.13 each of those programs imports torch, in every process, so they are built only.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from graphs.torch_internals.features import Feature
+from graphs.torch_internals.patches import Patch, SharedPatch
 
 __all__ = ["TRUSTED_VECTORS", "trusted_vectors"]
 
 _SETTING = "cpp.vec_isa_ok"
+_PROGRAM = "_avx_py_load"  # what loads the library that a probe has built
 
 
 def trusted_vectors() -> AbstractContextManager[object]:
@@ -27,9 +31,17 @@ def trusted_vectors() -> AbstractContextManager[object]:
     return _override(config)
 
 
-def _override(config: Any) -> AbstractContextManager[object]:
-    patched: AbstractContextManager[object] = config.patch({_SETTING: True})
-    return patched
+@contextmanager
+def _override(config: Any) -> Iterator[None]:
+    with config.patch({_SETTING: True}), _BUILT_ONLY:
+        yield
+
+
+def _replacements() -> list[Patch]:
+    from torch._inductor.cpu_vec_isa import VecISA
+
+    program = getattr(VecISA, _PROGRAM, "")
+    return [Patch(VecISA, _PROGRAM, "")] if program.lstrip().startswith("import torch") else []
 
 
 def _probe() -> str:
@@ -39,6 +51,7 @@ def _probe() -> str:
     return "" if hasattr(settings, "vec_isa_ok") else f"inductor has no setting {_SETTING}"
 
 
+_BUILT_ONLY = SharedPatch(_replacements)
 TRUSTED_VECTORS = Feature(
     "trusted_vectors",
     gain="Skips programs that probe vector instructions: seconds of a cold start.",

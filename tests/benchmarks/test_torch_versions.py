@@ -27,8 +27,8 @@ def test_the_counts_of_pytest_are_read_from_its_last_line() -> None:
 
 def _report(**changes: Any) -> dict[str, Any]:
     times = {"p50": 19.04}
-    buckets = [{"error": None, "steps": 3, "step_ms": {"p50": 1.0}}]
-    buckets.append({"error": None, "steps": 90, "step_ms": times})
+    buckets = [{"error": "", "steps": 3, "step_ms": {"p50": 1.0}}]
+    buckets.append({"error": "", "steps": 90, "step_ms": times})
     report = {"graphs": 2, "graphs_loaded": 0, "compiled_graphs": 1, "mismatched_tokens": 0}
     return (
         report | {"compiles_after_warmup": 0, "warmup_seconds": 81.5, "buckets": buckets} | changes
