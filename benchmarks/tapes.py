@@ -1,19 +1,25 @@
 """Steps that are played from tapes beside the same graphs run by inductor's own Python.
 
     python benchmarks/tapes.py [--dtypes bfloat16 float32] [--requests 1 4 16] [--threads 1]
-        [--weights plain]
+        [--weights plain] [--beside cpp_wrapper aoti]
 
 One engine for each dtype, with drawn weights of SmolLM2-135M's architecture (30 layers); requests
 have prompts of 32 tokens and generate as many, greedily. In turns, in one process, the same graphs
 are played, and run as inductor wrote them. Printed: milliseconds of a step both ways, medians, and
 the ratio. Weights as the engine packs them, or plain, which are left to MKL and oneDNN.
+
+`--beside` adds what torch offers in public: inductor's C++ wrapper, and packages of AOTInductor,
+each with an engine of its own that serves the same prompts in turns. Warmups are printed too.
 """
 
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from native.timing import medians
@@ -21,10 +27,20 @@ from peers.model import model_directory
 from peers.table import heading
 
 from compiled_attn.engine import Engine, EngineConfig, SamplingParams
+from compiled_attn.engine.local import LocalExecutor
 from compiled_attn.models import load_model
 from graphs.store.cache_folder import cache_folder
 
 LENGTH = 32
+
+
+class CppWrapper(LocalExecutor):
+    """Steps that inductor calls from C++; as it has no tapes, none are played."""
+
+    def _backend_options(self, model: Any) -> dict[str, Any]:
+        options = super()._backend_options(model)
+        self._tapes = None
+        return {"options": {**options["options"], "cpp_wrapper": True}}
 
 
 def ways_of(engine: Engine, count: int) -> dict[str, Callable[[int], object]]:
@@ -32,20 +48,40 @@ def ways_of(engine: Engine, count: int) -> dict[str, Callable[[int], object]]:
     tapes = engine.executor._tapes
     if tapes is None or not tapes.made:
         raise SystemExit(f"no tapes here: {engine.report().kernel_notes}")
+    played = serving(engine, count)
+
+    def without(number: int) -> None:
+        tapes.are_played = False
+        played(-1 - number)
+        tapes.are_played = True
+
+    return {"inductor's Python": without, "tapes": played}
+
+
+def serving(engine: Engine, count: int) -> Callable[[int], object]:
+    """Serves so many requests with prompts that no call with another number has cached."""
     params = SamplingParams(max_new_tokens=LENGTH, ignore_eos=True)
 
-    def serve(number: int) -> None:  # of which no other call has cached prompts
+    def serve(number: int) -> None:
         chance = torch.Generator().manual_seed(number + 10**6)
         prompts = torch.randint(100, 10_000, (count, LENGTH), generator=chance).tolist()
         for _ in engine.generate(prompts, params):
             pass
 
-    def serve_without(number: int) -> None:
-        tapes.are_played = False
-        serve(-1 - number)
-        tapes.are_played = True
+    return serve
 
-    return {"inductor's Python": serve_without, "tapes": serve}
+
+def warm(engine: Engine, name: str) -> Engine:
+    """The engine after its warmup, of which the seconds are printed."""
+    start = time.perf_counter()
+    engine.warmup()
+    report = engine.report()
+    print(
+        f"  {name}: {report.graphs} graphs ({report.compiled_graphs} compiled) in "
+        f"{time.perf_counter() - start:.1f} s",
+        flush=True,
+    )
+    return engine
 
 
 def main() -> None:
@@ -57,6 +93,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--weights", choices=("auto", "plain"), default="auto")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--beside", nargs="*", choices=("cpp_wrapper", "aoti"), default=())
+    parser.add_argument("--graphs", type=int, default=24, help="at most, of each engine")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     cache = Path(cache_folder("compiled-attn-peers"))
@@ -64,22 +102,35 @@ def main() -> None:
     folder = model_directory(options.model, cache)
     print(heading(f"{folder.name}, {options.threads} threads"))
     for dtype in options.dtypes:
-        model = load_model(folder, getattr(torch, dtype))
-        config = EngineConfig(max_seqs=max(options.requests), context=512, weights=options.weights)
-        engine = Engine(model, config)
-        engine.warmup()
-        print(f"{dtype}: {engine.report().kernel_notes['tapes']}")
+        config = EngineConfig(
+            max_seqs=max(options.requests),
+            context=512,
+            weights=options.weights,
+            max_graphs=options.graphs,
+        )
+
+        def model(dtype: str = dtype) -> Any:
+            return load_model(folder, getattr(torch, dtype))
+
+        print(f"{dtype}:")
+        engine = warm(Engine(model(), config), "tapes")
+        print(f"  {engine.report().kernel_notes['tapes']}")
+        others = {}
+        if "cpp_wrapper" in options.beside:
+            others["cpp_wrapper"] = warm(Engine(CppWrapper(model(), config)), "cpp_wrapper")
+        if "aoti" in options.beside:
+            others["aoti"] = warm(Engine(model(), replace(config, backend="aoti")), "aoti")
         for count in options.requests:
             before = engine.report().steps
             ways = ways_of(engine, count)
             ways["tapes"](0)
             steps = engine.report().steps - before
-            times = medians(ways, options.rounds)
-            by_python, played = (times[name] / steps * 1e3 for name in ways)
-            print(
-                f"  {count:3d} requests: {by_python:6.2f} ms a step by inductor's Python, "
-                f"{played:6.2f} played: {by_python / played:.2f}x, {by_python - played:.2f} ms less"
-            )
+            ways |= {name: serving(other, count) for name, other in others.items()}
+            times = {k: v / steps * 1e3 for k, v in medians(ways, options.rounds).items()}
+            played = times["tapes"]
+            print(f"  {count:3d} requests: {played:6.2f} ms a step played; times of that:", end="")
+            rest = [f" {name} {times[name] / played:.2f}" for name in times if name != "tapes"]
+            print(",".join(rest), flush=True)
 
 
 if __name__ == "__main__":

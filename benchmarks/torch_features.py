@@ -39,6 +39,7 @@ def main() -> None:
     for _ in range(options.rounds):
         for name, rows in figures.items():
             rows.append(start(name, options.layers))
+            print(f"without {name or 'none'}: {rows[-1]}", file=sys.stderr, flush=True)
     machine(options.layers)
     base = medians(figures[""])
     print(f"{'':16}" + "".join(f"{each:>10}" for each in _COLUMNS))

@@ -39,7 +39,9 @@ _log = logging.getLogger(__name__)
 
 _NO_COMPILER = (
     "no working C++ compiler found; install one (Debian/Ubuntu: apt install g++, "
-    "Fedora: dnf install gcc-c++, macOS: xcode-select --install) or use backend 'eager'"
+    "Fedora: dnf install gcc-c++, macOS: xcode-select --install), name one in CXX, or use backend "
+    "'eager' (--backend eager), which needs none; the wheel of `make wheel` has attention kernels "
+    "prebuilt for it"
 )
 
 
