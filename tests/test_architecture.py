@@ -101,7 +101,7 @@ _THROUGH_OTHERS = (
     ("graphs.torch_internals", "artifacts settings", "test_inductor of the store, test_factors"),
     (
         "graphs.torch_internals",
-        "checks compiling dispatch errors events tracing vectors",
+        "checks compiling dispatch errors events tracing",
         "test_features, and the captures, watches and explanations that use them",
     ),
     ("graphs.torch_internals.replay", "calls", "the player of compiled_attn, and a double"),

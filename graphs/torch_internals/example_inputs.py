@@ -58,6 +58,7 @@ def marked(examples: Sequence[Input], dims: Sequence[Sequence[int]]) -> Iterator
     A size that the callable fixes stays fixed, and becomes a guard. Equal sizes get symbols of
     their own: that they are equal here says nothing of other buckets.
     """
+    # Not `torch.compile(dynamic_shapes=)`: its sizes are unbacked, and cannot be compared.
     both = [(x, own) for x, own in zip(examples, dims, strict=False) if isinstance(x, Tensor)]
     tensors = [(tensor, own) for tensor, own in both if own]
     symbols: Any = importlib.import_module("torch.fx.experimental._config")

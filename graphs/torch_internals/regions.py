@@ -1,6 +1,6 @@
 """Regions: a function that a graph calls often is traced and compiled once for all calls alike.
 
-Built on `torch.compiler.nested_compile_region`. Its `reuse_hash_fn`, since torch 2.13, lets Dynamo
+Built on `torch.compiler.nested_compile_region`. Its `reuse_hash_fn`, since torch 2.12, lets Dynamo
 reuse the trace of an earlier call. Dynamo then skips the guards of the later calls, so the caller's
 key has to say everything that the trace depends on, apart from the arguments of the call.
 """
@@ -71,7 +71,7 @@ REGION_REUSE = Feature(
     "region_reuse",
     gain="Traces equal layers once: the trace of 30 layers takes half as long.",
     fallback="Every layer is traced; equal ones are still compiled once.",
-    versions="2.13 to 2.15",
+    versions="2.12 to 2.15",
     files=("graphs/torch_internals/regions.py", "invoke_subgraph.py"),
     probe=_probe_reuse,
     suspend=_suspend,
@@ -107,7 +107,7 @@ class Region:
         self.function = function
         self._fields = tuple((each, _field_names(each)) for each in classes)
 
-        def each(_: _Each, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def each(_: object, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return function(module, *args, **kwargs)
 
         def run(key: int, structure: str, module: nn.Module, *leaves: Any) -> Any:
@@ -135,7 +135,7 @@ class Region:
             structure = self._describe((args, kwargs), leaves, [])
             if structure is not None:
                 return self._reusable(key, structure, module, *leaves)
-        return self._region(_EACH, module, *args, **kwargs)
+        return self._region(_never_compared, module, *args, **kwargs)
 
     def pack(self, value: Any) -> Any:
         """An argument as `Packed`; itself, where it has other parts than calls with a key take."""
@@ -213,23 +213,22 @@ def _word(value: Any) -> str:
     return "-".join(str(value).split(" "))
 
 
+# Not `hash`, which Dynamo of torch 2.12 does not trace, and which may be equal by chance.
 def _hash(key: int, structure: str, module: nn.Module, *leaves: Any) -> int:
-    return hash(f"{key} {structure}")
+    return int.from_bytes(f"{key} {structure}".encode(), "little")
 
 
 def _hash_of_module(key: int, structure: str, module: nn.Module, *leaves: Any) -> int:
-    return hash(f"{id(module)} {structure}")
+    return int.from_bytes(f"{id(module)} {structure}".encode(), "little")
 
 
-class _Each:
+def _never_compared() -> None:
     """An argument that Dynamo cannot compare, so that it traces the call.
 
-    By itself torch 2.13 takes the trace of another call where arguments are tensors and modules,
-    and leaves out some of what the trace depends on, such as the class of a sub-module.
+    By itself torch since 2.12 takes the trace of another call where arguments are tensors, modules
+    or, since 2.15, other objects. It leaves out some of what the trace depends on, such as the
+    class of a sub-module.
     """
-
-
-_EACH = _Each()
 
 
 def _field_names(kind: type) -> tuple[str, ...]:

@@ -229,7 +229,7 @@ class Doubling(nn.ReLU):
 
 
 def test_calls_without_a_key_are_told_apart():
-    """Torch 2.13 by itself computes the second layer as the first."""
+    """Torch since 2.12 by itself computes the second layer as the first."""
     layers = [nn.Sequential(nn.ReLU()), nn.Sequential(Doubling())]
     region = Region(lambda layer, x: layer(x))
     check(lambda x: region(None, layers[0], x) + 10 * region(None, layers[1], x), torch.ones(3))
