@@ -41,19 +41,29 @@ def test_a_port_in_use_is_refused(command, chat_dir):
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
 def test_a_signal_ends_a_warmup(chat_dir: Path, number: int, code: int) -> None:
-    with started(chat_dir, until="warmup 1/") as (process, _):
+    with started(chat_dir, until="warmup 1/", program=_SLOWLY) as (process, _):
         process.send_signal(number)
         _, told = process.communicate(timeout=60)
     assert process.returncode == code, told
     assert "terminate" not in told and "Traceback" not in told
 
 
+_PROGRAM = "from compiled_attn.cli import main; main()"
+# Each capture takes long enough for a signal to come before the next.
+_SLOWLY = f"""
+import time
+from graphs.backends.eager import EagerBackend
+capture = EagerBackend.capture
+EagerBackend.capture = lambda *args, **named: (time.sleep(1), capture(*args, **named))[1]
+{_PROGRAM}
+"""
+
+
 @contextlib.contextmanager
 def started(
-    chat_dir: Path, until: str = "compiled-attn: ready"
+    chat_dir: Path, until: str = "compiled-attn: ready", program: str = _PROGRAM
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The command in a process of its own that has said something, and its address."""
-    program = "from compiled_attn.cli import main; main()"
     arguments = ["serve", str(chat_dir), "--name", "tiny", "--port", "0", *SMALL]
     process = subprocess.Popen(
         [sys.executable, "-c", program, *arguments], stderr=subprocess.PIPE, text=True
