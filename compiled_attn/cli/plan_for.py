@@ -14,6 +14,7 @@ from compiled_attn.integrations.plans.base import EnginePart, EnginePlan, Limits
 from compiled_attn.integrations.plans.formats import FORMATS, Format, needs_of, planned_for
 from compiled_attn.integrations.plans.metrics import drawn_requests, step_tokens
 from compiled_attn.integrations.plans.request_log import read_request_log
+from compiled_attn.integrations.versions import is_tested, listed
 from compiled_attn.workloads import Arrival, read_trace
 from compiled_attn.workloads.arrival import fit, scaled
 from graphs.planner import Demand
@@ -135,11 +136,12 @@ def _remarks(name: str, each: EnginePlan) -> list[str]:
 
 def _tested(known: Format) -> str:
     """One line: which versions the syntax was tried with, and which one is here."""
-    tried = f"{known.package} {known.tested}.*" if known.tested else f"sources of {known.package}"
+    named = f"{known.package} {listed(known.tested)}"
+    tried = named if known.tested else f"sources of {known.package}"
     try:
         found = version(known.package)
     except PackageNotFoundError:
         return f"syntax and rules of picking: tested with {tried}"
-    if known.tested and not f"{found}.".startswith(f"{known.tested}."):
+    if known.tested and not is_tested(found, known.tested):
         return f"syntax and rules of picking: expected {tried}, got {found}: look at the result"
     return f"syntax and rules of picking: tested with {tried}, {found} is installed"

@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from compiled_attn.errors import EngineUnsupported
 
-__all__ = ["check_tested", "installed"]
+__all__ = ["check_tested", "installed", "is_tested", "listed"]
 
 
 def installed(*packages: str) -> str | None:
@@ -17,6 +17,16 @@ def installed(*packages: str) -> str | None:
         except PackageNotFoundError:
             continue
     return None
+
+
+def is_tested(found: str, tested: tuple[str, ...]) -> bool:
+    """Whether a version begins with one of the tested, such as ``5.23``."""
+    return f"{found.split('+')[0]}.".startswith(tuple(f"{each}." for each in tested))
+
+
+def listed(tested: tuple[str, ...]) -> str:
+    """The tested versions in words."""
+    return " or ".join(f"{each}.*" for each in tested)
 
 
 def check_tested(engine: str, found: str | None, tested: tuple[str, ...], remedy: str) -> None:
@@ -30,11 +40,10 @@ def check_tested(engine: str, found: str | None, tested: tuple[str, ...], remedy
         tested: what the version must begin with, one of such as ``5.23``.
         remedy: what the user can do.
     """
-    if found is not None and f"{found.split('+')[0]}.".startswith(tuple(f"{t}." for t in tested)):
+    if found is not None and is_tested(found, tested):
         return
     got = "none" if found is None else found
-    versions = " or ".join(f"{each}.*" for each in tested)
     raise EngineUnsupported(
-        f"expected {engine} {versions}, which this version of compiled-attn is tested with, "
+        f"expected {engine} {listed(tested)}, which this version of compiled-attn is tested with, "
         f"got {got}: {remedy}"
     )

@@ -15,7 +15,7 @@ from compiled_attn.ops import load
 
 __all__ = ["TESTED", "VARIABLE", "register"]
 
-TESTED = ("0.32",)
+TESTED = ("0.32", "0.33")
 VARIABLE = "COMPILED_ATTN_VLLM"
 
 _BACKEND = "compiled_attn.integrations.vllm_backend.PagedAttentionBackend"

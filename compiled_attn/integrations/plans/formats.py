@@ -22,14 +22,14 @@ class Format:
 
     Args:
         package: of the engine.
-        tested: what the tested versions begin with; None: its sources were read only.
+        tested: what the tested versions begin with; none: its sources were read only.
         parts: that it has buckets for.
         written: the text of plans.
         use: how the engine is given that text, in a ``{file}``.
     """
 
     package: str
-    tested: str | None
+    tested: tuple[str, ...]
     parts: Callable[[Limits], list[EnginePart]]
     written: Written
     use: str

@@ -26,7 +26,7 @@ from graphs.planner import CostModel, by_size
 
 __all__ = ["TESTED", "decode_ladder", "parts", "prompt_ladder", "spaced", "written"]
 
-TESTED = ("vllm-gaudi", None)  # read, and its parser run: the plugin needs Gaudi's own torch
+TESTED = ("vllm-gaudi", ())  # read, and its parser run: the plugin needs Gaudi's own torch
 
 _LONG_CONTEXT = 8192
 _LATE = "compiles while serving"

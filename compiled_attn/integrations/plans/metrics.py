@@ -7,7 +7,7 @@ spread by a power law whose mean is that of the sum. Lengths of requests are cou
 but not which prompt had which answer, when it came, nor what it shared with others: requests that
 are drawn from them are independent of each other.
 
-Read in vLLM 0.32.0: ``vllm/v1/metrics/loggers.py``, ``vllm/v1/metrics/buckets.py``.
+Read in vLLM 0.32.0 and 0.33.0: ``vllm/v1/metrics/loggers.py``, ``vllm/v1/metrics/buckets.py``.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from compiled_attn.workloads.simulated.steps import SeparateSteps
 
 __all__ = ["TESTED", "batch_sizes", "parts", "written"]
 
-TESTED = ("sglang", None)  # read only: it does not install without a GPU
+TESTED = ("sglang", ())  # read only: it does not install without a GPU
 
 _LARGEST = 256  # of a GPU with 60 to 90 GB at tensor parallel below 4; others have 8 to 512
 

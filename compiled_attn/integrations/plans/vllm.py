@@ -1,6 +1,6 @@
 """vLLM: sizes of CUDA graphs in tokens of a step, as its ``--compilation-config`` takes them.
 
-Read in vLLM 0.32.0 (``vllm/config/vllm.py``, ``_set_cudagraph_sizes``;
+Read in vLLM 0.32.0 and 0.33.0 (``vllm/config/vllm.py``, ``_set_cudagraph_sizes``;
 ``vllm/v1/cudagraph_dispatcher.py``): a step runs in the graph of the smallest size that holds its
 tokens, and without a graph, unpadded, above the largest. A step of decodes alone has as many tokens
 as requests. A size in ``compile_sizes`` must be one of the captured ones.
@@ -16,7 +16,7 @@ from compiled_attn.workloads.simulated.steps import SimulatedSteps
 
 __all__ = ["TESTED", "capture_sizes", "parts", "written"]
 
-TESTED = ("vllm", "0.32")
+TESTED = ("vllm", ("0.32", "0.33"))
 
 _LARGEST = 512  # 1024 on data-centre Blackwell
 _COMPILED = 0.1  # share of the steps from which a size is worth a compile of its own
