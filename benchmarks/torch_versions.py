@@ -44,6 +44,8 @@ bucket that served most steps of the second start.
 """
 # What each environment chooses for itself: torch's own triton, the newest transformers.
 FREE = ("torch", "triton", "transformers")
+# The interpreter of triton 3.6 takes an array of one number for a number, as numpy did up to 2.3.
+OLDER = {"2.11.0": "numpy<2.4\n"}
 
 Row = dict[str, str]
 
@@ -113,9 +115,7 @@ def _install(version: str, environment: Path, torch_index: str) -> Row:
         subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True)
         with tempfile.TemporaryDirectory() as folder:
             limits = Path(folder, "constraints.txt")
-            limits.write_text(
-                without_pins((ROOT / "constraints.txt").read_text()) + f"torch=={version}\n"
-            )
+            limits.write_text(constraints_for(version, (ROOT / "constraints.txt").read_text()))
             # A system-wide configuration of pip may cap torch.
             settings = os.environ | {"PIP_CONFIG_FILE": os.devnull}
             pip = [str(python), "-m", "pip", "--disable-pip-version-check", "-q"]
@@ -133,10 +133,12 @@ def _install(version: str, environment: Path, torch_index: str) -> Row:
     return {"transformers": transformers}
 
 
-def without_pins(constraints: str) -> str:
-    """Constraints without those of what each version of torch takes in its own version."""
+def constraints_for(version: str, constraints: str) -> str:
+    """Constraints without those of what this version of torch takes in another version."""
+    own = f"torch=={version}\n{OLDER.get(version, '')}"
+    free = {*FREE, *(re.split("[=<>~]", line)[0] for line in own.splitlines())}
     lines = constraints.splitlines(keepends=True)
-    return "".join(line for line in lines if re.split("[=<>~ ]", line)[0] not in FREE)
+    return "".join(line for line in lines if re.split("[=<>~ ]", line)[0] not in free) + own
 
 
 def _main_job(python: Path) -> Row:

@@ -32,6 +32,7 @@ from graphs.capture.export_state import (
 from graphs.capture.inputs import DistinctInputs, Input, parameter_names
 from graphs.errors import CaptureError
 from graphs.torch_internals.artifacts import build_package, load_package
+from graphs.torch_internals.exporting import exported
 from graphs.watch.causes import describe_failure
 
 __all__ = ["AotiBackend", "build", "load"]
@@ -120,7 +121,7 @@ def build(
         raise ValueError(f"{shared}: give each a tensor of its own")
     stateless = Stateless(function, example_inputs)
     tensors = [value for value in example_inputs if isinstance(value, Tensor)]
-    program = torch.export.export(stateless, (*tensors, *stateless.state.now()), strict=False)
+    program = exported(stateless, (*tensors, *stateless.state.now()))
     if names := constants_of_others(program, function):
         raise ValueError(
             f"reads tensors that would become constants of the package ({names}): make them "

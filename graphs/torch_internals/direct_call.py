@@ -44,7 +44,7 @@ def lean_calls() -> AbstractContextManager[object]:
 
     Without the marks for a profiler, a microsecond each, and with guards that skip modules whose
     dictionaries have not changed: those of 30 layers took 1.4 ms a call. Tensors are looked at in
-    any case, as their data can be exchanged behind a dictionary's back.
+    any case, as their data can be exchanged behind a dictionary's back; torch 2.11 has to be told.
     """
     config = torch._dynamo.config
     settings: dict[str, Any] = {
@@ -52,6 +52,8 @@ def lean_calls() -> AbstractContextManager[object]:
         "use_recursive_dict_tags_for_guards": True,
         "max_saved_pointers_for_recursive_dict_tags_check": 1 << 16,
     }
+    if torch.__version__ < "2.12":
+        settings["skip_tensor_guards_with_matching_dict_tags"] = False
     known = {name: value for name, value in settings.items() if hasattr(config, name)}
     patch: AbstractContextManager[object] = config.patch(known)
     return patch

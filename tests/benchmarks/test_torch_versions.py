@@ -67,5 +67,6 @@ def test_a_fault_makes_the_row_a_bad_one(row: dict[str, str]) -> None:
 
 
 def test_constraints_without_the_pins_of_torch_keep_all_others() -> None:
-    pins = "torch==2.13.0+cpu ; x\ntriton==3.9.0\ntransformers==5.23.0\ntokenizers==0.23.3\n"
-    assert table.without_pins(pins) == "tokenizers==0.23.3\n"
+    pins = "torch==2.13.0+cpu ; x\ntriton==3.9.0\ntransformers==5.23.0\nnumpy==2.4.6\n"
+    assert table.constraints_for("2.15.0", pins) == "numpy==2.4.6\ntorch==2.15.0\n"
+    assert table.constraints_for("2.11.0", pins) == "torch==2.11.0\nnumpy<2.4\n"

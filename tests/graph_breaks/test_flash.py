@@ -239,7 +239,8 @@ def cache_sized(graph: GraphModule, at_least: int) -> list[str]:
 def name_of(target: Any) -> str:
     if isinstance(target, torch._ops.OpOverload):
         return target.overloadpacket.__name__
-    return target if isinstance(target, str) else target.__name__
+    name: str = target if isinstance(target, str) else target.__name__
+    return "eq" if name == "__eq__" else name  # so torch 2.11 writes it
 
 
 def test_a_cache_of_its_own_is_updated_by_index_put_alone() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from graphs.errors import NoOnnx
+from graphs.torch_internals.exporting import exported
 
 __all__ = ["OnnxGraph", "to_onnx"]
 
@@ -155,13 +156,13 @@ def _arguments(node: Node) -> tuple[Any, ...]:
 def _export(graph: GraphModule, inputs: Sequence[Any]) -> Any:
     try:
         with _quietly():
-            program = torch.export.export(graph, tuple(inputs), strict=False)
-            exported = torch.onnx.export(program, dynamo=True, verbose=False)
+            program = exported(graph, inputs)
+            made = torch.onnx.export(program, dynamo=True, verbose=False)
     except Exception as error:
         raise NoOnnx(_first_cause(error)) from error
-    if exported is None:
+    if made is None:
         raise NoOnnx("torch.onnx.export gave no model")
-    return exported.model_proto
+    return made.model_proto
 
 
 def _first_cause(error: BaseException) -> str:

@@ -214,7 +214,7 @@ def test_after_a_reset_of_dynamo_the_graph_is_right_or_refuses():
     module = Step()
     graph = capture(module, examples(), backend="aot_eager")
     torch._dynamo.reset()
-    assert graph.run(*examples()).tolist() == [12.0] * 4
+    assert_refuses_or_equals(graph, 12.0)  # torch 2.11 refuses
     module.factor = 3
     assert_refuses_or_equals(graph, 18.0)
 

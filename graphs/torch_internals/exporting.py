@@ -1,0 +1,30 @@
+"""Export of a module, after which torch is as it was before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["exported"]
+
+_HOOKS = "_global_buffer_registration_hooks"
+
+
+def exported(module: nn.Module, inputs: Sequence[Any]) -> torch.export.ExportedProgram:
+    """Export a module; it is not run by Dynamo.
+
+    A failed export of torch 2.11 leaves a hook for all modules, with which no module that sets a
+    buffer can be compiled.
+    """
+    hooks: dict[int, Any] = getattr(torch.nn.modules.module, _HOOKS, {})
+    before = dict(hooks)
+    try:
+        return torch.export.export(module, tuple(inputs), strict=False)
+    except BaseException:
+        for key in [*hooks]:
+            if key not in before:
+                del hooks[key]
+        raise
