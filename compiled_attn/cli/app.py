@@ -78,7 +78,7 @@ def run(options: RunOptions) -> int:
     Ends with 1 if a token differs from plain generate or something compiled after warmup, with 2 on
     bad input, with 130 when interrupted.
     """
-    from compiled_attn.cli.threads import choose_waiting
+    from compiled_attn.waiting import choose_waiting
 
     waiting = choose_waiting(options.threads)
     from compiled_attn.cli.run import run_job  # loads torch, which reads how threads should wait
@@ -102,7 +102,7 @@ def chat(options: ChatOptions) -> int:
     """
     if sys.stderr.isatty():  # torch alone takes seconds to load
         print(f"{_NAME}: loading {options.model}", file=sys.stderr, flush=True)
-    from compiled_attn.cli.threads import choose_waiting
+    from compiled_attn.waiting import choose_waiting
 
     choose_waiting(options.threads)
     from compiled_attn.cli.chat import run_chat  # loads torch, which reads how threads should wait
@@ -123,7 +123,7 @@ def serve(options: ServeOptions) -> int:
     It listens at once; GET /health tells when the model is warm. A first Ctrl-C or SIGTERM lets
     open requests be answered. Ends with 2 on bad input.
     """
-    from compiled_attn.cli.threads import choose_waiting
+    from compiled_attn.waiting import choose_waiting
 
     choose_waiting(options.threads)
     from compiled_attn.cli.serve import run_serve  # loads torch, see above

@@ -80,6 +80,9 @@ def _chat(options: ChatOptions) -> int:
                 conversation = Conversation(llm, sampling, _messages(options))
                 _say("a new conversation")
                 continue
+            if name.startswith("/") and " " not in name:
+                _say(f"{name} is no command: {_HELP}")
+                continue
             try:
                 conversation.answer(turn)
             except KeyboardInterrupt:
@@ -124,7 +127,10 @@ class Conversation:
             self._messages.append({"role": "assistant", "content": "".join(pieces)})
         seconds = time.perf_counter() - started
         self._tell(
-            {name: now - before[name] for name, now in self._count().items()}, first, seconds
+            {name: now - before[name] for name, now in self._count().items()},
+            first,
+            seconds,
+            sampling.max_new_tokens,
         )
 
     def _fitting(self) -> SamplingParams:
@@ -147,9 +153,10 @@ class Conversation:
             "found": stats.hit_tokens,
         }
 
-    def _tell(self, count: dict[str, int], first_s: float, seconds: float) -> None:
+    def _tell(self, count: dict[str, int], first_s: float, seconds: float, most: int) -> None:
+        cut = "cut at " if count["tokens"] == most else ""
         _say(
-            f"{count['tokens']} tokens in {seconds:.1f} s, the first after {first_s:.2f} s; "
+            f"{cut}{count['tokens']} tokens in {seconds:.1f} s, the first after {first_s:.2f} s; "
             f"{count['found'] / count['asked']:.0%} of {count['asked']} prompt tokens were cached"
         )
 

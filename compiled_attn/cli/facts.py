@@ -23,7 +23,7 @@ def facts_of(model: PreTrainedModel, options: Mapping[str, Any], waiting: str) -
     Args:
         model: that is served.
         options: of the command, by name; ``model`` is its directory, None for the default model.
-        waiting: how threads wait for each other, see `compiled_attn.cli.threads`.
+        waiting: how threads wait for each other, see `compiled_attn.waiting`.
 
     Returns:
         ``model`` (its ``class``, ``source`` and number of ``parameters``), ``dtype`` of its

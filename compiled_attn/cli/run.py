@@ -67,7 +67,7 @@ def run_job(options: RunOptions, waiting: str) -> int:
 
     Args:
         options: of the command.
-        waiting: how threads wait for each other, see `compiled_attn.cli.threads`.
+        waiting: how threads wait for each other, see `compiled_attn.waiting`.
 
     Raises:
         UserError: the input is bad; nothing was started.

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
+
+import torch
 
 from compiled_attn.cache.blocks.prefix import Salt
 from compiled_attn.engine import Engine, EngineConfig, SamplingParams, Stream
@@ -18,14 +21,16 @@ from compiled_attn.models import load_model, served_model
 from compiled_attn.text.answer import Answer, AnswerPieces
 from compiled_attn.text.grammars import Grammars
 from compiled_attn.text.tokenizer import Message, Prompt, Tokenizer
+from compiled_attn.waiting import why_slow
 from graphs import BucketEvent, progress_for
 from graphs.errors import quoted
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 __all__ = ["LLM"]
+
+_log = logging.getLogger(__name__)
 
 
 class LLM:
@@ -73,6 +78,11 @@ class LLM:
         device: torch.device | str | None = None,
         progress: Callable[[BucketEvent], None] | Literal[False] | None = None,
     ) -> None:
+        if not isinstance(config, EngineConfig | None):
+            raise TypeError(
+                f"config: expected an EngineConfig or None, got {quoted(config)}: make "
+                "EngineConfig(name=value, ...)"
+            )
         is_shown = progress is None and sys.stderr.isatty()
         self._attention: str | None = None  # to be restored in a model object
         if isinstance(model, (str, Path)):
@@ -86,6 +96,8 @@ class LLM:
             self.model = served_model(model)
             self._attention = self.model.config._attn_implementation
         self.grammars = Grammars(self.tokenizer)
+        if self.model.device.type == "cpu" and (advice := why_slow(torch.get_num_threads())):
+            _log.warning("%s", advice)
         config = config or EngineConfig()
         if config.store is None:
             config = replace(config, store=True)
@@ -179,6 +191,10 @@ class LLM:
         Raises:
             ConfigError: see `generate`; or the model has no template.
         """
+        if isinstance(chats, str):
+            raise ConfigError(
+                f'expected messages, got {quoted(chats)}: give {{"role": "user", "content": text}}'
+            )
         if isinstance(chats, Mapping):
             chats = [chats]
         is_one = bool(chats) and isinstance(chats[0], Mapping)

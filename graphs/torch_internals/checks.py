@@ -19,7 +19,8 @@ def native_tensor_check(tensors: Sequence[Tensor]) -> Callable[..., bool] | None
     check for these tensors, or with this torch.
     """
     is_plain = all(type(tensor) in (Tensor, nn.Parameter) for tensor in tensors)
-    if not tensors or not is_plain or not NATIVE_CHECKS.is_on:
+    are_apart = len({id(tensor) for tensor in tensors}) == len(tensors)  # it refuses others
+    if not tensors or not is_plain or not are_apart or not NATIVE_CHECKS.is_on:
         return None
     try:
         from torch._C._dynamo.guards import TensorGuards

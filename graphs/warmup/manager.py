@@ -17,7 +17,14 @@ from graphs.capture.capture import CapturedGraph, check_options, resolve
 from graphs.capture.contract import Backend
 from graphs.capture.inputs import Input, check_inputs
 from graphs.capture.wrappers import name_of
-from graphs.errors import BucketOverflow, CaptureError, InputMismatch, ModeMismatch, StaleGraph
+from graphs.errors import (
+    BucketOverflow,
+    CaptureError,
+    InputMismatch,
+    ModeMismatch,
+    StaleGraph,
+    quoted,
+)
 from graphs.warmup.capturing import Capturing
 from graphs.warmup.families import Families
 from graphs.warmup.journal import Journal
@@ -107,6 +114,11 @@ class WarmupManager:
     ) -> None:
         if overflow not in get_args(Overflow):
             raise ValueError(f"overflow is {overflow!r}; expected one of {get_args(Overflow)}")
+        if not isinstance(buckets, BucketSpace):
+            raise TypeError(
+                f"buckets: expected a BucketSpace, got {quoted(buckets)}: make one, see "
+                "graphs.BucketSpace"
+            )
         self.buckets = buckets
         self.name = name or name_of(module)
         self.overflows = self.degraded = self.fallbacks = 0

@@ -178,13 +178,14 @@ def test_without_the_package_of_the_default_model_the_error_says_how_to_get_it(
 def test_slash_commands_help_reset_and_end_the_conversation(
     command: Command, options: list[object], chat_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = ["/help", TURNS[0], "/reset", TURNS[1], "/exit", "never asked"]
+    lines = ["/help", TURNS[0], "/hepl", "/reset", TURNS[1], "/exit", "never asked"]
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
     outcome = command(*options)
     assert outcome.code == 0, outcome.err
     alone = [answers_of(chat_dir, [turn])[0] for turn in TURNS]
     assert outcome.out == "".join(f"{text}\n" for text in alone)
     assert "/reset forgets the conversation, /exit or Ctrl-D ends it" in outcome.err
+    assert "/hepl is no command" in outcome.err
     assert "a new conversation" in outcome.err
 
 
@@ -198,7 +199,7 @@ def test_on_a_terminal_it_says_what_it_loads_before_it_loads_anything(
     def stop(threads: int | None) -> None:
         raise SystemExit(f"nothing is loaded yet: {shown.getvalue()}")
 
-    monkeypatch.setattr("compiled_attn.cli.threads.choose_waiting", stop)
+    monkeypatch.setattr("compiled_attn.waiting.choose_waiting", stop)
     with pytest.raises(
         SystemExit, match="nothing is loaded yet: compiled-attn: loading some/model"
     ):

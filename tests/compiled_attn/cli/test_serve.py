@@ -59,6 +59,11 @@ EagerBackend.capture = lambda *args, **named: (time.sleep(1), capture(*args, **n
 """
 
 
+def _take_interrupts() -> None:
+    """What a shell starts in the background ignores them, as does each process of its own."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @contextlib.contextmanager
 def started(
     chat_dir: Path, until: str = "compiled-attn: ready", program: str = _PROGRAM
@@ -66,7 +71,10 @@ def started(
     """The command in a process of its own that has said something, and its address."""
     arguments = ["serve", str(chat_dir), "--name", "tiny", "--port", "0", *SMALL]
     process = subprocess.Popen(
-        [sys.executable, "-c", program, *arguments], stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", program, *arguments],
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=_take_interrupts,
     )
     assert process.stderr is not None
     url = ""

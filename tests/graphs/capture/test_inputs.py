@@ -6,6 +6,7 @@ from torch import nn
 
 from graphs.capture import inputs as module
 from graphs.capture.inputs import InputsCheck, parameter_names
+from graphs.torch_internals.checks import NATIVE_CHECKS
 
 
 def callee(x, slot_mapping, bias=None, width=4):
@@ -76,6 +77,7 @@ def test_parameters_and_repeated_tensors_may_be_examples():
     assert check.mismatch([same, same]) is None
     assert check.mismatch([torch.zeros(2), torch.zeros(2)]) is None
     assert check.mismatch([same, torch.zeros(3)]) is not None
+    assert NATIVE_CHECKS.is_on  # a tensor that is given twice says nothing of torch
 
 
 def test_the_specs_say_what_was_captured(check):

@@ -335,6 +335,11 @@ def test_closing_frees_the_graphs_and_a_warmup_captures_again():
     assert served.run(Bucket(tokens=2), *inputs_of(Bucket(tokens=2))).tolist() == [3, 3]
 
 
+def test_buckets_that_are_no_space_are_refused():
+    with pytest.raises(TypeError, match=r"buckets: expected a BucketSpace, got \[1, 2\]"):
+        WarmupManager(Cache(), [1, 2], inputs_of, backend="eager")
+
+
 def test_an_unknown_option_is_refused_before_anything_is_captured():
     expected = r"unknown option 'colour'; expected the options of backend 'inductor' \(.*mode"
     with pytest.raises(TypeError, match=expected):

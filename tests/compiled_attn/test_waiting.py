@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from compiled_attn.cli import threads
-from compiled_attn.cli.threads import busy_processors, choose_waiting
+from compiled_attn import waiting as threads
+from compiled_attn.waiting import busy_processors, choose_waiting, why_slow
 
 IDLE, BUSY = (0, 100), (100, 0)
 
@@ -144,7 +144,7 @@ def test_where_torch_is_loaded_nothing_can_be_changed(machine, monkeypatch):
 
 LOAD = """
 import ctypes, sys
-from compiled_attn.cli import threads
+from compiled_attn import waiting as threads
 threads.busy_processors = lambda: 99.0
 print(threads.choose_waiting(2))
 ctypes.CDLL(sys.argv[1])
@@ -169,3 +169,20 @@ def test_the_openmp_that_torch_brings_reads_the_choice():
     assert done.stdout.startswith("passive: others keep 99.0 of ")
     assert "OMP_WAIT_POLICY = 'PASSIVE'" in done.stderr
     assert "GOMP_SPINCOUNT = '0'" in done.stderr
+
+
+def test_where_torch_is_loaded_it_says_why_threads_are_slow_and_what_helps(
+    machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    machine(BUSY, IDLE)
+    assert "others keep 1.0 of 2 processors busy" in why_slow(2)
+    assert "OMP_WAIT_POLICY=PASSIVE" in why_slow(2)
+    assert not why_slow(1)
+    machine(IDLE, IDLE)
+    assert not why_slow(2)
+    machine(BUSY, IDLE)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    assert not why_slow(2)

@@ -1,4 +1,4 @@
-"""Threads of the command, and how they wait for each other; decided before torch is loaded."""
+"""How threads of OpenMP wait for each other; decided before torch is loaded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from graphs.cgroups import cpu_quota
 
-__all__ = ["busy_processors", "choose_waiting"]
+__all__ = ["busy_processors", "choose_waiting", "why_slow"]
 
 _STAT = Path("/proc/stat")
 _WINDOW_SECONDS = 0.2
@@ -40,6 +40,23 @@ def choose_waiting(threads: int | None) -> str:
     if "torch" not in sys.modules and not (threads or _asked_of_openmp()):
         os.environ["OMP_NUM_THREADS"] = str(max(1, math.ceil(quota)))
     return f"{_chosen(threads, quota)}; a quota gives {quota:.3g} of {processors} processors"
+
+
+def why_slow(threads: int) -> str:
+    """What makes threads slow that wait for each other by spinning, and the remedy, or nothing.
+
+    For a process that has loaded torch, where `choose_waiting` comes too late.
+    """
+    if threads == 1 or any(name in os.environ for name in _CHOSEN_BY_USER):
+        return ""
+    processors, busy = len(_usable()), busy_processors()
+    if busy is None or threads <= processors - busy + _CROWDED:
+        return ""
+    return (
+        f"others keep {busy:.1f} of {processors} processors busy, where {threads} threads that "
+        "spin while they wait are several times slower: set OMP_WAIT_POLICY=PASSIVE before Python "
+        "starts, or torch.set_num_threads(1)"
+    )
 
 
 def _chosen(threads: int | None, given: float) -> str:
