@@ -19,7 +19,7 @@ from compiled_attn.cache.kv_cache import PagedKVCache
 
 __all__ = ["region_keys", "relate_sizes", "without_numbers"]
 
-_CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, type)
+_CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _OWN = ("_parameters", "_buffers", "_modules")
 _NUMBER = "layer_idx"
 
@@ -85,7 +85,12 @@ def _signature(layer: nn.Module, left_out: Collection[str]) -> Any:
             (
                 kind,
                 name,
-                tensor is None or (first.setdefault(id(tensor), len(first)), _layout(tensor)),
+                tensor is None
+                or (
+                    first.setdefault(id(tensor), len(first)),
+                    _layout(tensor),
+                    _description(vars(tensor)),
+                ),
             )
             for kind in ("_parameters", "_buffers")
             for name, tensor in getattr(module, kind).items()

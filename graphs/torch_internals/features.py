@@ -80,6 +80,7 @@ class Feature:
         self.suspend, self.resume = suspend, resume
         self._probe = probe
         self._why_off: str | None = None
+        self._suspensions = 0  # by several threads, perhaps
         _features[name] = self
 
     @property
@@ -131,8 +132,20 @@ class Feature:
         return bool(self.files) and any(each.endswith(self.files) for each in _file_names(error))
 
     def _resume(self) -> None:
-        if not self.why_off:
+        if not (self._suspensions or self.why_off):
             self.resume()
+
+    @contextmanager
+    def _suspended(self) -> Iterator[None]:
+        with _changing:
+            self._suspensions += 1
+        try:
+            self.suspend()
+            yield
+        finally:
+            with _changing:
+                self._suspensions -= 1
+                self._resume()
 
     def _probed(self) -> str:
         try:
@@ -180,8 +193,7 @@ def _suspended(features: Iterable[Feature]) -> Iterator[None]:
     try:
         with ExitStack() as stack:
             for feature in features:
-                feature.suspend()
-                stack.callback(feature._resume)
+                stack.enter_context(feature._suspended())
             yield
     finally:
         _SUSPENDED.reset(token)

@@ -8,17 +8,21 @@ key has to say everything that the trace depends on, apart from the arguments of
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import has_static_value
 
 from graphs.torch_internals.features import Feature
+from graphs.torch_internals.patches import Patch, SharedPatch
 
-__all__ = ["REGIONS", "REGION_REUSE", "Packed", "Region"]
+__all__ = ["REGIONS", "REGION_REUSE", "Packed", "Region", "refused_effects"]
 
 _NO_LIMIT = 1 << 20  # traces of one region in a graph
 _VALUES = (bool, int, float, str)
@@ -36,7 +40,38 @@ def _probe_reuse() -> str:
         return f"torch.compiler.nested_compile_region takes no {', '.join(sorted(missing))}"
     if _mark_reusable(lambda value: value)(_NO_LIMIT) != _NO_LIMIT:
         return "torch.compiler.nested_compile_region changes what a function returns"
+    from torch._dynamo.variables import invoke_subgraph
+
+    known = inspect.signature(invoke_subgraph.is_reuse_eligible).parameters
+    if missing := {"tracing_info", "has_reuse_hash_fn"} - {*known}:
+        return f"is_reuse_eligible takes no {', '.join(sorted(missing))}"
     return ""
+
+
+def refused_effects() -> AbstractContextManager[object]:
+    """Within it, a trace that writes to Python objects is not reused: its capture fails.
+
+    Torch does not look at that where there is a `reuse_hash_fn`; what later calls write, and what
+    they would read of it, were lost.
+    """
+    return _PATCH if REGION_REUSE.is_on else nullcontext()
+
+
+def _replacements() -> list[Patch]:
+    from torch._dynamo.variables import invoke_subgraph
+
+    own = invoke_subgraph.is_reuse_eligible
+    signature = inspect.signature(own)
+
+    @functools.wraps(own)
+    def is_reuse_eligible(*args: Any, **kwargs: Any) -> bool:
+        info = signature.bind(*args, **kwargs).arguments["tracing_info"]
+        return info.side_effect_stack is None and own(*args, **kwargs)
+
+    return [Patch(invoke_subgraph, "is_reuse_eligible", is_reuse_eligible)]
+
+
+_PATCH = SharedPatch(_replacements)
 
 
 def _mark_reusable(
@@ -158,7 +193,7 @@ class Region:
             leaves.append(value)
             tensors.append(value)
             layout = "contiguous" if value.is_contiguous() else "strided"
-            return f"tensor:{value.dim()}:{value.dtype}:{layout}:{same}".replace(" ", "")
+            return f"tensor:{_sizes(value)}:{value.dtype}:{layout}:{same}".replace(" ", "")
         if value is None:
             return "none"
         kind = type(value)
@@ -209,8 +244,16 @@ class Region:
 
 
 def _word(value: Any) -> str:
-    """A constant without spaces; Dynamo of torch 2.12 traces no `hash` of every constant."""
-    return "-".join(str(value).split(" "))
+    """A constant without what parts a structure, and no other constant of its class has the same.
+
+    Dynamo of torch 2.12 traces no `hash` of every constant.
+    """
+    return str(value).replace("_", "__").replace(" ", "_s").replace(":", "_c")
+
+
+def _sizes(tensor: Tensor) -> str:
+    """The shape; a size that is a symbol is not read, as that would fix it."""
+    return ",".join([str(size) if has_static_value(size) else "any" for size in tensor.shape])
 
 
 # Not `hash`, which Dynamo of torch 2.12 does not trace, and which may be equal by chance.

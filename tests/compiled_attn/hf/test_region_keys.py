@@ -77,6 +77,73 @@ def lora(layer):
     layer.self_attn.q_proj = LoRA(layer.self_attn.q_proj)
 
 
+class Scaled(nn.Linear):
+    """Reads what is kept with its weight."""
+
+    def forward(self, x):
+        return super().forward(x) * self.weight.scale
+
+
+def test_attributes_of_parameters_are_told_apart():
+    def change(layers):
+        for number, layer in enumerate(layers):
+            layer.mlp.up_proj.__class__, layer.mlp.up_proj.weight.scale = Scaled, 1.0 + number
+
+    check_all_differ(change)
+
+
+class Shared:
+    count = 0
+
+
+class Counting(nn.SiLU):
+    """Hands Python state on to the next layer."""
+
+    def forward(self, x):
+        self.shared.count = (self.shared.count + 1) % LAYERS
+        return super().forward(x) * (1 + self.shared.count)
+
+
+def test_layers_that_write_to_python_objects_are_computed_as_they_are():
+    model, shared = tiny_model("llama", num_hidden_layers=LAYERS), Shared()
+    for layer in model.model.layers:
+        layer.mlp.act_fn = Counting()
+        layer.mlp.act_fn.shared = shared
+    check_captured(
+        PagedCausalLM(model, cache_for(model, BLOCKS, SIZE), Tables(BLOCKS, SIZE, WIDTH))
+    )
+
+
+def constant_class(number):
+    class Constant:
+        scale = 1.0 + number
+
+    return Constant
+
+
+class ByClass(nn.SiLU):
+    def forward(self, x):
+        return super().forward(x) * self.kind.scale
+
+
+def test_classes_of_one_name_are_told_apart():
+    def change(layers):
+        for number, layer in enumerate(layers):
+            layer.mlp.act_fn = ByClass()
+            layer.mlp.act_fn.kind = constant_class(number)
+
+    check_all_differ(change)
+
+
+def check_all_differ(change):
+    """A change makes the layers differ, and they are computed as they are."""
+    model = tiny_model("llama", num_hidden_layers=LAYERS)
+    change(model.model.layers)
+    module = PagedCausalLM(model, cache_for(model, BLOCKS, SIZE), Tables(BLOCKS, SIZE, WIDTH))
+    assert keys(module) == (0, 1, 2)
+    check_captured(module)
+
+
 CHANGES = {
     "a constant": lambda layer: setattr(layer.input_layernorm, "variance_epsilon", 1.0),
     "a scale": lambda layer: setattr(layer.self_attn, "scaling", 0.01),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier, Event
 from typing import Any
 
 import pytest
@@ -188,6 +190,30 @@ def test_a_capture_that_fails_without_features_too_switches_none_off(faulty):
     with pytest.raises(ValueError, match="of the user"):
         with_features(make)
     assert faulty.feature.is_on
+
+
+def test_a_feature_stays_suspended_until_the_last_thread_is_done(faulty):
+    feature, calls = faulty.feature, []
+    feature.suspend, feature.resume = (lambda: calls.append("off")), (lambda: calls.append("on"))
+    both, failed = Barrier(2), Event()
+
+    def fail():
+        if not feature.is_on:
+            both.wait(10)
+        raise ValueError("of the user")
+
+    def work():
+        faulty.make()
+        both.wait(10)
+        failed.wait(10)
+        return [*calls]
+
+    with ThreadPoolExecutor() as pool:
+        other = pool.submit(with_features, work)
+        with pytest.raises(ValueError, match="of the user"):
+            with_features(fail, keep_all=True)
+        failed.set()
+        assert other.result() == ["off", "off"]
 
 
 def test_a_probe_that_fails_is_the_reason():

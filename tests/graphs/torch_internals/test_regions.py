@@ -127,7 +127,10 @@ def test_arguments_of_another_structure_are_traced(traces):
     assert len(traces) == 4
 
 
-CONSTANTS = [True, 1, 1.0, 2, "1", None, (1,), [1], {"a": 1}, {"b": 1}]
+CONSTANTS = [
+    *(True, 1, 1.0, 2, "1", None, (1,), [1], {"a": 1}, {"b": 1}),
+    *("a b", "a-b", "a_b", "a_sb", "a:b", {"a:str-b": 1, "c": 1}, {"a": 1, "b:str-c": 1}),
+]
 
 
 @pytest.mark.parametrize("first", CONSTANTS)
@@ -136,7 +139,8 @@ def test_constants_are_told_apart(first, second):
     values = [first, second]
 
     def see(_, x, value):
-        return x * (len(repr(value)) + 10 * isinstance(value, bool) + 100 * ("b" in repr(value)))
+        said = sum([place * ord(sign) for place, sign in enumerate(repr(value))])
+        return x * (said + 10 * isinstance(value, bool))
 
     region, module = Region(see), nn.Identity()
     check(
@@ -165,6 +169,15 @@ def test_tensors_of_another_layout(other):
     check(
         lambda x, y, z: region(0, layer, x, y) * region(0, layer, x, z),
         *(torch.ones(3, 8), torch.ones(8), other),
+    )
+
+
+@pytest.mark.parametrize(("one", "two"), [((1, 8), (3, 8)), ((3, 8), (1, 8)), ((3, 1), (3, 8))])
+def test_tensors_of_another_shape(one, two):
+    region, module = Region(lambda _, x, y: x + y * y.shape[0]), nn.Identity()
+    check(
+        lambda x, y, z: region(0, module, x, y) * region(0, module, x, z),
+        *(torch.ones(3, 8), torch.ones(one), torch.ones(two)),
     )
 
 
