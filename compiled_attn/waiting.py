@@ -1,4 +1,4 @@
-"""How threads of OpenMP wait for each other; decided before torch is loaded."""
+"""Waiting of OpenMP's threads for each other, which is chosen before torch is loaded."""
 
 from __future__ import annotations
 

@@ -191,9 +191,10 @@ class LLM:
         Raises:
             ConfigError: see `generate`; or the model has no template.
         """
-        if isinstance(chats, str):
+        given: object = chats
+        if isinstance(given, str):
             raise ConfigError(
-                f'expected messages, got {quoted(chats)}: give {{"role": "user", "content": text}}'
+                f'expected messages, got {quoted(given)}: give {{"role": "user", "content": text}}'
             )
         if isinstance(chats, Mapping):
             chats = [chats]

@@ -162,8 +162,8 @@ class Region:
 
         Args:
             key: equal for two calls in a graph if the trace of one serves the other: their modules
-                are alike in everything but the values of parameters and buffers. None: it is
-                traced.
+                are alike in everything but the values of parameters and buffers, none of which
+                is among the arguments. None: it is traced.
         """
         leaves: list[Any] = []
         if key is not None and self._reusable is not None:
@@ -173,7 +173,10 @@ class Region:
         return self._region(_never_compared, module, *args, **kwargs)
 
     def pack(self, value: Any) -> Any:
-        """An argument as `Packed`; itself, where it has other parts than calls with a key take."""
+        """An argument as `Packed`; itself, where it has other parts than calls with a key take.
+
+        Its tensors are not told apart from those of other arguments: they may be in no other.
+        """
         if self._reusable is None:
             return value
         leaves: list[Any] = []

@@ -33,7 +33,7 @@ def test_a_message_is_a_chat(llm: LLM):
     assert "".join(llm.stream(MESSAGE, SHORT)) == answer.text
     with pytest.raises(ConfigError, match="expected a list of prompts"):
         llm.generate(MESSAGE)
-    with pytest.raises(ConfigError, match='expected messages, got .*"role": "user"'):
+    with pytest.raises(ConfigError, match=r'expected messages, got .*"role": "user"'):
         llm.chat("hello")
 
 
@@ -77,7 +77,7 @@ def test_a_model_object_without_a_tokenizer_or_with_a_dtype_is_refused(model, mo
         LLM(model, config, tokenizer=str(model_dir), dtype=torch.bfloat16)
     with pytest.raises(TypeError, match="expected a tokenizer of transformers or a directory, got"):
         LLM(model, config, tokenizer=3)
-    with pytest.raises(TypeError, match="expected an EngineConfig or None, got {'context': 8}"):
+    with pytest.raises(TypeError, match="expected an EngineConfig or None, got "):
         LLM(model, {"context": 8})
     with pytest.raises(TypeError, match="expected a directory, or a causal language model"):
         LLM(torch.nn.Linear(2, 2), config, tokenizer=str(model_dir))
