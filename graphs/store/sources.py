@@ -38,7 +38,12 @@ MAKERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "graphs.torch_internals.vectors",
             *_EXPORTED,
         ),
-        "aoti": ("graphs.backends.aoti", "graphs.torch_internals.artifacts", *_EXPORTED),
+        "aoti": (
+            "graphs.backends.aoti",
+            "graphs.torch_internals.artifacts",
+            "graphs.torch_internals.exporting",
+            *_EXPORTED,
+        ),
     }
 )
 """The files of this package that make an artifact of a backend, and read it."""

@@ -166,6 +166,7 @@ _HELD = {
     "graphs.torch_internals.artifacts": "read",
     "graphs.torch_internals.compiling": "compile_once",
     "graphs.torch_internals.example_inputs": "separated",
+    "graphs.torch_internals.exporting": "exported",
     "graphs.torch_internals.kernel_units": "shared_units",
     "graphs.torch_internals.regions": "Region",
     "graphs.torch_internals.vectors": "trusted_vectors",
