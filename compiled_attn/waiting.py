@@ -50,7 +50,7 @@ def why_slow(threads: int) -> str:
     if threads == 1 or any(name in os.environ for name in _CHOSEN_BY_USER):
         return ""
     processors, busy = len(_usable()), busy_processors()
-    if busy is None or threads <= processors - busy + _CROWDED:
+    if busy is None or not _is_crowded(threads, processors - busy):
         return ""
     return (
         f"others keep {busy:.1f} of {processors} processors busy, where {threads} threads that "
@@ -75,11 +75,15 @@ def _measured(threads: int, given: float) -> str:
     processors, busy = len(_usable()), busy_processors()
     if busy is None:
         return "active: this system does not tell how busy it is"
-    is_crowded = threads > min(given, processors - busy) + _CROWDED
+    is_crowded = _is_crowded(threads, min(given, processors - busy))
     if is_crowded:
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     choice = "passive" if is_crowded else "active"
     return f"{choice}: others keep {busy:.1f} of {processors} processors busy"
+
+
+def _is_crowded(threads: int, free: float) -> bool:
+    return threads > free + _CROWDED
 
 
 def busy_processors(seconds: float = _WINDOW_SECONDS) -> float | None:

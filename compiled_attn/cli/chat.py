@@ -80,7 +80,7 @@ def _chat(options: ChatOptions) -> int:
                 conversation = Conversation(llm, sampling, _messages(options))
                 _say("a new conversation")
                 continue
-            if name.startswith("/") and " " not in name:
+            if name.startswith("/") and name[1:].isalpha():
                 _say(f"{name} is no command: {_HELP}")
                 continue
             try:

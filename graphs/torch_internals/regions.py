@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.fx.experimental.symbolic_shapes import has_static_value
 
 from graphs.torch_internals.features import Feature
 from graphs.torch_internals.patches import Patch, SharedPatch
@@ -45,7 +44,10 @@ def _probe_reuse() -> str:
     known = inspect.signature(invoke_subgraph.is_reuse_eligible).parameters
     if missing := {"tracing_info", "has_reuse_hash_fn"} - {*known}:
         return f"is_reuse_eligible takes no {', '.join(sorted(missing))}"
-    return ""
+    from torch.fx.experimental import symbolic_shapes
+
+    has_test = hasattr(symbolic_shapes, "has_static_value")
+    return "" if has_test else "torch.fx.experimental.symbolic_shapes has no has_static_value"
 
 
 def refused_effects() -> AbstractContextManager[object]:
@@ -71,7 +73,7 @@ def _replacements() -> list[Patch]:
     return [Patch(invoke_subgraph, "is_reuse_eligible", is_reuse_eligible)]
 
 
-_PATCH = SharedPatch(_replacements)
+_PATCH = SharedPatch(lambda: _replacements())
 
 
 def _mark_reusable(
@@ -256,6 +258,8 @@ def _word(value: Any) -> str:
 
 def _sizes(tensor: Tensor) -> str:
     """The shape; a size that is a symbol is not read, as that would fix it."""
+    from torch.fx.experimental.symbolic_shapes import has_static_value  # imports sympy
+
     return ",".join([str(size) if has_static_value(size) else "any" for size in tensor.shape])
 
 

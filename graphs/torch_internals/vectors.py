@@ -51,7 +51,7 @@ def _probe() -> str:
     return "" if hasattr(settings, "vec_isa_ok") else f"inductor has no setting {_SETTING}"
 
 
-_BUILT_ONLY = SharedPatch(_replacements)
+_BUILT_ONLY = SharedPatch(lambda: _replacements())
 TRUSTED_VECTORS = Feature(
     "trusted_vectors",
     gain="Skips programs that probe vector instructions: seconds of a cold start.",

@@ -13,7 +13,7 @@ from torch import nn
 
 import graphs
 from graphs import CaptureError, capture
-from graphs.torch_internals import kernel_units, vectors
+from graphs.torch_internals import kernel_units, regions, vectors
 from graphs.torch_internals.catalog import FEATURES
 from graphs.torch_internals.features import Feature, with_features
 from graphs.torch_internals.patches import Patch
@@ -53,17 +53,20 @@ def _raise(*_: Any, **__: Any) -> None:
     raise RuntimeError("this torch differs")
 
 
+_GARBAGE = object()
+
+
 def _private(path: str) -> dict[str, Any]:
     """The four breaks of a private name that torch itself does not need."""
     return {
         "gone": lambda patch: patch.delattr(path),
         "signature": lambda patch: patch.setattr(path, lambda *, other: None),
-        "garbage": lambda patch: patch.setattr(path, lambda *_, **__: object()),
+        "garbage": lambda patch: patch.setattr(path, lambda *_, **__: _GARBAGE),
         "raises": lambda patch: patch.setattr(path, _raise),
     }
 
 
-def _patched(module: Any) -> dict[str, Any]:
+def _patched(module: Any, garbage: object = _GARBAGE) -> dict[str, Any]:
     """The four breaks of a feature that replaces attributes of torch while it captures."""
     make = module._replacements
 
@@ -77,7 +80,7 @@ def _patched(module: Any) -> dict[str, Any]:
     return {
         "gone": lambda patch: patch.setattr(module, "_replacements", _raise),
         "signature": of(lambda *, other: None),
-        "garbage": of(lambda *_, **__: object()),
+        "garbage": of(lambda *_, **__: garbage),
         "raises": of(_raise),
     }
 
@@ -99,6 +102,7 @@ BREAKS = {
     "native_checks": _private("torch._C._dynamo.guards.TensorGuards"),
     "native_checks of settings": _private("torch._C._dynamo.guards.GlobalStateGuard"),
     "region_reuse": _private("torch.compiler.nested_compile_region"),
+    "region_reuse of effects": _patched(regions, garbage=""),  # else it says yes
     "regions": _private("torch.compiler.nested_compile_region"),
     "replay": _patched(replay),
     "shared_units": _patched(kernel_units),
