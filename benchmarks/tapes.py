@@ -4,9 +4,10 @@
         [--weights plain] [--beside cpp_wrapper aoti]
 
 One engine for each dtype, with drawn weights of SmolLM2-135M's architecture (30 layers); requests
-have prompts of 32 tokens and generate as many, greedily. In turns, in one process, the same graphs
-are played, and run as inductor wrote them. Printed: milliseconds of a step both ways, medians, and
-the ratio. Weights as the engine packs them, or plain, which are left to MKL and oneDNN.
+have prompts of 32 tokens and generate as many, greedily. There is a graph for each number of
+requests, and one for the prompts. In turns, in one process, the same graphs are played, and run as
+inductor wrote them. Printed: milliseconds of a step both ways, medians, and the ratio. Weights as
+the engine packs them, or plain, which are left to MKL and oneDNN.
 
 `--beside` adds what torch offers in public: inductor's C++ wrapper, and packages of AOTInductor,
 each with an engine of its own that serves the same prompts in turns. Warmups are printed too.
@@ -29,6 +30,7 @@ from peers.table import heading
 from compiled_attn.engine import Engine, EngineConfig, SamplingParams
 from compiled_attn.engine.local import LocalExecutor
 from compiled_attn.models import load_model
+from graphs.buckets import explicit
 from graphs.store.cache_folder import cache_folder
 
 LENGTH = 32
@@ -94,7 +96,6 @@ def main() -> None:
     parser.add_argument("--weights", choices=("auto", "plain"), default="auto")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--beside", nargs="*", choices=("cpp_wrapper", "aoti"), default=())
-    parser.add_argument("--graphs", type=int, default=24, help="at most, of each engine")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     cache = Path(cache_folder("compiled-attn-peers"))
@@ -102,11 +103,15 @@ def main() -> None:
     folder = model_directory(options.model, cache)
     print(heading(f"{folder.name}, {options.threads} threads"))
     for dtype in options.dtypes:
+        most = max(options.requests)
         config = EngineConfig(
-            max_seqs=max(options.requests),
+            max_seqs=most,
             context=512,
             weights=options.weights,
-            max_graphs=options.graphs,
+            buckets=explicit(
+                ("tokens", "requests"),
+                [*((count, count) for count in options.requests), (most * LENGTH, most)],
+            ),
         )
 
         def model(dtype: str = dtype) -> Any:

@@ -98,7 +98,7 @@ def _resume() -> None:
 _reusable: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
 REGIONS = Feature(
     "regions",
-    gain="Compiles equal layers once.",
+    gain="Compiles equal layers once; `region_reuse` needs it.",
     fallback="Every layer is compiled.",
     versions="2.11 to 2.15",
     files=(),
@@ -152,12 +152,12 @@ class Region:
             return function(module, *args, **kwargs)
 
         self._region: Callable[..., Any] = each
+        self._reusable: Callable[..., Any] | None = None
         if REGIONS.is_on:
             self._region = torch.compiler.nested_compile_region(each)
-        self._reusable: Callable[..., Any] | None = None
-        if REGION_REUSE.is_on:
-            self._reusable = _mark_reusable(run)
-            _reusable.add(run)
+            if REGION_REUSE.is_on:
+                self._reusable = _mark_reusable(run)
+                _reusable.add(run)
 
     def __call__(self, key: int | None, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Call the function.
