@@ -30,7 +30,7 @@ from peers.table import heading
 from compiled_attn.engine import Engine, EngineConfig, SamplingParams
 from compiled_attn.engine.local import LocalExecutor
 from compiled_attn.models import load_model
-from graphs.buckets import explicit
+from graphs import explicit
 from graphs.store.cache_folder import cache_folder
 
 LENGTH = 32
