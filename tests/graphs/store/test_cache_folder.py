@@ -95,7 +95,7 @@ def test_only_this_file_and_the_commands_ask_the_environment():
         if ("os.environ" in line or "getenv" in line) and not line.lstrip().startswith(("#", "..."))
     }
     commands = {"compiled_attn/cli/replicas.py"}
-    commands.add("compiled_attn/waiting.py")  # OpenMP is told in no other way
+    commands.add("compiled_attn/waiting.py")  # OpenMP reads its settings nowhere else
     commands.add("compiled_attn/engine/graph_store.py")  # inductor's cache is told in no other way
     commands.add("compiled_attn/pytest_plugin.py")
     commands.add("compiled_attn/integrations/vllm.py")  # vLLM calls it without arguments

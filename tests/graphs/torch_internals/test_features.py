@@ -102,7 +102,7 @@ BREAKS = {
     "native_checks": _private("torch._C._dynamo.guards.TensorGuards"),
     "native_checks of settings": _private("torch._C._dynamo.guards.GlobalStateGuard"),
     "region_reuse": _private("torch.compiler.nested_compile_region"),
-    "region_reuse of effects": _patched(regions, garbage=""),  # else it says yes
+    "region_reuse of effects": _patched(regions, garbage=""),  # an object is truthy
     "regions": _private("torch.compiler.nested_compile_region"),
     "replay": _patched(replay),
     "shared_units": _patched(kernel_units),

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from graphs import WarmupManager, capture, explicit
-from graphs.torch_internals.regions import REGION_REUSE, Region
+from graphs.torch_internals.regions import REGION_REUSE, REGIONS, Region
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler", "without_gradients")
 
@@ -102,6 +102,12 @@ def test_calls_with_one_key_are_traced_once(packs, traces):
 def test_calls_with_other_keys_are_traced_by_themselves(keys, count, traces):
     check(Stack(keys), *inputs())
     assert len(traces) == count
+
+
+def test_without_regions_no_trace_is_reused(traces, monkeypatch):
+    monkeypatch.setattr(REGIONS, "_why_off", "switched off by a test")
+    check(Stack(), *inputs())
+    assert not traces
 
 
 def test_parameters_that_layers_share():
