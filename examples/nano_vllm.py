@@ -6,7 +6,7 @@ Many texts are generated at once over one paged cache. A step computes the next 
 them: one token of a text that is being written, a piece of a prompt that is being read. Every step
 is padded to one of a few shapes, and each of these is captured before the first request, so that
 nothing compiles while serving. The models are Llamas (SmolLM2) and Qwen 3. What is left out of the
-whole engine (docs/engine.md): sampling, streams, cancelled requests, and everything that can fail.
+whole engine (docs/reference/engine.md): sampling, streams, cancelled requests, and all that can fail.
 """
 
 from __future__ import annotations
