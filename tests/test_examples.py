@@ -38,7 +38,7 @@ EAGER = ["--backend", "eager"]
 
 
 class _Uncompiled(EagerBackend):
-    """Stands for a compiler and takes its options, but compiles nothing."""
+    """Takes the options of a compiler and compiles nothing."""
 
     def __init__(self, name):
         self.name = name
@@ -51,7 +51,7 @@ class _Uncompiled(EagerBackend):
 
 @pytest.fixture
 def uncompiled(monkeypatch):
-    """Pages show the backends that compile; compiling is the work of other tests."""
+    """Pages show backends that compile; other tests compile."""
     capture = importlib.import_module("graphs.capture.capture")
     replaced = {name: _Uncompiled(name) for name in ("inductor", "aoti")}
     monkeypatch.setattr(capture, "BACKENDS", {**BACKENDS, **replaced})
