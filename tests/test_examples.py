@@ -165,7 +165,7 @@ def test_stream_prints_each_token_before_its_result(monkeypatch, capsys):
         tokens = [int(t) for t in re.findall(rf"^request {index}: (\d+)$", out, re.MULTILINE)]
         assert f"request {index}: done, {tokens}" in out
         assert len(tokens) == 8
-    assert "request 2: given up, 0 blocks in use" in out
+    assert "request 2: aborted, 0 blocks in use" in out
 
 
 def test_wrap_your_module_serves_batches_of_any_size(monkeypatch, capsys):
