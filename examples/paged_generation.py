@@ -3,8 +3,8 @@
     python examples/paged_generation.py [--block-size 16] [--tokens 24]
 
 Prompts of different lengths start together; each text ends at its own end-of-sequence token and
-frees its blocks (sequence_blocks.py). The model is a random Llama of 4 layers. Each text is compared
-with that of a loop over a contiguous cache.
+frees its blocks (sequence_blocks.py). The model is a random Llama of 4 layers. Each text is
+compared with that of a loop over a contiguous cache.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def logits_of(model: Any, tokens: Tensor, attend: Attend) -> Tensor:
 
 
 def rotary_of(model: Any) -> dict[str, Any]:
-    """Cosines and sines ``[R, D / 2]``; Llama turns element i together with element i + D / 2."""
+    """Cosines and sines ``[R, D / 2]``; Llama rotates element i with element i + D / 2."""
     positions = torch.arange(model.config.max_position_embeddings).unsqueeze(0)
     cos, sin = (t[0].chunk(2, -1)[0] for t in model.model.rotary_emb(torch.ones(1), positions))
     tables = {"rotary_cos": cos.contiguous(), "rotary_sin": sin.contiguous()}
