@@ -3,7 +3,7 @@
 `PagedCausalLM` wraps a model so that one call computes a `StepBatch`: the tokens of all requests
 flattened to ``[1, T]``, attention over the paged cache instead of a Hugging Face cache, logits only
 where wanted. The model's own code runs; only its attention function is ours, through
-`transformers.AttentionInterface`. Which families that serves: docs/models.md.
+`transformers.AttentionInterface`. Which families that serves: docs/reference/models.md.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 What belongs to an engine's interface is here and nowhere else. No module here is imported by
 another part of the library, and none imports its engine before it is asked for. See
-docs/integrations/index.md.
+docs/guide/other_engines.md.
 """
 
 from __future__ import annotations

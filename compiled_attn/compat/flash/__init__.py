@@ -1,4 +1,4 @@
-"""FlashAttention's `flash_attn_with_kvcache`, exactly, on any device; see docs/flash.md."""
+"""FlashAttention's `flash_attn_with_kvcache` on any device; see docs/reference/flash.md."""
 
 from __future__ import annotations
 

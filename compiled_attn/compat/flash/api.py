@@ -71,7 +71,7 @@ def flash_attn_with_kvcache(
             as keep the scores of a slice under 64 MiB. Changes the result by rounding only.
         return_softmax_lse: also return the log-sum-exp of the scores.
         kernel: "native": the C++ kernel or an error, "portable": plain torch, "auto": native where
-            it supports the call; docs/kernels.md says where. The native kernel has no use for
+            it supports the call, see docs/reference/kernels.md. The native kernel ignores
             ``num_splits``.
 
     Returns:
@@ -89,8 +89,8 @@ def flash_attn_with_kvcache(
             or be built here. Nothing has been written then.
         TypeError: an argument that is not the tensor or the number that it must be.
 
-    Source: ``flash_attn_with_kvcache`` of FlashAttention 2.8 (Dao et al.); docs/flash.md lists
-    the differences.
+    Source: ``flash_attn_with_kvcache`` of FlashAttention 2.8 (Dao et al.); see
+    docs/reference/flash.md for the differences.
     """
     call = FlashCall(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx,

@@ -1,4 +1,4 @@
-"""Decode attention over a paged cache with the signatures of vLLM's kernels; see docs/paged.md."""
+"""vLLM's `paged_attention_v1` and `_v2` on any device; see docs/reference/paged.md."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def paged_attention_v1(
         TypeError: an argument that must be a tensor or an int is none.
 
     Source: PagedAttention (Kwon et al., SOSP 2023); argument order of vLLM's ``_custom_ops``.
-    docs/paged.md lists the differences.
+    docs/reference/paged.md lists the differences.
     """
     _refuse_blocksparse(
         blocksparse_local_blocks, blocksparse_vert_stride, blocksparse_head_sliding_step

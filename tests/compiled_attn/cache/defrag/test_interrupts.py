@@ -200,7 +200,7 @@ def test_places_change_all_or_none_at_any_line(pairs: list[tuple[int, int]]) -> 
 
 
 def copy_step(pool: BlockPool, swap: BlockSwap) -> None:
-    """What an engine does before each step, as docs/defrag.md says."""
+    """What an engine does before each step, as docs/reference/blocks.md says."""
     copies = pool.pending_copies()
     if copies:
         swap.move(pool.places.resolve_all(np.array(copies)))
