@@ -292,7 +292,7 @@ def test_versions_and_the_processor_count(monkeypatch):
     assert key_of(environment_factors()) != before
 
 
-def test_an_option_that_cannot_be_told_means_no_key():
+def test_an_option_whose_effect_is_unknown_means_no_key():
     assert graph_factors(torch.relu, [X], backend="inductor", options={"pass": object()}) is None
 
 

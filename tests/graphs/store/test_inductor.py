@@ -163,7 +163,7 @@ def test_a_loaded_graph_refuses_one_tensor_in_two_places(tmp_path):
     [
         ({"mode": "default"}, False, "give options instead"),
         ({}, True, "capture under torch.no_grad()"),
-        ({"options": {"post_grad_custom_post_pass": object()}}, False, "without a uuid()"),
+        ({"options": {"post_grad_custom_post_pass": object()}}, False, "without uuid()"),
     ],
 )
 def test_what_cannot_be_stored_says_why(tmp_path, monkeypatch, caplog, settings, grad, reason):
@@ -271,7 +271,7 @@ def test_the_sentinel_has_nothing_to_say_about_a_loaded_graph(warm):
         graph.run(*INPUTS)
 
 
-def test_cuda_graphs_of_inductor_itself_are_not_kept(tmp_path, caplog):
+def test_cuda_graphs_of_inductor_itself_are_not_stored(tmp_path, caplog):
     backend = StoredInductor(ArtifactStore(tmp_path / "store"))
     capture(torch.neg, [torch.ones(3)], backend=backend, options={"triton.cudagraphs": True})
-    assert backend.stored == 0 and "take backend 'cudagraph'" in caplog.text
+    assert backend.stored == 0 and "use backend 'cudagraph'" in caplog.text

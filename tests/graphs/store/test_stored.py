@@ -51,7 +51,7 @@ def test_a_stored_graph_whose_kernels_the_device_does_not_take_is_made_again(
     assert captured(store) == (0, 1)
     refused(True)
     assert captured(store) == (0, 1)
-    assert "compiled again, as what was loaded fails: relu: " in caplog.text
+    assert "compiling again, the loaded graph fails: relu: " in caplog.text
     assert NO_IMAGE in caplog.text
     refused(False)
     assert captured(store) == (1, 0)
@@ -95,13 +95,13 @@ def test_what_fails_either_way_is_an_error_of_the_capture(store):
         capture(breaks, INPUTS, backend=StoredInductor(store))
 
 
-def test_factors_that_cannot_be_told_are_a_reason(store, monkeypatch, caplog):
+def test_a_key_that_cannot_be_computed_is_a_reason(store, monkeypatch, caplog):
     def fail(*_, **options):
         raise AttributeError("module 'torch._inductor.config' has no attribute 'get_hash'")
 
     monkeypatch.setattr(stored, "graph_factors", fail)
     assert captured(store) == (0, 0)
-    assert "not stored: what it depends on cannot be told: AttributeError" in caplog.text
+    assert "not stored: cannot compute the cache key: AttributeError" in caplog.text
     assert not StoredInductor(store).has(torch.relu, INPUTS)
 
 
