@@ -71,11 +71,11 @@ def test_ls_heals_a_store_that_lost_its_mark(store, call, capsys):
 
 def test_verify_throws_away_what_is_damaged_and_says_so(store, call, capsys):
     assert not call("verify", "--store", store.path)
-    assert "2 are as they were stored, 0 damaged" in capsys.readouterr().out
+    assert "2 intact, 0 damaged" in capsys.readouterr().out
     (store.entries()[0].files / "graph.bin").write_bytes(b"y" * 1000)
     assert call("verify", "--store", store.path) == 1
     out = capsys.readouterr().out
-    assert "SHA-256 of its manifest; thrown away" in out and "1 are as they were" in out
+    assert "SHA-256 of its manifest; discarded" in out and "1 intact, 1 damaged" in out
 
 
 def test_prune_and_clear_remove(store, call, capsys):
