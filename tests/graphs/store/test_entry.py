@@ -1,4 +1,4 @@
-"""Entries whose files or manifest are damaged are thrown away, and never used."""
+"""Entries whose files or manifest are damaged are discarded, and never used."""
 
 import json
 import logging
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from graphs.store import key_of
-from tests.graphs.store.held import FACTORS, content, entry_of
+from tests.graphs.store.entries import FACTORS, content, entry_of
 
 
 def flip(entry):
@@ -83,14 +83,14 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_what_is_damaged_is_thrown_away_with_a_warning_and_can_be_stored_again(
+def test_what_is_damaged_is_discarded_with_a_warning_and_can_be_stored_again(
     store, artifact, damage, caplog
 ):
     store.put(FACTORS, artifact)
     DAMAGE[damage](entry_of(store))
     with caplog.at_level(logging.WARNING):
         assert content(store) is None
-    assert key_of(FACTORS)[:12] in caplog.text and "thrown away" in caplog.text
+    assert key_of(FACTORS)[:12] in caplog.text and "discarded" in caplog.text
     assert not entry_of(store).exists()
     assert store.put(FACTORS, artifact) and content(store) is not None
 
@@ -108,7 +108,7 @@ def test_verify_finds_and_names_every_damage_and_keeps_the_rest(store, artifact)
     assert store.verify() == {}
 
 
-def test_what_cannot_be_thrown_away_is_not_used(store, artifact, monkeypatch, caplog):
+def test_what_cannot_be_discarded_is_not_used(store, artifact, monkeypatch, caplog):
     store.put(FACTORS, artifact)
     flip(entry_of(store))
 
@@ -117,4 +117,4 @@ def test_what_cannot_be_thrown_away_is_not_used(store, artifact, monkeypatch, ca
 
     monkeypatch.setattr(Path, "rename", refuse)
     assert content(store) is None and content(store) is None
-    assert "is not used, and cannot be thrown away ([Errno 13] Permission denied)" in caplog.text
+    assert "is not used, and cannot be discarded ([Errno 13] Permission denied)" in caplog.text

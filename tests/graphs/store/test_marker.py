@@ -62,11 +62,11 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_mark_is_written_anew_with_a_warning_and_the_entries_stay(store, damage, caplog):
+def test_a_damaged_marker_is_rewritten_with_a_warning_and_the_entries_stay(store, damage, caplog):
     DAMAGE[damage](store.path / "store.json")
     with caplog.at_level(logging.WARNING):
         healed = ArtifactStore(store.path)
-    assert "store.json is " in caplog.text and "written anew; 1 entries are there" in caplog.text
+    assert "store.json is " in caplog.text and "rewritten; 1 entries are there" in caplog.text
     with healed.use(FACTORS) as folder:
         assert (folder / "graph.bin").read_bytes() == b"graph"
     caplog.clear()
@@ -74,12 +74,12 @@ def test_a_damaged_mark_is_written_anew_with_a_warning_and_the_entries_stay(stor
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root can read everything")
-def test_a_mark_that_cannot_be_read_is_written_anew(store):
+def test_a_marker_that_cannot_be_read_is_rewritten(store):
     (store.path / "store.json").chmod(0)
     assert len(ArtifactStore(store.path).entries()) == 1
 
 
-def test_a_mark_that_the_disk_cannot_read_is_written_anew(store, monkeypatch, caplog):
+def test_a_marker_that_the_disk_cannot_read_is_rewritten(store, monkeypatch, caplog):
     opened = os.open
 
     def broken(path, *args, **kwargs):
@@ -93,7 +93,7 @@ def test_a_mark_that_the_disk_cannot_read_is_written_anew(store, monkeypatch, ca
 
 
 @pytest.mark.parametrize("text", ["", "[]", NESTED])
-def test_a_damaged_mark_makes_no_store_of_a_folder_that_holds_something_else(tmp_path, text):
+def test_a_damaged_marker_makes_no_store_of_a_folder_that_holds_something_else(tmp_path, text):
     (tmp_path / "store.json").write_text(text)
     (tmp_path / "photo.jpg").write_bytes(b"x")
     with pytest.raises(StoreError, match=r"is not a store, it holds photo.jpg: give an"):
@@ -111,9 +111,9 @@ def test_a_folder_of_the_same_name_makes_no_store(tmp_path):
 @pytest.mark.parametrize(
     "mark", [{"form": "another program's", "version": 1}, {"form": "graphs store", "version": 2}]
 )
-def test_a_mark_of_another_program_or_of_a_newer_version_is_left_alone(store, mark):
+def test_a_marker_of_another_program_or_of_a_newer_version_is_left_alone(store, mark):
     (store.path / "store.json").write_text(json.dumps(mark))
-    with pytest.raises(StoreError, match=r"says .*expected .*give another folder"):
+    with pytest.raises(StoreError, match=r"holds .*expected .*use another folder"):
         ArtifactStore(store.path)
     assert json.loads((store.path / "store.json").read_text()) == mark
 

@@ -139,7 +139,7 @@ def test_a_warmup_in_another_environment_says_so_in_one_line(store, plain, monke
     assert len(told) == 1 and "-> 3.99.1" in told[0]
 
 
-def test_what_was_thrown_away_is_no_miss(store, plain, caplog):
+def test_what_was_discarded_is_no_miss(store, plain, caplog):
     with torch.no_grad():
         capture(torch.relu, [torch.ones(2)], backend=StoredInductor(store))
         for path in store.entries()[0].files.iterdir():
@@ -147,4 +147,4 @@ def test_what_was_thrown_away_is_no_miss(store, plain, caplog):
         backend = StoredInductor(store)
         caplog.clear()
         capture(torch.relu, [torch.ones(2)], backend=backend)
-    assert backend.misses.found == [] and "thrown away" in caplog.text
+    assert backend.misses.found == [] and "discarded" in caplog.text
