@@ -1,4 +1,4 @@
-"""Fixed shapes and captured graphs: freeze a callable at a set of buckets, never compile again.
+"""Captured graphs of fixed shapes: compile a callable once per bucket, never while serving.
 
 In short:
 
