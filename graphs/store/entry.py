@@ -1,8 +1,4 @@
-"""Entries of a store: the files of an artifact, a manifest, and a label for lists.
-
-The manifest has the factors of the artifact and the digests of its files. The label is not part of
-the key.
-"""
+"""Entries of a store: the files of an artifact, and a manifest of its factors and digests."""
 
 from __future__ import annotations
 
@@ -28,16 +24,37 @@ __all__ = [
     "Label",
     "sweep_unfinished",
     "unfinished",
-    "write_label",
     "write_manifest",
 ]
 
 _FORM = "graphs store entry"
 _MANIFEST = "manifest.json"
 _FILES = "files"
-_LABEL = "about.json"
 _LOCK = ".lock"
-_LONGEST = 80  # characters of a label
+_MAX_LABEL = 80  # characters
+
+
+@dataclass(frozen=True)
+class Label:
+    """A description for lists.
+
+    Attributes:
+        model: class and number of parameters of the captured module.
+        name: name of the graph with its bucket, such as `step[tokens=16]`.
+        made: time when it was stored, in seconds since the epoch.
+    """
+
+    model: str = ""
+    name: str = ""
+    made: float | None = None
+
+    @classmethod
+    def parse(cls, about: Any) -> Label:
+        """The label in a manifest, empty where that is damaged."""
+        found = about if isinstance(about, dict) else {}
+        made = found.get("made")
+        is_time = isinstance(made, float) and math.isfinite(made)
+        return cls(_line(found.get("model")), _line(found.get("name")), made if is_time else None)
 
 
 @dataclass(frozen=True)
@@ -51,6 +68,7 @@ class Entry:
         used: time of the last use, in seconds since the epoch.
         digests: SHA-256 of each file.
         folder: folder of the entry.
+        label: describes it in lists; not part of the key.
     """
 
     key: str
@@ -59,6 +77,7 @@ class Entry:
     used: float
     digests: Mapping[str, str]
     folder: Path
+    label: Label
 
     @classmethod
     def read(cls, folder: Path) -> Entry:
@@ -82,17 +101,12 @@ class Entry:
             raise ValueError("its manifest is nested too deeply") from None
         if key != folder.name:
             raise ValueError("its factors are not those of its key")
-        return cls(folder.name, factors, size, used, digests, folder)
+        return cls(key, factors, size, used, digests, folder, Label.parse(found.get("about")))
 
     @property
     def files(self) -> Path:
         """The folder of its files."""
         return self.folder / _FILES
-
-    @property
-    def label(self) -> Label:
-        """Its label, for people."""
-        return Label.read(self.folder)
 
     def problem(self) -> str:
         """Check every byte and owner; describes what is wrong, empty if nothing is."""
@@ -113,13 +127,14 @@ class Entry:
         os.utime(self.folder / _MANIFEST)
 
 
-def write_manifest(folder: Path, factors: Mapping[str, Any]) -> int:
+def write_manifest(folder: Path, factors: Mapping[str, Any], about: Mapping[str, str]) -> int:
     """Write the manifest of the files in `folder`; returns their size in bytes."""
     files = files_in(folder / _FILES)
     size = sum(path.stat().st_size for path in files.values())
     manifest = {
         "form": _FORM,
         "factors": dict(factors),
+        "about": {**about, "made": time.time()},
         "bytes": size,
         "digests": {name: digest_of(path) for name, path in files.items()},
     }
@@ -127,44 +142,9 @@ def write_manifest(folder: Path, factors: Mapping[str, Any]) -> int:
     return size
 
 
-@dataclass(frozen=True)
-class Label:
-    """A description for lists; empty if it is missing or damaged.
-
-    Attributes:
-        model: class and number of parameters of the captured module.
-        name: name of the graph with its bucket, such as `step[tokens=16]`.
-        made: time when it was stored, in seconds since the epoch.
-    """
-
-    model: str = ""
-    name: str = ""
-    made: float | None = None
-
-    @classmethod
-    def read(cls, folder: Path) -> Label:
-        """The label of the entry in a folder."""
-        try:
-            found = read_json(folder / _LABEL)
-        except (OSError, ValueError):
-            return cls()
-        if not isinstance(found, dict):
-            return cls()
-        made = found.get("made")
-        is_time = isinstance(made, float) and math.isfinite(made)
-        return cls(_line(found.get("model")), _line(found.get("name")), made if is_time else None)
-
-
-def write_label(folder: Path, about: Mapping[str, str]) -> None:
-    """Write the label of a new entry in a folder."""
-    # Not synced: losing a label in a crash does no harm.
-    text = json.dumps({"model": "", "name": "", **about, "made": time.time()})
-    (folder / _LABEL).write_text(text, "utf-8")
-
-
 def _line(text: Any) -> str:
     # Labels are printed to a terminal, which would obey control characters.
-    shown = str(text)[:_LONGEST] if isinstance(text, str) else ""
+    shown = str(text)[:_MAX_LABEL] if isinstance(text, str) else ""
     return "".join(char if char.isprintable() else "?" for char in shown)
 
 

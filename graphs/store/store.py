@@ -11,7 +11,7 @@ from typing import Any
 
 from graphs.errors import StoreError, UnsafeStore
 from graphs.files import copy_whole, discard, sweep, sync_folder, visible
-from graphs.store.entry import Entry, sweep_unfinished, unfinished, write_label, write_manifest
+from graphs.store.entry import Entry, sweep_unfinished, unfinished, write_manifest
 from graphs.store.factors import key_of
 from graphs.store.inductor_cache import InductorCache
 from graphs.store.lock import Lock, locked, why_no_locks
@@ -130,8 +130,7 @@ class ArtifactStore:
             with unfinished(self.path / "unfinished", lambda: self._locked(shared=False)) as fresh:
                 fresh.mkdir(mode=0o700)
                 copy_whole(source, fresh / "files")
-                write_label(fresh, about or {})
-                size = write_manifest(fresh, factors)
+                size = write_manifest(fresh, factors, about or {})
                 with self._locked(shared=False):
                     discard(self._artifacts / key)
                     fresh.rename(self._artifacts / key)

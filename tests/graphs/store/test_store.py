@@ -160,7 +160,7 @@ from pathlib import Path
 import graphs.store.store as module
 from graphs.store import ArtifactStore
 
-def slow(source, target):
+def slow(source, target, *_):
     target.mkdir()
     (target / "graph.bin").write_bytes(b"half")
     print("writing", flush=True)
