@@ -63,7 +63,7 @@ def test_the_widest_axes_have_the_most_sizes_and_a_constant_one_is_none():
     assert widest_axes([]) == []
 
 
-def test_the_plane_tells_hits_waste_never_hit_and_lost_apart():
+def test_the_plane_distinguishes_hits_waste_never_hit_and_failed():
     found = chart_of(
         "Buckets",
         {"bucket": "a=1 b=1", "hits": 100, "waste": 0.05},

@@ -1,4 +1,4 @@
-"""Caches lie where the platform keeps them, and where XDG_CACHE_HOME says."""
+"""Caches are in the platform's cache folder, or where XDG_CACHE_HOME says."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def installed(request, monkeypatch):
 
 @pytest.mark.usefixtures("installed")
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the convention of Linux")
-def test_without_a_variable_nobodys_cache_moves(monkeypatch, tmp_path):
+def test_without_a_variable_the_cache_is_in_the_home(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
-    for told in (None, "", "relative/cache"):  # the specification has relative paths ignored
-        if told is None:
+    for value in (None, "", "relative/cache"):  # the specification has relative paths ignored
+        if value is None:
             monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
         else:
-            monkeypatch.setenv("XDG_CACHE_HOME", told)
+            monkeypatch.setenv("XDG_CACHE_HOME", value)
         assert cache_folder("compiled-attn") == tmp_path / ".cache" / "compiled-attn"
-    assert not (tmp_path / ".cache").exists()  # only who needs it makes it
+    assert not (tmp_path / ".cache").exists()  # created on first use
 
 
 @pytest.mark.usefixtures("installed")
@@ -86,7 +86,7 @@ def test_store_kernels_and_both_commands_follow_the_variable(tmp_path):
 
 
 def test_only_this_file_and_the_commands_ask_the_environment():
-    """The cores are told; see rule 7 of the architecture."""
+    """No global state: rule 7 of the architecture."""
     asking = {
         path.relative_to(ROOT).as_posix()
         for package in ("graphs", "compiled_attn")
@@ -96,7 +96,7 @@ def test_only_this_file_and_the_commands_ask_the_environment():
     }
     commands = {"compiled_attn/cli/replicas.py"}
     commands.add("compiled_attn/waiting.py")  # OpenMP reads its settings nowhere else
-    commands.add("compiled_attn/engine/graph_store.py")  # inductor's cache is told in no other way
+    commands.add("compiled_attn/engine/graph_store.py")  # the only way to set inductor's cache
     commands.add("compiled_attn/pytest_plugin.py")
     commands.add("compiled_attn/integrations/vllm.py")  # vLLM calls it without arguments
     allowed = {"graphs/store/cache_folder.py", *commands}

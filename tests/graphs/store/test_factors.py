@@ -35,7 +35,7 @@ class Net(nn.Module):
 
 @pytest.fixture
 def load(tmp_path, monkeypatch):
-    """Imports the module anew from its files, as a new process would."""
+    """Imports the module again from its files, as a new process would."""
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "my_store_net.py").write_text(SOURCE.format(lazy=""))
     (tmp_path / "my_store_helper.py").write_text("def helper(x):\n    return x + 1\n")

@@ -126,7 +126,7 @@ def test_a_damaged_graph_is_compiled_again(tmp_path, caplog):
     assert torch.equal(graph.run(INPUTS[0]), torch.relu(INPUTS[0]))
 
 
-def test_what_reads_a_tensor_of_nobodys_works_but_is_not_stored(tmp_path, caplog):
+def test_what_reads_a_tensor_that_is_no_input_works_but_is_not_stored(tmp_path, caplog):
     hidden = torch.randn(4)
     backend = StoredInductor(ArtifactStore(tmp_path / "store"))
     graph = capture(lambda x: x + hidden, [INPUTS[0]], backend=backend)

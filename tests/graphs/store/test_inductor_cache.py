@@ -113,7 +113,7 @@ def test_a_temporary_file_that_vanishes_does_not_keep_others_from_being_sealed(s
         assert cache.seal() == 1
 
 
-def test_a_cache_that_is_cleared_while_it_is_opened_is_made_anew(store, monkeypatch):
+def test_a_cache_that_is_cleared_while_it_is_opened_is_created_again(store, monkeypatch):
     cache, scrub = store.inductor_cache({"cpu": "a"}), InductorCache.scrub
 
     def cleared(self):

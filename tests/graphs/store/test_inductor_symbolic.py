@@ -1,4 +1,4 @@
-"""Graphs of symbolic sizes in a store: one entry for all buckets, its guards kept with it."""
+"""Graphs of symbolic sizes in a store: one entry with its guards for all buckets."""
 
 from __future__ import annotations
 

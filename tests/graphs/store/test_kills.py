@@ -103,7 +103,7 @@ def assert_whole(path, *, except_damaged=False):
 
 
 def assert_goes_on(path, source):
-    """The next process finds everything usable, and nothing left behind."""
+    """The next process finds everything usable, and nothing left over."""
     store = ArtifactStore(path, lock_seconds=0.2)
     assert list((path / "unfinished").iterdir()) == []
     store.verify()
