@@ -270,18 +270,6 @@ def test_what_was_typed_in_counts_with_what_it_calls():
     assert key(typed_in(text.format(1)), X) != key(typed_in(text.format(2)), X)
 
 
-def test_a_file_for_another_python_does_not_stop_a_capture(load, tmp_path):
-    (tmp_path / "my_store_helper.py").write_text("import my_store_pack._old\ndef helper(x): ...\n")
-    pack = tmp_path / "my_store_pack"
-    pack.mkdir()
-    (pack / "__init__.py").write_text("")
-    (pack / "_old.py").write_text("X = 1")
-    net = load()
-    sys.modules.pop("my_store_pack._old")
-    (pack / "_old.py").write_text("print 'two'\n")
-    assert key(net, X) == key(net, X)
-
-
 def test_versions_and_the_processor_count(monkeypatch):
     before = key_of(environment_factors())
     monkeypatch.setattr(torch, "__version__", "9.9.9")

@@ -19,8 +19,8 @@ needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can give fil
 def store(tmp_path):
     store = ArtifactStore(tmp_path / "store")
     (tmp_path / "built" / "deep" / "deeper").mkdir(parents=True)
-    (tmp_path / "built" / "graph.bin").write_bytes(b"graph")
-    (tmp_path / "built" / "deep" / "deeper" / "notes").write_bytes(b"notes")
+    for name in ("graph.bin", "deep/deeper/notes"):
+        (tmp_path / "built" / name).write_bytes(b"code")
     store.put(FACTORS, tmp_path / "built")
     return store
 
