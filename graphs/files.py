@@ -114,13 +114,15 @@ def copy_whole(source: Path, target: Path) -> None:
         ValueError: it contains something other than files and folders.
     """
     target.mkdir(mode=0o700)
-    if source.is_file():
-        _copy(source, target / source.name)
-    else:
-        for name, path in files_in(source).items():
-            _make_folders(target, Path(name).parent)
-            _copy(path, target / name)
+    files = {source.name: source} if source.is_file() else files_in(source)
+    for name, path in files.items():
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        with path.open("rb") as given, (target / name).open("xb") as file:
+            shutil.copyfileobj(given, file, 1 << 20)
+            file.flush()
+            os.fsync(file.fileno())
     for folder, _, _ in os.walk(target):
+        os.chmod(folder, 0o700)  # whatever the umask
         sync_folder(Path(folder))
 
 
@@ -193,15 +195,3 @@ def sync_folder(folder: Path) -> None:
 def _hidden_name(path: Path, ending: str) -> Path:
     # In the same file system, and unique for each thread of each process.
     return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}{ending}")
-
-
-def _make_folders(top: Path, below: Path) -> None:
-    for parts in range(1, len(below.parts) + 1):
-        top.joinpath(*below.parts[:parts]).mkdir(mode=0o700, exist_ok=True)
-
-
-def _copy(source: Path, target: Path) -> None:
-    with source.open("rb") as given, target.open("xb") as file:
-        shutil.copyfileobj(given, file, 1 << 20)
-        file.flush()
-        os.fsync(file.fileno())

@@ -56,14 +56,22 @@ def _reachable(todo: list[str]) -> tuple[dict[str, str], set[str]]:
         if package == _GRAPHS or not is_own(name) or not (file := file_of(name)):
             packages.add(package)
             continue
+        above = name.rpartition(".")[0]
         try:
-            text = file.read_bytes()
+            found = file.stat()
+            inside = name if file.name == "__init__.py" else above
+            files[name], imports = _read(file, inside, found.st_mtime_ns, found.st_size)
         except OSError:  # it was removed just now
             continue
-        files[name] = hashlib.sha256(text).hexdigest()[:16]
-        above = name.rpartition(".")[0]
-        todo += [above, *imports_in(text, name if file.name == "__init__.py" else above)]
+        todo += [above, *imports]
     return files, packages - {_GRAPHS, *(name.partition(".")[0] for name in files)}
+
+
+@functools.lru_cache(maxsize=4096)
+def _read(file: Path, package: str, *_: int) -> tuple[str, tuple[str, ...]]:
+    # The time of change and the size distinguish versions of a file in the cache.
+    text = file.read_bytes()
+    return hashlib.sha256(text).hexdigest()[:16], tuple(dict.fromkeys(imports_in(text, package)))
 
 
 def _kinds(function: Callable[..., Any]) -> list[Any]:
