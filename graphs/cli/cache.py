@@ -50,18 +50,18 @@ def cache_app(default: str, *, find: Callable[[], Path] | None = None) -> typer.
         factors: Annotated[bool, typer.Option(help="Also print the factors of each key.")] = False,
     ) -> int:
         """List artifacts and compile caches, most recently used first."""
-        with opened(store) as there:
-            _list(there, factors)
+        with opened(store) as artifacts:
+            _list(artifacts, factors)
         return 0
 
     @app.command()
     def verify(store: _Store = None) -> int:
         """Check every byte and discard what is damaged. The exit code is 1 if anything was."""
-        with opened(store) as there:
-            problems = there.verify()
+        with opened(store) as artifacts:
+            problems = artifacts.verify()
             for name, problem in problems.items():
                 typer.echo(f"{name[:40]}: {problem}; discarded")
-            intact = len(there.entries()) + len(there.inductor_caches())
+            intact = len(artifacts.entries()) + len(artifacts.inductor_caches())
         typer.echo(f"{intact} intact, {len(problems)} damaged files or entries discarded")
         return FAILED if problems else 0
 
@@ -71,16 +71,16 @@ def cache_app(default: str, *, find: Callable[[], Path] | None = None) -> typer.
         store: _Store = None,
     ) -> int:
         """Evict the least recently used until at most SIZE is left."""
-        with opened(store) as there:
-            removed = there.prune(parse_bytes(max_size))
-            typer.echo(f"{_size(removed)} removed, {_size(there.bytes)} left")
+        with opened(store) as artifacts:
+            removed = artifacts.prune(parse_bytes(max_size))
+            typer.echo(f"{_size(removed)} removed, {_size(artifacts.bytes)} left")
         return 0
 
     @app.command()
     def clear(store: _Store = None) -> int:
         """Remove everything that no process is using."""
-        with opened(store) as there:
-            typer.echo(f"{_size(there.clear())} removed, {_size(there.bytes)} left")
+        with opened(store) as artifacts:
+            typer.echo(f"{_size(artifacts.clear())} removed, {_size(artifacts.bytes)} left")
         return 0
 
     return app

@@ -36,11 +36,11 @@ class UserError(Exception):
 
 def failed(what: str, error: BaseException) -> UserError:
     """A UserError for an exception of the user's own code, with the line it came from."""
-    from graphs.watch.causes import users_line
+    from graphs.watch.causes import user_line_in
 
     frames = traceback.extract_tb(error.__traceback__)
     others = [frame for frame in frames if not frame.filename.startswith((_OURS, "<frozen "))]
-    file, line = users_line(others or frames)
+    file, line = user_line_in(others or frames)
     place = f" ({file}:{line})" if file else ""
     return UserError(f"{what} failed: {type(error).__name__}: {error}{place}")
 

@@ -39,43 +39,33 @@ def ensure_marker(folder: Path, exclusive: Callable[[], AbstractContextManager[N
         StoreError: the folder holds something else, or a store of a newer version.
         OSError: the marker cannot be written.
     """
-    if not _damage(folder / MARKER):
+    marker = folder / MARKER
+    if not _damage(marker):
         return
     if foreign := _foreign_name(folder):
         raise StoreError(f"{folder} is not a store, it holds {foreign}: give an empty folder")
     with exclusive():
-        if not (damage := _damage(folder / MARKER)):  # another process wrote it meanwhile
+        if not (damage := _damage(marker)):  # another process wrote it meanwhile
             return
-        if found := visible(folder):
-            count = len(visible(folder / FOLDERS[0])) if folder / FOLDERS[0] in found else 0
-            _log.warning(
-                "%s: %s %s and is rewritten; %d entries are there", folder, MARKER, damage, count
-            )
-        if (folder / MARKER).is_dir():
-            discard(folder / MARKER)
-        write_whole(folder / MARKER, json.dumps(_FORMAT).encode())
+        if visible(folder):
+            _log.warning("%s: %s is damaged (%s) and is rewritten", folder, MARKER, damage)
+        if marker.is_dir():
+            discard(marker)
+        write_whole(marker, json.dumps(_FORMAT).encode())
 
 
 def _damage(marker: Path) -> str:
-    """What is wrong with a marker, empty if nothing is.
-
-    Raises:
-        StoreError: it belongs to another program or a newer version.
-    """
     try:
         found = read_json(marker)
-    except FileNotFoundError:
-        return "is missing"
     except (OSError, ValueError) as error:
-        return f"is damaged ({error})"
+        return f"{error}"
     if found == _FORMAT:
         return ""
-    is_marker = isinstance(found, dict) and isinstance(found.get("form"), str)
-    if not is_marker or not isinstance(found.get("version"), int) or found["version"] < 1:
-        return f"is damaged (it holds {reprlib.repr(found)})"
-    raise StoreError(
-        f"{marker} holds {reprlib.repr(found)}, expected {_FORMAT}: use another folder"
-    )
+    text = reprlib.repr(found)
+    match found:
+        case {"form": str(), "version": int(version)} if version > 0:
+            raise StoreError(f"{marker} holds {text}, expected {_FORMAT}: use another folder")
+    return f"it holds {text}"
 
 
 def _foreign_name(folder: Path) -> str:

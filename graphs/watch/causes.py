@@ -27,7 +27,7 @@ __all__ = [
     "site_of_error",
     "site_of_stack",
     "user_line",
-    "users_line",
+    "user_line_in",
 ]
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -79,10 +79,10 @@ def reason_of(error: BaseException) -> str:
 
 def user_line(error: BaseException) -> tuple[str, int]:
     """File and line of the user's code that a compile failed at, empty and 0 if unknown."""
-    return users_line(getattr(error, "real_stack", None) or ())
+    return user_line_in(getattr(error, "real_stack", None) or ())
 
 
-def users_line(stack: Sequence[FrameSummary]) -> tuple[str, int]:
+def user_line_in(stack: Sequence[FrameSummary]) -> tuple[str, int]:
     """File and line of the innermost frame that is neither torch's nor the wrapper of a capture.
 
     Falls back to torch's innermost frame, and to empty and 0 if there is no frame.

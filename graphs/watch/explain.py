@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 from graphs.capture.inputs import Input, parameter_names
 from graphs.capture.wrappers import name_of, with_own_code
 from graphs.torch_internals.tracing import break_reasons, trace, why_no_full_graph
-from graphs.watch.causes import reason_of, user_line, users_line
+from graphs.watch.causes import reason_of, user_line, user_line_in
 from graphs.watch.guards import readable
 
 __all__ = ["BreakReport", "explain"]
@@ -146,7 +146,7 @@ def _in_terms_of_user(guard: str, name: str, names: Mapping[int, str]) -> str:
 
 def _as_break(reason: Any) -> Break:
     text = str(reason.reason).strip().split("\n")[0]
-    return Break(text, *users_line(reason.user_stack))
+    return Break(text, *user_line_in(reason.user_stack))
 
 
 def _why_no_graph(

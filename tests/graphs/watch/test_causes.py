@@ -10,7 +10,7 @@ from graphs.watch.causes import (
     site_of_error,
     site_of_stack,
     user_line,
-    users_line,
+    user_line_in,
 )
 
 
@@ -61,9 +61,9 @@ def test_the_users_line_is_the_innermost_that_is_not_torchs():
         FrameSummary(file, line, "forward")
         for line, file in enumerate([wrappers.__file__, "a.py", "b.py", torch.nn.__file__])
     )
-    assert users_line([wrapper, mine, deeper, theirs]) == ("b.py", 2)
-    assert users_line([wrapper, theirs]) == (torch.nn.__file__, 3)
-    assert users_line([wrapper]) == users_line([]) == ("", 0)
+    assert user_line_in([wrapper, mine, deeper, theirs]) == ("b.py", 2)
+    assert user_line_in([wrapper, theirs]) == (torch.nn.__file__, 3)
+    assert user_line_in([wrapper]) == user_line_in([]) == ("", 0)
 
 
 def test_outside_of_a_compile_there_is_no_site():
