@@ -16,9 +16,9 @@ __all__ = [
     "INTERRUPTED",
     "UserError",
     "exit_code_of",
-    "failed",
     "print_error",
     "refuse_unwritable",
+    "user_error_from",
     "users_code",
 ]
 
@@ -34,7 +34,7 @@ class UserError(Exception):
     """Bad input; the message says what to do."""
 
 
-def failed(what: str, error: BaseException) -> UserError:
+def user_error_from(what: str, error: BaseException) -> UserError:
     """A UserError for an exception of the user's own code, with the line it came from."""
     from graphs.watch.causes import user_line_in
 
@@ -56,7 +56,7 @@ def users_code(what: str) -> Iterator[None]:
     except (KeyboardInterrupt, UserError):
         raise
     except BaseException as error:
-        raise failed(what, error) from error
+        raise user_error_from(what, error) from error
 
 
 def exit_code_of(

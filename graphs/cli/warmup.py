@@ -16,9 +16,9 @@ from graphs.cli.errors import (
     FAILED,
     INTERRUPTED,
     UserError,
-    failed,
     print_error,
     refuse_unwritable,
+    user_error_from,
 )
 from graphs.cli.target import Named, load_target
 from graphs.errors import CaptureError
@@ -120,7 +120,7 @@ def _warm_up(manager: WarmupManager, target: str) -> int:
     except BaseException as error:
         if isinstance(error, Exception):
             raise
-        problem = failed(f"capturing {target}", error)  # such as SystemExit
+        problem = user_error_from(f"capturing {target}", error)  # such as SystemExit
         return print_error(f"{problem}; the results so far:", BAD_INPUT)
     return 0
 

@@ -22,8 +22,8 @@ from graphs.store.safety import digests_of_own, refuse_others
 __all__ = [
     "Entry",
     "Label",
+    "new_entry",
     "sweep_unfinished",
-    "unfinished",
     "write_manifest",
 ]
 
@@ -149,7 +149,7 @@ def _line(text: Any) -> str:
 
 
 @contextmanager
-def unfinished(
+def new_entry(
     folder: Path, exclusive: Callable[[], AbstractContextManager[None]]
 ) -> Iterator[Path]:
     """Context manager that yields a new path in `folder`, and removes what is there at the end.

@@ -11,7 +11,7 @@ from typing import Any
 
 from graphs.errors import StoreError, UnsafeStore
 from graphs.files import copy_whole, discard, sweep, sync_folder, visible
-from graphs.store.entry import Entry, sweep_unfinished, unfinished, write_manifest
+from graphs.store.entry import Entry, new_entry, sweep_unfinished, write_manifest
 from graphs.store.factors import key_of
 from graphs.store.inductor_cache import InductorCache
 from graphs.store.lock import Lock, locked, why_no_locks
@@ -87,7 +87,7 @@ class ArtifactStore:
         """
         folder = self._artifacts / key_of(factors)
         with self._locked(shared=True):
-            entry, problem = _checked(folder)
+            entry, problem = _check(folder)
             if entry:
                 with suppress(OSError):  # a read-only store can still be used
                     entry.touch()
@@ -127,7 +127,7 @@ class ArtifactStore:
         if not source.exists():
             raise ValueError(f"{source} is neither a file nor a folder")
         try:
-            with unfinished(self.path / "unfinished", lambda: self._locked(shared=False)) as fresh:
+            with new_entry(self.path / "unfinished", lambda: self._locked(shared=False)) as fresh:
                 fresh.mkdir(mode=0o700)
                 copy_whole(source, fresh / "files")
                 size = write_manifest(fresh, factors, about or {})
@@ -161,7 +161,7 @@ class ArtifactStore:
         problems = {}
         for folder in visible(self._artifacts):
             with self._locked(shared=True):
-                _, problem = _checked(folder)
+                _, problem = _check(folder)
             if problem:
                 problems[folder.name] = problem
                 self._discard(folder, problem)
@@ -228,7 +228,7 @@ class ArtifactStore:
     def _discard(self, folder: Path, problem: str) -> None:
         name, done = folder.name[:12], "discarded"
         with self._locked(shared=False):
-            if _checked(folder)[0]:  # another process stored it again meanwhile
+            if _check(folder)[0]:  # another process stored it again meanwhile
                 return
             try:
                 discard(folder)
@@ -237,7 +237,7 @@ class ArtifactStore:
         _log.warning("%s: %s is %s: %s", self.path, name, done, problem)
 
 
-def _checked(folder: Path) -> tuple[Entry | None, str]:
+def _check(folder: Path) -> tuple[Entry | None, str]:
     """The entry of a folder if it is intact, else a description of the problem."""
     if not os.path.lexists(folder):
         return None, ""

@@ -14,7 +14,7 @@ import time
 import pytest
 
 from graphs.store import ArtifactStore
-from graphs.store.store import _checked
+from graphs.store.store import _check
 from tests.slow import slow_but
 
 SIZE = 3000
@@ -92,7 +92,7 @@ def hidden(path):
 def assert_whole(path, *, except_damaged=False):
     """What is there by a name that is not hidden is whole: before anyone tidied up."""
     folders = [f for f in (path / "artifacts").iterdir() if not f.name.startswith(".")]
-    problems = [problem for folder in folders if (problem := _checked(folder)[1])]
+    problems = [problem for folder in folders if (problem := _check(folder)[1])]
     if except_damaged:  # the test itself took that file away
         problems = [
             p for p in problems if p != "its files are not those of its manifest: graph.bin"
