@@ -43,6 +43,7 @@ from graphs import (
 )
 from graphs.backends.onednn_linear import for_cpu
 from graphs.capture.capture import resolve
+from graphs.capture.contract import CaptureSpec
 from graphs.torch_internals.replay.replay import Tapes
 
 __all__ = ["HostSteps", "LocalExecutor", "Steps", "executor_for"]
@@ -87,23 +88,22 @@ class LocalExecutor:
         self.cache = cache_for(model, blocks, sizing.block_size, dtype=config.cache_dtype)
         packed = packs(model, config, self.kernel)
         self.module = PagedCausalLM(model, self.cache, sizing.form, packed)
-        common: dict[str, Any] = {"backend": self._store.backend, "strict": config.strict}
-        common |= self._backend_options(model)
+        options = self._backend_options(model)
+        spec = CaptureSpec(backend, "step", options, strict=config.strict)
         load()  # the sampler's kernel, before the first step wants it
         on_cpu = model.device.type == "cpu"
         self._steps: Steps = (
-            HostSteps(self.module) if on_cpu else DeviceSteps(self.module, sizing.buckets, **common)
+            HostSteps(self.module) if on_cpu else DeviceSteps(self.module, sizing.buckets, spec)
         )
         self.graphs = WarmupManager(
             self._steps.module,
             sizing.buckets,
             self._steps.padding,
+            backend=spec,
             workers=config.warmup_workers,
             symbolic=() if backend.why_no_symbolic() else sizing.form.symbolic,
             journal=config.warmup_journal,
             timed_runs=timed_runs,
-            name="step",
-            **common,
             **self._steps.options,
         )
         self.copies = BlockSwap(

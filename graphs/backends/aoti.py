@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from graphs.backends.inductor import InductorBackend
-from graphs.capture.contract import Backend, Frozen
+from graphs.capture.contract import Backend, Frozen, Job
 from graphs.capture.export_state import (
     Stateless,
     constant_of,
@@ -47,47 +48,39 @@ class AotiBackend(Backend):
 
     A sub-module, hook or attribute of the module that changes makes the graph stale; a global that
     changes goes unnoticed.
+
+    Options: `package_path`, a folder to keep the package in, for :meth:`load` (None: a temporary
+    one until the graph is closed); `options`, inductor's settings.
     """
 
     name = "aoti"
+    options = MappingProxyType({"package_path": None, "options": None})
 
     def available(self) -> str | None:
         """Needs what backend `inductor` needs."""
         return InductorBackend().available()
 
-    def capture(
-        self,
-        function: Callable[..., Any],
-        example_inputs: Sequence[Input],
-        *,
-        name: str,
-        warm_runs: int,
-        package_path: str | Path | None = None,
-        options: Mapping[str, Any] | None = None,
-    ) -> Frozen:
-        """Export, compile and load; the compile itself runs nothing.
-
-        Args:
-            package_path: folder to keep the package in, for :meth:`load`; None: a temporary one
-                until the graph is closed.
-            options: inductor's settings.
-        """
-        if needs_gradients(function, example_inputs):
-            raise CaptureError(name, "a package has no gradients; capture under torch.no_grad()")
-        folder = Path(package_path or tempfile.mkdtemp(prefix="graphs-aoti-"))
+    def capture(self, job: Job) -> Frozen:
+        """Export, compile and load; the compile itself runs nothing."""
+        if needs_gradients(job.function, job.examples):
+            raise CaptureError(
+                job.name, "a package has no gradients; capture under torch.no_grad()"
+            )
+        path = job.options["package_path"]
+        folder = Path(path or tempfile.mkdtemp(prefix="graphs-aoti-"))
 
         def close() -> None:
-            if package_path is None:
+            if path is None:
                 shutil.rmtree(folder, ignore_errors=True)
 
         try:
-            build(function, example_inputs, folder, options)
-            frozen = load(folder, function)
-            for _ in range(warm_runs):
-                frozen.run(*example_inputs)
+            build(job.function, job.examples, folder, job.options["options"])
+            frozen = load(folder, job.function)
+            for _ in range(job.spec.warm_runs):
+                frozen.run(*job.examples)
         except Exception as error:
             close()
-            raise CaptureError(name, describe_failure(error)) from error
+            raise CaptureError(job.name, describe_failure(error)) from error
         return replace(frozen, close=close, is_loaded=False)
 
     def load(self, function: Callable[..., Any], path: str | Path, *, name: str) -> Frozen:

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -28,10 +29,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from graphs.backends.inductor import InductorBackend
-from graphs.capture.contract import Backend, Frozen
+from graphs.capture.contract import Backend, CaptureSpec, Frozen, Job
 from graphs.capture.export_state import State, StateChanged, needs_gradients, why_stale
 from graphs.capture.inputs import Input
-from graphs.capture.symbolic import SymbolicSizes
 from graphs.errors import CaptureError
 from graphs.watch.causes import describe_failure
 from graphs.watch.compiles import note_replay
@@ -82,6 +82,14 @@ class CudaRecorder:
 class CudaGraphBackend(Backend):
     """Captures with CUDA graphs, over compiled or eager code.
 
+    With symbolic sizes, recordings of several sizes share compiled code.
+
+    Options:
+        compiler: makes the code that is recorded: `inductor`, or `eager`.
+        fresh_outputs: return copies, which no later replay overwrites.
+        in_place: the examples lie where the inputs of each run will lie, such as in one buffer that
+            is filled anew; the graph reads them there, and nothing is copied.
+
     Args:
         recorder: makes what records, once for each callable: a :class:`CudaRecorder`, or a double.
         inductor: compiles what is recorded, or finds it in its store; see
@@ -89,6 +97,7 @@ class CudaGraphBackend(Backend):
     """
 
     name = "cudagraph"
+    options = MappingProxyType({"compiler": "inductor", "fresh_outputs": False, "in_place": False})
 
     def __init__(
         self,
@@ -107,75 +116,51 @@ class CudaGraphBackend(Backend):
         built = "sees no CUDA device" if torch.version.cuda else "is built without CUDA"
         return f"torch {torch.__version__} {built}; use backend 'inductor'"
 
-    def capture(
-        self,
-        function: Callable[..., Any],
-        example_inputs: Sequence[Input],
-        *,
-        name: str,
-        warm_runs: int,
-        symbolic: SymbolicSizes | None = None,
-        compiler: str = "inductor",
-        fresh_outputs: bool = False,
-        in_place: bool = False,
-    ) -> Frozen:
-        """Run `warm_runs` times, then record.
-
-        Args:
-            symbolic: sizes that the compiled code leaves open, so that recordings of several share
-                it; each is recorded at sizes of its own.
-            compiler: what makes the code that is recorded: `inductor`, or `eager`.
-            fresh_outputs: return copies, which no later replay overwrites.
-            in_place: the examples lie where the inputs of each run will lie, such as in one buffer
-                that is filled anew; the graph reads them there, and nothing is copied.
-        """
-        if needs_gradients(function, example_inputs):
+    def capture(self, job: Job) -> Frozen:
+        """Run `warm_runs` times, then record."""
+        examples, options, warm_runs = job.examples, job.options, job.spec.warm_runs
+        if needs_gradients(job.function, examples):
             raise CaptureError(
-                name, "a recorded graph has no gradients; capture under torch.no_grad()"
+                job.name, "a recorded graph has no gradients; capture under torch.no_grad()"
             )
         try:
-            recorder, buffers = self._shared_by(function)
-            with _on(recorder.device, example_inputs):
-                statics = [*example_inputs] if in_place else buffers.of(example_inputs)
-                writes = _Writes(example_inputs, statics)
-                code = Frozen(function)
-                if compiler != "eager":
-                    inner = self._compiler(compiler)
-                    how: dict[str, Any] = {"name": name, "warm_runs": 1, "symbolic": symbolic}
-                    code = inner.capture(function, statics, **how)
+            recorder, buffers = self._shared_by(job.function)
+            with _on(recorder.device, examples):
+                statics = [*examples] if options["in_place"] else buffers.of(examples)
+                writes = _Writes(examples, statics)
+                code = Frozen(job.function)
+                if options["compiler"] != "eager":
+                    inner = self._compiling(replace(job, examples=statics))
+                    code = inner.spec.backend.capture(inner)
                     warm_runs -= 1
                 call = code.run
                 recorder.warm(lambda: call(*statics), max(1, warm_runs))
                 writes.find()
                 recording = recorder.record(lambda: call(*statics))
-                writes.give_back(example_inputs)
+                writes.give_back(examples)
         except CaptureError:
             raise
         except Exception as error:
-            raise CaptureError(name, describe_failure(error)) from error
-        replay = _Replay(function, code, statics, recording, writes, fresh_outputs)
+            raise CaptureError(job.name, describe_failure(error)) from error
+        replay = _Replay(job.function, code, statics, recording, writes, options["fresh_outputs"])
         tensors = tuple(value for value in statics if isinstance(value, Tensor))
         own: dict[str, Any] = {"static_inputs": tensors, "close": replay.close, "stale": why_stale}
         return replace(code, run=replay, direct=None, **own)
 
-    def has(
-        self,
-        function: Callable[..., Any],
-        example_inputs: Sequence[Input],
-        *,
-        symbolic: SymbolicSizes | None = None,
-        compiler: str = "inductor",
-        **_: Any,
-    ) -> bool:
+    def has(self, job: Job) -> bool:
         """Whether a capture would find its compiled code in a store, and only record."""
-        return self._compiler(compiler).has(function, example_inputs, symbolic=symbolic)
+        inner = self._compiling(job)
+        return inner.spec.backend.has(inner)
 
     def why_no_symbolic(self) -> str:
         """An empty string: recordings share compiled code."""
         return ""
 
-    def _compiler(self, name: str) -> InductorBackend:
-        return self._inductor if name == "inductor" else InductorBackend(name, name)
+    def _compiling(self, job: Job) -> Job:
+        """The capture of the code that is recorded."""
+        name = job.options["compiler"]
+        inner = self._inductor if name == "inductor" else InductorBackend(name, name)
+        return replace(job, spec=CaptureSpec(inner, job.name, sizes=job.spec.sizes))
 
     def _shared_by(self, function: Callable[..., Any]) -> tuple[CudaRecorder, StaticInputs]:
         """What the graphs of one callable share."""

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from graphs.capture.contract import Backend, Frozen, Job
+from graphs.capture.contract import Backend, CaptureSpec, Frozen, Job
 from graphs.capture.input_overlaps import names_written
-from graphs.capture.inputs import Input
-from graphs.capture.symbolic import SymbolicSizes
 from graphs.capture.wrappers import variants_of, with_own_code
 from graphs.errors import CaptureError
 from graphs.torch_internals.compiling import (
@@ -48,11 +47,16 @@ _NO_COMPILER = (
 class InductorBackend(Backend):
     """Captures through Dynamo.
 
+    Options: `mode` and `options` of `torch.compile`; `tapes`, which graphs on the CPU use to run
+    without Python (:mod:`graphs.torch_internals.replay`).
+
     Args:
-        name: the name it is chosen by.
+        name: what users choose it by.
         compiler: the Dynamo backend that gets the graph, as `torch.compile` takes it: `inductor`,
-            or `aot_eager`, which traces but does not compile, or a function.
+            `aot_eager`, which traces but does not compile, or a function.
     """
+
+    options = MappingProxyType({"mode": None, "options": None, "tapes": None})
 
     def __init__(
         self, name: str = "inductor", compiler: str | Callable[..., Any] = "inductor"
@@ -66,32 +70,19 @@ class InductorBackend(Backend):
             return None
         return None if has_cpp_compiler() else _NO_COMPILER
 
-    def capture(
-        self,
-        function: Callable[..., Any],
-        example_inputs: Sequence[Input],
-        *,
-        name: str,
-        warm_runs: int,
-        symbolic: SymbolicSizes | None = None,
-        mode: str | None = None,
-        options: Mapping[str, Any] | None = None,
-        tapes: Tapes | None = None,
-    ) -> Frozen:
-        """Compile in the first run; `mode` and `options` are those of `torch.compile`.
-
-        With `tapes` it gets a tape if it can have one, see :mod:`graphs.torch_internals.replay`.
-        """
+    def capture(self, job: Job) -> Frozen:
+        """Compile in the first run."""
+        tapes, sizes = job.options["tapes"], job.spec.sizes
         if not isinstance(tapes, Tapes | None):
             raise TypeError(
                 f"tapes: expected Tapes or None, got {type(tapes).__name__}: make Tapes(player)"
             )
-        examples = separated(example_inputs)
-        job = Job(function, examples, name, warm_runs, symbolic, mode, options, tapes)
-        make: Callable[[], Frozen] = partial(self.alone, replace(job, symbolic=None))
-        if symbolic is not None:
-            make = partial(symbolic.capture, job, partial(self.shared, job), make)
-        written = names_written(function, examples)
+        job = replace(job, examples=separated(job.examples))
+        make: Callable[[], Frozen] = partial(self.alone, job.having(sizes=None))
+        if sizes is not None:
+            capture = partial(sizes.capture, job.name, job.examples, job.spec.warm_runs)
+            make = partial(capture, partial(self.shared, job), make)
+        written = names_written(job.function, job.examples)
         frozen = tapes.taping(make) if tapes else make()
         return replace(frozen, keeps=tapes, written=written())
 
@@ -113,9 +104,7 @@ class InductorBackend(Backend):
             return super().why_no_precompile()
         return why_no_disk_cache()
 
-    def precompile(
-        self, function: Callable[..., Any], example_inputs: Sequence[Input], **settings: Any
-    ) -> None:
+    def precompile(self, job: Job) -> None:
         """Compile into inductor's cache on disk, and run nothing.
 
         Raises:
@@ -123,12 +112,13 @@ class InductorBackend(Backend):
         """
         if reason := self.why_no_precompile():
             raise NotImplementedError(reason)
-        job = Job(function, separated(example_inputs), **settings)
-        compile_only(job, inductor_compiler(job.mode, job.options))
+        compiler = inductor_compiler(job.options["mode"], job.options["options"])
+        compile_only(replace(job, examples=separated(job.examples)), compiler)
 
     def prepare(self) -> None:
         """Load and probe once what every first compile needs, for forked processes to inherit."""
-        InductorBackend.precompile(self, torch.neg, [torch.ones(8)], name="prepare")
+        spec = CaptureSpec(InductorBackend(), "prepare")
+        InductorBackend.precompile(self, Job(torch.neg, [torch.ones(8)], spec))
 
 
 def freeze(job: Job, compiler: str | Callable[..., Any]) -> tuple[Frozen, Any]:
@@ -151,13 +141,13 @@ def freeze(job: Job, compiler: str | Callable[..., Any]) -> tuple[Frozen, Any]:
 
 def _freeze(job: Job, compiler: str | Callable[..., Any]) -> tuple[Frozen, Any]:
     own = with_own_code(job.function, job.name)
-    options = job.options and dict(job.options)
+    mode, options = job.options["mode"], job.options["options"]
     try:
-        compiled = compile_once(own, compiler, mode=job.mode, options=options)
+        compiled = compile_once(own, compiler, mode=mode, options=options and dict(options))
         with compiling(), marked(job.examples, job.dims):
             result = compiled(*job.examples)
         direct = direct_path(own, job.examples)
-        for _ in range(job.warm_runs - 1):
+        for _ in range(job.spec.warm_runs - 1):
             compiled(*job.examples)
     except Exception as error:
         raise CaptureError(job.name, _why_not(error)) from error

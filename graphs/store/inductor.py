@@ -56,11 +56,9 @@ class StoredInductor(StoredBackend, InductorBackend):
             return "this torch cannot store what it compiled: use backend 'inductor' by its name"
         return super().available()
 
-    def capture(
-        self, function: Callable[..., Any], example_inputs: Sequence[Input], **settings: Any
-    ) -> Frozen:
+    def capture(self, job: Job) -> Frozen:
         """Load the graph, or compile it in the first run and store it."""
-        frozen = super().capture(function, example_inputs, **settings)
+        frozen = super().capture(job)
         self._seal()  # also of one that was loaded: another environment compiles its kernels then
         return frozen
 
@@ -88,40 +86,32 @@ class StoredInductor(StoredBackend, InductorBackend):
                 if not self.runs(graph, job):
                     break
                 # Without the examples, nor what is shared, which holds this graph.
-                like = replace(job, examples=(), symbolic=SymbolicSizes(job.graph_name, job.dims))
+                sizes = SymbolicSizes(job.graph_name, job.dims)
+                like = replace(job, examples=()).having(sizes=sizes)
                 return replace(graph, why_not=partial(self._why_not, graph, like, factors))
             part = {"part": part["part"] + 1}
         return shareable(self.store_made(job, factors | part, _making(job)))
 
-    def has(
-        self,
-        function: Callable[..., Any],
-        example_inputs: Sequence[Input],
-        *_: Any,
-        **options: Any,
-    ) -> bool:
+    def has(self, job: Job) -> bool:
         """Whether a capture would find the graph, if it is not damaged."""
-        job = Job(function, example_inputs, **options)
         factors = self.factors(job)
         if isinstance(factors, str):
             return False
-        return self.store.has(factors | {"part": 0} if job.symbolic else factors)
+        return self.store.has(factors | {"part": 0} if job.spec.sizes else factors)
 
-    def precompile(
-        self, function: Callable[..., Any], example_inputs: Sequence[Input], **settings: Any
-    ) -> None:
+    def precompile(self, job: Job) -> None:
         """Compile what the store lacks into inductor's cache on disk; runs and stores nothing."""
-        job = Job(function, separated(example_inputs), **settings)
-        if job.mode is not None:
-            super().precompile(function, example_inputs, **settings)
-        elif not self.has(function, example_inputs, **settings):
+        if job.options["mode"] is not None:
+            super().precompile(job)
+        elif not self.has(job):
+            job = replace(job, examples=separated(job.examples))
             compile_only(job, Keeping(job))
 
     def factors(self, job: Job) -> dict[str, Any] | str:
         """Everything that a graph depends on, or why it cannot be stored."""
-        if job.mode is not None:
-            return f"mode={job.mode!r} is resolved by torch.compile itself: give options instead"
-        if (job.options or {}).get("triton.cudagraphs", has_cudagraphs()):
+        if (mode := job.options["mode"]) is not None:
+            return f"mode={mode!r} is resolved by torch.compile itself: give options instead"
+        if (job.options["options"] or {}).get("triton.cudagraphs", has_cudagraphs()):
             return "inductor's own CUDA graphs cannot be kept: take backend 'cudagraph'"
         if torch.is_grad_enabled():
             return "grad mode is enabled: capture under torch.no_grad()"
@@ -149,7 +139,7 @@ def _making(job: Job) -> Make:
     def make(folder: Path) -> tuple[Frozen, Callable[[], object]]:
         compiler = Keeping(job)
         try:
-            frozen, result = freeze(replace(job, options=None), compiler)
+            frozen, result = freeze(job.having(options={**job.options, "options": None}), compiler)
         except CaptureError:
             if compiler.failure is None:
                 raise

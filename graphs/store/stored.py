@@ -60,7 +60,7 @@ class StoredBackend(Backend):
                 job.function,
                 job.examples,
                 backend=self.name,
-                options=job.options or {},
+                options=job.options["options"] or {},
                 code=self._code_of(job.function),
                 dims=job.dims,
             )
@@ -96,7 +96,7 @@ class StoredBackend(Backend):
     def runs(self, frozen: Frozen, job: Job) -> bool:
         """Whether a graph from the store runs on the examples; why it does not is logged."""
         try:
-            frozen.warmed(job.examples, job.name, job.warm_runs)
+            job.warmed(frozen)
         except CaptureError as error:
             _log.warning("compiled again, as what was loaded fails: %s", error)
             return False

@@ -86,7 +86,7 @@ class Keeping:
 
     def __init__(self, job: Job) -> None:
         self.failure: Exception | None = None
-        self._options = dict(job.options or {})
+        self._options = dict(job.options["options"] or {})
         self._is_symbolic = bool(job.dims)
         self._shapes: Any = None
         self._placeholders: list[Any] = []

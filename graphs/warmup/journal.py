@@ -52,7 +52,7 @@ class Journal:
         self._rewrite()
 
     @property
-    def suspects(self) -> list[Bucket]:
+    def previously_failed(self) -> list[Bucket]:
         """The buckets that failed, or during whose capture the process died."""
         return [b for b, (status, _) in self._entries.items() if status in ("failed", "started")]
 

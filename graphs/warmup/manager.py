@@ -13,10 +13,9 @@ import torch
 
 from graphs.buckets.axes import Bucket
 from graphs.buckets.space import BucketSpace
-from graphs.capture.capture import CapturedGraph, check_options, resolve
-from graphs.capture.contract import Backend
+from graphs.capture.capture import CapturedGraph, spec_of
+from graphs.capture.contract import Backend, CaptureSpec
 from graphs.capture.inputs import Input, check_inputs
-from graphs.capture.wrappers import name_of
 from graphs.errors import (
     BucketOverflow,
     CaptureError,
@@ -26,10 +25,10 @@ from graphs.errors import (
     quoted,
 )
 from graphs.warmup.capturing import Capturing
-from graphs.warmup.families import Families
 from graphs.warmup.journal import Journal
 from graphs.warmup.report import BucketEvent, BucketResult, WarmupReport
 from graphs.warmup.schedule import Order, Schedule, Usage, in_order
+from graphs.warmup.shape_groups import ShapeGroups
 
 __all__ = ["WarmupManager"]
 
@@ -49,7 +48,8 @@ class WarmupManager:
         buckets: the shapes to capture it at.
         make_inputs: makes the example inputs of a bucket, a tuple or list in the order of the
             callable's parameters. The callable really runs on them, so they must do no harm.
-        backend: a name out of :func:`~graphs.available_backends`, or a backend object.
+        backend: a name out of :func:`~graphs.available_backends`, a backend object, or a
+            :class:`~graphs.capture.contract.CaptureSpec`.
         order: `largest_first` (by the space's cost), `smallest_first`, `most_used` (the largest,
             then by `usage`), `given`, or a key function of a bucket.
         usage: how often each need came, for `most_used`: `{Bucket(tokens=37): 120, ...}`.
@@ -59,11 +59,6 @@ class WarmupManager:
             `inductor` only, which then needs `make_inputs` to work in a forked process; elsewhere
             they are not used, and the log says why. Workers are forks: a lock that another thread
             of this process holds at that moment stays locked in them.
-        symbolic: the axes whose sizes the compiled graphs leave open, so that one compile serves
-            all buckets that differ in them alone; sizes 0 and 1 are compiled apart. Each bucket is
-            still captured with inputs of its own sizes, and runs on no others. Where a graph does
-            not fit a bucket, this gets one of its own, and the report says why. Only backends that
-            compile through Dynamo can.
         journal: a file for the outcome of each bucket, with its seconds. A later process that is
             given it captures last what failed or was killed, and knows how long the rest takes.
         timed_runs: how many runs of each graph are timed after its capture, for `report.cost`;
@@ -74,9 +69,14 @@ class WarmupManager:
             :class:`~graphs.BucketOverflow`, and with `split` that is expected: the caller cuts the
             step. `eager` runs the callable itself; `compile` captures a bucket of just that size.
             The last two are fallbacks.
-        strict: a fallback is an error; otherwise it is counted, and logged once with its reason.
         name: for errors and logs; default: the callable's name.
-        options: keyword options of the backend's captures.
+        options: other fields of the spec, and options of the backend. `strict` (default True) makes
+            a fallback an error; otherwise it is counted, and logged once with its reason.
+            `symbolic` names the axes whose sizes the compiled graphs leave open, so that one
+            compile serves all buckets that differ only in them; sizes 0 and 1 are compiled apart.
+            Each bucket is still captured with inputs of its own sizes, and runs on no others. A
+            bucket that the graph does not fit gets its own, and the report says why. Only backends
+            that compile through Dynamo support it.
 
     Attributes:
         report: of all buckets so far, None before the first warmup.
@@ -98,17 +98,15 @@ class WarmupManager:
         buckets: BucketSpace,
         make_inputs: Callable[[Bucket], Sequence[Input]],
         *,
-        backend: str | Backend = "inductor",
+        backend: str | Backend | CaptureSpec = "inductor",
         order: Order = "largest_first",
         usage: Usage | None = None,
         budget_seconds: float | None = None,
         budget_bytes: int | None = None,
         workers: int = 1,
-        symbolic: Sequence[str] = (),
         journal: str | Path | None = None,
         timed_runs: int = 3,
         overflow: Overflow = "error",
-        strict: bool = True,
         name: str = "",
         **options: Any,
     ) -> None:
@@ -119,37 +117,33 @@ class WarmupManager:
                 f"buckets: expected a BucketSpace, got {quoted(buckets)}: make one, see "
                 "graphs.BucketSpace"
             )
+        spec = spec_of(module, backend, name, **options)
         self.buckets = buckets
-        self.name = name or name_of(module)
+        self.name = spec.name
         self.overflows = self.degraded = self.fallbacks = 0
         self._module = module
         self._order = in_order(buckets, order, usage)
-        chosen = resolve(backend, self.name)
-        check_options(chosen, options)
-        if symbolic and (reason := chosen.why_no_symbolic()):
-            raise CaptureError(self.name, f"{reason}: leave symbolic out, or take 'inductor'")
 
         def checked_inputs(bucket: Bucket) -> Sequence[Input]:
             inputs = make_inputs(bucket)
             check_inputs(inputs, f"make_inputs({bucket})")
             return inputs
 
+        groups = ShapeGroups(self.name, spec.symbolic, buckets, checked_inputs)
         self._capturing = Capturing(
-            self.name,
+            spec,
             module,
             checked_inputs,
-            chosen,
-            options,
+            groups,
             budget_seconds,
             budget_bytes,
             workers,
             timed_runs,
-            Families(self.name, symbolic, buckets, checked_inputs),
         )
-        if journal is not None:  # a file is not touched before all else is found right
-            self._capturing.journal = Journal(journal, self.name, chosen.name, buckets.names)
+        if journal is not None:  # the file is touched only after everything else is valid
+            self._capturing.journal = Journal(journal, self.name, spec.backend.name, buckets.names)
         self._overflow = overflow
-        self._strict = strict
+        self._strict = spec.strict
         self._graphs: dict[Bucket, CapturedGraph] = {}
         self._results: dict[Bucket, BucketResult] = {}
         self._hits: dict[Bucket, int] = {}
@@ -175,13 +169,13 @@ class WarmupManager:
             TypeError: `make_inputs` returned something that is no tuple or list of inputs.
         """
         waiting = [bucket for bucket in self._order if bucket not in self._graphs]
-        todo = self._capturing.suspects_last(waiting)
-        kind = self._capturing.families.kind
-        schedule = Schedule(todo, self.buckets.cost, self._capturing.measured, kind)
+        todo = self._capturing.previously_failed_last(waiting)
+        group_key = self._capturing.groups.key
+        schedule = Schedule(todo, self.buckets.cost, self._capturing.measured, group_key)
         tell: Progress = progress or (lambda event: None)
         at = 0, todo[0] if todo else self.buckets.largest
         try:
-            with closing(self._capturing.shared_out(todo)) as work:
+            with closing(self._capturing.capture_order(todo)) as work:
                 for at in enumerate(work):
                     self._do(*at, schedule, tell)
         except BaseException as error:
@@ -304,7 +298,7 @@ class WarmupManager:
         for graph in self._graphs.values():
             graph.close()
         self._graphs.clear()
-        self._capturing.families.forget()
+        self._capturing.groups.clear()
         self._serve(())
 
     def _serve(self, captured: Iterable[Bucket]) -> None:

@@ -69,13 +69,13 @@ class Schedule:
     A capture takes a time of its own (tracing, compiling) and one that grows with the bucket's cost
     (running it): both are fitted to the buckets that are done. For a bucket that an earlier warmup
     measured, those seconds are taken instead, times how much slower this warmup has been so far.
-    Buckets that share a graph are fitted apart: only the first of a kind is compiled.
+    Buckets that share a graph are fitted apart: only the first of a group is compiled.
 
     Args:
         buckets: in the order of this warmup.
         cost: of a bucket.
         measured: seconds of earlier captures.
-        kind: of a bucket, equal for those that share a graph.
+        group_key: equal for buckets that share a graph.
     """
 
     def __init__(
@@ -83,13 +83,13 @@ class Schedule:
         buckets: Sequence[Bucket],
         cost: Callable[[Bucket], float],
         measured: Mapping[Bucket, float] | None = None,
-        kind: Callable[[Bucket], Bucket] = lambda bucket: bucket,
+        group_key: Callable[[Bucket], Bucket] = lambda bucket: bucket,
     ) -> None:
         self.buckets = buckets
         self._cost = cost
         self._measured = dict(measured or {})
-        self._kind = kind
-        self._compiled: dict[Bucket, Bucket] = {}  # the first of each kind
+        self._group_key = group_key
+        self._compiled: dict[Bucket, Bucket] = {}  # the first of each group
         self._start = time.perf_counter()
         self._done: dict[Bucket, float] = {}
         self._left = dict.fromkeys(buckets)
@@ -103,7 +103,7 @@ class Schedule:
         self._left.pop(result.bucket)
         if result.status != "skipped":
             self._done[result.bucket] = result.seconds
-            self._compiled.setdefault(self._kind(result.bucket), result.bucket)
+            self._compiled.setdefault(self._group_key(result.bucket), result.bucket)
 
     def event(self, bucket: Bucket, index: int, status: EventStatus, **outcome: Any) -> BucketEvent:
         """The event that `bucket`, number `index` of the warmup, has reached `status`."""
@@ -125,16 +125,16 @@ class Schedule:
             return None
         if not known and not self._done:
             return None if self._left else 0.0
-        return pace * sum(known) + self._of_kinds(unknown)
+        return pace * sum(known) + self._of_groups(unknown)
 
     def _pace(self) -> float:
         both = [bucket for bucket in self._done if self._measured.get(bucket)]
         before = sum(self._measured[bucket] for bucket in both)
         return sum(self._done[bucket] for bucket in both) / before if before else 1.0
 
-    def _of_kinds(self, buckets: Sequence[Bucket]) -> float:
-        first = {self._kind(bucket): bucket for bucket in reversed(buckets)}
-        new = [bucket for kind, bucket in first.items() if kind not in self._compiled]
+    def _of_groups(self, buckets: Sequence[Bucket]) -> float:
+        first = {self._group_key(bucket): bucket for bucket in reversed(buckets)}
+        new = [bucket for key, bucket in first.items() if key not in self._compiled]
         compiled = [*self._compiled.values()]
         return self._fitted(new, compiled) + self._fitted(
             [bucket for bucket in buckets if bucket not in new],

@@ -8,7 +8,8 @@ back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -18,8 +19,7 @@ from torch import Tensor
 from graphs.backends.inductor import InductorBackend
 from graphs.backends.onnx.export import to_onnx
 from graphs.backends.onnx.session import OnnxSession
-from graphs.capture.contract import Backend, Frozen
-from graphs.capture.inputs import Input
+from graphs.capture.contract import Backend, CaptureSpec, Frozen, Job
 from graphs.errors import NoOnnx
 from graphs.installation import install_command
 from graphs.torch_internals.compiling import compile_functional
@@ -41,17 +41,11 @@ class OnnxrtBackend(Backend):
             return None
         return f"{', '.join(missing)} not installed; {install_command('ort')}"
 
-    def capture(
-        self,
-        function: Callable[..., Any],
-        example_inputs: Sequence[Input],
-        *,
-        name: str,
-        warm_runs: int,
-    ) -> Frozen:
+    def capture(self, job: Job) -> Frozen:
         """Compile in the first run, as backend `inductor` does."""
         dynamo = InductorBackend(self.name, compiled_attn_ort)
-        return dynamo.capture(function, example_inputs, name=name, warm_runs=warm_runs)
+        spec = CaptureSpec(dynamo, job.name, warm_runs=job.spec.warm_runs)
+        return dynamo.capture(replace(job, spec=spec))
 
 
 def compiled_attn_ort(graph: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Any:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from graphs.capture.contract import Backend, Frozen
-from graphs.capture.inputs import Input
+from graphs.capture.contract import Backend, Frozen, Job
 from graphs.capture.wrappers import as_module, writes_seen
 from graphs.errors import CaptureError
 from graphs.watch.causes import describe_failure
@@ -31,28 +29,21 @@ class OrtModuleBackend(Backend):
         except Exception as error:
             return f"{_why_not(error)}; use backend 'onnxrt'"
 
-    def capture(
-        self,
-        function: Callable[..., Any],
-        example_inputs: Sequence[Input],
-        *,
-        name: str,
-        warm_runs: int,
-    ) -> Frozen:
+    def capture(self, job: Job) -> Frozen:
         """Run eagerly once, to see that nothing changes in place, then through ORTModule."""
-        module = as_module(function)
-        tensors = [(f"input {i}", x) for i, x in enumerate(example_inputs) if isinstance(x, Tensor)]
+        module = as_module(job.function)
+        tensors = [(f"input {i}", x) for i, x in enumerate(job.examples) if isinstance(x, Tensor)]
         changed = writes_seen([*module.named_buffers(), *tensors])
-        Frozen(module).warmed(example_inputs, name, 1)
+        Frozen(module).warmed(job.examples, job.name, 1)
         if names := changed():
             raise CaptureError(
-                name, f"changes {names} in place, which ORTModule loses; use 'onnxrt'"
+                job.name, f"changes {names} in place, which ORTModule loses; use 'onnxrt'"
             )
         try:
             converted = _ort_module()(module)
         except Exception as error:
-            raise CaptureError(name, describe_failure(error)) from error
-        return Frozen(converted).warmed(example_inputs, name, warm_runs)
+            raise CaptureError(job.name, describe_failure(error)) from error
+        return job.warmed(Frozen(converted))
 
 
 def _ort_module() -> Any:

@@ -10,7 +10,7 @@ from graphs import (
     available_backends,
     capture,
 )
-from graphs.capture.contract import Frozen
+from graphs.capture.contract import Backend, Frozen
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -253,22 +253,22 @@ def test_every_backend_says_whether_it_works_here():
     assert backends["eager"] is None and backends["aot_eager"] is None
 
 
-class Recorder:
+class Recorder(Backend):
     """A backend that never works, or that records what it is asked for."""
 
     name = "recorder"
+    options = None
 
     def __init__(self, reason=None):
         self.reason = reason
         self.closed = 0
-        self.options = None
 
     def available(self):
         return self.reason
 
-    def capture(self, function, example_inputs, *, name, warm_runs, **options):
-        self.options = {"name": name, "warm_runs": warm_runs, **options}
-        return Frozen(function, static_inputs=tuple(example_inputs), close=self._close)
+    def capture(self, job):
+        self.spec = job.spec
+        return Frozen(job.function, static_inputs=tuple(job.examples), close=self._close)
 
     def _close(self):
         self.closed += 1
@@ -278,7 +278,8 @@ def test_a_backend_object_takes_part_like_a_named_one():
     backend = Recorder()
     x = torch.ones(2)
     graph = capture(lambda x: x + 1, [x], backend=backend, name="g", warm_runs=2, pool=7)
-    assert backend.options == {"name": "g", "warm_runs": 2, "pool": 7}
+    spec = backend.spec
+    assert (spec.name, spec.warm_runs, dict(spec.options)) == ("g", 2, {"pool": 7})
     assert graph.static_inputs[0] is x
     assert graph.run(x).tolist() == [2, 2]
     graph.close()

@@ -199,6 +199,7 @@ def test_what_a_graph_may_be_made_of_is_no_machinery():
 # What the makers import, and no artifact depends on: bookkeeping, messages, what runs graphs.
 _ASIDE = {
     "graphs.capture.contract",
+    "graphs.capture.frozen",
     "graphs.capture.input_overlaps",
     "graphs.capture.module_state",
     "graphs.capture.symbolic",

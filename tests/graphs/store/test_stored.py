@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from graphs import CaptureError, capture
+from graphs.capture.contract import CaptureSpec, Job
 from graphs.store import ArtifactStore, StoredInductor, stored
 from graphs.store.factors import environment_factors
 from graphs.torch_internals import artifacts
@@ -102,7 +103,8 @@ def test_factors_that_cannot_be_told_are_a_reason(store, monkeypatch, caplog):
     monkeypatch.setattr(stored, "graph_factors", fail)
     assert captured(store) == (0, 0)
     assert "not stored: what it depends on cannot be told: AttributeError" in caplog.text
-    assert not StoredInductor(store).has(torch.relu, INPUTS)
+    backend = StoredInductor(store)
+    assert not backend.has(Job(torch.relu, INPUTS, CaptureSpec(backend)))
 
 
 def test_a_graph_that_cannot_be_written_is_used(store, monkeypatch, caplog):
