@@ -104,7 +104,7 @@ _THROUGH_OTHERS = (
         "checks compiling dispatch errors events tracing",
         "test_features, and the captures, watches and explanations that use them",
     ),
-    ("graphs.torch_internals.replay", "calls", "the player of compiled_attn, and a double"),
+    ("graphs.torch_internals.replay", "calls", "the replayer of compiled_attn, and a double"),
     ("graphs.cli", "explain plan", "commands are run whole: test_app"),
     ("graphs.planner", "bound choose first_fit fit", "steps of `plan`, beside brute force"),
     ("graphs.report", "drawing", "test_charts"),

@@ -29,7 +29,7 @@ from graphs.torch_internals.direct_call import direct_path
 from graphs.torch_internals.errors import first_hint
 from graphs.torch_internals.example_inputs import marked, separated
 from graphs.torch_internals.features import with_features
-from graphs.torch_internals.replay.replay import Tapes
+from graphs.torch_internals.replay.replay import Replays
 from graphs.watch.causes import describe_failure
 
 __all__ = ["InductorBackend", "compile_only", "freeze", "shareable"]
@@ -47,8 +47,8 @@ _NO_COMPILER = (
 class InductorBackend(Backend):
     """Captures through Dynamo.
 
-    Options: `mode` and `options` of `torch.compile`; `tapes`, which graphs on the CPU use to run
-    without Python (:mod:`graphs.torch_internals.replay`).
+    Options: `mode` and `options` of `torch.compile`; `replays`, to which those of graphs on the
+    CPU are added (:mod:`graphs.torch_internals.replay`).
 
     Args:
         name: what users choose it by.
@@ -56,7 +56,7 @@ class InductorBackend(Backend):
             `aot_eager`, which traces but does not compile, or a function.
     """
 
-    options = MappingProxyType({"mode": None, "options": None, "tapes": None})
+    options = MappingProxyType({"mode": None, "options": None, "replays": None})
 
     def __init__(
         self, name: str = "inductor", compiler: str | Callable[..., Any] = "inductor"
@@ -72,10 +72,11 @@ class InductorBackend(Backend):
 
     def capture(self, job: Job) -> Frozen:
         """Compile in the first run."""
-        tapes, sizes = job.options["tapes"], job.spec.sizes
-        if not isinstance(tapes, Tapes | None):
+        replays, sizes = job.options["replays"], job.spec.sizes
+        if not isinstance(replays, Replays | None):
             raise TypeError(
-                f"tapes: expected Tapes or None, got {type(tapes).__name__}: make Tapes(player)"
+                f"replays: expected Replays or None, got {type(replays).__name__}: make "
+                "Replays(replayer)"
             )
         job = replace(job, examples=separated(job.examples))
         make: Callable[[], Frozen] = partial(self.alone, job.having(sizes=None))
@@ -83,8 +84,8 @@ class InductorBackend(Backend):
             capture = partial(sizes.capture, job.name, job.examples, job.spec.warm_runs)
             make = partial(capture, partial(self.shared, job), make)
         written = names_written(job.function, job.examples)
-        frozen = tapes.taping(make) if tapes else make()
-        return replace(frozen, keeps=tapes, written=written())
+        frozen = replays.record(make) if replays else make()
+        return replace(frozen, keeps=replays, written=written())
 
     def alone(self, job: Job) -> Frozen:
         """A graph of fixed sizes."""

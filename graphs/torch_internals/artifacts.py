@@ -17,7 +17,7 @@ from graphs.capture.contract import Frozen, Job
 from graphs.capture.export_state import State, constant_of, restored, why_stale
 from graphs.capture.inputs import Input
 from graphs.torch_internals.kernel_units import shared_units
-from graphs.torch_internals.replay.replay import taped_loads
+from graphs.torch_internals.replay.replay import replayed_loads
 from graphs.torch_internals.vectors import trusted_vectors
 from graphs.watch.causes import describe_failure
 
@@ -204,7 +204,7 @@ class Keeping:
 
 def _load(path: Path) -> Callable[[list[Tensor]], Sequence[Any]]:
     inductor: Any = torch._inductor
-    with trusted_vectors(), shared_units(), taped_loads():
+    with trusted_vectors(), shared_units(), replayed_loads():
         graph = inductor.CompiledArtifact.load(path=str(path), format="binary")
     return lambda tensors: graph(*tensors)
 

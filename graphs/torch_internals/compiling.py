@@ -13,7 +13,7 @@ import torch
 from graphs.torch_internals.direct_call import lean_calls
 from graphs.torch_internals.kernel_units import shared_units
 from graphs.torch_internals.regions import refused_effects
-from graphs.torch_internals.replay.replay import taped_loads
+from graphs.torch_internals.replay.replay import replayed_loads
 from graphs.torch_internals.vectors import trusted_vectors
 from graphs.watch.causes import site_of_error, site_of_stack
 
@@ -46,7 +46,7 @@ def compiling_after(wait: Callable[[], object]) -> Iterator[None]:
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
     """The settings of torch that a compile takes least time with."""
-    with lean_calls(), trusted_vectors(), shared_units(), taped_loads(), refused_effects():
+    with lean_calls(), trusted_vectors(), shared_units(), replayed_loads(), refused_effects():
         yield
 
 

@@ -57,7 +57,7 @@ class CompileWatch:
     Attributes:
         graphs: how many graphs Dynamo made; fewer than compiles, where a function had no operator.
         graph_breaks: how many graph breaks the compiles met.
-        replays: how many recorded graphs (CUDA's, Gaudi's, tapes on the CPU) ran again.
+        replays: how many recorded graphs (CUDA's, Gaudi's, native ones of the CPU) ran again.
 
     Torch compiles in one thread at a time. A compile inside another compile is not seen apart, nor
     is one that begins while another thread compiles a backward or records a CUDA graph of torch's.

@@ -42,7 +42,7 @@ class no_compile(CompileWatch):
         compiles, graph_breaks, late_captures, late_builds, limit_hits: how many of each. Graph
             breaks are found while compiling, so in strict mode the compile is the error, and its
             breaks stay uncounted.
-        replays: how many recorded graphs (CUDA's, Gaudi's, tapes on the CPU) ran again.
+        replays: how many recorded graphs (CUDA's, Gaudi's, native ones of the CPU) ran again.
 
     May be nested: each counts what it sees until a strict one raises. `torch._dynamo.reset()`
     blinds an armed one, which then says so at the end. After an exception or Ctrl-C at any line of
