@@ -1,8 +1,7 @@
-"""`torch.export` and an AOTInductor package: loads in milliseconds, without a compiler.
+"""`torch.export` and an AOTInductor package, which loads in milliseconds without a compiler.
 
-Parameters and buffers are inputs of the package, never constants in it: what the graph writes to
-them the caller sees, what the caller changes in them the graph reads, and a package holds code
-only, however large the weights are.
+Parameters and buffers are inputs of the package, never constants: the caller sees what the graph
+writes to them, the graph reads what the caller changes, and a package holds only code.
 """
 
 from __future__ import annotations
@@ -84,9 +83,9 @@ class AotiBackend(Backend):
         return replace(frozen, close=close, is_loaded=False)
 
     def load(self, function: Callable[..., Any], path: str | Path, *, name: str) -> Frozen:
-        """Load what a capture of the same callable left in `path`; nothing is compiled or run.
+        """Load the package of an earlier capture of the same callable; compiles and runs nothing.
 
-        A package is machine code: load none that you did not write.
+        A package is machine code: load only what you wrote.
 
         Raises:
             CaptureError: there is no package, or it was built for other tensors.
@@ -107,7 +106,7 @@ def build(
 
     Raises:
         ValueError: it reads tensors that are neither inputs, parameters nor buffers, or returns
-            what a package cannot describe.
+            something that a package cannot describe.
     """
     places = [i for i, value in enumerate(example_inputs) if isinstance(value, Tensor)]
     if shared := DistinctInputs(function, places).mismatch(example_inputs):
@@ -130,7 +129,7 @@ def build(
 
 
 def load(folder: Path, function: Callable[..., Any]) -> Frozen:
-    """A graph that runs the package in `folder` on the tensors of `function`.
+    """Load the package in `folder` as a graph that runs on the tensors of `function`.
 
     Raises:
         FileNotFoundError: there is no package.
@@ -148,8 +147,8 @@ def load(folder: Path, function: Callable[..., Any]) -> Frozen:
 
 
 def _written(program: torch.export.ExportedProgram, takes: Sequence[str]) -> list[str]:
-    """Which of the tensors that a program takes, by name, it writes to."""
-    signature = program.run_decompositions({}).graph_signature  # as it is, it names no writes
+    """Names of the tensors that a program writes to."""
+    signature = program.run_decompositions({}).graph_signature  # before, it names no writes
     names = dict(zip(signature.user_inputs, takes, strict=True))
     return [names[each] for each in signature.user_inputs_to_mutate.values()]
 

@@ -1,8 +1,7 @@
 """Intel Gaudi: HPU graphs in lazy mode, `torch.compile(backend="hpu_backend")` in eager mode.
 
-Never run on a device here: it is tested against a stub of `habana_frameworks` only, which knows the
-calls and their order, not the hardware. An update in place through a view is not seen outside of
-an HPU graph, so caches have to be tensors of their own.
+Tested only against a stub of `habana_frameworks`, never on a device. An in-place write through a
+view is lost in an HPU graph, so caches have to be tensors of their own.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ def _record(job: Job) -> Frozen:
     mark_step = bridge.core.mark_step
 
     def run(*inputs: Input) -> Any:
-        # Before it, so that copies of inputs are not part of the graph; after it, to start it now.
+        # Before, to keep copies of inputs out of the graph; after, to start it now.
         mark_step()
         result = recorded(*inputs)
         mark_step()
@@ -84,7 +83,7 @@ def _record(job: Job) -> Frozen:
         return result
 
     try:
-        # Its cache would keep the inputs of the recording, and with them old caches, alive.
+        # The tensor cache would keep the inputs of the recording alive, old KV caches included.
         recorded = bridge.hpu.wrap_in_hpu_graph(module, disable_tensor_cache=True)
     except Exception as error:
         raise CaptureError(job.name, describe_failure(error)) from error
@@ -92,7 +91,7 @@ def _record(job: Job) -> Frozen:
 
 
 class _Own(nn.Module):
-    """A module for one graph: the bridge puts what it records into the module that it is given."""
+    """A module for one graph: the bridge stores its recording in the module that it wraps."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

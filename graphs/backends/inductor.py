@@ -65,7 +65,7 @@ class InductorBackend(Backend):
         self._compiler = compiler
 
     def available(self) -> str | None:
-        """Inductor writes C++ for the CPU, so a host without an accelerator needs a compiler."""
+        """Needs a C++ compiler, on a host without an accelerator."""
         if self._compiler != "inductor" or torch.accelerator.is_available():
             return None
         return None if has_cpp_compiler() else _NO_COMPILER
@@ -88,11 +88,11 @@ class InductorBackend(Backend):
         return replace(frozen, keeps=replays, written=written())
 
     def alone(self, job: Job) -> Frozen:
-        """A graph of fixed sizes."""
+        """Capture at fixed sizes."""
         return freeze(job, self._compiler)[0]
 
     def shared(self, job: Job) -> Frozen:
-        """A graph in which symbols stand for sizes of the inputs."""
+        """Capture with symbolic sizes."""
         return shareable(freeze(job, self._compiler)[0])
 
     def why_no_symbolic(self) -> str:
@@ -123,7 +123,7 @@ class InductorBackend(Backend):
 
 
 def freeze(job: Job, compiler: str | Callable[..., Any]) -> tuple[Frozen, Any]:
-    """Compile in the first of the runs: the graph, and what that run returned.
+    """Compile in the first run; return the graph and what that run returned.
 
     Raises:
         CaptureError: a graph break, or the callable or the compiler failed.
@@ -137,7 +137,7 @@ def freeze(job: Job, compiler: str | Callable[..., Any]) -> tuple[Frozen, Any]:
             if simpler is None:
                 raise
             _log.warning("%s; captured in a simpler way", error)
-    raise AssertionError("a callable has one variant at least")
+    raise AssertionError("capture_variants() returned none")
 
 
 def _freeze(job: Job, compiler: str | Callable[..., Any]) -> tuple[Frozen, Any]:
@@ -156,7 +156,7 @@ def _freeze(job: Job, compiler: str | Callable[..., Any]) -> tuple[Frozen, Any]:
 
 
 def shareable(frozen: Frozen) -> Frozen:
-    """A graph of symbolic sizes from :func:`freeze`, for others to share."""
+    """Prepare a graph of symbolic sizes from :func:`freeze` for other captures to share."""
     direct = frozen.direct
     if direct is None:
         return replace(frozen, why_not=lambda _: "this torch keeps its guards elsewhere")
@@ -166,7 +166,7 @@ def shareable(frozen: Frozen) -> Frozen:
 
 
 def compile_only(job: Job, compiler: Callable[..., Any]) -> None:
-    """Trace a callable and give its graph to `compiler`; nothing runs."""
+    """Trace a callable and compile its graph with `compiler`; run nothing."""
 
     def compile_and_refuse(graph: Any, inputs: Any) -> Callable[..., Any]:
         compiler(graph, inputs)

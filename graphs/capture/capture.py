@@ -15,7 +15,7 @@ from torch import Tensor
 from graphs.backends import BACKENDS
 from graphs.capture.contract import Backend, CaptureSpec, Job
 from graphs.capture.frozen import Frozen
-from graphs.capture.garbage import collected_later
+from graphs.capture.garbage import collection_paused
 from graphs.capture.input_overlaps import InputOverlaps
 from graphs.capture.inputs import Input, InputsCheck, InputSpec, check_inputs
 from graphs.capture.memory import bytes_in_use
@@ -208,7 +208,7 @@ def capture(
     settings = Settings.current()
     devices = {value.device for value in example_inputs if isinstance(value, Tensor)}
     before, start = bytes_in_use(devices), time.perf_counter()
-    with collected_later:
+    with collection_paused:
         frozen = spec.backend.capture(Job(callable, example_inputs, spec))
     _wait_for(devices)
     seconds, grown = time.perf_counter() - start, bytes_in_use(devices) - before

@@ -22,7 +22,7 @@ from graphs.capture.symbolic import SymbolicSizes
 from graphs.errors import CaptureError
 from graphs.store.store import ArtifactStore
 from graphs.store.stored import Make, StoredBackend
-from graphs.torch_internals.artifacts import Keeping, can_store, read
+from graphs.torch_internals.artifacts import ArtifactCompiler, can_store, read
 from graphs.torch_internals.example_inputs import separated
 from graphs.torch_internals.settings import has_cudagraphs
 
@@ -105,7 +105,7 @@ class StoredInductor(StoredBackend, InductorBackend):
             super().precompile(job)
         elif not self.has(job):
             job = replace(job, examples=separated(job.examples))
-            compile_only(job, Keeping(job))
+            compile_only(job, ArtifactCompiler(job))
 
     def factors(self, job: Job) -> dict[str, Any] | str:
         """Everything that a graph depends on, or why it cannot be stored."""
@@ -137,7 +137,7 @@ def _making(job: Job) -> Make:
     """
 
     def make(folder: Path) -> tuple[Frozen, Callable[[], object]]:
-        compiler = Keeping(job)
+        compiler = ArtifactCompiler(job)
         try:
             frozen, result = freeze(job.having(options={**job.options, "options": None}), compiler)
         except CaptureError:

@@ -1,9 +1,7 @@
-"""The direct call of what Dynamo compiled, behind its own guards and without its wrapper.
+"""Calls a graph of Dynamo directly: its guards, then its code, without `torch.compile`'s wrapper.
 
-`torch.compile` takes longer to reach a graph than to check its guards. Both the guards and the code
-that they guard are kept with the function; here they are called one after the other. The guards are
-a single evaluation in C++ of everything that the graph depends on: inputs, settings of torch,
-globals, attributes.
+The wrapper takes longer than the guards, which check everything that the graph depends on in one
+native call: inputs, settings of torch, globals, attributes.
 """
 
 from __future__ import annotations
@@ -24,11 +22,10 @@ __all__ = ["DIRECT_CALL", "direct_path", "lean_calls"]
 
 
 def direct_path(function: Any, examples: Sequence[Input]) -> Direct | None:
-    """The way around the wrapper of `torch.compile`, for a compiled function that
-    :func:`~graphs.capture.wrappers.with_own_code` made.
+    """Return guards and code of a compiled function from `graphs.capture.wrappers.with_own_code`.
 
-    Returns None, for the caller to go through `torch.compile`, if this torch keeps its guards in
-    another way, or if they accept inputs that are certainly wrong.
+    Returns None if this torch stores its guards in another way, or if they accept inputs that are
+    certainly wrong; the caller then goes through `torch.compile`.
     """
     if not DIRECT_CALL.is_on:
         return None
@@ -40,11 +37,11 @@ def direct_path(function: Any, examples: Sequence[Input]) -> Direct | None:
 
 
 def lean_calls() -> AbstractContextManager[object]:
-    """Compile for calls that cost little.
+    """Compile for cheap calls.
 
-    Without the marks for a profiler, a microsecond each, and with guards that skip modules whose
-    dictionaries have not changed: those of 30 layers took 1.4 ms a call. Tensors are looked at in
-    any case, as their data can be exchanged behind a dictionary's back; torch 2.11 has to be told.
+    Leaves out profiler marks, a microsecond each, and lets guards skip modules whose dictionaries
+    have not changed: those of 30 layers took 1.4 ms a call. Tensors are checked in any case, as
+    their data can change without a change of the dictionary.
     """
     config = torch._dynamo.config
     settings: dict[str, Any] = {
@@ -77,7 +74,7 @@ def _direct_path(function: Any, examples: tuple[Input, ...]) -> Direct | None:
     captured_inference = is_inference()
 
     def holds(inputs: tuple[Any, ...]) -> bool:
-        # An entry is taken from its guards when an object that they know by its address is gone.
+        # Guards lose their entry when an object that they know by address is freed.
         return (
             guards.cache_entry is not None
             and is_inference() is captured_inference
@@ -129,7 +126,7 @@ def _is_guarded(
 
 
 def _wrong_tensors(value: Any) -> Iterator[Input]:
-    # Views only, of which none needs memory.
+    # Views only, which need no memory.
     yield value.unsqueeze(0)
     if value.numel() > 1:
         yield value.as_strided(value.shape, [0] * value.dim())

@@ -14,7 +14,7 @@ import torch
 from graphs.buckets.axes import Bucket
 from graphs.capture.capture import CapturedGraph, capture, median_seconds
 from graphs.capture.contract import CaptureSpec, Job
-from graphs.capture.garbage import collected_later
+from graphs.capture.garbage import collection_paused
 from graphs.capture.inputs import Input, NotInputs
 from graphs.errors import CaptureError, GraphBudgetExceeded
 from graphs.warmup.journal import Journal
@@ -161,7 +161,7 @@ class Capturing:
             return _describe(error).split("\n")[0]
 
     def _precompile(self, bucket: Bucket) -> None:
-        with torch.no_grad(), collected_later:
+        with torch.no_grad(), collection_paused:
             with one_thread():
                 job = self._job(bucket)
             self.spec.backend.precompile(job)

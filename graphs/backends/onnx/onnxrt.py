@@ -1,9 +1,8 @@
-"""ONNX Runtime behind Dynamo: FX graph, `torch.onnx.export`, a session on torch's own memory.
+"""ONNX Runtime behind Dynamo: FX graph, `torch.onnx.export`, a session on torch's memory.
 
-Weights, buffers and caches are inputs of the ONNX model, bound by address at each run: nothing is
-stored twice, and what the user changes in them counts at once. A cache that the graph updates is
-written where it lies if that is safe (:func:`graphs.backends.onnx.session.may_alias`), else copied
-back.
+Weights, buffers and caches are inputs of the ONNX model, bound by address at each run, so nothing
+is copied. A cache that the graph updates is written in place if that is safe
+(:func:`graphs.backends.onnx.session.may_alias`), else copied back.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ def test_a_graph_that_cannot_be_written_is_used(store, monkeypatch, caplog):
     def fail(*_, **options):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(artifacts.Keeping, "write", fail)
+    monkeypatch.setattr(artifacts.ArtifactCompiler, "write", fail)
     assert captured(store) == (0, 0)
     assert "not stored: OSError" in caplog.text
 

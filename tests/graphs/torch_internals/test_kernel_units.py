@@ -136,13 +136,13 @@ def test_pragmas_are_no_matter():
 
 
 def test_units_have_about_the_same_size(monkeypatch):
-    monkeypatch.setattr(units, "_LARGE", 100)
+    monkeypatch.setattr(units, "_UNIT_CHARACTERS", 100)
     sizes = [10, 60, 20, 30, 120, 40, 1]
     kernels = {str(size): units._Kernel([], "x" * size, object) for size in sizes}
-    shared = units._shared_out(kernels)
+    shared = units._split(kernels)
     assert sorted(name for unit in shared for name in unit) == sorted(kernels)
     assert [sum(map(int, unit)) for unit in shared] == [120, 81, 80]
-    assert units._shared_out({}) == []
+    assert units._split({}) == []
 
 
 def test_each_module_gets_its_own_kernels(cache):
