@@ -29,12 +29,9 @@ _VALUES = (bool, int, float, str)
 
 def _probe() -> str:
     region: Any = torch.compiler.nested_compile_region(lambda value: value)
-    is_same = region(_NO_LIMIT) == _NO_LIMIT
-    return (
-        ""
-        if is_unchanged
-        else "torch.compiler.nested_compile_region changes what a function returns"
-    )
+    if region(_NO_LIMIT) == _NO_LIMIT:
+        return ""
+    return "torch.compiler.nested_compile_region changes what a function returns"
 
 
 def _probe_reuse() -> str:
