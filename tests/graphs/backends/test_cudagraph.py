@@ -125,13 +125,6 @@ def test_an_output_holds_until_the_next_replay_and_a_fresh_one_for_good(scene):
     assert fresh.unique().tolist() == [12]
 
 
-def test_an_output_may_be_the_next_input(scene):
-    graph = scene.of_rows(4)
-    scene.layer.count.zero_()
-    x = graph.run(torch.ones(4, 3), 0 + 10)
-    assert graph.run(x, 10).unique().tolist() == [13 * 2 + 10 + 2]
-
-
 def writes_its_input(cache, new):
     cache[0] = new
     return cache.sum()

@@ -91,14 +91,6 @@ def test_the_graph_knows_its_name_cost_inputs_and_mode(backend):
     assert "decode" in repr(graph)
 
 
-def test_without_a_name_the_callable_gives_one():
-    def attend(x):
-        return x
-
-    assert capture(attend, [torch.ones(1)], backend="eager").name == "attend"
-    assert capture(Cache(), example_inputs(), backend="eager").name == "Cache"
-
-
 @pytest.mark.parametrize("runs", [1, 3])
 @pytest.mark.parametrize("backend", TRACED)
 def test_the_callable_runs_for_real_as_often_as_told(backend, runs):
@@ -233,11 +225,6 @@ def test_a_graph_break_is_a_capture_error_with_the_users_line():
 def test_an_unknown_backend_lists_those_there_are():
     with pytest.raises(CaptureError, match="unknown backend 'inducter'; expected one of eager, "):
         capture(Cache(), example_inputs(), backend="inducter")
-
-
-def test_an_unknown_option_is_a_type_error():
-    with pytest.raises(TypeError, match="colour"):
-        capture(Cache(), example_inputs(), backend="eager", colour="red")
 
 
 def test_an_input_that_cannot_be_captured_is_a_type_error():

@@ -1,5 +1,4 @@
 import gc
-import os
 import threading
 from contextlib import contextmanager
 
@@ -70,30 +69,3 @@ def test_nothing_is_collected_in_a_capture_and_what_fails_leaves_it_on():
             capture(fail, [torch.ones(2)], backend=Looking())
         assert gc.isenabled()
     assert seen == [False, False]
-
-
-def test_an_interrupt_on_the_way_in_leaves_it_as_it_was(monkeypatch):
-    def interrupted():
-        real()
-        raise KeyboardInterrupt
-
-    real = gc.disable
-    with collections(True):
-        monkeypatch.setattr(gc, "disable", interrupted)
-        with pytest.raises(KeyboardInterrupt), collection_paused:
-            pass
-        monkeypatch.undo()
-        assert gc.isenabled()
-        with collection_paused:
-            assert not gc.isenabled()
-        assert gc.isenabled()
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
-def test_a_process_that_is_forked_meanwhile_collects():
-    with collections(True), collection_paused:
-        if not (pid := os.fork()):
-            with collection_paused:
-                is_off = not gc.isenabled()
-            os._exit(0 if gc.isenabled() and is_off else 1)
-        assert os.waitpid(pid, 0)[1] == 0

@@ -227,10 +227,3 @@ def test_a_probe_that_fails_is_the_reason():
     del features._features["x"]
     assert not feature.is_on
     assert feature.why_off == "its probe fails: ZeroDivisionError: division by zero"
-
-
-def test_the_states_say_what_each_feature_is_for():
-    for state in graphs.torch_features():
-        assert state.is_on == (not state.why_off)
-        assert state.gain and state.fallback and state.versions
-        assert state.benchmark.startswith("benchmarks/")

@@ -115,12 +115,3 @@ def test_a_line_that_python_cannot_hold_is_an_error_with_its_number(path, line):
     path.write_text(path.read_text() + line + "\n" + json.dumps({}) + "\n")
     with pytest.raises(JournalError, match=r"warmup\.jsonl:3 is not readable"):
         journal(path)
-
-
-@pytest.mark.parametrize("content", [b"[" * 100_000, b"\xff\xfe\x00"])
-def test_what_is_no_journal_is_told_with_its_path(path, content):
-    path.parent.mkdir()
-    path.write_bytes(content)
-    with pytest.raises(JournalError, match=r"warmup\.jsonl is not a warmup journal"):
-        journal(path)
-    assert path.read_bytes() == content

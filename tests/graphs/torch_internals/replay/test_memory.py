@@ -77,10 +77,6 @@ def test_memory_is_used_again():
     assert assign_offsets(made) == 2024  # one aligned, and another behind it
 
 
-def test_nothing_needs_no_arena():
-    assert assign_offsets([]) == 0
-
-
 @pytest.fixture(autouse=True)
 def _collected():
     yield
