@@ -23,16 +23,16 @@ from graphs.backends.inductor import InductorBackend
 from graphs.capture.contract import Backend, Frozen, Job
 from graphs.capture.export_state import (
     Stateless,
+    bind_state,
     constant_of,
     constants_of_others,
     needs_gradients,
-    restored,
     why_stale,
 )
 from graphs.capture.inputs import DistinctInputs, Input, parameter_names
 from graphs.errors import CaptureError
 from graphs.torch_internals.artifacts import build_package, load_package
-from graphs.torch_internals.exporting import exported
+from graphs.torch_internals.exporting import export_module
 from graphs.watch.causes import describe_failure
 
 __all__ = ["AotiBackend", "build", "load"]
@@ -113,7 +113,7 @@ def build(
         raise ValueError(f"{shared}: give each a tensor of its own")
     stateless = Stateless(function, example_inputs)
     tensors = [value for value in example_inputs if isinstance(value, Tensor)]
-    program = exported(stateless, (*tensors, *stateless.state.now()))
+    program = export_module(stateless, (*tensors, *stateless.state.now()))
     if names := constants_of_others(program, function):
         raise ValueError(
             f"reads tensors that would become constants of the package ({names}): make them "
@@ -142,7 +142,7 @@ def load(folder: Path, function: Callable[..., Any]) -> Frozen:
     layout = json.loads((folder / _LAYOUT).read_text())
     if layout.get("version") != _VERSION:
         raise ValueError(f"{path} was written by another version of this library: capture it again")
-    run = restored(function, layout, lambda: load_package(path))
+    run = bind_state(function, layout, lambda: load_package(path))
     return Frozen(run, stale=why_stale, is_loaded=True, written=layout["written"])
 
 

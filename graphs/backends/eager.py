@@ -14,4 +14,4 @@ class EagerBackend(Backend):
 
     def capture(self, job: Job) -> Frozen:
         """Run the callable `warm_runs` times, so that an error shows now."""
-        return job.warmed(Frozen(job.function))
+        return job.warm_up(Frozen(job.function))

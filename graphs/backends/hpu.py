@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from graphs.backends.inductor import InductorBackend
 from graphs.capture.contract import Backend, CaptureSpec, Frozen, Job
 from graphs.capture.inputs import Input
-from graphs.capture.wrappers import as_module, writes_seen
+from graphs.capture.wrappers import as_module, watch_writes
 from graphs.errors import CaptureError
 from graphs.watch.causes import describe_failure
 from graphs.watch.compiles import note_replay
@@ -53,7 +53,7 @@ class HpuBackend(Backend):
             mode = "lazy" if _is_lazy() else "eager"
         named = [(f"input {i}", v) for i, v in enumerate(job.examples) if isinstance(v, Tensor)]
         named += function.named_buffers() if isinstance(function, nn.Module) else ()
-        written_since = writes_seen(each for each in named if each[1]._is_view())
+        written_since = watch_writes(each for each in named if each[1]._is_view())
         if mode == "lazy":
             frozen = _record(job)
         else:
@@ -87,7 +87,7 @@ def _record(job: Job) -> Frozen:
         recorded = bridge.hpu.wrap_in_hpu_graph(module, disable_tensor_cache=True)
     except Exception as error:
         raise CaptureError(job.name, describe_failure(error)) from error
-    return job.warmed(Frozen(run))
+    return job.warm_up(Frozen(run))
 
 
 class _Own(nn.Module):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from graphs.capture.contract import Backend, CaptureSpec, Frozen, Job
-from graphs.capture.input_overlaps import names_written
+from graphs.capture.input_overlaps import watch_written_names
 from graphs.capture.wrappers import variants_of, with_own_code
 from graphs.errors import CaptureError
 from graphs.torch_internals.compiling import (
@@ -27,7 +27,7 @@ from graphs.torch_internals.compiling import (
 )
 from graphs.torch_internals.direct_call import direct_path
 from graphs.torch_internals.errors import first_hint
-from graphs.torch_internals.example_inputs import marked, separated
+from graphs.torch_internals.example_inputs import mark_symbolic, separate_storages
 from graphs.torch_internals.features import with_features
 from graphs.torch_internals.replay.replay import Replays
 from graphs.watch.causes import describe_failure
@@ -78,14 +78,14 @@ class InductorBackend(Backend):
                 f"replays: expected Replays or None, got {type(replays).__name__}: make "
                 "Replays(replayer)"
             )
-        job = replace(job, examples=separated(job.examples))
-        make: Callable[[], Frozen] = partial(self.alone, job.having(sizes=None))
+        job = replace(job, examples=separate_storages(job.examples))
+        make: Callable[[], Frozen] = partial(self.alone, job.with_spec(sizes=None))
         if sizes is not None:
             capture = partial(sizes.capture, job.name, job.examples, job.spec.warm_runs)
             make = partial(capture, partial(self.shared, job), make)
-        written = names_written(job.function, job.examples)
+        written = watch_written_names(job.function, job.examples)
         frozen = replays.record(make) if replays else make()
-        return replace(frozen, keeps=replays, written=written())
+        return replace(frozen, keep_alive=replays, written=written())
 
     def alone(self, job: Job) -> Frozen:
         """Capture at fixed sizes."""
@@ -114,7 +114,7 @@ class InductorBackend(Backend):
         if reason := self.why_no_precompile():
             raise NotImplementedError(reason)
         compiler = inductor_compiler(job.options["mode"], job.options["options"])
-        compile_only(replace(job, examples=separated(job.examples)), compiler)
+        compile_only(replace(job, examples=separate_storages(job.examples)), compiler)
 
     def prepare(self) -> None:
         """Load and probe once what every first compile needs, for forked processes to inherit."""
@@ -145,7 +145,7 @@ def _freeze(job: Job, compiler: str | Callable[..., Any]) -> tuple[Frozen, Any]:
     mode, options = job.options["mode"], job.options["options"]
     try:
         compiled = compile_once(own, compiler, mode=mode, options=options and dict(options))
-        with compiling(), marked(job.examples, job.dims):
+        with compiling(), mark_symbolic(job.examples, job.dims):
             result = compiled(*job.examples)
         direct = direct_path(own, job.examples)
         for _ in range(job.spec.warm_runs - 1):
@@ -177,7 +177,7 @@ def compile_only(job: Job, compiler: Callable[..., Any]) -> None:
         return refuse
 
     compiled = compile_once(with_own_code(job.function, job.name), compile_and_refuse)
-    with compiling(), marked(job.examples, job.dims), contextlib.suppress(_Compiled):
+    with compiling(), mark_symbolic(job.examples, job.dims), contextlib.suppress(_Compiled):
         compiled(*job.examples)
 
 

@@ -157,10 +157,10 @@ class Job:
         """The name of the compiled graph, which captures may share."""
         return self.spec.sizes.name if self.spec.sizes else self.name
 
-    def having(self, **fields: Any) -> Job:
+    def with_spec(self, **fields: Any) -> Job:
         """The same capture with other fields of its spec."""
         return replace(self, spec=replace(self.spec, **fields))
 
-    def warmed(self, frozen: Frozen) -> Frozen:
-        """Run a graph on the examples as often as asked for; see :meth:`Frozen.warmed`."""
-        return frozen.warmed(self.examples, self.name, self.spec.warm_runs)
+    def warm_up(self, frozen: Frozen) -> Frozen:
+        """Run a graph on the examples as often as asked for; see :meth:`Frozen.warm_up`."""
+        return frozen.warm_up(self.examples, self.name, self.spec.warm_runs)

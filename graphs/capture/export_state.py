@@ -18,10 +18,10 @@ __all__ = [
     "State",
     "StateChanged",
     "Stateless",
+    "bind_state",
     "constant_of",
     "constants_of_others",
     "needs_gradients",
-    "restored",
     "why_stale",
 ]
 
@@ -104,7 +104,7 @@ class State:
 
 
 class Returned:
-    """What a callable returned: `leaves` as in :func:`restored`, and the pytree's spec."""
+    """What a callable returned: `leaves` as in :func:`bind_state`, and the pytree's spec."""
 
     # A separate object: export undoes assignments to the module that it traces.
     leaves: Sequence[list[Any]] = ()
@@ -116,7 +116,7 @@ class Stateless(nn.Module):
 
     Attributes:
         places: indices of the inputs that are tensors; the others are fixed.
-        takes: the source of each tensor it takes, as in :func:`restored`.
+        takes: the source of each tensor it takes, as in :func:`bind_state`.
         returned: what the last call returned.
     """
 
@@ -158,7 +158,7 @@ def constant_of(leaf: object) -> object:
     raise ValueError(f"returns a {type(leaf).__name__}; expected tensors and constants")
 
 
-def restored(
+def bind_state(
     function: Callable[..., Any],
     layout: Mapping[str, Any],
     load: Callable[[], Callable[[list[Any]], Sequence[Any]]],

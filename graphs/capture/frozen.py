@@ -12,11 +12,11 @@ from graphs.capture.inputs import Input
 from graphs.errors import CaptureError
 from graphs.watch.causes import describe_failure
 
-__all__ = ["Direct", "Frozen"]
+__all__ = ["DirectCall", "Frozen"]
 
 
 @dataclass(frozen=True)
-class Direct:
+class DirectCall:
     """A shortcut to a graph, for backends with guards of their own.
 
     Attributes:
@@ -43,7 +43,7 @@ class Frozen:
         run: takes inputs like the examples and returns what the callable returns.
         static_inputs: tensors at fixed addresses that `run` reads, for callers who fill them in
             place; empty if it reads what it is given.
-        keeps: an object that must live until the graph is closed.
+        keep_alive: an object that must live until the graph is closed.
         close: frees what the graph holds.
         stale: takes an exception of `run`; the reason if it means that the graph no longer holds,
             else None.
@@ -62,10 +62,10 @@ class Frozen:
 
     run: Callable[..., Any]
     static_inputs: tuple[Tensor, ...] = ()
-    keeps: object = None
+    keep_alive: object = None
     close: Callable[[], None] = lambda: None
     stale: Callable[[Exception], str | None] = lambda _: None
-    direct: Direct | None = None
+    direct: DirectCall | None = None
     is_loaded: bool = False
     shared_as: str = ""
     why_alone: str = ""
@@ -73,7 +73,7 @@ class Frozen:
     run_seconds: float | None = None
     written: Collection[str] | None = ()
 
-    def warmed(self, examples: Sequence[Input], name: str, runs: int) -> Frozen:
+    def warm_up(self, examples: Sequence[Input], name: str, runs: int) -> Frozen:
         """Run it `runs` times on the examples, and return it.
 
         Raises:

@@ -17,12 +17,12 @@ from torch import Tensor
 from graphs.capture.inputs import Input, byte_range, has_memory, parameter_names, ranges_overlap
 from graphs.capture.wrappers import tensors_of
 
-__all__ = ["InputOverlaps", "names_written"]
+__all__ = ["InputOverlaps", "watch_written_names"]
 
 _MOST_KNOWN = 64
 
 
-def names_written(
+def watch_written_names(
     function: Callable[..., Any], inputs: Sequence[Input]
 ) -> Callable[[], frozenset[str]]:
     """Return a function that names what may have been written to in place since now.
@@ -46,7 +46,7 @@ class InputOverlaps:
     Args:
         function: what was captured.
         examples: of the capture.
-        written: what the graph may write to, as from `names_written`; None: anything.
+        written: what the graph may write to, as from `watch_written_names`; None: anything.
     """
 
     def __init__(

@@ -56,7 +56,7 @@ class SymbolicSizes:
                 continue
             start = time.perf_counter()
             try:
-                graph = graph.warmed(examples, name, warm_runs)
+                graph = graph.warm_up(examples, name, warm_runs)
                 seconds = (time.perf_counter() - start) / warm_runs
                 return replace(graph, shared_as=self._graph_name(place), run_seconds=seconds)
             except CaptureError as error:  # such as of inputs that share memory

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["as_module", "name_of", "tensors_of", "variants_of", "with_own_code", "writes_seen"]
+__all__ = ["as_module", "name_of", "tensors_of", "variants_of", "watch_writes", "with_own_code"]
 
 
 def name_of(function: Callable[..., Any]) -> str:
@@ -32,7 +32,7 @@ def tensors_of(function: Callable[..., Any]) -> list[tuple[str, Tensor]]:
     return [*function.named_parameters(), *function.named_buffers()]
 
 
-def writes_seen(tensors: Iterable[tuple[str, Tensor]]) -> Callable[[], str]:
+def watch_writes(tensors: Iterable[tuple[str, Tensor]]) -> Callable[[], str]:
     """Return a function that names the tensors written to in place since now."""
     # A tensor of inference mode has no version.
     before = [(name, t, t._version) for name, t in tensors if not t.is_inference()]

@@ -36,7 +36,7 @@ class StoredAoti(StoredBackend):
 
         def make(folder: Path | None) -> tuple[Frozen, Callable[[], object]]:
             options = {**job.options, "package_path": folder}
-            frozen = self._aoti.capture(job.having(backend=self._aoti, options=options))
+            frozen = self._aoti.capture(job.with_spec(backend=self._aoti, options=options))
             return frozen, lambda: None  # it is in its folder already
 
         factors = self.factors(job)

@@ -23,7 +23,7 @@ from graphs.errors import CaptureError
 from graphs.store.store import ArtifactStore
 from graphs.store.stored import Make, StoredBackend
 from graphs.torch_internals.artifacts import ArtifactCompiler, can_store, read
-from graphs.torch_internals.example_inputs import separated
+from graphs.torch_internals.example_inputs import separate_storages
 from graphs.torch_internals.settings import has_cudagraphs
 
 __all__ = ["StoredInductor"]
@@ -87,7 +87,7 @@ class StoredInductor(StoredBackend, InductorBackend):
                     break
                 # Without the examples, nor what is shared, which holds this graph.
                 sizes = SymbolicSizes(job.graph_name, job.dims)
-                like = replace(job, examples=()).having(sizes=sizes)
+                like = replace(job, examples=()).with_spec(sizes=sizes)
                 return replace(graph, why_not=partial(self._why_not, graph, like, factors))
             part = {"part": part["part"] + 1}
         return shareable(self.store_made(job, factors | part, _making(job)))
@@ -104,7 +104,7 @@ class StoredInductor(StoredBackend, InductorBackend):
         if job.options["mode"] is not None:
             super().precompile(job)
         elif not self.has(job):
-            job = replace(job, examples=separated(job.examples))
+            job = replace(job, examples=separate_storages(job.examples))
             compile_only(job, ArtifactCompiler(job))
 
     def factors(self, job: Job) -> dict[str, Any] | str:
@@ -139,7 +139,9 @@ def _making(job: Job) -> Make:
     def make(folder: Path) -> tuple[Frozen, Callable[[], object]]:
         compiler = ArtifactCompiler(job)
         try:
-            frozen, result = freeze(job.having(options={**job.options, "options": None}), compiler)
+            frozen, result = freeze(
+                job.with_spec(options={**job.options, "options": None}), compiler
+            )
         except CaptureError:
             if compiler.failure is None:
                 raise

@@ -96,7 +96,7 @@ class StoredBackend(Backend):
     def runs(self, frozen: Frozen, job: Job) -> bool:
         """Whether a graph from the store runs on the examples; why it does not is logged."""
         try:
-            job.warmed(frozen)
+            job.warm_up(frozen)
         except CaptureError as error:
             _log.warning("compiled again, as what was loaded fails: %s", error)
             return False

@@ -14,11 +14,11 @@ from torch._guards import TracingContext
 from torch.utils import _pytree as pytree
 
 from graphs.capture.contract import Frozen, Job
-from graphs.capture.export_state import State, constant_of, restored, why_stale
+from graphs.capture.export_state import State, bind_state, constant_of, why_stale
 from graphs.capture.inputs import Input
-from graphs.torch_internals.kernel_units import shared_units
-from graphs.torch_internals.replay.replay import replayed_loads
-from graphs.torch_internals.vectors import trusted_vectors
+from graphs.torch_internals.kernel_units import share_units
+from graphs.torch_internals.replay.replay import replay_loads
+from graphs.torch_internals.vectors import trust_vectors
 from graphs.watch.causes import describe_failure
 
 __all__ = ["ArtifactCompiler", "build_package", "can_store", "load_package", "read"]
@@ -55,7 +55,7 @@ def read(folder: Path, function: Callable[..., Any]) -> Frozen:
         ValueError: the parameters and buffers of `function` differ from those it was compiled for.
     """
     layout: dict[str, Any] = json.loads((folder / _LAYOUT).read_bytes())
-    run = restored(function, layout, lambda: _load(folder / _GRAPH))
+    run = bind_state(function, layout, lambda: _load(folder / _GRAPH))
     why_not = partial(_why_not, layout)
     return Frozen(run, stale=why_stale, is_loaded=True, why_not=why_not)
 
@@ -204,7 +204,7 @@ class ArtifactCompiler:
 
 def _load(path: Path) -> Callable[[list[Tensor]], Sequence[Any]]:
     inductor: Any = torch._inductor
-    with trusted_vectors(), shared_units(), replayed_loads():
+    with trust_vectors(), share_units(), replay_loads():
         graph = inductor.CompiledArtifact.load(path=str(path), format="binary")
     return lambda tensors: graph(*tensors)
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from graphs.torch_internals.direct_call import lean_calls
-from graphs.torch_internals.kernel_units import shared_units
-from graphs.torch_internals.regions import refused_effects
-from graphs.torch_internals.replay.replay import replayed_loads
-from graphs.torch_internals.vectors import trusted_vectors
+from graphs.torch_internals.direct_call import cheap_calls
+from graphs.torch_internals.kernel_units import share_units
+from graphs.torch_internals.regions import refuse_effects
+from graphs.torch_internals.replay.replay import replay_loads
+from graphs.torch_internals.vectors import trust_vectors
 from graphs.watch.causes import site_of_error, site_of_stack
 
 __all__ = [
@@ -46,7 +46,7 @@ def compiling_after(wait: Callable[[], object]) -> Iterator[None]:
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
     """Settings of torch that make compiles and calls fast."""
-    with lean_calls(), trusted_vectors(), shared_units(), replayed_loads(), refused_effects():
+    with cheap_calls(), trust_vectors(), share_units(), replay_loads(), refuse_effects():
         yield
 
 

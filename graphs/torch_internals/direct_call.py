@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphs.capture.contract import Direct
+from graphs.capture.contract import DirectCall
 from graphs.capture.inputs import Input
 from graphs.torch_internals.features import Feature, describe
 
-__all__ = ["DIRECT_CALL", "direct_path", "lean_calls"]
+__all__ = ["DIRECT_CALL", "cheap_calls", "direct_path"]
 
 
-def direct_path(function: Any, examples: Sequence[Input]) -> Direct | None:
+def direct_path(function: Any, examples: Sequence[Input]) -> DirectCall | None:
     """Return guards and code of a compiled function from `graphs.capture.wrappers.with_own_code`.
 
     Returns None if this torch stores its guards in another way, or if they accept inputs that are
@@ -36,7 +36,7 @@ def direct_path(function: Any, examples: Sequence[Input]) -> Direct | None:
         return None
 
 
-def lean_calls() -> AbstractContextManager[object]:
+def cheap_calls() -> AbstractContextManager[object]:
     """Compile for cheap calls.
 
     Leaves out profiler marks, a microsecond each, and lets guards skip modules whose dictionaries
@@ -56,7 +56,7 @@ def lean_calls() -> AbstractContextManager[object]:
     return patch
 
 
-def _direct_path(function: Any, examples: tuple[Input, ...]) -> Direct | None:
+def _direct_path(function: Any, examples: tuple[Input, ...]) -> DirectCall | None:
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
     entries = _debug_get_cache_entry_list(function.__code__)
@@ -94,7 +94,7 @@ def _direct_path(function: Any, examples: tuple[Input, ...]) -> Direct | None:
         return None
     run = FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)
     unchecked = [i for i in range(len(examples)) if not _is_guarded(holds, examples, i)]
-    return Direct(holds, run, tuple(unchecked), why_not)
+    return DirectCall(holds, run, tuple(unchecked), why_not)
 
 
 def _probe() -> str:

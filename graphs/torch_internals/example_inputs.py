@@ -15,12 +15,12 @@ from torch.utils import dlpack
 
 from graphs.capture.inputs import Input, overlaps
 
-__all__ = ["marked", "separated"]
+__all__ = ["mark_symbolic", "separate_storages"]
 
 _MARKS = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")
 
 
-def separated(inputs: Sequence[Input]) -> list[Input]:
+def separate_storages(inputs: Sequence[Input]) -> list[Input]:
     """Give disjoint views of one buffer storages of their own, over the same memory.
 
     Dynamo decides by storages, not addresses, whether inputs alias, and refuses aliases in regions
@@ -52,7 +52,7 @@ def _own(value: Any) -> Tensor:
 
 
 @contextmanager
-def marked(examples: Sequence[Input], dims: Sequence[Sequence[int]]) -> Iterator[None]:
+def mark_symbolic(examples: Sequence[Input], dims: Sequence[Sequence[int]]) -> Iterator[None]:
     """Mark dimensions of each example as symbolic for a compile inside the context.
 
     A size that the callable fixes stays fixed, and becomes a guard. Equal sizes get different

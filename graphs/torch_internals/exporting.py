@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["exported"]
+__all__ = ["export_module"]
 
 _HOOKS = "_global_buffer_registration_hooks"
 
 
-def exported(module: nn.Module, inputs: Sequence[Any]) -> torch.export.ExportedProgram:
+def export_module(module: nn.Module, inputs: Sequence[Any]) -> torch.export.ExportedProgram:
     """Export a module, without Dynamo.
 
     Removes the global hook that a failed export of torch 2.11 leaves, with which no module that

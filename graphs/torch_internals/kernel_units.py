@@ -24,7 +24,7 @@ from graphs.torch_internals.features import Feature
 from graphs.torch_internals.patches import Patch, SharedPatch
 from graphs.watch.causes import describe_failure
 
-__all__ = ["SHARED_UNITS", "shared_units"]
+__all__ = ["SHARED_UNITS", "share_units"]
 
 _log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ _IS_ACTIVE: ContextVar[bool] = ContextVar("kernels share translation units", def
 
 
 @contextlib.contextmanager
-def shared_units() -> Iterator[None]:
+def share_units() -> Iterator[None]:
     """Let kernels that this thread compiles or loads inside share libraries."""
     if not SHARED_UNITS.is_on:
         yield

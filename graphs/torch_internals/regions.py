@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from graphs.torch_internals.features import Feature
 from graphs.torch_internals.patches import Patch, SharedPatch
 
-__all__ = ["REGIONS", "REGION_REUSE", "Packed", "Region", "refused_effects"]
+__all__ = ["REGIONS", "REGION_REUSE", "Packed", "Region", "refuse_effects"]
 
 _NO_LIMIT = 1 << 20  # traces of one region in a graph
 _VALUES = (bool, int, float, str)
@@ -51,7 +51,7 @@ def _probe_reuse() -> str:
     return "" if has_test else "torch.fx.experimental.symbolic_shapes has no has_static_value"
 
 
-def refused_effects() -> AbstractContextManager[object]:
+def refuse_effects() -> AbstractContextManager[object]:
     """Fail captures inside that would reuse a trace which writes to Python objects.
 
     Torch does not check that if there is a `reuse_hash_fn`, and loses the writes of later calls.

@@ -14,13 +14,13 @@ from typing import Any
 from graphs.torch_internals.features import Feature
 from graphs.torch_internals.patches import Patch, SharedPatch
 
-__all__ = ["TRUSTED_VECTORS", "trusted_vectors"]
+__all__ = ["TRUSTED_VECTORS", "trust_vectors"]
 
 _SETTING = "cpp.vec_isa_ok"
 _PROGRAM = "_avx_py_load"  # loads the library of a probe
 
 
-def trusted_vectors() -> AbstractContextManager[object]:
+def trust_vectors() -> AbstractContextManager[object]:
     """Let inductor take the processor's best instruction set without probing it."""
     if not TRUSTED_VECTORS.is_on:
         return nullcontext()

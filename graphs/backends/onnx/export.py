@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from graphs.errors import NoOnnx
-from graphs.torch_internals.exporting import exported
+from graphs.torch_internals.exporting import export_module
 
 __all__ = ["OnnxGraph", "to_onnx"]
 
@@ -156,7 +156,7 @@ def _arguments(node: Node) -> tuple[Any, ...]:
 def _export(graph: GraphModule, inputs: Sequence[Any]) -> Any:
     try:
         with _quietly():
-            program = exported(graph, inputs)
+            program = export_module(graph, inputs)
             made = torch.onnx.export(program, dynamo=True, verbose=False)
     except Exception as error:
         raise NoOnnx(_first_cause(error)) from error

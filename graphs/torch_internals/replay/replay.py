@@ -28,7 +28,7 @@ from graphs.torch_internals.replay.recorder import (
 from graphs.watch.causes import describe_failure
 from graphs.watch.compiles import note_replay
 
-__all__ = ["REPLAY", "Replay", "ReplayedCall", "Replays", "replayed_loads"]
+__all__ = ["REPLAY", "Replay", "ReplayedCall", "Replays", "replay_loads"]
 
 _log = logging.getLogger(__name__)
 
@@ -208,7 +208,7 @@ class _Loader:
         return copy
 
 
-def replayed_loads() -> AbstractContextManager[object]:
+def replay_loads() -> AbstractContextManager[object]:
     """Within it, the graphs that inductor loads get a `ReplayedCall`, if replays are active."""
     is_active = _ACTIVE.get() is not None and REPLAY.is_on
     return _PATCH if is_active else nullcontext()

@@ -165,11 +165,11 @@ _HELD = {
     "graphs.store.inductor": "StoredInductor",
     "graphs.torch_internals.artifacts": "read",
     "graphs.torch_internals.compiling": "compile_once",
-    "graphs.torch_internals.example_inputs": "separated",
-    "graphs.torch_internals.exporting": "exported",
-    "graphs.torch_internals.kernel_units": "shared_units",
+    "graphs.torch_internals.example_inputs": "separate_storages",
+    "graphs.torch_internals.exporting": "export_module",
+    "graphs.torch_internals.kernel_units": "share_units",
     "graphs.torch_internals.regions": "Region",
-    "graphs.torch_internals.vectors": "trusted_vectors",
+    "graphs.torch_internals.vectors": "trust_vectors",
 }
 
 

@@ -109,7 +109,7 @@ def test_kernels_that_do_not_compile_together_are_compiled_one_by_one(
 
 def test_a_compile_that_is_no_capture_is_left_alone(cache):
     torch.compile(torch.cos)(torch.ones(9))
-    with units.shared_units():
+    with units.share_units():
         pass
     compiled = torch.compile(lambda x: (x.sin() @ x).cos())(torch.ones(9, 9))
     assert compiled.shape == (9, 9)
@@ -151,7 +151,7 @@ def test_each_module_gets_its_own_kernels(cache):
         return HEADER + 'extern "C" void kernel(const float* in, float* out) ' + body
 
     pool = AsyncCompile()
-    with units.shared_units():
+    with units.share_units():
         scopes = [
             {name: pool.cpp_pybinding(["const float*", "float*"], source(n)) for name in "abc"}
             for n in (2, 3)
