@@ -100,7 +100,7 @@ def _checks() -> dict[str, Callable[[], object]]:
 
 
 def _layer() -> nn.Module:
-    """As many modules as a Llama layer: seven matrices, two norms, an activation, two containers."""
+    """A layer with as many modules as one of Llama."""
     attention = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(4)))
     mlp = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(3)), nn.SiLU())
     return nn.Sequential(nn.RMSNorm(_WIDTH), attention, nn.RMSNorm(_WIDTH), mlp)
