@@ -1,7 +1,7 @@
-"""Prints what it costs to get from a need to the running graph: `python benchmarks/dispatch.py`.
+"""Prints the overhead from a need to the running graph: `python benchmarks/dispatch.py`.
 
-The bare graph is what inductor made of the callable, called with its flat inputs and nothing
-before it. All ways are timed in turns, so that a busy machine slows all of them alike.
+The bare graph is inductor's code, called with its flat inputs and without any checks. All ways are
+timed alternately, so that a busy machine slows them equally.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def inputs_of(bucket: Bucket) -> list[Tensor]:
 
 
 def microseconds(ways: dict[str, Callable[[], object]], rounds: int = 60) -> dict[str, float]:
-    """Median time of one call, the ways taking turns."""
+    """Median time of one call of each way, timed alternately."""
     number = 500
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
@@ -100,14 +100,14 @@ def _checks() -> dict[str, Callable[[], object]]:
 
 
 def _layer() -> nn.Module:
-    """As many modules as a layer of Llama: seven matrices, two norms, an activation, two parts."""
+    """A layer with as many modules as one of Llama."""
     attention = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(4)))
     mlp = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(3)), nn.SiLU())
     return nn.Sequential(nn.RMSNorm(_WIDTH), attention, nn.RMSNorm(_WIDTH), mlp)
 
 
 def _bare(module: Step, x: Tensor, slots: Tensor) -> Callable[[], object]:
-    # Dynamo's code calls the graph with its flat inputs, buffers among them: so does this.
+    # Dynamo's code calls the graph with its flat inputs, buffers included.
     calls: list[tuple[Any, ...]] = []
     graphs: list[Callable[..., Any]] = []
 

@@ -1,9 +1,9 @@
 """Prints what each use of torch's internals gains: `python benchmarks/torch_features.py`.
 
-Each feature is switched off alone, in processes of its own, in turns with one that has them all: a
-cold start with an empty store and compile cache, a second start from that store, and a decode step
-of eight requests (one thread, mean of the two starts). Each ratio is the median without the feature
-over the median with it: above 1 the feature gains.
+Each feature is switched off in its own processes, alternating with processes that have all: a cold
+start with an empty store and compile cache, a second start from that store, and a decode step of
+eight requests (one thread, mean of the two starts). Ratios are the median without the feature over
+the median with it: above 1 the feature gains.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--layers", type=int, default=30)
-    parser.add_argument("--features", nargs="*", help="these alone")
+    parser.add_argument("--features", nargs="*", help="only these")
     parser.add_argument("--child", nargs=2, metavar=("WITHOUT", "STORE"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def start(without: str, layers: int) -> dict[str, float]:
-    """A cold and a second start without a feature: seconds of each, and of a step."""
+    """Run a cold and a second start without a feature; return seconds of each, and of a step."""
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
         command = [sys.executable, __file__, "--layers", str(layers)]
@@ -68,7 +68,7 @@ def start(without: str, layers: int) -> dict[str, float]:
 
 
 def measure(layers: int, without: str, store: str) -> dict[str, float]:
-    """Seconds of a warmup and of a decode step of eight requests, in this process."""
+    """Time a warmup and a decode step of eight requests in this process."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -107,7 +107,7 @@ def medians(rows: list[dict[str, float]]) -> dict[str, float]:
 
 
 def machine(layers: int) -> None:
-    """The line above the table."""
+    """Print the line above the table."""
     import torch
 
     print(

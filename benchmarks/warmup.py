@@ -1,9 +1,9 @@
 """Prints how long cold warmups take: `python benchmarks/warmup.py [--buckets N] [--repeat N]`.
 
-Each run is a process of its own with an empty compile cache, the compared ones in turns: the first
-bucket of a model of twelve layers, unrolled and with the layer as a region that is compiled once;
-and the buckets of a small transformer compiled by one process and by two. Inductor by itself starts
-C++ compilers on all cores, so one process is compared both with that and without.
+Each run is a process with an empty compile cache; compared runs alternate. First one bucket of a
+model of twelve layers, unrolled and with the layer as a region that is compiled once; then the
+buckets of a small transformer compiled by one process and by two. Inductor starts C++ compilers on
+all cores, so one process is compared both with that and without.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _WIDTH = 64
 
 
 class Layer(nn.Module):
-    """Attention over the tokens of a step, and a gated feed-forward."""
+    """Attention over the tokens of a step, and SwiGLU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Layers one after the other, each as a region of its own if asked to."""
+    """A stack of layers, each optionally a region."""
 
     def __init__(self, layers: int, is_regional: bool) -> None:
         super().__init__()
@@ -75,10 +75,10 @@ def inputs_of(bucket: Bucket) -> list[Tensor]:
 def measure(
     layers: int, is_regional: bool, buckets: int, workers: int, is_prepared: bool, threads: int
 ) -> float:
-    """Seconds of a warmup in this process.
+    """Time a warmup in this process.
 
-    With `is_prepared`, what inductor does once a process (imports, probes, headers) is not counted.
-    `threads` compile the C++ of one graph, 0: as many as inductor wants.
+    With `is_prepared`, inductor's one-time work (imports, probes, headers) is not counted.
+    `threads` compile the C++ of one graph, 0: inductor's default.
     """
     if threads:
         torch._inductor.config.compile_threads = threads
@@ -98,7 +98,7 @@ def measure(
 
 
 def cold(*arguments: object) -> float:
-    """Seconds of `measure` in a new process with an empty cache."""
+    """Run `measure` in a new process with an empty cache."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, "--measure", *map(str, arguments)]
         env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,8 @@ from compiled_attn.engine.staging import Later, Return, Staging, staged_bytes
 from compiled_attn.hf import PagedCausalLM
 from compiled_attn.ops.drawn_tokens import NO_TOKEN, drawn, likely
 from graphs import Bucket, BucketSpace, WarmupManager, explicit
+from graphs.backends.eager import EagerBackend
+from graphs.capture.contract import CaptureSpec
 
 __all__ = ["DeviceSteps", "NextTokens"]
 
@@ -62,22 +65,13 @@ class DeviceSteps:
     Args:
         model: what computes them.
         buckets: of the steps.
-        strict: a graph of the sampler that cannot be captured is an error.
-        backend, options: of the graphs of the steps; draws are not compiled, see `_of_draws`.
+        spec: how steps are captured; draws are not compiled, see `_spec_of_draws`.
 
     Attributes:
         module, options, others: see `compiled_attn.engine.local.Steps`.
     """
 
-    def __init__(
-        self,
-        model: PagedCausalLM,
-        buckets: BucketSpace,
-        *,
-        strict: bool,
-        backend: Any,
-        **options: Any,
-    ) -> None:
+    def __init__(self, model: PagedCausalLM, buckets: BucketSpace, spec: CaptureSpec) -> None:
         self.module: nn.Module = NextTokens(model)
         self._form, self._vocab = model.form, model.vocab
         self._rows = {bucket: len(self._form.padding(bucket).logits_index) for bucket in buckets}
@@ -89,19 +83,17 @@ class DeviceSteps:
         self._last = weight.new_zeros(most, dtype=torch.int64)
         self._row_before: Mapping[RequestState, int] = {}
         logits = weight.new_zeros(most, self._vocab, dtype=model.logits_dtype)
-        name = backend if isinstance(backend, str) else backend.name
-        of_draws, options = _of_draws(name, backend, options)
         self._draws = WarmupManager(
             drawn,
             explicit(["rows"], sorted(set(self._rows.values()))),
             lambda bucket: _draw_inputs(logits[: bucket["rows"]]),
-            backend=of_draws,
-            strict=strict,
+            backend=_spec_of_draws(spec),
             name="draws",
-            **options,
         )
         self.others: Sequence[WarmupManager] = (self._draws,)
-        self.options: Mapping[str, Any] = {"in_place": True} if name == "cudagraph" else {}
+        self.options: Mapping[str, Any] = (
+            {"in_place": True} if spec.backend.name == "cudagraph" else {}
+        )
 
     def padding(self, bucket: Bucket) -> list[Tensor | None]:
         """See `Steps`."""
@@ -133,15 +125,16 @@ class DeviceSteps:
         return [before, *batch, *DrawRows.padding(self._rows[bucket])]
 
 
-def _of_draws(name: str, backend: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Backend and options for draws, by those of the steps.
+def _spec_of_draws(spec: CaptureSpec) -> CaptureSpec:
+    """How draws are captured, by how steps are.
 
     Nearly all of a draw is sorting, for which compiled code calls torch too; and the running sum of
     long rows makes inductor of torch 2.11 fail on CUDA.
     """
-    if name == "cudagraph":
-        return backend, {"compiler": "eager"}
-    return ("eager", {}) if name in ("inductor", "aoti") else (backend, options)
+    if spec.backend.name == "cudagraph":
+        return replace(spec, options={**spec.options, "compiler": "eager"})
+    is_compiled = spec.backend.name in ("inductor", "aoti")
+    return replace(spec, backend=EagerBackend(), options={}) if is_compiled else spec
 
 
 def _draws_of(step: ScheduledStep, rows: int, vocab: int) -> DrawRows:

@@ -43,7 +43,8 @@ from graphs import (
 )
 from graphs.backends.onednn_linear import for_cpu
 from graphs.capture.capture import resolve
-from graphs.torch_internals.replay.replay import Tapes
+from graphs.capture.contract import CaptureSpec
+from graphs.torch_internals.replay.replay import Replays
 
 __all__ = ["HostSteps", "LocalExecutor", "Steps", "executor_for"]
 
@@ -87,23 +88,22 @@ class LocalExecutor:
         self.cache = cache_for(model, blocks, sizing.block_size, dtype=config.cache_dtype)
         packed = packs(model, config, self.kernel)
         self.module = PagedCausalLM(model, self.cache, sizing.form, packed)
-        common: dict[str, Any] = {"backend": self._store.backend, "strict": config.strict}
-        common |= self._backend_options(model)
+        options = self._backend_options(model)
+        spec = CaptureSpec(backend, "step", options, strict=config.strict)
         load()  # the sampler's kernel, before the first step wants it
         on_cpu = model.device.type == "cpu"
         self._steps: Steps = (
-            HostSteps(self.module) if on_cpu else DeviceSteps(self.module, sizing.buckets, **common)
+            HostSteps(self.module) if on_cpu else DeviceSteps(self.module, sizing.buckets, spec)
         )
         self.graphs = WarmupManager(
             self._steps.module,
             sizing.buckets,
             self._steps.padding,
+            backend=spec,
             workers=config.warmup_workers,
             symbolic=() if backend.why_no_symbolic() else sizing.form.symbolic,
             journal=config.warmup_journal,
             timed_runs=timed_runs,
-            name="step",
-            **common,
             **self._steps.options,
         )
         self.copies = BlockSwap(
@@ -125,22 +125,22 @@ class LocalExecutor:
     def _backend_options(self, model: PreTrainedModel) -> dict[str, Any]:
         """Options of the backend.
 
-        `_onednn` then has the layers that were measured for these, `_tapes` is where graphs put
-        theirs.
+        `_onednn` then has the layers that were measured for these, `_replays` the replays of the
+        graphs.
         """
         self._onednn: set[tuple[int, int]] = set()
-        self._tapes: Tapes | None = None
+        self._replays: Replays | None = None
         if self.config.backend_name != "inductor" or model.device.type != "cpu":
             return {}
         joined = {"post_grad_custom_pre_pass": JoinedLayers()} if self.module.packed else {}
         player = load().player()
-        self._tapes = Tapes(player, repeats=True) if player else None
-        taped = {"tapes": self._tapes}
+        self._replays = Replays(player, verify=True) if player else None
+        replayed = {"replays": self._replays}
         if self.kernel.name != "native" or not for_cpu():
             # What is measured is kept beside the kernels, and stored graphs need it at each start.
-            return {"options": for_cpu() | joined} | taped
+            return {"options": for_cpu() | joined} | replayed
         self._onednn = onednn_sizes(model, tuning())
-        return {"options": for_cpu(self._onednn) | joined} | taped
+        return {"options": for_cpu(self._onednn) | joined} | replayed
 
     def attach(self) -> None:
         """Notes that an engine serves with it, see `Executor.attach`."""
@@ -247,10 +247,10 @@ class LocalExecutor:
         if self._onednn:
             sizes = ", ".join(f"{outputs} x {inputs}" for outputs, inputs in sorted(self._onednn))
             notes["oneDNN"] = f"float32 layers of {sizes}, as measured"
-        if self._tapes:
-            refused = self._tapes.refused
+        if self._replays:
+            refused = self._replays.refused
             reasons = "".join(f"; {count} not: {why}" for why, count in refused.items())
-            notes["tapes"] = f"{self._tapes.made} graphs run without Python{reasons}"
+            notes["replay"] = f"{self._replays.recorded} graphs run without Python{reasons}"
         return notes
 
     def _plan(self, step: ScheduledStep, table: RequestTable) -> Plan:

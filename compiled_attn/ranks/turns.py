@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any
 
 from compiled_attn.ranks.group import Ranks
-from graphs.capture.contract import Backend, Frozen
-from graphs.capture.inputs import Input
+from graphs.capture.contract import Backend, Frozen, Job
 from graphs.torch_internals.compiling import compiling_after
 from graphs.torch_internals.events import at_compile_end
 
@@ -31,35 +28,30 @@ class InTurn(Backend):
     """
 
     def __init__(self, backend: Backend, ranks: Ranks) -> None:
-        self.name = backend.name
+        self.name, self.options = backend.name, backend.options
         self._backend, self._ranks = backend, ranks
 
     def available(self) -> str | None:
         """As the backend's."""
         return self._backend.available()
 
-    def capture(
-        self, function: Callable[..., Any], example_inputs: Sequence[Input], **settings: Any
-    ) -> Frozen:
+    def capture(self, job: Job) -> Frozen:
         """Capture; rank 0 tells when it has compiled, the others compile when it did."""
         turn = f"compiled {next(_TURNS)}"
         if not self._ranks.leads:
             with compiling_after(lambda: self._ranks.wait(turn)):
-                return self._backend.capture(function, example_inputs, **settings)
-        known = {name: settings[name] for name in settings.keys() - {"name", "warm_runs"}}
+                return self._backend.capture(job)
         try:
-            if self._backend.has(function, example_inputs, **known):  # it may lack elsewhere
+            if self._backend.has(job):  # it may lack elsewhere
                 self._ranks.mark(turn)
             with at_compile_end(lambda: self._ranks.mark(turn)):
-                return self._backend.capture(function, example_inputs, **settings)
+                return self._backend.capture(job)
         finally:
             self._ranks.mark(turn)
 
-    def has(
-        self, function: Callable[..., Any], example_inputs: Sequence[Input], **options: Any
-    ) -> bool:
+    def has(self, job: Job) -> bool:
         """As the backend's."""
-        return self._backend.has(function, example_inputs, **options)
+        return self._backend.has(job)
 
     def why_no_symbolic(self) -> str:
         """As the backend's."""

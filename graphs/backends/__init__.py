@@ -1,4 +1,4 @@
-"""One file per way to freeze a callable; `graphs.capture.contract` says what it has to do."""
+"""Capture backends, one per file; `graphs.capture.contract` is their contract."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from graphs.backends.eager import EagerBackend
 from graphs.backends.hpu import HpuBackend
 from graphs.backends.inductor import InductorBackend
 from graphs.backends.onnx.onnxrt import OnnxrtBackend
-from graphs.backends.onnx.ortmodule import OrtModuleBackend
 from graphs.capture.contract import Backend
 
 __all__ = ["BACKENDS"]
@@ -27,7 +26,6 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
             CudaGraphBackend(),
             HpuBackend(),
             OnnxrtBackend(),
-            OrtModuleBackend(),
         )
     }
 )

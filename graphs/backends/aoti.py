@@ -1,8 +1,7 @@
-"""`torch.export` and an AOTInductor package: loads in milliseconds, without a compiler.
+"""`torch.export` and an AOTInductor package, which loads in milliseconds without a compiler.
 
-Parameters and buffers are inputs of the package, never constants in it: what the graph writes to
-them the caller sees, what the caller changes in them the graph reads, and a package holds code
-only, however large the weights are.
+Parameters and buffers are inputs of the package, never constants: the caller sees what the graph
+writes to them, the graph reads what the caller changes, and a package holds only code.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,19 +20,19 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from graphs.backends.inductor import InductorBackend
-from graphs.capture.contract import Backend, Frozen
+from graphs.capture.contract import Backend, Frozen, Job
 from graphs.capture.export_state import (
     Stateless,
+    bind_state,
     constant_of,
     constants_of_others,
     needs_gradients,
-    restored,
     why_stale,
 )
 from graphs.capture.inputs import DistinctInputs, Input, parameter_names
 from graphs.errors import CaptureError
 from graphs.torch_internals.artifacts import build_package, load_package
-from graphs.torch_internals.exporting import exported
+from graphs.torch_internals.exporting import export_module
 from graphs.watch.causes import describe_failure
 
 __all__ = ["AotiBackend", "build", "load"]
@@ -47,53 +47,45 @@ class AotiBackend(Backend):
 
     A sub-module, hook or attribute of the module that changes makes the graph stale; a global that
     changes goes unnoticed.
+
+    Options: `package_path`, a folder to keep the package in, for :meth:`load` (None: a temporary
+    one until the graph is closed); `options`, inductor's settings.
     """
 
     name = "aoti"
+    options = MappingProxyType({"package_path": None, "options": None})
 
     def available(self) -> str | None:
         """Needs what backend `inductor` needs."""
         return InductorBackend().available()
 
-    def capture(
-        self,
-        function: Callable[..., Any],
-        example_inputs: Sequence[Input],
-        *,
-        name: str,
-        warm_runs: int,
-        package_path: str | Path | None = None,
-        options: Mapping[str, Any] | None = None,
-    ) -> Frozen:
-        """Export, compile and load; the compile itself runs nothing.
-
-        Args:
-            package_path: folder to keep the package in, for :meth:`load`; None: a temporary one
-                until the graph is closed.
-            options: inductor's settings.
-        """
-        if needs_gradients(function, example_inputs):
-            raise CaptureError(name, "a package has no gradients; capture under torch.no_grad()")
-        folder = Path(package_path or tempfile.mkdtemp(prefix="graphs-aoti-"))
+    def capture(self, job: Job) -> Frozen:
+        """Export, compile and load; the compile itself runs nothing."""
+        if needs_gradients(job.function, job.examples):
+            raise CaptureError(
+                job.name, "a package has no gradients; capture under torch.no_grad()"
+            )
+        path = job.options["package_path"]
+        folder = Path(path or tempfile.mkdtemp(prefix="graphs-aoti-"))
 
         def close() -> None:
-            if package_path is None:
+            if path is None:
                 shutil.rmtree(folder, ignore_errors=True)
 
         try:
-            build(function, example_inputs, folder, options)
-            frozen = load(folder, function)
-            for _ in range(warm_runs):
-                frozen.run(*example_inputs)
+            build(job.function, job.examples, folder, job.options["options"])
+            frozen = load(folder, job.function)
+            for _ in range(job.spec.warm_runs):
+                frozen.run(*job.examples)
         except Exception as error:
             close()
-            raise CaptureError(name, describe_failure(error)) from error
+            raise CaptureError(job.name, describe_failure(error)) from error
         return replace(frozen, close=close, is_loaded=False)
 
     def load(self, function: Callable[..., Any], path: str | Path, *, name: str) -> Frozen:
-        """Load what a capture of the same callable left in `path`; nothing is compiled or run.
+        """Load the package of an earlier capture of the same callable; compiles and runs nothing.
 
-        A package is machine code: load none that you did not write.
+        A package is machine code: load only what you wrote.
 
         Raises:
             CaptureError: there is no package, or it was built for other tensors.
@@ -114,14 +106,14 @@ def build(
 
     Raises:
         ValueError: it reads tensors that are neither inputs, parameters nor buffers, or returns
-            what a package cannot describe.
+            something that a package cannot describe.
     """
     places = [i for i, value in enumerate(example_inputs) if isinstance(value, Tensor)]
     if shared := DistinctInputs(function, places).mismatch(example_inputs):
         raise ValueError(f"{shared}: give each a tensor of its own")
     stateless = Stateless(function, example_inputs)
     tensors = [value for value in example_inputs if isinstance(value, Tensor)]
-    program = exported(stateless, (*tensors, *stateless.state.now()))
+    program = export_module(stateless, (*tensors, *stateless.state.now()))
     if names := constants_of_others(program, function):
         raise ValueError(
             f"reads tensors that would become constants of the package ({names}): make them "
@@ -137,7 +129,7 @@ def build(
 
 
 def load(folder: Path, function: Callable[..., Any]) -> Frozen:
-    """A graph that runs the package in `folder` on the tensors of `function`.
+    """Load the package in `folder` as a graph that runs on the tensors of `function`.
 
     Raises:
         FileNotFoundError: there is no package.
@@ -150,13 +142,13 @@ def load(folder: Path, function: Callable[..., Any]) -> Frozen:
     layout = json.loads((folder / _LAYOUT).read_text())
     if layout.get("version") != _VERSION:
         raise ValueError(f"{path} was written by another version of this library: capture it again")
-    run = restored(function, layout, lambda: load_package(path))
+    run = bind_state(function, layout, lambda: load_package(path))
     return Frozen(run, stale=why_stale, is_loaded=True, written=layout["written"])
 
 
 def _written(program: torch.export.ExportedProgram, takes: Sequence[str]) -> list[str]:
-    """Which of the tensors that a program takes, by name, it writes to."""
-    signature = program.run_decompositions({}).graph_signature  # as it is, it names no writes
+    """Names of the tensors that a program writes to."""
+    signature = program.run_decompositions({}).graph_signature  # before, it names no writes
     names = dict(zip(signature.user_inputs, takes, strict=True))
     return [names[each] for each in signature.user_inputs_to_mutate.values()]
 

@@ -2,17 +2,16 @@
 
 What a user has to know:
 
-- Outputs lie in memory that the next replay of any graph of the same callable overwrites: use them,
-  or copy them, before it (or capture with ``fresh_outputs=True``).
+- The next replay of any graph of the same callable overwrites the outputs: use or copy them before
+  (or capture with ``fresh_outputs=True``).
 - Inputs are copied to fixed addresses, unless they are the graph's own `static_inputs`, filled in
-  place (or the examples themselves: ``in_place=True``). An input that the callable writes to is
+  place (or the examples themselves: ``in_place=True``). Inputs that the callable writes to are
   copied back.
-- Parameters and buffers of the module are used where they lie; if one is put elsewhere, the graph
-  does not run.
-- All graphs of one callable share a memory pool and the buffers of their inputs, so capture the
-  largest first, and run one at a time.
-- A recording cannot be kept on disk, what it records can: with an inductor that has a store, a
-  later process compiles nothing and only records.
+- Parameters and buffers are used at their addresses; if one moves, the graph is stale.
+- All graphs of one callable share a memory pool and input buffers: capture the largest first, and
+  run one at a time.
+- A recording cannot be stored on disk, but the compiled code that it records can: with a stored
+  inductor, a later process only records.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -28,10 +28,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from graphs.backends.inductor import InductorBackend
-from graphs.capture.contract import Backend, Frozen
+from graphs.capture.contract import Backend, CaptureSpec, Frozen, Job
 from graphs.capture.export_state import State, StateChanged, needs_gradients, why_stale
 from graphs.capture.inputs import Input
-from graphs.capture.symbolic import SymbolicSizes
 from graphs.errors import CaptureError
 from graphs.watch.causes import describe_failure
 from graphs.watch.compiles import note_replay
@@ -40,7 +39,7 @@ __all__ = ["CudaGraphBackend", "CudaRecorder", "Recording", "StaticInputs"]
 
 
 class Recording(NamedTuple):
-    """A recorded call: `replay()` runs it again, `outputs` is where its results lie."""
+    """A recorded call: `replay()` runs it again into `outputs`."""
 
     replay: Callable[[], None]
     outputs: Any
@@ -48,7 +47,7 @@ class Recording(NamedTuple):
 
 
 class CudaRecorder:
-    """Records the work of a device with `torch.cuda.CUDAGraph`, in one memory pool."""
+    """Records with `torch.cuda.CUDAGraph`, in one memory pool."""
 
     device = "cuda"
 
@@ -57,7 +56,7 @@ class CudaRecorder:
         self._streams: dict[int, torch.cuda.Stream] = {}
 
     def warm(self, call: Callable[[], Any], runs: int) -> None:
-        """Run on a side stream, so that lazy initialisation is not part of the graph."""
+        """Run on a side stream, to keep lazy initialisation out of the graph."""
         stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
@@ -67,10 +66,10 @@ class CudaRecorder:
         torch.cuda.synchronize()
 
     def record(self, call: Callable[[], Any]) -> Recording:
-        """Record what `call` does, which runs nothing."""
+        """Record what `call` does, without running it."""
         graph = torch.cuda.CUDAGraph()
-        # Torch's own stream for it is one per process, on the device recorded first.
-        # Graphs share the memory of their pool on the same stream only.
+        # Torch's default capture stream is on the device recorded first, and graphs share the
+        # memory of their pool only on the same stream.
         device = torch.cuda.current_device()
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
@@ -82,13 +81,22 @@ class CudaRecorder:
 class CudaGraphBackend(Backend):
     """Captures with CUDA graphs, over compiled or eager code.
 
+    With symbolic sizes, recordings of several sizes share compiled code.
+
+    Options:
+        compiler: makes the code that is recorded: `inductor`, or `eager`.
+        fresh_outputs: return copies, which no later replay overwrites.
+        in_place: the examples lie where the inputs of each run will lie, such as in one buffer that
+            is filled anew; the graph reads them there, and nothing is copied.
+
     Args:
-        recorder: makes what records, once for each callable: a :class:`CudaRecorder`, or a double.
-        inductor: compiles what is recorded, or finds it in its store; see
+        recorder: makes a :class:`CudaRecorder`, or a test double, for each callable.
+        inductor: compiles the code that is recorded; may be a
             :class:`~graphs.store.StoredInductor`.
     """
 
     name = "cudagraph"
+    options = MappingProxyType({"compiler": "inductor", "fresh_outputs": False, "in_place": False})
 
     def __init__(
         self,
@@ -107,78 +115,53 @@ class CudaGraphBackend(Backend):
         built = "sees no CUDA device" if torch.version.cuda else "is built without CUDA"
         return f"torch {torch.__version__} {built}; use backend 'inductor'"
 
-    def capture(
-        self,
-        function: Callable[..., Any],
-        example_inputs: Sequence[Input],
-        *,
-        name: str,
-        warm_runs: int,
-        symbolic: SymbolicSizes | None = None,
-        compiler: str = "inductor",
-        fresh_outputs: bool = False,
-        in_place: bool = False,
-    ) -> Frozen:
-        """Run `warm_runs` times, then record.
-
-        Args:
-            symbolic: sizes that the compiled code leaves open, so that recordings of several share
-                it; each is recorded at sizes of its own.
-            compiler: what makes the code that is recorded: `inductor`, or `eager`.
-            fresh_outputs: return copies, which no later replay overwrites.
-            in_place: the examples lie where the inputs of each run will lie, such as in one buffer
-                that is filled anew; the graph reads them there, and nothing is copied.
-        """
-        if needs_gradients(function, example_inputs):
+    def capture(self, job: Job) -> Frozen:
+        """Run `warm_runs` times, then record."""
+        examples, options, warm_runs = job.examples, job.options, job.spec.warm_runs
+        if needs_gradients(job.function, examples):
             raise CaptureError(
-                name, "a recorded graph has no gradients; capture under torch.no_grad()"
+                job.name, "a recorded graph has no gradients; capture under torch.no_grad()"
             )
         try:
-            recorder, buffers = self._shared_by(function)
-            with _on(recorder.device, example_inputs):
-                statics = [*example_inputs] if in_place else buffers.of(example_inputs)
-                writes = _Writes(example_inputs, statics)
-                code = Frozen(function)
-                if compiler != "eager":
-                    inner = self._compiler(compiler)
-                    how: dict[str, Any] = {"name": name, "warm_runs": 1, "symbolic": symbolic}
-                    code = inner.capture(function, statics, **how)
+            recorder, buffers = self._shared_by(job.function)
+            with _on(recorder.device, examples):
+                statics = [*examples] if options["in_place"] else buffers.of(examples)
+                writes = _Writes(examples, statics)
+                code = Frozen(job.function)
+                if options["compiler"] != "eager":
+                    inner = self._compiling(replace(job, examples=statics))
+                    code = inner.spec.backend.capture(inner)
                     warm_runs -= 1
                 call = code.run
                 recorder.warm(lambda: call(*statics), max(1, warm_runs))
                 writes.find()
                 recording = recorder.record(lambda: call(*statics))
-                writes.give_back(example_inputs)
+                writes.give_back(examples)
         except CaptureError:
             raise
         except Exception as error:
-            raise CaptureError(name, describe_failure(error)) from error
-        replay = _Replay(function, code, statics, recording, writes, fresh_outputs)
+            raise CaptureError(job.name, describe_failure(error)) from error
+        replay = _Replay(job.function, code, statics, recording, writes, options["fresh_outputs"])
         tensors = tuple(value for value in statics if isinstance(value, Tensor))
         own: dict[str, Any] = {"static_inputs": tensors, "close": replay.close, "stale": why_stale}
         return replace(code, run=replay, direct=None, **own)
 
-    def has(
-        self,
-        function: Callable[..., Any],
-        example_inputs: Sequence[Input],
-        *,
-        symbolic: SymbolicSizes | None = None,
-        compiler: str = "inductor",
-        **_: Any,
-    ) -> bool:
+    def has(self, job: Job) -> bool:
         """Whether a capture would find its compiled code in a store, and only record."""
-        return self._compiler(compiler).has(function, example_inputs, symbolic=symbolic)
+        inner = self._compiling(job)
+        return inner.spec.backend.has(inner)
 
     def why_no_symbolic(self) -> str:
         """An empty string: recordings share compiled code."""
         return ""
 
-    def _compiler(self, name: str) -> InductorBackend:
-        return self._inductor if name == "inductor" else InductorBackend(name, name)
+    def _compiling(self, job: Job) -> Job:
+        """The capture of the code that is recorded."""
+        name = job.options["compiler"]
+        inner = self._inductor if name == "inductor" else InductorBackend(name, name)
+        return replace(job, spec=CaptureSpec(inner, job.name, sizes=job.spec.sizes))
 
     def _shared_by(self, function: Callable[..., Any]) -> tuple[CudaRecorder, StaticInputs]:
-        """What the graphs of one callable share."""
         try:
             if function not in self._shared:
                 self._shared[function] = self._recorder(), StaticInputs()
@@ -188,7 +171,7 @@ class CudaGraphBackend(Backend):
 
 
 class _Writes:
-    """Which static inputs the callable writes to, and so have to be copied back."""
+    """Finds the static inputs that the callable writes to, which have to be copied back."""
 
     def __init__(self, given: Sequence[Input], statics: Sequence[Input]) -> None:
         self.places: list[int] = []
@@ -204,10 +187,10 @@ class _Writes:
         ]
 
     def find(self) -> None:
-        """Compare with what the inputs were before the callable ran.
+        """Compare with the inputs before the callable ran.
 
         Raises:
-            ValueError: one that is written to shares memory with another.
+            ValueError: an input that is written to shares memory with another.
         """
         for place, (version, content) in self._before.items():
             static: Any = self._statics[place]
@@ -221,7 +204,7 @@ class _Writes:
         self._before.clear()
 
     def give_back(self, inputs: Sequence[Any]) -> None:
-        """Copy what was written to the caller's own tensors."""
+        """Copy what was written to the caller's tensors."""
         for place in self.places:
             given, static = inputs[place], self._statics[place]
             if given.data_ptr() != static.data_ptr():  # type: ignore[union-attr]
@@ -229,7 +212,7 @@ class _Writes:
 
 
 class _Replay:
-    """Copies inputs in, replays, and hands out the outputs."""
+    """Copies inputs in, replays, and returns the outputs."""
 
     def __init__(
         self,
@@ -244,7 +227,7 @@ class _Replay:
         self._addresses = [tensor.data_ptr() for tensor in self._state.now()]
         self._statics = [(i, value) for i, value in enumerate(statics) if isinstance(value, Tensor)]
         self._recording: Recording | None = recording
-        self._code: Frozen | None = code  # which holds the kernels that were recorded
+        self._code: Frozen | None = code  # holds the kernels that were recorded
         self._writes = writes
         self._fresh_outputs = fresh_outputs
 
@@ -273,7 +256,7 @@ class _Replay:
         if [tensor.data_ptr() for tensor in now] != self._addresses:
             both = zip(self._state.specs, now, self._addresses, strict=True)
             moved = [spec.name for spec, tensor, address in both if tensor.data_ptr() != address]
-            raise StateChanged(f"tensor '{moved[0]}' lies elsewhere; write to it in place")
+            raise StateChanged(f"tensor '{moved[0]}' has moved; write to it in place")
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -281,10 +264,10 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _on(kind: str, inputs: Sequence[Input]) -> AbstractContextManager[object]:
-    """With the device of the inputs as the current one, whose streams are recorded.
+    """Make the device of the inputs the current one, whose streams are recorded.
 
     Raises:
-        ValueError: they are on several, or of another kind.
+        ValueError: they are on several devices, or on one of another kind.
     """
     tensors = {i: value for i, value in enumerate(inputs) if isinstance(value, Tensor)}
     device = next((value.device for value in tensors.values() if value.device.type == kind), kind)
@@ -300,19 +283,16 @@ def _on(kind: str, inputs: Sequence[Input]) -> AbstractContextManager[object]:
 class StaticInputs:
     """Inputs at fixed addresses, in buffers that all graphs of one callable share.
 
-    The graphs run one at a time. The first capture decides how large the buffers are, so capture
-    the largest first. A graph that needs more gets one of its own: the others stay where they are.
+    The first capture decides how large the buffers are. A graph that needs more gets a new buffer;
+    the others stay at their addresses.
     """
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[int, torch.device], Tensor] = {}
 
     def of(self, examples: Sequence[Input]) -> list[Input]:
-        """What a graph is captured on: constants as they are, tensors at fixed addresses, filled.
-
-        A tensor keeps its shape and strides.
-        """
-        # An inference tensor has no version, so its writes would not be seen.
+        """Copy tensors to fixed addresses, with their shapes and strides; keep constants."""
+        # Not inference tensors: these have no version, so writes would go unseen.
         with torch.inference_mode(False), torch.no_grad():
             return [
                 self._view(place, value).copy_(value) if isinstance(value, Tensor) else value

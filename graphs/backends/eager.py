@@ -1,12 +1,8 @@
-"""The callable itself: what every other backend is compared with."""
+"""The callable itself: the reference that every other backend is compared with."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
-from graphs.capture.contract import Backend, Frozen
-from graphs.capture.inputs import Input
+from graphs.capture.contract import Backend, Frozen, Job
 
 __all__ = ["EagerBackend"]
 
@@ -16,13 +12,6 @@ class EagerBackend(Backend):
 
     name = "eager"
 
-    def capture(
-        self,
-        function: Callable[..., Any],
-        example_inputs: Sequence[Input],
-        *,
-        name: str,
-        warm_runs: int,
-    ) -> Frozen:
+    def capture(self, job: Job) -> Frozen:
         """Run the callable `warm_runs` times, so that an error shows now."""
-        return Frozen(function).warmed(example_inputs, name, warm_runs)
+        return job.warm_up(Frozen(job.function))

@@ -1,23 +1,23 @@
 """Intel Gaudi: HPU graphs in lazy mode, `torch.compile(backend="hpu_backend")` in eager mode.
 
-Never run on a device here: it is tested against a stub of `habana_frameworks` only, which knows the
-calls and their order, not the hardware. An update in place through a view is not seen outside of
-an HPU graph, so caches have to be tensors of their own.
+Tested only against a stub of `habana_frameworks`, never on a device. An in-place write through a
+view is lost in an HPU graph, so caches have to be tensors of their own.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any, Literal, TypeAlias
+from types import MappingProxyType
+from typing import Any
 
 from torch import Tensor, nn
 
 from graphs.backends.inductor import InductorBackend
-from graphs.capture.contract import Backend, Frozen
+from graphs.capture.contract import Backend, CaptureSpec, Frozen, Job
 from graphs.capture.inputs import Input
-from graphs.capture.wrappers import as_module, writes_seen
+from graphs.capture.wrappers import as_module, watch_writes
 from graphs.errors import CaptureError
 from graphs.watch.causes import describe_failure
 from graphs.watch.compiles import note_replay
@@ -26,13 +26,15 @@ __all__ = ["HpuBackend"]
 
 _BRIDGE = "habana_frameworks"
 
-Mode: TypeAlias = Literal["auto", "lazy", "eager"]
-
 
 class HpuBackend(Backend):
-    """Captures with what the Gaudi bridge has for the mode that it runs in."""
+    """Captures with what the Gaudi bridge has for the mode that it runs in.
+
+    Option: `mode`: `lazy` (HPU graphs), `eager` (`hpu_backend`), or `auto`: the bridge's mode.
+    """
 
     name = "hpu"
+    options = MappingProxyType({"mode": "auto"})
 
     def available(self) -> str | None:
         """Needs Intel's bridge and a device."""
@@ -44,48 +46,36 @@ class HpuBackend(Backend):
             return f"{_BRIDGE} does not import: {describe_failure(error)}"
         return None if has_device else f"{_BRIDGE} sees no HPU device"
 
-    def capture(
-        self,
-        function: Callable[..., Any],
-        example_inputs: Sequence[Input],
-        *,
-        name: str,
-        warm_runs: int,
-        mode: Mode = "auto",
-    ) -> Frozen:
-        """Run `warm_runs` times; the first run records or compiles.
-
-        Args:
-            mode: `lazy` (HPU graphs) or `eager` (`hpu_backend`); `auto`: what the bridge is in.
-        """
+    def capture(self, job: Job) -> Frozen:
+        """Run `warm_runs` times; the first run records or compiles."""
+        mode, function = job.options["mode"], job.function
         if mode == "auto":
             mode = "lazy" if _is_lazy() else "eager"
-        named = [(f"input {i}", v) for i, v in enumerate(example_inputs) if isinstance(v, Tensor)]
+        named = [(f"input {i}", v) for i, v in enumerate(job.examples) if isinstance(v, Tensor)]
         named += function.named_buffers() if isinstance(function, nn.Module) else ()
-        written_since = writes_seen(each for each in named if each[1]._is_view())
+        written_since = watch_writes(each for each in named if each[1]._is_view())
         if mode == "lazy":
-            frozen = _record(function, example_inputs, name, warm_runs)
+            frozen = _record(job)
         else:
             compiled = InductorBackend(self.name, "hpu_backend")
-            frozen = compiled.capture(function, example_inputs, name=name, warm_runs=warm_runs)
+            spec = CaptureSpec(compiled, job.name, warm_runs=job.spec.warm_runs)
+            frozen = compiled.capture(replace(job, spec=spec))
         if written := written_since():
             raise CaptureError(
-                name,
+                job.name,
                 f"{written} is a view and is written in place, which an HPU graph loses: "
                 "keep it as a tensor of its own",
             )
         return frozen
 
 
-def _record(
-    function: Callable[..., Any], inputs: Sequence[Input], name: str, warm_runs: int
-) -> Frozen:
+def _record(job: Job) -> Frozen:
     bridge = _bridge()
-    module = _Own(as_module(function))
+    module = _Own(as_module(job.function))
     mark_step = bridge.core.mark_step
 
     def run(*inputs: Input) -> Any:
-        # Before it, so that copies of inputs are not part of the graph; after it, to start it now.
+        # Before, to keep copies of inputs out of the graph; after, to start it now.
         mark_step()
         result = recorded(*inputs)
         mark_step()
@@ -93,15 +83,15 @@ def _record(
         return result
 
     try:
-        # Its cache would keep the inputs of the recording, and with them old caches, alive.
+        # The tensor cache would keep the inputs of the recording alive, old KV caches included.
         recorded = bridge.hpu.wrap_in_hpu_graph(module, disable_tensor_cache=True)
     except Exception as error:
-        raise CaptureError(name, describe_failure(error)) from error
-    return Frozen(run).warmed(inputs, name, warm_runs)
+        raise CaptureError(job.name, describe_failure(error)) from error
+    return job.warm_up(Frozen(run))
 
 
 class _Own(nn.Module):
-    """A module for one graph: the bridge puts what it records into the module that it is given."""
+    """A module for one graph: the bridge stores its recording in the module that it wraps."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

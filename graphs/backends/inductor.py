@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from graphs.capture.contract import Backend, Frozen, Job
-from graphs.capture.input_overlaps import names_written
-from graphs.capture.inputs import Input
-from graphs.capture.symbolic import SymbolicSizes
+from graphs.capture.contract import Backend, CaptureSpec, Frozen, Job
+from graphs.capture.input_overlaps import watch_written_names
 from graphs.capture.wrappers import variants_of, with_own_code
 from graphs.errors import CaptureError
 from graphs.torch_internals.compiling import (
@@ -28,9 +27,9 @@ from graphs.torch_internals.compiling import (
 )
 from graphs.torch_internals.direct_call import direct_path
 from graphs.torch_internals.errors import first_hint
-from graphs.torch_internals.example_inputs import marked, separated
+from graphs.torch_internals.example_inputs import mark_symbolic, separate_storages
 from graphs.torch_internals.features import with_features
-from graphs.torch_internals.replay.replay import Tapes
+from graphs.torch_internals.replay.replay import Replays
 from graphs.watch.causes import describe_failure
 
 __all__ = ["InductorBackend", "compile_only", "freeze", "shareable"]
@@ -48,11 +47,16 @@ _NO_COMPILER = (
 class InductorBackend(Backend):
     """Captures through Dynamo.
 
+    Options: `mode` and `options` of `torch.compile`; `replays`, to which those of graphs on the
+    CPU are added (:mod:`graphs.torch_internals.replay`).
+
     Args:
-        name: the name it is chosen by.
+        name: what users choose it by.
         compiler: the Dynamo backend that gets the graph, as `torch.compile` takes it: `inductor`,
-            or `aot_eager`, which traces but does not compile, or a function.
+            `aot_eager`, which traces but does not compile, or a function.
     """
+
+    options = MappingProxyType({"mode": None, "options": None, "replays": None})
 
     def __init__(
         self, name: str = "inductor", compiler: str | Callable[..., Any] = "inductor"
@@ -61,46 +65,34 @@ class InductorBackend(Backend):
         self._compiler = compiler
 
     def available(self) -> str | None:
-        """Inductor writes C++ for the CPU, so a host without an accelerator needs a compiler."""
+        """Needs a C++ compiler, on a host without an accelerator."""
         if self._compiler != "inductor" or torch.accelerator.is_available():
             return None
         return None if has_cpp_compiler() else _NO_COMPILER
 
-    def capture(
-        self,
-        function: Callable[..., Any],
-        example_inputs: Sequence[Input],
-        *,
-        name: str,
-        warm_runs: int,
-        symbolic: SymbolicSizes | None = None,
-        mode: str | None = None,
-        options: Mapping[str, Any] | None = None,
-        tapes: Tapes | None = None,
-    ) -> Frozen:
-        """Compile in the first run; `mode` and `options` are those of `torch.compile`.
-
-        With `tapes` it gets a tape if it can have one, see :mod:`graphs.torch_internals.replay`.
-        """
-        if not isinstance(tapes, Tapes | None):
+    def capture(self, job: Job) -> Frozen:
+        """Compile in the first run."""
+        replays, sizes = job.options["replays"], job.spec.sizes
+        if not isinstance(replays, Replays | None):
             raise TypeError(
-                f"tapes: expected Tapes or None, got {type(tapes).__name__}: make Tapes(player)"
+                f"replays: expected Replays or None, got {type(replays).__name__}: make "
+                "Replays(replayer)"
             )
-        examples = separated(example_inputs)
-        job = Job(function, examples, name, warm_runs, symbolic, mode, options, tapes)
-        make: Callable[[], Frozen] = partial(self.alone, replace(job, symbolic=None))
-        if symbolic is not None:
-            make = partial(symbolic.capture, job, partial(self.shared, job), make)
-        written = names_written(function, examples)
-        frozen = tapes.taping(make) if tapes else make()
-        return replace(frozen, keeps=tapes, written=written())
+        job = replace(job, examples=separate_storages(job.examples))
+        make: Callable[[], Frozen] = partial(self.alone, job.with_spec(sizes=None))
+        if sizes is not None:
+            capture = partial(sizes.capture, job.name, job.examples, job.spec.warm_runs)
+            make = partial(capture, partial(self.shared, job), make)
+        written = watch_written_names(job.function, job.examples)
+        frozen = replays.record(make) if replays else make()
+        return replace(frozen, keep_alive=replays, written=written())
 
     def alone(self, job: Job) -> Frozen:
-        """A graph of fixed sizes."""
+        """Capture at fixed sizes."""
         return freeze(job, self._compiler)[0]
 
     def shared(self, job: Job) -> Frozen:
-        """A graph in which symbols stand for sizes of the inputs."""
+        """Capture with symbolic sizes."""
         return shareable(freeze(job, self._compiler)[0])
 
     def why_no_symbolic(self) -> str:
@@ -113,9 +105,7 @@ class InductorBackend(Backend):
             return super().why_no_precompile()
         return why_no_disk_cache()
 
-    def precompile(
-        self, function: Callable[..., Any], example_inputs: Sequence[Input], **settings: Any
-    ) -> None:
+    def precompile(self, job: Job) -> None:
         """Compile into inductor's cache on disk, and run nothing.
 
         Raises:
@@ -123,16 +113,17 @@ class InductorBackend(Backend):
         """
         if reason := self.why_no_precompile():
             raise NotImplementedError(reason)
-        job = Job(function, separated(example_inputs), **settings)
-        compile_only(job, inductor_compiler(job.mode, job.options))
+        compiler = inductor_compiler(job.options["mode"], job.options["options"])
+        compile_only(replace(job, examples=separate_storages(job.examples)), compiler)
 
     def prepare(self) -> None:
         """Load and probe once what every first compile needs, for forked processes to inherit."""
-        InductorBackend.precompile(self, torch.neg, [torch.ones(8)], name="prepare")
+        spec = CaptureSpec(InductorBackend(), "prepare")
+        InductorBackend.precompile(self, Job(torch.neg, [torch.ones(8)], spec))
 
 
 def freeze(job: Job, compiler: str | Callable[..., Any]) -> tuple[Frozen, Any]:
-    """Compile in the first of the runs: the graph, and what that run returned.
+    """Compile in the first run; return the graph and what that run returned.
 
     Raises:
         CaptureError: a graph break, or the callable or the compiler failed.
@@ -146,18 +137,18 @@ def freeze(job: Job, compiler: str | Callable[..., Any]) -> tuple[Frozen, Any]:
             if simpler is None:
                 raise
             _log.warning("%s; captured in a simpler way", error)
-    raise AssertionError("a callable has one variant at least")
+    raise AssertionError("capture_variants() returned none")
 
 
 def _freeze(job: Job, compiler: str | Callable[..., Any]) -> tuple[Frozen, Any]:
     own = with_own_code(job.function, job.name)
-    options = job.options and dict(job.options)
+    mode, options = job.options["mode"], job.options["options"]
     try:
-        compiled = compile_once(own, compiler, mode=job.mode, options=options)
-        with compiling(), marked(job.examples, job.dims):
+        compiled = compile_once(own, compiler, mode=mode, options=options and dict(options))
+        with compiling(), mark_symbolic(job.examples, job.dims):
             result = compiled(*job.examples)
         direct = direct_path(own, job.examples)
-        for _ in range(job.warm_runs - 1):
+        for _ in range(job.spec.warm_runs - 1):
             compiled(*job.examples)
     except Exception as error:
         raise CaptureError(job.name, _why_not(error)) from error
@@ -165,7 +156,7 @@ def _freeze(job: Job, compiler: str | Callable[..., Any]) -> tuple[Frozen, Any]:
 
 
 def shareable(frozen: Frozen) -> Frozen:
-    """A graph of symbolic sizes from :func:`freeze`, for others to share."""
+    """Prepare a graph of symbolic sizes from :func:`freeze` for other captures to share."""
     direct = frozen.direct
     if direct is None:
         return replace(frozen, why_not=lambda _: "this torch keeps its guards elsewhere")
@@ -175,7 +166,7 @@ def shareable(frozen: Frozen) -> Frozen:
 
 
 def compile_only(job: Job, compiler: Callable[..., Any]) -> None:
-    """Trace a callable and give its graph to `compiler`; nothing runs."""
+    """Trace a callable and compile its graph with `compiler`; run nothing."""
 
     def compile_and_refuse(graph: Any, inputs: Any) -> Callable[..., Any]:
         compiler(graph, inputs)
@@ -186,7 +177,7 @@ def compile_only(job: Job, compiler: Callable[..., Any]) -> None:
         return refuse
 
     compiled = compile_once(with_own_code(job.function, job.name), compile_and_refuse)
-    with compiling(), marked(job.examples, job.dims), contextlib.suppress(_Compiled):
+    with compiling(), mark_symbolic(job.examples, job.dims), contextlib.suppress(_Compiled):
         compiled(*job.examples)
 
 

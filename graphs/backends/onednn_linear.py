@@ -2,8 +2,8 @@
 
 On x86 torch sends a float32 matmul to MKL, which uses half of the vector width on processors not
 made by Intel. oneDNN is in the same wheel and uses all of it: `benchmarks/linear.py` prints the
-ratio. Inductor itself does that only for weights that are frozen into the graph, one copy per
-graph; here the weight stays the module's parameter.
+ratio. Inductor does this only for weights that are frozen into each graph; here the weight stays
+the module's parameter.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _library.define("onednn_linear(Tensor input, Tensor weight, Tensor? bias) -> Ten
 
 
 def for_cpu(sizes: Collection[tuple[int, int]] | None = None) -> dict[str, Any]:
-    """Options of `torch.compile` with the passes that help on this CPU; empty where none does.
+    """Options of `torch.compile` with this pass, or none where it does not help.
 
     Args:
         sizes: (outputs, inputs) of the layers that oneDNN computes faster here; None: all.
@@ -40,7 +40,7 @@ class OneDnnLinear(CustomGraphPass):
     """Replaces ``mm(x, weight.T)`` and ``addmm(bias, x, weight.T)`` in float32 on the CPU.
 
     Only where the weight is a contiguous input of the graph and there are at least 16 rows, which a
-    graph of symbolic rows checks when it runs. The result differs in rounding only.
+    graph with symbolic rows checks at run time. The result differs only in rounding.
 
     Args:
         sizes: (outputs, inputs) of the weights; None: of any size.

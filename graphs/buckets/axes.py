@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 __all__ = ["Axis", "Bucket", "whole"]
 
-_RESERVED = frozenset({"get", "holds", "items", "keys", "names", "of", "sizes", "values"})
+_RESERVED = frozenset({"get", "items", "keys", "names", "of", "sizes", "values"})
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Axis:
     """One named dimension of a need, with the range `low..high` that a legal need has on it.
 
     Args:
-        name: a Python identifier, since needs are given by keyword.
+        name: a Python identifier, since needs are passed by keyword.
         low: the smallest legal value, at least 0.
         high: the largest legal value, at least `low`.
 
@@ -66,7 +66,7 @@ class Bucket(Mapping[str, int]):
 
     @classmethod
     def of(cls, names: tuple[str, ...], sizes: tuple[int, ...]) -> Bucket:
-        """Make a bucket from sizes that are known to be whole, non-negative and one per name."""
+        """Make a bucket without checking its sizes."""
         bucket = cls.__new__(cls)
         bucket._fill(names, sizes)
         return bucket
@@ -75,10 +75,6 @@ class Bucket(Mapping[str, int]):
         object.__setattr__(self, "names", names)
         object.__setattr__(self, "sizes", sizes)
         object.__setattr__(self, "_hash", hash((names, sizes)))
-
-    def holds(self, need: Mapping[str, int]) -> bool:
-        """Whether this bucket is at least as large as `need` on every axis of the bucket."""
-        return all(size >= need[name] for name, size in zip(self.names, self.sizes, strict=True))
 
     def __getitem__(self, name: str) -> int:
         try:
@@ -119,12 +115,7 @@ class Bucket(Mapping[str, int]):
 
 
 def whole(name: str, size: int) -> int:
-    """Return `size` as an int.
-
-    Raises:
-        TypeError: it is not a whole number.
-        ValueError: it is negative.
-    """
+    """Return `size` as an int; raise TypeError if it is not whole, ValueError if negative."""
     try:
         whole = index(size)
     except TypeError:

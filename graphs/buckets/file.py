@@ -1,4 +1,4 @@
-"""Bucket files: a tuple of sizes a line, with ranges and lists. Parsed by hand, never evaluated.
+"""Bucket files: one tuple of sizes per line, with ranges and lists; parsed, never evaluated.
 
 For example:
 
@@ -35,8 +35,8 @@ def from_file(path: str | os.PathLike[str]) -> BucketSpace:
     """Read a bucket file: a line `axes: <names>`, a line `version: 1`, and one tuple a line.
 
     A value is an int, `range(stop)`, `range(start, stop[, step])`, or a list of these in brackets;
-    a line with several values for an axis stands for all combinations. `#` begins a comment;
-    without a version line, 1 is assumed.
+    several values for an axis stand for all combinations. `#` begins a comment; the version
+    defaults to 1.
 
     Raises:
         BucketFileError: the file cannot be read, a line is bad (with its number and the reason),
@@ -65,9 +65,9 @@ def from_file(path: str | os.PathLike[str]) -> BucketSpace:
 
 
 def to_file(space: BucketSpace, path: str | os.PathLike[str]) -> None:
-    """Write the buckets of `space`, one tuple a line, in the form that :func:`from_file` reads.
+    """Write the buckets of `space` for :func:`from_file`, atomically.
 
-    The file appears complete or not at all. Costs and legal ranges are not written.
+    Costs and legal ranges are not written.
 
     Raises:
         OSError: the file cannot be written.
@@ -163,7 +163,7 @@ def _parse_range(tokens: _Tokens) -> range:
 
 
 class _Tokens:
-    """The words of one line, read from the left."""
+    """The tokens of one line, read from the left."""
 
     def __init__(self, text: str) -> None:
         self._rest: Iterator[str] = iter(_TOKEN.findall(text))

@@ -1,8 +1,7 @@
-"""The ladders that the field uses, as :class:`~graphs.buckets.space.BucketSpace` factories.
+"""Common bucket ladders, as :class:`~graphs.buckets.space.BucketSpace` factories.
 
-Each takes one keyword per axis and returns the product of the ladders. The maximum itself is always
-a bucket, even off the stride; nothing is there twice; 0 is a size like any other (no shared
-blocks).
+Each takes one keyword per axis and returns the product of the ladders. The maximum is always a
+bucket, even off the stride; sizes are unique; 0 is a size like any other (no shared blocks).
 """
 
 from __future__ import annotations
@@ -41,14 +40,14 @@ def linear(**axes: tuple[int, int, int]) -> BucketSpace:
 def exponential(**axes: tuple[int, int, int] | tuple[int, int, int, int]) -> BucketSpace:
     """Sizes in equal ratios: `exponential(tokens=(1, 256, 9))` is 1 2 4 8 16 32 64 128 256.
 
-    The "unified" ladder of the field is this with 10 points and a multiple of 128:
+    The "unified" ladder of other engines has 10 points and a multiple of 128:
     `exponential(tokens=(1, 8192, 10, 128), shared=(0, 128, 11, 128), unique=(0, 4096, 11, 128))`.
 
     Args:
         axes: `name=(min, max, points)` or `name=(min, max, points, multiple)` for each axis. With a
             multiple, sizes are rounded up to it, except for 0 and the maximum. Sizes that round to
-            the same int are there once, so an axis may get fewer than `points`; one point is the
-            maximum alone, and a minimum of 0 takes one point.
+            the same int are merged, so an axis may get fewer than `points`; one point is the
+            maximum, and a minimum of 0 takes one point.
 
     Raises:
         ValueError: no axis, `min < 0`, `max < min`, `points < 1` or `multiple < 1`.
@@ -57,17 +56,16 @@ def exponential(**axes: tuple[int, int, int] | tuple[int, int, int, int]) -> Buc
 
 
 def padding_aware(**axes: tuple[int, int, int, int, int]) -> BucketSpace:
-    """Multiples of a step, only so many that padding stays within two limits; powers of two below.
+    """The fewest multiples of a step that keep padding within two limits; powers of two below.
 
-    Sizes double up to the first above the step. From there on a multiple of the step is left out
-    where a need just above the size before can just as well be padded to the next one. So
-    `padding_aware(tokens=(16, 16, 128, 32, 25))` has the sizes 16 32 48 64 80 96 128. The rule is
-    that of vLLM's Gaudi plugin (vllm-gaudi pull request 762).
+    Sizes double up to the first above the step. From there on a multiple of the step is left out if
+    padding to the next one is within the limits. `padding_aware(tokens=(16, 16, 128, 32, 25))` has
+    the sizes 16 32 48 64 80 96 128. This is the rule of vLLM's Gaudi plugin (vllm-gaudi#762).
 
     Args:
         axes: `name=(min, step, max, absolute, percent)` for each axis: padding of at most
-            `absolute` (0: no such limit), and of at most `percent` of the padded size. Multiples of
-            `absolute` are always there. 0 per cent is a linear ladder, 50 one of powers of two.
+            `absolute` (0: no limit), and at most `percent` of the padded size. Multiples of
+            `absolute` are always included. 0 percent is a linear ladder, 50 powers of two.
 
     Raises:
         ValueError: no axis, `min < 0`, `step < 1`, `max < min`, `absolute < 0`, or `percent`

@@ -1,8 +1,8 @@
-"""A set of buckets over named axes, and the cheapest of them that holds a need.
+"""A set of buckets over named axes, and the choice of the cheapest one that holds a need.
 
 A need is a point of non-negative ints over named axes (`tokens=37, blocks=412`); a bucket holds it
-when it is at least as large on every axis. A :class:`BucketSpace` is any set of buckets, not only a
-product of ladders.
+if it is at least as large on every axis. A :class:`BucketSpace` may be any set of buckets, not only
+a product of ladders.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ class BucketSpace:
 
     Args:
         axes: :class:`Axis` objects, or names (range `0..largest bucket`).
-        buckets: buckets, mappings, or tuples of sizes in the order of the axes. Repetitions are
+        buckets: buckets, mappings, or tuples of sizes in the order of the axes. Duplicates are
             dropped.
-        cost: what running a bucket costs, in any unit. Default: the product of its sizes, each at
-            least 1.
+        cost: of running a bucket, in any unit. Default: the product of its sizes, each at least 1.
 
     Raises:
         ValueError: no axis, no bucket, a repeated axis, a size outside its axis, a cost that is not
@@ -79,7 +78,7 @@ class BucketSpace:
         return self._by_cost[rank]
 
     def cost(self, bucket: Bucket) -> float:
-        """What the space says a bucket costs, whether or not it is a member."""
+        """Return the cost of a bucket, which need not be a member."""
         known = self._costs.get(bucket)
         return known if known is not None else _finite_cost(self._cost or _product, bucket)
 
@@ -93,12 +92,12 @@ class BucketSpace:
         return BucketSpace(self.axes, self._buckets, cost)
 
     def where(self, legal: Callable[[Bucket], bool]) -> BucketSpace:
-        """Leave out the buckets that no legal need can reach.
+        """Drop the buckets that no legal need can reach.
 
         `legal(need)` takes a need as a :class:`Bucket`: `space.where(lambda n: n.logits <=
-        n.tokens)`. A bucket stays if, of the needs that go to it, one at the low, middle or high
-        end of each axis is legal; that is exact for conditions of which no two pull the same axis
-        in opposite directions. The maximum stays if it is legal.
+        n.tokens)`. A bucket stays if one of the needs that it serves is legal, tried at the low,
+        middle and high end of each axis; that is exact unless two conditions pull the same axis in
+        opposite directions. The maximum stays if it is legal.
 
         Raises:
             ValueError: nothing is legal, or the space has more than two million cells (apply
@@ -120,7 +119,7 @@ class BucketSpace:
         return BucketSpace(self.axes, kept, self._cost)
 
     def _cells(self) -> Iterator[tuple[tuple[int, int], ...]]:
-        # All needs inside one cell of the grid of sizes go to the same bucket.
+        # All needs in one cell of the grid of sizes go to the same bucket.
         columns = [_intervals(axis, {b[axis.name] for b in self._buckets}) for axis in self.axes]
         if math.prod(map(len, columns)) > _MAX_CELLS:
             raise ValueError(
@@ -135,25 +134,10 @@ class BucketSpace:
             raise ValueError(
                 f"a product needs disjoint axes, both have {', '.join(sorted(shared))}"
             )
-        self._need_default_cost(other)
-        pairs = (a.sizes + b.sizes for a in self for b in other)
-        return BucketSpace(self.axes + other.axes, pairs)
-
-    def __or__(self, other: BucketSpace) -> BucketSpace:
-        """The buckets of both spaces, over the same axes."""
-        if set(self.names) != set(other.names):
-            raise ValueError(f"a union needs the same axes, got {self.names} and {other.names}")
-        self._need_default_cost(other)
-        theirs = {axis.name: axis for axis in other.axes}
-        axes = [
-            Axis(a.name, min(a.low, theirs[a.name].low), max(a.high, theirs[a.name].high))
-            for a in self.axes
-        ]
-        return BucketSpace(axes, (*self._buckets, *other._buckets))
-
-    def _need_default_cost(self, other: BucketSpace) -> None:
         if self._cost is not None or other._cost is not None:
             raise ValueError("combine spaces first, then give the result a cost using with_cost()")
+        pairs = (a.sizes + b.sizes for a in self for b in other)
+        return BucketSpace(self.axes + other.axes, pairs)
 
     def __iter__(self) -> Iterator[Bucket]:
         return iter(self._buckets)
@@ -229,12 +213,11 @@ def _spread(cell: tuple[tuple[int, int], ...]) -> Iterator[tuple[int, ...]]:
 
 
 class _CheapestDominating:
-    """The first point, in the given order, that is at least a query on every axis.
+    """Finds the first point, in the given order, that is at least a query on every axis.
 
-    For each axis, the distinct sizes are kept sorted, and for each of them the set of points that
-    are at least so large, as the bits of one int: bit r for the point of rank r. A query ANDs one
-    set per axis; its lowest bit is the answer. On a single axis the lowest bits are worked out
-    beforehand, so that a query is the binary search alone.
+    Each axis has its distinct sizes in order, and for each size the bit set of points that are at
+    least as large: bit r for the point of rank r. A query ANDs one set per axis; the lowest bit is
+    the answer. On a single axis the lowest bits are precomputed, so a query is one binary search.
     """
 
     def __init__(self, points: Sequence[tuple[int, ...]]) -> None:
@@ -245,7 +228,7 @@ class _CheapestDominating:
             self._only = [_lowest_bit(bits) for bits in self._columns[0][1]]
 
     def rank(self, query: Sequence[int]) -> int:
-        """The rank of the first point that dominates `query`, or -1 if none does."""
+        """Return the rank of the first point that dominates `query`, or -1."""
         if self._only is not None:
             return self._only[bisect_left(self._columns[0][0], query[0])]
         bits = -1

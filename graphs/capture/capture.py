@@ -1,20 +1,21 @@
-"""`capture`: the one way in to every way of freezing a callable at fixed shapes."""
+"""`capture`: freezes a callable at fixed shapes, with any backend."""
 
 from __future__ import annotations
 
-import inspect
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from graphs.backends import BACKENDS
-from graphs.capture.contract import Backend, Frozen
-from graphs.capture.garbage import collected_later
+from graphs.capture.contract import Backend, CaptureSpec, Job
+from graphs.capture.frozen import Frozen
+from graphs.capture.garbage import collection_paused
 from graphs.capture.input_overlaps import InputOverlaps
 from graphs.capture.inputs import Input, InputsCheck, InputSpec, check_inputs
 from graphs.capture.memory import bytes_in_use
@@ -27,9 +28,9 @@ __all__ = [
     "CapturedGraph",
     "available_backends",
     "capture",
-    "check_options",
     "median_seconds",
     "resolve",
+    "spec_of",
 ]
 
 _LONG_ENOUGH = 0.1
@@ -41,26 +42,25 @@ class CapturedGraph:
     """A callable frozen at the shapes of its examples; made by :func:`capture`.
 
     Attributes:
-        name: says in errors which graph it is.
+        name: what errors call it.
         backend: name of the backend.
         seconds: how long the capture took, its warm runs included.
-        bytes: by how much the memory in use grew (reserved on accelerators, resident on the host),
-            at least 0.
+        bytes: growth of the memory in use (reserved on accelerators, resident on the host), at
+            least 0.
         static_inputs: tensors at fixed addresses to fill in place; empty where the backend has
             none.
         input_specs: name, shape, dtype, device and stride of each input, or its constant.
-        settings: those of torch that it was captured under and has to run under.
+        settings: the settings of torch that it was captured under and has to run under.
         is_loaded: whether it came from a store (:mod:`graphs.store`) instead of a compiler.
         shared_as: name of the compiled graph, where captures of other sizes share it, else empty.
-        why_alone: why it is not the graph that others share, though sizes were to be symbolic.
-        run_seconds: of the run of its capture on the host, where captures of other sizes had run
-            the graph before; else None.
+        why_alone: why it does not share a graph, though its sizes were to be symbolic.
+        run_seconds: of the run of its capture on the host, where other captures ran the graph
+            before; else None.
     """
 
     def __init__(
         self,
-        name: str,
-        backend: str,
+        spec: CaptureSpec,
         frozen: Frozen,
         inputs: InputsCheck,
         settings: Settings,
@@ -68,8 +68,8 @@ class CapturedGraph:
         bytes: int,
         overlaps: InputOverlaps | None = None,
     ) -> None:
-        self.name = name
-        self.backend = backend
+        self.name = spec.name
+        self.backend = spec.backend.name
         self.seconds = seconds
         self.bytes = bytes
         self.settings = settings
@@ -78,7 +78,7 @@ class CapturedGraph:
         self.input_specs: tuple[InputSpec, ...] = inputs.specs
         self.static_inputs: tuple[Tensor, ...] = frozen.static_inputs
         self.why_alone = self._with_names(frozen.why_alone)
-        is_on_host = all(spec.device is None or spec.device.type == "cpu" for spec in inputs.specs)
+        is_on_host = all(each.device is None or each.device.type == "cpu" for each in inputs.specs)
         self.run_seconds = frozen.run_seconds if is_on_host else None
         self._frozen: Frozen | None = frozen
         self._mismatch = inputs.mismatch
@@ -174,25 +174,24 @@ def capture(
     callable: Callable[..., Any],
     example_inputs: Sequence[Input],
     *,
-    backend: str | Backend = "inductor",
+    backend: str | Backend | CaptureSpec = "inductor",
     name: str | None = None,
-    warm_runs: int = 1,
     **options: Any,
 ) -> CapturedGraph:
     """Freeze a callable or `nn.Module` at the shapes of its example inputs.
 
     The callable really runs on the examples, `warm_runs` times: what it writes in place is written.
-    It is up to the caller to give examples that do no harm (a cache slot that nobody uses). The
-    grad mode and the other :class:`~graphs.capture.settings.Settings` of this moment become part of
-    the graph.
+    The caller gives examples that do no harm (a cache slot that nobody uses). The grad mode and the
+    other :class:`~graphs.capture.settings.Settings` of this moment become part of the graph.
 
     Args:
         callable: takes its inputs by position.
         example_inputs: tensors, None and plain constants; the latter are captured with their value.
-        backend: a name out of :func:`available_backends`, or a backend object.
+        backend: a name out of :func:`available_backends`, a backend object, or a
+            :class:`~graphs.capture.contract.CaptureSpec`.
         name: for errors; default: the callable's own name.
-        warm_runs: how often to run it; the first run compiles.
-        options: passed to the backend; `mode` and `options` of `torch.compile` for `inductor`.
+        options: `warm_runs`, and options of the backend, such as `mode` and `options` of
+            `torch.compile` for `inductor`.
 
     Raises:
         CaptureError: unknown or unavailable backend, a graph break (with the user's line), a
@@ -202,26 +201,21 @@ def capture(
             constant, or the backend does not know an option. Nothing ran.
         ValueError: `warm_runs` is below 1.
     """
-    name = name or name_of(callable)
-    if warm_runs < 1:
-        raise ValueError(f"warm_runs is {warm_runs}; expected at least 1, since a capture is a run")
     check_inputs(example_inputs, "example_inputs")
-    chosen = resolve(backend, name)
-    check_options(chosen, options)
+    spec = spec_of(callable, backend, name or "", **options)
     inputs = InputsCheck(callable, example_inputs)
-    note_capture(name)
+    note_capture(spec.name)
     settings = Settings.current()
     devices = {value.device for value in example_inputs if isinstance(value, Tensor)}
     before, start = bytes_in_use(devices), time.perf_counter()
-    with collected_later:
-        frozen = chosen.capture(callable, example_inputs, name=name, warm_runs=warm_runs, **options)
+    with collection_paused:
+        frozen = spec.backend.capture(Job(callable, example_inputs, spec))
     _wait_for(devices)
     seconds, grown = time.perf_counter() - start, bytes_in_use(devices) - before
     overlaps = None
     if frozen.written is None or frozen.written:
         overlaps = InputOverlaps(callable, example_inputs, frozen.written)
-    grown = max(0, grown)
-    return CapturedGraph(name, chosen.name, frozen, inputs, settings, seconds, grown, overlaps)
+    return CapturedGraph(spec, frozen, inputs, settings, seconds, max(0, grown), overlaps)
 
 
 def median_seconds(graph: CapturedGraph, inputs: Sequence[Input], runs: int) -> float:
@@ -242,49 +236,46 @@ def available_backends() -> dict[str, str | None]:
 
 
 def resolve(backend: str | Backend, name: str) -> Backend:
-    """The backend of that name, if it works here.
+    """Look up a backend by name; an object is returned as it is.
 
     Raises:
-        CaptureError: it is unknown, or not available.
+        CaptureError: it is unknown, or does not work here.
     """
-    if isinstance(backend, str):
-        if backend not in BACKENDS:
-            raise CaptureError(
-                name, f"unknown backend {backend!r}; expected one of {', '.join(BACKENDS)}"
-            )
-        backend = BACKENDS[backend]
-    if reason := backend.available():
-        raise CaptureError(name, f"backend {backend.name!r} is not available: {reason}")
-    return backend
-
-
-def check_options(backend: Backend, options: Iterable[str]) -> None:
-    """Raises TypeError for an option that the backend's `capture` does not take.
-
-    A backend whose `capture` takes any keyword gets all of them.
-    """
-    known = _options_of(backend)
-    unknown = [] if known is None else [name for name in options if name not in known]
-    if unknown:
-        names = ", ".join(known or ()) or "none"
-        raise TypeError(
-            f"unknown option {unknown[0]!r}; expected the options of backend {backend.name!r} "
-            f"({names}): correct its name, or leave it out"
+    if isinstance(backend, str) and backend not in BACKENDS:
+        raise CaptureError(
+            name, f"unknown backend {backend!r}; expected one of {', '.join(BACKENDS)}"
         )
+    return CaptureSpec(BACKENDS[backend] if isinstance(backend, str) else backend, name).backend
 
 
-def _options_of(backend: Backend) -> list[str] | None:
-    """Names of the keyword options of a backend's captures; None: any."""
-    names: list[str] = []
-    for kind in type(backend).__mro__:
-        if kind is Backend or (own := vars(kind).get("capture")) is None:
-            continue
-        parameters = inspect.signature(own).parameters.values()
-        names += [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
-        if not any(each.kind is each.VAR_KEYWORD for each in parameters):
-            # The rest is given by capture() and by the manager, under parameters of their own.
-            return [name for name in names if name not in ("name", "warm_runs")]
-    return None  # at least one passes on whatever it gets
+def spec_of(
+    function: Callable[..., Any],
+    backend: str | Backend | CaptureSpec,
+    name: str = "",
+    *,
+    symbolic: Sequence[str] | None = None,
+    strict: bool | None = None,
+    warm_runs: int | None = None,
+    **options: Any,
+) -> CaptureSpec:
+    """Build the description of a capture from a user's keywords.
+
+    Args:
+        function: gives the name, where there is no other.
+        backend: a name, an object, or a spec, of which the keywords replace fields.
+        name, symbolic, strict, warm_runs, options: fields of
+            :class:`~graphs.capture.contract.CaptureSpec`.
+
+    Raises:
+        CaptureError, TypeError, ValueError: see there.
+    """
+    fields = {"symbolic": symbolic, "strict": strict, "warm_runs": warm_runs}
+    given: dict[str, Any] = {field: value for field, value in fields.items() if value is not None}
+    if isinstance(backend, CaptureSpec):
+        given |= {"name": name or backend.name or name_of(function)}
+        return replace(backend, options={**backend.options, **options}, **given)
+    name = name or name_of(function)
+    return CaptureSpec(resolve(backend, name), name, options, **given)
 
 
 def _wait_for(devices: set[torch.device]) -> None:

@@ -1,7 +1,7 @@
-"""Versions of dictionaries: whether any of hundreds was written to, in one call of numpy.
+"""Detects writes to any of hundreds of dictionaries, in one call of numpy.
 
-CPython keeps a number in each dictionary that every change replaces, until 3.13; Dynamo's guards
-read it too. Where it is not there, every check says that something may have changed.
+CPython before 3.13 keeps a version number in each dictionary that every change replaces; Dynamo's
+guards read it too. Elsewhere every check says that something may have changed.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _OFFSET = 3 * _WORD  # after the reference count, the type and the number of ent
 
 
 class DictVersions:
-    """The versions of some dictionaries, which it keeps alive.
+    """The versions of some dictionaries, which it keeps alive so that addresses are not reused.
 
     Args:
         dicts: plain dictionaries, or of a class derived from `dict`.
     """
 
     def __init__(self, dicts: Iterable[dict[Any, Any]]) -> None:
-        self._dicts = [*dicts]  # or else their addresses could become those of others
+        self._dicts = [*dicts]
         self._is_known = has_versions()
         if not self._is_known or not self._dicts:
             return
@@ -41,12 +41,12 @@ class DictVersions:
         self.update()
 
     def update(self) -> None:
-        """Takes the versions as they are now for those to compare with."""
+        """Compare with the current versions from now on."""
         if self._is_known and self._dicts:
             self._before = self._read()
 
     def are_same(self) -> bool:
-        """Whether no dictionary was written to; False also where that cannot be known."""
+        """Whether no dictionary was written to; False also where that is unknown."""
         if not self._dicts:
             return True
         return self._is_known and self._read() == self._before
@@ -58,7 +58,7 @@ class DictVersions:
 
 @functools.cache
 def has_versions() -> bool:
-    """Whether dictionaries have versions here, found by changing some in each way."""
+    """Whether dictionaries have versions here; tries out each kind of change."""
     if sys.implementation.name != "cpython" or ctypes.sizeof(ctypes.c_void_p) != _WORD:
         return False
     if hasattr(sys, "gettotalrefcount") or not getattr(sys, "_is_gil_enabled", lambda: True)():
@@ -69,26 +69,25 @@ def has_versions() -> bool:
 
     owner = Owner()
     own = owner.__dict__
-    seen = {_version(own)}
+    versions = {_version(own)}
 
-    def sees() -> bool:
-        count = len(seen)
-        seen.add(_version(own))
-        return len(seen) > count
+    def is_new() -> bool:
+        count = len(versions)
+        versions.add(_version(own))
+        return len(versions) > count
 
     for value in range(64):  # until the interpreter has specialised the assignment
         owner.first = value  # type: ignore[attr-defined]
-        if not sees():
+        if not is_new():
             return False
     own["first"] = owner
-    replaced = sees()
+    replaced = is_new()
     own["second"] = 1
-    added = sees()
+    added = is_new()
     del owner.first  # type: ignore[attr-defined]
-    removed = sees()
+    removed = is_new()
     own.update(second=2)
-    updated = sees()
-    return replaced and added and removed and updated and not sees()
+    return replaced and added and removed and is_new() and not is_new()
 
 
 def _version(value: dict[Any, Any]) -> int:

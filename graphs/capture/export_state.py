@@ -1,4 +1,4 @@
-"""A callable as a function of all the tensors that it reads, and back, once that is compiled."""
+"""Turns a callable into a function of all tensors that it reads, and back once compiled."""
 
 from __future__ import annotations
 
@@ -18,28 +18,25 @@ __all__ = [
     "State",
     "StateChanged",
     "Stateless",
+    "bind_state",
     "constant_of",
     "constants_of_others",
     "needs_gradients",
-    "restored",
     "why_stale",
 ]
 
 
 class StateChanged(RuntimeError):
-    """A module, or a tensor of it, is no longer what a graph was built for; nothing ran."""
+    """A module or one of its tensors differs from what a graph was built for; nothing ran."""
 
 
 def why_stale(error: Exception) -> str | None:
-    """The reason if an error of a run means that the graph no longer holds."""
+    """Return the reason if an error of a run means that the graph no longer holds."""
     return str(error) if isinstance(error, StateChanged) else None
 
 
 class State:
-    """The parameters and buffers of a module, each once, as they are at each moment.
-
-    A callable that is not a module has none.
-    """
+    """The current parameters and buffers of a module, each once; none of another callable."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         named = _named_tensors(function) if isinstance(function, nn.Module) else ()
@@ -64,17 +61,13 @@ class State:
         ]
 
     def expect(self, built: Sequence[Sequence[str]]) -> None:
-        """Check that the tensors are those that a package was built with: a :meth:`layout`.
-
-        Raises:
-            ValueError: one is not.
-        """
+        """Raise ValueError unless the tensors have the :meth:`layout` of those in a package."""
         for there, own in zip_longest(built, self.layout()):
             if there != own:
                 raise ValueError(f"the package was built with {there}, got {own}: capture it again")
 
     def now(self) -> list[Tensor]:
-        """The tensors, including those put in place of others since.
+        """Return the tensors, including those that replaced others since.
 
         Raises:
             StateChanged: one has another shape, dtype, device or stride.
@@ -88,10 +81,10 @@ class State:
 
     @contextmanager
     def replaced_by(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Put other tensors in their place.
+        """Replace the tensors inside the context.
 
         Raises:
-            ValueError: the module itself put others there, instead of writing in place.
+            ValueError: the module itself replaced one, instead of writing in place.
         """
         places = [(*home, i) for i, homes in enumerate(self.homes) for home in homes]
         before = [own[key] for own, key, _ in places]
@@ -111,19 +104,19 @@ class State:
 
 
 class Returned:
-    """What a callable returned, as `leaves` of :func:`restored`, and how it was nested."""
+    """What a callable returned: `leaves` as in :func:`bind_state`, and the pytree's spec."""
 
-    # An object of its own, since export takes back what is assigned to the module it traces.
+    # A separate object: export undoes assignments to the module that it traces.
     leaves: Sequence[list[Any]] = ()
     spec: Any = None
 
 
 class Stateless(nn.Module):
-    """Takes the tensors among a callable's inputs, then its state; returns the tensors it makes.
+    """Takes the tensor inputs of a callable, then its state; returns the tensors it makes.
 
     Attributes:
         places: indices of the inputs that are tensors; the others are fixed.
-        takes: where each tensor that it takes comes from, as in :func:`restored`.
+        takes: the source of each tensor it takes, as in :func:`bind_state`.
         returned: what the last call returned.
     """
 
@@ -147,46 +140,44 @@ class Stateless(nn.Module):
             leaves, self.returned.spec = pytree.tree_flatten(self._function(*inputs))
         own = {id(tensor): take for tensor, take in zip(tensors, self.takes, strict=True)}
         made: list[Tensor] = []
-        told: list[list[Any]] = []
+        sources: list[list[Any]] = []
         for leaf in leaves:
             if isinstance(leaf, Tensor) and id(leaf) not in own:
-                told.append(["made", len(made)])
+                sources.append(["made", len(made)])
                 made.append(leaf)
             else:
-                told.append(own.get(id(leaf), ["constant", leaf]))
-        self.returned.leaves = told
+                sources.append(own.get(id(leaf), ["constant", leaf]))
+        self.returned.leaves = sources
         return tuple(made)
 
 
 def constant_of(leaf: object) -> object:
-    """What a callable returned, if it is a constant that JSON can hold.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """Return a constant that JSON can hold; raise ValueError for anything else."""
     if isinstance(leaf, (bool, int, float, str, type(None))):
         return leaf
     raise ValueError(f"returns a {type(leaf).__name__}; expected tensors and constants")
 
 
-def restored(
+def bind_state(
     function: Callable[..., Any],
     layout: Mapping[str, Any],
     load: Callable[[], Callable[[list[Any]], Sequence[Any]]],
 ) -> Callable[..., Any]:
-    """A function that calls a compiled graph of single tensors as its callable was called.
+    """Return a function that calls a compiled graph of flat tensors like its callable.
+
+    It reads the state of the callable at each call, and raises `StateChanged` if a module is not as
+    it is now, see `ModuleState`.
 
     Args:
-        function: that callable, whose state is read anew at each call, which raises `StateChanged`
-            if a module of it is not as it is now, see `ModuleState`.
-        layout: what the graph `takes`, `["input", i]` or `["state", i]` for each tensor and
-            `["size", i, dim]` for a size of an input; the `leaves` that are returned, each a tensor
-            of these, `["made", i]` or `["constant", value]`, and in `spec` how they are nested;
-            which inputs are `tensors`; :meth:`State.layout`.
-        load: gives the graph, if the state is as it was.
+        function: the callable.
+        layout: what the graph `takes`: `["input", i]`, `["state", i]`, or `["size", i, dim]` for
+            the size of an input; the `leaves` that are returned: one of these, `["made", i]` or
+            `["constant", value]`; their pytree `spec`; indices of `tensors` among the inputs;
+            `state`, a :meth:`State.layout`.
+        load: loads the graph; called after the state was checked.
 
     Raises:
-        ValueError: the state is not as it was.
+        ValueError: the state differs from `layout`.
     """
     state = State(function)
     state.expect(layout["state"])
@@ -217,15 +208,13 @@ def restored(
 
 
 def needs_gradients(function: Callable[..., Any], inputs: Sequence[Input]) -> bool:
-    """Whether autograd would follow this call."""
+    """Whether autograd would record this call."""
     tensors = [*State(function).now(), *(each for each in inputs if isinstance(each, Tensor))]
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def constants_of_others(program: Any, function: Callable[..., Any]) -> str:
-    """Names of an exported program's constants that someone else may change; empty if there are
-    none but those written as numbers in the code.
-    """
+    """Names of an exported program's constants that are tensors of someone else, or empty."""
     found = _tensors_around(function)
     around = {tensor.data_ptr(): name for name, tensor in found if tensor.numel()}
     constants = [value for value in program.constants.values() if isinstance(value, Tensor)]

@@ -1,7 +1,7 @@
-"""Inputs that overlap in memory at a run but did not at the capture.
+"""Detects inputs that overlap in memory at a run but did not at the capture.
 
-A compiler may reorder reads and writes of tensors that are apart, so a graph that writes to one of
-two that overlap would return other values than its callable.
+A compiler may reorder reads and writes of disjoint tensors, so a graph that writes to one of two
+that overlap would compute something else than its callable.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from torch import Tensor
 from graphs.capture.inputs import Input, byte_range, has_memory, parameter_names, ranges_overlap
 from graphs.capture.wrappers import tensors_of
 
-__all__ = ["InputOverlaps", "names_written"]
+__all__ = ["InputOverlaps", "watch_written_names"]
 
 _MOST_KNOWN = 64
 
 
-def names_written(
+def watch_written_names(
     function: Callable[..., Any], inputs: Sequence[Input]
 ) -> Callable[[], frozenset[str]]:
-    """A function that names, when called later, what may have been written to in place since.
+    """Return a function that names what may have been written to in place since now.
 
-    Inputs by the names of their parameters, parameters and buffers of a module as `self.name`.
-    Tensors of inference mode have no version counter, so they are always among them.
+    Inputs have the names of parameters; parameters and buffers of a module are `self.name`.
+    Inference tensors have no version counter, so they are always among them.
     """
     names = parameter_names(function, len(inputs))
     tensors = [(n, v) for n, v in zip(names, inputs, strict=True) if isinstance(v, Tensor)]
@@ -38,16 +38,15 @@ def names_written(
 
 
 class InputOverlaps:
-    """A check that inputs overlap no tensor that they did not overlap at the capture.
+    """Checks that inputs overlap no tensor that they did not overlap at the capture.
 
-    It looks at pairs of which the graph writes to one: two inputs, or an input and a parameter or
-    buffer. Inputs at addresses that were found right take a fraction of a microsecond.
+    It compares pairs of which the graph writes to one: two inputs, or an input and a parameter or
+    buffer. Addresses that passed before take a fraction of a microsecond.
 
     Args:
         function: what was captured.
         examples: of the capture.
-        written: names, as `names_written` gives them, of what the graph may write to; None: it may
-            write to any.
+        written: what the graph may write to, as from `watch_written_names`; None: anything.
     """
 
     def __init__(
@@ -78,14 +77,14 @@ class InputOverlaps:
         self._take = itemgetter(*self._places) if len(self._places) > 1 else self._take_few
 
     def hold(self, inputs: Sequence[Input]) -> bool:
-        """Whether inputs, which have the layouts of the examples, are as far apart as these."""
+        """Whether inputs, which have the layouts of the examples, add no overlap."""
         at = tuple(map(Tensor.data_ptr, self._take(inputs)))
         return at in self._known or self._look(at)
 
     def mismatch(self, inputs: Sequence[Input]) -> str:
-        """Name two tensors that overlap and did not at the capture; empty if there are none.
+        """Name two tensors that overlap and did not at the capture, or return an empty string.
 
-        Inputs that are one tensor are left to the graph, which is stale then.
+        Inputs that are the same tensor are left to the graph, which is stale then.
         """
         ranges = [
             (at, at + size)
@@ -143,7 +142,7 @@ class InputOverlaps:
 
 
 class _Ranges:
-    """Ranges of addresses, each with a name, to be searched for one that overlaps."""
+    """Sorted ranges of addresses."""
 
     def __init__(self, rows: Sequence[tuple[int, int, str]]) -> None:
         ordered = sorted(rows)
@@ -151,5 +150,5 @@ class _Ranges:
         self._ends = [*accumulate((end for _, end, _ in ordered), max)]
 
     def overlap(self, own: tuple[int, int]) -> bool:
-        before = bisect_left(self._starts, own[1])  # of these the one that ends last
+        before = bisect_left(self._starts, own[1])
         return before > 0 and self._ends[before - 1] > own[0]

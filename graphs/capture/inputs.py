@@ -1,4 +1,4 @@
-"""Inputs of a captured graph: how they looked, and fast checks that the next ones look alike."""
+"""Inputs of a captured graph: descriptions, and fast checks that later ones match."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ Input: TypeAlias = Tensor | bool | int | float | str | None
 
 
 class NotInputs(TypeError):
-    """The inputs of a callable are not a tuple or list, so they cannot be passed by position."""
+    """The inputs are not a tuple or list, so they cannot be passed by position."""
 
 
 def check_inputs(inputs: object, source: str) -> None:
-    """Raises NotInputs unless `inputs`, which `source` gave, are a tuple or list."""
+    """Raise NotInputs unless `inputs`, which come from `source`, are a tuple or list."""
     if isinstance(inputs, (tuple, list)):
         return
     remedy = "return them in the order of the callable's parameters"
@@ -84,7 +84,7 @@ class InputSpec:
         )
 
     def mismatch(self, value: object) -> str | None:
-        """Say how `value` differs from what was captured, or None."""
+        """Describe how `value` differs from what was captured, or None."""
         if self.shape is None:
             return self._constant_mismatch(value)
         if not isinstance(value, Tensor):
@@ -105,11 +105,11 @@ class InputSpec:
 
 
 class InputsCheck:
-    """A comparison of inputs with the examples of a capture: about 1 us for a dozen that fit.
+    """Compares inputs with the examples of a capture: about 1 us for a dozen that match.
 
     Attributes:
         specs: of the examples.
-        fits: whether inputs, as many as the examples, certainly are like them.
+        fits: whether inputs, as many as the examples, certainly match.
 
     Raises:
         TypeError: an example is neither a tensor nor a plain constant.
@@ -137,8 +137,7 @@ class InputsCheck:
 
 
 def _native_check(examples: Sequence[Input]) -> Callable[..., bool] | None:
-    # Several times faster than Python. It is only asked whether all is well: what it rejects is
-    # looked at again.
+    # Several times faster than Python. What it rejects is compared again.
     check = native_tensor_check([value for value in examples if isinstance(value, Tensor)])
     if check is None:
         return None
@@ -158,7 +157,7 @@ def _native_check(examples: Sequence[Input]) -> Callable[..., bool] | None:
 
 
 def memory_shared_by(function: Callable[..., Any], inputs: Sequence[Input]) -> str:
-    """Say which input overlaps another, or a parameter or buffer of the callable; else empty."""
+    """Name an input that overlaps another, or a parameter or buffer of the callable; else empty."""
     names = parameter_names(function, len(inputs))
     given = [(n, byte_range(v)) for n, v in zip(names, inputs, strict=True) if has_memory(v)]
     for (name, one), (other, two) in combinations(given, 2):
@@ -172,9 +171,9 @@ def memory_shared_by(function: Callable[..., Any], inputs: Sequence[Input]) -> s
 
 
 class DistinctInputs:
-    """A check that no two inputs are one tensor, in a fraction of a microsecond.
+    """Checks that no two inputs are the same tensor, in a fraction of a microsecond.
 
-    A graph without guards of its own holds only for inputs that are, like its examples, apart.
+    A graph without guards of its own is only valid for inputs that are distinct, as its examples.
 
     Args:
         function: takes the inputs.
@@ -186,7 +185,7 @@ class DistinctInputs:
         self._places = [*places]
 
     def mismatch(self, inputs: Sequence[Input]) -> str:
-        """Name two inputs that are one tensor; empty where there are none."""
+        """Name two inputs that are the same tensor, or return an empty string."""
         places = self._places
         if len({id(inputs[place]) for place in places}) == len(places):
             return ""
@@ -199,7 +198,7 @@ class DistinctInputs:
 
 
 def parameter_names(function: Callable[..., Any], count: int) -> list[str]:
-    """The names of the first `count` positional parameters of a callable or module."""
+    """Names of the first `count` positional parameters of a callable or module."""
     target = function.forward if isinstance(function, nn.Module) else function
     names: list[str] = []
     try:
@@ -215,13 +214,13 @@ def parameter_names(function: Callable[..., Any], count: int) -> list[str]:
 
 
 def overlaps(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have addresses in common."""
+    """Whether two tensors overlap in memory."""
     have_memory = has_memory(one) and has_memory(other)
     return have_memory and ranges_overlap(byte_range(one), byte_range(other))
 
 
 def has_memory(value: Any) -> bool:
-    """Whether an input is a strided tensor with elements at an address."""
+    """Whether an input is a strided tensor with elements in memory."""
     is_strided = isinstance(value, Tensor) and value.layout is torch.strided
     return is_strided and value.numel() > 0 and value.data_ptr() > 0
 
@@ -234,7 +233,7 @@ def byte_range(tensor: Any) -> tuple[int, int]:
 
 
 def ranges_overlap(one: tuple[int, int], two: tuple[int, int]) -> bool:
-    """Whether two ranges of addresses have one in common."""
+    """Whether two ranges of addresses overlap."""
     return one[0] < two[1] and two[0] < one[1]
 
 

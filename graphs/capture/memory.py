@@ -1,4 +1,4 @@
-"""Memory in use and memory available: measured, not guessed."""
+"""Memory in use and memory available, as the system reports them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _CPU = torch.device("cpu")
 
 
 def bytes_in_use(devices: Iterable[torch.device]) -> int:
-    """Bytes reserved on the accelerators among `devices`, plus those the process has resident.
+    """Bytes reserved on the accelerators among `devices`, plus the process's resident memory.
 
-    Resident memory is read from /proc, and counts as 0 where there is none.
+    Resident memory comes from /proc; it counts as 0 where there is none.
     """
     accelerators = {device for device in devices if device.type not in ("cpu", "meta")}
     return _resident() + sum(map(_reserved, accelerators))
@@ -38,9 +38,9 @@ def machine_bytes(device: torch.device = _CPU) -> int | None:
 
 
 def free_bytes(device: torch.device = _CPU) -> int | None:
-    """Bytes that a process may still take on a device, without swapping; None: unknown.
+    """Bytes that this process may still take on a device without swapping; None: unknown.
 
-    Of the CPU what the system says is available, but no more than the process's container has left.
+    On the CPU, what the system reports as available, limited by the process's container.
     """
     if device.type != "cpu":
         return _device_bytes(device)[0]
@@ -52,20 +52,20 @@ def free_bytes(device: torch.device = _CPU) -> int | None:
 
 
 class _Group(NamedTuple):
-    """A memory cgroup, in bytes; what can be dropped at any time does not count as used."""
+    """A memory cgroup, in bytes; inactive file pages do not count as used."""
 
     limit: int
     used: int
 
 
-_VERSIONS = {  # limit, use, and the files' pages that no process has asked for lately
+_VERSIONS = {  # files of limit and use, and the row of inactive file pages
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     2: ("memory.max", "memory.current", "inactive_file"),
 }
 
 
 def _groups() -> Iterator[_Group]:
-    """The memory cgroups that the process is in and that have a limit, up to the outermost."""
+    """The memory cgroups of this process that have a limit, up to the outermost."""
     for version, place in cgroup_folders("memory"):
         limit, use, idle = _VERSIONS[version]
         most, used = number_in(place / limit), number_in(place / use)
@@ -85,15 +85,15 @@ def _reserved(device: torch.device) -> int:
 
 
 def _device_bytes(device: torch.device) -> tuple[int, int] | tuple[None, None]:
-    """Bytes that are free on an accelerator, and all that it has."""
-    told = getattr(torch.get_device_module(device), "mem_get_info", None)
-    if told is None:
+    """Free and total bytes of an accelerator."""
+    mem_get_info = getattr(torch.get_device_module(device), "mem_get_info", None)
+    if mem_get_info is None:
         return None, None
-    free, total = told(device)
+    free, total = mem_get_info(device)
     return int(free), int(total)
 
 
 def _number_of(path: Path, name: str) -> int | None:
-    """The number behind a name in a file of such lines."""
+    """The number in the row of that name."""
     rows = (line.split() for line in lines_of(path))
     return next((int(row[1]) for row in rows if len(row) > 1 and row[0] == name), None)

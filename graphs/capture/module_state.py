@@ -1,7 +1,6 @@
-"""Modules, hooks and attributes of a callable: a snapshot, and a cheap check that it still holds.
+"""A snapshot of modules, hooks and attributes, and a cheap check that it still holds.
 
-For graphs that no guard of Dynamo watches: those that were loaded, exported, or traced once for
-several layers.
+For graphs without guards of Dynamo: loaded, exported, or traced once for several layers.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 _FORWARD_HOOKS = tuple(
     name for name in vars(nn.Module()) if name.endswith(("_forward_hooks", "_forward_pre_hooks"))
 )
-# Those that run for every module: their dictionaries are globals of torch, and never replaced.
+# Hooks of every module: their dictionaries are globals of torch, and never replaced.
 _GLOBAL_HOOKS = {
     name: value
     for name, value in vars(sys.modules[nn.Module.__module__]).items()
@@ -35,12 +34,12 @@ _GLOBAL_HOOKS = {
 
 
 class ModuleState:
-    """What the modules of a callable were when it was captured, apart from their tensors.
+    """The state of a callable's modules, apart from their tensors.
 
-    Watched: sub-modules, forward hooks (those of all modules too) and attributes of each module,
-    `training` and an own `forward` among them. Plain values are compared by value, other objects by
-    identity: what changes inside a list or a configuration goes unnoticed, as do classes and
-    globals. Parameters and buffers may be exchanged.
+    Covers sub-modules, forward hooks (global ones too) and attributes of each module, `training`
+    and a `forward` of its own among them. Plain values are compared by value, other objects by
+    identity: changes inside a list or a configuration go unnoticed, as do classes and globals.
+    Parameters and buffers may be replaced.
 
     Args:
         function: a module, a method of one, or a function that has modules in its closure.
@@ -49,7 +48,7 @@ class ModuleState:
     def __init__(self, function: Callable[..., Any]) -> None:
         self._rows = [*_rows(function)]
         self._before = [dict(row) for _, row in self._rows]
-        # Empty dictionaries of hooks are left out, as every new hook takes a number.
+        # Empty dictionaries of hooks are left out: every new hook takes a number.
         self._versions = DictVersions(
             row for name, row in self._rows if row or not name.endswith("_hooks")
         )
@@ -57,7 +56,7 @@ class ModuleState:
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> ModuleState:
-        """The state of now; the one that an earlier call returned if nothing has changed since."""
+        """Return the current state; the same object as before if nothing has changed."""
         try:
             known = _known.get(function)
             if known is None or known.changed():
@@ -67,7 +66,7 @@ class ModuleState:
         return known
 
     def changed(self) -> str:
-        """Name what is not as it was, as in "layers.3.mlp was replaced"; empty if nothing is."""
+        """Name a change, such as "layers.3.mlp was replaced"; empty if there is none."""
         handles = _handles_made()
         if handles == self._handles and self._versions.are_same():
             return ""
@@ -88,7 +87,7 @@ _known: WeakKeyDictionary[Any, ModuleState] = WeakKeyDictionary()
 
 
 def _rows(function: Callable[..., Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each dictionary that is watched, with its name: `layers.3.`, `layers.3._forward_hooks`."""
+    """Each dictionary to watch, by name: `layers.3.`, `layers.3._forward_hooks`."""
     for root, module in _modules_of(function):
         for path, part in module.named_modules(prefix=root):
             place = f"{path}." if path else ""
@@ -129,7 +128,7 @@ def _difference(place: str, now: Mapping[Any, Any], before: Mapping[Any, Any]) -
     if place.endswith("_hooks"):
         return _hook_difference(place, now, before)
     if [*now] == [*before] and all(map(is_, now.values(), before.values())):
-        return ""  # in C, which is all that most dictionaries take
+        return ""  # the common case, in C
     for name in (*before, *(name for name in now if name not in before)):
         old, new = before.get(name, _ABSENT), now.get(name, _ABSENT)
         if _is_same(old, new) or (_is_ignored(old) and _is_ignored(new)):
@@ -159,5 +158,5 @@ def _is_same(old: object, new: object) -> bool:
 
 
 def _is_ignored(value: object) -> bool:
-    """Whether it is no part of what a module computes, such as the manager of its graphs."""
+    # Such as the manager of its graphs, which is no part of what a module computes.
     return value is _ABSENT or type(value).__module__.startswith("graphs.")

@@ -1,4 +1,4 @@
-"""The global settings of torch that a captured graph was made under, and may only run under."""
+"""Global settings of torch that a captured graph depends on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Settings"]
 
 
 class Settings(NamedTuple):
-    """Settings outside the inputs that change what a callable computes or how it was compiled.
+    """Settings that change what a callable computes or how it is compiled.
 
     Attributes:
         grad_enabled, inference_mode: of the calling thread.
@@ -47,10 +47,10 @@ class Settings(NamedTuple):
         )
 
     def watch(self) -> Callable[[], bool]:
-        """A check, of a fraction of a microsecond, that the settings are still these.
+        """Return a check that the settings are still these; it takes a fraction of a microsecond.
 
-        Made while they are. It may also say no where another setting changed that torch's own
-        guard knows of.
+        Call it while they are. The check may also fail where another setting changed that torch's
+        own guard knows of.
         """
         check = native_settings_check()
         if check is None:
@@ -59,7 +59,7 @@ class Settings(NamedTuple):
         return lambda: check() and is_inference() is inference
 
     def differences(self, captured: Settings) -> str:
-        """Say where these are not the captured settings: `grad_enabled is True, captured False`."""
+        """Describe what differs from the captured settings: `threads is 2, captured 1`."""
         return ", ".join(
             f"{name} is {now}, captured {then}"
             for name, now, then in zip(self._fields, self, captured, strict=True)

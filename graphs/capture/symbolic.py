@@ -1,4 +1,4 @@
-"""Symbolic sizes: what captures of one callable share that differ in sizes of inputs alone."""
+"""Symbolic sizes: graphs shared by captures of one callable that differ only in sizes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from graphs.capture.contract import Frozen, Job
+from graphs.capture.frozen import Frozen
+from graphs.capture.inputs import Input
 from graphs.errors import CaptureError
 
 __all__ = ["SymbolicSizes"]
@@ -16,61 +17,68 @@ _log = logging.getLogger(__name__)
 
 
 class SymbolicSizes:
-    """The sizes that differ between captures of one callable, and the graphs that they share.
+    """Symbolic sizes of one callable, and the graphs that its captures share.
 
     Args:
         name: of the graphs, for reports.
-        dims: for each input, its dimensions of such a size.
+        dims: for each input, its dimensions of symbolic size.
     """
 
     def __init__(self, name: str, dims: Sequence[Sequence[int]]) -> None:
         self.name = name
         self.dims = tuple(map(tuple, dims))
         self._graphs: list[Frozen] = []
-        self._refused = ""
+        self._unsupported = ""
 
-    def capture(self, job: Job, make: Callable[[], Frozen], alone: Callable[[], Frozen]) -> Frozen:
-        """A graph that runs on the examples: one that is there, or one more, or one of fixed sizes.
+    def capture(
+        self,
+        name: str,
+        examples: Sequence[Input],
+        warm_runs: int,
+        make: Callable[[], Frozen],
+        alone: Callable[[], Frozen],
+    ) -> Frozen:
+        """Return a graph that runs on the examples: a shared one, a new one to share, or its own.
 
         Args:
-            job: with the examples.
-            make: compiles or loads a graph, and runs it on the examples.
-            alone: captures at the sizes of the examples, where no symbol can stand for them.
+            name: of the capture.
+            examples: inputs to run on.
+            warm_runs: how often.
+            make: compiles or loads a graph of symbolic sizes, and runs it on the examples.
+            alone: captures at the sizes of the examples.
 
         Raises:
             CaptureError: neither way of capturing works.
         """
-        name, examples, told = job.name, job.examples, ""
+        mismatch = ""
         for place, graph in enumerate(self._graphs):
-            if told := graph.why_not(examples):
+            if mismatch := graph.why_not(examples):
                 continue
             start = time.perf_counter()
             try:
-                graph = graph.warmed(examples, name, job.warm_runs)
-                seconds = (time.perf_counter() - start) / job.warm_runs
-                return replace(self._named(graph, place), run_seconds=seconds)
+                graph = graph.warm_up(examples, name, warm_runs)
+                seconds = (time.perf_counter() - start) / warm_runs
+                return replace(graph, shared_as=self._graph_name(place), run_seconds=seconds)
             except CaptureError as error:  # such as of inputs that share memory
-                why = f"{self._at(place)} fails on its inputs: {error.detail}"
+                why = f"{self._graph_name(place)} fails on its inputs: {error.detail}"
                 frozen = alone()
             _log.warning("%s: compiled at fixed sizes: %s", name, why)
             return replace(frozen, why_alone=why)
-        if self._refused:
-            return replace(alone(), why_alone=self._refused)
+        if self._unsupported:
+            return replace(alone(), why_alone=self._unsupported)
         try:
             graph = make()
         except CaptureError as error:
             frozen = alone()
-            self._refused = f"{self.name} cannot be compiled: {error.detail}"
-            _log.warning("%s: compiled at fixed sizes: %s", name, self._refused)
-            return replace(frozen, why_alone=self._refused)
+            self._unsupported = f"{self.name} cannot be compiled: {error.detail}"
+            _log.warning("%s: compiled at fixed sizes: %s", name, self._unsupported)
+            return replace(frozen, why_alone=self._unsupported)
         self._graphs.append(graph)
-        if told:
-            told = f"it does not fit {self.name}: {told}"
-            _log.warning("%s: compiled by itself: %s", name, told)
-        return replace(self._named(graph, len(self._graphs) - 1), why_alone=told)
+        if mismatch:
+            mismatch = f"it does not fit {self.name}: {mismatch}"
+            _log.warning("%s: compiled by itself: %s", name, mismatch)
+        name = self._graph_name(len(self._graphs) - 1)
+        return replace(graph, shared_as=name, why_alone=mismatch)
 
-    def _named(self, frozen: Frozen, place: int) -> Frozen:
-        return replace(frozen, shared_as=self._at(place))
-
-    def _at(self, place: int) -> str:
+    def _graph_name(self, place: int) -> str:
         return f"{self.name} {place + 1}" if place else self.name

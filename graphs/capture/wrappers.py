@@ -1,4 +1,4 @@
-"""Wrappers of a callable: with a code object of its own, for Dynamo; as an ``nn.Module``."""
+"""Wrappers of a callable, and questions about one."""
 
 from __future__ import annotations
 
@@ -8,41 +8,41 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["as_module", "name_of", "tensors_of", "variants_of", "with_own_code", "writes_seen"]
+__all__ = ["as_module", "name_of", "tensors_of", "variants_of", "watch_writes", "with_own_code"]
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """The name of a function, or of the class of a module or another callable."""
+    """The name of a function, or of the class of another callable."""
     return getattr(function, "__name__", None) or type(function).__name__
 
 
 def variants_of(function: Callable[..., Any]) -> Sequence[Callable[..., Any]]:
-    """Callables that compute what a callable does: the one to trace first, then the simpler ones.
+    """Equivalent callables, the one to trace first, then simpler ones.
 
-    A callable has others if it has a method ``capture_variants()`` that returns them.
+    A callable offers them by a method ``capture_variants()``.
     """
     variants = getattr(function, "capture_variants", None)
     return (function,) if variants is None else variants()
 
 
 def tensors_of(function: Callable[..., Any]) -> list[tuple[str, Tensor]]:
-    """The parameters and buffers of a module by name; a callable that is none has none."""
+    """The parameters and buffers of a module by name; none of another callable."""
     if not isinstance(function, nn.Module):
         return []
     return [*function.named_parameters(), *function.named_buffers()]
 
 
-def writes_seen(tensors: Iterable[tuple[str, Tensor]]) -> Callable[[], str]:
-    """A function that names, when called later, the tensors written to in place since."""
+def watch_writes(tensors: Iterable[tuple[str, Tensor]]) -> Callable[[], str]:
+    """Return a function that names the tensors written to in place since now."""
     # A tensor of inference mode has no version.
     before = [(name, t, t._version) for name, t in tensors if not t.is_inference()]
     return lambda: ", ".join(name for name, t, version in before if t._version != version)
 
 
 def with_own_code(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """A function that calls `function` and shares no compile cache with any other.
+    """Wrap a function so that it shares no compile cache with any other.
 
-    Dynamo keeps, and counts, what it compiles by code object.
+    Dynamo caches and counts compiles per code object.
     """
 
     def call(*inputs: Any) -> Any:
@@ -53,7 +53,7 @@ def with_own_code(function: Callable[..., Any], name: str) -> Callable[..., Any]
 
 
 def as_module(function: Callable[..., Any]) -> nn.Module:
-    """The function itself if it is a module, or else a module that calls it."""
+    """Return the function if it is a module, else a module that calls it."""
     return function if isinstance(function, nn.Module) else _Function(function)
 
 

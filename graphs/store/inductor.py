@@ -22,8 +22,8 @@ from graphs.capture.symbolic import SymbolicSizes
 from graphs.errors import CaptureError
 from graphs.store.store import ArtifactStore
 from graphs.store.stored import Make, StoredBackend
-from graphs.torch_internals.artifacts import Keeping, can_store, read
-from graphs.torch_internals.example_inputs import separated
+from graphs.torch_internals.artifacts import ArtifactCompiler, can_store, read
+from graphs.torch_internals.example_inputs import separate_storages
 from graphs.torch_internals.settings import has_cudagraphs
 
 __all__ = ["StoredInductor"]
@@ -55,11 +55,9 @@ class StoredInductor(StoredBackend, InductorBackend):
             return "this torch cannot store compiled graphs: give backend='inductor'"
         return super().available()
 
-    def capture(
-        self, function: Callable[..., Any], example_inputs: Sequence[Input], **settings: Any
-    ) -> Frozen:
+    def capture(self, job: Job) -> Frozen:
         """Load the graph, or compile it in the first run and store it."""
-        frozen = super().capture(function, example_inputs, **settings)
+        frozen = super().capture(job)
         self._seal()  # in another environment a loaded graph compiles its kernels too
         return frozen
 
@@ -87,40 +85,32 @@ class StoredInductor(StoredBackend, InductorBackend):
                 if not self.runs(graph, job):
                     break
                 # Without the examples and the shared sizes, which hold this graph.
-                like = replace(job, examples=(), symbolic=SymbolicSizes(job.graph_name, job.dims))
+                sizes = SymbolicSizes(job.graph_name, job.dims)
+                like = replace(job, examples=()).with_spec(sizes=sizes)
                 return replace(graph, why_not=partial(self._why_not, graph, like, factors))
             part = {"part": part["part"] + 1}
         return shareable(self.capture_and_store(job, factors | part, _maker(job)))
 
-    def has(
-        self,
-        function: Callable[..., Any],
-        example_inputs: Sequence[Input],
-        *_: Any,
-        **options: Any,
-    ) -> bool:
+    def has(self, job: Job) -> bool:
         """Whether the store has the graph; does not check its files."""
-        job = Job(function, example_inputs, **options)
         factors = self.factors(job)
         if isinstance(factors, str):
             return False
-        return self.store.has(factors | {"part": 0} if job.symbolic else factors)
+        return self.store.has(factors | {"part": 0} if job.spec.sizes else factors)
 
-    def precompile(
-        self, function: Callable[..., Any], example_inputs: Sequence[Input], **settings: Any
-    ) -> None:
+    def precompile(self, job: Job) -> None:
         """Compile a graph that the store lacks into inductor's cache; runs and stores nothing."""
-        job = Job(function, separated(example_inputs), **settings)
-        if job.mode is not None:
-            super().precompile(function, example_inputs, **settings)
-        elif not self.has(function, example_inputs, **settings):
-            compile_only(job, Keeping(job))
+        if job.options["mode"] is not None:
+            super().precompile(job)
+        elif not self.has(job):
+            job = replace(job, examples=separate_storages(job.examples))
+            compile_only(job, ArtifactCompiler(job))
 
     def factors(self, job: Job) -> dict[str, Any] | str:
         """Everything that a graph depends on, or why it cannot be stored."""
-        if job.mode is not None:
-            return f"mode={job.mode!r} is resolved by torch.compile itself: give options instead"
-        if (job.options or {}).get("triton.cudagraphs", has_cudagraphs()):
+        if (mode := job.options["mode"]) is not None:
+            return f"mode={mode!r} is resolved by torch.compile itself: give options instead"
+        if (job.options["options"] or {}).get("triton.cudagraphs", has_cudagraphs()):
             return "inductor's own CUDA graphs cannot be stored: use backend 'cudagraph'"
         if torch.is_grad_enabled():
             return "grad mode is enabled: capture under torch.no_grad()"
@@ -141,9 +131,11 @@ def _maker(job: Job) -> Make:
     # then raises the reason.
 
     def make(folder: Path) -> tuple[Frozen, Callable[[], object]]:
-        compiler = Keeping(job)
+        compiler = ArtifactCompiler(job)
         try:
-            frozen, result = freeze(replace(job, options=None), compiler)
+            frozen, result = freeze(
+                job.with_spec(options={**job.options, "options": None}), compiler
+            )
         except CaptureError:
             if compiler.failure is None:
                 raise

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -13,7 +14,6 @@ from torch import nn
 
 from graphs.backends.aoti import AotiBackend, load
 from graphs.capture.contract import Backend, Frozen, Job
-from graphs.capture.inputs import Input
 from graphs.errors import CaptureError
 from graphs.store.factors import code_factors, graph_factors
 from graphs.store.misses import Misses
@@ -63,7 +63,7 @@ class StoredBackend(Backend):
                 job.function,
                 job.examples,
                 backend=self.name,
-                options=job.options or {},
+                options=job.options["options"] or {},
                 code=self._code_of(job.function),
                 dims=job.dims,
             )
@@ -94,7 +94,7 @@ class StoredBackend(Backend):
     def runs(self, frozen: Frozen, job: Job) -> bool:
         """Whether a graph from the store runs on the examples; logs the reason if it does not."""
         try:
-            frozen.warmed(job.examples, job.name, job.warm_runs)
+            job.warm_up(frozen)
         except CaptureError as error:
             _log.warning("compiling again, the loaded graph fails: %s", error)
             return False
@@ -140,7 +140,8 @@ class StoredAoti(StoredBackend):
     Arguments and attributes: see :class:`StoredBackend`.
     """
 
-    name = "aoti"
+    name = AotiBackend.name
+    options = MappingProxyType({"options": None})
 
     def __init__(self, store: ArtifactStore) -> None:
         super().__init__(store, load)
@@ -150,26 +151,17 @@ class StoredAoti(StoredBackend):
         """Needs what backend `aoti` needs."""
         return self._aoti.available()
 
-    def capture(
-        self,
-        function: Callable[..., Any],
-        example_inputs: Sequence[Input],
-        *,
-        name: str,
-        warm_runs: int,
-        options: Mapping[str, Any] | None = None,
-    ) -> Frozen:
-        """Load the package, or build it and store it; `options` are those of the backend."""
-        job = Job(function, example_inputs, name, warm_runs, options=options)
+    def capture(self, job: Job) -> Frozen:
+        """Load the package, or build it and store it."""
 
         def make(folder: Path | None) -> tuple[Frozen, Callable[[], object]]:
-            settings: dict[str, Any] = {"name": name, "warm_runs": warm_runs, "options": options}
-            frozen = self._aoti.capture(function, example_inputs, package_path=folder, **settings)
+            options = {**job.options, "package_path": folder}
+            frozen = self._aoti.capture(job.with_spec(backend=self._aoti, options=options))
             return frozen, lambda: None  # the package is in its folder already
 
         factors = self.factors(job)
         if isinstance(factors, str):
-            self.warn_not_stored(name, factors)
+            self.warn_not_stored(job.name, factors)
             return make(None)[0]
         return self.load_or_store(job, factors, make)
 

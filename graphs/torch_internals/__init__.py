@@ -1,4 +1,4 @@
-"""The only place that names private parts of torch; each optional one is a `Feature`.
+"""The only package that uses private parts of torch; each optional one is a `Feature`.
 
-No feature can fail a capture: what fails is switched off, and the capture is done without it.
+A feature that fails is switched off, and the capture is repeated without it.
 """

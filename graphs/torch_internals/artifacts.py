@@ -1,4 +1,4 @@
-"""A graph that inductor compiled, with a note of whose tensors it takes: kept, written and read."""
+"""Saves and loads graphs that inductor compiled, with a layout of the tensors that they take."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from torch._guards import TracingContext
 from torch.utils import _pytree as pytree
 
 from graphs.capture.contract import Frozen, Job
-from graphs.capture.export_state import State, constant_of, restored, why_stale
+from graphs.capture.export_state import State, bind_state, constant_of, why_stale
 from graphs.capture.inputs import Input
-from graphs.torch_internals.kernel_units import shared_units
-from graphs.torch_internals.replay.replay import taped_loads
-from graphs.torch_internals.vectors import trusted_vectors
+from graphs.torch_internals.kernel_units import share_units
+from graphs.torch_internals.replay.replay import replay_loads
+from graphs.torch_internals.vectors import trust_vectors
 from graphs.watch.causes import describe_failure
 
-__all__ = ["Keeping", "build_package", "can_store", "load_package", "read"]
+__all__ = ["ArtifactCompiler", "build_package", "can_store", "load_package", "read"]
 
 _GRAPH = "graph.bin"
 _LAYOUT = "graph.json"
 
 
 def can_store() -> bool:
-    """Whether this torch can store a graph that inductor compiled."""
+    """Whether this torch can save a graph that inductor compiled."""
     return hasattr(torch._inductor, "CompiledArtifact")
 
 
 def build_package(program: Any, path: Path, options: Mapping[str, Any] | None) -> None:
-    """Compile an exported program into a package of AOTInductor."""
+    """Compile an exported program into an AOTInductor package."""
     torch._inductor.aoti_compile_and_package(
         program,
         package_path=str(path),
@@ -42,26 +42,26 @@ def build_package(program: Any, path: Path, options: Mapping[str, Any] | None) -
 
 
 def load_package(path: Path) -> Callable[[list[Any]], Sequence[Any]]:
-    """The function of such a package: takes and returns a list of tensors."""
+    """Load the function of a package, which takes and returns a list of tensors."""
     run: Callable[[list[Any]], Sequence[Any]]
     run = torch._inductor.aoti_load_package(str(path)).loader.run
     return run
 
 
 def read(folder: Path, function: Callable[..., Any]) -> Frozen:
-    """Load a graph, with the guards of its symbolic sizes; nothing is traced or compiled.
+    """Load a graph with the guards of its symbolic sizes; traces and compiles nothing.
 
     Raises:
-        ValueError: the parameters and buffers of `function` are not those it was compiled for.
+        ValueError: the parameters and buffers of `function` differ from those it was compiled for.
     """
     layout: dict[str, Any] = json.loads((folder / _LAYOUT).read_bytes())
-    run = restored(function, layout, lambda: _load(folder / _GRAPH))
+    run = bind_state(function, layout, lambda: _load(folder / _GRAPH))
     why_not = partial(_why_not, layout)
     return Frozen(run, stale=why_stale, is_loaded=True, why_not=why_not)
 
 
 def _why_not(layout: Mapping[str, Any], examples: Sequence[Input]) -> str:
-    """The first guard that does not hold, with inputs as `L['inputs'][i]`; or an empty string."""
+    """Return the first guard that fails, with inputs as `L['inputs'][i]`, or an empty string."""
     from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 
     inputs = {"L": {"inputs": [*examples]}}
@@ -74,19 +74,19 @@ def _why_not(layout: Mapping[str, Any], examples: Sequence[Input]) -> str:
     return ""
 
 
-class Keeping:
-    """A compiler for Dynamo that keeps what inductor made, and the tensors of the first run.
+class ArtifactCompiler:
+    """A Dynamo backend that captures the artifact of inductor, and the tensors of the first run.
 
     Args:
-        job: whose options are inductor's.
+        job: has options of inductor.
 
     Attributes:
-        failure: of inductor, which may have none without keeping anything; None without one.
+        failure: of inductor, or None.
     """
 
     def __init__(self, job: Job) -> None:
         self.failure: Exception | None = None
-        self._options = dict(job.options or {})
+        self._options = dict(job.options["options"] or {})
         self._is_symbolic = bool(job.dims)
         self._shapes: Any = None
         self._placeholders: list[Any] = []
@@ -96,7 +96,7 @@ class Keeping:
         self._has_constants = False
 
     def __call__(self, graph: Any, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Compile a graph of Dynamo; its first run is noted."""
+        """Compile a graph of Dynamo."""
         self.failure = None
         self._has_constants = any(
             isinstance(value, Tensor) for part in graph.modules() for value in _values_of(part)
@@ -132,10 +132,10 @@ class Keeping:
         return self._outputs
 
     def write(self, folder: Path, job: Job, result: Any) -> None:
-        """Write the graph, and whose tensors it takes and makes: `result` is of the first run.
+        """Write the graph and its layout; `result` is what the first run returned.
 
         Raises:
-            ValueError: a later process could not know whose a tensor is.
+            ValueError: the source of a tensor is unknown.
             Exception: the `failure`, if there was one.
         """
         if self.failure is not None:
@@ -143,13 +143,13 @@ class Keeping:
         try:
             layout = self._layout(job, result)
         finally:
-            # Nobody needs the tensors of the first run any more, nor what was traced.
+            # Frees the tensors of the first run, and the trace.
             self._inputs, self._outputs, self._placeholders, self._shapes = (), (), [], None
         self._artifact.save(path=str(folder / _GRAPH), format="binary")
         (folder / _LAYOUT).write_text(json.dumps(layout), "utf-8")
 
     def _layout(self, job: Job, result: Any) -> dict[str, Any]:
-        # Tensors are recognised by their identity.
+        # Tensors are recognised by identity.
         if self._has_constants:
             raise ValueError("tensors are constants of the graph: make them inputs, or buffers")
         state, examples = State(job.function), job.examples
@@ -178,7 +178,7 @@ class Keeping:
         }
 
     def _size_of(self, place: int, known: Mapping[int, list[Any]]) -> list[Any] | None:
-        """Which dimension of which input has the size that is the argument at a place."""
+        """Find the input dimension whose size is the argument at a place."""
         symbol = self._placeholders[place].node.expr
         for tensor, value in zip(self._placeholders, self._inputs, strict=True):
             for dim, size in enumerate(getattr(tensor, "shape", ())):
@@ -188,7 +188,7 @@ class Keeping:
         return None
 
     def _guards(self, takes: Sequence[Any]) -> list[str]:
-        """What has to hold for the sizes of the inputs, as expressions of Python."""
+        """Conditions on the sizes of the inputs, as Python expressions."""
         if self._shapes is None:
             return []
         from torch._dynamo.source import GetItemSource, LocalSource  # a load needs none
@@ -204,7 +204,7 @@ class Keeping:
 
 def _load(path: Path) -> Callable[[list[Tensor]], Sequence[Any]]:
     inductor: Any = torch._inductor
-    with trusted_vectors(), shared_units(), taped_loads():
+    with trust_vectors(), share_units(), replay_loads():
         graph = inductor.CompiledArtifact.load(path=str(path), format="binary")
     return lambda tensors: graph(*tensors)
 
@@ -216,7 +216,7 @@ def _values_of(part: Any) -> Iterator[Any]:
 
 
 def _may_be_of_a_size(leaf: Any, examples: Sequence[Input]) -> bool:
-    """Whether a number that is returned is another than those that are given."""
+    """Whether a returned number may depend on a size of an input."""
     if not isinstance(leaf, int | float) or isinstance(leaf, bool):
         return False
     sizes = {size for value in examples if isinstance(value, Tensor) for size in value.shape}

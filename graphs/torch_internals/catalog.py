@@ -1,4 +1,4 @@
-"""The features of this process, each of which is a module of its own."""
+"""All features, each from its own module."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ FEATURES = (
 
 
 def torch_features() -> tuple[FeatureState, ...]:
-    """The optional uses of torch's internals, and whether captures use them here."""
+    """Return the state of each optional use of torch's internals."""
     return tuple(feature.state for feature in FEATURES)
 
 
 def features_line() -> str:
-    """Which features are on, and why others are not, in a line."""
+    """List the features that are on, and why others are off, in a line."""
     states = torch_features()
     off = [f"{each.name} ({each.why_off})" for each in states if each.why_off]
     on = ", ".join(each.name for each in states if each.is_on) or "none"

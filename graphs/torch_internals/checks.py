@@ -1,4 +1,4 @@
-"""Dynamo's native guards as fast checks of inputs and settings; each is tried before it is used."""
+"""Dynamo's native guards as fast checks of inputs and settings, each verified before use."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["NATIVE_CHECKS", "native_settings_check", "native_tensor_check"]
 
 
 def native_tensor_check(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
-    """A check that as many tensors have the layouts of these, in one native call.
+    """Return a native check that other tensors have the layouts of these.
 
-    It may reject tensors that are alike, and accepts none that is not. None: there is no such
-    check for these tensors, or with this torch.
+    It may reject equal layouts, but accepts no other. None: there is no such check for these
+    tensors, or in this torch.
     """
     is_plain = all(type(tensor) in (Tensor, nn.Parameter) for tensor in tensors)
     are_apart = len({id(tensor) for tensor in tensors}) == len(tensors)  # it refuses others
@@ -37,7 +37,7 @@ def native_tensor_check(tensors: Sequence[Tensor]) -> Callable[..., bool] | None
 
 
 def native_settings_check() -> Callable[[], bool] | None:
-    """A check that the settings which Dynamo guards are as now; None: this torch has none."""
+    """Return a check that the settings Dynamo guards are unchanged; None: this torch has none."""
     if not NATIVE_CHECKS.is_on:
         return None
     try:
@@ -57,7 +57,7 @@ def native_settings_check() -> Callable[[], bool] | None:
 
 
 def _accepts_others(check: Callable[..., bool], tensors: Sequence[Tensor]) -> bool:
-    """Whether the check takes another number of dimensions for any of the tensors."""
+    """Whether the check accepts another number of dimensions."""
     every = [*tensors]
     for place, tensor in enumerate(every):
         if check(*every[:place], tensor.unsqueeze(0), *every[place + 1 :]) is not False:

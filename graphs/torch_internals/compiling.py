@@ -1,4 +1,4 @@
-"""`torch.compile` for one graph: its compilers by name, its limits, its errors."""
+"""`torch.compile` for one graph: compilers, limits, errors."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from graphs.torch_internals.direct_call import lean_calls
-from graphs.torch_internals.kernel_units import shared_units
-from graphs.torch_internals.regions import refused_effects
-from graphs.torch_internals.replay.replay import taped_loads
-from graphs.torch_internals.vectors import trusted_vectors
+from graphs.torch_internals.direct_call import cheap_calls
+from graphs.torch_internals.kernel_units import share_units
+from graphs.torch_internals.regions import refuse_effects
+from graphs.torch_internals.replay.replay import replay_loads
+from graphs.torch_internals.vectors import trust_vectors
 from graphs.watch.causes import site_of_error, site_of_stack
 
 __all__ = [
@@ -35,7 +35,7 @@ _BEFORE: ContextVar[Callable[[], object] | None] = ContextVar("before a compile"
 
 @contextlib.contextmanager
 def compiling_after(wait: Callable[[], object]) -> Iterator[None]:
-    """Call ``wait`` between the trace of a callable and its compile, for each that is captured."""
+    """Call ``wait`` between the trace and the compile of each capture inside the context."""
     before = _BEFORE.set(wait)
     try:
         yield
@@ -45,18 +45,18 @@ def compiling_after(wait: Callable[[], object]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
-    """The settings of torch that a compile takes least time with."""
-    with lean_calls(), trusted_vectors(), shared_units(), taped_loads(), refused_effects():
+    """Settings of torch that make compiles and calls fast."""
+    with cheap_calls(), trust_vectors(), share_units(), replay_loads(), refuse_effects():
         yield
 
 
 def compile_once(
     function: Callable[..., Any], compiler: str | Callable[..., Any], **how: Any
 ) -> Callable[..., Any]:
-    """A function that torch compiles to one full graph at its first call, and never again.
+    """Return a function that torch compiles to one full graph at its first call, and never again.
 
     Args:
-        function: to compile; no other function has its code object.
+        function: to compile; has a code object of its own.
         compiler: a Dynamo backend, or the name of one.
         how: `mode` and `options` of `torch.compile`.
     """
@@ -73,7 +73,7 @@ def compile_once(
 def inductor_compiler(
     mode: str | None = None, options: Mapping[str, Any] | None = None
 ) -> Callable[..., Any]:
-    """The compiler that `torch.compile(backend="inductor")` uses."""
+    """Return the compiler behind `torch.compile(backend="inductor")`."""
     compiler: Callable[..., Any]
     compiler = torch._TorchCompileInductorWrapper(mode, options and dict(options), False)
     return compiler
@@ -82,10 +82,10 @@ def inductor_compiler(
 def compile_functional(
     graph: Any, example_inputs: Any, compiler: Callable[[Any, Any], Callable[[Any], Any]]
 ) -> Any:
-    """Compile a Dynamo graph whose writes AOTAutograd has taken apart from its results.
+    """Compile a Dynamo graph that AOTAutograd has made functional.
 
     Args:
-        compiler: takes the graph and its examples; what it returns takes a list of inputs.
+        compiler: takes the graph and its examples; returns a function of a list of inputs.
     """
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch._aot_autograd.utils import make_boxed_func
@@ -110,18 +110,14 @@ def has_cpp_compiler() -> bool:
 
 
 def cpp_compiler() -> str:
-    """The C++ compiler that inductor takes.
-
-    Raises:
-        Exception: it finds none.
-    """
+    """Return the C++ compiler that inductor uses; raise if it finds none."""
     from torch._inductor.cpp_builder import get_cpp_compiler
 
     return str(get_cpp_compiler())
 
 
 def is_missing_compiler(error: BaseException) -> bool:
-    """Whether a compile failed since there is no C++ compiler."""
+    """Whether a compile failed because there is no C++ compiler."""
     return type(getattr(error, "inner_exception", error)).__name__ == "InvalidCxxCompiler"
 
 
@@ -135,7 +131,7 @@ def why_no_disk_cache() -> str:
 
 
 def why_stale(error: Exception) -> str | None:
-    """The guard that failed, if an error of a run means that; else None."""
+    """Return the guard that failed, if an error of a run means that; else None."""
     from torch._dynamo.exc import FailOnRecompileLimitHit
 
     inner = getattr(error, "inner_exception", None)
@@ -152,7 +148,7 @@ def _named(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """The Dynamo backend of a name; a function is one."""
+    """Look up a Dynamo backend by name."""
     from torch._dynamo import lookup_backend
 
     if compiler == "inductor":

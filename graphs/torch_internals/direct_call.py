@@ -1,9 +1,7 @@
-"""The direct call of what Dynamo compiled, behind its own guards and without its wrapper.
+"""Calls a graph of Dynamo directly: its guards, then its code, without `torch.compile`'s wrapper.
 
-`torch.compile` takes longer to reach a graph than to check its guards. Both the guards and the code
-that they guard are kept with the function; here they are called one after the other. The guards are
-a single evaluation in C++ of everything that the graph depends on: inputs, settings of torch,
-globals, attributes.
+The wrapper takes longer than the guards, which check everything that the graph depends on in one
+native call: inputs, settings of torch, globals, attributes.
 """
 
 from __future__ import annotations
@@ -16,19 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphs.capture.contract import Direct
+from graphs.capture.contract import DirectCall
 from graphs.capture.inputs import Input
 from graphs.torch_internals.features import Feature, describe
 
-__all__ = ["DIRECT_CALL", "direct_path", "lean_calls"]
+__all__ = ["DIRECT_CALL", "cheap_calls", "direct_path"]
 
 
-def direct_path(function: Any, examples: Sequence[Input]) -> Direct | None:
-    """The way around the wrapper of `torch.compile`, for a compiled function that
-    :func:`~graphs.capture.wrappers.with_own_code` made.
+def direct_path(function: Any, examples: Sequence[Input]) -> DirectCall | None:
+    """Return guards and code of a compiled function from `graphs.capture.wrappers.with_own_code`.
 
-    Returns None, for the caller to go through `torch.compile`, if this torch keeps its guards in
-    another way, or if they accept inputs that are certainly wrong.
+    Returns None if this torch stores its guards in another way, or if they accept inputs that are
+    certainly wrong; the caller then goes through `torch.compile`.
     """
     if not DIRECT_CALL.is_on:
         return None
@@ -39,12 +36,12 @@ def direct_path(function: Any, examples: Sequence[Input]) -> Direct | None:
         return None
 
 
-def lean_calls() -> AbstractContextManager[object]:
-    """Compile for calls that cost little.
+def cheap_calls() -> AbstractContextManager[object]:
+    """Compile for cheap calls.
 
-    Without the marks for a profiler, a microsecond each, and with guards that skip modules whose
-    dictionaries have not changed: those of 30 layers took 1.4 ms a call. Tensors are looked at in
-    any case, as their data can be exchanged behind a dictionary's back; torch 2.11 has to be told.
+    Leaves out profiler marks, a microsecond each, and lets guards skip modules whose dictionaries
+    have not changed: those of 30 layers took 1.4 ms a call. Tensors are checked in any case, as
+    their data can change without a change of the dictionary.
     """
     config = torch._dynamo.config
     settings: dict[str, Any] = {
@@ -59,7 +56,7 @@ def lean_calls() -> AbstractContextManager[object]:
     return patch
 
 
-def _direct_path(function: Any, examples: tuple[Input, ...]) -> Direct | None:
+def _direct_path(function: Any, examples: tuple[Input, ...]) -> DirectCall | None:
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
     entries = _debug_get_cache_entry_list(function.__code__)
@@ -77,7 +74,7 @@ def _direct_path(function: Any, examples: tuple[Input, ...]) -> Direct | None:
     captured_inference = is_inference()
 
     def holds(inputs: tuple[Any, ...]) -> bool:
-        # An entry is taken from its guards when an object that they know by its address is gone.
+        # Guards lose their entry when an object that they know by address is freed.
         return (
             guards.cache_entry is not None
             and is_inference() is captured_inference
@@ -97,7 +94,7 @@ def _direct_path(function: Any, examples: tuple[Input, ...]) -> Direct | None:
         return None
     run = FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)
     unchecked = [i for i in range(len(examples)) if not _is_guarded(holds, examples, i)]
-    return Direct(holds, run, tuple(unchecked), why_not)
+    return DirectCall(holds, run, tuple(unchecked), why_not)
 
 
 def _probe() -> str:
@@ -129,7 +126,7 @@ def _is_guarded(
 
 
 def _wrong_tensors(value: Any) -> Iterator[Input]:
-    # Views only, of which none needs memory.
+    # Views only, which need no memory.
     yield value.unsqueeze(0)
     if value.numel() > 1:
         yield value.as_strided(value.shape, [0] * value.dim())

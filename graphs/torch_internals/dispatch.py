@@ -1,4 +1,4 @@
-"""Questions to torch's dispatcher and its process groups that have no public form."""
+"""Queries of torch's dispatcher and process groups that have no public API."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ __all__ = ["default_store", "has_kernel", "is_fake"]
 
 
 def has_kernel(op: str, device: str) -> bool:
-    """Whether an op, such as ``namespace::name``, has an implementation for a type of device."""
+    """Whether an op, such as ``namespace::name``, is implemented for a type of device."""
     key = torch._C._dispatch_key_for_device(device)
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op, key))
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Whether a tensor has no data, as while torch traces."""
+    """Whether a tensor has no data, as during a trace."""
     from torch._subclasses import FakeTensor
 
     return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
 def default_store() -> Any:
-    """The key-value store that the processes of the default group share."""
+    """The key-value store of the default process group."""
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()

@@ -1,4 +1,4 @@
-"""Errors of Dynamo and inductor: whose they are, and what they advise."""
+"""Inspects errors of Dynamo."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ _HINT = "Hint:"
 
 
 def is_of_dynamo(error: BaseException) -> bool:
-    """Whether Dynamo raised it, so that its class says nothing to a user."""
+    """Whether it is of a class of Dynamo, whose name means nothing to a user."""
     return type(error).__module__.startswith("torch._dynamo")
 
 
 def first_hint(error: BaseException) -> str:
-    """The first hint that Dynamo gives, or an empty string."""
+    """Return the first hint in an error of Dynamo, or an empty string."""
     lines = (line.strip() for line in str(error).splitlines())
     return next((each.removeprefix(_HINT).strip() for each in lines if each.startswith(_HINT)), "")

@@ -1,4 +1,4 @@
-"""Reports of Dynamo while it compiles: begin and end, graphs and breaks, refused recompiles."""
+"""Events of Dynamo: start and end of compiles, graphs and breaks, refused recompiles."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _LIMIT_LOG = "torch._dynamo.convert_frame"
 
 
 class CompileHooks:
-    """Callbacks that torch calls around each compile. Any number of calls of `add` adds them once.
+    """Callbacks of compiles; adding them again has no effect.
 
     Args:
-        started: takes what triggered the compile, such as ``DYNAMO`` or ``LAZY_BACKWARD``.
-        ended: called at the end of the compile.
-        refused: called where a function has used up its recompiles and runs eagerly from then on.
+        started: takes the trigger of the compile, such as ``DYNAMO`` or ``LAZY_BACKWARD``.
+        ended: called at the end of a compile.
+        refused: called when a function has used up its recompiles and runs eagerly from then on.
     """
 
     def __init__(
@@ -35,11 +35,11 @@ class CompileHooks:
 
     @property
     def are_added(self) -> bool:
-        """Whether torch has them; `torch._dynamo.reset()` takes them away."""
+        """Whether torch has them; `torch._dynamo.reset()` removes them."""
         return self._started in _handler().start_callbacks
 
     def add(self) -> None:
-        """Add what is missing."""
+        """Add those that are missing."""
         handler = _handler()
         if self._started not in handler.start_callbacks:
             handler.register_start_callback(self._started)
@@ -48,8 +48,8 @@ class CompileHooks:
         logging.getLogger(_LIMIT_LOG).addHandler(self._refusals)
 
     def remove(self) -> None:
-        """Remove what is there."""
-        if _CALLBACKS not in sys.modules:  # nobody has added any
+        """Remove those that are there."""
+        if _CALLBACKS not in sys.modules:  # none was added
             return
         handler = _handler()
         logging.getLogger(_LIMIT_LOG).removeHandler(self._refusals)
@@ -60,7 +60,7 @@ class CompileHooks:
 
 
 class _Refusals(logging.Handler):
-    """Reads torch's log, which is the only place that tells of a refused recompile."""
+    """Detects refused recompiles, which torch reports only in its log."""
 
     def __init__(self, refused: Callable[[], None]) -> None:
         super().__init__(logging.WARNING)
@@ -73,7 +73,7 @@ class _Refusals(logging.Handler):
 
 @contextmanager
 def at_compile_end(callback: Callable[[], object]) -> Iterator[None]:
-    """Call a function at the end of each compile inside."""
+    """Call a function at the end of each compile inside the context."""
     handler = _handler()
     registered = handler.register_end_callback(lambda _: callback())
     try:
@@ -83,14 +83,14 @@ def at_compile_end(callback: Callable[[], object]) -> Iterator[None]:
 
 
 def graphs_and_breaks() -> tuple[int, int]:
-    """How many graphs Dynamo has made in this process, and how many graph breaks it has met."""
+    """How many graphs and graph breaks Dynamo has counted in this process."""
     from torch._dynamo.utils import counters, graph_break_reasons
 
     return counters["stats"]["unique_graphs"], len(graph_break_reasons)
 
 
 def interrupts_dynamo(error: type[Exception]) -> type[Exception]:
-    """A class of error that passes through Dynamo as it is; others it wraps in one of its own."""
+    """Derive an error that passes through Dynamo, which wraps others in its own."""
     from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
 
     def init(self: Any, *args: Any) -> None:
@@ -101,7 +101,7 @@ def interrupts_dynamo(error: type[Exception]) -> type[Exception]:
 
 
 def _handler() -> Any:
-    # torch._dynamo takes seconds to import: not before someone compiles or watches.
+    # torch._dynamo takes seconds to import, so it is imported on first use.
     import torch._dynamo
 
     return torch._dynamo.callback.callback_handler

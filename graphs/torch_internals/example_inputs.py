@@ -1,4 +1,4 @@
-"""Example inputs as Dynamo is to see them: parts of a buffer apart, some sizes as symbols."""
+"""Prepares example inputs for Dynamo: separates views of a buffer, marks symbolic sizes."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from torch.utils import dlpack
 
 from graphs.capture.inputs import Input, overlaps
 
-__all__ = ["marked", "separated"]
+__all__ = ["mark_symbolic", "separate_storages"]
 
 _MARKS = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")
 
 
-def separated(inputs: Sequence[Input]) -> list[Input]:
-    """Inputs that are parts of one buffer, and overlap no other, as tensors of the same memory.
+def separate_storages(inputs: Sequence[Input]) -> list[Input]:
+    """Give disjoint views of one buffer storages of their own, over the same memory.
 
-    Dynamo tells from storages, not from addresses, whether inputs alias, and refuses those in
-    regions that are compiled once (``torch.compiler.nested_compile_region``). What is compiled for
-    independent inputs is right for parts that do not overlap.
+    Dynamo decides by storages, not addresses, whether inputs alias, and refuses aliases in regions
+    (``torch.compiler.nested_compile_region``). Code compiled for independent inputs is correct for
+    disjoint views.
     """
     storages = Counter(_storage(value) for value in inputs if isinstance(value, Tensor))
     parts = [v for v in inputs if isinstance(v, Tensor) and storages[_storage(v)] > 1]
@@ -41,7 +41,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _own(value: Any) -> Tensor:
-    """The tensor over a storage of its own; itself, where that would be another kind of tensor."""
+    """The tensor over a storage of its own; unchanged where that would lose its kind."""
     own: Tensor = value
     if type(value) is not Tensor or value.requires_grad or value.is_inference():
         return own
@@ -52,13 +52,13 @@ def _own(value: Any) -> Tensor:
 
 
 @contextmanager
-def marked(examples: Sequence[Input], dims: Sequence[Sequence[int]]) -> Iterator[None]:
-    """Make a compile inside treat these dimensions of each example as symbols.
+def mark_symbolic(examples: Sequence[Input], dims: Sequence[Sequence[int]]) -> Iterator[None]:
+    """Mark dimensions of each example as symbolic for a compile inside the context.
 
-    A size that the callable fixes stays fixed, and becomes a guard. Equal sizes get symbols of
-    their own: that they are equal here says nothing of other buckets.
+    A size that the callable fixes stays fixed, and becomes a guard. Equal sizes get different
+    symbols, since they may differ in other buckets.
     """
-    # Not `torch.compile(dynamic_shapes=)`: its sizes are unbacked, and cannot be compared.
+    # Not `torch.compile(dynamic_shapes=)`, whose sizes are unbacked and cannot be compared.
     both = [(x, own) for x, own in zip(examples, dims, strict=False) if isinstance(x, Tensor)]
     tensors = [(tensor, own) for tensor, own in both if own]
     symbols: Any = importlib.import_module("torch.fx.experimental._config")

@@ -1,4 +1,4 @@
-"""Export of a module, after which torch is as it was before."""
+"""Exports a module without side effects on torch."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["exported"]
+__all__ = ["export_module"]
 
 _HOOKS = "_global_buffer_registration_hooks"
 
 
-def exported(module: nn.Module, inputs: Sequence[Any]) -> torch.export.ExportedProgram:
-    """Export a module; it is not run by Dynamo.
+def export_module(module: nn.Module, inputs: Sequence[Any]) -> torch.export.ExportedProgram:
+    """Export a module, without Dynamo.
 
-    A failed export of torch 2.11 leaves a hook for all modules, with which no module that sets a
-    buffer can be compiled.
+    Removes the global hook that a failed export of torch 2.11 leaves, with which no module that
+    sets a buffer can be compiled.
     """
     hooks: dict[int, Any] = getattr(torch.nn.modules.module, _HOOKS, {})
     before = dict(hooks)

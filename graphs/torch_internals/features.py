@@ -1,7 +1,7 @@
-"""Features: optional uses of torch's internals, of which none can fail a capture.
+"""Features: optional uses of torch's internals, none of which can fail a capture.
 
-Each has a probe, which says whether this torch has what it needs, and a fallback that always works.
-A feature that raises is switched off for the rest of the process, with one line in the log.
+Each has a probe, which says whether it works with this torch, and a fallback that always works. A
+feature that raises is switched off for the rest of the process, and logged once.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _SUSPENDED: ContextVar[frozenset[str]] = ContextVar("suspended features", defaul
 
 
 class FeatureState(NamedTuple):
-    """A feature as it is in this process.
+    """The state of a feature in this process.
 
     Attributes:
-        name: what logs and reports call it.
+        name: in logs and reports.
         is_on: whether captures use it.
         why_off: why they do not; empty if they do.
         gain: what it gains.
@@ -50,14 +50,10 @@ class Feature:
     """An optional use of torch's internals.
 
     Args:
-        name: what logs and reports call it.
-        gain: what it gains.
-        fallback: what happens without it.
-        versions: of torch that it was tested with.
-        files: ends of file names; a failure whose traceback has one of them is this feature's.
-        probe: returns why it does not work with this torch, or an empty string; it may raise.
-        benchmark: the script that prints the gain.
-        suspend: called when captures stop using it, if that needs more than to ask `is_on`.
+        name, gain, fallback, versions, benchmark: see `FeatureState`.
+        files: suffixes of file names; an error with one of them in its traceback is this feature's.
+        probe: returns why it does not work with this torch, or an empty string; may raise.
+        suspend: called when captures stop using it, if checking `is_on` is not enough.
         resume: called when they use it again.
     """
 
@@ -80,7 +76,7 @@ class Feature:
         self.suspend, self.resume = suspend, resume
         self._probe = probe
         self._why_off: str | None = None
-        self._suspensions = 0  # by several threads, perhaps
+        self._suspensions = 0  # of all threads
         _features[name] = self
 
     @property
@@ -107,7 +103,7 @@ class Feature:
         _log.warning("torch feature %s is switched off: %s. %s", self.name, reason, self.fallback)
 
     def probe_again(self) -> None:
-        """Forget why it was switched off."""
+        """Switch it on again, if its probe agrees."""
         with _changing:
             if self._why_off:
                 self._why_off = None
@@ -115,7 +111,7 @@ class Feature:
 
     @property
     def state(self) -> FeatureState:
-        """The feature as it is in this process."""
+        """Its state in this process."""
         why_off = self.why_off
         return FeatureState(
             self.name,
@@ -128,7 +124,7 @@ class Feature:
         )
 
     def is_in(self, error: BaseException) -> bool:
-        """Whether the traceback of an error, or of one behind it, leads through the feature."""
+        """Whether the traceback of an error, or of a cause of it, leads through the feature."""
         return bool(self.files) and any(each.endswith(self.files) for each in _file_names(error))
 
     def _resume(self) -> None:
@@ -160,13 +156,13 @@ def all_features() -> list[Feature]:
 
 
 def with_features(make: Callable[[], T], *, keep_all: bool = False) -> T:
-    """Make a capture; repeat one that fails without the features that may have made it fail.
+    """Make a capture; if it fails, repeat it without the features that may be the cause.
 
     A feature is switched off only if the capture works without it.
 
     Args:
         make: captures.
-        keep_all: repeat without features whose code is in the traceback, not without all.
+        keep_all: repeat only without features whose code is in the traceback, not without all.
 
     Raises:
         Exception: `make` fails without them too.
@@ -176,12 +172,12 @@ def with_features(make: Callable[[], T], *, keep_all: bool = False) -> T:
     except Exception as error:
         used = [feature for feature in all_features() if feature.is_on]
         found = [feature for feature in used if feature.is_in(error)]
-        for suspects in (found,) if keep_all else (found, used):
-            if not suspects:
+        for without in (found,) if keep_all else (found, used):
+            if not without:
                 continue
-            with suppress(Exception), _suspended(suspects):
+            with suppress(Exception), _suspended(without):
                 result = make()
-                for feature in suspects:
+                for feature in without:
                     feature.switch_off(f"a capture failed with it: {describe(error)}")
                 return result
         raise
@@ -200,7 +196,7 @@ def _suspended(features: Iterable[Feature]) -> Iterator[None]:
 
 
 def describe(error: BaseException) -> str:
-    """Class and first line of an error."""
+    """Return class and first line of an error."""
     line = next(iter(str(error).strip().splitlines()), "")
     return f"{type(error).__name__}: {line}".rstrip(": ")
 

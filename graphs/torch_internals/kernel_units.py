@@ -1,11 +1,10 @@
-"""The C++ kernels of a graph, several in one translation unit.
+"""Compiles several C++ kernels of a graph in one translation unit.
 
-Inductor compiles each kernel by itself. Most of that time is torch's headers, which every
-translation unit loads, and the linker, not the kernel. Here the kernels of a graph are gathered
-until it waits for them, and come in a few libraries that have several each.
+Inductor compiles each kernel by itself, where headers and linking dominate. Here the kernels of a
+graph are collected until it waits for them, and compiled into a few libraries.
 
-Nothing depends on it: a kernel that is not known to be one function behind torch's header is left
-to inductor, and so are those of a unit that does not compile, or of a torch that does it otherwise.
+A kernel that is not one function after torch's header is left to inductor, and so are those of a
+unit that does not compile.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from graphs.torch_internals.features import Feature
 from graphs.torch_internals.patches import Patch, SharedPatch
 from graphs.watch.causes import describe_failure
 
-__all__ = ["SHARED_UNITS", "shared_units"]
+__all__ = ["SHARED_UNITS", "share_units"]
 
 _log = logging.getLogger(__name__)
 
-# Characters of kernels after which there is another unit: these take twice as long as the headers.
-# Nothing of the machine is in it, as a later start looks for the same libraries.
-_LARGE = 48_000
+# Characters of kernels per unit, which take twice as long as the headers. Independent of the
+# machine, since a later start looks for the same libraries.
+_UNIT_CHARACTERS = 48_000
 
 _HEADER = "#include <torch/csrc/inductor/cpp_prefix.h>\n"
 _PYTHON = """#define PY_SSIZE_T_CLEAN
@@ -47,8 +46,8 @@ _IS_ACTIVE: ContextVar[bool] = ContextVar("kernels share translation units", def
 
 
 @contextlib.contextmanager
-def shared_units() -> Iterator[None]:
-    """For what this thread compiles or loads inside: several kernels share a library."""
+def share_units() -> Iterator[None]:
+    """Let kernels that this thread compiles or loads inside share libraries."""
     if not SHARED_UNITS.is_on:
         yield
         return
@@ -89,8 +88,8 @@ class _Kernel(NamedTuple):
 
     Attributes:
         types: of its arguments, in C++.
-        body: its source behind torch's header.
-        alone: begins to compile it as inductor does.
+        body: its source after torch's header.
+        alone: starts to compile it as inductor does.
     """
 
     types: Sequence[str]
@@ -116,9 +115,9 @@ def _replacements() -> list[Patch]:
     @functools.wraps(wait)
     def load_and_wait(self: Any, scope: dict[str, Any]) -> None:
         kernels = {name: each for name, each in scope.items() if isinstance(each, _Kernel)}
-        units = _shared_out(kernels)
-        begun = [_begun([*unit.values()], self) for unit in units]
-        for unit, functions in zip(units, begun, strict=True):
+        units = _split(kernels)
+        waits = [_start([*unit.values()], self) for unit in units]
+        for unit, functions in zip(units, waits, strict=True):
             scope.update(zip(unit, functions(), strict=True))
         wait(self, scope)
 
@@ -132,16 +131,16 @@ _PATCH = SharedPatch(lambda: _replacements())
 
 
 def _body_of(source: str) -> str | None:
-    """What is behind torch's header, if that is one function `kernel` and no more directives."""
+    """The source after torch's header, if it is one function `kernel` without directives."""
     before, header, body = source.partition(_HEADER)
     is_known = header and not before.strip() and not _DIRECTIVE.search(body)
     return body if is_known and len(_NAME.findall(body)) == 1 else None
 
 
-def _shared_out(kernels: Mapping[str, _Kernel]) -> list[dict[str, _Kernel]]:
-    """Kernels in units of about the same size."""
+def _split(kernels: Mapping[str, _Kernel]) -> list[dict[str, _Kernel]]:
+    """Split kernels into units of about the same size."""
     total = sum(map(_size, kernels.values()))
-    units: list[dict[str, _Kernel]] = [{} for _ in range(total // _LARGE + 1)]
+    units: list[dict[str, _Kernel]] = [{} for _ in range(total // _UNIT_CHARACTERS + 1)]
     for name, kernel in sorted(kernels.items(), key=lambda each: -_size(each[1])):
         min(units, key=lambda unit: sum(map(_size, unit.values())))[name] = kernel
     return [unit for unit in units if unit]
@@ -151,18 +150,18 @@ def _size(kernel: _Kernel) -> int:
     return len(kernel.body)
 
 
-def _begun(unit: Sequence[_Kernel], inductor: Any) -> Callable[[], list[Any]]:
-    """Begins to compile a unit, if inductor has threads for that.
+def _start(unit: Sequence[_Kernel], inductor: Any) -> Callable[[], list[Any]]:
+    """Start to compile a unit, in the background if inductor has threads for that.
 
     Returns:
-        What waits for its functions; in their place may be what inductor waits for itself.
+        A function that waits for the kernels; some may be futures that inductor waits for.
     """
     from torch._inductor.async_compile import get_compile_threads
     from torch._inductor.codecache import CppPythonBindingsCodeCache
 
     if len(unit) == 1:
-        begun = unit[0].alone()
-        return lambda: [begun]
+        kernel = unit[0].alone()
+        return lambda: [kernel]
     submit = inductor.submit if get_compile_threads() > 1 else None
     try:
         load = CppPythonBindingsCodeCache.load_async(_source_of(unit), submit_fn=submit)
@@ -184,7 +183,7 @@ def _one_by_one(unit: Sequence[_Kernel], error: Exception) -> Callable[[], list[
 
 
 def _source_of(unit: Sequence[_Kernel]) -> str:
-    """A library of all kernels of a unit, each with its own binding and in its own namespace."""
+    """The source of a unit: each kernel with its binding in its own namespace."""
     parts = [_HEADER, _PYTHON]
     for name, each in zip(_names(len(unit)), unit, strict=True):
         function = _NAME.sub(name, each.body)
@@ -193,7 +192,7 @@ def _source_of(unit: Sequence[_Kernel]) -> str:
 
 
 def _names(count: int) -> list[str]:
-    """What the kernels of a unit are called; inductor looks for the first by its usual name."""
+    """Names of the kernels of a unit; inductor looks up the first by its usual name."""
     return ["kernel", *(f"kernel_{i}" for i in range(1, count))]
 
 
@@ -210,7 +209,7 @@ def _binding(name: str, types: Sequence[str]) -> str:
 
 
 def _functions_of(library: Any, count: int) -> list[Any]:
-    """The kernels of a library, of which the module of the first is loaded."""
+    """The kernels of a library, of which only the first module is loaded."""
     first, *others = _names(count)
     functions = [getattr(library, first)]
     for name in others:
@@ -219,6 +218,6 @@ def _functions_of(library: Any, count: int) -> list[Any]:
             raise ImportError(f"{library.__file__} is not known as a library")
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        sys.modules.pop(spec.name, None)  # inductor's own are there for it to forget
+        sys.modules.pop(spec.name, None)  # inductor clears only its own modules
         functions.append(getattr(module, name))
     return functions

@@ -1,4 +1,4 @@
-"""Replacement of attributes of torch for as long as somebody is inside a `with` statement."""
+"""Replaces attributes of torch inside a `with` statement."""
 
 from __future__ import annotations
 
@@ -10,13 +10,7 @@ __all__ = ["Patch", "SharedPatch"]
 
 
 class Patch(NamedTuple):
-    """An attribute to replace.
-
-    Args:
-        owner: the module or class that has it.
-        name: its name.
-        value: what takes its place.
-    """
+    """An attribute `name` of a module or class `owner`, and its replacement `value`."""
 
     owner: Any
     name: str
@@ -24,10 +18,10 @@ class Patch(NamedTuple):
 
 
 class SharedPatch:
-    """Attributes that are replaced while any thread is inside.
+    """Replaces attributes while any thread is inside.
 
-    The first thread that enters replaces them, the last one that leaves restores them. The
-    replacements have to leave alone what threads outside do.
+    The first thread to enter replaces them, the last one to leave restores them. Replacements must
+    not affect threads outside.
 
     Args:
         make: returns the replacements; called by the first thread.
@@ -67,7 +61,7 @@ class SharedPatch:
 def _restore(patch: Patch) -> Callable[[], None]:
     owner, name, _ = patch
     own = getattr(owner, "__dict__", {})
-    if name in own:  # as it is stored: a static method of a class is no plain function there
+    if name in own:  # the stored object, such as a staticmethod, not what getattr returns
         before = own[name]
         return lambda: setattr(owner, name, before)
     return lambda: delattr(owner, name)

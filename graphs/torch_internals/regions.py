@@ -1,8 +1,8 @@
-"""Regions: a function that a graph calls often is traced and compiled once for all calls alike.
+"""Regions: a function that a graph calls often is traced and compiled once for all equal calls.
 
 Built on `torch.compiler.nested_compile_region`. Its `reuse_hash_fn`, since torch 2.12, lets Dynamo
-reuse the trace of an earlier call. Dynamo then skips the guards of the later calls, so the caller's
-key has to say everything that the trace depends on, apart from the arguments of the call.
+reuse the trace of an earlier call and skip the guards of later ones. So the caller's key must cover
+everything that the trace depends on, apart from the arguments of the call.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from graphs.torch_internals.features import Feature
 from graphs.torch_internals.patches import Patch, SharedPatch
 
-__all__ = ["REGIONS", "REGION_REUSE", "Packed", "Region", "refused_effects"]
+__all__ = ["REGIONS", "REGION_REUSE", "Packed", "Region", "refuse_effects"]
 
 _NO_LIMIT = 1 << 20  # traces of one region in a graph
 _VALUES = (bool, int, float, str)
@@ -29,8 +29,9 @@ _VALUES = (bool, int, float, str)
 
 def _probe() -> str:
     region: Any = torch.compiler.nested_compile_region(lambda value: value)
-    is_kept = region(_NO_LIMIT) == _NO_LIMIT
-    return "" if is_kept else "torch.compiler.nested_compile_region changes what a function returns"
+    if region(_NO_LIMIT) == _NO_LIMIT:
+        return ""
+    return "torch.compiler.nested_compile_region changes what a function returns"
 
 
 def _probe_reuse() -> str:
@@ -50,11 +51,10 @@ def _probe_reuse() -> str:
     return "" if has_test else "torch.fx.experimental.symbolic_shapes has no has_static_value"
 
 
-def refused_effects() -> AbstractContextManager[object]:
-    """Within it, a trace that writes to Python objects is not reused: its capture fails.
+def refuse_effects() -> AbstractContextManager[object]:
+    """Fail captures inside that would reuse a trace which writes to Python objects.
 
-    Torch does not look at that where there is a `reuse_hash_fn`; what later calls write, and what
-    they would read of it, were lost.
+    Torch does not check that if there is a `reuse_hash_fn`, and loses the writes of later calls.
     """
     return _PATCH if REGION_REUSE.is_on else nullcontext()
 
@@ -117,27 +117,19 @@ REGION_REUSE = Feature(
 
 
 class Packed(NamedTuple):
-    """An argument that is the same for many calls, taken apart once for all of them.
-
-    Args:
-        structure: how it is put together.
-        leaves: its tensors and constants.
-    """
+    """An argument of many calls, flattened once: its `structure`, and tensors and constants."""
 
     structure: str
     leaves: tuple[Any, ...]
 
 
 class Region:
-    """A function of a module that a graph compiles once for all calls alike.
+    """A function of a module that a graph compiles once for all equal calls.
 
     Args:
-        function: called as ``function(module, *args, **kwargs)``. Returns a tensor, or a tuple of
-            tensors, where calls have a key.
+        function: called as ``function(module, *args, **kwargs)``. Calls with a key return a tensor
+            or a tuple of tensors.
         classes: named tuples and frozen dataclasses that may be among the arguments.
-
-    Attributes:
-        function: as given.
     """
 
     def __init__(self, function: Callable[..., Any], classes: Sequence[type] = ()) -> None:
@@ -156,6 +148,10 @@ class Region:
         if REGIONS.is_on:
             self._region = torch.compiler.nested_compile_region(each)
             if REGION_REUSE.is_on:
+                # Not at the top: it imports sympy. Nor where Dynamo would trace the import.
+                from torch.fx.experimental.symbolic_shapes import has_static_value
+
+                self._has_static_value = has_static_value
                 self._reusable = _mark_reusable(run)
                 _reusable.add(run)
 
@@ -163,9 +159,9 @@ class Region:
         """Call the function.
 
         Args:
-            key: equal for two calls in a graph if the trace of one serves the other: their modules
-                are alike in everything but the values of parameters and buffers, none of which
-                is among the arguments. None: it is traced.
+            key: equal for two calls in a graph if they can share a trace: their modules are equal
+                but for the values of parameters and buffers, none of which is an argument. None:
+                the call is traced.
         """
         leaves: list[Any] = []
         if key is not None and self._reusable is not None:
@@ -175,9 +171,9 @@ class Region:
         return self._region(_never_compared, module, *args, **kwargs)
 
     def pack(self, value: Any) -> Any:
-        """An argument as `Packed`; itself, where it has other parts than calls with a key take.
+        """Flatten an argument into `Packed`; unchanged if it has parts that no key can describe.
 
-        Its tensors are not told apart from those of other arguments: they may be in no other.
+        Its tensors must not be among other arguments of the call.
         """
         if self._reusable is None:
             return value
@@ -185,20 +181,22 @@ class Region:
         structure = self._describe(value, leaves, [])
         return value if structure is None else Packed(structure, tuple(leaves))
 
-    # Dynamo traces what follows, and each line costs a millisecond in a model of many layers.
+    # Dynamo traces the methods below; each line costs a millisecond in a model of many layers.
 
     def _describe(self, value: Any, leaves: list[Any], tensors: list[Tensor]) -> str | None:
-        """Appends the leaves of an argument and returns its structure; None: it has other parts.
+        """Append the leaves of an argument and return its structure; None: unsupported parts.
 
-        Dynamo takes tensors that are one in the first call for one in all calls, so the structure
-        says which are.
+        Dynamo assumes that tensors which are identical in the first call are so in all calls, so
+        the structure says which are.
         """
         if isinstance(value, Tensor):
+            # A symbolic size is not read, which would fix it.
             same = [place for place, other in enumerate(tensors) if other is value]
             leaves.append(value)
             tensors.append(value)
             layout = "contiguous" if value.is_contiguous() else "strided"
-            return f"tensor:{_sizes(value)}:{value.dtype}:{layout}:{same}".replace(" ", "")
+            sizes = [str(n) if self._has_static_value(n) else "any" for n in value.shape]
+            return f"tensor:{','.join(sizes)}:{value.dtype}:{layout}:{same}".replace(" ", "")
         if value is None:
             return "none"
         kind = type(value)
@@ -249,21 +247,14 @@ class Region:
 
 
 def _word(value: Any) -> str:
-    """A constant without what parts a structure, and no other constant of its class has the same.
+    """Escape the separators of a structure in a constant.
 
-    Dynamo of torch 2.12 traces no `hash` of every constant.
+    Not its `hash`, which Dynamo of torch 2.12 does not trace for every constant.
     """
     return str(value).replace("_", "__").replace(" ", "_s").replace(":", "_c")
 
 
-def _sizes(tensor: Tensor) -> str:
-    """The shape; a size that is a symbol is not read, as that would fix it."""
-    from torch.fx.experimental.symbolic_shapes import has_static_value  # imports sympy
-
-    return ",".join([str(size) if has_static_value(size) else "any" for size in tensor.shape])
-
-
-# Not `hash`, which Dynamo of torch 2.12 does not trace, and which may be equal by chance.
+# Not `hash`, which Dynamo of torch 2.12 does not trace, and which may collide.
 def _hash(key: int, structure: str, module: nn.Module, *leaves: Any) -> int:
     return int.from_bytes(f"{key} {structure}".encode(), "little")
 
@@ -275,9 +266,8 @@ def _hash_of_module(key: int, structure: str, module: nn.Module, *leaves: Any) -
 def _never_compared() -> None:
     """An argument that Dynamo cannot compare, so that it traces the call.
 
-    By itself torch since 2.12 takes the trace of another call where arguments are tensors, modules
-    or, since 2.15, other objects. It leaves out some of what the trace depends on, such as the
-    class of a sub-module.
+    Since 2.12 torch reuses traces by itself if arguments are tensors, modules or, since 2.15, other
+    objects. It misses some dependencies of the trace, such as the class of a sub-module.
     """
 
 

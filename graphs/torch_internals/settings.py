@@ -1,4 +1,4 @@
-"""Settings of Dynamo, inductor and functorch: snapshots of them, and those that captures set."""
+"""Settings of Dynamo, inductor and functorch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = [
 
 
 def settings_digests() -> tuple[bytes, ...]:
-    """Digests of all settings that code depends on; quick, and of this process only."""
+    """Digests of all settings that code depends on; fast, valid only in this process."""
     from torch._functorch import config as functorch
     from torch._inductor import config as inductor
 
@@ -26,7 +26,7 @@ def settings_digests() -> tuple[bytes, ...]:
 
 
 def settings_snapshot() -> Iterator[tuple[str, Any]]:
-    """Name and value of all settings that code depends on."""
+    """Yield name and value of all settings that code depends on."""
     from torch._functorch import config as functorch
     from torch._inductor import config as inductor
 
@@ -42,12 +42,12 @@ def has_cudagraphs() -> bool:
 
 
 def use_one_compile_thread() -> None:
-    """Let inductor compile in this process alone, without processes of its own."""
+    """Let inductor compile in this process, without subprocesses."""
     torch._inductor.config.compile_threads = 1
 
 
 def unlimited_recompiles() -> AbstractContextManager[Any]:
-    """Within it, functions may be compiled for any number of cases."""
+    """Lift the limit of recompiles inside the context."""
     import torch._dynamo
 
     many = 1 << 20

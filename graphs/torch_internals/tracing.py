@@ -1,4 +1,4 @@
-"""A trace by Dynamo that shows its graphs, guards and breaks, and compiles nothing."""
+"""Traces with Dynamo to inspect graphs, guards and breaks, without compiling."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def trace(
     on_graph: Callable[..., Any],
     on_guards: Callable[[Iterable[Any]], None],
 ) -> None:
-    """Run a function; its graphs and guards are handed out, and it may break into several graphs.
+    """Run a function, and pass its graphs and guards to callbacks; graph breaks are allowed.
 
     Args:
-        function: no other function has its code object.
-        inputs: what it is called with.
-        on_graph: as a Dynamo backend.
+        function: has a code object of its own.
+        inputs: to call it with.
+        on_graph: a Dynamo backend.
         on_guards: takes the guards of each graph.
     """
     import torch._dynamo
@@ -36,21 +36,20 @@ def trace(
     traced: Callable[..., Any] = torch._dynamo.optimize(
         on_graph, nopython=False, dynamic=False, guard_export_fn=on_guards, **settings
     )(function)
-    # Functions that are called after a break are compiled by their own code object, on which
-    # entries pile up.
+    # Functions called after a break are cached by their own code object, where entries pile up.
     with unlimited_recompiles():
         traced(*inputs)
 
 
 def break_reasons() -> list[Any]:
-    """The graph breaks of this process, the latest last, each with `reason` and `user_stack`."""
+    """The graph breaks of this process in order, each with `reason` and `user_stack`."""
     from torch._dynamo.utils import graph_break_reasons
 
     return list(graph_break_reasons)
 
 
 def why_no_full_graph(function: Callable[..., Any], inputs: Sequence[Any]) -> Exception | None:
-    """Dynamo's error where a function is no full graph, else None."""
+    """Return Dynamo's error if a function is no full graph, else None."""
     import torch._dynamo
 
     try:
@@ -63,7 +62,7 @@ def why_no_full_graph(function: Callable[..., Any], inputs: Sequence[Any]) -> Ex
 
 @contextlib.contextmanager
 def quiet_logs() -> Iterator[None]:
-    """Within it, Dynamo logs no graph breaks."""
+    """Silence Dynamo's logs of graph breaks."""
     before = {name: logging.getLogger(name).level for name in _LOUD}
     try:
         for name, level in _LOUD.items():

@@ -1,8 +1,8 @@
-"""Vector instructions: inductor is told to trust the processor's flags.
+"""Lets inductor trust the processor's flags for vector instructions.
 
-Without that its first kernel of a process builds and starts a program for each instruction set,
-with torch's headers, which takes seconds. The small extensions (VNNI, AMX) are probed all the same;
-before torch 2.13 each of those programs imports torch, in every process, so they are built only.
+Otherwise the first kernel of a process builds and runs a program for each instruction set, with
+torch's headers, which takes seconds. Small extensions (VNNI, AMX) are still probed; before torch
+2.13 each of these programs imports torch, so they are only built.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 from graphs.torch_internals.features import Feature
 from graphs.torch_internals.patches import Patch, SharedPatch
 
-__all__ = ["TRUSTED_VECTORS", "trusted_vectors"]
+__all__ = ["TRUSTED_VECTORS", "trust_vectors"]
 
 _SETTING = "cpp.vec_isa_ok"
-_PROGRAM = "_avx_py_load"  # what loads the library that a probe has built
+_PROGRAM = "_avx_py_load"  # loads the library of a probe
 
 
-def trusted_vectors() -> AbstractContextManager[object]:
-    """Within it, inductor takes the best instruction set that the processor names, unprobed."""
+def trust_vectors() -> AbstractContextManager[object]:
+    """Let inductor take the processor's best instruction set without probing it."""
     if not TRUSTED_VECTORS.is_on:
         return nullcontext()
     from torch._inductor import config

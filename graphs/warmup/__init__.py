@@ -1,1 +1,1 @@
-"""Warmup: every bucket captured before the first request, within budgets, and reported."""
+"""Warmup: captures every bucket before the first request, within budgets, and reports."""

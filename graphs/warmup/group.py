@@ -1,4 +1,4 @@
-"""A warmup of several members: a model's step, and the small graphs around it."""
+"""Warms up several members: the step of a model, and the small graphs around it."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ __all__ = ["WarmupGroup"]
 
 
 class Warmable(Protocol):
-    """A member of a group: a :class:`~graphs.WarmupManager`, or what holds some, or a group."""
+    """A member of a group: a :class:`~graphs.WarmupManager`, its owner, or another group."""
 
     @property
     def pending(self) -> int:
-        """How many buckets its next warmup has to capture."""
+        """How many buckets are not captured yet."""
 
     def warmup(self, progress: Callable[[BucketEvent], None] | None = None) -> WarmupReport:
         """Capture them."""
 
 
 class WarmupGroup:
-    """Members that are warmed up one after the other, with one progress and one report.
+    """Warms up members one after the other, with one progress and one report.
 
-    Each keeps its own buckets, order and budgets, and serves by itself.
+    Each member has its own buckets, order and budgets, and serves by itself.
 
     Args:
         members: in the order of their warmup.
@@ -40,11 +40,11 @@ class WarmupGroup:
         return sum(member.pending for member in self._members)
 
     def warmup(self, progress: Callable[[BucketEvent], None] | None = None) -> WarmupReport:
-        """Capture what is not captured yet; the report is of all buckets of all members.
+        """Capture what is not captured yet; report on all buckets of all members.
 
         Args:
-            progress: called with an event per bucket, counted through all members; only the last
-                of them says how much time is left, since each estimates no more than its own.
+            progress: called with an event per bucket, numbered through all members. Only those of
+                the last member say how much time is left, since each estimates only its own.
 
         Raises:
             GraphBudgetExceeded: a strict `no_compile` is armed.
@@ -63,8 +63,8 @@ class WarmupGroup:
 def _counted(
     progress: Callable[[BucketEvent], None], done: int, total: int, is_last: bool
 ) -> Callable[[BucketEvent], None]:
-    def tell(event: BucketEvent) -> None:
+    def notify(event: BucketEvent) -> None:
         eta = event.eta_seconds if is_last else None
         progress(replace(event, index=event.index + done, total=total, eta_seconds=eta))
 
-    return tell
+    return notify

@@ -1,4 +1,4 @@
-"""The journal of a warmup: a small file of outcomes, for the next process to plan with."""
+"""The journal of a warmup: a file of results, for the next process to plan with."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ _NO_JOURNAL = "is not a warmup journal: give another path, or remove it"
 
 
 class Journal:
-    """Outcomes of buckets, in a file that stays readable whenever the process is killed.
+    """Results of buckets, in a file that stays readable whenever the process is killed.
 
-    One JSON object a line: what is warmed up, then a line when a capture starts and one when it is
-    done. A last line that is cut off is ignored. It holds measurements only, no compiled code.
+    One JSON object per line: the warmup, then a line when a capture starts and one when it is done.
+    A truncated last line is ignored. It has measurements only, no compiled code.
 
     Args:
-        path: the file; it is made, or continued if it is of the same warmup.
+        path: the file, which is created, or continued if it is of the same warmup.
         name: of the callable.
         backend: name of the backend.
         axes: names of the axes.
 
     Raises:
-        JournalError: the file is something else; it is left as it is.
+        JournalError: the file is something else; it is not changed.
         OSError: it cannot be read or written.
     """
 
@@ -52,23 +52,23 @@ class Journal:
         self._rewrite()
 
     @property
-    def suspects(self) -> list[Bucket]:
-        """The buckets that failed, or during whose capture the process died."""
+    def previously_failed(self) -> list[Bucket]:
+        """Buckets that failed, or during whose capture the process died."""
         return [b for b, (status, _) in self._entries.items() if status in ("failed", "started")]
 
     @property
     def seconds(self) -> Mapping[Bucket, float]:
-        """How long each bucket took that was captured."""
+        """Seconds of each captured bucket."""
         return {
             b: seconds for b, (status, seconds) in self._entries.items() if status == "captured"
         }
 
     def start(self, bucket: Bucket) -> None:
-        """Note that a capture begins."""
+        """Record the start of a capture."""
         self._append({"bucket": dict(bucket), "status": "started"})
 
     def done(self, result: BucketResult) -> None:
-        """Note how it ended; for a skipped bucket, what was known stays."""
+        """Record a result; a skipped bucket keeps its earlier one."""
         if result.status != "skipped":
             self._append({**asdict(result), "bucket": dict(result.bucket)})
 
@@ -77,7 +77,7 @@ class Journal:
         try:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
-        except OSError as error:  # a full disk costs the next warmup its estimate, not this one
+        except OSError as error:  # a full disk must not stop this warmup
             if not self._is_broken:
                 _log.warning("%s is not continued: %s", self.path, error)
             self._is_broken = True
@@ -112,8 +112,7 @@ class Journal:
                     raise JournalError(f"{self.path}:{place} is not readable: remove it") from error
 
     def _rewrite(self) -> None:
-        # Without a line that is cut off, to which nothing must be appended; by a rename, so that
-        # there always is a whole file.
+        # Drops a truncated line, to which nothing may be appended; atomic.
         lines = [self._head]
         for bucket, (status, seconds) in self._entries.items():
             lines.append({"bucket": dict(bucket), "status": status, "seconds": seconds})

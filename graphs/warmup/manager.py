@@ -1,4 +1,4 @@
-"""The warmup manager: captures every bucket before the first request, then serves by bucket."""
+"""The warmup manager: captures every bucket before the first request, then serves."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ import torch
 
 from graphs.buckets.axes import Bucket
 from graphs.buckets.space import BucketSpace
-from graphs.capture.capture import CapturedGraph, check_options, resolve
-from graphs.capture.contract import Backend
+from graphs.capture.capture import CapturedGraph, spec_of
+from graphs.capture.contract import Backend, CaptureSpec
 from graphs.capture.inputs import Input, check_inputs
-from graphs.capture.wrappers import name_of
 from graphs.errors import (
     BucketOverflow,
     CaptureError,
@@ -26,10 +25,10 @@ from graphs.errors import (
     quoted,
 )
 from graphs.warmup.capturing import Capturing
-from graphs.warmup.families import Families
 from graphs.warmup.journal import Journal
 from graphs.warmup.report import BucketEvent, BucketResult, WarmupReport
 from graphs.warmup.schedule import Order, Schedule, Usage, in_order
+from graphs.warmup.shape_groups import ShapeGroups
 
 __all__ = ["WarmupManager"]
 
@@ -40,7 +39,7 @@ Progress: TypeAlias = Callable[[BucketEvent], None]
 
 
 class WarmupManager:
-    """One captured graph per bucket: `warmup()` makes them, `bucket()` chooses, `run()` runs.
+    """One captured graph per bucket: `warmup()` captures, `bucket()` chooses, `run()` runs.
 
     Capture and serving both happen under `torch.no_grad()`.
 
@@ -49,40 +48,38 @@ class WarmupManager:
         buckets: the shapes to capture it at.
         make_inputs: makes the example inputs of a bucket, a tuple or list in the order of the
             callable's parameters. The callable really runs on them, so they must do no harm.
-        backend: a name out of :func:`~graphs.available_backends`, or a backend object.
+        backend: a name out of :func:`~graphs.available_backends`, a backend object, or a
+            :class:`~graphs.capture.contract.CaptureSpec`.
         order: `largest_first` (by the space's cost), `smallest_first`, `most_used` (the largest,
             then by `usage`), `given`, or a key function of a bucket.
         usage: how often each need came, for `most_used`: `{Bucket(tokens=37): 120, ...}`.
-        budget_seconds, budget_bytes: no capture is begun once a warmup took so long, or once all
-            graphs together take so much; what is left is listed as skipped.
-        workers: how many processes compile, this one included. More than one for backend
-            `inductor` only, which then needs `make_inputs` to work in a forked process; elsewhere
-            they are not used, and the log says why. Workers are forks: a lock that another thread
-            of this process holds at that moment stays locked in them.
-        symbolic: the axes whose sizes the compiled graphs leave open, so that one compile serves
-            all buckets that differ in them alone; sizes 0 and 1 are compiled apart. Each bucket is
-            still captured with inputs of its own sizes, and runs on no others. Where a graph does
-            not fit a bucket, this gets one of its own, and the report says why. Only backends that
-            compile through Dynamo can.
-        journal: a file for the outcome of each bucket, with its seconds. A later process that is
-            given it captures last what failed or was killed, and knows how long the rest takes.
-        timed_runs: how many runs of each graph are timed after its capture, for `report.cost`;
-            less if they take longer than a tenth of a second, none where a bucket shares a graph
-            that others have run, and its first run took longer than that. They run the callable
-            for real.
-        overflow: what happens to a need that no captured bucket holds. `error` and `split` raise
-            :class:`~graphs.BucketOverflow`, and with `split` that is expected: the caller cuts the
-            step. `eager` runs the callable itself; `compile` captures a bucket of just that size.
-            The last two are fallbacks.
-        strict: a fallback is an error; otherwise it is counted, and logged once with its reason.
+        budget_seconds, budget_bytes: start no capture once the warmup took this long, or once all
+            graphs together take this much memory; the rest is reported as skipped.
+        workers: how many processes compile, this one included. More than one only with backend
+            `inductor`; `make_inputs` must then work in a forked process. Other backends log why
+            they use none. A lock that another thread holds during the fork stays locked in workers.
+        journal: file for the result of each bucket. A later process with the same journal captures
+            previously failed buckets last, and estimates the remaining time from the start.
+        timed_runs: how many runs of each graph to time after its capture, for `report.cost`; fewer
+            if they take longer than a tenth of a second, none if a graph that others share took
+            longer than that in its capture. These runs are real.
+        overflow: what to do with a need that no captured bucket holds. `error` and `split` raise
+            :class:`~graphs.BucketOverflow`; with `split` the caller cuts the step. `eager` runs the
+            callable itself, `compile` captures a bucket of exactly that size: these are fallbacks.
         name: for errors and logs; default: the callable's name.
-        options: keyword options of the backend's captures.
+        options: other fields of the spec, and options of the backend. `strict` (default True) makes
+            a fallback an error; otherwise it is counted, and logged once with its reason.
+            `symbolic` names the axes whose sizes the compiled graphs leave open, so that one
+            compile serves all buckets that differ only in them; sizes 0 and 1 are compiled apart.
+            Each bucket is still captured with inputs of its own sizes, and runs on no others. A
+            bucket that the graph does not fit gets its own, and the report says why. Only backends
+            that compile through Dynamo support it.
 
     Attributes:
-        report: of all buckets so far, None before the first warmup.
-        overflows: how many needs no captured bucket held.
-        degraded: how many needs went to a larger bucket, since their own is not captured.
-        fallbacks: how many runs were eager or captured late.
+        report: on all buckets so far, None before the first warmup.
+        overflows: needs that no captured bucket held.
+        degraded: needs that went to a larger bucket, since their own is not captured.
+        fallbacks: runs that were eager or captured late.
 
     Raises:
         ValueError: an unknown `order`, `overflow` or symbolic axis, a negative budget, or less than
@@ -98,17 +95,15 @@ class WarmupManager:
         buckets: BucketSpace,
         make_inputs: Callable[[Bucket], Sequence[Input]],
         *,
-        backend: str | Backend = "inductor",
+        backend: str | Backend | CaptureSpec = "inductor",
         order: Order = "largest_first",
         usage: Usage | None = None,
         budget_seconds: float | None = None,
         budget_bytes: int | None = None,
         workers: int = 1,
-        symbolic: Sequence[str] = (),
         journal: str | Path | None = None,
         timed_runs: int = 3,
         overflow: Overflow = "error",
-        strict: bool = True,
         name: str = "",
         **options: Any,
     ) -> None:
@@ -119,37 +114,33 @@ class WarmupManager:
                 f"buckets: expected a BucketSpace, got {quoted(buckets)}: make one, see "
                 "graphs.BucketSpace"
             )
+        spec = spec_of(module, backend, name, **options)
         self.buckets = buckets
-        self.name = name or name_of(module)
+        self.name = spec.name
         self.overflows = self.degraded = self.fallbacks = 0
         self._module = module
         self._order = in_order(buckets, order, usage)
-        chosen = resolve(backend, self.name)
-        check_options(chosen, options)
-        if symbolic and (reason := chosen.why_no_symbolic()):
-            raise CaptureError(self.name, f"{reason}: leave symbolic out, or take 'inductor'")
 
         def checked_inputs(bucket: Bucket) -> Sequence[Input]:
             inputs = make_inputs(bucket)
             check_inputs(inputs, f"make_inputs({bucket})")
             return inputs
 
+        groups = ShapeGroups(self.name, spec.symbolic, buckets, checked_inputs)
         self._capturing = Capturing(
-            self.name,
+            spec,
             module,
             checked_inputs,
-            chosen,
-            options,
+            groups,
             budget_seconds,
             budget_bytes,
             workers,
             timed_runs,
-            Families(self.name, symbolic, buckets, checked_inputs),
         )
-        if journal is not None:  # a file is not touched before all else is found right
-            self._capturing.journal = Journal(journal, self.name, chosen.name, buckets.names)
+        if journal is not None:  # the file is touched only after everything else is valid
+            self._capturing.journal = Journal(journal, self.name, spec.backend.name, buckets.names)
         self._overflow = overflow
-        self._strict = strict
+        self._strict = spec.strict
         self._graphs: dict[Bucket, CapturedGraph] = {}
         self._results: dict[Bucket, BucketResult] = {}
         self._hits: dict[Bucket, int] = {}
@@ -160,9 +151,8 @@ class WarmupManager:
     def warmup(self, progress: Progress | None = None) -> WarmupReport:
         """Capture every bucket that is not captured yet, and report on all of them.
 
-        A bucket that fails is reported and its needs go to the next larger one. After an
-        interruption (Ctrl-C) what was captured stays and serves; calling `warmup` again goes on
-        where it stopped.
+        A bucket that fails is reported, and its needs go to the next larger one. After an
+        interruption (Ctrl-C) captured buckets serve; calling `warmup` again continues.
 
         Args:
             progress: called with a :class:`~graphs.BucketEvent` when a bucket starts, and when it
@@ -172,22 +162,22 @@ class WarmupManager:
             CaptureError: no bucket is captured, and at least one failed; the report has the cause
                 of each.
             GraphBudgetExceeded: a strict `no_compile` is armed.
-            TypeError: `make_inputs` returned something that is no tuple or list of inputs.
+            TypeError: `make_inputs` did not return a tuple or list of inputs.
         """
         waiting = [bucket for bucket in self._order if bucket not in self._graphs]
-        todo = self._capturing.suspects_last(waiting)
-        kind = self._capturing.families.kind
-        schedule = Schedule(todo, self.buckets.cost, self._capturing.measured, kind)
-        tell: Progress = progress or (lambda event: None)
+        todo = self._capturing.previously_failed_last(waiting)
+        group_key = self._capturing.groups.key
+        schedule = Schedule(todo, self.buckets.cost, self._capturing.measured, group_key)
+        notify: Progress = progress or (lambda event: None)
         at = 0, todo[0] if todo else self.buckets.largest
         try:
-            with closing(self._capturing.shared_out(todo)) as work:
+            with closing(self._capturing.capture_order(todo)) as work:
                 for at in enumerate(work):
-                    self._do(*at, schedule, tell)
+                    self._do(*at, schedule, notify)
         except BaseException as error:
             index, bucket = at
             text = type(error).__name__
-            tell(schedule.event(bucket, index, "interrupted", error=text, name=self.name))
+            notify(schedule.event(bucket, index, "interrupted", error=text, name=self.name))
             raise
         finally:
             self._elapsed_seconds += schedule.elapsed()
@@ -197,7 +187,7 @@ class WarmupManager:
         return self.report or WarmupReport((), 0.0)
 
     def _first_failure(self) -> str:
-        """How many buckets are captured and why the first is not; empty where none has failed."""
+        """How many buckets are captured, and why the first failed one is not; empty if none has."""
         failed = self.report.failed if self.report else ()
         if not failed:
             return ""
@@ -212,20 +202,20 @@ class WarmupManager:
             return f"{cause}; remove the cause, then call warmup() again"
         return "no bucket is captured; call warmup() first"
 
-    def _do(self, index: int, bucket: Bucket, schedule: Schedule, tell: Progress) -> None:
-        tell(schedule.event(bucket, index, "started", name=self.name))
+    def _do(self, index: int, bucket: Bucket, schedule: Schedule, notify: Progress) -> None:
+        notify(schedule.event(bucket, index, "started", name=self.name))
         size = sum(graph.bytes for graph in self._graphs.values())
         graph, result = self._capturing.attempt(bucket, schedule.elapsed(), size)
         if graph is not None:
             self._graphs[bucket] = graph
         self._results[bucket] = result
         schedule.done(result)
-        told = {name: getattr(result, name) for name in ("seconds", "bytes", "compiles", "error")}
-        tell(schedule.event(bucket, index, result.status, **told, name=self.name))
+        fields = {name: getattr(result, name) for name in ("seconds", "bytes", "compiles", "error")}
+        notify(schedule.event(bucket, index, result.status, **fields, name=self.name))
 
     @property
     def report(self) -> WarmupReport | None:
-        """The outcome of every bucket that a warmup has reached, or None before the first."""
+        """The result of every bucket that a warmup has reached, or None before the first."""
         if not self._results:
             return None
         results = (self._results[bucket] for bucket in self._order if bucket in self._results)
@@ -261,7 +251,7 @@ class WarmupManager:
 
         Raises:
             InputMismatch, ModeMismatch, StaleGraph: see :meth:`graphs.CapturedGraph.run`; unless
-                `strict`, a stale graph is a fallback to the callable itself.
+                `strict`, a stale graph falls back to the callable itself.
             CaptureError: the bucket is not captured.
         """
         graph = self._graphs.get(bucket)
@@ -292,11 +282,11 @@ class WarmupManager:
 
     @property
     def hits(self) -> Mapping[Bucket, int]:
-        """How often each captured bucket was chosen, and each bucket that a fallback served."""
+        """How often each bucket was chosen, those of fallbacks included."""
         return MappingProxyType(self._hits)
 
     def never_hit(self) -> list[Bucket]:
-        """The captured buckets that were never chosen, in the order of the space."""
+        """Captured buckets that were never chosen, in the order of the space."""
         return [b for b in self.buckets if b in self._graphs and not self._hits[b]]
 
     def close(self) -> None:
@@ -304,7 +294,7 @@ class WarmupManager:
         for graph in self._graphs.values():
             graph.close()
         self._graphs.clear()
-        self._capturing.families.forget()
+        self._capturing.groups.clear()
         self._serve(())
 
     def _serve(self, captured: Iterable[Bucket]) -> None:

@@ -1,4 +1,4 @@
-"""Displays of a warmup: a live bar on a terminal, a plain line per bucket elsewhere."""
+"""Progress displays of a warmup: a live bar on a terminal, a line per bucket elsewhere."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["progress_for"]
 def progress_for(stream: IO[str], title: str = "warmup") -> PlainProgress:
     """Choose a display: live if `stream` is a terminal and rich is installed, else plain lines.
 
-    manager.warmup(progress_for(sys.stderr))
+    Example: `manager.warmup(progress_for(sys.stderr))`.
     """
     if stream.isatty():
         try:
@@ -23,9 +23,9 @@ def progress_for(stream: IO[str], title: str = "warmup") -> PlainProgress:
 
 
 class PlainProgress:
-    """A line per bucket: `warmup 3/12 tokens=64: 1.52 s, 3.1 MiB, about 14 s left`.
+    """Prints a line per bucket: `warmup 3/12 tokens=64: 1.52 s, 3.1 MiB, about 14 s left`.
 
-    Takes events, and cleans up at the last one or at the end of a `with` statement.
+    Called with events; cleans up at the last one or at the end of a `with` statement.
     """
 
     def __init__(self, stream: IO[str], title: str = "warmup") -> None:
@@ -45,9 +45,7 @@ class PlainProgress:
 
 
 class LiveProgress(PlainProgress):
-    """A live bar with the bucket at work, the seconds so far, those per bucket and the time left.
-
-    The seconds go on counting while a bucket is captured, which may take a minute.
+    """A live bar with the current bucket, elapsed seconds, seconds per bucket and the time left.
 
     Raises:
         ImportError: rich is not installed.
@@ -82,7 +80,7 @@ class LiveProgress(PlainProgress):
 
     def __call__(self, event: BucketEvent) -> None:
         if self._task is None:
-            # Workers compile before the first event: `before` are their seconds.
+            # `before`: seconds that workers compiled before the first event.
             self._task = self._bar.add_task(
                 self._title, total=event.total, note="", before=event.elapsed_seconds
             )

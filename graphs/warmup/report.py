@@ -1,4 +1,4 @@
-"""Outcomes of a warmup, bucket by bucket: events while it runs, and the report at the end."""
+"""Results of a warmup: events while it runs, and the report at the end."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ EventStatus: TypeAlias = Literal["started", "captured", "failed", "skipped", "in
 
 @dataclass(frozen=True)
 class BucketResult:
-    """The outcome of one bucket.
+    """The result of one bucket.
 
     Attributes:
         status: `captured`; `failed`, with the cause in `error`; `skipped`, since the budget was
             spent.
-        seconds: how long the capture took, or took to fail.
-        bytes: by how much the memory in use grew.
+        seconds: of the capture, also of one that failed.
+        bytes: growth of the memory in use.
         compiles: how often Dynamo compiled.
         error: one line, empty if captured.
-        run_seconds: median time of one run of the graph after its capture, or of a long one that of
-            the capture, see `timed_runs` of :class:`~graphs.WarmupManager`; None if not measured.
+        run_seconds: median seconds of one run, see `timed_runs` of :class:`~graphs.WarmupManager`;
+            None if not measured.
         name: of the callable.
         is_loaded: whether the graph came from a store, and was not compiled.
-        graph: name of the compiled graph; buckets of one name share it.
-        why_alone: why the bucket does not share the graph of its family, though it was to.
+        graph: name of the compiled graph; buckets with the same name share it.
+        why_alone: why the bucket does not share the graph of its shape group; else empty.
     """
 
     bucket: Bucket
@@ -47,17 +47,17 @@ class BucketResult:
 
 @dataclass(frozen=True)
 class BucketEvent:
-    """Told to `progress` when a bucket is `started`, and when it is done.
+    """Passed to `progress` when a bucket is `started`, and when it is done.
 
-    `interrupted` comes last when the warmup is cut short by an exception such as KeyboardInterrupt.
+    `interrupted` comes last if an exception such as KeyboardInterrupt ends the warmup.
 
     Attributes:
         index: of the bucket in the order of this warmup, from 0.
         total: how many buckets this warmup has.
         seconds: of this bucket.
         elapsed_seconds: since the warmup began.
-        eta_seconds: what the rest takes, by what the done buckets took and what an earlier warmup
-            measured; None while neither is known.
+        eta_seconds: estimate for the rest, from the done buckets and an earlier warmup; None while
+            neither is known.
         name: of the callable.
     """
 
@@ -82,29 +82,29 @@ class BucketEvent:
 
 @dataclass(frozen=True)
 class WarmupReport:
-    """All buckets of a warmup; `str` is a summary, and a line for each that is not captured."""
+    """Results of all buckets; `str` is a summary, with a line for each that is not captured."""
 
     results: tuple[BucketResult, ...]
     elapsed_seconds: float
 
     @property
     def captured(self) -> tuple[BucketResult, ...]:
-        """The buckets that can serve."""
+        """Captured buckets."""
         return self._with("captured")
 
     @property
     def failed(self) -> tuple[BucketResult, ...]:
-        """The buckets whose capture failed."""
+        """Buckets whose capture failed."""
         return self._with("failed")
 
     @property
     def skipped(self) -> tuple[BucketResult, ...]:
-        """The buckets that the budget left no time for."""
+        """Buckets that the budgets left out."""
         return self._with("skipped")
 
     @property
     def loaded(self) -> tuple[BucketResult, ...]:
-        """The buckets whose graphs came from a store."""
+        """Buckets whose graphs came from a store."""
         return tuple(result for result in self.results if result.is_loaded)
 
     @property
@@ -114,12 +114,12 @@ class WarmupReport:
 
     @property
     def seconds(self) -> float:
-        """Seconds spent on all buckets."""
+        """Sum of the seconds of all buckets."""
         return sum(result.seconds for result in self.results)
 
     @property
     def bytes(self) -> int:
-        """Bytes by which the memory in use grew."""
+        """Growth of the memory in use."""
         return sum(result.bytes for result in self.results)
 
     @property
@@ -129,7 +129,7 @@ class WarmupReport:
 
     @property
     def cost(self) -> tuple[tuple[Bucket, float], ...]:
-        """Measured seconds of one run, of each bucket that was measured: what a planner reads."""
+        """Seconds of one run of each measured bucket, for a planner."""
         return tuple((r.bucket, r.run_seconds) for r in self.results if r.run_seconds is not None)
 
     def to_json(self) -> dict[str, Any]:

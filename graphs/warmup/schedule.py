@@ -1,4 +1,4 @@
-"""The order of captures, and an estimate of the time that the rest takes."""
+"""The order of captures, and an estimate of the remaining time."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ Usage: TypeAlias = "Mapping[Bucket, int]"
 
 
 def in_order(buckets: BucketSpace, order: Order, usage: Usage | None = None) -> list[Bucket]:
-    """Sort the buckets of a space: by its cost, by use, as given, or by a key function.
+    """Sort the buckets of a space: by its cost, by usage, as given, or by a key function.
 
-    With `most_used`, `usage` counts needs (buckets count as needs of their size): a bucket's use is
-    that of the needs that go to it, equal ones come in the order of cost, and the largest bucket
-    comes first nevertheless, so that every need has a bucket from then on.
+    `most_used` sorts by how often `usage` counts needs that a bucket serves, then by cost. The
+    largest bucket still comes first, so that every need has a bucket from then on.
 
     Raises:
         ValueError: an unknown order, or `most_used` without a usage, or the other way round.
@@ -59,23 +58,23 @@ def _uses(buckets: BucketSpace, usage: Usage) -> dict[Bucket, int]:
         try:
             used[buckets.pick(**need)] += count
         except BucketOverflow:
-            continue  # the caller cuts such a need
+            continue  # the caller splits such a need
     return used
 
 
 class Schedule:
-    """The buckets of one warmup, the time it has taken, and an estimate of the rest.
+    """The buckets of one warmup, the elapsed time, and an estimate of the rest.
 
-    A capture takes a time of its own (tracing, compiling) and one that grows with the bucket's cost
-    (running it): both are fitted to the buckets that are done. For a bucket that an earlier warmup
-    measured, those seconds are taken instead, times how much slower this warmup has been so far.
-    Buckets that share a graph are fitted apart: only the first of a kind is compiled.
+    A capture takes a fixed time (tracing, compiling) plus one that grows with the bucket's cost
+    (running); both are fitted to the buckets that are done. If an earlier warmup measured a bucket,
+    its seconds count instead, scaled by how much slower this warmup is so far. Only the first
+    bucket of a shape group is compiled, so the others are fitted separately.
 
     Args:
         buckets: in the order of this warmup.
         cost: of a bucket.
         measured: seconds of earlier captures.
-        kind: of a bucket, equal for those that share a graph.
+        group_key: equal for buckets that share a graph.
     """
 
     def __init__(
@@ -83,13 +82,13 @@ class Schedule:
         buckets: Sequence[Bucket],
         cost: Callable[[Bucket], float],
         measured: Mapping[Bucket, float] | None = None,
-        kind: Callable[[Bucket], Bucket] = lambda bucket: bucket,
+        group_key: Callable[[Bucket], Bucket] = lambda bucket: bucket,
     ) -> None:
         self.buckets = buckets
         self._cost = cost
         self._measured = dict(measured or {})
-        self._kind = kind
-        self._compiled: dict[Bucket, Bucket] = {}  # the first of each kind
+        self._group_key = group_key
+        self._compiled: dict[Bucket, Bucket] = {}  # the first of each group
         self._start = time.perf_counter()
         self._done: dict[Bucket, float] = {}
         self._left = dict.fromkeys(buckets)
@@ -99,14 +98,14 @@ class Schedule:
         return time.perf_counter() - self._start
 
     def done(self, result: BucketResult) -> None:
-        """Learn from a bucket that is done."""
+        """Take the result of a bucket into account."""
         self._left.pop(result.bucket)
         if result.status != "skipped":
             self._done[result.bucket] = result.seconds
-            self._compiled.setdefault(self._kind(result.bucket), result.bucket)
+            self._compiled.setdefault(self._group_key(result.bucket), result.bucket)
 
     def event(self, bucket: Bucket, index: int, status: EventStatus, **outcome: Any) -> BucketEvent:
-        """The event that `bucket`, number `index` of the warmup, has reached `status`."""
+        """Make the event that `bucket`, number `index` of the warmup, has reached `status`."""
         return BucketEvent(
             bucket,
             status,
@@ -125,16 +124,16 @@ class Schedule:
             return None
         if not known and not self._done:
             return None if self._left else 0.0
-        return pace * sum(known) + self._of_kinds(unknown)
+        return pace * sum(known) + self._of_groups(unknown)
 
     def _pace(self) -> float:
         both = [bucket for bucket in self._done if self._measured.get(bucket)]
         before = sum(self._measured[bucket] for bucket in both)
         return sum(self._done[bucket] for bucket in both) / before if before else 1.0
 
-    def _of_kinds(self, buckets: Sequence[Bucket]) -> float:
-        first = {self._kind(bucket): bucket for bucket in reversed(buckets)}
-        new = [bucket for kind, bucket in first.items() if kind not in self._compiled]
+    def _of_groups(self, buckets: Sequence[Bucket]) -> float:
+        first = {self._group_key(bucket): bucket for bucket in reversed(buckets)}
+        new = [bucket for key, bucket in first.items() if key not in self._compiled]
         compiled = [*self._compiled.values()]
         return self._fitted(new, compiled) + self._fitted(
             [bucket for bucket in buckets if bucket not in new],
@@ -142,13 +141,13 @@ class Schedule:
         )
 
     def _fitted(self, buckets: Sequence[Bucket], done: Sequence[Bucket]) -> float:
-        if not buckets or not done:  # one that shares a graph takes next to no time
+        if not buckets or not done:  # captures that share a graph take almost no time
             return 0.0
         costs = [self._cost(bucket) for bucket in done]
         seconds = [self._done[bucket] for bucket in done]
         rate = 0.0
         with contextlib.suppress(statistics.StatisticsError):  # all costs are equal, or nearly
-            # No faster than if there were no time of its own: nothing takes less than no time.
+            # At most the rate without a fixed time, which cannot be negative.
             slope = statistics.linear_regression(costs, seconds).slope
             rate = min(max(0.0, slope), statistics.fmean(seconds) / statistics.fmean(costs))
         fixed = statistics.fmean(seconds) - rate * statistics.fmean(costs)

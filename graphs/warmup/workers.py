@@ -1,9 +1,8 @@
-"""Forked processes that compile some of the buckets, so that this one finds them in the cache.
+"""Forked processes that compile some of the buckets into the compile cache on disk.
 
-Tracing and lowering a graph is Python, of which a process runs one thread at a time: only other
-processes make use of other cores. A worker is a copy of this process, module and weights included,
-that compiles and runs nothing; what it makes goes to the compile cache on disk. Nothing depends on
-it: a worker that fails, hangs or dies leaves its buckets to this process.
+Tracing and lowering a graph is Python, which runs one thread at a time, so only other processes use
+other cores. A worker is a copy of this process that compiles and runs nothing. If it fails, hangs
+or dies, this process compiles its buckets.
 """
 
 from __future__ import annotations
@@ -44,9 +43,9 @@ def why_no_workers() -> str:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Let torch compute with one thread, where more would only add noise or wait for ever.
+    """Let torch compute with one thread.
 
-    They wait in a forked process: OpenMP does not know that its threads did not survive the fork.
+    In a forked process more would hang: OpenMP does not know that its threads are gone.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -57,21 +56,19 @@ def one_thread() -> Iterator[None]:
 
 
 class Workers:
-    """Shares a number of jobs with `count` forked processes.
+    """Shares jobs with forked processes.
 
-    Whoever is free takes a job from a pipe, so that none is done twice and none is lost; the first
-    is this process's.
-    Iteration gives the numbers of all jobs once: those that a worker is done with as soon as it is,
-    and else those that no worker has taken. Leaving the `with` statement ends the workers.
+    Processes take jobs from a pipe, this one the first. Iteration yields the number of each job
+    once: as soon as a worker has done it, or if no worker has taken it. Leaving the `with`
+    statement kills the workers.
 
     Args:
         jobs: how many there are.
-        count: how many processes beside this one.
+        count: how many processes to fork.
         work: does a job, in a worker.
-        patience: after so many seconds in which this process had nothing to do and no worker
-            finished, they are given up; None: after half a minute, or as long as it had been
-            at work itself.
-        until: on the clock of `time.monotonic`, when they are given up at the latest.
+        patience: seconds to wait for a worker when this process has nothing to do; None: half a
+            minute, or as long as it has worked itself.
+        until: latest end of a wait, on the clock of `time.monotonic`.
     """
 
     def __init__(
@@ -95,7 +92,7 @@ class Workers:
             self._done, write_done = _pipe(undo)
             for end in (self._queue, write_queue):
                 os.set_blocking(end.fileno(), False)
-            with contextlib.suppress(BlockingIOError):  # what does not fit is left to this process
+            with contextlib.suppress(BlockingIOError):  # jobs that do not fit stay here
                 for job in range(self._jobs):
                     os.write(write_queue.fileno(), _RECORD.pack(job))
             write_queue.close()
@@ -116,7 +113,7 @@ class Workers:
 
     def _end(self) -> None:
         for pid in self._pids:
-            for kill in (os.killpg, os.kill):  # with its compilers, or before it has a group
+            for kill in (os.killpg, os.kill):  # its compilers too; it may have no group yet
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     kill(pid, signal.SIGKILL)
             with contextlib.suppress(ChildProcessError):
@@ -157,13 +154,13 @@ class Workers:
         pid = os.fork()
         if pid:
             return pid
-        try:  # from here on in the worker, which must never return
+        try:  # in the worker, which must never return
             os.setpgrp()
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             silent = os.open(os.devnull, os.O_WRONLY)
             os.dup2(silent, 1)
             os.dup2(silent, 2)
-            # The processes that inductor starts for C++ belong to the parent.
+            # Inductor's compile processes belong to the parent.
             use_one_compile_thread()
             while (job := _read(self._queue)) is not None:
                 with contextlib.suppress(Exception):
@@ -179,8 +176,8 @@ def _pipe(undo: contextlib.ExitStack) -> tuple[FileIO, FileIO]:
 
 
 def _is_ready(pipe: FileIO, seconds: float) -> bool:
-    """Whether there is something to read, or nobody left to write, within so long."""
-    poll = select.poll()  # select() takes no descriptor from 1024 on
+    """Wait until there is something to read, or no writer left."""
+    poll = select.poll()  # select() takes no descriptors above 1023
     poll.register(pipe, select.POLLIN)
     return bool(poll.poll(seconds * 1000))
 

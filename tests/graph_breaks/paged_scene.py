@@ -73,10 +73,3 @@ def assert_a_step_equals_the_reference(attention: PagedAttention, run: Any, seed
     assert not got[-1].any()
     assert torch.equal(attention.key_cache, key_cache)
     assert torch.equal(attention.value_cache, value_cache)
-
-
-def short(target: Any) -> str:
-    """The name of what a node of a graph calls."""
-    if isinstance(target, torch._ops.OpOverload):
-        return target.overloadpacket.__name__
-    return target if isinstance(target, str) else target.__name__

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import math
-import re
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
-from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.utils import run_and_get_code
-from torch.fx import GraphModule
 
 from compiled_attn.compat.paged import (
     LAYOUTS,
@@ -28,53 +21,31 @@ from tests.graph_breaks.paged_scene import (
     by_reference,
     inputs,
     module,
-    short,
 )
+from tests.graph_breaks.tracing import allocations, aot_graph, cache_sized, calls
 from tests.slow import slow_but
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
-def aot_graph(function: Any, *args: Any) -> GraphModule:
-    """The graph that is left when every in-place update has been made functional."""
-    found: list[GraphModule] = []
-
-    def record(graph: GraphModule, _: Any) -> Any:
-        found.append(graph)
-        return graph.forward
-
-    backend = aot_autograd(fw_compiler=record)
-    torch.compile(function, backend=backend, fullgraph=True, dynamic=False)(*args)
-    (graph,) = found
-    return graph
-
-
-def cache_sized(graph: GraphModule) -> list[str]:
-    """The ops that give a tensor as large as a cache; views, and the final write, apart."""
-    views = {"as_strided", "view", "select", "slice", "permute", "alias", "transpose", "copy_"}
-    ops = []
-    for node in graph.graph.nodes:
-        value = node.meta.get("val")
-        if node.op == "call_function" and isinstance(value, Tensor) and value.numel() >= CACHE:
-            ops.append(short(node.target))
-    return [op for op in ops if op not in views]
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_step_updates_each_cache_by_index_put_alone(layout: str) -> None:
     # Inductor does these two in place: see what it stores, above.
-    assert cache_sized(aot_graph(module(layout), *inputs(2, 8))) == ["index_put", "index_put"]
+    assert cache_sized(aot_graph(module(layout), *inputs(2, 8)), CACHE) == [
+        "index_put",
+        "index_put",
+    ]
 
 
 @pytest.mark.parametrize("layout", slow_but(("packed", "HND"), LAYOUTS))
 def test_attention_without_a_write_makes_nothing_of_the_size_of_the_cache(layout: str) -> None:
-    assert cache_sized(aot_graph(module(layout), *inputs(2, 8)[:3])) == []
+    assert cache_sized(aot_graph(module(layout), *inputs(2, 8)[:3]), CACHE) == []
 
 
 def test_the_native_kernel_is_one_op_of_a_full_graph() -> None:
     graph = aot_graph(module("HND", kernel="native"), *inputs(2, 8)[:3])
-    ops = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
-    assert sum("paged_attention" in op for op in ops) == 1 and cache_sized(graph) == []
+    ops = [str(node.target) for node in calls(graph)]
+    assert sum("paged_attention" in op for op in ops) == 1 and cache_sized(graph, CACHE) == []
 
 
 FUSED = {
@@ -96,7 +67,7 @@ def fused_module(kind: str) -> PagedAttention:
 
 @pytest.mark.parametrize("kind", FUSED)
 def test_caches_in_one_buffer_are_written_by_the_op_and_not_scattered_back(kind: str) -> None:
-    ops = cache_sized(aot_graph(fused_module(kind), *inputs(2, 8)))
+    ops = cache_sized(aot_graph(fused_module(kind), *inputs(2, 8)), CACHE)
     assert ops
     assert set(ops) == {"getitem"}  # what the op gives back
 
@@ -116,5 +87,4 @@ def test_inductor_does_not_copy_caches_in_one_buffer() -> None:
     got, (code,) = run_and_get_code(compiled, *given)
     torch.testing.assert_close(got, out, atol=2e-6, rtol=1e-5)
     assert torch.equal(attention.key_cache, cached[0])
-    sizes = re.findall(r"empty_strided\w*\(\(([^)]*)\)", code)
-    assert max(math.prod(int(n) for n in size.split(",") if n.strip()) for size in sizes) < CACHE
+    assert max(allocations(code)) < CACHE

@@ -8,16 +8,10 @@ import expecttest
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.testing import EagerAndRecordGraphs
 
-from compiled_attn.compat.paged import (
-    reshape_and_cache,
-)
-from tests.graph_breaks.paged_scene import (
-    inputs,
-    module,
-    short,
-)
+from compiled_attn.compat.paged import reshape_and_cache
+from tests.graph_breaks.paged_scene import inputs, module
+from tests.graph_breaks.tracing import calls, dynamo_graph, op_name
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -84,73 +78,6 @@ truediv float32[2, 4, 64]
 to float32[2, 4, 64]""",
         )
 
-    def test_attention_in_the_nhd_layout_in_partitions(self) -> None:
-        attention = module("NHD", partition=32)
-        self.assertExpectedInline(
-            captured(attention, *inputs(2, 8)[:3]),
-            """\
-arange int64[4]
-mul int64[4]
-floordiv int64[4]
-arange int64[2]
-add int64[4, 2]
-clamp int64[4, 2]
-getitem int32[2, 4, 2]
-arange int64[16]
-mul int64[4, 2, 1]
-add int64[4, 2, 16]
-lt bool[2, 4, 32]
-arange int64[4]
-floordiv int64[4, 32]
-eq bool[4, 32]
-and bool[2, 4, 32]
-ge bool[2, 4, 2]
-lt bool[2, 4, 2]
-and bool[2, 4, 2]
-where int32[2, 4, 2]
-to float32[2, 2, 2, 64]
-getitem float32[2, 4, 2, 16, 2, 64]
-to float32[2, 4, 2, 2, 1, 16, 64]
-mul float32[2, 4, 2, 2, 2, 16, 64]
-sum float32[2, 4, 2, 2, 2, 16]
-mul float32[2, 4, 2, 2, 32]
-where float32[2, 4, 2, 2, 32]
-amax float32[2, 4, 2, 2]
-clamp_min float32[2, 4, 2, 2]
-sub float32[2, 4, 2, 2, 32]
-exp float32[2, 4, 2, 2, 32]
-getitem float32[2, 4, 2, 16, 2, 64]
-to float32[2, 4, 2, 2, 16, 64]
-where float32[2, 4, 2, 2, 16, 64]
-mul float32[2, 4, 2, 2, 2, 16, 64]
-sum float32[2, 4, 2, 2, 2, 64]
-sum float32[2, 4, 2, 2, 64]
-sum float32[2, 4, 2, 2]
-lt bool[2]
-gt bool[2]
-or bool[2]
-arange int64[8]
-mul int64[8]
-lt bool[2, 8]
-lt bool[2, 8]
-ge bool[2, 8]
-or bool[2, 8]
-and bool[2, 8]
-any bool[2]
-or bool[2]
-where float32[2, 4, 4, 64]
-amax float32[2, 4, 1]
-sub float32[2, 4, 4]
-exp float32[2, 4, 4]
-mul float32[2, 4, 4]
-sum float32[2, 4, 1]
-mul float32[2, 4, 4, 64]
-sum float32[2, 4, 64]
-clamp_min float32[2, 4, 1]
-truediv float32[2, 4, 64]
-to float32[2, 4, 64]""",
-        )
-
     def test_a_write_of_the_step(self) -> None:
         attention = module()
 
@@ -186,31 +113,20 @@ setitem""",
         )
 
 
+VIEWS = {"unsqueeze", "flatten", "unflatten", "transpose", "permute", "view", "expand", "detach"}
+
+
 def captured(function: Any, *args: Any) -> str:
     """The captured operations that compute, without variables, arguments, views and modes."""
-    recorder = EagerAndRecordGraphs()
     torch._dynamo.reset()
-    torch.compile(function, backend=recorder, fullgraph=True, dynamic=False)(*args)
-    (graph,) = recorder.graphs
-    return "\n".join(line for node in graph.graph.nodes if (line := described(node)))
+    return "\n".join(filter(None, map(described, calls(dynamo_graph(function, *args)))))
 
 
 def described(node: torch.fx.Node) -> str:
-    views = {
-        "unsqueeze",
-        "flatten",
-        "unflatten",
-        "transpose",
-        "permute",
-        "view",
-        "expand",
-        "detach",
-    }
-    value, name = node.meta.get("example_value"), short(node.target).strip("_")
-    if node.op not in ("call_function", "call_method") or name in views:
-        return ""
+    value, name = node.meta.get("example_value"), op_name(node.target).strip("_")
     if name == "setitem":
         return name
-    if not isinstance(value, Tensor) or (name == "getitem" and len(node.all_input_nodes) == 1):
-        return ""  # a slice is a view
+    is_view = name in VIEWS or (name == "getitem" and len(node.all_input_nodes) == 1)
+    if is_view or not isinstance(value, Tensor):
+        return ""
     return f"{name} {str(value.dtype).removeprefix('torch.')}{list(value.shape)}"

@@ -12,13 +12,12 @@ import expecttest
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.testing import CompileCounter, EagerAndRecordGraphs
+from torch._dynamo.testing import CompileCounter
 from torch._inductor.utils import run_and_get_code
-from torch.fx import GraphModule
 
 from compiled_attn import PagedKVCache
 from compiled_attn.cache.defrag import BlockSwap
+from tests.graph_breaks.tracing import aot_graph, calls, dynamo_graph, loop_ends
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -53,7 +52,7 @@ def test_two_pad_sizes_are_exactly_two_full_graphs(name):
 @pytest.mark.parametrize(("name", "writes"), [("forward", 2), ("overwrite", 1)])
 def test_only_the_writes_of_a_functional_graph_have_the_size_of_the_cache(name, writes):
     swap, cache = a_swap()
-    graph = aot_graph(getattr(swap, name))
+    graph = aot_graph(getattr(swap, name), *lists(), keep_inference_input_mutations=True)
     sized = Counter(
         str(node.target)
         for node in graph.graph.nodes
@@ -65,19 +64,6 @@ def test_only_the_writes_of_a_functional_graph_have_the_size_of_the_cache(name, 
     assert sized == {"aten.index_copy.default": writes * tensors, "aten.copy_.default": tensors}
 
 
-def aot_graph(function: Callable[..., None]) -> GraphModule:
-    graphs: list[GraphModule] = []
-
-    def keep(graph: GraphModule, _: list[Tensor]) -> GraphModule:
-        graphs.append(graph)
-        return graph
-
-    backend = aot_autograd(fw_compiler=keep, keep_inference_input_mutations=True)
-    torch.compile(function, backend=backend, fullgraph=True, dynamic=False)(*lists())
-    (graph,) = graphs
-    return graph
-
-
 def test_inductor_makes_buffers_of_the_pad_size_to_exchange_and_none_to_move(one_thread):
     swap, cache = a_swap(pad_sizes=(PAIRS,), backend="inductor")
     before = [tensor.clone().unflatten(0, (BLOCKS, SIZE)) for tensor in cache.buffers()]
@@ -87,7 +73,7 @@ def test_inductor_makes_buffers_of_the_pad_size_to_exchange_and_none_to_move(one
     # source, so blocks go straight from place to place.
     assert [made(code) for code in codes] == [[(PAIRS, WORDS)] * 4, []]
     for code in codes:
-        loops = [int(end) for end in re.findall(r"< ?static_cast<int64_t>\((\d+)L\)", code)]
+        loops = loop_ends(code)
         assert set(loops) >= {PAIRS, WORDS}
         assert not [size for size in loops if size >= BLOCKS]
         assert "copy_(" not in code.replace("index_copy_", "")
@@ -134,13 +120,9 @@ index_copy_ int64[331, 64]""",
 
 
 def captured(function: Callable[..., None]) -> str:
-    """The operations of the captured graph, with what each gives."""
-    recorder = EagerAndRecordGraphs()
-    torch.compile(function, backend=recorder, fullgraph=True, dynamic=False)(*lists())
-    (graph,) = recorder.graphs
+    """The operations of the captured graph, with dtype and shape of each result."""
     shown = [
         (node.target, node.meta["example_value"])
-        for node in graph.graph.nodes
-        if node.op in ("call_function", "call_method")
+        for node in calls(dynamo_graph(function, *lists()))
     ]
     return "\n".join(f"{name} {str(v.dtype)[6:]}{list(v.shape)}" for name, v in shown)

@@ -37,8 +37,8 @@ def inputs_of(bucket: Bucket) -> list[Tensor]:
     return [query, *TableBatch.padding(bucket, 3)]
 
 
-def _told(graph: GraphModule) -> str:
-    """A line for each tensor of a graph: where it is from, its sizes with symbols as n0, n1, .."""
+def _described(graph: GraphModule) -> str:
+    """A line for each tensor of a graph: its op, its shape with symbols as n0, n1, ..."""
     lines = [
         f"{getattr(node.target, '__name__', node.op)} {list(value.shape)}"
         for node in graph.graph.nodes
@@ -55,7 +55,7 @@ def test_the_graph_is_whole_and_leaves_every_size_of_a_bucket_open() -> None:
     graphs: list[str] = []
 
     def keep(graph: GraphModule, _: Any) -> Any:
-        graphs.append(_told(graph))
+        graphs.append(_described(graph))
         return graph.forward
 
     backend = InductorBackend("kept", keep)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import re
 from collections import Counter
 from typing import Any, NamedTuple
 
@@ -11,13 +9,13 @@ import expecttest
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounter
 from torch._inductor.utils import run_and_get_code
 from torch.fx import GraphModule
 
 from compiled_attn import BatchBuilder, PagedKVCache, StepBatch, UnifiedAttention
 from graphs import capture
+from tests.graph_breaks.tracing import allocations, aot_graph, loop_ends
 from tests.oracle import Scene, Shape, keep
 from tests.slow import slow_but
 
@@ -105,16 +103,7 @@ def _inputs(scene: Scene, bucket: dict[str, int]) -> tuple[Tensor | None, ...]:
 
 
 def _aot_graph(module: nn.Module, inputs: tuple[Tensor | None, ...]) -> GraphModule:
-    graphs: list[GraphModule] = []
-
-    def keep_it(graph: GraphModule, _: list[Tensor]) -> GraphModule:
-        graphs.append(graph)
-        return graph
-
-    backend = aot_autograd(fw_compiler=keep_it, keep_inference_input_mutations=True)
-    torch.compile(module, backend=backend, fullgraph=True, dynamic=False)(*inputs)
-    assert len(graphs) == 1
-    return graphs[0]
+    return aot_graph(module, *inputs, keep_inference_input_mutations=True)
 
 
 def _assert_equals_oracle(case: Case, module: Step, run: Any, seed: int) -> None:
@@ -192,9 +181,7 @@ def test_inductor_equals_the_oracle_and_makes_nothing_of_the_size_of_the_cache(n
         _assert_equals_oracle(case, module, graph.run, seed)
     _assert_refuses_bad_indices(graph.run, inputs)
     code = "".join(codes)
-    shapes = re.findall(r"empty_strided\w*\(\(([\d, ]+)\)", code)
-    buffers = [math.prod(int(n) for n in shape.split(",") if n.strip()) for shape in shapes]
-    loops = [int(end) for end in re.findall(r"< ?static_cast<int64_t>\((\d+)L\)", code)]
+    buffers, loops = allocations(code), loop_ends(code)
     assert len(buffers) > 5 and len(loops) > 5
     assert not [size for size in buffers + loops if size % BLOCKS == 0 and size]
     assert "copy_(" not in code

@@ -21,14 +21,14 @@ _MOST_WORDS = 64  # `kMostWords` of csrc/abi.h
 
 
 class NativePlayer:
-    """A `replay.calls.Player` of a loaded library, whose ops note their calls.
+    """A `replay.calls.Replayer` of a loaded library, whose ops note their calls.
 
     Args:
         library: of `compiled_attn.ops.cpu.build.build`.
         namespace: of its ops.
     """
 
-    most_words = _MOST_WORDS
+    max_args = _MOST_WORDS
 
     def __init__(self, library: Path, namespace: str) -> None:
         self.ops = frozenset(f"{namespace}::{name}" for name in schemas())
@@ -41,7 +41,7 @@ class NativePlayer:
         self._products = TorchProducts(native)
 
     @contextlib.contextmanager
-    def noting(self) -> Iterator[Callable[[], Call | None]]:
+    def recording(self) -> Iterator[Callable[[], Call | None]]:
         """While entered, the ops note their calls in this thread; the function gives the last."""
         try:
             self._note_calls(1)
@@ -55,8 +55,8 @@ class NativePlayer:
         """The call that does what a matrix product of torch did; None: it was another op."""
         return self._products.call_of(op, args, kwargs, made)
 
-    def play(self, words: NDArray[np.int64]) -> None:
-        """Makes calls, see `replay.calls.Player.play`. Other threads run meanwhile.
+    def replay(self, words: NDArray[np.int64]) -> None:
+        """Makes calls, see `replay.calls.Replayer.replay`. Other threads run meanwhile.
 
         Raises:
             RuntimeError: one failed, as its op or kernel does, and none behind it was made.

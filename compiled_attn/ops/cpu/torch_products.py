@@ -33,7 +33,7 @@ class TorchProducts:
     def call_of(
         self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any
     ) -> Call | None:
-        """See `graphs.torch_internals.replay.calls.Player.call_of`."""
+        """See `graphs.torch_internals.replay.calls.Replayer.call_of`."""
         entry, bias = self._by_torch, None
         if op is _aten.mm.out and [*kwargs] == ["out"]:
             left, right = args

@@ -1,4 +1,4 @@
-"""A functional graph of ATen operators as an ONNX model whose results say where they belong."""
+"""Exports a functional graph of ATen operators to ONNX."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from graphs.errors import NoOnnx
-from graphs.torch_internals.exporting import exported
+from graphs.torch_internals.exporting import export_module
 
 __all__ = ["OnnxGraph", "to_onnx"]
 
@@ -29,12 +29,12 @@ class OnnxGraph:
     """An ONNX model and the meaning of its results.
 
     Attributes:
-        model: the `onnx.ModelProto`. It holds small constants only: weights and caches are inputs.
+        model: the `onnx.ModelProto`. Weights and caches are inputs, not constants.
         inputs: the model's name of each input of the graph.
         outputs: the model's name of each result.
         examples: a fake tensor like each result.
         mutated: ``(input, result)``: the result is the new value of that input.
-        asserted: ``(result, message)``: a result that has to be true.
+        asserted: ``(result, message)``: the result must be true.
         returned: for each value that the graph returns, the index of its result, or of an input if
             negative (``~index``), or None.
     """
@@ -49,9 +49,9 @@ class OnnxGraph:
 
 
 def to_onnx(graph: GraphModule, inputs: Sequence[Any]) -> OnnxGraph:
-    """Export a graph as AOTAutograd leaves it: functional, and updates of inputs a final `copy_`.
+    """Export a functional graph of AOTAutograd, whose input mutations are final `copy_` nodes.
 
-    Changes `graph`: what it returns is what the model returns.
+    Changes what `graph` returns to the results of the model.
 
     Raises:
         NoOnnx: it has symbolic sizes, or an operator that ONNX does not have.
@@ -74,7 +74,7 @@ def to_onnx(graph: GraphModule, inputs: Sequence[Any]) -> OnnxGraph:
 
 
 class _Results:
-    # Collects what the model has to return, each value once.
+    # Collects the results of the model, each value once.
     def __init__(self, graph: GraphModule) -> None:
         self.graph = graph
         self.nodes: list[Node] = []
@@ -129,7 +129,7 @@ class _Results:
 
 
 def _widen_indices(graph: GraphModule) -> None:
-    # ONNX takes 64-bit indices, which the exporter forgets.
+    # ONNX takes 64-bit indices, but the exporter does not convert them.
     for node in [*graph.graph.nodes]:
         if node.target not in _INDEXED:
             continue
@@ -156,7 +156,7 @@ def _arguments(node: Node) -> tuple[Any, ...]:
 def _export(graph: GraphModule, inputs: Sequence[Any]) -> Any:
     try:
         with _quietly():
-            program = exported(graph, inputs)
+            program = export_module(graph, inputs)
             made = torch.onnx.export(program, dynamo=True, verbose=False)
     except Exception as error:
         raise NoOnnx(_first_cause(error)) from error
@@ -175,8 +175,7 @@ def _first_cause(error: BaseException) -> str:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    # Each export reports that torchvision is missing, what is deprecated inside of torch, and of
-    # every pattern that its optimiser tried.
+    # Each export logs a missing torchvision, deprecations inside torch, and rewrite patterns.
     logs = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
     levels = [log.level for log in logs]
     for log in logs:

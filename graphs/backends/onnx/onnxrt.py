@@ -1,14 +1,14 @@
-"""ONNX Runtime behind Dynamo: FX graph, `torch.onnx.export`, a session on torch's own memory.
+"""ONNX Runtime behind Dynamo: FX graph, `torch.onnx.export`, a session on torch's memory.
 
-Weights, buffers and caches are inputs of the ONNX model, bound by address at each run: nothing is
-stored twice, and what the user changes in them counts at once. A cache that the graph updates is
-written where it lies if that is safe (:func:`graphs.backends.onnx.session.may_alias`), else copied
-back.
+Weights, buffers and caches are inputs of the ONNX model, bound by address at each run, so nothing
+is copied. A cache that the graph updates is written in place if that is safe
+(:func:`graphs.backends.onnx.session.may_alias`), else copied back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -18,8 +18,7 @@ from torch import Tensor
 from graphs.backends.inductor import InductorBackend
 from graphs.backends.onnx.export import to_onnx
 from graphs.backends.onnx.session import OnnxSession
-from graphs.capture.contract import Backend, Frozen
-from graphs.capture.inputs import Input
+from graphs.capture.contract import Backend, CaptureSpec, Frozen, Job
 from graphs.errors import NoOnnx
 from graphs.installation import install_command
 from graphs.torch_internals.compiling import compile_functional
@@ -41,17 +40,11 @@ class OnnxrtBackend(Backend):
             return None
         return f"{', '.join(missing)} not installed; {install_command('ort')}"
 
-    def capture(
-        self,
-        function: Callable[..., Any],
-        example_inputs: Sequence[Input],
-        *,
-        name: str,
-        warm_runs: int,
-    ) -> Frozen:
+    def capture(self, job: Job) -> Frozen:
         """Compile in the first run, as backend `inductor` does."""
         dynamo = InductorBackend(self.name, compiled_attn_ort)
-        return dynamo.capture(function, example_inputs, name=name, warm_runs=warm_runs)
+        spec = CaptureSpec(dynamo, job.name, warm_runs=job.spec.warm_runs)
+        return dynamo.capture(replace(job, spec=spec))
 
 
 def compiled_attn_ort(graph: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Any:

@@ -1,4 +1,4 @@
-"""A session of ONNX Runtime on torch tensors where they lie."""
+"""A session of ONNX Runtime on the memory of torch tensors."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ __all__ = ["OnnxSession", "may_alias"]
 
 _log = logging.getLogger(__name__)
 
-# These copy their first input unless it is the result already, then write elements;
+# Ops that copy their first input, unless it is the output already, and then write elements.
 _IN_PLACE = frozenset(("ScatterND", "ScatterElements"))
-# these may give the memory of their first input another shape.
+# Ops whose output may share the memory of their first input.
 _MAY_SHARE = frozenset(
     ("Cast", "Dropout", "Expand", "Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze")
 )
@@ -33,9 +33,9 @@ class OnnxSession:
         graph: the model.
 
     Attributes:
-        in_place: indices of the inputs that the model updates where they lie.
-        copied_back: indices of those that get their new value by a copy, since their old value may
-            be read after the write.
+        in_place: indices of the inputs that the model updates in place.
+        copied_back: indices of those whose new value is copied back, since the old value may be
+            read after the write.
 
     Raises:
         NoOnnx: ONNX Runtime cannot run the model, such as one of bfloat16 products on a CPU.
@@ -63,8 +63,8 @@ class OnnxSession:
         """Run on inputs of the captured shapes, and update those that the graph updates.
 
         Raises:
-            RuntimeError: an assertion of the graph does not hold. Unlike in other backends, what
-                the graph writes has been written.
+            RuntimeError: an assertion of the graph fails. Unlike in other backends, the writes are
+                done.
         """
         graph = self._graph
         given = [value.detach().contiguous() for value in inputs]
@@ -102,21 +102,21 @@ class OnnxSession:
                 returned.append(None)
             elif place < 0:
                 returned.append(inputs[~place])
-            else:  # an input's new value may lie in the input: what is returned must not
+            else:  # the new value of an input may be the input itself: return a copy
                 value = results[place]
                 returned.append(value.clone() if place in updates else value)
         return returned
 
 
 def _load(model: Any) -> tuple[Any, Any]:
-    # The session, and the graph that it really runs: what an optimisation moved or merged counts.
+    # The session, and the graph that it runs after its optimisations.
     import onnx
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     options.log_severity_level = 4
-    # Each session has threads of its own; those of the graphs that do not run must not spin.
+    # Each session has its own threads, which must not spin while other sessions run.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     with tempfile.TemporaryDirectory(prefix="graphs-onnx-") as folder:
         path = Path(folder) / "optimised.onnx"
@@ -132,20 +132,19 @@ def _load(model: Any) -> tuple[Any, Any]:
 
 
 def may_alias(graph: Any, input_name: str, output_name: str) -> bool:
-    """Whether `output_name` may be written to the memory of `input_name`.
+    """Whether `output_name` may be bound to the memory of `input_name`.
 
-    ONNX has no updates in place. A cache that a graph updates goes in as an input and comes out as
-    a result, and binding both to one address saves a copy of the whole cache: `ScatterND` then
-    writes the new rows only. It is right only if nothing reads the old cache after that write. ONNX
-    Runtime orders nodes by their data alone, so the one thing that keeps a reader before the write
-    is that the write needs what was read.
+    ONNX has no in-place writes: a cache goes in as an input and comes out as a result. Binding both
+    to one address saves a copy of the whole cache, as `ScatterND` then writes only the new rows. It
+    is correct only if nothing reads the old cache after that write. ONNX Runtime orders nodes only
+    by data, so a reader is sure to run first only if the write depends on it.
 
     Args:
-        graph: the `onnx.GraphProto` as ONNX Runtime runs it, its own optimisations done.
+        graph: the `onnx.GraphProto` after ONNX Runtime's optimisations.
 
     Returns:
-        True if every node that reads the input, or what may share its memory, feeds the node that
-        makes the output, and that node writes in place. False in case of doubt.
+        True if every node that reads the input, or anything that may share its memory, feeds the
+        node that makes the output, and that node writes in place. False in case of doubt.
     """
     nodes = list(graph.node)
     if any(attribute.g.node or attribute.graphs for node in nodes for attribute in node.attribute):

@@ -1,12 +1,12 @@
-"""Tapes: the native calls of a compiled graph, made again without the Python around them.
+"""Native replay of compiled graphs on the CPU, without the Python around their kernels.
 
-What inductor writes around its kernels allocates, checks and calls line by line in Python, a
-microsecond or more each: with thirty layers that was a sixth of a small step on a CPU. But which
-functions are called, in which order and with what, hangs on the sizes of the inputs alone. So the
-calls are written down while the graph runs at its sizes for the first time, and are later made one
-after the other, in one call of C. CUDA graphs do the same for a device; here no address is fixed:
-where inputs lie is asked at each run, and what a graph makes on its way has a place in an arena.
+The code that inductor writes around its kernels allocates, checks and calls line by line in Python,
+a microsecond or more each: a sixth of a small decode step of thirty layers. But which functions are
+called, in which order and with which arguments, depends only on the sizes of the inputs. So a
+recorder writes the calls down during the first run at these sizes, and later runs replay them in
+one call of C. Unlike in a CUDA graph no address is fixed: the addresses of inputs are read at each
+run, and intermediate results have offsets in an arena.
 
-A graph that does anything else than call its own kernels and ops that note their calls (a matrix
-product of a library, a number that is read from a tensor) has no tape, and runs as it did.
+A graph that does anything but call its own kernels and ops that record their calls (a library's
+matrix product, a number read from a tensor) is not replayed; inductor's code runs as before.
 """

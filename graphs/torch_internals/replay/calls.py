@@ -1,4 +1,4 @@
-"""Calls of native code in words of 64 bits, and the contract of what makes them."""
+"""Native calls as 64-bit words, and the contract of what replays them."""
 
 from __future__ import annotations
 
@@ -9,55 +9,55 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Call", "Player"]
+__all__ = ["Call", "Replayer"]
 
 
 class Call(NamedTuple):
-    """A call.
+    """A native call.
 
     Attributes:
-        words: the address of an entry, then its arguments. An entry is a function that takes one
-            argument: where these words are.
-        addresses: which of the words are addresses of memory.
+        words: the address of an entry, then its arguments. An entry is a function whose only
+            argument is the address of these words.
+        addresses: indices of the words that are addresses of memory.
     """
 
     words: Sequence[int]
     addresses: Sequence[int]
 
 
-class Player(Protocol):
-    """Makes calls.
+class Replayer(Protocol):
+    """Makes native calls.
 
     Attributes:
-        entry: of any function that takes integers and addresses alone; its arguments are the
-            function's address, and what that takes.
-        most_words: that such a function may take; so many follow its address, whatever it takes.
-        ops: names of the ops that note their calls, ``namespace::name``. An op that calls one of
-            these does not count: it may do something beside.
+        entry: entry for any function that takes only integers and addresses; its arguments are the
+            function's address, then that function's arguments, padded to `max_args`.
+        max_args: how many arguments such a function may take.
+        ops: names of the ops that record their calls, ``namespace::name``. An op that calls one of
+            these does not count: it may do more than that.
     """
 
     entry: int
-    most_words: int
+    max_args: int
     ops: frozenset[str]
 
-    def noting(self) -> AbstractContextManager[Callable[[], Call | None]]:
-        """While entered, these ops note their calls in this thread.
+    def recording(self) -> AbstractContextManager[Callable[[], Call | None]]:
+        """While entered, the ops record their calls in this thread.
 
-        The function gives the last call once, or None where none was noted since.
+        The function returns the last call once, or None if there was none since.
         """
 
     def call_of(
         self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any
     ) -> Call | None:
-        """The call of its own that does what another op did; None: it has none.
+        """Return a native call that does what another op did, or None.
 
         Args:
-            op: an overload of torch's, which returned ``made`` of ``args`` and ``kwargs``.
+            op: an overload of torch's, which returned ``made`` for ``args`` and ``kwargs``.
         """
 
-    def play(self, words: NDArray[np.int64]) -> None:
-        """Makes calls, each as the number of its words and of this one, and its words.
+    def replay(self, words: NDArray[np.int64]) -> None:
+        """Make calls in order, each given as its number of words plus one, then its words.
 
         Raises:
-            RuntimeError: one failed, and none behind it was made.
+            RuntimeError: one failed; those after it were not made.
         """

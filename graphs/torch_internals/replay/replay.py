@@ -1,4 +1,4 @@
-"""Tapes of the modules that inductor writes, and what they have in common."""
+"""Replays of the modules that inductor writes, and what they share."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from contextvars import ContextVar, copy_context
+from contextvars import ContextVar
 from operator import itemgetter
 from types import ModuleType
 from typing import Any
@@ -18,137 +18,140 @@ from torch import Tensor
 
 from graphs.torch_internals.features import Feature
 from graphs.torch_internals.patches import Patch, SharedPatch
-from graphs.torch_internals.replay.calls import Player
-from graphs.torch_internals.replay.recorder import NotTaped, Recorder, Recording, watch_calls
+from graphs.torch_internals.replay.calls import Replayer
+from graphs.torch_internals.replay.recorder import (
+    NotReplayable,
+    Recorder,
+    Recording,
+    watch_calls,
+)
 from graphs.watch.causes import describe_failure
 from graphs.watch.compiles import note_replay
 
-__all__ = ["REPLAY", "Tape", "TapedCall", "Tapes", "taped_loads"]
+__all__ = ["REPLAY", "Replay", "ReplayedCall", "Replays", "replay_loads"]
 
 _log = logging.getLogger(__name__)
 
-_TAPES: ContextVar[Tapes | None] = ContextVar("tapes of what is captured", default=None)
+_ACTIVE: ContextVar[Replays | None] = ContextVar("replays of what is captured", default=None)
 _GARBAGE = 0xFF  # as floats NaN, as integers -1
 
 
-class Tapes:
-    """The tapes of some graphs, and the memory that these share.
+class Replays:
+    """The replays of some graphs, and the arenas that they share.
 
     Args:
-        player: makes the calls.
-        repeats: whether a graph may run twice on the inputs that it is taped on, and then returns
-            the same: what the first tape of each returns is compared before it is used. What it
-            writes to its inputs is not.
+        replayer: makes the native calls.
+        verify: replay the first recording of each compiled graph once into memory full of NaN, and
+            require outputs of the same bits. Only for callables that may run twice on their
+            examples; what they write to inputs is not compared.
 
     Attributes:
-        player, repeats: as given.
-        are_played: while false, graphs run as inductor wrote them.
-        made: how many tapes were made.
-        refused: how many runs could not be taped, by the reason.
+        replayer, verify: as given.
+        enabled: while false, graphs run as inductor wrote them.
+        recorded: how many replays there are.
+        refused: how many runs could not be recorded, by reason.
 
     Raises:
-        TypeError: there is no player.
+        TypeError: `replayer` is none.
     """
 
-    def __init__(self, player: Player, *, repeats: bool = False) -> None:
-        if not (hasattr(player, "noting") and hasattr(player, "call_of")):
+    def __init__(self, replayer: Replayer, *, verify: bool = False) -> None:
+        if not (hasattr(replayer, "recording") and hasattr(replayer, "call_of")):
             raise TypeError(
-                f"expected a player, got {type(player).__name__}: take that of native kernels, or "
-                "capture without tapes"
+                f"expected a Replayer, got {type(replayer).__name__}: take that of native kernels, "
+                "or capture without replays"
             )
-        self.player, self.repeats = player, repeats
-        self.are_played = True
-        self.made = 0
+        self.replayer, self.verify = replayer, verify
+        self.enabled = True
+        self.recorded = 0
         self.refused: Counter[str] = Counter()
         self._arenas: list[Tensor] = []
 
-    def taping(self, function: Callable[[], Any]) -> Any:
-        """What a function returns; graphs that inductor loads in it get tapes of what they run."""
-        context = copy_context()  # which nobody has to set back, whatever happens
-        context.run(_TAPES.set, self)
-        return context.run(function)
+    def record(self, function: Callable[[], Any]) -> Any:
+        """Call a function; graphs that inductor loads in it are recorded at their first run."""
+        token = _ACTIVE.set(self)
+        try:
+            return function()
+        finally:
+            _ACTIVE.reset(token)
 
     def take_arena(self, size: int) -> Tensor:
-        """Room for what a graph makes on its way, for the caller alone until it is put back.
-
-        One that an interrupt keeps from being put back is lost, and another is made.
-        """
+        """Memory for intermediate results, for the caller alone until `return_arena`."""
         arena = self._arenas.pop() if self._arenas else None
         if arena is None or len(arena) < size:
             arena = torch.empty(size, dtype=torch.uint8, device="cpu")
         return arena
 
-    def put_back(self, arena: Tensor) -> None:
-        """Gives the arena to the next run."""
+    def return_arena(self, arena: Tensor) -> None:
+        """Leave an arena to the next run."""
         self._arenas.append(arena)
 
 
-class TapedCall:
-    """The call of a module that inductor wrote, with a tape for each of the sizes it was taped at.
+class ReplayedCall:
+    """The `call` of a module that inductor wrote, with a replay for each set of recorded sizes.
 
     Args:
-        module: what inductor wrote. Its call takes a list of sizes and tensors, and empties it.
+        module: its `call` takes a list of sizes and tensors, and empties it.
     """
 
     def __init__(self, module: ModuleType) -> None:
         self._name, self._call = module.__name__, module.call
         self._why_not = watch_calls(module)
-        self._tapes: dict[Any, Tape | None] = {}
+        self._by_sizes: dict[Any, Replay | None] = {}
         self._sizes: Callable[[Sequence[Any]], Any] | None = None
 
     def __call__(self, args: list[Any]) -> Any:
-        """Plays the tape of these sizes; without one, makes it while graphs are taped, or runs."""
+        """Replay; or record, where replays are active and these sizes are new; or just run."""
         if self._sizes is None:
             self._sizes = _getter([i for i, arg in enumerate(args) if type(arg) is int])
         sizes = self._sizes(args)
-        tape = self._tapes.get(sizes)
-        if tape is not None and (tapes := tape.tapes()) is not None and tapes.are_played:
-            made = tape.play(args, tapes)
+        replay = self._by_sizes.get(sizes)
+        if replay is not None and (replays := replay.replays()) is not None and replays.enabled:
+            made = replay.run(args, replays)
             args.clear()
             return made
-        if sizes not in self._tapes and (tapes := _TAPES.get()) is not None and REPLAY.is_on:
-            return self._tape(args, sizes, tapes)
+        if sizes not in self._by_sizes and (active := _ACTIVE.get()) and REPLAY.is_on:
+            return self._record(args, sizes, active)
         return self._call(args)
 
-    def _tape(self, args: list[Any], sizes: Any, tapes: Tapes) -> Any:
-        """Runs and tapes it."""
+    def _record(self, args: list[Any], sizes: Any, replays: Replays) -> Any:
         given = [*args]
-        recorder = Recorder(given, tapes.player)
+        recorder = Recorder(given, replays.replayer)
         made = self._call(args) if self._why_not else recorder.record(self._call, args)
         try:
             if self._why_not:
-                raise NotTaped(self._why_not)
-            tape = Tape(recorder.finish(made), tapes)
-            if tapes.repeats and not any(self._tapes.values()):
-                again = tape.play(given, tapes, _GARBAGE)
+                raise NotReplayable(self._why_not)
+            replay = Replay(recorder.finish(made), replays)
+            if replays.verify and not any(self._by_sizes.values()):
+                again = replay.run(given, replays, _GARBAGE)
                 if not all(map(_are_equal, made, again)):
-                    raise NotTaped("played again, it returns something else")
-        except Exception as error:  # the run itself is done
-            why = str(error) if isinstance(error, NotTaped) else describe_failure(error)
-            self._tapes[sizes] = None
-            tapes.refused[why] += 1
-            _log.info("%s has no tape: %s", self._name, why)
+                    raise NotReplayable("its replay returns something else")
+        except Exception as error:  # the run itself succeeded
+            why = str(error) if isinstance(error, NotReplayable) else describe_failure(error)
+            self._by_sizes[sizes] = None
+            replays.refused[why] += 1
+            _log.info("%s is not replayed: %s", self._name, why)
         else:
-            self._tapes[sizes] = tape
-            tapes.made += 1
+            self._by_sizes[sizes] = replay
+            replays.recorded += 1
         return made
 
 
-class Tape:
-    """The calls of a run, to be made again on inputs of the same sizes, wherever these lie.
+class Replay:
+    """The calls of a run, to repeat on inputs of the same sizes at any address.
 
     Args:
         recording: of the run.
-        tapes: those that it belongs to.
+        replays: those that it belongs to.
 
     Attributes:
-        tapes: gives these, or None where nobody has them any more: Dynamo keeps what it compiled,
-            so that the memory of closed graphs would stay with it.
+        replays: returns these, or None once nobody holds them: Dynamo never drops what it compiled,
+            which must not keep the memory of closed graphs.
     """
 
-    def __init__(self, recording: Recording, tapes: Tapes) -> None:
-        self.tapes = weakref.ref(tapes)
-        self._arena_bytes, self._memories = recording.arena_bytes, recording.memories
+    def __init__(self, recording: Recording, replays: Replays) -> None:
+        self.replays = weakref.ref(replays)
+        self._arena_bytes, self._storages = recording.arena_bytes, recording.storages
         self._outputs = recording.outputs
         self._inputs = _getter(recording.inputs)
         self._words, self._at, self._base, self._offset = (
@@ -156,37 +159,39 @@ class Tape:
             for each in (recording.words, recording.at, recording.base, recording.offset)
         )
 
-    def play(self, args: Sequence[Any], tapes: Tapes, garbage: int | None = None) -> list[Tensor]:
-        """What the graph returns of inputs like those of its run.
+    def run(
+        self, args: Sequence[Any], replays: Replays, garbage: int | None = None
+    ) -> list[Tensor]:
+        """Return what the graph returns for inputs of the recorded sizes.
 
         Args:
             args: sizes and tensors.
-            tapes: whose player makes the calls, in one of whose arenas.
-            garbage: a byte that outputs and arena are filled with before.
+            replays: whose replayer and arena to use.
+            garbage: a byte to fill outputs and arena with before.
 
         Raises:
             RuntimeError: a call failed, as it does in the graph itself.
         """
-        arena = tapes.take_arena(self._arena_bytes)
+        arena = replays.take_arena(self._arena_bytes)
         try:
-            memories = [torch.UntypedStorage(size, device="cpu") for size in self._memories]
+            storages = [torch.UntypedStorage(size, device="cpu") for size in self._storages]
             if garbage is not None:
                 each: Any
-                for each in (arena.untyped_storage(), *memories):
+                for each in (arena.untyped_storage(), *storages):
                     each.fill_(garbage)
             bases = [*map(Tensor.data_ptr, (*self._inputs(args), arena))]
-            bases += [each.data_ptr() for each in memories]
-            words = self._words.copy()  # for other threads may play
+            bases += [each.data_ptr() for each in storages]
+            words = self._words.copy()  # other threads may replay at the same time
             words[self._at] = np.array(bases, np.int64)[self._base] + self._offset
-            tapes.player.play(words)
+            replays.replayer.replay(words)
         finally:
-            tapes.put_back(arena)
+            replays.return_arena(arena)
         note_replay()
-        return [output.of(memories) for output in self._outputs]
+        return [output.of(storages) for output in self._outputs]
 
 
-class _TapingLoad:
-    """The loader of inductor's modules, which gives them a taped call where a thread tapes them."""
+class _Loader:
+    """Inductor's loader of modules; gives them a `ReplayedCall` where replays are active."""
 
     def __init__(self, load: Callable[..., ModuleType]) -> None:
         self._load = load
@@ -194,26 +199,26 @@ class _TapingLoad:
     def __call__(self, *args: Any, **kwargs: Any) -> ModuleType:
         module = self._load(*args, **kwargs)
         call = getattr(module, "call", None)  # modules of kernels have none
-        is_taped = call is None or isinstance(call, TapedCall)
-        if is_taped or _TAPES.get() is None or not REPLAY.is_on:
+        is_done = call is None or isinstance(call, ReplayedCall)
+        if is_done or _ACTIVE.get() is None or not REPLAY.is_on:
             return module
-        taped = ModuleType(module.__name__, module.__doc__)  # as inductor keeps its own for others
-        taped.__dict__.update(vars(module))
-        taped.call = TapedCall(module)  # type: ignore[attr-defined]
-        return taped
+        copy = ModuleType(module.__name__, module.__doc__)  # inductor caches the original
+        copy.__dict__.update(vars(module))
+        copy.call = ReplayedCall(module)  # type: ignore[attr-defined]
+        return copy
 
 
-def taped_loads() -> AbstractContextManager[object]:
-    """Within it, what inductor loads for a graph that is taped gets a taped call."""
-    is_taping = _TAPES.get() is not None and REPLAY.is_on
-    return _PATCH if is_taping else nullcontext()
+def replay_loads() -> AbstractContextManager[object]:
+    """Within it, the graphs that inductor loads get a `ReplayedCall`, if replays are active."""
+    is_active = _ACTIVE.get() is not None and REPLAY.is_on
+    return _PATCH if is_active else nullcontext()
 
 
 def _replacements() -> list[Patch]:
     from torch._inductor.codecache import PyCodeCache
 
     cache: Any = PyCodeCache
-    return [Patch(cache, _LOADER, staticmethod(_TapingLoad(getattr(cache, _LOADER))))]
+    return [Patch(cache, _LOADER, staticmethod(_Loader(getattr(cache, _LOADER))))]
 
 
 def _probe() -> str:
@@ -231,7 +236,7 @@ REPLAY = Feature(
     versions="2.11 to 2.15",
     files=("torch_internals/replay/replay.py", "torch_internals/replay/recorder.py"),
     probe=_probe,
-    benchmark="benchmarks/tapes.py",
+    benchmark="benchmarks/replay.py",
 )
 
 
@@ -242,6 +247,6 @@ def _getter(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]
 
 
 def _are_equal(a: Tensor, b: Tensor) -> bool:
-    """Bit for bit, as NaN is not equal to itself."""
+    # Bits, as NaN is not equal to itself.
     bits = (each.contiguous().view(-1).view(torch.uint8) for each in (a, b))
     return torch.equal(*bits)

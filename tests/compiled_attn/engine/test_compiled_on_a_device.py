@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 
@@ -24,8 +25,7 @@ pytestmark = pytest.mark.usefixtures("fresh_compiler")
 class RecordedCode(Recorded):
     """Records compiled code, on doubles of CUDA graphs."""
 
-    def capture(self, *args, compiler="aot_eager", **options):
-        return CudaGraphBackend.capture(self, *args, compiler=compiler, **options)
+    options: ClassVar = {**CudaGraphBackend.options, "compiler": "aot_eager"}
 
 
 @pytest.mark.parametrize("recorded", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -170,6 +171,8 @@ def test_its_cache_takes_a_share_of_the_memory_that_is_free_on_the_device():
 class Recorded(CudaGraphBackend):
     """Records eager code, on doubles of CUDA graphs that know addresses only."""
 
+    options: ClassVar = {**CudaGraphBackend.options, "compiler": "eager"}
+
     def __init__(self) -> None:
         self.doubles: list[ReplayDouble] = []
         super().__init__(self._double)
@@ -177,9 +180,6 @@ class Recorded(CudaGraphBackend):
     def _double(self) -> ReplayDouble:
         self.doubles.append(ReplayDouble(device="stand_in"))
         return self.doubles[-1]
-
-    def capture(self, *args, compiler="eager", **options):
-        return super().capture(*args, compiler=compiler, **options)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])

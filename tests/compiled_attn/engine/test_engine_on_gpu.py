@@ -53,15 +53,13 @@ class Recorded(CudaGraphBackend):
     def __init__(self, device: str) -> None:
         self.recorders: list[Counting] = []
         self._device = device
+        compiler = "inductor" if device == "cuda" else "eager"
+        self.options = {**CudaGraphBackend.options, "compiler": compiler}
         super().__init__(self._recorder_of)
 
     def _recorder_of(self):
         self.recorders.append(Counting() if self._device == "cuda" else double(self._device))
         return self.recorders[-1]
-
-    def capture(self, *args, compiler=None, **options):
-        compiler = compiler or ("inductor" if self._device == "cuda" else "eager")
-        return super().capture(*args, compiler=compiler, **options)
 
 
 def double(device: str):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphs import CaptureError, CompileWatch, StaleGraph, available_backends, capture
+from graphs import CaptureError, CompileWatch, StaleGraph, capture
 from graphs.backends.aoti import AotiBackend
 from graphs.capture.export_state import Returned, State, Stateless, constants_of_others
 
@@ -211,10 +211,6 @@ def test_a_stateless_call_tells_what_was_given_made_or_constant():
         ["made", 0],
         ["constant", None],
     ]
-
-
-def test_aoti_is_available_where_inductor_is():
-    assert BACKEND.available() == available_backends()["inductor"]
 
 
 def test_gradients_are_refused():

@@ -67,11 +67,6 @@ def test_eager_mode_compiles_with_hpu_backend_and_wraps_nothing(bridge, hpu_back
     assert len(hpu_backend) == 1 and bridge.log == []
 
 
-def test_the_mode_may_be_given(bridge, hpu_backend):
-    capture(torch.relu, [torch.ones(2)], backend=BACKEND, mode="eager")
-    assert len(hpu_backend) == 1 and bridge.log == []
-
-
 class Cached(nn.Module):
     def __init__(self, cache):
         super().__init__()

@@ -7,6 +7,7 @@ from torch import nn
 
 from graphs import CaptureError, StaleGraph, available_backends, capture
 from graphs.backends.inductor import InductorBackend
+from graphs.capture.contract import CaptureSpec, Job
 from graphs.torch_internals.compiling import compiling_after
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -147,11 +148,12 @@ def test_a_wait_lies_between_the_trace_of_a_callable_and_its_compile(compiler):
     backend = InductorBackend("waiting", own if compiler == "own" else compiler)
     x = torch.arange(4.0)
     with compiling_after(lambda: order.append("wait")):
-        frozen = backend.capture(torch.sin, [x], name="sine", warm_runs=2)
+        spec = CaptureSpec(backend, "sine", warm_runs=2)
+        frozen = backend.capture(Job(torch.sin, [x], spec))
     assert order == (["wait", "compile"] if compiler == "own" else ["wait"])
     assert torch.equal(frozen.run(x), x.sin())
     order.clear()
-    backend.capture(torch.cos, [x], name="cosine", warm_runs=1)
+    backend.capture(Job(torch.cos, [x], CaptureSpec(backend, "cosine")))
     assert "wait" not in order
 
 

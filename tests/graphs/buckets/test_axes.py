@@ -60,12 +60,6 @@ def test_a_bucket_of_impossible_sizes_is_refused(sizes, error, text):
         Bucket(**sizes)
 
 
-def test_a_bucket_holds_what_is_no_larger_on_any_axis():
-    bucket = Bucket(tokens=8, shared=2)
-    assert bucket.holds({"tokens": 8, "shared": 0})
-    assert not bucket.holds({"tokens": 1, "shared": 3})
-
-
 @pytest.mark.parametrize("name", ["two words", "1st", "", "_private", "items", "sizes"])
 def test_an_axis_needs_a_name_that_can_be_a_keyword(name):
     with pytest.raises(ValueError, match="not usable"):

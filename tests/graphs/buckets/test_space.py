@@ -118,20 +118,10 @@ def test_a_product_has_every_pair_over_disjoint_axes():
         space * explicit(["a"], [1])
 
 
-def test_a_union_has_the_buckets_of_both_and_the_wider_range():
-    space = explicit(["a", "b"], [(1, 2)]) | explicit(["b", "a"], [(9, 4), (2, 1)])
-    assert list(space) == [Bucket(a=1, b=2), Bucket(a=4, b=9)]
-    assert space.axes == (Axis("a", 0, 4), Axis("b", 0, 9))
-    with pytest.raises(ValueError, match="same axes"):
-        space | explicit(["a"], [1])
-
-
 def test_spaces_with_a_cost_of_their_own_are_not_combined_in_silence():
     costly = explicit(["a"], [1]).with_cost(lambda bucket: 1.0)
     with pytest.raises(ValueError, match="with_cost"):
         costly * explicit(["b"], [1])
-    with pytest.raises(ValueError, match="with_cost"):
-        explicit(["a"], [1]) | costly
 
 
 def legal(need):

@@ -109,17 +109,3 @@ def test_a_watch_made_in_inference_mode_knows_when_it_is_left():
         assert is_same()
     with torch.no_grad():
         assert not is_same()
-
-
-@pytest.mark.parametrize("field", Settings._fields)
-def test_the_order_of_the_fields_is_the_order_they_are_read_in(field):
-    expected = {
-        "grad_enabled": torch.is_grad_enabled(),
-        "inference_mode": torch.is_inference_mode_enabled(),
-        "threads": torch.get_num_threads(),
-        "default_dtype": torch.get_default_dtype(),
-        "deterministic": "off",
-        "autocast": "off",
-        "matmul_precision": torch.get_float32_matmul_precision(),
-    }
-    assert getattr(Settings.current(), field) == expected[field]

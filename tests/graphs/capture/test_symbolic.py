@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graphs.capture.contract import Frozen, Job
+from graphs.capture.frozen import Frozen
 from graphs.capture.symbolic import SymbolicSizes
 from graphs.errors import CaptureError
 
@@ -21,8 +21,8 @@ def _fails_on_four(x):
 
 
 def _captured(symbolic, run, size, alone=_doubles):
-    job = Job(run, [torch.ones(size)], "net")
-    return symbolic.capture(job, lambda: Frozen(run, is_loaded=True), lambda: Frozen(alone))
+    make, alone = Frozen(run, is_loaded=True), Frozen(alone)
+    return symbolic.capture("net", [torch.ones(size)], 1, lambda: make, lambda: alone)
 
 
 def test_where_the_shared_graph_fails_the_capture_is_alone_and_says_why(caplog):
@@ -42,6 +42,5 @@ def test_what_fails_in_either_way_is_an_error_of_the_capture():
     def alone():
         raise CaptureError("net", "a graph break")
 
-    job = Job(_doubles, [torch.ones(4)], "net")
     with pytest.raises(CaptureError, match="a graph break"):
-        symbolic.capture(job, lambda: None, alone)
+        symbolic.capture("net", [torch.ones(4)], 1, lambda: None, alone)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
 from graphs import capture
 from graphs.backends.aoti import AotiBackend
+from graphs.capture.contract import Frozen
 from graphs.store import ArtifactStore, StoredAoti
 from graphs.store.lock import Lock
 from graphs.watch.compiles import CompileWatch
@@ -52,10 +55,6 @@ def test_a_store_that_is_busy_costs_a_build_and_no_graph(tmp_path, monkeypatch, 
     assert torch.equal(graph.run(-torch.ones(2)), torch.zeros(2))
 
 
-def _pretend(self, function, example_inputs, *, name, warm_runs, package_path, options):
-    from pathlib import Path
-
-    from graphs.capture.contract import Frozen
-
-    Path(package_path, "graph.pt2").write_bytes(b"no package")
-    return Frozen(function)
+def _pretend(self, job):
+    Path(job.options["package_path"], "graph.pt2").write_bytes(b"no package")
+    return Frozen(job.function)

@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ from torch import nn
 
 from graphs import InputMismatch, ModeMismatch, StaleGraph, capture, no_compile
 from graphs.backends.inductor import InductorBackend
-from graphs.capture.contract import Frozen
+from graphs.capture.contract import CaptureSpec, Frozen, Job
 from graphs.store import ArtifactStore, StoredInductor
 from graphs.store.lock import Lock
 from graphs.watch.compiles import CompileWatch
@@ -166,15 +166,15 @@ def test_a_loaded_graph_refuses_one_tensor_in_two_places(store):
     ],
 )
 def test_what_cannot_be_stored_says_why(store, monkeypatch, caplog, settings, grad, reason):
-    def plain(self, function, *_, **__):
-        return Frozen(function)
+    def plain(self, job):
+        return Frozen(job.function)
 
     monkeypatch.setattr(InductorBackend, "alone", plain)
     backend = StoredInductor(store)
     with torch.set_grad_enabled(grad):
         capture(torch.relu, [INPUTS[0]], backend=backend, **settings)
     assert reason in caplog.text and "relu: not stored: " in caplog.text
-    assert not backend.has(torch.relu, [torch.ones(7)], **settings)
+    assert not backend.has(Job(torch.relu, [torch.ones(7)], CaptureSpec(backend, "", settings)))
 
 
 def test_an_input_that_is_a_buffer_is_not_stored(store, caplog):
@@ -214,12 +214,14 @@ def test_a_callable_without_a_hash_can_be_stored(store):
 
 def test_a_worker_compiles_nothing_that_is_stored(warm, monkeypatch):
     backend = StoredInductor(warm)
-    assert backend.has(Net(), INPUTS)
-    backend.precompile(Net(), INPUTS, name="net")
-    assert not backend.has(Net(), (torch.ones(5, 4), torch.arange(3), 2))
+    job = Job(Net(), INPUTS, CaptureSpec(backend, "net"))
+    assert backend.has(job)
+    backend.precompile(job)
+    other = replace(job, examples=(torch.ones(5, 4), torch.arange(3), 2))
+    assert not backend.has(other)
     with pytest.raises(ZeroDivisionError), monkeypatch.context() as patch:
         patch.setattr("graphs.store.inductor.compile_only", lambda *_, **__: 1 / 0)
-        backend.precompile(Net(), (torch.ones(5, 4), torch.arange(3), 2), name="net")
+        backend.precompile(other)
 
 
 SCRIPT = """

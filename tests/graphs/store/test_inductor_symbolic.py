@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from graphs import InputMismatch, StaleGraph, WarmupManager, explicit, linear, no_compile
+from graphs.capture.contract import CaptureSpec, Job
 from graphs.store import ArtifactStore, StoredInductor
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -117,7 +118,7 @@ def test_a_bucket_for_which_the_callable_was_changed_gets_a_graph_of_its_own_whe
 def test_fixed_sizes_are_another_entry(filled):
     backend = StoredInductor(filled)
     with torch.no_grad():
-        assert not backend.has(Net(), inputs_of(SPACE.largest))
+        assert not backend.has(Job(Net(), inputs_of(SPACE.largest), CaptureSpec(backend)))
 
 
 def test_a_bucket_whose_inputs_share_memory_does_not_run_the_stored_graph(filled):

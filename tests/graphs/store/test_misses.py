@@ -110,7 +110,7 @@ def plain(monkeypatch):
         return Frozen(job.function), None
 
     monkeypatch.setattr("graphs.store.inductor.freeze", freeze)
-    monkeypatch.setattr("graphs.torch_internals.artifacts.Keeping.write", write)
+    monkeypatch.setattr("graphs.torch_internals.artifacts.ArtifactCompiler.write", write)
     monkeypatch.setattr("graphs.store.inductor.read", lambda folder, function: Frozen(function))
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from graphs import CaptureError, capture
+from graphs.capture.contract import CaptureSpec, Job
 from graphs.store import ArtifactStore, StoredInductor, stored
 from graphs.store.factors import environment_factors
 from graphs.torch_internals import artifacts
@@ -100,14 +101,15 @@ def test_a_key_that_cannot_be_computed_is_a_reason(store, monkeypatch, caplog):
     monkeypatch.setattr(stored, "graph_factors", fail)
     assert captured(store) == (0, 0)
     assert "not stored: cannot compute the cache key: AttributeError" in caplog.text
-    assert not StoredInductor(store).has(torch.relu, INPUTS)
+    backend = StoredInductor(store)
+    assert not backend.has(Job(torch.relu, INPUTS, CaptureSpec(backend)))
 
 
 def test_a_graph_that_cannot_be_written_is_used(store, monkeypatch, caplog):
     def fail(*_, **options):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(artifacts.Keeping, "write", fail)
+    monkeypatch.setattr(artifacts.ArtifactCompiler, "write", fail)
     assert captured(store) == (0, 0)
     assert "not stored: OSError" in caplog.text
 

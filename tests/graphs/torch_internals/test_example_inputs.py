@@ -7,7 +7,7 @@ import torch
 
 from graphs import capture
 from graphs.store import ArtifactStore, StoredInductor
-from graphs.torch_internals.example_inputs import separated
+from graphs.torch_internals.example_inputs import separate_storages
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler", "without_gradients")
 
@@ -28,7 +28,7 @@ def parts():
 
 def test_parts_get_storages_of_their_own_over_the_same_memory():
     _, one, other = parts()
-    own, own_other, constant = separated([one, other, 3])
+    own, own_other, constant = separate_storages([one, other, 3])
     assert constant == 3 and own.data_ptr() == one.data_ptr()
     assert own_other.data_ptr() == other.data_ptr() and own_other.stride() == other.stride()
     assert own.untyped_storage().data_ptr() != own_other.untyped_storage().data_ptr()
@@ -38,9 +38,9 @@ def test_what_overlaps_another_or_is_alone_stays_what_it_is():
     buffer, one, other = parts()
     alone = torch.zeros(3)
     given = [one, buffer[2:6], alone, None]
-    assert all(mine is theirs for mine, theirs in zip(separated(given), given, strict=True))
+    assert all(mine is theirs for mine, theirs in zip(separate_storages(given), given, strict=True))
     weight = torch.nn.Parameter(other)
-    assert separated([weight, one])[0] is weight
+    assert separate_storages([weight, one])[0] is weight
 
 
 @pytest.mark.parametrize("kind", ["aot_eager", "store"])

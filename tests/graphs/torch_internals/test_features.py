@@ -19,7 +19,7 @@ from graphs.torch_internals.features import Feature, with_features
 from graphs.torch_internals.patches import Patch
 from graphs.torch_internals.regions import Region
 from graphs.torch_internals.replay import replay
-from tests.graphs.torch_internals.replay.player_double import PlayerDouble
+from tests.graphs.torch_internals.replay.replayer_double import ReplayerDouble
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler", "without_gradients")
 
@@ -127,7 +127,7 @@ def test_a_broken_feature_fails_no_capture(name, way, monkeypatch, tmp_path, cap
     backend = "eager" if feature.name == "native_checks" else "aot_eager"
     options: dict[str, Any] = {"backend": backend}
     if feature.name in INDUCTOR:
-        options = {"backend": "inductor", "tapes": replay.Tapes(PlayerDouble())}
+        options = {"backend": "inductor", "replays": replay.Replays(ReplayerDouble())}
     module, x = Stack(), torch.randn(3, 8)
     expected = module(x)
     graph = capture(module, [x], **options)
@@ -146,7 +146,7 @@ def test_no_patch_outlives_a_capture():
     from torch._inductor.codecache import PyCodeCache
 
     before = [vars(AsyncCompile).copy(), vars(PyCodeCache).copy()]
-    capture(Stack(), [torch.ones(3, 8)], tapes=replay.Tapes(PlayerDouble()))
+    capture(Stack(), [torch.ones(3, 8)], replays=replay.Replays(ReplayerDouble()))
     with pytest.raises(CaptureError):
         capture(lambda x: torch._dynamo.graph_break() or x, [torch.ones(3)])
     for cls, own in zip((AsyncCompile, PyCodeCache), before, strict=True):
@@ -227,10 +227,3 @@ def test_a_probe_that_fails_is_the_reason():
     del features._features["x"]
     assert not feature.is_on
     assert feature.why_off == "its probe fails: ZeroDivisionError: division by zero"
-
-
-def test_the_states_say_what_each_feature_is_for():
-    for state in graphs.torch_features():
-        assert state.is_on == (not state.why_off)
-        assert state.gain and state.fallback and state.versions
-        assert state.benchmark.startswith("benchmarks/")

@@ -109,7 +109,7 @@ def test_kernels_that_do_not_compile_together_are_compiled_one_by_one(
 
 def test_a_compile_that_is_no_capture_is_left_alone(cache):
     torch.compile(torch.cos)(torch.ones(9))
-    with units.shared_units():
+    with units.share_units():
         pass
     compiled = torch.compile(lambda x: (x.sin() @ x).cos())(torch.ones(9, 9))
     assert compiled.shape == (9, 9)
@@ -136,13 +136,13 @@ def test_pragmas_are_no_matter():
 
 
 def test_units_have_about_the_same_size(monkeypatch):
-    monkeypatch.setattr(units, "_LARGE", 100)
+    monkeypatch.setattr(units, "_UNIT_CHARACTERS", 100)
     sizes = [10, 60, 20, 30, 120, 40, 1]
     kernels = {str(size): units._Kernel([], "x" * size, object) for size in sizes}
-    shared = units._shared_out(kernels)
+    shared = units._split(kernels)
     assert sorted(name for unit in shared for name in unit) == sorted(kernels)
     assert [sum(map(int, unit)) for unit in shared] == [120, 81, 80]
-    assert units._shared_out({}) == []
+    assert units._split({}) == []
 
 
 def test_each_module_gets_its_own_kernels(cache):
@@ -151,7 +151,7 @@ def test_each_module_gets_its_own_kernels(cache):
         return HEADER + 'extern "C" void kernel(const float* in, float* out) ' + body
 
     pool = AsyncCompile()
-    with units.shared_units():
+    with units.share_units():
         scopes = [
             {name: pool.cpp_pybinding(["const float*", "float*"], source(n)) for name in "abc"}
             for n in (2, 3)

@@ -1,6 +1,6 @@
 import pytest
 
-from graphs.torch_internals.vectors import trusted_vectors
+from graphs.torch_internals.vectors import trust_vectors
 
 
 @pytest.mark.parametrize(
@@ -11,7 +11,7 @@ def test_programs_that_import_torch_are_built_only(program, expected, monkeypatc
     from torch._inductor.cpu_vec_isa import VecISA
 
     monkeypatch.setattr(VecISA, "_avx_py_load", program)
-    with trusted_vectors():
+    with trust_vectors():
         assert config.cpp.vec_isa_ok is True
         assert VecISA._avx_py_load == expected
     assert config.cpp.vec_isa_ok is None
@@ -21,5 +21,5 @@ def test_programs_that_import_torch_are_built_only(program, expected, monkeypatc
 def test_the_choice_of_a_user_stays(monkeypatch):
     from torch._inductor import config
 
-    with config.patch({"cpp.vec_isa_ok": False}), trusted_vectors():
+    with config.patch({"cpp.vec_isa_ok": False}), trust_vectors():
         assert config.cpp.vec_isa_ok is False

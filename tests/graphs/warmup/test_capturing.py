@@ -39,7 +39,7 @@ def refusal(backend):
 def test_a_backend_that_keeps_nothing_needs_no_workers(caplog):
     assert refusal("eager") == "backend 'eager' keeps nothing on disk"
     assert refusal("aot_eager") == "backend 'aot_eager' keeps nothing on disk"
-    assert [*capturing("eager").shared_out([*SPACE])] == [*SPACE]
+    assert [*capturing("eager").capture_order([*SPACE])] == [*SPACE]
     assert "workers=2 compile nothing: backend 'eager' keeps nothing on disk" in caplog.text
 
 
@@ -74,10 +74,10 @@ def test_under_an_armed_sentinel_nothing_is_prepared(monkeypatch):
 class Stored(EagerBackend):
     """Has the graphs of two rows and less, and compiles others beforehand."""
 
-    def has(self, function, inputs):
-        if len(inputs[0]) == 1:
+    def has(self, job):
+        if len(job.examples[0]) == 1:
             raise OSError("a store that is gone")
-        return len(inputs[0]) <= 2
+        return len(job.examples[0]) <= 2
 
     def why_no_precompile(self):
         return "nothing to compile with"
@@ -87,8 +87,8 @@ class Stored(EagerBackend):
 
 
 def test_what_a_store_has_comes_first_and_needs_no_workers(caplog):
-    assert capturing(Stored())._lacking([*SPACE]) == [Bucket(n=4), Bucket(n=1)]
-    assert capturing("eager")._lacking([*SPACE]) == [*SPACE]
+    assert capturing(Stored())._not_stored([*SPACE]) == [Bucket(n=4), Bucket(n=1)]
+    assert capturing("eager")._not_stored([*SPACE]) == [*SPACE]
     order = []
     manager = WarmupManager(double, SPACE, rows_of, backend=Stored(), workers=2)
     manager.warmup(lambda event: order.append(event.bucket.n) if event.seconds else None)
@@ -116,17 +116,17 @@ class Elsewhere(threading.Thread):
 
 
 @pytest.mark.skipif(bool(why_no_workers()), reason="no fork")
-def test_a_family_follows_its_first_bucket_and_a_suspect_comes_last(tmp_path):
+def test_a_group_follows_its_representative_and_what_failed_comes_last(tmp_path):
     space = explicit(["n"], [16, 8, 4, 2, 1])
     double = Compiling()
     double.why_no_symbolic = lambda: ""
 
-    def order(suspect):
+    def order(failed):
         manager = WarmupManager(torch.neg, space, rows_of, backend=double, workers=2, symbolic="n")
         capturing = manager._capturing
-        capturing.journal = SimpleNamespace(suspects=[Bucket(n=suspect)] if suspect else [])
-        todo = capturing.suspects_last([*manager._order])
-        return [bucket.n for bucket in capturing.shared_out(todo)]
+        capturing.journal = SimpleNamespace(previously_failed=[Bucket(n=failed)] if failed else [])
+        todo = capturing.previously_failed_last([*manager._order])
+        return [bucket.n for bucket in capturing.capture_order(todo)]
 
     assert order(None) == [16, 8, 4, 2, 1]
     assert order(1) == [16, 8, 4, 2, 1]  # compiled by nobody else
@@ -143,7 +143,7 @@ def test_all_buckets_come_once_whatever_the_workers_do(workers):
         def precompile(self, *_, **__):
             raise RuntimeError
 
-    found = [*capturing(Failing(), workers).shared_out([*SPACE])]
+    found = [*capturing(Failing(), workers).capture_order([*SPACE])]
     assert sorted(bucket.n for bucket in found) == [1, 2, 4]
 
 

@@ -63,7 +63,3 @@ def test_a_group_is_a_member_of_another_and_the_last_with_work_to_do_tells_the_t
     assert [result.name for result in report.results] == ["step", "step", "swap", "done"]
     told = [event.eta_seconds is not None for event in events]
     assert told == [False] * 5 + [True] and events[-1].is_last
-
-
-def test_an_empty_group_has_nothing_to_report():
-    assert WarmupGroup().warmup().results == ()

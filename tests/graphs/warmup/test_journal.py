@@ -28,13 +28,13 @@ def test_the_next_process_knows_what_was_captured_failed_or_cut_short(path):
     first.done(BucketResult(Bucket(n=9), "skipped"))
     for known in (first, journal(path), journal(path)):
         assert known.seconds == {Bucket(n=4): 2.5}
-        assert known.suspects == [Bucket(n=2), Bucket(n=1)]
+        assert known.previously_failed == [Bucket(n=2), Bucket(n=1)]
 
 
 def test_a_bucket_that_succeeds_later_is_no_suspect_any_more(path):
     journal(path).done(BucketResult(Bucket(n=4), "failed"))
     journal(path).done(DONE)
-    assert journal(path).suspects == []
+    assert journal(path).previously_failed == []
 
 
 @pytest.mark.parametrize("cut", range(1, 40))
@@ -115,12 +115,3 @@ def test_a_line_that_python_cannot_hold_is_an_error_with_its_number(path, line):
     path.write_text(path.read_text() + line + "\n" + json.dumps({}) + "\n")
     with pytest.raises(JournalError, match=r"warmup\.jsonl:3 is not readable"):
         journal(path)
-
-
-@pytest.mark.parametrize("content", [b"[" * 100_000, b"\xff\xfe\x00"])
-def test_what_is_no_journal_is_told_with_its_path(path, content):
-    path.parent.mkdir()
-    path.write_bytes(content)
-    with pytest.raises(JournalError, match=r"warmup\.jsonl is not a warmup journal"):
-        journal(path)
-    assert path.read_bytes() == content

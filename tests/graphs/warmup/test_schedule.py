@@ -85,25 +85,8 @@ def test_a_large_bucket_that_is_quick_does_not_make_the_estimate_negative():
     assert schedule.event(schedule.buckets[1], 1, "captured").eta_seconds == pytest.approx(3.0)
 
 
-def test_a_first_bucket_that_loads_the_compiler_does_not_make_the_rest_look_slow():
-    space = explicit(["n"], [90, 95, 100])
-    schedule = Schedule(in_order(space, "largest_first"), space.cost)
-    schedule.done(BucketResult(Bucket(n=100), "captured", seconds=17.0))
-    schedule.done(BucketResult(Bucket(n=95), "captured", seconds=6.0))
-    event = schedule.event(schedule.buckets[1], 1, "captured")
-    assert event.eta_seconds == pytest.approx(90 * 11.5 / 97.5)
-
-
 def test_skipped_buckets_do_not_make_the_rest_look_cheap():
     schedule = Schedule(in_order(SPACE, "largest_first"), SPACE.cost)
     schedule.done(BucketResult(Bucket(n=9), "captured", seconds=9.0))
     schedule.done(BucketResult(Bucket(n=4), "skipped"))
     assert schedule.event(schedule.buckets[1], 1, "skipped").eta_seconds == pytest.approx(9.0)
-
-
-def test_costs_that_are_equal_but_for_rounding_make_an_estimate():
-    space = explicit(["n"], [1, 2, 3]).with_cost(lambda bucket: 1e30 + bucket.n * 1e14)
-    schedule = Schedule([*space], space.cost, {})
-    for size in (1, 2):
-        schedule.done(BucketResult(Bucket(n=size), "captured", seconds=2.0))
-    assert schedule.event(Bucket(n=2), 1, "captured").eta_seconds == pytest.approx(2.0)

@@ -6,9 +6,8 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
-from graphs.warmup.workers import Workers, one_thread, why_no_workers
+from graphs.warmup.workers import Workers, why_no_workers
 
 pytestmark = pytest.mark.skipif(bool(why_no_workers()), reason=why_no_workers() or "forks")
 
@@ -68,26 +67,6 @@ def test_a_worker_that_hangs_is_given_up_and_ended():
         os.kill(pid, 0)
 
 
-def test_without_told_patience_a_worker_gets_as_long_as_this_process_was_at_work(
-    monkeypatch, tmp_path
-):
-    def work(job):
-        noting(tmp_path)(job)
-        time.sleep(600)
-
-    monkeypatch.setattr("graphs.warmup.workers._PATIENCE", 0.1)
-    began = time.monotonic()
-    with Workers(2, 1, work) as workers:
-        jobs = iter(workers)
-        assert next(jobs) == 0
-        while not (tmp_path / "1").exists() and time.monotonic() < began + 60:
-            time.sleep(0.02)
-        time.sleep(0.5)
-        start = time.monotonic()
-        assert next(jobs) == 1
-        assert time.monotonic() - start > 0.4
-
-
 def test_workers_are_waited_for_until_they_are_to_be_given_up(tmp_path):
     def work(job):
         noting(tmp_path)(job)
@@ -120,23 +99,6 @@ def test_without_room_for_a_fork_this_process_does_all(monkeypatch, caplog):
         assert [*workers] == [0, 1, 2]
     assert "0 of 2 workers" in caplog.text
     assert descriptors() == before
-
-
-def test_descriptors_may_have_large_numbers():
-    import resource
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and hard < 1200:
-        pytest.skip("this process may not open so many files")
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1200), hard))
-    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
-    try:
-        with Workers(3, 1, lambda job: None) as workers:
-            assert sorted(workers) == [0, 1, 2]
-    finally:
-        for file in files:
-            os.close(file)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_what_a_worker_started_ends_with_it(tmp_path):
@@ -178,13 +140,6 @@ def test_an_error_in_the_with_statement_ends_the_workers_and_closes_the_pipes():
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
     assert descriptors() == before
-
-
-def test_one_thread_is_for_the_statement_only():
-    before = torch.get_num_threads()
-    with one_thread():
-        assert torch.get_num_threads() == 1
-    assert torch.get_num_threads() == before
 
 
 SCRIPT = """

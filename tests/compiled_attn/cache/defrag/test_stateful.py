@@ -322,7 +322,7 @@ def backends() -> list[object]:
     slow = ("inductor", "aoti", "onnxrt")
     works = [name for name, reason in available_backends().items() if reason is None]
     marks = {name: [pytest.mark.slow] if name in slow else [] for name in works}
-    return [pytest.param(name, marks=marks[name]) for name in works if name != "ortmodule"]
+    return [pytest.param(name, marks=marks[name]) for name in works]
 
 
 @pytest.mark.parametrize("backend", backends())

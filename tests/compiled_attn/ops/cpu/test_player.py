@@ -13,9 +13,9 @@ from compiled_attn.ops import load, packed_linear
 from compiled_attn.ops.cpu.player import NativePlayer
 from compiled_attn.ops.schema import schemas
 from graphs import capture
-from graphs.torch_internals.replay.replay import Tapes
+from graphs.torch_internals.replay.replay import Replays
 from tests.compiled_attn.ops.native_scene import new_tokens, scene
-from tests.graphs.torch_internals.replay.player_double import PlayerDouble
+from tests.graphs.torch_internals.replay.replayer_double import ReplayerDouble
 
 
 @pytest.fixture(autouse=True)
@@ -139,7 +139,7 @@ def assert_moved(ops, player, make):
     """Notes a call and plays it where all that it is given and makes lies elsewhere."""
     given, call = make(ops)
     moved = [each.clone() if isinstance(each, torch.Tensor) else each for each in given]
-    with player.noting() as noted:
+    with player.recording() as noted:
         made = [*call(*given)]
         words, addresses = noted()
         assert noted() is None
@@ -150,24 +150,24 @@ def assert_moved(ops, player, make):
     assert {words[place] for place in addresses} == {*where}
     for place in addresses:
         tape[1 + place] = where[words[place]].data_ptr()
-    player.play(np.array(tape, np.int64))
+    player.replay(np.array(tape, np.int64))
     for a, b in zip((*made, *given), (*other, *moved), strict=True):
         assert are_equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
 def test_nothing_is_noted_that_nobody_asks_for(ops, player):
     given, call = multiply(ops)
-    with player.noting() as noted:
+    with player.recording() as noted:
         pass
     call(*given)
     assert noted() is None
-    with player.noting() as noted:
+    with player.recording() as noted:
         assert noted() is None
 
 
 def test_an_op_that_fails_notes_nothing(ops, player):
     weight = packed_linear.pack(torch.randn(48, 64))
-    with player.noting() as noted:
+    with player.recording() as noted:
         with pytest.raises(RuntimeError, match="look up rows"):
             ops.packed_rows(weight, torch.tensor([48]))
         assert noted() is None
@@ -175,7 +175,7 @@ def test_an_op_that_fails_notes_nothing(ops, player):
 
 def test_a_play_ends_with_the_first_call_that_fails(ops, player):
     given, call = look_up(ops)
-    with player.noting() as noted:
+    with player.recording() as noted:
         (made,) = call(*given)
         one, _ = noted()
         (after,) = call(*given)
@@ -184,10 +184,10 @@ def test_a_play_ends_with_the_first_call_that_fails(ops, player):
     given[1][1] = 48
     tape = np.array([len(one) + 1, *one, len(two) + 1, *two], np.int64)
     with pytest.raises(RuntimeError, match=r"packed_rows: expected ids in 0\.\.47, got 48"):
-        player.play(tape)
+        player.replay(tape)
     assert not made.any() and not after.any()
     given[1][1] = 47
-    player.play(tape)
+    player.replay(tape)
     assert torch.equal(made, after) and made.any()
 
 
@@ -196,8 +196,8 @@ def test_words_reach_a_function_as_they_are(player):
     kind = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 20)
     function = kind(lambda *words: told.append(words))
     words = [player.entry, ctypes.cast(function, ctypes.c_void_p).value, *range(-10, 10)]
-    words += [99] * (player.most_words + 2 - len(words))
-    player.play(np.array([len(words) + 1, *words] * 2, np.int64))
+    words += [99] * (player.max_args + 2 - len(words))
+    player.replay(np.array([len(words) + 1, *words] * 2, np.int64))
     assert told == [tuple(range(-10, 10))] * 2
 
 
@@ -222,14 +222,14 @@ class Block(nn.Module):
         return query
 
 
-def test_a_taped_graph_with_ops_is_that_of_eager_and_of_a_player_in_python(ops, player):
+def test_a_replayed_graph_with_ops_is_that_of_eager_and_of_a_player_in_python(ops, player):
     torch.manual_seed(0)
     step = scene([(3, 5), (1, 40), (17, 17)])
     inputs = [step.query, *step.step[:3]]
     module = Block(ops, step)
-    tapes = Tapes(player)
-    graph = capture(module, inputs, tapes=tapes)
-    assert (tapes.made, tapes.refused) == (1, {})
+    replays = Replays(player)
+    graph = capture(module, inputs, replays=replays)
+    assert (replays.recorded, replays.refused) == (1, {})
     for _ in range(3):
         inputs[0] = torch.randn_like(inputs[0])
         inputs[1] = inputs[1].clone()
@@ -245,8 +245,8 @@ def test_a_step_that_an_op_refuses_is_refused_with_its_words(ops, player):
     step = scene([(3, 5), (1, 40)])
     inputs = [step.query, *step.step[:3]]
     module = Block(ops, step)
-    graph = capture(module, inputs, tapes=(tapes := Tapes(player)))
-    assert tapes.made == 1
+    graph = capture(module, inputs, replays=(replays := Replays(player)))
+    assert replays.recorded == 1
     good, keys = graph.run(*inputs), module.key.clone()
     bad = inputs[1].clone()
     bad[1, 0] = 10**6
@@ -256,7 +256,7 @@ def test_a_step_that_an_op_refuses_is_refused_with_its_words(ops, player):
     assert good.isfinite().all() and graph.run(*inputs).isfinite().all()
 
 
-@torch.library.custom_op("tape_tests::scaled", mutates_args=())
+@torch.library.custom_op("replay_tests::scaled", mutates_args=())
 def scaled(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Calls an op that notes its call, and does something more."""
     return torch.ops.compiled_attn.packed_linear(x, weight, None, None) * 2
@@ -269,25 +269,25 @@ def _(x, weight):
 
 def test_an_op_that_calls_ours_and_does_more_is_not_taken_for_it(ops, player):
     weight, x = packed_linear.pack(torch.randn(48, 64)), torch.randn(5, 64)
-    tapes = Tapes(player)
+    replays = Replays(player)
 
     def step(x, weight):
         first = torch.relu(torch.ops.compiled_attn.packed_linear(x, weight, None, None))
-        return first + torch.ops.tape_tests.scaled(x, weight)
+        return first + torch.ops.replay_tests.scaled(x, weight)
 
-    graph = capture(step, [x, weight], tapes=tapes)
-    assert tapes.made == 0 and "tape_tests.scaled" in next(iter(tapes.refused))
+    graph = capture(step, [x, weight], replays=replays)
+    assert replays.recorded == 0 and "replay_tests.scaled" in next(iter(replays.refused))
     y = torch.randn(5, 64)
     torch.testing.assert_close(graph.run(y, weight), step(y, weight))
 
 
 def test_what_is_played_is_noted_by_nobody(ops, player):
     given, call = multiply(ops)
-    with player.noting() as noted:
+    with player.recording() as noted:
         (made,) = call(*given)
         words, _ = noted()
         expected = made.clone()
-        player.play(np.array([len(words) + 1, *words], np.int64))
+        player.replay(np.array([len(words) + 1, *words], np.int64))
         assert noted() is None
     assert torch.equal(made, expected)
 
@@ -298,6 +298,6 @@ def test_the_reference_has_no_player():
 
 def test_the_player_is_one_of_the_kind_that_graphs_take(player):
     assert isinstance(player, NativePlayer)
-    assert {*vars(PlayerDouble)} - {"__init__", "__module__", "__doc__"} <= {*dir(player)} | {
+    assert {*vars(ReplayerDouble)} - {"__init__", "__module__", "__doc__"} <= {*dir(player)} | {
         "__dict__", "__weakref__", "__annotations__",
     }  # fmt: skip

@@ -10,7 +10,7 @@ from torch import nn
 from graphs import capture
 from graphs.backends import onednn_linear
 from graphs.torch_internals.replay.recorder import Recorder
-from graphs.torch_internals.replay.replay import Tape, Tapes
+from graphs.torch_internals.replay.replay import Replay, Replays
 
 aten = torch.ops.aten
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -53,7 +53,7 @@ def played(player, call, moved):
     assert {words[place] for place in addresses} == {*moved}
     for place in addresses:
         tape[1 + place] = moved[words[place]]
-    player.play(np.array(tape, np.int64))
+    player.replay(np.array(tape, np.int64))
 
 
 def copy_of(tensor):
@@ -136,7 +136,7 @@ def test_what_torch_refuses_is_an_error(player):
     tape = np.array([len(words) + 1, *words], np.int64)
     tape[2 + 7 + 1] += 1  # columns of the left one
     with pytest.raises(RuntimeError, match="a matrix product: expected a product of torch, got an"):
-        player.play(tape)
+        player.replay(tape)
 
 
 def test_what_is_put_into_an_input_is_put_there_again(player):
@@ -146,15 +146,15 @@ def test_what_is_put_into_an_input_is_put_there_again(player):
     def run(given):
         left, right, out = given
         made = torch._C._dynamo.guards._empty_strided_cpu((5, 40), (40, 1), torch.float32)
-        recorder.note_memory(made)
+        recorder.add_allocation(made)
         aten.mm.out(left, right, out=out)
         aten.mm.out(left, right, out=made)
         return [made]
 
-    tapes = Tapes(player)
-    tape = Tape(recorder.finish(recorder.record(run, [*inputs])), tapes)
+    replays = Replays(player)
+    replay = Replay(recorder.finish(recorder.record(run, [*inputs])), replays)
     others = [copy_of(inputs[0]) * 2, copy_of(inputs[1]), torch.zeros(5, 40)]
-    (made,) = tape.play(others, tapes)
+    (made,) = replay.run(others, replays)
     assert torch.equal(others[2], others[0] @ others[1]) and torch.equal(made, others[2])
 
 
@@ -179,12 +179,12 @@ class Layers(nn.Module):
 @pytest.mark.parametrize("rows", [1, 20])
 def test_a_graph_of_layers_is_played_with_the_same_bits(player, options, dtype, rows):
     torch.manual_seed(0)
-    module, tapes = Layers().to(dtype), Tapes(player, repeats=True)
+    module, replays = Layers().to(dtype), Replays(player, verify=True)
     x = torch.randn(rows, 24).to(dtype)
-    graph = capture(module, [x], tapes=tapes, options=options)
-    assert (tapes.made, tapes.refused) == (1, {})
+    graph = capture(module, [x], replays=replays, options=options)
+    assert (replays.recorded, replays.refused) == (1, {})
     other = torch.randn(rows, 24).to(dtype)
     made = graph.run(other)
-    tapes.are_played = False
+    replays.enabled = False
     assert torch.equal(made, graph.run(other))
     torch.testing.assert_close(made, module(other), rtol=0.02, atol=0.02)

@@ -1,23 +1,23 @@
-"""Tapes of a player in Python."""
+"""Fixtures: a replayer in Python, and replays that use it."""
 
 from __future__ import annotations
 
 import pytest
 
 from graphs import available_backends
-from graphs.torch_internals.replay.replay import Tapes
-from tests.graphs.torch_internals.replay.player_double import PlayerDouble
+from graphs.torch_internals.replay.replay import Replays
+from tests.graphs.torch_internals.replay.replayer_double import ReplayerDouble
 
 
 @pytest.fixture(scope="module")
-def player():
+def replayer():
     if reason := available_backends()["inductor"]:
         pytest.skip(reason)
-    return PlayerDouble()
+    return ReplayerDouble()
 
 
 @pytest.fixture
-def tapes(player):
-    player.played.clear()
-    player.fails = False
-    return Tapes(player)
+def replays(replayer):
+    replayer.replayed.clear()
+    replayer.fails = False
+    return Replays(replayer)

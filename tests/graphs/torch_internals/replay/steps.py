@@ -1,4 +1,4 @@
-"""A callable of several kernels, and its taped graph beside eager."""
+"""A callable of several kernels, and a comparison of its graph with eager."""
 
 from __future__ import annotations
 

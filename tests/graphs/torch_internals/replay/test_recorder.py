@@ -1,4 +1,4 @@
-"""What can be taped, and why the rest cannot."""
+"""What can be recorded, and why the rest cannot."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ import threading
 
 import pytest
 import torch
-from torch import nn
 
 from graphs import capture
 from graphs.torch_internals.replay import recorder
-from graphs.torch_internals.replay.replay import Tapes
-from tests.graphs.torch_internals.replay.player_double import PlayerDouble
+from graphs.torch_internals.replay.replay import Replays
+from tests.graphs.torch_internals.replay.replayer_double import ReplayerDouble
 from tests.graphs.torch_internals.replay.steps import Step, assert_like_eager, inputs_of
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -23,22 +22,22 @@ pytestmark = pytest.mark.usefixtures("no_grad")
     ("function", "reason"),
     [
         (lambda x: torch.relu(x @ x.T) + 1, "aten.mm"),
-        (lambda x: torch.sort(x)[0], "notes no call"),
+        (lambda x: torch.sort(x)[0], "records no call"),
         (lambda x: torch.view_as_complex(torch.relu(x).view(4, 2, 2)).conj(), "something else"),
         (lambda x: x + torch.rand(4, 4), "aten.rand"),
     ],
     ids=["a product", "a sort", "a conjugate", "random numbers"],
 )
-def test_what_cannot_be_taped_runs_as_it_did_and_says_why(tapes, player, function, reason):
+def test_what_cannot_be_recorded_runs_as_it_did_and_says_why(replays, replayer, function, reason):
     x = torch.randn(4, 4)
-    graph = capture(function, [x], tapes=tapes)
-    assert tapes.made == 0 and len(tapes.refused) == 1
-    assert reason in next(iter(tapes.refused))
+    graph = capture(function, [x], replays=replays)
+    assert replays.recorded == 0 and len(replays.refused) == 1
+    assert reason in next(iter(replays.refused))
     y = torch.randn(4, 4)
     made = graph.run(y)
     if "rand" not in reason:
         torch.testing.assert_close(made, function(y))
-    assert not player.played
+    assert not replayer.replayed
 
 
 @pytest.mark.parametrize(
@@ -62,43 +61,43 @@ def test_what_cannot_be_taped_runs_as_it_did_and_says_why(tapes, player, functio
         "bits",
     ],
 )
-def test_what_is_returned_is_that_of_eager(tapes, player, function):
-    graph = capture(function, [torch.randn(4, 4)], tapes=tapes)
-    assert (tapes.made, tapes.refused) == (1, {})
+def test_what_is_returned_is_that_of_eager(replays, replayer, function):
+    graph = capture(function, [torch.randn(4, 4)], replays=replays)
+    assert (replays.recorded, replays.refused) == (1, {})
     for run in range(3):
         x = torch.randn(4, 4)
         torch.testing.assert_close(graph.run(x), function(x))
-        assert len(player.played) == run + 1
+        assert len(replayer.replayed) == run + 1
 
 
-def test_a_kernel_of_more_arguments_than_the_player_passes_has_no_tape(player):
-    few = PlayerDouble()
-    few.most_words = 2
-    tapes = Tapes(few)
+def test_a_kernel_of_more_arguments_than_the_player_passes_is_not_replayed(replayer):
+    few = ReplayerDouble()
+    few.max_args = 2
+    replays = Replays(few)
     module = Step()
-    graph = capture(module, inputs_of(5), tapes=tapes)
-    assert tapes.made == 0 and "arguments" in next(iter(tapes.refused))
+    graph = capture(module, inputs_of(5), replays=replays)
+    assert replays.recorded == 0 and "arguments" in next(iter(replays.refused))
     assert_like_eager(module, graph, inputs_of(5))
 
 
-def test_a_wrapper_that_reads_sizes_from_tensors_has_no_tape(tapes, monkeypatch):
+def test_a_wrapper_that_reads_sizes_from_tensors_is_not_replayed(replays, monkeypatch):
     monkeypatch.setattr(recorder, "_READS_SIZES", re.compile("def call"))
-    capture(Step(), inputs_of(5), tapes=tapes)
-    assert [*tapes.refused] == ["its sizes are not among its inputs"]
+    capture(Step(), inputs_of(5), replays=replays)
+    assert [*replays.refused] == ["its sizes are not among its inputs"]
 
 
-def test_a_kernel_that_is_bound_in_another_way_has_no_tape(tapes, monkeypatch):
+def test_a_kernel_that_is_bound_in_another_way_is_not_replayed(replays, monkeypatch):
     def refuse(*_):
         raise AttributeError
 
     monkeypatch.setattr(ctypes.CDLL, "__getitem__", refuse)
-    capture(Step(), inputs_of(5), tapes=tapes)
-    assert [*tapes.refused] == ["its kernels are not bound as they are known to be"]
+    capture(Step(), inputs_of(5), replays=replays)
+    assert [*replays.refused] == ["its kernels are not bound as they are known to be"]
 
 
-@pytest.mark.parametrize("at", ["note_kernel", "note_memory", "finish", "__enter__"])
+@pytest.mark.parametrize("at", ["add_kernel", "add_allocation", "finish", "__enter__"])
 def test_an_interrupt_at_any_step_of_a_recording_leaves_the_module_as_it_was(
-    tapes, player, monkeypatch, at
+    replays, replayer, monkeypatch, at
 ):
     module = Step()
 
@@ -107,41 +106,43 @@ def test_an_interrupt_at_any_step_of_a_recording_leaves_the_module_as_it_was(
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(recorder.Recorder, at, interrupt)
-        capture(module, inputs_of(5), tapes=tapes)
-    graph = capture(module, inputs_of(5), tapes=tapes)
+        capture(module, inputs_of(5), replays=replays)
+    graph = capture(module, inputs_of(5), replays=replays)
     assert_like_eager(module, graph, inputs_of(5))
-    assert (tapes.made, len(player.played)) == (1, 1)
+    assert (replays.recorded, len(replayer.replayed)) == (1, 1)
 
 
-def test_an_error_of_the_player_costs_the_tape_and_not_the_graph():
-    class Broken(PlayerDouble):
+def test_an_error_of_the_player_costs_the_replay_and_not_the_graph():
+    class Broken(ReplayerDouble):
         def call_of(self, op, args, kwargs, made):
             raise ValueError("no such op")
 
-    tapes, x = Tapes(Broken()), torch.randn(4, 4)
-    graph = capture(lambda x: torch.relu(x @ x.T) + 1, [x], tapes=tapes)
-    (why,) = tapes.refused
-    assert tapes.made == 0 and why.startswith(
-        "the player fails at aten.mm.out: ValueError: no such"
+    replays, x = Replays(Broken()), torch.randn(4, 4)
+    graph = capture(lambda x: torch.relu(x @ x.T) + 1, [x], replays=replays)
+    (why,) = replays.refused
+    assert replays.recorded == 0 and why.startswith(
+        "the replayer fails at aten.mm.out: ValueError: no such"
     )
     torch.testing.assert_close(graph.run(x), torch.relu(x @ x.T) + 1)
 
 
-def test_an_error_of_the_recorder_costs_the_tape_and_not_the_graph(tapes, player, monkeypatch):
+def test_an_error_of_the_recorder_costs_the_replay_and_not_the_graph(
+    replays, replayer, monkeypatch
+):
     def fail(*_):
         raise ZeroDivisionError("of the recorder")
 
     module = Step()
     monkeypatch.setattr(recorder.Recorder, "finish", fail)
-    graph = capture(module, inputs_of(5), tapes=tapes)
-    assert tapes.made == 0 and "of the recorder" in next(iter(tapes.refused))
+    graph = capture(module, inputs_of(5), replays=replays)
+    assert replays.recorded == 0 and "of the recorder" in next(iter(replays.refused))
     assert_like_eager(module, graph, inputs_of(5))
 
 
-def test_what_another_thread_runs_of_the_module_is_not_recorded(tapes, player, monkeypatch):
+def test_what_another_thread_runs_of_the_module_is_not_recorded(replays, replayer, monkeypatch):
     module, other, inputs = Step(), [], inputs_of(5)
     first = capture(module, inputs)  # of the same code, which inductor loads once
-    note = recorder.Recorder.note_kernel
+    note = recorder.Recorder.add_kernel
 
     def run():
         with torch.no_grad():
@@ -153,29 +154,21 @@ def test_what_another_thread_runs_of_the_module_is_not_recorded(tapes, player, m
         thread.join()
         return note(self, *args)
 
-    monkeypatch.setattr(recorder.Recorder, "note_kernel", note_while_another_runs)
-    graph = capture(module, inputs, tapes=tapes)
+    monkeypatch.setattr(recorder.Recorder, "add_kernel", note_while_another_runs)
+    graph = capture(module, inputs, replays=replays)
     calls = len(other)
     assert_like_eager(module, graph, inputs_of(5))
-    assert calls > 2 and player.played == [calls]
+    assert calls > 2 and replayer.replayed == [calls]
 
 
-def test_options_that_change_what_inductor_writes_are_borne(tapes, player):
-    module = nn.Softmax(-1)
-    x = torch.randn(4, 4)
-    graph = capture(module, [x], tapes=tapes, options={"cpp_wrapper": True})
-    assert tapes.made == 0 and len(tapes.refused) == 1
-    torch.testing.assert_close(graph.run(x), module(x))
-
-
-def test_a_graph_that_calls_nothing_has_no_tape(tapes):
-    graph = capture(lambda x: x.view(2, 8), [torch.randn(4, 4)], tapes=tapes)
+def test_a_graph_that_calls_nothing_is_not_replayed(replays):
+    graph = capture(lambda x: x.view(2, 8), [torch.randn(4, 4)], replays=replays)
     x = torch.randn(4, 4)
     assert torch.equal(graph.run(x), x.view(2, 8))
-    assert tapes.made == 0
+    assert replays.recorded == 0
 
 
-def test_what_is_given_on_another_device_cannot_be_taped(player):
-    asked = recorder.Recorder([3, torch.empty(2), torch.empty(2, device="meta")], player)
-    with pytest.raises(recorder.NotTaped, match="a tensor on meta"):
+def test_what_is_given_on_another_device_cannot_be_recorded(replayer):
+    asked = recorder.Recorder([3, torch.empty(2), torch.empty(2, device="meta")], replayer)
+    with pytest.raises(recorder.NotReplayable, match="a tensor on meta"):
         asked.finish([])

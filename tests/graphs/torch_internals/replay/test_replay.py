@@ -1,8 +1,7 @@
-"""Taped graphs against eager, through a player in Python."""
+"""Replayed graphs against eager, with a replayer in Python."""
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import threading
 import weakref
@@ -14,62 +13,60 @@ from torch import nn
 
 from graphs import WarmupManager, capture, explicit, no_compile
 from graphs.store import ArtifactStore, StoredInductor
-from graphs.torch_internals.replay.replay import _TAPES, Tapes
+from graphs.torch_internals.replay.replay import Replays
 from tests.graphs.torch_internals.replay.steps import Step, assert_like_eager, inputs_of
-from tests.interrupts import count_lines, interrupted_at
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
 
-def test_a_taped_graph_is_that_of_eager_wherever_its_inputs_lie(tapes, player):
+def test_a_replayed_graph_is_that_of_eager_wherever_its_inputs_lie(replays, replayer):
     module = Step()
-    graph = capture(module, inputs_of(5), tapes=tapes)
-    assert (tapes.made, tapes.refused, player.played) == (1, {}, [])
-    kept = []
-    for run in range(4):
-        kept.append(inputs_of(5))
-        assert_like_eager(module, graph, kept[-1])
-        assert len(player.played) == run + 1
-    assert player.played[0] > 3
+    graph = capture(module, inputs_of(5), replays=replays)
+    assert (replays.recorded, replays.refused, replayer.replayed) == (1, {}, [])
+    inputs = [inputs_of(5) for _ in range(4)]
+    for run, each in enumerate(inputs):
+        assert_like_eager(module, graph, each)
+        assert len(replayer.replayed) == run + 1
+    assert replayer.replayed[0] > 3
 
 
-def test_what_is_returned_is_not_overwritten_by_the_next_run(tapes):
+def test_what_is_returned_is_not_overwritten_by_the_next_run(replays):
     module = Step()
-    graph = capture(module, inputs_of(5), tapes=tapes)
+    graph = capture(module, inputs_of(5), replays=replays)
     first, _ = graph.run(*inputs_of(5))
     before = first.clone()
     second, _ = graph.run(*inputs_of(5))
     assert torch.equal(first, before) and not torch.equal(first, second)
 
 
-def test_parameters_and_buffers_may_be_replaced_and_moved(tapes, player):
+def test_parameters_and_buffers_may_be_replaced_and_moved(replays, replayer):
     module = Step()
-    graph = capture(module, inputs_of(5), tapes=tapes)
+    graph = capture(module, inputs_of(5), replays=replays)
     module.scale.data = torch.randn(48)
     assert_like_eager(module, graph, inputs_of(5))
     module.cache = torch.zeros(8, 48)
     assert_like_eager(module, graph, inputs_of(5))
-    assert len(player.played) == 2
+    assert len(replayer.replayed) == 2
 
 
 @pytest.mark.parametrize("is_stored", [False, True])
-def test_each_bucket_of_one_compile_has_a_tape(tapes, player, tmp_path, is_stored):
+def test_each_bucket_of_one_compile_has_a_replay(replays, replayer, tmp_path, is_stored):
     module, space = Step(), explicit(("tokens",), [(2,), (5,), (8,)])
     starts = 2 if is_stored else 1
     for start in range(starts):
-        tapes = Tapes(player)
+        replays = Replays(replayer)
         backend = StoredInductor(ArtifactStore(tmp_path / "store")) if is_stored else "inductor"
         manager = WarmupManager(
             module, space, lambda bucket: inputs_of(bucket.tokens), backend=backend,
-            symbolic=("tokens",), tapes=tapes,
+            symbolic=("tokens",), replays=replays,
         )  # fmt: skip
         report = manager.warmup()
         assert report.compiles == (1 if start == 0 else 0)
-        assert (tapes.made, tapes.refused) == (3, {})
-        player.played.clear()
+        assert (replays.recorded, replays.refused) == (3, {})
+        replayer.replayed.clear()
         for tokens in (5, 2, 8, 5):
             assert_like_eager(module, Bucketed(manager, tokens), inputs_of(tokens))
-        assert len(player.played) == 4
+        assert len(replayer.replayed) == 4
 
 
 class Bucketed:
@@ -77,30 +74,30 @@ class Bucketed:
         self.run = lambda *inputs: manager.run(manager.bucket(tokens=tokens), *inputs)
 
 
-def test_replays_are_counted_and_compile_nothing(tapes):
-    graph = capture(Step(), inputs_of(5), tapes=tapes)
+def test_replays_are_counted_and_compile_nothing(replays):
+    graph = capture(Step(), inputs_of(5), replays=replays)
     with no_compile(strict=True) as watch:
         for _ in range(3):
             graph.run(*inputs_of(5))
     assert (watch.replays, watch.compiles) == (3, 0)
 
 
-def test_a_call_that_fails_is_told_and_nothing_is_done_twice(tapes, player):
+def test_a_failing_call_raises_and_nothing_is_done_twice(replays, replayer):
     module = Step()
-    graph = capture(module, inputs_of(5), tapes=tapes)
+    graph = capture(module, inputs_of(5), replays=replays)
     before = module.cache.clone()
-    player.fails = True
+    replayer.fails = True
     with pytest.raises(RuntimeError, match="a call failed"):
         graph.run(*inputs_of(5))
     assert torch.equal(module.cache, before)
-    player.fails = False
+    replayer.fails = False
     assert_like_eager(module, graph, inputs_of(5))
-    assert len(player.played) == 1
+    assert len(replayer.replayed) == 1
 
 
-def test_threads_play_at_once_each_in_an_arena_of_its_own(tapes, player):
+def test_threads_replay_concurrently_each_in_its_own_arena(replays, replayer):
     module = Step()
-    graph = capture(module, inputs_of(8), tapes=tapes)
+    graph = capture(module, inputs_of(8), replays=replays)
     given = [(torch.randn(8, 48), torch.arange(8)) for _ in range(4)]
     expected = [module(*each)[0] for each in given]
     wrong = []
@@ -119,32 +116,32 @@ def test_threads_play_at_once_each_in_an_arena_of_its_own(tapes, player):
         thread.start()
     for thread in threads:
         thread.join()
-    assert not wrong and len(player.played) == 200
-    assert 1 <= len(tapes._arenas) <= 4
+    assert not wrong and len(replayer.replayed) == 200
+    assert 1 <= len(replays._arenas) <= 4
 
 
-def test_graphs_run_as_inductor_wrote_them_where_tapes_are_not_to_be_played(tapes, player):
+def test_disabled_replays_leave_graphs_as_inductor_wrote_them(replays, replayer):
     module = Step()
-    graph = capture(module, inputs_of(5), tapes=tapes)
-    tapes.are_played = False
+    graph = capture(module, inputs_of(5), replays=replays)
+    replays.enabled = False
     assert_like_eager(module, graph, inputs_of(5))
-    assert not player.played
-    tapes.are_played = True
+    assert not replayer.replayed
+    replays.enabled = True
     assert_like_eager(module, graph, inputs_of(5))
-    assert len(player.played) == 1
+    assert len(replayer.replayed) == 1
 
 
-def test_another_default_device_is_not_that_of_tapes(tapes, player):
+def test_another_default_device_is_not_that_of_replays(replays, replayer):
     module = Step()
     inputs = inputs_of(5)
     with torch.device("meta"):
-        graph = capture(module, inputs, tapes=tapes)
+        graph = capture(module, inputs, replays=replays)
         made = graph.run(*inputs)
-    assert len(player.played) == 1
+    assert len(replayer.replayed) == 1
     torch.testing.assert_close(made, module(*inputs))
 
 
-def test_sizes_whose_first_run_failed_are_taped_by_the_next(tapes, player):
+def test_sizes_whose_first_run_failed_are_recorded_by_the_next(replays, replayer):
     module, space = Step(), explicit(("tokens",), [(2,), (5,), (8,)])
     fails = [True]
 
@@ -152,60 +149,39 @@ def test_sizes_whose_first_run_failed_are_taped_by_the_next(tapes, player):
         tokens, rows = inputs_of(bucket.tokens)
         return tokens, rows + 100 * (bucket.tokens == 5 and fails[0])  # out of range
 
-    manager = WarmupManager(module, space, make_inputs, symbolic=("tokens",), tapes=tapes)
+    manager = WarmupManager(module, space, make_inputs, symbolic=("tokens",), replays=replays)
     assert len(manager.warmup().failed) == 1
     fails[0] = False
     assert not manager.warmup().failed
-    assert (tapes.made, tapes.refused) == (3, {})
+    assert (replays.recorded, replays.refused) == (3, {})
 
 
-def test_no_interrupt_of_a_run_keeps_later_ones_from_being_played(tapes, player):
-    module, inputs = Step(), inputs_of(5)
-    graph = capture(module, inputs, tapes=tapes)
-    expected = module(*inputs)
-    for n in range(count_lines(lambda: graph.run(*inputs))):
-        with contextlib.suppress(KeyboardInterrupt), interrupted_at(n) as cut:
-            graph.run(*inputs)
-        player.played.clear()
-        torch.testing.assert_close(graph.run(*inputs), expected)
-        assert len(player.played) == 1, cut.where
-
-
-def test_no_interrupt_of_taping_changes_what_is_taped_later(player):
-    tapes = Tapes(player)
-
-    for n in range(count_lines(lambda: tapes.taping(int))):
-        with contextlib.suppress(KeyboardInterrupt), interrupted_at(n) as cut:
-            tapes.taping(int)
-        assert _TAPES.get() is None, cut.where
-
-
-def test_the_memory_of_tapes_is_kept_by_graphs_that_are_not_closed(player):
-    tapes, module = Tapes(player), Step()
-    player.played.clear()
-    gone = weakref.ref(tapes)
-    graph = capture(module, inputs_of(5), tapes=tapes)
-    del tapes
+def test_the_memory_of_replays_is_kept_by_graphs_that_are_not_closed(replayer):
+    replays, module = Replays(replayer), Step()
+    replayer.replayed.clear()
+    gone = weakref.ref(replays)
+    graph = capture(module, inputs_of(5), replays=replays)
+    del replays
     gc.collect()
     assert_like_eager(module, graph, inputs_of(5))
-    assert len(player.played) == 1
+    assert len(replayer.replayed) == 1
     graph.close()
     gc.collect()
     assert gone() is None
 
 
-def test_what_is_captured_without_tapes_has_none(tapes, player):
-    capture(Step(), inputs_of(5), tapes=tapes)
+def test_what_is_captured_without_replays_has_none(replays, replayer):
+    capture(Step(), inputs_of(5), replays=replays)
     module = Step()
     graph = capture(module, inputs_of(5))
     assert_like_eager(module, graph, inputs_of(5))
-    assert not player.played
+    assert not replayer.replayed
 
 
-def test_modules_of_inductor_without_a_call_are_loaded_as_they_are(tapes):
+def test_modules_of_inductor_without_a_call_are_loaded_as_they_are(replays):
     from torch._inductor.codecache import PyCodeCache
 
-    module = tapes.taping(lambda: PyCodeCache.load("answer = 42\n"))
+    module = replays.record(lambda: PyCodeCache.load("answer = 42\n"))
     assert module.answer == 42 and not hasattr(module, "call")
 
 
@@ -218,32 +194,34 @@ class Counter(nn.Module):
         return x + self.count.add_(1)
 
 
-def test_a_callable_runs_as_often_as_it_was_asked_to(tapes, player):
+def test_a_callable_runs_as_often_as_it_was_asked_to(replays, replayer):
     module = Counter()
-    graph = capture(module, [torch.zeros(4)], tapes=tapes)
-    assert module.count.item() == 1 and tapes.made == 1
+    graph = capture(module, [torch.zeros(4)], replays=replays)
+    assert module.count.item() == 1 and replays.recorded == 1
     assert graph.run(torch.ones(4)).tolist() == [3.0] * 4
-    assert player.played == [1]
+    assert replayer.replayed == [1]
 
 
-def test_what_does_not_repeat_itself_has_no_tape_where_it_should(player):
-    tapes = Tapes(player, repeats=True)
-    capture(Counter(), [torch.zeros(4)], tapes=tapes)
-    assert (tapes.made, [*tapes.refused]) == (0, ["played again, it returns something else"])
+def test_what_does_not_repeat_itself_is_not_replayed_where_it_should(replayer):
+    replays = Replays(replayer, verify=True)
+    capture(Counter(), [torch.zeros(4)], replays=replays)
+    assert (replays.recorded, [*replays.refused]) == (0, ["its replay returns something else"])
 
 
-def test_what_repeats_itself_is_compared_before_it_serves(player):
-    tapes, module = Tapes(player, repeats=True), Step()
-    player.played.clear()
-    graph = capture(module, inputs_of(5), tapes=tapes)
-    assert (tapes.made, len(player.played)) == (1, 1)
+def test_what_repeats_itself_is_compared_before_it_serves(replayer):
+    replays, module = Replays(replayer, verify=True), Step()
+    replayer.replayed.clear()
+    graph = capture(module, inputs_of(5), replays=replays)
+    assert (replays.recorded, len(replayer.replayed)) == (1, 1)
     assert_like_eager(module, graph, inputs_of(5))
 
 
-def test_what_is_no_player_and_what_are_no_tapes_is_refused_in_one_line(player):
-    with pytest.raises(TypeError, match="expected a player, got NoneType: take"):
-        Tapes(None)
-    with pytest.raises(TypeError, match="expected a player, got SimpleNamespace: take"):
-        Tapes(SimpleNamespace(noting=player.noting, play=player.play))  # of an older contract
-    with pytest.raises(TypeError, match="expected Tapes or None, got PlayerDouble: make"):
-        capture(torch.relu, [torch.zeros(2)], tapes=player)
+def test_what_is_no_player_and_what_are_no_replays_is_refused_in_one_line(replayer):
+    with pytest.raises(TypeError, match="expected a Replayer, got NoneType: take"):
+        Replays(None)
+    with pytest.raises(TypeError, match="expected a Replayer, got SimpleNamespace: take"):
+        Replays(
+            SimpleNamespace(recording=replayer.recording, replay=replayer.replay)
+        )  # of an older contract
+    with pytest.raises(TypeError, match="expected Replays or None, got ReplayerDouble: make"):
+        capture(torch.relu, [torch.zeros(2)], replays=replayer)

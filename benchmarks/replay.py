@@ -1,16 +1,16 @@
-"""Steps that are played from tapes beside the same graphs run by inductor's own Python.
+"""Native replay of decode steps against the same graphs run by inductor's Python.
 
-    python benchmarks/tapes.py [--dtypes bfloat16 float32] [--requests 1 4 16] [--threads 1]
+    python benchmarks/replay.py [--dtypes bfloat16 float32] [--requests 1 4 16] [--threads 1]
         [--weights plain] [--beside cpp_wrapper aoti]
 
-One engine for each dtype, with drawn weights of SmolLM2-135M's architecture (30 layers); requests
+One engine for each dtype, with random weights of SmolLM2-135M's architecture (30 layers); requests
 have prompts of 32 tokens and generate as many, greedily. There is a graph for each number of
-requests, and one for the prompts. In turns, in one process, the same graphs are played, and run as
-inductor wrote them. Printed: milliseconds of a step both ways, medians, and the ratio. Weights as
-the engine packs them, or plain, which are left to MKL and oneDNN.
+requests, and one for the prompts. In one process the same graphs are alternately replayed, and run
+as inductor wrote them. Prints medians of milliseconds per step and the ratio. Weights are packed,
+or plain, which are left to MKL and oneDNN.
 
-`--beside` adds what torch offers in public: inductor's C++ wrapper, and packages of AOTInductor,
-each with an engine of its own that serves the same prompts in turns. Warmups are printed too.
+`--beside` adds torch's public alternatives: inductor's C++ wrapper, and packages of AOTInductor,
+each with its own engine that serves the same prompts in turn. Warmups are printed too.
 """
 
 from __future__ import annotations
@@ -37,31 +37,31 @@ LENGTH = 32
 
 
 class CppWrapper(LocalExecutor):
-    """Steps that inductor calls from C++; as it has no tapes, none are played."""
+    """Runs steps by inductor's C++ wrapper, without replay."""
 
     def _backend_options(self, model: Any) -> dict[str, Any]:
         options = super()._backend_options(model)
-        self._tapes = None
+        self._replays = None
         return {"options": {**options["options"], "cpp_wrapper": True}}
 
 
 def ways_of(engine: Engine, count: int) -> dict[str, Callable[[int], object]]:
-    """Both ways of serving so many requests; a number gives them prompts of their own."""
-    tapes = engine.executor._tapes
-    if tapes is None or not tapes.made:
-        raise SystemExit(f"no tapes here: {engine.report().kernel_notes}")
-    played = serving(engine, count)
+    """Both ways of serving `count` requests; each number gives other prompts."""
+    replays = engine.executor._replays
+    if replays is None or not replays.recorded:
+        raise SystemExit(f"no replay here: {engine.report().kernel_notes}")
+    replayed = serving(engine, count)
 
     def without(number: int) -> None:
-        tapes.are_played = False
-        played(-1 - number)
-        tapes.are_played = True
+        replays.enabled = False
+        replayed(-1 - number)
+        replays.enabled = True
 
-    return {"inductor's Python": without, "tapes": played}
+    return {"inductor's Python": without, "replay": replayed}
 
 
 def serving(engine: Engine, count: int) -> Callable[[int], object]:
-    """Serves so many requests with prompts that no call with another number has cached."""
+    """Serves `count` requests with prompts that no call with another number has cached."""
     params = SamplingParams(max_new_tokens=LENGTH, ignore_eos=True)
 
     def serve(number: int) -> None:
@@ -74,7 +74,7 @@ def serving(engine: Engine, count: int) -> Callable[[int], object]:
 
 
 def warm(engine: Engine, name: str) -> Engine:
-    """The engine after its warmup, of which the seconds are printed."""
+    """Warms up an engine and prints the seconds."""
     start = time.perf_counter()
     engine.warmup()
     report = engine.report()
@@ -118,8 +118,8 @@ def main() -> None:
             return load_model(folder, getattr(torch, dtype))
 
         print(f"{dtype}:")
-        engine = warm(Engine(model(), config), "tapes")
-        print(f"  {engine.report().kernel_notes['tapes']}")
+        engine = warm(Engine(model(), config), "replay")
+        print(f"  {engine.report().kernel_notes['replay']}")
         others = {}
         if "cpp_wrapper" in options.beside:
             others["cpp_wrapper"] = warm(Engine(CppWrapper(model(), config)), "cpp_wrapper")
@@ -128,13 +128,15 @@ def main() -> None:
         for count in options.requests:
             before = engine.report().steps
             ways = ways_of(engine, count)
-            ways["tapes"](0)
+            ways["replay"](0)
             steps = engine.report().steps - before
             ways |= {name: serving(other, count) for name, other in others.items()}
             times = {k: v / steps * 1e3 for k, v in medians(ways, options.rounds).items()}
-            played = times["tapes"]
-            print(f"  {count:3d} requests: {played:6.2f} ms a step played; times of that:", end="")
-            rest = [f" {name} {times[name] / played:.2f}" for name in times if name != "tapes"]
+            replayed = times["replay"]
+            print(
+                f"  {count:3d} requests: {replayed:6.2f} ms a step replayed; times of that:", end=""
+            )
+            rest = [f" {name} {times[name] / replayed:.2f}" for name in times if name != "replay"]
             print(",".join(rest), flush=True)
 
 

@@ -5,27 +5,27 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphs.torch_internals.replay.liveness import Given, Made, lay_out
+from graphs.torch_internals.replay.memory import Allocation, InputMemory, assign_offsets
 
 
 def test_what_is_made_is_gone_with_its_last_tensor_and_not_with_its_first():
     tensor = torch.empty(4, 6)
-    made = Made(tensor[1:], 3)
+    made = Allocation(tensor[1:], 3)
     assert (made.address, made.bytes) == (tensor.data_ptr(), 96)
-    assert (made.begin, made.end, made.is_gone) == (3, 3, False)
-    assert made.has(tensor.data_ptr() + 95) and not made.has(tensor.data_ptr() + 96)
+    assert (made.begin, made.end, made.is_freed) == (3, 3, False)
+    assert made.contains(tensor.data_ptr() + 95) and not made.contains(tensor.data_ptr() + 96)
     view = tensor[2:]
     del tensor
     gc.collect()
-    assert not made.is_gone
+    assert not made.is_freed
     del view
     gc.collect()
-    assert made.is_gone
+    assert made.is_freed
 
 
 def test_an_address_is_told_by_the_input_it_is_in():
     a, b = torch.empty(4, 6), torch.empty(5, dtype=torch.int64)
-    given = Given([3, a[1:, 2:], b, torch.empty(0), None])
+    given = InputMemory([3, a[1:, 2:], b, torch.empty(0), None])
     assert given.find(a[1, 2].data_ptr()) == (1, 0)
     assert given.find(a[3, 5].data_ptr() + 3) == (1, 4 * (2 * 6 + 3) + 3)
     assert given.find(b.data_ptr() + 39) == (2, 39)
@@ -35,12 +35,12 @@ def test_an_address_is_told_by_the_input_it_is_in():
 
 def test_an_address_in_several_inputs_is_told_by_none():
     whole = torch.empty(10)
-    given = Given([whole[:6], whole[4:]])
+    given = InputMemory([whole[:6], whole[4:]])
     assert given.find(whole[3].data_ptr()) == (0, 12)
     assert given.find(whole[4].data_ptr()) is None
     assert given.find(whole[6].data_ptr()) == (1, 8)
-    assert Given([whole, whole]).find(whole.data_ptr()) is None
-    long = Given([whole, whole[1:2], whole[2:3]])
+    assert InputMemory([whole, whole]).find(whole.data_ptr()) is None
+    long = InputMemory([whole, whole[1:2], whole[2:3]])
     assert long.find(whole[9].data_ptr()) == (0, 36)
     assert long.find(whole[2].data_ptr()) is None
 
@@ -56,9 +56,9 @@ def test_what_is_needed_at_once_has_places_of_its_own(lives):
     held, made = [], []
     for begin, length, size in lives:
         held.append(torch.empty(size, dtype=torch.uint8))
-        made.append(Made(held[-1], begin))
+        made.append(Allocation(held[-1], begin))
         made[-1].end = begin + length
-    total = lay_out(made)
+    total = assign_offsets(made)
     for i, a in enumerate(made):
         assert a.offset % 64 == 0 and a.offset + a.bytes <= total
         for b in made[:i]:
@@ -71,14 +71,10 @@ def test_what_is_needed_at_once_has_places_of_its_own(lives):
 
 def test_memory_is_used_again():
     held = [torch.empty(1000, dtype=torch.uint8) for _ in range(10)]
-    made = [Made(each, n) for n, each in enumerate(held)]
+    made = [Allocation(each, n) for n, each in enumerate(held)]
     for each in made:
         each.end = each.begin + 2
-    assert lay_out(made) == 2024  # one aligned, and another behind it
-
-
-def test_nothing_needs_no_arena():
-    assert lay_out([]) == 0
+    assert assign_offsets(made) == 2024  # one aligned, and another behind it
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ from graphs import (
 )
 from graphs.capture.contract import Backend, Frozen
 from graphs.warmup import capturing
-from graphs.warmup.families import _sizes_that_differ
+from graphs.warmup.shape_groups import _varying_dims
 
 AXES = ("tokens", "requests")
 SPACE = explicit(AXES, [(1, 1), (2, 2), (4, 4), (8, 4), (16, 4)])
@@ -198,8 +198,8 @@ def test_a_backend_without_symbols_and_an_unknown_axis_are_refused():
     class Plain(Backend):
         name = "plain"
 
-        def capture(self, function, example_inputs, *_, **__):
-            return Frozen(function)
+        def capture(self, job):
+            return Frozen(job.function)
 
     with pytest.raises(CaptureError, match="'plain' captures at fixed sizes only: leave symbolic"):
         warm(backend=Plain())
@@ -217,8 +217,8 @@ def test_a_warmup_after_close_compiles_again():
 def test_sizes_that_differ_are_found_by_comparing_inputs():
     here = [torch.ones(4, 3), torch.ones(1), 5, torch.ones(2)]
     there = [torch.ones(8, 3), torch.ones(2), 6, torch.ones(2, 2)]
-    assert _sizes_that_differ(here, [there]) == [(0,), (), (), ()]
-    assert _sizes_that_differ(here, []) == [(), (), (), ()]
+    assert _varying_dims(here, [there]) == [(0,), (), (), ()]
+    assert _varying_dims(here, []) == [(), (), (), ()]
 
 
 def test_each_graph_is_captured_on_inputs_of_its_own_where_all_lie_in_one_memory():

@@ -1,4 +1,4 @@
-"""Families of buckets that differ in symbolic sizes alone, so that they can share a graph."""
+"""Shape groups: buckets that differ only in symbolic sizes, so that they can share a graph."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ from graphs.buckets.axes import Bucket
 from graphs.capture.inputs import Input
 from graphs.capture.symbolic import SymbolicSizes
 
-__all__ = ["Families"]
+__all__ = ["ShapeGroups"]
 
-_ANY = 2  # any size that torch has a symbol for
+_ANY = 2  # stands for every size that torch has a symbol for
 
 
-class Families:
-    """What the buckets of each family share.
+class ShapeGroups:
+    """The shape groups of a set of buckets, and what the buckets of each share.
 
-    Two buckets are of one family if they have the same sizes on all axes that are not symbolic, and
-    sizes below 2, for which torch has no symbols, in the same places. A bucket without others like
-    it has no family.
+    Two buckets are in one group if they have equal sizes on all axes that are not symbolic, and
+    sizes below 2, for which torch has no symbols, in the same places.
 
     Args:
         name: of the callable.
-        axes: whose sizes are symbols.
+        axes: whose sizes are symbolic.
         buckets: all there are.
         make_inputs: makes the example inputs of a bucket.
 
@@ -45,50 +44,50 @@ class Families:
         self._axes = frozenset(axes)
         self._make_inputs = make_inputs
         self._members: dict[Bucket, list[Bucket]] = {}
-        self._shared: dict[Bucket, SymbolicSizes] = {}
+        self._sizes: dict[Bucket, SymbolicSizes] = {}
         for bucket in buckets:
             if unknown := self._axes.difference(bucket):
                 raise ValueError(
                     f"symbolic has {min(unknown)!r}; expected axes of the buckets: "
                     f"{', '.join(bucket)}"
                 )
-            self._members.setdefault(self.kind(bucket), []).append(bucket)
+            self._members.setdefault(self.key(bucket), []).append(bucket)
 
-    def of(self, bucket: Bucket) -> SymbolicSizes | None:
-        """What a bucket shares with its family; None if it has none.
-
-        It may make inputs of several buckets. These may lie in the same memory, so inputs to run on
-        are made afterwards.
-        """
-        kind = self.kind(bucket)
-        if all(other == bucket for other in self._members.get(kind, ())):
-            return None
-        if kind not in self._shared:
-            others = [*self._inputs_of_others(bucket)]
-            dims = _sizes_that_differ(self._make_inputs(bucket), others)
-            told = (a if a in self._axes and n == _ANY else f"{a}={n}" for a, n in kind.items())
-            self._shared[kind] = SymbolicSizes(f"{self._name}[{' '.join(told)}]", dims)
-        return self._shared[kind]
-
-    def kind(self, bucket: Bucket) -> Bucket:
-        """What the buckets of a family have in common; the bucket itself without symbolic axes."""
+    def key(self, bucket: Bucket) -> Bucket:
+        """Return the same bucket for all members of a group."""
         sizes = {a: min(n, _ANY) if a in self._axes else n for a, n in bucket.items()}
         return Bucket(**sizes)
 
-    def firsts(self, buckets: Iterable[Bucket]) -> list[Bucket]:
-        """The first bucket of each family."""
+    def representatives(self, buckets: Iterable[Bucket]) -> list[Bucket]:
+        """Return the first bucket of each group."""
         first: dict[Bucket, Bucket] = {}
         for bucket in buckets:
-            first.setdefault(self.kind(bucket), bucket)
+            first.setdefault(self.key(bucket), bucket)
         return [*first.values()]
 
-    def forget(self) -> None:
-        """Let go of what was shared."""
-        self._shared.clear()
+    def sizes_of(self, bucket: Bucket) -> SymbolicSizes | None:
+        """Return what a bucket shares with its group; None if it is the only member.
+
+        May call `make_inputs` for several buckets, which may return views of the same memory: make
+        the inputs to run on afterwards.
+        """
+        key = self.key(bucket)
+        if all(other == bucket for other in self._members.get(key, ())):
+            return None
+        if key not in self._sizes:
+            others = [*self._inputs_of_others(bucket)]
+            dims = _varying_dims(self._make_inputs(bucket), others)
+            axes = (a if a in self._axes and n == _ANY else f"{a}={n}" for a, n in key.items())
+            self._sizes[key] = SymbolicSizes(f"{self._name}[{' '.join(axes)}]", dims)
+        return self._sizes[key]
+
+    def clear(self) -> None:
+        """Release the shared graphs."""
+        self._sizes.clear()
 
     def _inputs_of_others(self, bucket: Bucket) -> Iterator[Sequence[Input]]:
-        """Of one bucket of the family with another size, for each axis."""
-        members = self._members[self.kind(bucket)]
+        # For each symbolic axis one member with another size.
+        members = self._members[self.key(bucket)]
         for axis in sorted(self._axes):
             other = next((each for each in members if each[axis] != bucket[axis]), None)
             if other is not None:
@@ -96,14 +95,10 @@ class Families:
                     yield self._make_inputs(other)
 
 
-def _sizes_that_differ(
+def _varying_dims(
     inputs: Sequence[Input], others: Sequence[Sequence[Input]]
 ) -> list[tuple[int, ...]]:
-    """For each input, the dimensions whose size differs in the inputs of another bucket.
-
-    Sizes below 2 do not count, as torch cannot have a symbol for these. An input that is no
-    tensor, or one of another rank there, has none.
-    """
+    """For each input, the dimensions of at least 2 whose size differs in the inputs of `others`."""
     return [
         tuple(
             dim

@@ -1,4 +1,4 @@
-"""Steps of an engine that are played: the tokens of `generate`, and steps that go wrong."""
+"""Replayed steps of an engine: the tokens of `generate`, and steps that go wrong."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def served(request, compiler):
     return request.param, engine, _texts(engine)
 
 
-def test_every_step_is_played_and_every_token_that_of_generate(served):
+def test_every_step_is_replayed_and_every_token_that_of_generate(served):
     family, engine, texts = served
     report = engine.report()
-    assert report.kernel_notes["tapes"] == f"{report.graphs} graphs run without Python"
+    assert report.kernel_notes["replay"] == f"{report.graphs} graphs run without Python"
     assert report.replays == report.steps > 10
     assert (report.compiles_after_warmup, report.fallbacks) == (0, 0)
     plain = tiny_model(family)
@@ -63,30 +63,30 @@ def test_every_step_is_played_and_every_token_that_of_generate(served):
 def test_tokens_are_the_same_where_graphs_run_as_inductor_wrote_them(served, monkeypatch):
     _, engine, texts = served
     before = engine.report().replays
-    monkeypatch.setattr(engine.executor._tapes, "are_played", False)
+    monkeypatch.setattr(engine.executor._replays, "enabled", False)
     assert _texts(engine) == texts
     assert engine.report().replays == before
 
 
-def test_caches_of_8_bits_are_played_too():
+def test_caches_of_8_bits_are_replayed_too():
     engine = _engine("llama", kv_dtype="int8")
     plain = _engine("llama", kv_dtype="int8", backend="eager")
     assert _texts(engine) == _texts(plain)
     assert engine.report().replays == engine.report().steps
 
 
-def test_layers_that_are_left_to_a_library_are_played_too(served):
+def test_layers_that_are_left_to_a_library_are_replayed_too(served):
     family, _, texts = served
     engine = _engine(family, weights="plain")
     report = engine.report()
-    assert report.kernel_notes["tapes"] == f"{report.graphs} graphs run without Python"
+    assert report.kernel_notes["replay"] == f"{report.graphs} graphs run without Python"
     assert _texts(engine) == texts
     assert engine.report().replays == engine.report().steps
 
 
-def test_what_no_tape_can_hold_is_named_in_the_report():
+def test_what_cannot_be_replayed_is_named_in_the_report():
     engine = _engine("gpt_oss")
-    notes = engine.report().kernel_notes["tapes"]
+    notes = engine.report().kernel_notes["replay"]
     assert notes.startswith("0 graphs run without Python; ") and "not: it calls aten.topk" in notes
     _texts(engine)
     assert engine.report().replays == 0
