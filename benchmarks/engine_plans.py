@@ -15,12 +15,11 @@ import argparse
 import time
 from pathlib import Path
 
-from compiled_attn.integrations.plans import FORMATS, EnginePart, Limits, planned_for
-from compiled_attn.integrations.plans.formats import needs_of
+from compiled_attn.planner import Demand
+from compiled_attn.planner.formats import FORMATS, EnginePart, Limits, needs_of, planned_for
+from compiled_attn.planner.simulator.default_demand import full_speed
+from compiled_attn.planner.simulator.simulate import simulate
 from compiled_attn.workloads import Arrival, read_trace
-from compiled_attn.workloads.default_demand import full_speed
-from compiled_attn.workloads.simulate import simulate
-from graphs.planner import Demand
 
 TRACES = {
     "azure2023_conv.csv": 16384,

@@ -17,14 +17,14 @@ from pathlib import Path
 
 from field.ladders import ladders, limits_of
 
-from compiled_attn.integrations.plans import vllm
+from compiled_attn.planner import Demand, Judgement, PlanReport, judge, plan
+from compiled_attn.planner.formats import vllm
+from compiled_attn.planner.simulator.default_demand import default_demand, full_speed
+from compiled_attn.planner.simulator.kinds import Family, decode, family, prefill, within
+from compiled_attn.planner.simulator.ladders import ladders_within
+from compiled_attn.planner.simulator.simulate import SimulatedEngine, simulate
 from compiled_attn.workloads import Arrival, read_trace
-from compiled_attn.workloads.default_demand import default_demand, full_speed
-from compiled_attn.workloads.families import Family, decode, family, prefill, within
-from compiled_attn.workloads.ladders import ladders_within
-from compiled_attn.workloads.simulate import SimulatedEngine, simulate
 from compiled_attn.workloads.synthetic import KINDS
-from graphs.planner import Demand, Judgement, PlanReport, judge, plan
 
 MOST_GRAPHS = 256
 

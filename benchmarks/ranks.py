@@ -31,8 +31,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from compiled_attn.attention.by_rank import gathered
 from compiled_attn.attention.metadata import KeyRanks
 from compiled_attn.cli.store import stored_backend
+from compiled_attn.contrib.context_parallel import ContextExecutor
 from compiled_attn.engine import Engine, EngineConfig, SamplingParams
-from compiled_attn.ranks import RankEngine, Ranks, engine_on, joined_ranks
+from compiled_attn.ranks import RankEngine, RankExecutor, Ranks, engine_on, joined_ranks
 
 LAYERS, REQUESTS, VOCAB, ROUNDS, CONTEXT = 4, 8, 2048, 3, 4096
 
@@ -63,9 +64,8 @@ class Pair:
     def __init__(self, ranks: Ranks, hidden: int, context: int, *, divides: bool) -> None:
         self.ranks = ranks
         config = config_of(context)
-        self.shared: RankEngine = engine_on(
-            ranks, model_of(hidden), config, context_parallel=divides
-        )
+        executor = ContextExecutor if divides else RankExecutor
+        self.shared: RankEngine = engine_on(ranks, model_of(hidden), config, executor=executor)
         self.shared.warmup()
         if ranks.leads:
             torch.set_num_threads(2)  # a graph runs under the threads that it was captured with
@@ -186,7 +186,8 @@ def warmup(ranks: Ranks | None, hidden: int, folder: Path, *, divides: bool) -> 
         if ranks is None:
             engine = Engine(model, config)
         else:
-            engine = engine_on(ranks, model, config, context_parallel=divides)
+            executor = ContextExecutor if divides else RankExecutor
+            engine = engine_on(ranks, model, config, executor=executor)
         begun = time.perf_counter()
         report = engine.warmup()
         seconds = time.perf_counter() - begun

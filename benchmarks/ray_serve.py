@@ -24,7 +24,7 @@ from typing import Any
 
 import ray
 
-from compiled_attn.replicas.deployment import AT_ONCE, deployed
+from compiled_attn.contrib.replicas.deployment import AT_ONCE, deployed
 
 WAYS = ("actors", "serve")
 

@@ -1,4 +1,4 @@
-"""`python -m graphs`: warm up, explain, plan and look after the cache from the shell."""
+"""`python -m graphs`: warm up, explain and look after the cache from the shell."""
 
 from __future__ import annotations
 

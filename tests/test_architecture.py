@@ -81,8 +81,8 @@ def test_only_what_is_installed_with_an_extra_is_imported_late():
     allowed = {"torch", "numpy", "graphs", "compiled_attn", *sys.stdlib_module_names}
     extras = ("compiled_attn.cli", "compiled_attn.hf", "compiled_attn.engine", "graphs.cli",
               "graphs.report", "graphs.store", "compiled_attn.models", "compiled_attn.serve",
-              "compiled_attn.workloads", "compiled_attn.ops.triton", "compiled_attn.ranks",
-               "compiled_attn.replicas", "graphs.backends.onnx", "compiled_attn.integrations",
+              "compiled_attn.planner", "compiled_attn.ops.triton", "compiled_attn.ranks",
+              "graphs.backends.onnx", "compiled_attn.contrib",
               "compiled_attn.pytest_plugin", "graphs.__main__")  # fmt: skip
     found = {
         name: {each.split(".")[0] for each in _imports(ast.parse(path.read_text()).body)} - allowed
@@ -105,8 +105,8 @@ _THROUGH_OTHERS = (
         "test_features, and the captures, watches and explanations that use them",
     ),
     ("graphs.torch_internals.replay", "calls", "the player of compiled_attn, and a double"),
-    ("graphs.cli", "explain plan", "commands are run whole: test_app"),
-    ("graphs.planner", "bound choose first_fit fit", "steps of `plan`, beside brute force"),
+    ("graphs.cli", "explain", "commands are run whole: test_app"),
+    ("compiled_attn.planner", "bound choose first_fit fit", "steps of `plan`, beside brute force"),
     ("graphs.report", "drawing", "test_charts"),
     ("compiled_attn.attention", "by_parts module", "test_unified, test_features"),
     ("compiled_attn.cache.blocks", "allocator stats table", "the pool: test_pool_stateful"),
@@ -116,16 +116,22 @@ _THROUGH_OTHERS = (
     ("compiled_attn.compat.paged", "block_tables call products reference scales", "test_attention"),
     ("compiled_attn.engine", "grammar handle report", "test_engine, test_constraint"),
     ("compiled_attn.hf", "recorder refused", "test_proof, test_families"),
-    ("compiled_attn.integrations", "versions", "the integrations, each of a version"),
-    ("compiled_attn.integrations.plans", "base gaudi sglang vllm", "test_formats"),
+    ("compiled_attn.contrib", "context_parallel versions", "ranks as processes, test_vllm"),
+    ("compiled_attn.contrib.vllm", "backend", "tests/vllm_backend"),
+    ("compiled_attn.contrib.transformers", "manager sampling", "test_transformers"),
+    ("compiled_attn.planner.formats", "base gaudi sglang vllm", "test_formats"),
     ("compiled_attn.ops", "call checks timing", "every implementation of the op"),
     ("compiled_attn.ops.triton", "attend codes locate merge varlen_calls write", "test_launch"),
     (
         "compiled_attn.ranks",
-        "agree context ending executor group shard turns",
+        "agree ending executor group shard turns",
         "ranks as processes",
     ),
-    ("compiled_attn.replicas", "app deployment figures front server", "replicas as processes"),
+    (
+        "compiled_attn.contrib.replicas",
+        "app deployment figures front server",
+        "replicas as processes",
+    ),
     (
         "compiled_attn.serve",
         "access_log app body call errors handler handlers parse replies",
@@ -133,8 +139,8 @@ _THROUGH_OTHERS = (
     ),
     ("compiled_attn.step", "form", "its two forms"),
     ("compiled_attn.text", "prompts_file", "`run --prompts`: cli/test_prompts"),
-    ("compiled_attn.workloads", "arrival prompts synthetic", "test_simulate, test_default_demand"),
-    ("compiled_attn.workloads.simulated", "engine pool", "test_simulate"),
+    ("compiled_attn.planner.simulator", "engine pool", "test_simulate"),
+    ("compiled_attn.workloads", "arrival prompts synthetic", "test_trace, test_simulate"),
 )
 
 

@@ -7,10 +7,10 @@ tokens only. Buckets that no legal need reaches are left out.
 
 from __future__ import annotations
 
-from compiled_attn.integrations.plans import Limits, gaudi, vllm
-from compiled_attn.workloads.families import Family
-from compiled_attn.workloads.ladders import highest, reachable, unified
-from compiled_attn.workloads.simulate import SimulatedEngine
+from compiled_attn.planner.formats import Limits, gaudi, vllm
+from compiled_attn.planner.simulator.kinds import Family
+from compiled_attn.planner.simulator.ladders import highest, reachable, unified
+from compiled_attn.planner.simulator.simulate import SimulatedEngine
 from graphs.buckets.ladders import explicit, padding_aware
 from graphs.buckets.space import BucketSpace
 

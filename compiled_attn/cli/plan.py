@@ -15,14 +15,14 @@ from compiled_attn.cli.options import PlanOptions, settings_of
 from compiled_attn.engine import EngineConfig
 from compiled_attn.engine.kernel import chosen_kernel
 from compiled_attn.engine.sizing import FORMS, Sizing, StepSize, step_limits, work_of
+from compiled_attn.planner import CostModel, Demand, PlanReport, read_demand
+from compiled_attn.planner import plan as choose
+from compiled_attn.planner.simulator.default_demand import default_demand
+from compiled_attn.planner.simulator.kinds import Family, family, within
+from compiled_attn.planner.simulator.ladders import Comparison, compare, ladders_within
+from compiled_attn.planner.simulator.simulate import SimulatedEngine, simulate
 from compiled_attn.workloads import read_trace
-from compiled_attn.workloads.default_demand import default_demand
-from compiled_attn.workloads.families import Family, family, within
-from compiled_attn.workloads.ladders import Comparison, compare, ladders_within
-from compiled_attn.workloads.simulate import SimulatedEngine, simulate
 from graphs import to_file
-from graphs.planner import CostModel, Demand, PlanReport, read_demand
-from graphs.planner import plan as choose
 
 __all__ = ["run_plan"]
 
@@ -158,7 +158,8 @@ def _recorded(path: Path, kernel: str) -> Demand:
         raise UserError(
             f"{path}: expected needs over {', '.join(FORMS['portable'].axes)} (portable kernel) or "
             f"{', '.join(FORMS['native'].axes)} (native), as `run --record-demand` "
-            f"writes them, got {', '.join(needs.names)}: use python -m graphs plan for others"
+            f"writes them, got {', '.join(needs.names)}: plan for other axes with "
+            "`python -m compiled_attn.planner`"
         )
     if kernel not in ("auto", recorder):
         raise UserError(

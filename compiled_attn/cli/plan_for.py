@@ -10,14 +10,14 @@ from rich.table import Table
 
 from compiled_attn.cli.errors import UserError, bad_input
 from compiled_attn.cli.options import PlanOptions
-from compiled_attn.integrations.plans.base import EnginePart, EnginePlan, Limits
-from compiled_attn.integrations.plans.formats import FORMATS, Format, needs_of, planned_for
-from compiled_attn.integrations.plans.metrics import drawn_requests, step_tokens
-from compiled_attn.integrations.plans.request_log import read_request_log
-from compiled_attn.integrations.versions import is_tested, listed
+from compiled_attn.contrib.versions import is_tested, listed
+from compiled_attn.planner import Demand
+from compiled_attn.planner.formats import FORMATS, Format, needs_of, planned_for
+from compiled_attn.planner.formats.base import EnginePart, EnginePlan, Limits
+from compiled_attn.planner.formats.metrics import drawn_requests, step_tokens
+from compiled_attn.planner.formats.request_log import read_request_log
 from compiled_attn.workloads import Arrival, read_trace
 from compiled_attn.workloads.arrival import fit, scaled
-from graphs.planner import Demand
 
 __all__ = ["run_plan_for"]
 

@@ -73,7 +73,7 @@ def serve_replicas(
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray tells nobody, unless it is asked to
     try:
-        from compiled_attn.replicas.server import run_fleet
+        from compiled_attn.contrib.replicas.server import run_fleet
     except ImportError as error:
         raise UserError(
             f"--replicas needs a package that is not installed: {error}: {install_command('ray')}"

@@ -14,6 +14,7 @@ from compiled_attn.engine.executor import ExecutorReport, FittedStep
 from compiled_attn.engine.local import LocalExecutor
 from compiled_attn.engine.logprobs import ScoredToken
 from compiled_attn.ranks.group import Ranks
+from compiled_attn.ranks.shard import shard
 from compiled_attn.ranks.turns import InTurn
 from graphs import BucketEvent, WarmupReport
 from graphs.capture.capture import resolve
@@ -42,6 +43,16 @@ class RankExecutor(LocalExecutor):
         # A time that each rank measures for itself would end their runs at different moments.
         super().__init__(model, config, timed_runs=1)
         self.ranks = ranks
+
+    @classmethod
+    def divide(cls, model: PreTrainedModel, ranks: Ranks) -> None:
+        """Keep the part of the model that this rank computes, in place."""
+        shard(model, ranks)
+
+    @classmethod
+    def pool_ranks(cls, ranks: Ranks) -> int:
+        """Number of ranks that the blocks of one pool are spread over."""
+        return 1
 
     def warmup(self, progress: Callable[[BucketEvent], None] | None = None) -> WarmupReport:
         """Captures as `LocalExecutor` does; also raises RankLost, where a rank has ended."""

@@ -31,7 +31,7 @@ def expected(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def error(name: str, dtype: torch.dtype) -> float:
-    from compiled_attn.integrations.vllm_backend import PagedAttentionImpl
+    from compiled_attn.contrib.vllm.backend import PagedAttentionImpl
 
     impl = object.__new__(PagedAttentionImpl)
     impl.__dict__ |= {

@@ -45,7 +45,7 @@ class Errors:
 
 def expected(impl: Any, query: Tensor, kv_cache: Tensor, step: Any) -> Tensor:
     """Causal softmax in float64 over what the cache holds: ``[tokens, heads, dim]``."""
-    from compiled_attn.integrations.vllm_backend import cache_views
+    from compiled_attn.contrib.vllm.backend import cache_views
 
     parts = []
     starts = step.query_start_loc.tolist()
@@ -71,7 +71,7 @@ def theirs(impl: Any, layer: Any, query: Tensor, kv_cache: Tensor, step: Any) ->
     from vllm import _custom_ops as ops
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
-    from compiled_attn.integrations.vllm_backend import cache_views
+    from compiled_attn.contrib.vllm.backend import cache_views
 
     used, table = step.block_table.long().unique(return_inverse=True)
     own_cache = torch.zeros_like(kv_cache[used])
@@ -92,7 +92,7 @@ def theirs(impl: Any, layer: Any, query: Tensor, kv_cache: Tensor, step: Any) ->
 
 def watch(found: dict[str, Errors]) -> None:
     """Has each call of our kernel computed twice more."""
-    from compiled_attn.integrations.vllm_backend import PagedAttentionImpl
+    from compiled_attn.contrib.vllm.backend import PagedAttentionImpl
 
     attend = PagedAttentionImpl._attend
 

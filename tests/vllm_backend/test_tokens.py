@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.skipif(not PYTHON, reason="VLLM_PYTHON names no environment, see `make test-vllm`"),
 ]
 FOLDER = Path(__file__).parent
-OURS = "compiled_attn.integrations.vllm_backend.PagedAttentionBackend"
+OURS = "compiled_attn.contrib.vllm.backend.PagedAttentionBackend"
 PROMPTS = [[*range(3, 3 + n)] for n in (1, 12, 70, 100)] + [[*range(3, 80), 9, 9], [90, 20] * 50]
 # Steps of less tokens than a prompt has: it is read in chunks.
 OPTIONS = {

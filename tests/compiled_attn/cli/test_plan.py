@@ -118,7 +118,7 @@ def test_needs_recorded_with_the_native_kernel_are_planned_over_its_axes(
 
 
 def test_without_a_trace_the_default_plan_is_written(command, model_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr("compiled_attn.workloads.default_demand._REQUESTS", 40)
+    monkeypatch.setattr("compiled_attn.planner.simulator.default_demand._REQUESTS", 40)
     out = tmp_path / "buckets.txt"
     code, text, err = command(
         "plan", model_dir, *SMALL, "--max-graphs", 12, "--rho", 0, "--out", out

@@ -10,7 +10,7 @@ pytest.importorskip("typer", reason="needs the extra cli")
 pytest.importorskip("transformers", reason="needs the extra hf")
 
 from tests.compiled_attn.cli.commands import assert_refused
-from tests.compiled_attn.integrations.plans.test_metrics import STEPS, exposed
+from tests.compiled_attn.planner.formats.test_metrics import STEPS, exposed
 
 LIMITS = ["--max-seqs", 4, "--max-tokens-per-step", 64, "--block-size", 8, "--max-graphs", 6]
 

@@ -127,7 +127,7 @@ def test_the_end_of_a_rank_is_one_line_on_the_others(when):
         ("setting", "setting block_size"),
         ("buckets", "buckets"),
         ("version", "version of torch"),
-        ("division", "setting context_parallel"),
+        ("executor", "executor"),
         ("cut", "weights"),  # of which contexts are to be divided too
     ],
 )

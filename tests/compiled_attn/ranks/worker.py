@@ -20,9 +20,10 @@ import torch.distributed as dist
 from torch._dynamo.utils import counters
 
 from compiled_attn.cli.store import stored_backend
+from compiled_attn.contrib.context_parallel import ContextExecutor
 from compiled_attn.engine import Engine, EngineConfig, SamplingParams
 from compiled_attn.errors import ConfigError, ModelRefused, RankLost, RanksDisagree
-from compiled_attn.ranks import RankEngine, Ranks, engine_on, joined_ranks, shard
+from compiled_attn.ranks import RankEngine, RankExecutor, Ranks, engine_on, joined_ranks, shard
 from tests.compiled_attn.hf.families import small_model
 from tests.compiled_attn.ranks.layers import farthest
 from tests.compiled_attn.tiny import FAMILIES, plain_generate, tiny_model
@@ -31,6 +32,7 @@ CONFIG = EngineConfig(
     16, 4, block_size=4, num_blocks=20, context=64, backend="eager", max_graphs=4, defrag_waste=0.0
 )
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [3, 4], [9, 8, 7] * 5, [5] * 9, [1, 2, 3, 4, 5, 6, 9, 9]]
+EXECUTORS = {"weights": RankExecutor, "context": ContextExecutor}
 GREEDY = SamplingParams(max_new_tokens=8)
 
 
@@ -59,7 +61,7 @@ def contexts(ranks: Ranks, backend: str, *names: str) -> None:
     for name in names:
         model_of = tiny_model if name in FAMILIES else small_model
         config = replace(CONFIG, backend=backend, num_blocks=12)
-        engine = engine_on(ranks, model_of(name), config, context_parallel=True)
+        engine = engine_on(ranks, model_of(name), config, executor=ContextExecutor)
         engine.warmup()
         if not ranks.leads:
             engine.follow()
@@ -77,7 +79,7 @@ def long(ranks: Ranks) -> None:
     config = replace(CONFIG, num_blocks=2 + 12 // ranks.count)  # 28 or 16 tokens, of 41
     sampling = SamplingParams(8, logprobs=3)
     prompt = [(7 * at) % 101 for at in range(33)]
-    engine = engine_on(ranks, tiny_model(), config, context_parallel=True)
+    engine = engine_on(ranks, tiny_model(), config, executor=ContextExecutor)
     engine.warmup()
     if not ranks.leads:
         engine.follow()
@@ -97,7 +99,7 @@ def long(ranks: Ranks) -> None:
 
 def broken(ranks: Ranks) -> None:
     """A block that is not finite on one rank ends what all of them take for sound."""
-    engine = engine_on(ranks, tiny_model(), CONFIG, context_parallel=True)
+    engine = engine_on(ranks, tiny_model(), CONFIG, executor=ContextExecutor)
     blocks = np.array([1, 2, 5, 4, 3])
     found = [engine.executor.finite_blocks(blocks)]
     if not ranks.leads:  # whose second block is the fourth of all
@@ -115,7 +117,7 @@ def stored(ranks: Ranks, folder: str, divides: str) -> None:
     """What each rank compiled, took out of inductor's cache and loaded, and what the store has."""
     with stored_backend("inductor", Path(folder)) as backend:
         config = replace(CONFIG, backend=backend)
-        engine = engine_on(ranks, tiny_model(), config, context_parallel=divides == "context")
+        engine = engine_on(ranks, tiny_model(), config, executor=EXECUTORS[divides])
         report = engine.warmup()
         hits = counters["aot_autograd"]["autograd_cache_hit"]
         facts: list = [None] * ranks.count
@@ -126,7 +128,7 @@ def stored(ranks: Ranks, folder: str, divides: str) -> None:
 
 def windows(ranks: Ranks) -> None:
     try:
-        engine_on(ranks, tiny_model("gemma2"), CONFIG, context_parallel=True)
+        engine_on(ranks, tiny_model("gemma2"), CONFIG, executor=ContextExecutor)
     except ModelRefused as error:
         say(str(error))
 
@@ -141,7 +143,7 @@ def chance(ranks: Ranks, seed: str, divides: str = "weights") -> None:
     rng = random.Random(int(seed))
     is_context = divides == "context"
     config = replace(CONFIG, num_blocks=5 if is_context else 9, context=32)  # 8 that are held
-    engine = engine_on(ranks, tiny_model(), config, context_parallel=is_context)
+    engine = engine_on(ranks, tiny_model(), config, executor=EXECUTORS[divides])
     engine.warmup()
     if not ranks.leads:
         engine.follow()
@@ -208,7 +210,7 @@ def dies(ranks: Ranks, when: str) -> None:
 
 def differs(ranks: Ranks, what: str) -> None:
     """Rank 1 has another model, other settings or versions; or all divide both at once."""
-    seed, config, divides = 0, CONFIG, what == "division" and not ranks.leads
+    seed, config, executor = 0, CONFIG, RankExecutor
     if not ranks.leads and what == "weights":
         seed = 1
     elif not ranks.leads and what == "setting":
@@ -218,12 +220,14 @@ def differs(ranks: Ranks, what: str) -> None:
         importlib.metadata.version = lambda name: version(name) + "x" * (name == "torch")
     elif not ranks.leads and what == "buckets":
         config = replace(CONFIG, buckets=Engine(tiny_model(), CONFIG).sizing.buckets)
+    elif not ranks.leads and what == "executor":
+        executor = ContextExecutor
     model = tiny_model(seed=seed)
     if what == "cut":
         shard(model, ranks)
-        divides = True
+        executor = ContextExecutor
     try:
-        engine_on(ranks, model, config, context_parallel=divides)
+        engine_on(ranks, model, config, executor=executor)
     except ConfigError as error:
         say(str(error))
 

@@ -1,0 +1,151 @@
+"""Families of steps, the field's ladders, the default demand, and strategies side by side."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from compiled_attn.planner import Demand, judge, plan
+from compiled_attn.planner.simulator.default_demand import broad_demand, default_demand, full_speed
+from compiled_attn.planner.simulator.kinds import FAMILIES, family, within
+from compiled_attn.planner.simulator.ladders import compare, ladders_within
+from compiled_attn.planner.simulator.simulate import SimulatedEngine, simulate
+from compiled_attn.workloads import Arrival, synthetic
+
+CONTEXT = 2048
+
+
+ENGINE = SimulatedEngine(512, 16, 32, 512)
+
+
+def simulated(name: str, kind: str = "chat") -> Demand:
+    arrivals = [
+        Arrival(a.arrival_s, 1 + a.prompt_tokens // 16, 1 + a.output_tokens // 8, a.prefix_ids, 32)
+        for a in synthetic(kind, 60)
+    ]
+    needs = simulate(arrivals, ENGINE, speed=None).needs
+    return within(needs[name], family(name, ENGINE, CONTEXT).axes)[0]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_simulated_need_is_legal_and_within_the_axes(name):
+    steps = family(name, ENGINE, CONTEXT)
+    needs = simulated(name)
+    columns = dict(zip(needs.names, needs.points.T, strict=True))
+    assert needs.names == steps.names
+    assert np.asarray(steps.legal(columns)).all()
+    assert (steps.cost.of(needs.names, needs.points) > 0).all()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("most", [1, 20])
+def test_ladders_of_a_size_hold_every_need_and_keep_to_it(name, most):
+    steps = family(name, ENGINE, CONTEXT)
+    for label, space in ladders_within(steps, most).items():
+        assert len(space) <= most and len(space) >= most * 0.6 and space.names == steps.names, label
+        assert judge(space, simulated(name), steps.cost).missed == 0
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_padding_aware_ladder_is_not_the_linear_one(name):
+    found = ladders_within(family(name, SimulatedEngine(), 8192), 64)
+    assert set(found["padding-aware"]) != set(found["linear"])
+
+
+def test_a_padding_aware_ladder_has_the_least_padding_that_its_graphs_allow():
+    steps = family("table", SimulatedEngine(4096, 64, 32, 4096), 4096)
+    few, many = (ladders_within(steps, most)["padding-aware"] for most in (150, 600))
+    sizes = [sorted({bucket.tokens for bucket in space}) for space in (few, many)]
+    assert len(sizes[0]) < len(sizes[1]) and 1 in sizes[0] and 1 in sizes[1]
+
+
+def test_axes_end_where_the_requests_cannot_read_more():
+    engine = SimulatedEngine(max_tokens=64, max_seqs=2, block_size=32, blocks=4096)
+    high = {axis.name: axis.high for axis in family("engine", engine, 1024).axes}
+    assert high["unique"] == high["shared"] == 2 * 32
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_broad_demand_is_legal_spans_the_axes_and_weighs_by_cost(name):
+    steps = family(name, ENGINE, CONTEXT)
+    broad = broad_demand(steps)
+    columns = dict(zip(broad.names, broad.points.T, strict=True))
+    assert np.asarray(steps.legal(columns))[:-1].all()
+    assert broad.largest == {axis.name: axis.high for axis in steps.axes}
+    own = steps.cost.of(broad.names, broad.points) * broad.weights
+    assert own[own > 0].min() == pytest.approx(own.max())
+    assert broad == broad_demand(steps) and broad != broad_demand(steps, seed=1)
+
+
+def test_a_default_plan_serves_a_kind_that_it_was_not_made_of():
+    steps = family("table", ENGINE, CONTEXT)
+    demand = default_demand(steps, ENGINE, CONTEXT, kinds=["code", "rag"])
+    report = plan(demand, steps.cost, 24, axes=steps.axes, legal=steps.legal)
+    assert len(report.space) <= 24
+    found = report.judge(simulated("table"))
+    assert found.missed == 0 and found.waste < 0.3
+    assert found.worst <= report.guard * (1 + 1e-9)
+
+
+def test_a_default_demand_is_seeded_and_needs_kinds():
+    steps = family("table", ENGINE, CONTEXT)
+    first, second = (default_demand(steps, ENGINE, CONTEXT, kinds=["chat"]) for _ in range(2))
+    assert first == second
+    with pytest.raises(ValueError, match=r"expected kinds of chat, code, rag, got \[\]: name one"):
+        default_demand(steps, ENGINE, CONTEXT, kinds=[])
+
+
+def test_full_speed_keeps_the_engine_just_busy():
+    arrivals = [Arrival(10.0 * at, 8, 4) for at in range(20)]
+    at_once = simulate(arrivals, ENGINE, speed=None)
+    assert full_speed(arrivals, at_once) == pytest.approx(190.0 / at_once.seconds)
+    kept_busy = simulate(arrivals, ENGINE, speed=full_speed(arrivals, at_once))
+    assert len(kept_busy.needs["table"]) >= len(at_once.needs["table"])
+
+
+def test_a_comparison_judges_the_plan_last_and_all_on_the_second_needs():
+    steps = family("engine", ENGINE, CONTEXT)
+    first, second = simulated("engine").halves()
+    found = compare(steps, first, second, 24, others={"mine": ladders_within(steps, 3)["linear"]})
+    assert list(found.judged)[-2:] == ["mine", "fitted plan"]
+    assert found.judged["fitted plan"].waste == found.plan.judge(second).waste
+    assert found.judged["fitted plan"].waste < found.judged["linear"].waste
+    assert all(judged.missed == 0 for judged in found.judged.values())
+
+
+def test_a_step_that_must_be_cut_is_missed_by_every_strategy():
+    steps = family("table", ENGINE, CONTEXT)
+    needs = Demand(("tokens", "requests"), [(9, 2), (8, 1), (512, 16), (513, 16)])
+    found = compare(steps, needs, needs, 4)
+    assert {name: judged.missed for name, judged in found.judged.items()} == dict.fromkeys(
+        ("linear", "exponential", "padding-aware", "fitted plan"), 0.25
+    )
+
+
+def test_the_largest_usual_step_is_foreseen_at_a_small_share_of_the_cost():
+    steps = family("engine", SimulatedEngine(64, 4, 32, 256), 1024)
+    needs = Demand(steps.names, [(n, n % 3, n, 1) for n in range(2, 40)])
+    foreseen = steps.foreseen(needs)
+    added = foreseen[len(needs) :]
+    assert foreseen[: len(needs)] == needs and added.points.tolist() == [[64, 32, 128, 4]]
+    whole, more = (float(steps.cost.of(d.names, d.points) @ d.weights) for d in (needs, added))
+    assert more == pytest.approx(0.005 * whole)
+    table = family("table", ENGINE, CONTEXT)
+    assert table.foreseen(simulated("table")) == simulated("table")
+
+
+def test_needs_that_no_step_may_have_are_counted():
+    steps = family("table", ENGINE, CONTEXT)
+    kept, cut = within(Demand(("requests", "tokens"), [(1, 5), (17, 5)], [3, 1]), steps.axes)
+    assert kept.names == ("tokens", "requests") and kept.points.tolist() == [[5, 1]] and cut == 0.25
+    with pytest.raises(ValueError, match="expected needs with tokens <= 512, requests <= 16, got"):
+        within(Demand(("requests", "tokens"), [(17, 5)]), steps.axes)
+
+
+def test_unknown_families_and_contexts_are_refused():
+    with pytest.raises(ValueError, match="unknown family 'x'; expected one of engine, table"):
+        family("x", SimulatedEngine(), CONTEXT)
+    with pytest.raises(ValueError, match="expected a context of at least 2 tokens, got 1: raise"):
+        family("engine", SimulatedEngine(), 1)
+    with pytest.raises(ValueError, match=r"follow_ups must be in 0\.\.1, got 2"):
+        synthetic("chat", 3, follow_ups=2)
