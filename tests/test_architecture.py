@@ -106,7 +106,11 @@ _THROUGH_OTHERS = (
     ),
     ("graphs.torch_internals.replay", "calls", "the player of compiled_attn, and a double"),
     ("graphs.cli", "explain", "commands are run whole: test_app"),
-    ("compiled_attn.planner", "bound choose first_fit fit", "steps of `plan`, beside brute force"),
+    (
+        "compiled_attn.planner",
+        "bound first_fit fit greedy pick",
+        "`plan` and brute force",
+    ),
     ("graphs.report", "drawing", "test_charts"),
     ("compiled_attn.attention", "by_parts module", "test_unified, test_features"),
     ("compiled_attn.cache.blocks", "allocator stats table", "the pool: test_pool_stateful"),

@@ -1,4 +1,4 @@
-"""The job behind ``compiled-attn plan``: needs, comparison, table, bucket file."""
+"""Implements ``compiled-attn plan``: compares bucket strategies and writes a bucket file."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from compiled_attn.engine.kernel import chosen_kernel
 from compiled_attn.engine.sizing import FORMS, Sizing, StepSize, step_limits, work_of
 from compiled_attn.planner import CostModel, Demand, PlanReport, read_demand
 from compiled_attn.planner import plan as choose
+from compiled_attn.planner.simulator import SimulatedEngine, simulate
 from compiled_attn.planner.simulator.default_demand import default_demand
-from compiled_attn.planner.simulator.kinds import Family, family, within
-from compiled_attn.planner.simulator.ladders import Comparison, compare, ladders_within
-from compiled_attn.planner.simulator.simulate import SimulatedEngine, simulate
+from compiled_attn.planner.simulator.kinds import StepKind, step_kind, within
+from compiled_attn.planner.simulator.ladders import Comparison, compare
 from compiled_attn.workloads import read_trace
 from graphs import to_file
 
@@ -37,7 +37,7 @@ _LIMITS = {
 
 
 def run_plan(options: PlanOptions) -> int:
-    """Compare bucket strategies on a demand, and write the planned buckets; the exit code."""
+    """Compare bucket strategies on a demand, and write the planned buckets; returns 0."""
     _refuse_contradictions(options)
     if options.format is not None:
         from compiled_attn.cli.plan_for import run_plan_for
@@ -79,19 +79,18 @@ def _refuse_contradictions(options: PlanOptions) -> None:
         raise UserError(f"cannot write {options.out}: it is a directory, name a file")
 
 
-def _check_limits(options: PlanOptions, needs: Demand, steps: Family) -> None:
-    """What was recorded within other limits is for other buckets."""
+def _check_limits(options: PlanOptions, needs: Demand, steps: StepKind) -> None:
     for axis in steps.axes:
         if (largest := needs.largest[axis.name]) > axis.high:
             raise UserError(
                 f"{options.demand}: expected needs with {axis.name} <= {axis.high}, got {largest}: "
-                f"give the limits that `run` had when it recorded them, {_LIMITS[axis.name]}"
+                f"pass the limits that `run` had when it recorded them, {_LIMITS[axis.name]}"
             )
 
 
-def _compared(options: PlanOptions, sizing: Sizing, steps: Family, needs: Demand) -> Demand:
-    """Print how strategies fare on the second half; returns the needs that one bucket can hold."""
-    kept, cut = within(needs, steps.axes)
+def _compared(options: PlanOptions, sizing: Sizing, steps: StepKind, needs: Demand) -> Demand:
+    """Print the strategies' waste on the second half; returns the needs within the axes."""
+    fitting, cut = within(needs, steps.axes)
     first, second = needs.project(steps.names).halves()
     default = {"engine's default": sizing.buckets}
     found = compare(
@@ -101,28 +100,24 @@ def _compared(options: PlanOptions, sizing: Sizing, steps: Family, needs: Demand
         options.max_graphs,
         others=default,
         rho=options.rho or None,
-        drift=not options.no_drift,
     )
-    _print(found, kept, cut)
-    return kept
+    _print(found, fitting, cut)
+    return fitting
 
 
-def _write(options: PlanOptions, steps: Family, needs: Demand) -> None:
-    """Plan for all needs, and write the buckets."""
+def _write(options: PlanOptions, steps: StepKind, needs: Demand) -> None:
     is_default = options.trace is None and options.demand is None
     if options.out is None and not is_default:
         return
     report = choose(
-        steps.foreseen(needs),
+        steps.with_largest_usual(needs),
         steps.cost,
         options.max_graphs,
         axes=steps.axes,
         legal=steps.legal,
         rho=options.rho or None,
-        drift=not options.no_drift,
-        ladders=ladders_within(steps, options.max_graphs),
     )
-    what = "a mixture of drawn workloads" if is_default else "both halves"
+    what = "a mixture of synthetic workloads" if is_default else "both halves"
     print(f"{_buckets(report)}, planned on {what}: waste {report.waste:.1%}")
     if options.out is not None:
         to_file(report.space, options.out)
@@ -131,12 +126,12 @@ def _write(options: PlanOptions, steps: Family, needs: Demand) -> None:
 
 def _engine(
     options: PlanOptions, recorded: Demand | None
-) -> tuple[Sizing, SimulatedEngine, Family]:
-    """What `run` would make of these options: sizes, their simulation, its steps at its cost."""
+) -> tuple[Sizing, SimulatedEngine, StepKind]:
+    """The sizes that `run` would have, their simulation, and its steps with its cost."""
     config = EngineConfig(**settings_of(options), strict=False)
     model = model_of(options.model, options.dtype, device=options.device)
     if recorded is not None:
-        kernel, note = _recorder(recorded) or "", ": it recorded the demand"
+        kernel, note = _recorder(recorded) or "", ": the demand was recorded with it"
     else:
         chosen = chosen_kernel(model, config)
         kernel, note = chosen.name, chosen.notes["native"]
@@ -148,7 +143,7 @@ def _engine(
     engine = SimulatedEngine(limits.tokens, limits.seqs, config.block_size, limits.pool_blocks)
     cost = CostModel(sizing.form.cost(work_of(model)))
     name = "table" if kernel == "native" else "engine"
-    return sizing, engine, replace(family(name, engine, sizing.context), cost=cost)
+    return sizing, engine, replace(step_kind(name, engine, sizing.context), cost=cost)
 
 
 def _recorded(path: Path, kernel: str) -> Demand:
@@ -177,8 +172,8 @@ def _recorder(needs: Demand) -> str | None:
 def _simulated(
     options: PlanOptions, trace: Path, sizing: Sizing, engine: SimulatedEngine
 ) -> dict[str, Demand]:
-    arrivals, told = fitted_arrivals(options, read_trace(trace, options.requests), sizing)
-    print(told, file=sys.stderr)
+    arrivals, message = fitted_arrivals(options, read_trace(trace, options.requests), sizing)
+    print(message, file=sys.stderr)
     found = simulate(arrivals, engine, speed=options.speed, concurrency=options.concurrency)
     print(f"{len(found.needs['engine']):,} simulated steps", file=sys.stderr)
     return found.needs
@@ -213,9 +208,8 @@ def _remarks(plan: PlanReport, needs: Demand, cut: float) -> list[str]:
         f"The plan wastes {plan.waste:.1%} on the first half; with {_buckets(plan)} no plan wastes "
         f"below {plan.lower_bound:.1%}. No legal need pays above {plan.guard:.3g} times its cost."
     ]
-    remarks += str(plan.drift).splitlines() if plan.drift is not None else []
     if cut:
-        remarks.append(f"{cut:.2%} of the steps are left out: the engine cuts them into smaller.")
+        remarks.append(f"{cut:.2%} of the steps are left out: the engine splits them.")
     if needs.total < _ENOUGH_STEPS:
         remarks.append(
             f"Only {needs.total:,.0f} steps: below {_ENOUGH_STEPS:,} a plan says little about "

@@ -17,24 +17,24 @@ from graphs.errors import parse_json, quoted
 
 __all__ = ["plan", "run_command"]
 
-_AGES = 1e9  # seconds
+_MAX_SECONDS = 1e9
 
 
 def plan(
     needs: Annotated[
         Path,
         typer.Argument(
-            metavar="NEEDS", help='What was needed: a line such as {"rows": 3, "length": 17} each.'
+            metavar="NEEDS", help='File of needs, a line such as {"rows": 3, "length": 17} each.'
         ),
     ],
     max_graphs: Annotated[int, typer.Option(min=1, metavar="K", help="Buckets at most.")] = 64,
     measured: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Cost of buckets: what `warmup --json FILE` measured."),
+        typer.Option(metavar="FILE", help="Cost of buckets, as `warmup --json FILE` measured it."),
     ] = None,
     max_seconds: Annotated[
         float | None,
-        typer.Option(metavar="S", help="Seconds of warmup at most, going by --measured."),
+        typer.Option(metavar="S", help="Seconds of warmup at most, by --measured."),
     ] = None,
     rho: Annotated[
         float | None,
@@ -42,18 +42,13 @@ def plan(
             metavar="X", help="No need may pay more than X times its own cost; 0: no such guard."
         ),
     ] = 3.0,
-    drift: Annotated[
-        bool, typer.Option(help="Plan for the worst of several needs near the recorded ones.")
-    ] = True,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the bucket file here.")
     ] = None,
 ) -> int:
     """Choose the buckets that waste least on recorded needs, and write them as a bucket file.
 
-    The plan is for the worst of the recorded needs and of others near them, resampled and shifted,
-    unless told otherwise.
-    The cost of a bucket is what was measured, or else the product of its sizes. Ends with 2 on bad
+    The cost of a bucket is the measured one, or else the product of its sizes. Exits with 2 on bad
     input.
     """
     if out is not None and out.is_dir():
@@ -72,7 +67,6 @@ def plan(
             Budget(graphs=max_graphs, seconds=max_seconds),
             seconds=CostModel.fitted((r.bucket, r.seconds) for r in rows) if rows else None,
             rho=rho or None,
-            drift=drift,
         )
     except ValueError as error:
         raise UserError(f"{needs}: {error}") from error
@@ -94,19 +88,14 @@ class _Measured(NamedTuple):
     run_seconds: float
 
     @property
-    def is_measured(self) -> bool:
-        """Whether a clock can have measured this."""
+    def is_plausible(self) -> bool:
         return all(type(size) is int and 0 <= size < 2**63 for size in self.bucket.values()) and (
-            0 <= self.seconds < _AGES and 0 < self.run_seconds < _AGES
+            0 <= self.seconds < _MAX_SECONDS and 0 < self.run_seconds < _MAX_SECONDS
         )
 
 
 def _read_warmup(path: Path) -> list[_Measured]:
-    """The captured buckets of a warmup whose runs were timed.
-
-    Raises:
-        UserError: the file cannot be read, is not of that form, or has no timed bucket.
-    """
+    """The captured buckets of a warmup whose runs were timed."""
     try:
         rows = parse_json(path.read_bytes())["buckets"]
         found = [
@@ -118,7 +107,7 @@ def _read_warmup(path: Path) -> list[_Measured]:
         raise UserError(f"{path}: not readable as a warmup: {error}") from error
     except (ValueError, TypeError, KeyError, ArithmeticError) as error:
         raise UserError(f"{path}: expected a file that `warmup --json` wrote") from error
-    if odd := next((row for row in found if not row.is_measured), None):
+    if odd := next((row for row in found if not row.is_plausible), None):
         raise UserError(
             f"{path}: expected whole sizes and seconds of at least 0, got {quoted(odd)}"
         )

@@ -1,13 +1,13 @@
-"""A Lagrangian lower bound: the cost that no set of so many buckets can fall below.
+"""A Lagrangian lower bound of the cost of any set of ``count`` buckets.
 
-Each need has a price that it is ready to pay; a bucket earns what the needs that it holds save, and
+Each need offers a price; a bucket earns what the needs that it dominates offer above its cost, and
 no plan earns more than the best ``count`` buckets. For any prices this bounds the cost from below
 (Cornuejols, Fisher and Nemhauser, 1977), and a subgradient method raises the bound.
 
-There are too many buckets to look at each, so they are looked at in boxes: all buckets of a box
-together hold what its high corner holds and cost what its low corner costs, which only lowers the
-bound. The boxes that earn most are cut again and again. Needs are grouped, too, and a group needs
-no more than its least corner; but no group ever pays less than its own cost.
+There are too many buckets to evaluate each, so they are grouped into boxes: a box dominates what
+its high corner dominates and costs what its low corner costs, which only lowers the bound. The
+boxes that earn most are cut repeatedly. Needs are grouped too: a group needs no more than its low
+corner, but never pays less than its own cost.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import itertools
 import numpy as np
 from numpy.typing import NDArray
 
-from compiled_attn.planner.cells import CostOf, dominates
 from compiled_attn.planner.demand import Floats, Points
+from compiled_attn.planner.pick import CostOf, dominates
 
 __all__ = ["lower_bound"]
 
 _GROUPS = 1500
-_LEAST_BOXES, _BOXES_A_BUCKET = 2500, 12
+_MIN_BOXES, _BOXES_A_BUCKET = 2500, 12
 _ROUNDS = 40
 _STEPS = 10
 _ROUNDING = 1e-6  # of sums in float32
@@ -33,18 +33,18 @@ _ROUNDING = 1e-6  # of sums in float32
 def lower_bound(
     points: Points, weights: Floats, cost: CostOf, top: Points, count: int, reached: float
 ) -> float:
-    """A cost that no ``count`` buckets with ``top`` among them can fall below.
+    """Return a lower bound of the cost of any ``count`` buckets that include ``top``.
 
     Args:
         points: ``[n, axes]`` needs.
         weights: ``[n]``.
         cost: of points.
         top: ``[axes]``.
-        count: buckets, at least 1.
-        reached: the cost of a plan that is known, which guides the steps.
+        count: number of buckets, at least 1.
+        reached: the cost of a known plan, which sets the step size.
     """
     search = _Search(_Needs(points, weights, cost), top, count, reached)
-    boxes = max(_LEAST_BOXES, _BOXES_A_BUCKET * count)
+    boxes = max(_MIN_BOXES, _BOXES_A_BUCKET * count)
     for _ in range(_ROUNDS):
         chosen = search.climb()
         if len(search.low) >= boxes or not search.cut(chosen):
@@ -53,7 +53,7 @@ def lower_bound(
 
 
 class _Needs:
-    """Groups of needs, each by its least corner.
+    """Groups of needs, each represented by its low corner.
 
     Shape (n groups): corners ``[n, axes]``; weights, own (cost of the needs themselves) ``[n]``.
     """
@@ -90,35 +90,35 @@ class _Search:
         self._needs, self._count, self._reached = needs, count, reached
         self._sizes = [np.unique(column) for column in needs.corners.T]
         self._top = self._prices(top[None], top[None])[0].astype(np.float64)
-        self._asked = needs.own * 1.2
+        self._offers = needs.own * 1.2
         self._scale = np.sqrt(needs.own)
         self._step = 1.0
         self.best = -np.inf
         self.low = np.array([[sizes[0] for sizes in self._sizes]])
         self._high = np.array([[sizes[-1] for sizes in self._sizes]])
-        self._paid = self._prices(self.low, self._high)
+        self._box_prices = self._prices(self.low, self._high)
 
     def climb(self) -> NDArray[np.int64]:
-        """Some subgradient steps; returns the boxes that earned most at the best prices."""
-        best, asked, best_asked = -np.inf, self._asked, self._asked
+        """Take subgradient steps; return the boxes that earn most at the best offers."""
+        best, offers, best_offers = -np.inf, self._offers, self._offers
         chosen = np.zeros(0, np.int64)
         for number in range(_STEPS):
-            bound, slope, earning = self._at(asked)
+            bound, slope, earning = self._at(offers)
             if bound > best:
-                best, best_asked, chosen = bound, asked, earning
+                best, best_offers, chosen = bound, offers, earning
             elif number > 2:
                 self._step = max(self._step * 0.8, 0.05)
             length = float((slope * slope) @ self._scale)
             if not length or self._reached <= bound:
                 break
             far = self._step * (self._reached - bound) / length
-            asked = np.maximum(asked + far * slope * self._scale, 0.0)
-        self._asked, self._step = best_asked, min(1.0, self._step * 1.3)
+            offers = np.maximum(offers + far * slope * self._scale, 0.0)
+        self._offers, self._step = best_offers, min(1.0, self._step * 1.3)
         self.best = max(self.best, best)
         return chosen
 
     def cut(self, chosen: NDArray[np.int64]) -> bool:
-        """Halve boxes where their cost differs most; False if they are single buckets."""
+        """Halve boxes along their costliest axis; False if all are single buckets."""
         wide = [at for at in chosen.tolist() if (self.low[at] < self._high[at]).any()]
         if not wide:
             return False
@@ -132,7 +132,7 @@ class _Search:
             high += [self._high[at].copy(), self._high[at]]
             high[-2][axis], low[-1][axis] = sizes[middle], sizes[middle + 1]
         new = self._prices(np.array(low), np.array(high))
-        self._paid = np.concatenate([np.delete(self._paid, wide, axis=0), new])
+        self._box_prices = np.concatenate([np.delete(self._box_prices, wide, axis=0), new])
         self.low = np.concatenate([np.delete(self.low, wide, axis=0), low])
         self._high = np.concatenate([np.delete(self._high, wide, axis=0), high])
         return True
@@ -144,14 +144,14 @@ class _Search:
         single: NDArray[np.float32] = prices.astype(np.float32)
         return single
 
-    def _at(self, asked: Floats) -> tuple[float, Floats, NDArray[np.int64]]:
-        saved = np.maximum(asked.astype(np.float32) - self._paid, 0)
+    def _at(self, offers: Floats) -> tuple[float, Floats, NDArray[np.int64]]:
+        saved = np.maximum(offers.astype(np.float32) - self._box_prices, 0)
         earned = saved.sum(axis=1, dtype=np.float64)
         chosen = np.argsort(-earned, kind="stable")[: self._count - 1]
         chosen = chosen[earned[chosen] > 0]
-        by_top = np.maximum(asked - self._top, 0.0)
+        by_top = np.maximum(offers - self._top, 0.0)
         slope = 1.0 - (saved[chosen] > 0).sum(axis=0) - (by_top > 0)
-        return float(asked.sum() - by_top.sum() - earned[chosen].sum()), slope, chosen
+        return float(offers.sum() - by_top.sum() - earned[chosen].sum()), slope, chosen
 
 
 def _widest(low: Points, high: Points, cost: CostOf) -> int:

@@ -1,44 +1,38 @@
-"""Cells: needs that lie close together as one, found by recursive cuts."""
+"""Groups needs that are close together into cells by recursive cuts, and perturbs them."""
 
 from __future__ import annotations
 
 import heapq
 import itertools
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from compiled_attn.planner.demand import Floats, Points
+from compiled_attn.planner.pick import CostOf
 
-__all__ = ["Cells", "CostOf", "best_cut", "compress", "dominates", "jittered"]
-
-CostOf: TypeAlias = Callable[[Points], Floats]
+__all__ = ["Cells", "best_cut", "compress", "jitter"]
 
 _COPIES = 4
-_OFTEN = 0.02
+_FREQUENT = 0.02  # share of the weight from which a size counts as frequent
 
 
 class Cells(NamedTuple):
-    """Needs in groups.
+    """Groups of needs.
 
-    Shape (n cells, m groups of cells): corners ``[n, axes]``, the least bucket that holds all needs
-    of a cell; weights ``[n]``, or ``[demands, n]``; joins ``[m, axes]``, the corners of groups of
-    neighbouring cells.
+    Shape (n cells, m groups of cells): corners ``[n, axes]``, the smallest bucket that dominates
+    all needs of a cell; weights ``[n]``; joins ``[m, axes]``, corners of groups of cells.
     """
 
     corners: Points
     weights: Floats
     joins: Points
 
-    def mixed(self, shares: Floats) -> Cells:
-        """One demand, in which each has its share ``[demands]`` of the weight."""
-        return self._replace(weights=shares @ self.weights)
-
 
 class Cut(NamedTuple):
-    """Needs up to ``size`` on an axis get a bucket of their own, which saves ``saving``."""
+    """Needs up to ``size`` on an axis get their own bucket, which saves ``saving``."""
 
     saving: float
     axis: int
@@ -46,9 +40,9 @@ class Cut(NamedTuple):
 
 
 def best_cut(points: Points, weights: Floats, cost: CostOf, top: Points | None = None) -> Cut:
-    """The cut that saves most of needs ``[n, axes]`` with ``weights [n]``.
+    """Find the cut of needs ``[n, axes]`` with ``weights [n]`` that saves most.
 
-    All pay for the bucket ``top [axes]``; None: the least that holds them all.
+    Without a cut all needs pay for the bucket ``top [axes]``, by default their corner.
     """
     top = points.max(axis=0) if top is None else top
     found = [(top[None], np.zeros(1), np.zeros(1, np.int64), 0)]
@@ -74,17 +68,13 @@ def best_cut(points: Points, weights: Floats, cost: CostOf, top: Points | None =
 
 
 def compress(points: Points, weights: Floats, cost: CostOf, count: int) -> Cells:
-    """At most ``count`` cells, cut where rounding needs up to their corner costs most.
-
-    Several demands over the same points, ``weights [demands, n]``, get the same cells.
-    """
-    together = weights if weights.ndim == 1 else weights.sum(axis=0)
+    """Make at most ``count`` cells, cutting where rounding needs up to their corner costs most."""
     leaves: list[tuple[float, int, Points, Cut]] = []
     joins: list[Points] = []
-    numbers = itertools.count()  # no two leaves compare by their rows
+    numbers = itertools.count()  # so that no two leaves compare by their rows
 
     def add(rows: Points) -> None:
-        cut = best_cut(points[rows], together[rows], cost)
+        cut = best_cut(points[rows], weights[rows], cost)
         heapq.heappush(leaves, (-cut.saving, next(numbers), rows, cut))
 
     add(np.arange(len(points)))
@@ -95,11 +85,11 @@ def compress(points: Points, weights: Floats, cost: CostOf, count: int) -> Cells
         add(rows[low])
         add(rows[~low])
     corners = np.array([points[rows].max(axis=0) for _, _, rows, _ in leaves])
-    sums = np.stack([weights[..., rows].sum(axis=-1) for _, _, rows, _ in leaves], axis=-1)
+    sums = np.array([weights[rows].sum() for _, _, rows, _ in leaves])
     return Cells(corners, sums, np.array(joins, np.int64).reshape(-1, points.shape[1]))
 
 
-def jittered(
+def jitter(
     points: Points,
     weights: Floats,
     high: Points,
@@ -109,44 +99,35 @@ def jittered(
     spread: float = 0.1,
     allows: Callable[[Points], NDArray[np.bool_]] | None = None,
 ) -> tuple[Points, Floats]:
-    """The needs and copies of them with sizes off by some per cent, which weigh ``share`` of all.
+    """Add perturbed copies of the needs, which take ``share`` of the weight.
 
-    Tomorrow's needs lie near today's, and sometimes above the largest of them. A size at its limit
-    stays, and so does one that occurs often: a full step, no context.
+    Tomorrow's needs are near today's, and sometimes above the largest of them. A size at its limit
+    or a frequent size stays: a full step, no context.
 
     Args:
-        points, weights: ``[n, axes]`` and ``[n]``, or ``[demands, n]``.
+        points, weights: ``[n, axes]`` and ``[n]``.
         high: ``[axes]`` the limits.
         seed: of the random numbers.
         share: between 0 and 1.
         spread: standard deviation of the logarithm of a size.
-        allows: which points are legal; a copy that is not stays where it was.
+        allows: which points are legal; an illegal copy falls back to its original.
     """
     rng = np.random.default_rng(seed)
-    summed = weights if weights.ndim == 1 else weights.sum(axis=0)
-    stays = (points == high) | np.stack([_often(sizes, summed) for sizes in points.T], axis=1)
+    fixed = (points == high) | np.stack([_frequent(sizes, weights) for sizes in points.T], axis=1)
     together = [points]
     for _ in range(_COPIES):
         factors = np.exp(spread * rng.standard_normal(points.shape))
         moved = np.minimum(np.ceil(points * factors), high).astype(np.int64)
-        moved = np.where(stays, points, moved)
-        together.append(
-            moved if allows is None else np.where(allows(moved)[:, None], moved, points)
-        )
+        moved = np.where(fixed, points, moved)
+        if allows is not None:
+            moved = np.where(allows(moved)[:, None], moved, points)
+        together.append(moved)
     parts = [weights * (1 - share), *[weights * share / _COPIES] * _COPIES]
-    return np.concatenate(together), np.concatenate(parts, axis=-1)
+    return np.concatenate(together), np.concatenate(parts)
 
 
-def _often(sizes: Points, weights: Floats) -> NDArray[np.bool_]:
+def _frequent(sizes: Points, weights: Floats) -> NDArray[np.bool_]:
     _, which = np.unique(sizes, return_inverse=True)
     shares = np.bincount(which.reshape(-1), weights) / weights.sum()
-    frequent: NDArray[np.bool_] = (shares >= _OFTEN)[which.reshape(-1)]
-    return frequent
-
-
-def dominates(buckets: Points, points: Points) -> NDArray[np.bool_]:
-    """Which buckets hold which points: ``[buckets, points]``."""
-    holds = buckets[:, None, 0] >= points[None, :, 0]
-    for axis in range(1, points.shape[1]):
-        holds &= buckets[:, None, axis] >= points[None, :, axis]
-    return holds
+    found: NDArray[np.bool_] = (shares >= _FREQUENT)[which.reshape(-1)]
+    return found

@@ -1,4 +1,4 @@
-"""Cost models: what running a bucket costs, by a formula or fitted to measurements."""
+"""Cost models of buckets: a formula, or a fit to measurements."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _SWEEPS, _CHUNK = 3000, 1024
 
 
 class CostModel:
-    """A cost that never falls where a size grows, in any unit.
+    """A cost in any unit that never falls where a size grows.
 
     Args:
-        formula: takes sizes by axis and returns a number from 0 on. Written with ``+ - * /``,
-            comparisons and numpy functions it also takes an array of sizes per axis, which makes
-            planning fast; any other formula is called once for each point.
+        formula: maps sizes by axis to a number from 0 on. Written with ``+ - * /``, comparisons
+            and numpy functions it also takes an array of sizes per axis, which makes planning fast;
+            any other formula is called once per point.
 
     Example::
 
@@ -36,21 +36,21 @@ class CostModel:
 
     @classmethod
     def of_any(cls, cost: CostModel | Callable[[Mapping[str, Any]], Any] | None) -> CostModel:
-        """A model as it is, or of a formula; None: the product of all sizes, each at least 1."""
+        """Wrap a formula; None: the product of all sizes, each at least 1."""
         if cost is None:
             return cls(lambda need: math.prod(np.maximum(size, 1) for size in need.values()))
         return cost if isinstance(cost, CostModel) else cls(cost)
 
     @classmethod
     def fitted(cls, measured: Iterable[tuple[Mapping[str, int], float]]) -> CostModel:
-        """A cost that agrees with measurements, as far as these rise with the sizes.
+        """Fit a cost to measurements: it equals them as far as they rise with the sizes.
 
-        Between them it is a sum of a constant, the sizes and their products, with coefficients from
-        0 on that make the least relative error (non-negative least squares), kept between the
-        measurements below and above. Measurements that fall where a size grows are averaged.
+        Between them the cost is a sum of a constant, the sizes and their products, with
+        non-negative coefficients of least relative error, clipped to the measurements below and
+        above. Measurements that fall where a size grows are averaged.
 
         Args:
-            measured: buckets, and the seconds that one run of each took.
+            measured: buckets, and the seconds of one run of each.
 
         Raises:
             ValueError: no measurement, different axes, or seconds that are not positive and finite.
@@ -69,16 +69,16 @@ class CostModel:
         return cls(_Fit(names, points, np.array([seconds for _, seconds in rows])))
 
     def __call__(self, need: Mapping[str, int]) -> float:
-        """The cost of one bucket or need."""
+        """Return the cost of one bucket or need."""
         return float(self._formula(need))
 
     def of(self, names: Sequence[str], points: Points) -> Floats:
-        """The costs ``[n]`` of points ``[n, axes]`` over the named axes.
+        """Return the costs ``[n]`` of points ``[n, axes]`` over the named axes.
 
         Raises:
             ValueError: a cost is negative or not finite.
         """
-        costs = self._at_once(names, points) if self._takes_arrays is not False else None
+        costs = self._vectorized(names, points) if self._takes_arrays is not False else None
         if costs is None:
             costs = np.array([self(Bucket.of(tuple(names), tuple(row))) for row in points.tolist()])
         if not (np.isfinite(costs) & (costs >= 0)).all():
@@ -89,7 +89,7 @@ class CostModel:
             )
         return costs
 
-    def _at_once(self, names: Sequence[str], points: Points) -> Floats | None:
+    def _vectorized(self, names: Sequence[str], points: Points) -> Floats | None:
         columns = dict(zip(names, points.T.astype(np.float64), strict=True))
         try:
             costs = np.broadcast_to(self._formula(columns), len(points)).astype(np.float64)
@@ -105,12 +105,12 @@ class CostModel:
 
 
 class _Fit:
-    """Non-negative least squares over sizes and their products, kept between measurements."""
+    """Non-negative least squares over sizes and their products, clipped to the measurements."""
 
     def __init__(self, names: tuple[str, ...], points: Floats, seconds: Floats) -> None:
         self._names = names
         self._points = points
-        below = (points[:, None] >= points[None]).all(axis=2)  # [i, j]: j is below i
+        below = (points[:, None] >= points[None]).all(axis=2)  # [i, j]: i dominates j
         least = np.where(below, seconds[None], -np.inf).max(axis=1)
         most = np.where(below.T, seconds[None], np.inf).min(axis=1)
         self._seconds = (least + most) / 2

@@ -1,7 +1,4 @@
-"""Demands: what steps need, as weighted points over named axes; and files of them.
-
-A file is of JSON lines, as an engine records them step by step, or CSV.
-"""
+"""Demands: needs of steps as weighted points over named axes, read from JSON lines or CSV."""
 
 from __future__ import annotations
 
@@ -26,18 +23,16 @@ Row: TypeAlias = tuple[dict[str, int], float]
 
 _LARGEST = 10**12
 _COUNT = "count"
-_LONGEST = 300  # characters of a reason
+_REASON = 300  # characters
 
 
 class Demand:
-    """Needs over named axes in the order in which they occurred, each with a weight.
-
-    Immutable. A weight is how often a need occurred, or any share of the whole.
+    """Needs over named axes in order of occurrence, each with a weight. Immutable.
 
     Args:
         names: the axes.
-        points: ``[n, axes]`` whole numbers from 0 on, one need a row.
-        weights: ``[n]`` positive numbers; None: 1 each.
+        points: ``[n, axes]`` whole numbers from 0 on, one need per row.
+        weights: ``[n]`` positive counts or shares; None: 1 each.
 
     Raises:
         ValueError: no need, no axis, another shape, a negative size, a weight that is not positive
@@ -62,14 +57,16 @@ class Demand:
 
     @classmethod
     def mixture(cls, demands: Sequence[Demand], shares: Sequence[float] | None = None) -> Demand:
-        """One demand in which each of ``demands`` has its share of the weight, by default equal.
+        """Mix demands, each with its share of the weight, by default equal.
 
         Raises:
             ValueError: no demand, different axes, or shares that are not positive, one each.
         """
         if not demands or any(set(d.names) != set(demands[0].names) for d in demands):
             axes = " and ".join(", ".join(d.names) for d in demands) or "none"
-            raise ValueError(f"expected demands over the same axes, got {axes}: mix what is alike")
+            raise ValueError(
+                f"expected demands over the same axes, got {axes}: mix demands of the same axes"
+            )
         given = [1.0] * len(demands) if shares is None else list(shares)
         if len(given) != len(demands) or not all(0 < share < math.inf for share in given):
             raise ValueError(
@@ -82,21 +79,21 @@ class Demand:
 
     @property
     def total(self) -> float:
-        """The sum of the weights: the number of steps, where each counts once."""
+        """Sum of the weights: the number of steps if each has weight 1."""
         return float(self.weights.sum())
 
     @property
     def largest(self) -> dict[str, int]:
-        """The largest size on each axis."""
+        """Largest size on each axis."""
         return dict(zip(self.names, self.points.max(axis=0).tolist(), strict=True))
 
     def histogram(self) -> Demand:
-        """The same needs sorted, each once, with the sum of its weights."""
+        """Return the distinct needs, sorted, with summed weights."""
         points, inverse = np.unique(self.points, axis=0, return_inverse=True)
         return Demand(self.names, points, np.bincount(inverse.reshape(-1), self.weights))
 
     def halves(self) -> tuple[Demand, Demand]:
-        """The first and the second half, by weight, in the order of time.
+        """Split in time into two halves of equal weight.
 
         Raises:
             ValueError: there is only one need.
@@ -107,7 +104,7 @@ class Demand:
         return self[: max(1, middle)], self[max(1, middle) :]
 
     def project(self, names: Sequence[str]) -> Demand:
-        """The demand over some of its axes, in the given order.
+        """Return the demand over some of its axes, in the given order.
 
         Raises:
             ValueError: an axis that it does not have.
@@ -170,16 +167,16 @@ def _checked_weights(count: int, weights: ArrayLike | None) -> Floats:
 
 
 def read_demand(path: str | os.PathLike[str]) -> Demand:
-    """Read the needs of a file, in its order.
+    """Read the needs of a file, in order.
 
-    A file that begins with ``{`` has one object a line, ``{"need": {"tokens": 37, "blocks": 80},
-    "count": 2}``, or just the sizes, ``{"tokens": 37, "blocks": 80}``; any other is CSV with a line
-    of names first: the axes, and perhaps ``count``. A count is a positive number, 1 where it is
-    left out. Blank lines are skipped.
+    A file that begins with ``{`` has one object per line, ``{"need": {"tokens": 37, "blocks": 80},
+    "count": 2}``, or just the sizes, ``{"tokens": 37, "blocks": 80}``; any other is CSV with a
+    header of the axes and optionally ``count``, a positive number, by default 1. Blank lines are
+    skipped.
 
     Raises:
-        DemandFileError: the file cannot be read, holds no need, or has a bad line: its number and
-            the reason are in the message.
+        DemandFileError: the file cannot be read, has no need, or has a bad line; the message has
+            its number and the reason.
     """
     needs: list[list[int]] = []
     counts: list[float] = []
@@ -203,7 +200,7 @@ def read_demand(path: str | os.PathLike[str]) -> Demand:
     try:
         return Demand(names, np.array(needs, np.int64), counts)
     except (ValueError, OverflowError) as error:
-        raise DemandFileError(f"{path}: {clipped(str(error), _LONGEST)}") from None
+        raise DemandFileError(f"{path}: {clipped(str(error), _REASON)}") from None
 
 
 def _rows(file: TextIO, path: str | os.PathLike[str]) -> Iterator[tuple[int, Row]]:
@@ -220,7 +217,7 @@ def _rows(file: TextIO, path: str | os.PathLike[str]) -> Iterator[tuple[int, Row
         except (TypeError, ValueError) as error:
             if isinstance(error, DemandFileError):
                 raise
-            problem = clipped(str(error), _LONGEST)
+            problem = clipped(str(error), _REASON)
             raise DemandFileError(f"{path}:{number}: {problem}: {quoted(line.strip())}") from None
 
 

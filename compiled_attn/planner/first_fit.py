@@ -1,4 +1,4 @@
-"""Buckets for an engine that takes the first that holds a need: more of them may serve worse."""
+"""Adapts buckets to an engine that takes the first fitting one, where more can serve worse."""
 
 from __future__ import annotations
 
@@ -7,110 +7,107 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from compiled_attn.planner.cells import dominates
-from compiled_attn.planner.choose import start
 from compiled_attn.planner.demand import Floats, Points
-from compiled_attn.planner.drift import PickOrder
+from compiled_attn.planner.greedy import start
+from compiled_attn.planner.pick import PickOrder, dominates
 from compiled_attn.planner.problem import Problem
 
-__all__ = ["mended"]
+__all__ = ["adapt"]
 
 _CANDIDATES = 512
 _ROUNDS = 3
-_LEAST = 1e-4  # of what is paid
+_MIN_GAIN = 1e-4  # of the cost
 
 
-class _Offers(NamedTuple):
-    """Buckets to choose among, all in the engine's order.
+class _Candidates(NamedTuple):
+    """Buckets to choose among, in the engine's order.
 
-    Shape (m buckets, n cells): buckets ``[m, axes]``, costs ``[m]``, holds ``[m, n]``, weights
-    ``[n]``. A bucket further down is taken only where none above holds a need.
+    Shape (m buckets, n cells): buckets ``[m, axes]``, costs ``[m]``, fits ``[m, n]``, weights
+    ``[n]``. The methods take indices of the chosen buckets, ascending.
     """
 
     buckets: Points
     costs: Floats
-    holds: NDArray[np.bool_]
+    fits: NDArray[np.bool_]
     weights: Floats
 
     @classmethod
-    def of(cls, problem: Problem, buckets: Points, order: PickOrder) -> _Offers:
-        """Each bucket once."""
+    def of(cls, problem: Problem, buckets: Points, order: PickOrder) -> _Candidates:
         distinct = np.unique(buckets, axis=0)
         ordered = distinct[np.argsort(order(distinct, problem.cost), kind="stable")]
-        holds = dominates(ordered, problem.cells.corners)
-        return cls(ordered, problem.cost(ordered), holds, problem.cells.weights)
+        fits = dominates(ordered, problem.cells.corners)
+        return cls(ordered, problem.cost(ordered), fits, problem.cells.weights)
 
-    def served(self, kept: NDArray[np.int64]) -> tuple[Floats, NDArray[np.int64]]:
-        """What each cell pays if these are there, and by which of them it is held."""
-        first = kept[self.holds[kept].argmax(axis=0)]
-        return self.costs[first], first
+    def first(self, chosen: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The bucket that serves each cell."""
+        found: NDArray[np.int64] = chosen[self.fits[chosen].argmax(axis=0)]
+        return found
 
-    def paid(self, kept: NDArray[np.int64]) -> float:
-        """What all cells pay together."""
-        return float(self.served(kept)[0] @ self.weights)
+    def paid(self, chosen: NDArray[np.int64]) -> float:
+        return float(self.costs[self.first(chosen)] @ self.weights)
 
-    def without(self, kept: NDArray[np.int64]) -> Floats:
-        """What all pay if one of these is taken out, ``[kept]``; the maximum stays."""
-        holds = self.holds[kept]
-        first = holds.argmax(axis=0)
-        columns = np.arange(holds.shape[1])
-        paid = self.costs[kept[first]]
-        holds[first, columns] = False
-        second = self.costs[kept[holds.argmax(axis=0)]]
-        more = np.where(holds.any(axis=0), second - paid, 0.0) * self.weights
-        found = np.bincount(first, more, len(kept)) + float(paid @ self.weights)
+    def paid_without(self, chosen: NDArray[np.int64]) -> Floats:
+        """The cost after removing each of the chosen: ``[chosen]``."""
+        fits = self.fits[chosen]
+        first = fits.argmax(axis=0)
+        paid = self.costs[chosen[first]]
+        fits[first, np.arange(fits.shape[1])] = False
+        second = self.costs[chosen[fits.argmax(axis=0)]]
+        more = np.where(fits.any(axis=0), second - paid, 0.0) * self.weights
+        found = np.bincount(first, more, len(chosen)) + float(paid @ self.weights)
         return np.asarray(found, np.float64)
 
-    def with_each(self, kept: NDArray[np.int64], more: NDArray[np.int64]) -> Floats:
-        """What all pay if one of ``more`` joins ``kept``: ``[more]``."""
-        paid, first = self.served(kept)
-        taken = self.holds[more] & (more[:, None] < first)
+    def paid_with(self, chosen: NDArray[np.int64], more: NDArray[np.int64]) -> Floats:
+        """The cost after adding each of ``more``: ``[more]``."""
+        first = self.first(chosen)
+        paid = self.costs[first]
+        taken = self.fits[more] & (more[:, None] < first)
         changes: Floats = np.where(taken, self.costs[more, None] - paid, 0.0) @ self.weights
         return changes + float(paid @ self.weights)
 
 
-def mended(problem: Problem, buckets: Points, order: PickOrder) -> Points:
-    """The buckets, changed for an engine that picks in another order than by cost.
+def adapt(problem: Problem, buckets: Points, order: PickOrder) -> Points:
+    """Return buckets for an engine that picks in another order than by cost.
 
-    A bucket that keeps needs from a cheaper one is taken out, and what the budget has room for is
-    added, one after the other, as long as that saves under the engine's own order.
+    Removes each bucket that takes needs away from a cheaper one, and adds what the budget allows,
+    as long as that saves under the engine's order.
     """
     kept = np.unique(np.concatenate([problem.top[None], buckets]), axis=0)
     for _ in range(_ROUNDS):
-        offers = _Offers.of(problem, np.concatenate([kept, _promising(problem, kept)]), order)
-        at = np.flatnonzero((offers.buckets[:, None] == kept[None]).all(axis=2).any(axis=1))
-        before = offers.paid(at)
-        at = _grown(problem, offers, _without_harm(problem, offers, at))
-        kept = offers.buckets[at]
-        if before - offers.paid(at) <= _LEAST * before:
+        found = _Candidates.of(problem, np.concatenate([kept, _promising(problem, kept)]), order)
+        at = np.flatnonzero((found.buckets[:, None] == kept[None]).all(axis=2).any(axis=1))
+        before = found.paid(at)
+        at = _grow(problem, found, _prune(problem, found, at))
+        kept = found.buckets[at]
+        if before - found.paid(at) <= _MIN_GAIN * before:
             break
     return np.asarray(np.unique(kept, axis=0))
 
 
-def _without_harm(problem: Problem, offers: _Offers, kept: NDArray[np.int64]) -> NDArray[np.int64]:
+def _prune(problem: Problem, found: _Candidates, chosen: NDArray[np.int64]) -> NDArray[np.int64]:
     while True:
-        stays = (offers.buckets[kept] == problem.top).all(axis=1)
-        after = np.where(stays, np.inf, offers.without(kept))
-        if after.min() > offers.paid(kept):
-            return kept
-        kept = np.delete(kept, int(after.argmin()))
+        is_top = (found.buckets[chosen] == problem.top).all(axis=1)
+        after = np.where(is_top, np.inf, found.paid_without(chosen))
+        if after.min() > found.paid(chosen):
+            return chosen
+        chosen = np.delete(chosen, int(after.argmin()))
 
 
-def _grown(problem: Problem, offers: _Offers, kept: NDArray[np.int64]) -> NDArray[np.int64]:
-    takes = problem.expenses.of(offers.buckets)
+def _grow(problem: Problem, found: _Candidates, chosen: NDArray[np.int64]) -> NDArray[np.int64]:
+    takes = problem.expenses.of(found.buckets)
     while True:
-        rest = np.setdiff1d(np.arange(len(offers.buckets)), kept)
-        left = 1.0 - takes[kept].sum(axis=0)
+        rest = np.setdiff1d(np.arange(len(found.buckets)), chosen)
+        left = 1.0 - takes[chosen].sum(axis=0)
         rest = rest[(takes[rest] <= left + 1e-9).all(axis=1)]
-        after = offers.with_each(kept, rest)
-        if not len(rest) or after.min() >= offers.paid(kept) * (1 - _LEAST):
-            return kept
-        kept = np.sort(np.append(kept, rest[int(after.argmin())]))
+        after = found.paid_with(chosen, rest)
+        if not len(rest) or after.min() >= found.paid(chosen) * (1 - _MIN_GAIN):
+            return chosen
+        chosen = np.sort(np.append(chosen, rest[int(after.argmin())]))
 
 
 def _promising(problem: Problem, buckets: Points) -> Points:
-    """The candidates that would save most, if the engine took the cheapest bucket."""
-    serving = start(problem, buckets[(buckets < problem.top).any(axis=1)])
-    gains = serving.gains(problem.candidates, problem.cost(problem.candidates))
+    """The candidates that would save most if the engine picked by cost."""
+    assignment = start(problem, buckets[(buckets < problem.top).any(axis=1)])
+    gains = assignment.gains(problem.candidates, problem.cost(problem.candidates))
     best = np.argsort(-gains, kind="stable")[:_CANDIDATES]
     return problem.candidates[best[gains[best] > 0]]

@@ -1,4 +1,4 @@
-"""Buckets for a problem: the best for its demand, a guard beside them, and the budget used up."""
+"""Chooses buckets within a budget: for the demand, then the guard, then what is left over."""
 
 from __future__ import annotations
 
@@ -6,82 +6,69 @@ from typing import NamedTuple
 
 import numpy as np
 
-from compiled_attn.planner.choose import grow, improve, start
 from compiled_attn.planner.demand import Points
+from compiled_attn.planner.greedy import grow, improve, start
 from compiled_attn.planner.guard import guard
 from compiled_attn.planner.one_axis import best_buckets
 from compiled_attn.planner.problem import Budget, Problem
 from compiled_attn.planner.region import Region
 
-__all__ = ["Fit", "fitted", "guarded"]
+__all__ = ["fit"]
 
 _GUARD_SHARE = 1 / 6
-_GUARD_SHARE_AT_MOST = 1 / 4
+_MAX_GUARD_SHARE = 1 / 4
 _SLACK = 1e-9
 
 
-class Fit(NamedTuple):
-    """Buckets, and what it takes to fit them to a demand near the first.
+class _Guarded(NamedTuple):
+    """Buckets for the demand, maximum first, those of the guard, and the multiple it reaches."""
 
-    Args:
-        buckets: ``[k, axes]`` in order, those of a guard among them.
-        guards: how many are there for the guard alone.
-        base: ``[n, axes]`` the buckets before the guard, the maximum first.
-        share: of the budget, for the guard.
-        reached: the multiple that the guard keeps; 1 without a guard.
-    """
-
-    buckets: Points
-    guards: int
     base: Points
-    share: float = 0.0
-    reached: float = 1.0
+    guards: Points
+    reached: float
 
 
-def fitted(problem: Problem, budget: Budget, before: Fit | None = None) -> Fit:
-    """The best buckets for the demand that are found within the budget; ``before`` is a start."""
-    base = _best(problem, budget, 0.0, None if before is None else before.base)
-    return Fit(_filled(problem, base), 0, base)
+def fit(problem: Problem, region: Region, budget: Budget, rho: float | None) -> tuple[Points, int]:
+    """Return buckets ``[k, axes]``, and how many of them only the guard needs.
 
+    ``rho`` is the guard's multiple, None for no guard.
 
-def guarded(
-    problem: Problem, region: Region, budget: Budget, rho: float, before: Fit | None = None
-) -> Fit:
-    """Fitted buckets and those of the guard.
-
-    The guard is laid over what is fitted, so it comes second, and what it leaves of the budget is
-    fitted once more. It gets a quarter where that keeps the promise, or else a sixth, and what the
-    demand has no use for; after a fit ``before``, what it had there.
+    Raises:
+        ValueError: the budget is too small for the maximum.
     """
-    first = before or _first(problem, region, budget, rho)
-    base = _best(problem, budget, first.share, first.base)
-    asked = max(rho, first.reached)
-    added, reached = _guard(problem, region, base, asked, budget, first.share)
-    found = Fit(np.concatenate([base, added]), len(added), base, first.share, reached)
-    if before is None and reached > first.reached:
-        found = first
-    filled, guards = _filled(problem, found.buckets), found.guards
-    if found.reached > rho:
-        spare = float(1.0 - problem.expenses.of(filled).sum(axis=0).max())
-        more, _ = _guard(problem, region, filled, rho, budget, spare)
-        filled, guards = np.concatenate([filled, more]), guards + len(more)
-    return found._replace(buckets=filled, guards=guards)
+    if rho is None:
+        return _fill(problem, _best(problem, budget, 0.0)), 0
+    found = _guarded(problem, region, budget, rho)
+    buckets, guards = np.concatenate([found.base, found.guards]), len(found.guards)
+    buckets = _fill(problem, buckets)
+    if found.reached > rho:  # spend what the demand has no use for
+        spare = float(1.0 - problem.expenses.of(buckets).sum(axis=0).max())
+        more, _ = _guard(problem, region, buckets, rho, budget, spare)
+        buckets, guards = np.concatenate([buckets, more]), guards + len(more)
+    return buckets, guards
 
 
-def _first(problem: Problem, region: Region, budget: Budget, rho: float) -> Fit:
-    """Buckets and a guard, with nothing done about what the guard leaves."""
-    base = _best(problem, budget, _GUARD_SHARE_AT_MOST)
-    added, reached = _guard(problem, region, base, rho, budget, _GUARD_SHARE_AT_MOST)
+def _guarded(problem: Problem, region: Region, budget: Budget, rho: float) -> _Guarded:
+    """A guard of a quarter of the budget where that reaches ``rho``, or else of a sixth.
+
+    The guard covers what the demand's buckets do not. Its size decides what they may spend, so they
+    are chosen twice.
+    """
+    base = _best(problem, budget, _MAX_GUARD_SHARE)
+    added, reached = _guard(problem, region, base, rho, budget, _MAX_GUARD_SHARE)
     if reached > rho:
         added, reached = _guard(problem, region, base, rho, budget, _GUARD_SHARE)
+    first = _Guarded(base, added, reached)
     share = float(problem.expenses.of(added).sum(axis=0).max(initial=0.0))
-    return Fit(np.concatenate([base, added]), len(added), base, share, reached)
+    base = _best(problem, budget, share, base)
+    added, reached = _guard(problem, region, base, max(rho, first.reached), budget, share)
+    return first if reached > first.reached else _Guarded(base, added, reached)
 
 
 def _guard(
     problem: Problem, region: Region, buckets: Points, rho: float, budget: Budget, share: float
 ) -> tuple[Points, float]:
-    """As many buckets of a guard as a share of the budget has room for, and what they promise."""
+    """As many guard buckets as a share of the budget allows, and the multiple that they reach."""
     left = 1.0 - problem.expenses.of(buckets).sum(axis=0)
     limits = [_graphs(budget, share)]
     if not problem.expenses.counts_only:
@@ -94,12 +81,9 @@ def _guard(
 
 
 def _best(problem: Problem, budget: Budget, reserve: float, begin: Points | None = None) -> Points:
-    """Buckets for the demand, the maximum first; a share of the budget is left over.
+    """Buckets for the demand, maximum first, which leave a share ``reserve`` of the budget.
 
-    Args:
-        problem, budget: of the demand.
-        reserve: that share.
-        begin: buckets to begin with, the maximum first; None: the maximum alone.
+    ``begin`` are buckets to start from, maximum first.
     """
     if problem.top.shape == (1,) and problem.expenses.counts_only:
         count = _graphs(budget, 1.0) - _graphs(budget, reserve)
@@ -107,22 +91,20 @@ def _best(problem: Problem, budget: Budget, reserve: float, begin: Points | None
         return best_buckets(cells.corners, cells.weights, problem.cost, problem.top, count)[::-1]
     if (problem.expenses.of(problem.top[None]) > 1 + _SLACK).any():
         raise ValueError(f"expected a budget with room for the maximum, got {budget}: raise it")
-    serving = start(problem, None if begin is None else begin[1:])
-    left = 1.0 - problem.expenses.of(serving.buckets).sum(axis=0)
-    kept = np.full(len(left), reserve)
+    assignment = start(problem, None if begin is None else begin[1:])
+    left = 1.0 - problem.expenses.of(assignment.buckets).sum(axis=0)
+    reserved = np.full(len(left), reserve)
     if budget.graphs is not None:
-        kept[0] = _graphs(budget, reserve) / budget.graphs
-    free = grow(problem, serving, left - np.minimum(kept, left))
-    improve(problem, serving, free)
-    return serving.buckets
+        reserved[0] = _graphs(budget, reserve) / budget.graphs
+    improve(problem, assignment, grow(problem, assignment, left - np.minimum(reserved, left)))
+    return assignment.buckets
 
 
-def _filled(problem: Problem, buckets: Points) -> Points:
-    """What is left of the budget goes to buckets that save more."""
-    serving = start(problem, buckets[1:])
-    left = 1.0 - problem.expenses.of(buckets).sum(axis=0)
-    grow(problem, serving, left)
-    return np.asarray(np.unique(serving.buckets, axis=0))
+def _fill(problem: Problem, buckets: Points) -> Points:
+    """Spend the rest of the budget on the buckets that save most."""
+    assignment = start(problem, buckets[1:])
+    grow(problem, assignment, 1.0 - problem.expenses.of(buckets).sum(axis=0))
+    return np.asarray(np.unique(assignment.buckets, axis=0))
 
 
 def _graphs(budget: Budget, share: float) -> int:

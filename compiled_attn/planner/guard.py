@@ -1,7 +1,7 @@
-"""The guard against unforeseen demand: no legal need pays above a multiple of its cost.
+"""The guard against unexpected demand: no legal need pays above a multiple of its own cost.
 
 A greedy set cover over boxes of legal needs, from the most expensive need that pays too much
-downwards: each time the bucket that holds it, costs at most the multiple, and mends most others.
+downwards: each time the affordable bucket that serves it and helps most others.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from compiled_attn.planner.cells import CostOf, dominates
-from compiled_attn.planner.choose import cheapest
 from compiled_attn.planner.demand import Floats, Points
+from compiled_attn.planner.pick import CostOf, dominates, picks
 from compiled_attn.planner.region import Grid, Region
 
 __all__ = ["guard"]
@@ -28,17 +27,17 @@ _MORE = 1 + 1e-9  # for rounding
 def guard(
     region: Region, cost: CostOf, buckets: Points, rho: float, most: int
 ) -> tuple[Points, float]:
-    """Buckets to add, so that no legal need pays more than ``rho`` times its own cost.
+    """Return buckets to add so that no legal need pays more than ``rho`` times its own cost.
 
-    Where ``most`` buckets do not suffice for that, the least larger multiple for which they do, as
-    far as a short search finds it.
+    Where ``most`` buckets are not enough, a short search finds the smallest multiple that they
+    reach.
 
     Args:
         region: the legal needs.
         cost: of points.
-        buckets: ``[k, axes]`` that are there, the maximum among them.
+        buckets: ``[k, axes]`` existing ones, with the maximum.
         rho: the multiple, above 1.
-        most: buckets to add at most.
+        most: number of buckets to add at most.
 
     Returns:
         ``[added, axes]`` and the multiple.
@@ -61,7 +60,7 @@ def guard(
 
 
 class _Task(NamedTuple):
-    """Boxes of needs, each to be held by a bucket for a multiple of what its least need costs.
+    """Boxes of needs: each must be served for a multiple of the cost of its smallest need.
 
     Shape (n boxes): high ``[n, axes]``; least, most (costs of the corners), paid ``[n]``.
     """
@@ -77,16 +76,16 @@ class _Task(NamedTuple):
         least = cost(boxes.low)
         some = least > 0
         high = boxes.high[some]
-        paid = costs[cheapest(buckets, costs, high)]
+        paid = costs[picks(buckets, costs, high)]
         return cls(high, least[some], cost(high), paid, cost)
 
 
 def _cover(tasks: Sequence[_Task], rho: float, most: int) -> Points | None:
-    """The fewest buckets that any of several greedy covers finds; None where all need too many.
+    """The smallest of several greedy covers; None where all need more than ``most`` buckets.
 
-    The covers differ in the boxes, and in how much more they care for expensive needs. Boxes are
-    fine where each could have a bucket of its own; where all are too coarse to answer for their
-    least need, they answer for their largest.
+    The covers differ in the boxes, and in the weight of expensive needs. A box is fine enough where
+    its largest need, as a bucket, is affordable for its smallest; where none is, the largest need
+    stands for the box.
     """
     fine = [task for task in tasks if (task.most <= rho * task.least * _MORE).all()]
     usable = fine or [task._replace(least=task.most) for task in tasks]
@@ -119,13 +118,13 @@ def _next(high: Points, own: Floats, cost: CostOf, rho: float, emphasis: int) ->
     costs = cost(trials)
     affordable = costs <= rho * own[target] * _MORE
     trials, costs = trials[affordable], costs[affordable]
-    mends = dominates(trials, high) & (costs[:, None] <= rho * own[None] * _MORE)
-    chosen: Points = trials[int((mends @ (own / own[target]) ** emphasis).argmax())]
+    helps = dominates(trials, high) & (costs[:, None] <= rho * own[None] * _MORE)
+    chosen: Points = trials[int((helps @ (own / own[target]) ** emphasis).argmax())]
     return chosen
 
 
 def _trials(high: Points, own: Floats, target: int) -> Points:
-    """Joins of the target with others of up to about its cost; the target itself is the first."""
+    """The target, and joins of it with other boxes."""
     others = np.argsort(-own, kind="stable")
     step = -(-len(others) // _TRIALS)
     joins = np.maximum(high[target], high[others[::step]])

@@ -1,8 +1,8 @@
-"""The best buckets on one axis, exactly.
+"""The optimal buckets on one axis, by dynamic programming.
 
 With sizes in order, serving those in ``(i, j]`` by bucket ``j`` costs ``cost[j] * weight(i, j]``.
 That cost has Monge's property, so the best ``i`` never falls as ``j`` grows: one more bucket takes
-O(n log n), by divide and conquer over all sizes at once.
+O(n log n) by divide and conquer over all sizes at once.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from compiled_attn.planner.cells import CostOf
 from compiled_attn.planner.demand import Floats, Points
+from compiled_attn.planner.pick import CostOf
 
 __all__ = ["best_buckets", "best_sizes"]
 
@@ -19,7 +19,7 @@ Indices = NDArray[np.int64]
 
 
 def best_buckets(points: Points, weights: Floats, cost: CostOf, top: Points, count: int) -> Points:
-    """At most ``count`` buckets ``[k, 1]``, ascending and ``top`` the last, of the least cost.
+    """Return the at most ``count`` buckets ``[k, 1]`` of least cost, ascending up to ``top``.
 
     Args:
         points, weights: distinct needs ``[n, 1]`` up to ``top``, and ``[n]``.
@@ -35,15 +35,12 @@ def best_buckets(points: Points, weights: Floats, cost: CostOf, top: Points, cou
 
 
 def best_sizes(costs: Floats, weights: Floats, count: int) -> Indices:
-    """At most ``count`` of the sizes, the last among them, that serve all at the least cost.
+    """Return ascending indices of the at most ``count`` sizes of least cost, the last included.
 
     Args:
-        costs: ``[n]`` of the sizes in ascending order; never falling.
-        weights: ``[n]`` how much is needed of each size, from 0 on.
+        costs: ``[n]`` of the sizes in ascending order; must not fall.
+        weights: ``[n]`` of the needs of each size, from 0 on.
         count: at least 1.
-
-    Returns:
-        Ascending indices of the sizes to take.
     """
     total = np.concatenate([[0.0], weights.cumsum()])
     paid = costs * total[1:]  # everything up to j in bucket j
@@ -60,14 +57,14 @@ def best_sizes(costs: Floats, weights: Floats, count: int) -> Indices:
 
 
 def _one_more(costs: Floats, total: Floats, paid: Floats) -> tuple[Indices, Floats]:
-    """For each last bucket j the best one before it, or -1 where none helps, and what that costs.
+    """For each last bucket j the best one before it, or -1 where none helps, and the cost.
 
-    All j of one depth of the recursion are worked out together.
+    All j of one depth of the recursion are computed together.
     """
     n = len(costs)
     best, least = np.full(n, -1), paid.copy()
     low, high = np.array([1]), np.array([n - 1])  # ranges of j
-    first, last = np.array([0]), np.array([n - 2])  # and where their best i lies
+    first, last = np.array([0]), np.array([n - 2])  # and of their best i
     while len(low):
         middle = (low + high) // 2
         at, value = _least(costs, total, paid, middle, first, np.minimum(last, middle - 1))

@@ -1,4 +1,4 @@
-"""`plan`: the buckets with the least expected padding, of a demand, a cost and a budget."""
+"""`plan`: chooses the buckets with the least expected padding for a demand, a cost and a budget."""
 
 from __future__ import annotations
 
@@ -11,28 +11,14 @@ import numpy as np
 
 from compiled_attn.planner.bound import lower_bound
 from compiled_attn.planner.cost import CostModel
-from compiled_attn.planner.demand import Demand, Points
-from compiled_attn.planner.drift import DriftReport, PickOrder, Trial, by_cost
+from compiled_attn.planner.demand import Demand, Floats, Points
+from compiled_attn.planner.first_fit import adapt
+from compiled_attn.planner.fit import fit
 from compiled_attn.planner.judge import PlanReport, judge
 from compiled_attn.planner.one_axis import best_buckets
-from compiled_attn.planner.problem import (
-    Budget,
-    Expense,
-    Expenses,
-    check_needs,
-    mixtures_of,
-    problem_of,
-    region_of,
-)
-from compiled_attn.planner.robust import (
-    Task,
-    fitting_ladders,
-    planned,
-    robust,
-    sizes_of,
-    usual_ladders,
-)
-from compiled_attn.planner.scenarios import rare_kinds, scenarios_of
+from compiled_attn.planner.pick import CostOf, PickOrder, by_cost
+from compiled_attn.planner.problem import Budget, Expense, Expenses, check_needs, problem_of
+from compiled_attn.planner.region import Region
 from graphs.buckets.axes import Axis, Bucket
 from graphs.buckets.space import BucketSpace
 
@@ -49,44 +35,35 @@ def plan(
     seconds: Expense | None = None,
     bytes: Expense | None = None,
     rho: float | None = 3.0,
-    drift: bool = False,
-    ladders: Mapping[str, BucketSpace] | None = None,
     order: PickOrder = by_cost,
     seed: int = 0,
 ) -> PlanReport:
     """Choose the buckets within a budget that waste least on a demand.
 
     On one axis, counted in graphs, the choice is exact. On several it is near-optimal: needs are
-    grouped into cells, slightly disturbed copies are added, buckets are chosen lazily greedy by
-    what they save and then swapped. A guard sees to it that no legal need, foreseen or not, pays
-    more than ``rho`` times its own cost. It takes a quarter of the budget at most; where that does
-    not suffice, a sixth and what the demand has no use for, for the least multiple that it finds:
-    `PlanReport.guard` says which.
-    The maximum is always a bucket. The same arguments give the same plan.
+    grouped into cells, perturbed copies are added, and buckets are chosen greedily by their saving
+    and then swapped. A guard ensures that no legal need, expected or not, pays more than ``rho``
+    times its own cost. The guard takes at most a quarter of the budget; where that is not enough
+    for ``rho``, it takes a sixth and what the demand has no use for, and `PlanReport.guard` is the
+    multiple that it reaches. The maximum is always a bucket. Equal arguments give equal plans.
 
     Args:
         demand: what steps need.
         cost: of a bucket: a model, or a formula over sizes by axis, see `CostModel`. None: the
             product of the sizes. It must not fall where a size grows.
-        budget: what may be captured; a number stands for that many graphs.
-        axes: the sizes of legal needs; the largest ones make the maximum. An axis that is left out
-            ends at the largest need.
+        budget: what may be captured; a number is a number of graphs.
+        axes: ranges of legal needs; their ends make the maximum. An axis that is not given ends at
+            the largest need.
         legal: which needs within the axes can occur, for the guard; takes sizes by axis, numbers or
             arrays of them: ``lambda need: need["blocks"] >= need["sequences"]``.
-        seconds: warmup seconds of a bucket, for a budget in seconds; never falling either.
-        bytes: of a bucket's graph, for a budget in bytes; never falling either.
+        seconds: warmup seconds of a bucket, for a budget in seconds; must not fall either.
+        bytes: of a bucket's graph, for a budget in bytes; must not fall either.
         rho: the guard's multiple; None: no guard.
-        drift: plan for the worst of the demand and others near it, resampled and shifted, instead
-            of for the demand alone: then `PlanReport.drift` says what the plan bears. It takes
-            several times as long.
-        ladders: by name, those that a plan for drift is measured against. Of those within the
-            budget, the plan is on no demand near this one worse than the one whose worst waste is
-            least. None: linear and exponential ladders.
-        order: by which the engine picks among buckets that hold a need: `by_cost`, or `by_size`.
-        seed: of the disturbed copies and the resampled demands.
+        order: how the engine picks among buckets: `by_cost` or `by_size`.
+        seed: of the perturbed copies.
 
     Raises:
-        ValueError: axes that don't fit the demand, a need outside them, ``rho`` of 1 or less, a
+        ValueError: axes that do not match the demand, a need outside them, ``rho`` of 1 or less, a
             budget too small for the maximum, a cost that is negative, zero for all, or falling.
 
     Example::
@@ -99,24 +76,26 @@ def plan(
         raise ValueError(f"expected rho above 1, or None for no guard, got {rho}: 3 is usual")
     limits = budget if isinstance(budget, Budget) else Budget(graphs=budget)
     model = CostModel.of_any(cost)
-    region = region_of(demand, axes, legal)
+    region = Region.of(demand, axes, legal)
     expenses = Expenses(region.names, limits, seconds, bytes)
 
-    task = Task(region, limits, rho, order, lambda p: model.of(region.names, p))
-    check_needs(demand.histogram(), region, model)
-    if drift:
-        buckets, guards, borne = _for_drift(task, demand, model, expenses, ladders, seed)
-    else:
-        fit = planned(task, problem_of(demand, region, model, expenses, seed))
-        buckets, guards, borne = fit.buckets, fit.guards, None
+    def cost_of(points: Points) -> Floats:
+        return model.of(region.names, points)
+
+    needs = demand.histogram()
+    check_needs(needs, region, cost_of)
+    problem = problem_of(needs, region, cost_of, expenses, seed)
+    buckets, guards = fit(problem, region, limits, rho)
+    if order is not by_cost:
+        buckets, guards = adapt(problem, buckets, order), 0
     space = _space(region.axes, buckets, model)
     judged = judge(space, demand, model, order)
     return PlanReport(
         space=space,
         cost=model,
         waste=judged.waste,
-        lower_bound=_bound(demand, task, expenses, judged.waste),
-        guard=region.worst(buckets, task.cost(buckets), task.cost, order(buckets, task.cost)),
+        lower_bound=_bound(needs, region.top, cost_of, expenses, judged.waste),
+        guard=region.worst(buckets, cost_of, order),
         rho=rho,
         guards=guards,
         steps=demand.total,
@@ -124,30 +103,7 @@ def plan(
         seconds=_sum(seconds, space),
         bytes=_sum(bytes, space),
         order=order,
-        drift=borne,
     )
-
-
-def _for_drift(
-    task: Task,
-    demand: Demand,
-    model: CostModel,
-    expenses: Expenses,
-    ladders: Mapping[str, BucketSpace] | None,
-    seed: int,
-) -> tuple[Points, int, DriftReport]:
-    """The buckets, how many of them are the guard's, and what drift they bear."""
-    region = task.region
-    if ladders is None:
-        sizes = usual_ladders(region, task.limits)
-    else:
-        sizes = {name: sizes_of(space, region.names) for name, space in ladders.items()}
-    rivals = fitting_ladders(sizes, region, expenses)
-    found = scenarios_of(demand, region, task.cost, seed)
-    trial = Trial(found, task.cost, task.order)
-    mixed = mixtures_of(found.points, found.weights, region, model, expenses, seed)
-    buckets, guards = robust(task, mixed, trial, rivals)
-    return buckets, guards, trial.report(buckets, rivals, rare_kinds(demand))
 
 
 def _space(axes: Sequence[Axis], buckets: Points, cost: CostModel) -> BucketSpace:
@@ -157,12 +113,11 @@ def _space(axes: Sequence[Axis], buckets: Points, cost: CostModel) -> BucketSpac
     return BucketSpace(ranges, [Bucket.of(names, tuple(row)) for row in buckets.tolist()], cost)
 
 
-def _bound(demand: Demand, task: Task, expenses: Expenses, waste: float) -> float:
-    """No buckets within the budget waste less; on one axis some do waste just as much."""
-    needs, top, cost = demand.histogram(), task.region.top, task.cost
+def _bound(needs: Demand, top: Points, cost: CostOf, expenses: Expenses, waste: float) -> float:
+    """The least waste of any buckets within the budget; exact on one axis."""
     points, weights = needs.points, needs.weights
     own = float(cost(points) @ weights)
-    count = _most_buckets(expenses, top, points)
+    count = _max_buckets(expenses, top, points)
     if len(top) > 1:
         return lower_bound(points, weights, cost, top, count, own * (1 + waste)) / own - 1
     best = best_buckets(points, weights, cost, top, count)
@@ -170,8 +125,8 @@ def _bound(demand: Demand, task: Task, expenses: Expenses, waste: float) -> floa
     return float(paid) / own - 1
 
 
-def _most_buckets(expenses: Expenses, top: Points, points: Points) -> int:
-    """How many buckets the budget could hold, if all beside the maximum took the least."""
+def _max_buckets(expenses: Expenses, top: Points, points: Points) -> int:
+    """The number of buckets if all but the maximum were as cheap as the cheapest need."""
     left = 1.0 - expenses.of(top[None])[0]
     least = expenses.of(points).min(axis=0)
     some = least > 0

@@ -1,30 +1,21 @@
-"""A planning problem: needs in cells, their cost, the budget, and the buckets to choose among."""
+"""A planning problem: needs in cells, their cost, the budget and the candidate buckets."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
-from compiled_attn.planner.cells import Cells, CostOf, compress, jittered
+from compiled_attn.planner.cells import Cells, compress, jitter
 from compiled_attn.planner.cost import CostModel
 from compiled_attn.planner.demand import Demand, Floats, Points
+from compiled_attn.planner.pick import CostOf
 from compiled_attn.planner.region import Region
-from graphs.buckets.axes import Axis
 
-__all__ = [
-    "Budget",
-    "Expense",
-    "Expenses",
-    "Problem",
-    "check_needs",
-    "mixtures_of",
-    "problem_of",
-    "region_of",
-]
+__all__ = ["Budget", "Expense", "Expenses", "Problem", "check_needs", "problem_of"]
 
 Expense: TypeAlias = Callable[[Mapping[str, int]], float]
 
@@ -35,7 +26,7 @@ _CHECKED = 2000
 
 @dataclass(frozen=True)
 class Problem:
-    """Needs to be served, and what they can be served from.
+    """Needs to be served, and the buckets that may serve them.
 
     Args:
         cells: the needs.
@@ -52,85 +43,30 @@ class Problem:
     candidates: Points
 
 
-def region_of(
-    demand: Demand, axes: Sequence[Axis], legal: Callable[[Mapping[str, Any]], Any] | None
-) -> Region:
-    """The legal needs of a demand; ValueError for an axis that it does not have."""
-    names = demand.names
-    given = {axis.name: axis for axis in axes}
-    if unknown := [name for name in given if name not in names]:
-        raise ValueError(
-            f"expected axes of the demand ({', '.join(names)}), got {', '.join(unknown)}: "
-            "leave them out"
-        )
-    low, high = demand.points.min(axis=0), demand.points.max(axis=0)
-    ends = zip(names, low.tolist(), high.tolist(), strict=True)
-    return Region([given.get(name, Axis(name, *end)) for name, *end in ends], legal)
-
-
 def problem_of(
-    demand: Demand, region: Region, model: CostModel, expenses: Expenses, seed: int
+    needs: Demand, region: Region, cost: CostOf, expenses: Expenses, seed: int
 ) -> Problem:
-    """The needs of a demand in cells, and the buckets that may be chosen for them."""
-    needs = demand.histogram()
-    return _problem(needs.points, needs.weights, region, model, expenses, seed)
-
-
-def mixtures_of(
-    points: Points,
-    weights: Floats,
-    region: Region,
-    model: CostModel,
-    expenses: Expenses,
-    seed: int,
-) -> Callable[[Floats], Problem]:
-    """The problem of any mixture of demands, given the share ``[demands]`` of each.
-
-    The cells are the same for all mixtures, so they are made once.
-
-    Args:
-        points: ``[n, axes]`` distinct needs.
-        weights: ``[demands, n]``.
-        region, model, expenses, seed: see `problem_of`.
-    """
-    each = _problem(points, weights, region, model, expenses, seed)
-    return lambda shares: replace(each, cells=each.cells.mixed(shares))
-
-
-def _problem(
-    points: Points, weights: Floats, region: Region, model: CostModel, expenses: Expenses, seed: int
-) -> Problem:
-    def cost(some: Points) -> Floats:
-        return model.of(region.names, some)
-
-    count = _SIZES_OF_ONE_AXIS
+    """Group distinct needs into cells, and collect the candidate buckets for them."""
+    points, weights, count = needs.points, needs.weights, _SIZES_OF_ONE_AXIS
     if len(region.names) > 1:
         count = _CELLS
-        points, weights = jittered(points, weights, region.top, seed=seed, allows=region.allows)
+        points, weights = jitter(points, weights, region.top, seed=seed, allows=region.allows)
     cells = compress(points, weights, cost, count)
     candidates = np.unique(np.concatenate([cells.corners, cells.joins]), axis=0)
     return Problem(cells, cost, region.top, expenses, candidates)
 
 
-def check_needs(needs: Demand, region: Region, model: CostModel) -> None:
-    """Raises ValueError: a need outside the axes, a cost that is negative, 0 for all, or falling.
+def check_needs(needs: Demand, region: Region, cost: CostOf) -> None:
+    """Raise ValueError for a need outside the axes or a cost that is 0 for all or falls.
 
-    Args:
-        needs: each once.
-        region: the axes.
-        model: the cost.
+    The cost is compared with that of the next size on each axis and of the maximum.
     """
     outside = (needs.points > region.top).any(axis=1)
     if outside.any():
         need = dict(zip(needs.names, needs.points[int(outside.argmax())].tolist(), strict=True))
         limits = ", ".join(f"{axis.name} <= {axis.high}" for axis in region.axes)
         raise ValueError(f"expected needs with {limits}, got {need}: raise the axis")
-    some = needs.points[:: 1 + len(needs) // _CHECKED]
-    _check_cost(some, lambda points: model.of(region.names, points), region.top)
-
-
-def _check_cost(points: Points, cost: CostOf, top: Points) -> None:
-    """Whether it rises, tried at each point: to the next size of each axis, and to the maximum."""
+    points, top = needs.points[:: 1 + len(needs) // _CHECKED], region.top
     own = cost(points)
     if not own.any():
         raise ValueError("expected needs that cost something, got a cost of 0: correct the cost")
@@ -157,7 +93,7 @@ class Budget:
     """Upper limits of what a plan captures; None: no limit.
 
     Args:
-        graphs: buckets.
+        graphs: number of buckets.
         seconds: of warmup, summed over buckets.
         bytes: of captured graphs, summed over buckets.
 
@@ -180,7 +116,7 @@ class Budget:
 
 
 class Expenses:
-    """What buckets take of a budget: for each, one share per limit.
+    """What buckets take of a budget: one share per limit.
 
     Args:
         names: the axes.
@@ -189,7 +125,7 @@ class Expenses:
         bytes: bytes of a bucket's graph.
 
     Raises:
-        ValueError: a limit on seconds or bytes without the function that says what a bucket takes.
+        ValueError: a limit on seconds or bytes without the function that measures a bucket.
     """
 
     def __init__(
@@ -211,12 +147,12 @@ class Expenses:
                 continue
             if expense is None:
                 raise ValueError(
-                    f"expected a function {name}=bucket -> {name} beside a budget in {name}, got "
+                    f"expected a function {name}=bucket -> {name} with a budget in {name}, got "
                     "none: pass one, fitted to a warmup for example"
                 )
             self._models.append((CostModel.of_any(expense), float(limit)))
 
     def of(self, points: Points) -> Floats:
-        """Shares of the limits that buckets take: ``[n, limits]``."""
+        """Return the shares of the limits that buckets take: ``[n, limits]``."""
         shares = [model.of(self._names, points) / limit for model, limit in self._models]
         return np.stack(shares, axis=1)

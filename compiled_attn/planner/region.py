@@ -1,4 +1,4 @@
-"""Regions of legal needs, and the worst that a set of buckets does to one of them."""
+"""The region of legal needs, and the most that one of them pays in a set of buckets."""
 
 from __future__ import annotations
 
@@ -10,33 +10,30 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from compiled_attn.planner.cells import CostOf
-from compiled_attn.planner.demand import Floats, Points
+from compiled_attn.planner.demand import Demand, Floats, Points
+from compiled_attn.planner.pick import CostOf, PickOrder, by_cost
 from graphs.buckets.axes import Axis, Bucket
 
 __all__ = ["Grid", "Region"]
 
-_MOST_CELLS = 400_000
+_MAX_CELLS = 400_000
 
 
 class Grid(NamedTuple):
-    """Boxes of needs, side by side.
-
-    Shape: low, high ``[n, axes]``, the least and the largest need of each box.
-    """
+    """Adjacent boxes of needs: ``low`` and ``high`` ``[n, axes]`` are the corners of each."""
 
     low: Points
     high: Points
 
 
 class Region:
-    """Legal needs: between the ends of the axes, and where a predicate says so.
+    """Legal needs: within the axes, and where a predicate holds.
 
     Args:
-        axes: with the least and the largest size of a legal need.
+        axes: with the smallest and the largest size of a legal need.
         legal: takes sizes by axis, numbers or arrays of them (written with comparisons and ``&``);
-            None: all are legal. A box of needs counts as legal where one at the low, middle or high
-            end of each axis is.
+            None: all are legal. A box of needs counts as legal if any combination of the low,
+            middle and high ends of its axes is.
     """
 
     def __init__(
@@ -47,8 +44,31 @@ class Region:
         self.top = np.array([axis.high for axis in axes], np.int64)
         self._legal = legal
 
+    @classmethod
+    def of(
+        cls,
+        demand: Demand,
+        axes: Sequence[Axis],
+        legal: Callable[[Mapping[str, Any]], Any] | None = None,
+    ) -> Region:
+        """The region of a demand; an axis that is not given ends at the largest need.
+
+        Raises:
+            ValueError: an axis that the demand does not have.
+        """
+        names = demand.names
+        given = {axis.name: axis for axis in axes}
+        if unknown := [name for name in given if name not in names]:
+            raise ValueError(
+                f"expected axes of the demand ({', '.join(names)}), got {', '.join(unknown)}: "
+                "leave them out"
+            )
+        low, high = demand.points.min(axis=0), demand.points.max(axis=0)
+        ends = zip(names, low.tolist(), high.tolist(), strict=True)
+        return cls([given.get(name, Axis(name, *end)) for name, *end in ends], legal)
+
     def allows(self, points: Points) -> NDArray[np.bool_]:
-        """Which of the points ``[n, axes]`` are legal needs: ``[n]``."""
+        """Return a mask ``[n]``: which of the points ``[n, axes]`` are legal."""
         if self._legal is None:
             return np.ones(len(points), np.bool_)
         try:
@@ -59,27 +79,20 @@ class Region:
             return np.array([bool(self._legal(row)) for row in rows], np.bool_)
 
     def grid(self, boxes: int) -> Grid:
-        """About ``boxes`` legal boxes at most, each axis in equal ratios, small sizes singly."""
+        """Return about ``boxes`` legal boxes at most, with sizes in equal ratios on each axis."""
         each = max(2, int(boxes ** (1 / len(self.axes))))
         return self._boxes([_ladder(axis, each) for axis in self.axes])
 
-    def worst(
-        self, buckets: Points, costs: Floats, cost: CostOf, ranks: Floats | None = None
-    ) -> float:
-        """How many times its own cost a legal need pays at most, or slightly more than that.
+    def worst(self, buckets: Points, cost: CostOf, order: PickOrder = by_cost) -> float:
+        """Return an upper bound of what a legal need pays, in multiples of its own cost.
 
-        All needs between two sizes of the buckets go to the same bucket, so only the least need of
-        each such box is looked at. Boxes are cut finer than that, because the least need of a box
-        may not be legal; where there are too many sizes, some are skipped. Both only raise the
-        result. A need of cost 0 does not count.
-
-        Args:
-            buckets: ``[k, axes]``, the maximum among them.
-            costs: ``[k]``.
-            cost: of points.
-            ranks: ``[k]``: of the buckets that hold a need, the lowest serves it; None: the costs.
+        All needs between two adjacent sizes of the buckets go to the same bucket, so only the
+        smallest need of each such box is evaluated. Boxes are cut finer than that, because the
+        smallest need of a box may be illegal; where there are too many sizes, some are skipped.
+        Both only raise the result. A need of cost 0 does not count. ``buckets [k, axes]`` contain
+        the maximum.
         """
-        each = int(_MOST_CELLS ** (1 / len(self.axes)))
+        each = int(_MAX_CELLS ** (1 / len(self.axes)))
         ladders = []
         for axis, column in zip(self.axes, buckets.T, strict=True):
             sizes = _thinned(np.unique(column), each)
@@ -87,7 +100,7 @@ class Region:
             ladders.append(np.unique(np.concatenate([sizes, more])))
         boxes = self._boxes(ladders)
         own = cost(boxes.low)
-        paid = prices(boxes.high, ladders, buckets, costs, ranks)
+        paid = _paid(boxes.high, ladders, buckets, cost(buckets), order(buckets, cost))
         return float((paid / np.where(own > 0, own, np.inf)).max(initial=1.0))
 
     def _boxes(self, ladders: Sequence[NDArray[np.int64]]) -> Grid:
@@ -106,19 +119,16 @@ class Region:
         return Grid(low[some], high[some])
 
 
-def prices(
+def _paid(
     highs: Points,
     ladders: Sequence[NDArray[np.int64]],
     buckets: Points,
     costs: Floats,
-    ranks: Floats | None = None,
+    ranks: Floats,
 ) -> Floats:
-    """The cost of the bucket of lowest rank (None: the cheapest) for boxes: ``[n]``.
-
-    Their high corners lie on ``ladders``.
-    """
+    """The cost of the bucket of lowest rank for boxes whose high corners are on ``ladders``."""
     table = np.full([len(ladder) for ladder in ladders], np.inf)
-    for at in np.argsort(-(costs if ranks is None else ranks), kind="stable"):
+    for at in np.argsort(-ranks, kind="stable"):
         ends = zip(ladders, buckets[at], strict=True)
         table[tuple(slice(0, np.searchsorted(la, size, "right")) for la, size in ends)] = costs[at]
     places = zip(ladders, highs.T, strict=True)
@@ -127,7 +137,7 @@ def prices(
 
 
 def _ladder(axis: Axis, count: int) -> NDArray[np.int64]:
-    """At most ``count`` sizes up to the axis's largest, none more than a ratio above the last."""
+    """At most ``count`` sizes up to the axis's maximum in equal ratios."""
     ratio = 1.01
     while count >= 4:
         sizes = [axis.low]

@@ -1,38 +1,35 @@
-"""The parts of an engine that buckets are planned for, and a plan of all of them."""
+"""Parts of an engine that have buckets of their own, and the plan of a part."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from compiled_attn.planner import CostModel, Demand, Judgement, PlanReport, by_cost, judge
-from compiled_attn.planner.drift import PickOrder
-from compiled_attn.planner.simulator.kinds import Family
-from compiled_attn.planner.simulator.simulate import SimulatedEngine
+from compiled_attn.planner.pick import PickOrder
+from compiled_attn.planner.simulator.engine import SimulatedEngine
+from compiled_attn.planner.simulator.kinds import StepKind
 from compiled_attn.planner.simulator.steps import SimulatedSteps
 from graphs.buckets.axes import Axis
 from graphs.buckets.ladders import explicit
 from graphs.buckets.space import BucketSpace
 
-__all__ = ["EnginePart", "EnginePlan", "Limits", "Written", "part_of_sizes"]
-
-Written = Callable[[Mapping[str, "EnginePlan"]], str]
-"""Plans by the name of their part -> the text of the engine's file or option."""
+__all__ = ["EnginePart", "EnginePlan", "Limits", "Plans", "part_of_sizes"]
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What an engine was started with.
+    """Settings that an engine was started with.
 
     Args:
         max_seqs: requests that run at the same time at most (``--max-num-seqs``).
         max_tokens: tokens of a step at most (``--max-num-batched-tokens``).
         block_size: tokens of a block.
-        blocks: blocks of the cache.
-        context: the longest request (``--max-model-len``).
+        blocks: number of blocks of the cache.
+        context: longest request (``--max-model-len``).
     """
 
     max_seqs: int
@@ -43,75 +40,75 @@ class Limits:
 
     @property
     def engine(self) -> SimulatedEngine:
-        """The engine that is simulated for a trace."""
+        """The simulated engine of these limits."""
         return SimulatedEngine(self.max_tokens, self.max_seqs, self.block_size, self.blocks)
 
     @property
     def longest(self) -> int:
-        """Blocks of the longest request."""
-        return min(math.ceil(self.context / self.block_size), self.blocks)
+        """Number of blocks of the longest request."""
+        return math.ceil(self.context / self.block_size)
 
 
 @dataclass(frozen=True)
 class EnginePart:
-    """Steps of one kind, which an engine has buckets of their own for.
+    """Steps of one kind, for which an engine has a separate set of buckets.
 
     Args:
         name: such as ``decode``.
-        family: axes, legal needs and cost, here what is padded.
-        default: the ladder that the engine captures unless it is told otherwise.
-        order: by which the engine picks among buckets that hold a need.
-        beyond: what the engine does with a step that no bucket holds.
-        units: of each axis, as multiples of what is simulated; None: 1 each.
+        kind: axes, legal needs and cost of the padded steps.
+        default: the ladder that the engine captures by default.
+        order: how the engine picks among buckets that fit.
+        beyond: what the engine does with a step that fits no bucket.
+        units: size of one unit of each axis in the simulation; None: 1 each.
     """
 
     name: str
-    family: Family
+    kind: StepKind
     default: BucketSpace
     order: PickOrder = by_cost
     beyond: str = "runs eagerly, unpadded"
     units: tuple[int, ...] | None = None
 
-    def measured(self, needs: Demand) -> Demand:
-        """What was simulated, over the part's axes and in its units."""
+    def measure(self, needs: Demand) -> Demand:
+        """Convert simulated needs to the part's axes and units."""
         if self.units is None:
-            return needs.project(self.family.names)
+            return needs.project(self.kind.names)
         points = -(-needs.points // np.array(self.units))
-        return Demand(self.family.names, points, needs.weights)
+        return Demand(self.kind.names, points, needs.weights)
 
     def judge(self, space: BucketSpace, demand: Demand) -> Judgement:
-        """What buckets waste, picked by the engine's own rule."""
-        return judge(space.with_cost(self.family.cost), demand, self.family.cost, self.order)
+        """Evaluate buckets by the engine's own rule of picking."""
+        return judge(space.with_cost(self.kind.cost), demand, self.kind.cost, self.order)
 
 
 def part_of_sizes(
     name: str, kind: str, axis: str, sizes: Sequence[int], steps: type[SimulatedSteps]
 ) -> EnginePart:
-    """Steps that an engine pads along one axis, counted in its units; larger ones run unpadded.
+    """Return a part whose steps are padded along one axis; larger ones run unpadded.
 
     Args:
         name: of the part.
-        kind: under which ``steps`` counts them.
+        kind: of the needs that ``steps`` records.
         axis: such as ``tokens``.
         sizes: of the engine's default ladder, ascending.
-        steps: what a step computes.
+        steps: how steps are scheduled and recorded.
     """
     whole = Axis(axis, 1, sizes[-1])
     cost = CostModel(lambda need: need[axis])
-    family = Family(kind, (whole,), lambda need: need[axis] >= 1, cost, steps=steps)
-    return EnginePart(name, family, explicit([whole], sizes))
+    padded = StepKind(kind, (whole,), lambda need: need[axis] >= 1, cost, steps=steps)
+    return EnginePart(name, padded, explicit([whole], sizes))
 
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """The plan of one part, beside the engine's ladder, judged on steps that it was not made for.
+    """The plan of one part.
 
     Args:
         part: of the engine.
-        report: the plan that is written, made for all steps.
-        ours: the plan of the first half, on the second.
-        theirs: the engine's default ladder, on the second half.
-        outside: share of the steps that are larger than any bucket.
+        report: the plan to write, made for all steps.
+        ours: a plan made for the first half of the steps, evaluated on the second.
+        theirs: the engine's default ladder, evaluated on the second half.
+        outside: share of the steps that exceed every bucket.
     """
 
     part: EnginePart
@@ -119,3 +116,7 @@ class EnginePlan:
     ours: Judgement
     theirs: Judgement
     outside: float
+
+
+Plans = Mapping[str, EnginePlan]
+"""Plans by the name of their part."""

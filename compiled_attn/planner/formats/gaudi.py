@@ -1,10 +1,10 @@
-"""vLLM's plugin for Gaudi: buckets of prompts and decodes, as ``VLLM_BUCKETING_FROM_FILE`` reads.
+"""vLLM's Gaudi plugin: buckets of prompts and decodes, for ``VLLM_BUCKETING_FROM_FILE``.
 
-Read in vllm-project/vllm-gaudi at 091bbad (2026-08-21; ``vllm_gaudi/extension/bucketing``:
-``exponential.py``, ``common.py``, ``file_strategy.py``), with prefix caching and one prompt a step,
-as is its default. A bucket is ``(batch, query, blocks)``, a decode's query is 1. A step goes to the
-*first* bucket that holds it in the order of the tuples, not to the cheapest; what no bucket holds
-compiles while serving. A decode counts each block once for every sequence that reads it.
+As in vllm-project/vllm-gaudi (``vllm_gaudi/extension/bucketing``: ``exponential.py``,
+``common.py``, ``file_strategy.py``) with its defaults of prefix caching and one prompt per step. A
+bucket is ``(batch, query, blocks)``; the query of a decode is 1. A step goes to the *first* bucket
+in the order of the tuples that fits, not to the cheapest; a step that fits none compiles while
+serving. A decode counts each block once for every sequence that reads it.
 """
 
 from __future__ import annotations
@@ -16,36 +16,35 @@ from typing import Any
 
 from compiled_attn.engine.scheduler import ScheduledTokens
 from compiled_attn.planner import CostModel, by_size
-from compiled_attn.planner.formats.base import EnginePart, EnginePlan, Limits
-from compiled_attn.planner.simulator.kinds import Family
+from compiled_attn.planner.formats.base import EnginePart, Limits, Plans
+from compiled_attn.planner.simulator.kinds import StepKind, decode, prefill
 from compiled_attn.planner.simulator.steps import SeparateSteps
-from compiled_attn.workloads import families
 from graphs.buckets.axes import Axis, Bucket
 from graphs.buckets.ladders import explicit
 from graphs.buckets.space import BucketSpace
 
-__all__ = ["TESTED", "decode_ladder", "parts", "prompt_ladder", "spaced", "written"]
+__all__ = ["TESTED", "decode_ladder", "parts", "prompt_ladder", "spaced", "write"]
 
-TESTED = ("vllm-gaudi", ())  # read, and its parser run: the plugin needs Gaudi's own torch
+TESTED = ("vllm-gaudi", ())  # sources and parser only: the plugin needs Gaudi's own torch
 
 _LONG_CONTEXT = 8192
 _LATE = "compiles while serving"
-_REFERENCES = 3  # times the blocks of the cache: how many references a decode may have
+_REFERENCES = 3  # of a decode, in multiples of the blocks of the cache
 
 
 class GaudiSteps(SeparateSteps):
-    """One prompt's chunk, or else all decodes, whose blocks count once for each that reads them."""
+    """The steps of an engine whose decodes count a block once for each request that reads it."""
 
     def blocks_of_decodes(self, step: Sequence[ScheduledTokens]) -> int:
-        """References to blocks."""
+        """Return the number of references to blocks."""
         size = self.engine.block_size
         return sum(-(-(part.sequence.computed + part.count) // size) for part in step)
 
 
 def spaced(low: int, step: int, high: int, count: int) -> list[int]:
-    """Sizes in equal ratios from ``low`` to ``high``, rounded up to multiples of ``step``.
+    """Return sizes in equal ratios from ``low`` to ``high``, rounded up to multiples of ``step``.
 
-    A ladder from 0 or 1 begins with it, and then with one step.
+    A ladder from 0 or 1 starts with that, followed by ``step``.
     """
     if count <= 1:
         return [high]
@@ -56,19 +55,18 @@ def spaced(low: int, step: int, high: int, count: int) -> list[int]:
 
 
 def decode_ladder(limits: Limits) -> list[tuple[int, int]]:
-    """Batches and blocks of the default ladder."""
-    most = _most_references(limits)
+    """Return batches and blocks of the default ladder."""
+    most = _max_references(limits)
     batches = spaced(1, 2, limits.max_seqs, _points(limits.max_seqs))
     blocks = spaced(1, limits.max_seqs, most, _points(most))
-    longest = math.ceil(limits.context / limits.block_size)
-    return sorted({(n, min(b, n * longest)) for n in batches for b in blocks if n <= b})
+    return sorted({(n, min(b, n * limits.longest)) for n in batches for b in blocks if n <= b})
 
 
 def prompt_ladder(limits: Limits) -> list[tuple[int, int]]:
-    """Tokens of a chunk and blocks of its context, of the default ladder.
+    """Return tokens of a chunk and blocks of its context of the default ladder.
 
-    All is exponential. From 8,192 tokens of context on, the largest context of the ladder is that
-    of a whole chunk, and each shorter chunk has one of its own, as far as the model goes.
+    Both are exponential. From 8,192 tokens of context on, the largest context of the ladder is that
+    of a whole chunk, and each shorter chunk has its own, up to the model's context.
     """
     size, longest = limits.block_size, limits.context
     queries = spaced(size, size, limits.max_tokens, math.ceil(math.log2(limits.max_tokens)))
@@ -84,10 +82,10 @@ def prompt_ladder(limits: Limits) -> list[tuple[int, int]]:
 
 
 def parts(limits: Limits) -> list[EnginePart]:
-    """Prompts, counted in blocks as the cache is written by blocks, and decodes."""
+    """Return prompts, counted in blocks because the cache is written by blocks, and decodes."""
     size = limits.block_size
-    decode = families.decode(limits.engine, limits.context)
-    axes = (decode.axes[0], Axis("blocks", 1, _most_references(limits)))
+    decodes = decode(limits.engine, limits.context)
+    axes = (decodes.axes[0], Axis("blocks", 1, _max_references(limits)))
     return [
         EnginePart(
             "prompt",
@@ -99,7 +97,7 @@ def parts(limits: Limits) -> list[EnginePart]:
         ),
         EnginePart(
             "decode",
-            replace(decode, axes=axes, steps=GaudiSteps),
+            replace(decodes, axes=axes, steps=GaudiSteps),
             explicit(["sequences", "blocks"], decode_ladder(limits)),
             by_size,
             _LATE,
@@ -107,16 +105,15 @@ def parts(limits: Limits) -> list[EnginePart]:
     ]
 
 
-def _prompts(limits: Limits) -> Family:
-    """Over the blocks of a chunk and the blocks of its context."""
+def _prompts(limits: Limits) -> StepKind:
     size, time = limits.block_size, limits.engine.time
-    contexts = families.prefill(limits.engine, limits.context).axes[1]
+    contexts = prefill(limits.engine, limits.context).axes[1]
 
     def cost(need: Mapping[str, Any]) -> Any:
         tokens = need["chunk"] * size
         return tokens * (time.token + time.pair * (tokens + size * need["context"]))
 
-    return Family(
+    return StepKind(
         "prefill",
         (Axis("chunk", 1, math.ceil(limits.max_tokens / size)), contexts),
         lambda need: (need["chunk"] - 1 + need["context"] - 1) * size < limits.context,
@@ -125,8 +122,8 @@ def _prompts(limits: Limits) -> Family:
     )
 
 
-def written(plans: Mapping[str, EnginePlan]) -> str:
-    """One tuple a line: batch, query, blocks; prompts first."""
+def write(plans: Plans) -> str:
+    """Return one tuple per line: batch, query, blocks; prompts first."""
     size = (plans["prompt"].part.units or (1,))[0]
     lines = ["# prompts: (batch, query, context blocks)"]
     lines += [
@@ -143,9 +140,8 @@ def _sorted(space: BucketSpace) -> list[Bucket]:
     return sorted(space, key=lambda bucket: bucket.sizes)
 
 
-def _most_references(limits: Limits) -> int:
-    each = math.ceil(limits.context / limits.block_size)
-    return min(each * limits.max_seqs, _REFERENCES * limits.blocks)
+def _max_references(limits: Limits) -> int:
+    return min(limits.longest * limits.max_seqs, _REFERENCES * limits.blocks)
 
 
 def _points(high: int) -> int:

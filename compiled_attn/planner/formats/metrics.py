@@ -1,13 +1,12 @@
-"""Demand out of vLLM's Prometheus metrics, and what their histograms cannot tell.
+"""Reads demand from vLLM's Prometheus histograms.
 
-``vllm:iteration_tokens_total`` counts the steps by their tokens, between fixed bounds (1, 8, 16,
-32, ... 16384), and sums these up. Where a step lies between two bounds is lost: here sizes are
-spread by a power law whose mean is that of the sum. Lengths of requests are counted in
-``vllm:request_prompt_tokens`` and ``vllm:request_generation_tokens`` (1, 2, 5, 10, 20, 50, ...),
-but not which prompt had which answer, when it came, nor what it shared with others: requests that
-are drawn from them are independent of each other.
+``vllm:iteration_tokens_total`` counts steps by their tokens between fixed bounds (1, 8, 16, 32, ...
+16384), with their sum. The sizes between two bounds are unknown and modelled by a power law with
+the mean of the sum. ``vllm:request_prompt_tokens`` and ``vllm:request_generation_tokens`` count
+lengths (1, 2, 5, 10, 20, 50, ...), but not which prompt had which output, when it arrived, or what
+it shared with others: requests sampled from them are independent of each other.
 
-Read in vLLM 0.32.0 and 0.33.0: ``vllm/v1/metrics/loggers.py``, ``vllm/v1/metrics/buckets.py``.
+As in vLLM 0.32.0 and 0.33.0: ``vllm/v1/metrics/loggers.py``, ``vllm/v1/metrics/buckets.py``.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ from compiled_attn.planner import Demand
 from compiled_attn.planner.demand import Floats
 from compiled_attn.workloads import Arrival
 
-__all__ = ["Histogram", "drawn_requests", "read_histogram", "step_tokens"]
+__all__ = ["Histogram", "read_histogram", "sample_requests", "step_tokens"]
 
 _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+\S+)?$")
 _BOUND = re.compile(r'(?:^|,)\s*le="([^"]*)"')
 _STEEPEST, _HALVINGS = 40.0, 80
-_POINTS = 64  # sizes at most that stand for the steps between two bounds
+_POINTS = 64  # sizes at most between two bounds
 
 _STEPS = "vllm:iteration_tokens_total"
-_PROMPTS, _ANSWERS = "vllm:request_prompt_tokens", "vllm:request_generation_tokens"
+_PROMPTS, _OUTPUTS = "vllm:request_prompt_tokens", "vllm:request_generation_tokens"
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Histogram:
         name: of the metric.
         bounds: upper bounds, ascending; the last may be infinite.
         counts: between each bound and the one before it.
-        total: the sum of all that was observed.
+        total: the sum of all observations.
     """
 
     name: str
@@ -53,10 +52,9 @@ class Histogram:
     total: float
 
     def spread(self, largest: int) -> tuple[list[int], list[float]]:
-        """Sizes and their weights: a power law between the bounds, with the mean of the sum.
+        """Return sizes and weights: a power law between the bounds, with the mean of the sum.
 
-        Args:
-            largest: what stands for the last bound where that is infinite.
+        ``largest`` replaces the last bound if that is infinite.
         """
         ranges = self._ranges(largest)
         low, high = -_STEEPEST, _STEEPEST
@@ -78,10 +76,10 @@ class Histogram:
 
 
 def read_histogram(path: Path, name: str) -> Histogram:
-    """Read one histogram of what a server's ``/metrics`` gave, summed over engines and models.
+    """Read a histogram from a saved ``/metrics`` response, summed over engines and models.
 
     Raises:
-        TraceError: the file cannot be read, or has no such histogram, or only one without counts.
+        TraceError: the file cannot be read, or has no such histogram with counts.
     """
     counts: dict[float, float] = {}
     total = 0.0
@@ -113,12 +111,12 @@ def read_histogram(path: Path, name: str) -> Histogram:
 
 
 def step_tokens(path: Path, largest: int) -> Demand:
-    """The tokens of steps, as ``vllm:iteration_tokens_total`` counts them, each in two halves.
+    """Return the tokens of steps from ``vllm:iteration_tokens_total``.
 
-    A histogram knows no time, so both halves of the demand are the same.
+    A histogram has no time, so both halves of the demand are the same.
 
     Args:
-        path: what ``/metrics`` gave.
+        path: a saved ``/metrics`` response.
         largest: tokens of a step at most.
 
     Raises:
@@ -129,31 +127,31 @@ def step_tokens(path: Path, largest: int) -> Demand:
     return Demand(("tokens",), [(size,) for size in sizes * 2], halves)
 
 
-def drawn_requests(path: Path, count: int, context: int, seed: int = 0) -> list[Arrival]:
-    """Requests with the lengths that the server counted, prompts and answers drawn independently.
+def sample_requests(path: Path, count: int, context: int, seed: int = 0) -> list[Arrival]:
+    """Sample requests of the counted lengths, prompts and outputs independently.
 
-    All come at once, and no prompt begins as another does: neither is in the metrics.
+    All arrive at once and share no prefix, as the metrics have neither.
 
     Args:
-        path: what ``/metrics`` gave.
-        count: requests to draw.
+        path: a saved ``/metrics`` response.
+        count: number of requests.
         context: the longest request; longer ones are cut.
-        seed: of what is drawn.
+        seed: of the random numbers.
 
     Raises:
         TraceError: see `read_histogram`.
     """
     rng = np.random.default_rng(seed)
     lengths = []
-    for name in (_PROMPTS, _ANSWERS):
+    for name in (_PROMPTS, _OUTPUTS):
         sizes, weights = read_histogram(path, name).spread(context)
         shares = np.array(weights) / sum(weights)
         lengths.append(rng.choice(sizes, size=count, p=shares))
-    prompts, answers = lengths
+    prompts, outputs = lengths
     prompts = np.minimum(prompts, context - 1)
-    answers = np.maximum(1, np.minimum(answers, context - prompts))
-    pairs = zip(prompts.tolist(), answers.tolist(), strict=True)
-    return [Arrival(0.0, prompt, answer) for prompt, answer in pairs]
+    outputs = np.maximum(1, np.minimum(outputs, context - prompts))
+    pairs = zip(prompts.tolist(), outputs.tolist(), strict=True)
+    return [Arrival(0.0, prompt, output) for prompt, output in pairs]
 
 
 def _spread(ranges: list[tuple[int, int, float]], power: float) -> tuple[Floats, Floats]:
@@ -162,7 +160,7 @@ def _spread(ranges: list[tuple[int, int, float]], power: float) -> tuple[Floats,
         inside = np.unique(np.linspace(low, high, min(_POINTS, high - low + 1)).round())
         logs = power * np.log(inside / high)
         shares = np.exp(logs - logs.max())
-        kept = shares > 1e-12 * shares.sum()
-        sizes.append(inside[kept])
-        weights.append(count * shares[kept] / shares[kept].sum())
+        some = shares > 1e-12 * shares.sum()
+        sizes.append(inside[some])
+        weights.append(count * shares[some] / shares[some].sum())
     return np.concatenate(sizes), np.concatenate(weights)

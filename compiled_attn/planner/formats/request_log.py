@@ -1,9 +1,8 @@
-"""Requests out of vLLM's log: lengths, times, and which prompts begin alike.
+"""Reads requests from vLLM's log: lengths, times, and common prefixes.
 
-vLLM logs a request's parameters at INFO, and its tokens at DEBUG only. So a server must run with
-``--enable-log-requests --enable-log-outputs`` and ``VLLM_LOGGING_LEVEL=DEBUG``, without
-``--max-log-len``, which cuts the tokens. Read in vLLM 0.32.0:
-``vllm/entrypoints/serve/utils/request_logger.py``.
+vLLM logs tokens at DEBUG only: the server must run with ``--enable-log-requests
+--enable-log-outputs`` and ``VLLM_LOGGING_LEVEL=DEBUG``, without ``--max-log-len``, which truncates
+them. As in vLLM 0.32.0: ``vllm/entrypoints/serve/utils/request_logger.py``.
 """
 
 from __future__ import annotations
@@ -19,36 +18,35 @@ from compiled_attn.workloads import Arrival
 __all__ = ["read_request_log"]
 
 _TIME = re.compile(r"\b(\d\d-\d\d \d\d:\d\d:\d\d)\b")
-_ASKED = re.compile(r"\bRequest (\S+) details: .*prompt_token_ids: \[([\d, ]*)\], prompt_embeds")
-_TOLD = re.compile(
+_REQUEST = re.compile(r"\bRequest (\S+) details: .*prompt_token_ids: \[([\d, ]*)\], prompt_embeds")
+_RESPONSE = re.compile(
     r"Generated response (\S+?)( \(streaming \w+\))? details: output_token_ids: \[([\d, ]*)\]"
 )
 _RECEIVED = "Received request "
-_BLOCK = 128
-"""Tokens that one prefix id covers."""
+_BLOCK = 128  # tokens per prefix id
 
 
 @dataclass
-class _Seen:
+class _Logged:
     at: datetime
     prompt: list[int]
     streamed: int = 0
     whole: int = 0
 
     @property
-    def answer(self) -> int:
-        """Tokens of the answer: told at once, or else piece by piece."""
+    def output(self) -> int:
+        """Number of generated tokens, logged at once or streamed."""
         return self.whole or self.streamed
 
 
 @dataclass
 class _Prefixes:
-    """Numbers for the beginnings of prompts, in blocks."""
+    """Ids of the prefixes of prompts, in blocks."""
 
     known: dict[tuple[int, ...], int] = field(default_factory=dict)
 
     def ids(self, tokens: list[int]) -> tuple[int, ...]:
-        """One number for each block: equal ones where everything up to its end is equal."""
+        """Return an id per block: equal ids where everything up to its end is equal."""
         numbers: list[int] = []
         before = -1
         for start in range(0, len(tokens), _BLOCK):
@@ -59,25 +57,22 @@ class _Prefixes:
 
 
 def read_request_log(path: Path) -> list[Arrival]:
-    """Read the requests of a log, in the order in which they came.
-
-    A request without its answer in the log (it was cut off, or answers were not logged) is left
-    out.
+    """Read the requests of a log, in order of arrival, without those whose output is missing.
 
     Raises:
-        TraceError: the file cannot be read, or holds no request with the tokens of its prompt and
-            its answer: the message says how to log them.
+        TraceError: the file cannot be read, or has no request with the tokens of its prompt and its
+            output.
     """
-    seen: dict[str, _Seen] = {}
+    found: dict[str, _Logged] = {}
     received = 0
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             for line in file:
                 received += _RECEIVED in line
-                _note(seen, line)
+                _read_line(found, line)
     except OSError as error:
         raise TraceError(f"{path}: cannot be read: {error.strerror or error}") from error
-    done = [each for each in seen.values() if each.answer and each.prompt]
+    done = [each for each in found.values() if each.output and each.prompt]
     if not done:
         raise TraceError(
             f"{path}: expected requests with prompt_token_ids and output_token_ids, got "
@@ -90,7 +85,7 @@ def read_request_log(path: Path) -> list[Arrival]:
         Arrival(
             (each.at - first).total_seconds(),
             len(each.prompt),
-            each.answer,
+            each.output,
             prefixes.ids(each.prompt),
             _BLOCK,
         )
@@ -98,12 +93,14 @@ def read_request_log(path: Path) -> list[Arrival]:
     ]
 
 
-def _note(seen: dict[str, _Seen], line: str) -> None:
-    if asked := _ASKED.search(line):
-        seen[asked[1]] = _Seen(_time(line, next(reversed(seen.values()), None)), _numbers(asked[2]))
-    elif (told := _TOLD.search(line)) and (request := seen.get(told[1])):
-        count = len(_numbers(told[3]))
-        if told[2] and "delta" in told[2]:
+def _read_line(found: dict[str, _Logged], line: str) -> None:
+    if match := _REQUEST.search(line):
+        found[match[1]] = _Logged(
+            _time(line, next(reversed(found.values()), None)), _numbers(match[2])
+        )
+    elif (match := _RESPONSE.search(line)) and (request := found.get(match[1])):
+        count = len(_numbers(match[3]))
+        if match[2] and "delta" in match[2]:
             request.streamed += count
         else:
             request.whole = count
@@ -113,8 +110,8 @@ def _numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",") if part.strip()]
 
 
-def _time(line: str, before: _Seen | None) -> datetime:
-    """When a line was logged; a log has no years, so December is followed by the next January."""
+def _time(line: str, before: _Logged | None) -> datetime:
+    """The time of a line; a log has no years, so January after December is in the next year."""
     last = before.at if before else datetime(2000, 1, 1)
     if (found := _TIME.search(line)) is None:
         return last

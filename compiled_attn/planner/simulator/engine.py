@@ -1,7 +1,4 @@
-"""The engine that is simulated: its sizes, how long its steps take, and its requests.
-
-Tokens of these are counted only, and their blocks have names.
-"""
+"""Sizes, speed and requests of a simulated engine; tokens are counted, not generated."""
 
 from __future__ import annotations
 
@@ -18,16 +15,16 @@ __all__ = ["BlockKey", "CountedTokens", "SimulatedEngine", "StepTime", "sequence
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Seconds of a simulated step: a sum over what it computes and reads.
+    """Seconds of a simulated step, as a sum over what it computes and reads.
 
     The defaults are a roofline of an 8-billion-parameter model (16-bit, grouped queries) on one
     data-centre accelerator: 1e15 operations and 3e12 bytes a second.
 
     Args:
-        base: of any step.
-        token: of each new token.
-        pair: of each query and key that a prompt chunk compares.
-        block_slot: of each slot of a cached block that one token reads.
+        base: per step.
+        token: per new token.
+        pair: per query and key of a prompt chunk.
+        block_slot: per slot of a cached block that one token reads.
     """
 
     base: float = 6e-3
@@ -38,14 +35,14 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedEngine:
-    """Sizes and policy of the engine that is simulated.
+    """Sizes of a simulated engine.
 
     Args:
         max_tokens: tokens of a step at most.
         max_seqs: requests that run at the same time at most (<= max_tokens).
         block_size: slots in a block.
         blocks: blocks of the pool, without the null block.
-        time: how long steps take.
+        time: seconds of steps.
 
     Raises:
         ValueError: a size below 1, or more requests than tokens.
@@ -72,7 +69,7 @@ BlockKey = tuple[int, int]
 
 
 class CountedTokens:
-    """So many tokens of a request; block ``number`` has a name, that of ``chain`` or its own."""
+    """The length of a request; block ``number`` has the key of ``chain`` or a unique one."""
 
     __slots__ = ("chain", "index", "length")
 
@@ -83,12 +80,12 @@ class CountedTokens:
         return self.length
 
     def key(self, number: int) -> BlockKey:
-        """The name of a full block: prompts that begin alike share names."""
+        """Return the key of a full block: prompts with a common prefix share keys."""
         return self.chain[number] if number < len(self.chain) else (-1 - self.index, number)
 
 
 def sequences(arrivals: Sequence[Arrival], block_size: int) -> Iterator[RequestState]:
-    """The sequences of a demand, of `CountedTokens`, which the engine's scheduler only counts."""
+    """Yield a request state with `CountedTokens` for each arrival."""
     nodes: dict[tuple[int, int, int], int] = {}
     for index, arrival in enumerate(arrivals):
         tokens = CountedTokens(index, arrival.prompt_tokens, _chain(arrival, block_size, nodes))
@@ -98,7 +95,7 @@ def sequences(arrivals: Sequence[Arrival], block_size: int) -> Iterator[RequestS
 
 
 def _chain(arrival: Arrival, size: int, nodes: dict[tuple[int, int, int], int]) -> list[BlockKey]:
-    """A name for each full block that prefix ids cover."""
+    """A key for each full block that prefix ids cover."""
     node, chain, hashed = 0, [], arrival.hash_block
     for prefix_id in arrival.prefix_ids:
         node = nodes.setdefault((node, prefix_id, hashed), len(nodes) + 1)

@@ -1,7 +1,4 @@
-"""The kinds of steps an engine captures graphs for: axes, what is legal, what it costs.
-
-Ours, and those of engines that keep decodes and prefills apart.
-"""
+"""Kinds of steps that engines capture graphs for: axes, legal needs and cost."""
 
 from __future__ import annotations
 
@@ -12,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from compiled_attn.planner import CostModel, Demand
-from compiled_attn.planner.simulator.simulate import SimulatedEngine
+from compiled_attn.planner.simulator.engine import SimulatedEngine
 from compiled_attn.planner.simulator.steps import SeparateSteps, SimulatedSteps
 from graphs.buckets.axes import Axis
 
-__all__ = ["FAMILIES", "Family", "family", "within"]
+__all__ = ["KINDS", "StepKind", "decode", "prefill", "step_kind", "within"]
 
-FAMILIES = ("engine", "table")
+KINDS = ("engine", "table")
 """Steps of the portable kernel, over (tokens, shared, unique, logits), and of the native one, which
 reads block tables, over (tokens, requests)."""
 
@@ -26,17 +23,17 @@ _USUAL_SHARE = 0.005
 
 
 @dataclass(frozen=True)
-class Family:
-    """Steps of one kind.
+class StepKind:
+    """A kind of steps.
 
     Args:
         name: of the simulated needs.
         axes: with the engine's limits.
         legal: which needs within the limits can occur, numbers or arrays by axis.
-        cost: of a bucket, in seconds of the simulated device without its constant part.
-        usual: sizes up to which the field lays its ladders out where the limit is hardly ever met:
-            the shared blocks of one context, while a step may read those of several.
-        steps: what a simulated step computes.
+        cost: of a bucket, in seconds of the simulated device without the constant part.
+        usual: sizes up to which usual ladders go where the limit is rarely reached: the shared
+            blocks of one context, while a step may read those of several.
+        steps: how steps are scheduled and recorded.
     """
 
     name: str
@@ -48,14 +45,14 @@ class Family:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the axes."""
+        """Names of the axes."""
         return tuple(axis.name for axis in self.axes)
 
-    def foreseen(self, demand: Demand) -> Demand:
-        """The demand and the largest usual step, at a small share of its cost.
+    def with_largest_usual(self, demand: Demand) -> Demand:
+        """Add the largest usual step at a small share of the demand's cost.
 
-        A record rarely has that step, and without it all that comes close to it tomorrow pays for
-        the largest step of all.
+        A recording rarely has that step, and without it steps close to it would be padded to the
+        maximum.
         """
         if not self.usual:
             return demand
@@ -66,29 +63,28 @@ class Family:
         return Demand(self.names, points, np.append(demand.weights, weight))
 
 
-def family(name: str, engine: SimulatedEngine, context: int) -> Family:
-    """A family within the limits of an engine.
+def step_kind(name: str, engine: SimulatedEngine, context: int) -> StepKind:
+    """Return one of `KINDS` within the limits of an engine.
 
     Args:
-        name: one of `FAMILIES`.
-        engine: sizes, and how long steps take.
+        name: of the kind.
+        engine: sizes and speed.
         context: longest prompt plus generation, in tokens.
 
     Raises:
         ValueError: an unknown name, or a context below 2.
     """
-    if name not in FAMILIES:
-        raise ValueError(f"unknown family {name!r}; expected one of {', '.join(FAMILIES)}")
+    if name not in KINDS:
+        raise ValueError(f"unknown kind of steps {name!r}; expected one of {', '.join(KINDS)}")
     if context < 2:
         raise ValueError(f"expected a context of at least 2 tokens, got {context}: raise it")
-    longest = min(-(-context // engine.block_size), engine.blocks)
-    return _table(engine) if name == "table" else _engine(engine, longest)
+    return _table(engine) if name == "table" else _engine(engine, _longest(engine, context))
 
 
 def within(demand: Demand, axes: Sequence[Axis]) -> tuple[Demand, float]:
-    """The needs that fit the axes, over these in their order, and the share of the others.
+    """Return the needs within the axes, in their order, and the share of the others.
 
-    The engine cuts a step that no bucket holds into smaller ones.
+    The engine splits a step that exceeds every bucket.
 
     Raises:
         ValueError: no need fits, or an axis is missing.
@@ -98,12 +94,12 @@ def within(demand: Demand, axes: Sequence[Axis]) -> tuple[Demand, float]:
     if not fits.any():
         limits = ", ".join(f"{axis.name} <= {axis.high}" for axis in axes)
         raise ValueError(f"expected needs with {limits}, got none: raise the limits")
-    kept = Demand(projected.names, projected.points[fits], projected.weights[fits])
-    return kept, 1 - kept.total / demand.total
+    fitting = Demand(projected.names, projected.points[fits], projected.weights[fits])
+    return fitting, 1 - fitting.total / demand.total
 
 
-def _table(engine: SimulatedEngine) -> Family:
-    return Family(
+def _table(engine: SimulatedEngine) -> StepKind:
+    return StepKind(
         "table",
         (Axis("tokens", 1, engine.max_tokens), Axis("requests", 1, engine.max_seqs)),
         lambda n: n["requests"] <= n["tokens"],
@@ -111,7 +107,7 @@ def _table(engine: SimulatedEngine) -> Family:
     )
 
 
-def _engine(engine: SimulatedEngine, longest: int) -> Family:
+def _engine(engine: SimulatedEngine, longest: int) -> StepKind:
     time, size = engine.time, engine.block_size
     contexts = max(1, min(engine.max_seqs, engine.max_tokens // 2))
     axes = (
@@ -130,14 +126,14 @@ def _engine(engine: SimulatedEngine, longest: int) -> Family:
         prompt = n["tokens"] * (time.token + time.pair * (n["tokens"] + size * n["shared"]))
         return prompt + time.block_slot * size * n["unique"]
 
-    return Family("engine", axes, legal, CostModel(cost), {"shared": longest})
+    return StepKind("engine", axes, legal, CostModel(cost), {"shared": longest})
 
 
-def decode(engine: SimulatedEngine, context: int) -> Family:
-    """Over sequences and the distinct blocks that they read."""
+def decode(engine: SimulatedEngine, context: int) -> StepKind:
+    """Return decodes, over requests and the distinct blocks that they read."""
     time, longest = engine.time, _longest(engine, context)
     read = time.block_slot * engine.block_size
-    return Family(
+    return StepKind(
         "decode",
         (
             Axis("sequences", 1, engine.max_seqs),
@@ -149,10 +145,10 @@ def decode(engine: SimulatedEngine, context: int) -> Family:
     )
 
 
-def prefill(engine: SimulatedEngine, context: int) -> Family:
-    """Over the tokens of a chunk and the blocks that its prompt has in the cache."""
+def prefill(engine: SimulatedEngine, context: int) -> StepKind:
+    """Return prompt chunks, over their tokens and the cached blocks of their context."""
     time, size = engine.time, engine.block_size
-    return Family(
+    return StepKind(
         "prefill",
         (Axis("tokens", 1, engine.max_tokens), Axis("context", 0, _longest(engine, context))),
         lambda n: n["tokens"] + (n["context"] - 1) * size < context,

@@ -1,8 +1,8 @@
-"""The ladders that serving engines capture today, beside a plan of as many graphs.
+"""Bucket ladders that serving engines use, compared with a plan of the same number of graphs.
 
-Rules and default parameters are those of vLLM's plugin for Gaudi
-(``vllm_gaudi.extension.bucketing``: exponential, padding-aware of pull request 762, unified).
-Buckets that no legal need reaches are left out.
+Rules and default parameters are those of vLLM's Gaudi plugin (``vllm_gaudi.extension.bucketing``:
+exponential, padding-aware of pull request 762, unified), without buckets that no legal need can
+reach.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple, TypeAlias
 
 from compiled_attn.planner import Demand, Judgement, PlanReport, judge, plan
-from compiled_attn.planner.simulator.kinds import Family, within
+from compiled_attn.planner.simulator.kinds import StepKind, within
 from graphs.buckets.ladders import explicit, exponential, linear, padding_aware
 from graphs.buckets.space import BucketSpace
 
@@ -21,68 +21,56 @@ __all__ = ["Comparison", "compare", "highest", "ladders_within", "reachable", "u
 Points: TypeAlias = Mapping[str, int]
 
 _FINE = 64  # steps of a padding-aware axis
-_MORE = 8  # times as many buckets may a ladder have before the unreachable ones are left out
+_MAX_PRODUCT = 8  # times the number of graphs, before unreachable buckets are removed
 
 
 class Comparison(NamedTuple):
-    """A plan, and what it and other strategies (by name, the plan last) do to unseen needs."""
+    """A plan, and the results of all strategies by name on unseen needs, the plan last."""
 
     plan: PlanReport
     judged: dict[str, Judgement]
 
 
 def compare(
-    family: Family,
+    kind: StepKind,
     first: Demand,
     second: Demand,
     max_graphs: int,
     *,
     others: Mapping[str, BucketSpace] | None = None,
     rho: float | None = 3.0,
-    drift: bool = True,
 ) -> Comparison:
-    """Judge the ladders of the field, others, and a plan, all of ``max_graphs`` at most.
+    """Compare usual ladders, others and a plan, each of at most ``max_graphs`` buckets.
 
     Args:
-        family: axes, legal needs and cost.
-        first: what the plan is fitted on, less what no legal bucket holds; the ladders know the
-            limits only.
-        second: what all are judged on; a step that must be cut counts as missed.
-        max_graphs: buckets of each at most.
-        others: further buckets to judge, by name.
+        kind: axes, legal needs and cost.
+        first: what the plan is fitted on, without needs outside the axes; ladders know only the
+            limits.
+        second: what all are evaluated on; a step that must be split counts as missed.
+        max_graphs: limit of each.
+        others: further buckets, by name.
         rho: of the plan's guard; None: no guard.
-        drift: plan for the worst of the demands near ``first``.
 
     Raises:
         ValueError: what `compiled_attn.planner.plan` and `judge` raise.
     """
-    kept = family.foreseen(within(first, family.axes)[0])
-    spaces = {**ladders_within(family, max_graphs), **(others or {})}
-    fitted = plan(
-        kept,
-        family.cost,
-        max_graphs,
-        axes=family.axes,
-        legal=family.legal,
-        rho=rho,
-        drift=drift,
-        ladders=spaces,
-    )
+    demand = kind.with_largest_usual(within(first, kind.axes)[0])
+    spaces = {**ladders_within(kind, max_graphs), **(others or {})}
+    fitted = plan(demand, kind.cost, max_graphs, axes=kind.axes, legal=kind.legal, rho=rho)
     judged = {
-        name: judge(space.with_cost(family.cost), second, family.cost)
-        for name, space in spaces.items()
+        name: judge(space.with_cost(kind.cost), second, kind.cost) for name, space in spaces.items()
     }
     return Comparison(fitted, {**judged, "fitted plan": fitted.judge(second)})
 
 
-def ladders_within(family: Family, max_graphs: int) -> dict[str, BucketSpace]:
-    """Linear, exponential, padding-aware and unified ladders of at most so many graphs, by name.
+def ladders_within(kind: StepKind, max_graphs: int) -> dict[str, BucketSpace]:
+    """Return linear, exponential, padding-aware and unified ladders by name.
 
-    The axes get one size more in turn, as long as the number allows; logits only the largest one.
-    Padding-aware ladders keep the field's fine steps, and the number decides how much they pad.
-    The unified ladder is for steps that hold prompts and decodes both.
+    The axes get one more size in turn while ``max_graphs`` allows; logits have only the largest.
+    Padding-aware ladders have fixed fine steps, and ``max_graphs`` decides how much they pad. The
+    unified ladder is for steps of both prompts and decodes.
     """
-    high = {name: size for name, size in highest(family).items() if name != "logits"}
+    high = {name: size for name, size in highest(kind).items() if name != "logits"}
 
     def sizes(points: Points) -> dict[str, tuple[int, int, int]]:
         steps = {name: max(1, math.ceil(high[name] / count)) for name, count in points.items()}
@@ -96,17 +84,17 @@ def ladders_within(family: Family, max_graphs: int) -> dict[str, BucketSpace]:
         "exponential": of_exponential,
     }
     if "shared" in high:
-        makers["unified ladder"] = lambda points: unified(family, points, few=8)
-    found = {name: _fitting(make, family, max_graphs) for name, make in makers.items()}
-    aware = _padding_aware(family, high, max_graphs)
+        makers["unified ladder"] = lambda points: unified(kind, points, few=8)
+    found = {name: _fitting(make, kind, max_graphs) for name, make in makers.items()}
+    aware = _padding_aware(kind, high, max_graphs)
     first = {name: found.pop(name) for name in ("linear", "exponential")}
     return {**first, "padding-aware": aware, **found}
 
 
-def _padding_aware(family: Family, high: Points, most: int) -> BucketSpace:
-    """From 1 in fine steps, with the smallest relative padding of which the graphs suffice.
+def _padding_aware(kind: StepKind, high: Points, most: int) -> BucketSpace:
+    """The smallest relative padding that ``most`` graphs allow, from size 1 in fine steps.
 
-    If they do not for 50 per cent, the ladder of 50 per cent begins at a larger size.
+    If they do not allow 50 per cent, the ladder of 50 per cent starts at a larger size.
     """
 
     def made(percent: int) -> BucketSpace | None:
@@ -115,11 +103,11 @@ def _padding_aware(family: Family, high: Points, most: int) -> BucketSpace:
             for name, size in high.items()
         }
         each = [len(padding_aware(size=axis)) for axis in sizes.values()]
-        return padding_aware(**sizes) if math.prod(each) <= _MORE * most else None
+        return padding_aware(**sizes) if math.prod(each) <= _MAX_PRODUCT * most else None
 
     for percent in range(10, 51, 5):
         space = made(percent)
-        if space is not None and len(found := reachable(space, family)) <= most:
+        if space is not None and len(found := reachable(space, kind)) <= most:
             return found
 
     def of_half(points: Points) -> BucketSpace:
@@ -128,23 +116,23 @@ def _padding_aware(family: Family, high: Points, most: int) -> BucketSpace:
             **{name: (low, max(1, low), high[name], 0, 50) for name, low in lows.items()}
         )
 
-    return _fitting(of_half, family, most)
+    return _fitting(of_half, kind, most)
 
 
-def _fitting(make: Callable[[Points], BucketSpace], family: Family, most: int) -> BucketSpace:
-    points = {axis.name: 1 for axis in family.axes if axis.name != "logits"}
-    best, growing = reachable(make(points), family), set(points)
+def _fitting(make: Callable[[Points], BucketSpace], kind: StepKind, most: int) -> BucketSpace:
+    points = {axis.name: 1 for axis in kind.axes if axis.name != "logits"}
+    best, growing = reachable(make(points), kind), set(points)
     if len(best) > most:
-        best = explicit(family.axes, [_maximum(family)])
+        best = explicit(kind.axes, [_maximum(kind)])
     while growing:
         for name in sorted(growing):
             found = None
             for further in (1, 2, 3):  # rounding may make a ladder of more points no larger
                 more = {**points, name: points[name] + further}
                 space = make(more)
-                if len(space) > _MORE * most:
+                if len(space) > _MAX_PRODUCT * most:
                     break
-                found = reachable(space, family)
+                found = reachable(space, kind)
                 if len(found) > len(best):
                     break
             if found is None or not len(best) < len(found) <= most:
@@ -154,28 +142,28 @@ def _fitting(make: Callable[[Points], BucketSpace], family: Family, most: int) -
     return best
 
 
-def reachable(space: BucketSpace, family: Family) -> BucketSpace:
-    """Over the family's axes, with its largest step, less what no legal need reaches."""
-    if missing := [axis for axis in family.axes if axis.name not in space.names]:
+def reachable(space: BucketSpace, kind: StepKind) -> BucketSpace:
+    """Extend a ladder to the kind's axes and maximum, without unreachable buckets."""
+    if missing := [axis for axis in kind.axes if axis.name not in space.names]:
         space = space * explicit(missing, [[axis.high for axis in missing]])
-    columns = [[bucket[name] for name in family.names] for bucket in space]
-    columns.append(_maximum(family))
-    return explicit(family.axes, columns).where(lambda need: bool(family.legal(need)))
+    columns = [[bucket[name] for name in kind.names] for bucket in space]
+    columns.append(_maximum(kind))
+    return explicit(kind.axes, columns).where(lambda need: bool(kind.legal(need)))
 
 
-def _maximum(family: Family) -> list[int]:
-    return [axis.high for axis in family.axes]
+def _maximum(kind: StepKind) -> list[int]:
+    return [axis.high for axis in kind.axes]
 
 
-def highest(family: Family) -> dict[str, int]:
-    """How far the ladders of the field go, by axis."""
-    return {axis.name: axis.high for axis in family.axes} | dict(family.usual)
+def highest(kind: StepKind) -> dict[str, int]:
+    """Return the largest size of usual ladders, by axis."""
+    return {axis.name: axis.high for axis in kind.axes} | dict(kind.usual)
 
 
-def unified(family: Family, points: Points, few: int = 1) -> BucketSpace:
-    """Exponential, rounded up to multiples of 128, or less where that leaves ``few`` sizes."""
+def unified(kind: StepKind, points: Points, few: int = 1) -> BucketSpace:
+    """Return an exponential ladder of multiples of 128, or less where few sizes remain."""
     multiple = 128
-    low, high = {axis.name: axis.low for axis in family.axes}, highest(family)
+    low, high = {axis.name: axis.low for axis in kind.axes}, highest(kind)
     return exponential(
         **{
             name: (low[name], high[name], n, max(1, min(multiple, high[name] // few)))

@@ -1,7 +1,6 @@
-"""A block pool without contents: how many blocks a simulated step reads, and how many are shared.
+"""A mock of `BlockPool` without contents, which counts the shared and unique blocks of a step.
 
-It stands in for `BlockPool` under the engine's scheduler and follows it in what can be counted:
-which prefix is found, which cached block is evicted first, when blocks run out.
+It finds the same prefixes, evicts cached blocks in the same order and runs out at the same time.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ __all__ = ["CountedTable", "SimulatedPool"]
 
 
 class CountedTable:
-    """Blocks of a request: the first ``keyed`` can be found, the first ``read`` are counted."""
+    """Blocks of a request: the first ``keyed`` are in the index, the first ``read`` counted."""
 
     __slots__ = ("blocks", "keyed", "num_cached_tokens", "read")
 
@@ -25,10 +24,10 @@ class CountedTable:
 
 
 class SimulatedPool:
-    """Blocks by number, counted by their holders and by the single tokens that read them.
+    """Blocks by number, with their owners and the number of single tokens that read them.
 
-    ``shared`` and ``unique`` are the distinct blocks that the requests entered by `read` use
-    together: those that several of them read, and those that one does.
+    ``shared`` and ``unique`` count the distinct blocks that several, or one, of the requests passed
+    to `read` use.
     """
 
     def __init__(self, blocks: int, block_size: int) -> None:
@@ -44,7 +43,7 @@ class SimulatedPool:
         self._index: dict[Hashable, list[int]] = {}
 
     def prompt(self, tokens: CountedTokens, *, salt: None = None) -> CountedTokens:
-        """See `BlockPool.prompt`; nothing is hashed here."""
+        """See `BlockPool.prompt`; hashes nothing."""
         return tokens
 
     def can_allocate(self, length: int, tokens: CountedTokens, *, salt: None = None) -> bool:
@@ -98,7 +97,7 @@ class SimulatedPool:
     preempt = free
 
     def read(self, request_id: int) -> None:
-        """The request reads all its blocks with a single token, in this step and the next ones."""
+        """Count the blocks of a request as read by a single token, from this step on."""
         table = self.tables[request_id]
         for block in table.blocks[table.read :]:
             self._readers[block] += 1
@@ -110,7 +109,7 @@ class SimulatedPool:
         table.read = len(table.blocks)
 
     def unread(self, request_id: int) -> None:
-        """It reads them no more."""
+        """Stop counting the blocks of a request as read."""
         table = self.tables[request_id]
         for block in table.blocks[: table.read]:
             self._readers[block] -= 1
@@ -122,7 +121,7 @@ class SimulatedPool:
         table.read = 0
 
     def counts(self, context: Iterable[int]) -> tuple[int, int]:
-        """Shared and unique blocks of a step whose prompt chunks read ``context`` too."""
+        """Return shared and unique blocks of a step whose prompt chunks also read ``context``."""
         shared, unique = self.shared, self.unique
         for block in set(context):
             readers = self._readers[block]
@@ -134,7 +133,7 @@ class SimulatedPool:
         return self._unused + len(self._cached)
 
     def _find(self, tokens: CountedTokens) -> list[int]:
-        """The blocks of the longest known prefix; the last token is always computed."""
+        """The blocks of the longest cached prefix; the last token is always computed."""
         found: list[int] = []
         for number in range((len(tokens) - 1) // self.block_size):
             same = self._index.get(tokens.key(number))
@@ -167,7 +166,7 @@ class SimulatedPool:
             return
         if same:
             same.remove(block)
-            if same[0] in self._cached:  # its content was in use till now
+            if same[0] in self._cached:  # its content was in use until now
                 self._cached.move_to_end(same[0])
         self._keys[block] = None
         self._recycled.append(block)

@@ -1,7 +1,4 @@
-"""The steps of a simulated engine: scheduled by the engine's scheduler, noted, and not computed.
-
-`SeparateSteps` are those of an engine that keeps prompts and decodes apart.
-"""
+"""Runs the engine's scheduler and records what each step needs, without computing it."""
 
 from __future__ import annotations
 
@@ -19,9 +16,9 @@ __all__ = ["SeparateSteps", "SimulatedSteps"]
 
 
 class SimulatedSteps:
-    """A run of the simulated engine, step by step; a subclass may schedule and note others.
+    """A run of the simulated engine; a subclass may schedule and record other steps.
 
-    ``axes`` are those of the needs that are noted, by family.
+    ``axes`` are those of the recorded needs, by kind of step.
     """
 
     axes: ClassVar[dict[str, tuple[str, ...]]] = {
@@ -40,7 +37,7 @@ class SimulatedSteps:
         self.seconds = 0.0
 
     def serve(self, queue: deque[tuple[float, RequestState]], limit: int) -> None:
-        """Run until every sequence has finished, at most ``limit`` of them at the same time."""
+        """Run until every request has finished, with at most ``limit`` at the same time."""
         now, offered, finished, total = 0.0, 0, 0, len(queue)
         while finished < total:
             while queue and queue[0][0] <= now and offered - finished < limit:
@@ -50,13 +47,13 @@ class SimulatedSteps:
                 now = queue[0][0]
                 continue
             if step := self.scheduler.schedule():
-                seconds = self.note(step)
+                seconds = self.record(step)
                 finished += self._compute(step)
                 now += seconds
                 self.seconds += seconds
 
-    def note(self, step: Sequence[ScheduledTokens]) -> float:
-        """Note what a step needs; returns its seconds."""
+    def record(self, step: Sequence[ScheduledTokens]) -> float:
+        """Record what a step needs; returns its seconds."""
         time, size = self.engine.time, self.engine.block_size
         tokens = sum(part.count for part in step)
         shared, unique = self.blocks_read(step)
@@ -66,7 +63,7 @@ class SimulatedSteps:
         return time.base + time.token * tokens + pairs + time.block_slot * size * unique
 
     def blocks_read(self, step: Sequence[ScheduledTokens]) -> tuple[int, int]:
-        """Shared and unique blocks; a prompt's chunk of one token reads as a decode does."""
+        """Return shared and unique blocks; a prompt chunk of one token reads like a decode."""
         pool, context, once = self.pool, [], []
         for part in step:
             sequence = part.sequence
@@ -83,25 +80,25 @@ class SimulatedSteps:
         return found
 
     def _compute(self, step: ScheduledStep) -> int:
-        """Every sequence whose tokens are all computed gets one more; returns how many ended."""
+        """Give each fully computed request a token; returns how many finished."""
         sampled = [part.sequence for part in step if part.wants_logits]
         self.scheduler.commit(step)
-        ended = 0
+        finished = 0
         for sequence in sampled:
             cast("CountedTokens", sequence.tokens).length += 1
             if sequence.generated == sequence.sampling.max_new_tokens:
                 self.scheduler.finish(sequence)
-                ended += 1
-        return ended
+                finished += 1
+        return finished
 
 
-class OneKind(Scheduler):
-    """One prompt's chunk, or else all decodes."""
+class SeparateScheduler(Scheduler):
+    """Schedules one prompt chunk, or else all decodes."""
 
     prefills = False
 
     def schedule(self, ending: Collection[RequestState] = ()) -> ScheduledStep:
-        """The next chunk, or else all decodes; a prompt is admitted as soon as there is room."""
+        """Return the next chunk, or else all decodes; admits a prompt as soon as there is room."""
         step: dict[RequestState, int] = {}
         self.changed = []
         started = [sequence for sequence in self.running if sequence.remaining > 1]
@@ -116,23 +113,23 @@ class OneKind(Scheduler):
 
 
 class SeparateSteps(SimulatedSteps):
-    """One prompt's chunk, or else all decodes."""
+    """The steps of an engine that keeps prompts and decodes apart."""
 
     axes: ClassVar = {"decode": ("sequences", "blocks"), "prefill": ("tokens", "context")}
-    scheduler_type = OneKind
+    scheduler_type = SeparateScheduler
 
-    def note(self, step: Sequence[ScheduledTokens]) -> float:
-        """Note what a step needs; returns its seconds."""
+    def record(self, step: Sequence[ScheduledTokens]) -> float:
+        """Record what a step needs; returns its seconds."""
         time, size = self.engine.time, self.engine.block_size
-        if cast("OneKind", self.scheduler).prefills:
+        if cast("SeparateScheduler", self.scheduler).prefills:
             (part,) = step
             count, context = part.count, part.sequence.computed
             self.needs["prefill"].append((count, -(-context // size)))
             return time.base + time.token * count + time.pair * count * (count + context)
-        tokens, held = len(step), self.blocks_of_decodes(step)
-        self.needs["decode"].append((tokens, held))
-        return time.base + time.token * tokens + time.block_slot * size * held
+        tokens, blocks = len(step), self.blocks_of_decodes(step)
+        self.needs["decode"].append((tokens, blocks))
+        return time.base + time.token * tokens + time.block_slot * size * blocks
 
     def blocks_of_decodes(self, step: Sequence[ScheduledTokens]) -> int:
-        """The distinct blocks that decodes read."""
+        """Return the number of distinct blocks that decodes read."""
         return sum(self.blocks_read(step))

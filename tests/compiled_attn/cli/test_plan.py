@@ -126,7 +126,7 @@ def test_without_a_trace_the_default_plan_is_written(command, model_dir, tmp_pat
     assert code == 0, err
     kernel, result = text.splitlines()[:2]
     assert kernel == "for the portable kernel; native: not asked for"
-    assert result.startswith("12 buckets, planned on a mixture of drawn workloads: waste ")
+    assert result.startswith("12 buckets, planned on a mixture of synthetic workloads: waste ")
     largest = from_file(out).pick(tokens=32, shared=1, unique=1, logits=4)
     assert largest["tokens"] == 32 and len(from_file(out)) == 12
 
@@ -207,10 +207,10 @@ def test_a_single_bucket_is_told_of_in_the_singular(command, model_dir, trace):
         (["--demand", "none.jsonl"], "none.jsonl: not readable as a demand"),
         (["--demand", "rows.jsonl"], "rows.jsonl: expected needs over tokens, shared, unique, l"),
         (["--demand", "one.jsonl"], "expected two needs to halve a demand, got one"),
-        (["--demand", "large.jsonl"], "tokens <= 256, got 999: give the limits that `run` had"),
+        (["--demand", "large.jsonl"], "tokens <= 256, got 999: pass the limits that `run` had"),
         (
             ["--demand", "rows4.jsonl", "--max-seqs", "3"],
-            "logits <= 3, got 4: give the limits that `run` had when it recorded them, --max-seqs",
+            "logits <= 3, got 4: pass the limits that `run` had when it recorded them, --max-seqs",
         ),
         (["--demand", "native.jsonl"], "a demand of the portable kernel, got one of the native"),
         (["--demand", "one.jsonl", "--requests", "3"], "expected --requests with --trace only"),

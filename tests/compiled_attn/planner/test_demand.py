@@ -71,7 +71,7 @@ def test_a_demand_cannot_be_written_to():
         (
             lambda: Demand.mixture([STEPS, Demand(("n",), [[1]])]),
             ValueError,
-            "same axes, got tokens, blocks and n: mix what is alike",
+            "same axes, got tokens, blocks and n: mix demands of the same axes",
         ),
         (lambda: Demand.mixture([STEPS], [0]), ValueError, "expected 1 positive shares, one for"),
         (lambda: Demand.mixture([STEPS], [1, 2]), ValueError, "expected 1 positive shares"),

@@ -107,5 +107,5 @@ def test_the_worst_of_a_small_region_is_exact(buckets, which):
         return costs[held].min()
 
     exact = max(price(n) / cost(n) for n in every_need(axes, LEGAL[which] or (lambda n: True)))
-    reported = region.worst(points, costs, lambda p: p[:, 0] * (2.0 + p[:, 1]))
+    reported = region.worst(points, lambda p: p[:, 0] * (2.0 + p[:, 1]))
     assert reported == pytest.approx(exact)

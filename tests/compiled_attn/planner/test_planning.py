@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+from functools import cache, partial
 
 import numpy as np
 import pytest
@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compiled_attn.planner import Budget, CostModel, Demand, judge, plan
-from compiled_attn.planner.cells import compress, jittered
-from compiled_attn.planner.problem import Expenses, problem_of, region_of
+from compiled_attn.planner.cells import compress, jitter
+from compiled_attn.planner.problem import Expenses, problem_of
+from compiled_attn.planner.region import Region
 from graphs import Axis, BucketOverflow, exponential
 from tests.compiled_attn.planner.brute import figures, least_waste
 
@@ -96,7 +97,7 @@ def a_demand(steps=200, seed=1):
     return Demand(NAMES, np.stack([rows, rows * rng.integers(1, 20, steps)], axis=1))
 
 
-@functools.cache
+@cache
 def planned(graphs):
     return plan(a_demand(), cost, graphs)
 
@@ -163,21 +164,21 @@ def test_cells_hold_all_needs_and_their_weight(needs, count):
         assert (cells.corners >= point).all(axis=1).any()
 
 
-def test_disturbed_copies_stay_within_limits_and_keep_the_weight():
+def test_perturbed_copies_stay_within_limits_and_keep_the_weight():
     high = np.array([120, 100])
     needs = np.array([(i, 0 if i % 3 else i - 1) for i in range(1, 121)])
-    moved, weights = jittered(needs, np.ones(120), high, share=0.25, spread=0.3, seed=0)
+    moved, weights = jitter(needs, np.ones(120), high, share=0.25, spread=0.3, seed=0)
     assert weights.sum() == pytest.approx(120) and weights[:120].sum() == pytest.approx(90)
     assert (moved[:120] == needs).all() and (moved[120:] <= high).all()
     copies, originals = moved[120:], np.tile(needs, (4, 1))
     at_limit, often = originals[:, 0] == 120, originals[:, 1] == 0
-    assert (copies[at_limit, 0] == 120).all(), "what is at its limit stays there"
-    assert (copies[often, 1] == 0).all(), "and so does what occurs often"
+    assert (copies[at_limit, 0] == 120).all(), "a size at its limit stays"
+    assert (copies[often, 1] == 0).all(), "a frequent size stays"
     assert (copies[~at_limit, 0] != originals[~at_limit, 0]).mean() > 0.8
     assert copies[:, 0].max() > 100 and (copies[:, 0] > originals[:, 0]).any()
 
 
-def test_a_disturbed_copy_that_is_not_legal_stays_where_it_was():
+def test_an_illegal_perturbed_copy_falls_back_to_its_original():
     needs = np.array([(i, i) for i in range(1, 101)])
 
     def allows(rows):
@@ -185,8 +186,8 @@ def test_a_disturbed_copy_that_is_not_legal_stays_where_it_was():
 
     high = np.array([200, 200])
     limits = {"share": 0.25, "spread": 0.3, "seed": 0}
-    free, weights = jittered(needs, np.ones(100), high, **limits)
-    kept, same = jittered(needs, np.ones(100), high, **limits, allows=allows)
+    free, weights = jitter(needs, np.ones(100), high, **limits)
+    kept, same = jitter(needs, np.ones(100), high, **limits, allows=allows)
     assert not allows(free).all() and allows(kept).all() and (weights == same).all()
     assert (kept[~allows(free)] == np.tile(needs, (5, 1))[~allows(free)]).all()
     assert (kept[allows(free)] == free[allows(free)]).all()
@@ -195,9 +196,10 @@ def test_a_disturbed_copy_that_is_not_legal_stays_where_it_was():
 def test_a_plan_chooses_among_legal_needs_only():
     needs = Demand(NAMES, [(i, i) for i in range(1, 60)])
     axes = [Axis("a", 1, 90), Axis("b", 1, 90)]
-    region = region_of(needs, axes, lambda need: need["b"] <= need["a"])
+    region = Region.of(needs, axes, lambda need: need["b"] <= need["a"])
     expenses = Expenses(NAMES, Budget(graphs=8))
-    corners = problem_of(needs, region, CostModel(cost), expenses, seed=0).cells.corners
+    cost_of = partial(CostModel(cost).of, NAMES)
+    corners = problem_of(needs, region, cost_of, expenses, seed=0).cells.corners
     assert len(corners) > 60 and (corners[:, 1] <= corners[:, 0]).all()
 
 

@@ -1,11 +1,11 @@
-"""Demand out of vLLM's metrics and its log, and what they cannot tell."""
+"""Demand from vLLM's metrics and its log."""
 
 from __future__ import annotations
 
 import pytest
 
 from compiled_attn.errors import TraceError
-from compiled_attn.planner.formats.metrics import drawn_requests, step_tokens
+from compiled_attn.planner.formats.metrics import sample_requests, step_tokens
 from compiled_attn.planner.formats.request_log import read_request_log
 
 STEPS = (3, 5, 7, 20, 30, 100, 1000)
@@ -53,11 +53,11 @@ def test_engines_of_one_server_add_up(tmp_path):
     assert step_tokens(path, 2048).total == pytest.approx(2 * len(STEPS))
 
 
-def test_requests_are_drawn_with_the_counted_lengths(metrics):
-    drawn = drawn_requests(metrics, 500, 2048, seed=1)
-    assert drawn == drawn_requests(metrics, 500, 2048, seed=1)
-    assert all(a.prompt_tokens + a.output_tokens <= 2048 for a in drawn)
-    assert sum(a.prompt_tokens > 512 for a in drawn) == pytest.approx(125, abs=45)
+def test_requests_are_sampled_with_the_counted_lengths(metrics):
+    sampled = sample_requests(metrics, 500, 2048, seed=1)
+    assert sampled == sample_requests(metrics, 500, 2048, seed=1)
+    assert all(a.prompt_tokens + a.output_tokens <= 2048 for a in sampled)
+    assert sum(a.prompt_tokens > 512 for a in sampled) == pytest.approx(125, abs=45)
 
 
 def test_metrics_without_the_histogram_say_where_it_comes_from(tmp_path):
@@ -69,7 +69,7 @@ def test_metrics_without_the_histogram_say_where_it_comes_from(tmp_path):
         step_tokens(tmp_path / "missing", 128)
 
 
-def asked(number, tokens, at):
+def request(number, tokens, at):
     return (
         f"DEBUG 12-31 23:59:{at:02d} [request_logger.py:55] Request r-{number} details: prompt: "
         f"'a, [b]', prompt_token_ids: {tokens}, prompt_embeds shape: None.\n"
@@ -78,7 +78,7 @@ def asked(number, tokens, at):
     )
 
 
-def told(number, tokens, kind=""):
+def response(number, tokens, kind=""):
     return (
         f"DEBUG 01-01 00:00:30 [request_logger.py:99] Generated response r-{number}{kind} details: "
         f"output_token_ids: {tokens}\n"
@@ -89,9 +89,9 @@ def test_a_log_gives_lengths_times_and_what_prompts_share(tmp_path):
     path = tmp_path / "log"
     first, second = [*range(300)], [*range(200), 7, 8]
     path.write_text(
-        "something else\n" + asked(1, first, 10) + asked(2, second, 13)
-        + told(1, [1, 2, 3]) + told(2, [4], " (streaming delta)")
-        + told(2, [5, 6], " (streaming delta)") + asked(3, [1], 14)
+        "something else\n" + request(1, first, 10) + request(2, second, 13)
+        + response(1, [1, 2, 3]) + response(2, [4], " (streaming delta)")
+        + response(2, [5, 6], " (streaming delta)") + request(3, [1], 14)
     )  # fmt: skip
     one, two = read_request_log(path)
     assert (one.prompt_tokens, one.output_tokens, one.arrival_s) == (300, 3, 0.0)

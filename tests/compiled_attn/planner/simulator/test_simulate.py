@@ -13,7 +13,7 @@ pytest.importorskip("transformers", reason="needs the extra hf")
 
 from compiled_attn.cache.blocks import BlockPool
 from compiled_attn.engine import Engine, EngineConfig, RequestState, SamplingParams, Scheduler
-from compiled_attn.planner.simulator.simulate import SimulatedEngine, StepTime, simulate
+from compiled_attn.planner.simulator import SimulatedEngine, StepTime, simulate
 from compiled_attn.step import BatchBuilder, Request
 from compiled_attn.workloads import Arrival, prompts, scaled, synthetic
 from graphs import explicit

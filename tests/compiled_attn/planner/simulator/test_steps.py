@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from compiled_attn.planner.simulator.simulate import SimulatedEngine, simulate
+from compiled_attn.planner.simulator import SimulatedEngine, simulate
 from compiled_attn.planner.simulator.steps import SeparateSteps
 from compiled_attn.workloads import Arrival
 

@@ -1,7 +1,7 @@
-"""The needs of an engine's steps for a demand, without a model.
+"""Simulates the steps of an engine for a list of requests, without a model.
 
-The engine's own scheduler decides each step, over a pool that counts blocks and finds prefixes in
-whole ones. Time passes by :class:`StepTime`.
+The engine's own scheduler plans each step, on a pool that counts blocks and finds prefixes of whole
+blocks. `StepTime` defines the duration of a step.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ __all__ = ["SimulatedEngine", "Simulation", "StepTime", "simulate"]
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """What a simulated engine went through.
+    """The result of a simulation.
 
     Args:
-        needs: the needs of all steps in order, by family: ``"engine"``, over the axes tokens,
+        needs: needs of all steps in order, by kind of step: ``"engine"``, over the axes tokens,
             shared, unique, logits of the portable kernel, and ``"table"``, over tokens, requests of
-            the native one. A family without steps is left out.
-        seconds: of all steps, idle time left out.
-        preemptions: how often a request lost its blocks.
+            the native one. A kind without steps is left out.
+        seconds: of all steps, without idle time.
+        preemptions: number of preemptions.
     """
 
     needs: dict[str, Demand]
@@ -49,10 +49,10 @@ def simulate(
 
     Args:
         arrivals: requests in order of arrival.
-        engine: that serves them.
-        speed: how many times faster than given they arrive; None: all at once.
+        engine: sizes and speed.
+        speed: factor by which requests arrive faster than given; None: all at once.
         concurrency: requests in flight at most; None: no limit.
-        steps: what a step computes.
+        steps: how steps are scheduled and recorded.
 
     Raises:
         ValueError: no arrivals, a request that the pool can never hold, a bad speed or concurrency.
