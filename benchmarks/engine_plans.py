@@ -15,10 +15,11 @@ import argparse
 import time
 from pathlib import Path
 
+from field.ladders import full_speed
+
 from compiled_attn.planner import Demand
 from compiled_attn.planner.formats import FORMATS, EnginePart, Limits, needs_of, planned_for
 from compiled_attn.planner.simulator import simulate
-from compiled_attn.planner.simulator.default_demand import full_speed
 from compiled_attn.workloads import Arrival, read_trace
 
 TRACES = {

@@ -108,7 +108,7 @@ _THROUGH_OTHERS = (
     ("graphs.cli", "explain", "commands are run whole: test_app"),
     (
         "compiled_attn.planner",
-        "bound first_fit fit greedy pick",
+        "first_fit fit greedy pick",
         "`plan` and brute force",
     ),
     ("graphs.report", "drawing", "test_charts"),

@@ -7,10 +7,13 @@ axis of tokens. Unreachable buckets are left out.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from compiled_attn.planner.formats import Limits, gaudi, vllm
-from compiled_attn.planner.simulator import SimulatedEngine
+from compiled_attn.planner.simulator import SimulatedEngine, Simulation
 from compiled_attn.planner.simulator.kinds import StepKind
 from compiled_attn.planner.simulator.ladders import highest, reachable, unified
+from compiled_attn.workloads import Arrival
 from graphs.buckets.ladders import explicit, padding_aware
 from graphs.buckets.space import BucketSpace
 
@@ -62,3 +65,12 @@ def _within(sizes: list[tuple[int, int]], kind: StepKind) -> BucketSpace:
 
 def _stepped(step: int, high: int, absolute: int, percent: int) -> tuple[int, int, int, int, int]:
     return min(step, high), step, high, absolute, percent
+
+
+def full_speed(arrivals: Sequence[Arrival], at_once: Simulation) -> float:
+    """Return the factor of speed at which requests arrive as fast as they are served.
+
+    ``at_once`` is the simulation in which all arrive at once.
+    """
+    duration = arrivals[-1].arrival_s - arrivals[0].arrival_s
+    return duration / at_once.seconds or 1.0

@@ -18,7 +18,6 @@ from compiled_attn.engine.sizing import FORMS, Sizing, StepSize, step_limits, wo
 from compiled_attn.planner import CostModel, Demand, PlanReport, read_demand
 from compiled_attn.planner import plan as choose
 from compiled_attn.planner.simulator import SimulatedEngine, simulate
-from compiled_attn.planner.simulator.default_demand import default_demand
 from compiled_attn.planner.simulator.kinds import StepKind, step_kind, within
 from compiled_attn.planner.simulator.ladders import Comparison, compare
 from compiled_attn.workloads import read_trace
@@ -49,11 +48,10 @@ def run_plan(options: PlanOptions) -> int:
         if recorded is not None:
             _check_limits(options, recorded, steps)
             needs = _compared(options, sizing, steps, recorded)
-        elif options.trace is not None:
+        else:
+            assert options.trace is not None
             simulated = _simulated(options, options.trace, sizing, engine)
             needs = _compared(options, sizing, steps, simulated[steps.name])
-        else:
-            needs = default_demand(steps, engine, sizing.context)
         _write(options, steps, needs)
     return 0
 
@@ -64,8 +62,9 @@ def _refuse_contradictions(options: PlanOptions) -> None:
             if getattr(options, name) is not None:
                 flag = name.replace("_", "-")
                 raise UserError(f"expected --{flag} with --format only: name an engine, or drop it")
-    if options.trace is not None and options.demand is not None:
-        raise UserError("expected one of --trace and --demand, got both: choose what to plan for")
+    if options.format is None and (options.trace is None) == (options.demand is None):
+        got = "neither" if options.trace is None else "both"
+        raise UserError(f"expected one of --trace and --demand, got {got}: choose what to plan for")
     if options.trace is None and options.metrics is None and options.request_log is None:
         for name in ("requests", "scale", "speed", "concurrency"):
             if getattr(options, name) is not None:
@@ -106,8 +105,7 @@ def _compared(options: PlanOptions, sizing: Sizing, steps: StepKind, needs: Dema
 
 
 def _write(options: PlanOptions, steps: StepKind, needs: Demand) -> None:
-    is_default = options.trace is None and options.demand is None
-    if options.out is None and not is_default:
+    if options.out is None:
         return
     report = choose(
         steps.with_largest_usual(needs),
@@ -117,11 +115,9 @@ def _write(options: PlanOptions, steps: StepKind, needs: Demand) -> None:
         legal=steps.legal,
         rho=options.rho or None,
     )
-    what = "a mixture of synthetic workloads" if is_default else "both halves"
-    print(f"{_buckets(report)}, planned on {what}: waste {report.waste:.1%}")
-    if options.out is not None:
-        to_file(report.space, options.out)
-        print(f"written: compiled-attn run --buckets {options.out}")
+    print(f"{len(report.space)} buckets, planned on both halves: waste {report.waste:.1%}")
+    to_file(report.space, options.out)
+    print(f"written: compiled-attn run --buckets {options.out}")
 
 
 def _engine(
@@ -199,14 +195,10 @@ def _print(found: Comparison, needs: Demand, cut: float) -> None:
         console.print(line, highlight=False, soft_wrap=True)
 
 
-def _buckets(plan: PlanReport) -> str:
-    return f"{len(plan.space)} bucket{'s' if len(plan.space) > 1 else ''}"
-
-
 def _remarks(plan: PlanReport, needs: Demand, cut: float) -> list[str]:
     remarks = [
-        f"The plan wastes {plan.waste:.1%} on the first half; with {_buckets(plan)} no plan wastes "
-        f"below {plan.lower_bound:.1%}. No legal need pays above {plan.guard:.3g} times its cost."
+        f"The plan wastes {plan.waste:.1%} on the first half. No legal need pays above "
+        f"{plan.guard:.3g} times its cost."
     ]
     if cut:
         remarks.append(f"{cut:.2%} of the steps are left out: the engine splits them.")

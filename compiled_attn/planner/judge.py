@@ -99,7 +99,6 @@ class PlanReport:
         space: the buckets, with the cost that picks among them.
         cost: the cost that was planned with.
         waste: cost of the buckets used over the cost of the needs, less 1.
-        lower_bound: no buckets within the budget waste less (without a guard).
         guard: how many times its own cost any legal need pays at most.
         rho: the multiple that was requested of the guard; None: no guard.
         guards: number of buckets that only the guard needs.
@@ -113,7 +112,6 @@ class PlanReport:
     space: BucketSpace
     cost: CostModel
     waste: float
-    lower_bound: float
     guard: float
     rho: float | None
     guards: int
@@ -129,7 +127,7 @@ class PlanReport:
 
     def __str__(self) -> str:
         first = (
-            f"{len(self.space)} buckets, waste {self.waste:.1%} (at least {self.lower_bound:.1%}), "
+            f"{len(self.space)} buckets, waste {self.waste:.1%}, "
             f"no legal need above {self.guard:.3g} times its cost"
         )
         by_share = sorted(self.uses, key=lambda use: -use.share)

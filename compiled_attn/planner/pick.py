@@ -1,4 +1,4 @@
-"""How an engine picks a bucket for a need: the cheapest that dominates it, or the first by size."""
+"""Picking rules of engines: the cheapest bucket that fits a need, or the first by size."""
 
 from __future__ import annotations
 

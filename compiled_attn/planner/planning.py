@@ -9,14 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from compiled_attn.planner.bound import lower_bound
 from compiled_attn.planner.cost import CostModel
 from compiled_attn.planner.demand import Demand, Floats, Points
 from compiled_attn.planner.first_fit import adapt
 from compiled_attn.planner.fit import fit
 from compiled_attn.planner.judge import PlanReport, judge
-from compiled_attn.planner.one_axis import best_buckets
-from compiled_attn.planner.pick import CostOf, PickOrder, by_cost
+from compiled_attn.planner.pick import PickOrder, by_cost
 from compiled_attn.planner.problem import Budget, Expense, Expenses, check_needs, problem_of
 from compiled_attn.planner.region import Region
 from graphs.buckets.axes import Axis, Bucket
@@ -94,7 +92,6 @@ def plan(
         space=space,
         cost=model,
         waste=judged.waste,
-        lower_bound=_bound(needs, region.top, cost_of, expenses, judged.waste),
         guard=region.worst(buckets, cost_of, order),
         rho=rho,
         guards=guards,
@@ -111,27 +108,6 @@ def _space(axes: Sequence[Axis], buckets: Points, cost: CostModel) -> BucketSpac
     lows = np.minimum([axis.low for axis in axes], buckets.min(axis=0)).tolist()
     ranges = [replace(axis, low=low) for axis, low in zip(axes, lows, strict=True)]
     return BucketSpace(ranges, [Bucket.of(names, tuple(row)) for row in buckets.tolist()], cost)
-
-
-def _bound(needs: Demand, top: Points, cost: CostOf, expenses: Expenses, waste: float) -> float:
-    """The least waste of any buckets within the budget; exact on one axis."""
-    points, weights = needs.points, needs.weights
-    own = float(cost(points) @ weights)
-    count = _max_buckets(expenses, top, points)
-    if len(top) > 1:
-        return lower_bound(points, weights, cost, top, count, own * (1 + waste)) / own - 1
-    best = best_buckets(points, weights, cost, top, count)
-    paid = cost(best)[np.searchsorted(best[:, 0], points[:, 0])] @ weights
-    return float(paid) / own - 1
-
-
-def _max_buckets(expenses: Expenses, top: Points, points: Points) -> int:
-    """The number of buckets if all but the maximum were as cheap as the cheapest need."""
-    left = 1.0 - expenses.of(top[None])[0]
-    least = expenses.of(points).min(axis=0)
-    some = least > 0
-    most = float((left[some] / least[some]).min(initial=len(points)))
-    return 1 + math.floor(most + 1e-9)
 
 
 def _sum(expense: Expense | None, space: BucketSpace) -> float | None:

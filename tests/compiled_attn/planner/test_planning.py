@@ -34,18 +34,16 @@ def largest(needs):
 
 
 @given(demands, st.integers(1, 3))
-def test_no_plan_is_better_than_the_best_and_the_bound_is_below_both(needs, graphs):
+def test_no_plan_is_better_than_the_best(needs, graphs):
     demand = demand_of(needs)
     report = plan(demand, cost, graphs, rho=None)
     best = least_waste(demand, largest(needs), cost, lambda chosen: True, graphs)
-    assert report.lower_bound <= best + 1e-6
     assert best <= report.waste + 1e-9
-    assert report.lower_bound <= report.waste + 1e-6
 
 
 @settings(max_examples=50)
 @given(demands, st.floats(1.0, 3.0))
-def test_a_budget_in_seconds_is_kept_and_its_bound_holds(needs, times):
+def test_a_budget_in_seconds_is_kept(needs, times):
     demand, top = demand_of(needs), largest(needs)
 
     def seconds(bucket):
@@ -55,12 +53,6 @@ def test_a_budget_in_seconds_is_kept_and_its_bound_holds(needs, times):
     report = plan(demand, cost, Budget(seconds=limit), seconds=seconds, rho=None)
     spent = sum(seconds(bucket) for bucket in report.space)
     assert spent <= limit * (1 + 1e-9) and report.seconds == pytest.approx(spent)
-
-    def fits(chosen):
-        return sum(seconds({"a": a}) for a, _ in chosen) <= limit * (1 + 1e-9)
-
-    best = least_waste(demand, top, cost, fits, 3)
-    assert report.lower_bound <= best + 1e-6
 
 
 @settings(max_examples=40)
@@ -119,12 +111,9 @@ def test_a_count_weighs_as_much_as_that_many_equal_needs():
     assert figures(plan(once, cost, 2)) == figures(plan(often, cost, 2))
 
 
-def test_more_graphs_waste_less_and_a_plan_lies_near_its_bound():
-    reports = [planned(graphs) for graphs in (4, 16, 64)]
-    wastes = [report.waste for report in reports]
+def test_more_graphs_waste_less():
+    wastes = [planned(graphs).waste for graphs in (4, 16, 64)]
     assert wastes[0] > wastes[1] > wastes[2] > 0
-    assert all(report.lower_bound <= report.waste for report in reports)
-    assert reports[2].lower_bound > 0.3 * reports[2].waste
 
 
 def test_a_plan_beats_the_product_of_two_ladders_where_the_axes_go_together():

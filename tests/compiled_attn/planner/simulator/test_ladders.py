@@ -1,13 +1,12 @@
-"""Kinds of steps, usual ladders, the default demand, and the comparison of strategies."""
+"""Kinds of steps, usual ladders, and the comparison of strategies."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from compiled_attn.planner import Demand, judge, plan
+from compiled_attn.planner import Demand, judge
 from compiled_attn.planner.simulator import SimulatedEngine, simulate
-from compiled_attn.planner.simulator.default_demand import broad_demand, default_demand, full_speed
 from compiled_attn.planner.simulator.kinds import KINDS, step_kind, within
 from compiled_attn.planner.simulator.ladders import compare, ladders_within
 from compiled_attn.workloads import Arrival, synthetic
@@ -63,44 +62,6 @@ def test_axes_end_where_the_requests_cannot_read_more():
     engine = SimulatedEngine(max_tokens=64, max_seqs=2, block_size=32, blocks=4096)
     high = {axis.name: axis.high for axis in step_kind("engine", engine, 1024).axes}
     assert high["unique"] == high["shared"] == 2 * 32
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_a_broad_demand_is_legal_spans_the_axes_and_weighs_by_cost(name):
-    steps = step_kind(name, ENGINE, CONTEXT)
-    broad = broad_demand(steps)
-    columns = dict(zip(broad.names, broad.points.T, strict=True))
-    assert np.asarray(steps.legal(columns))[:-1].all()
-    assert broad.largest == {axis.name: axis.high for axis in steps.axes}
-    own = steps.cost.of(broad.names, broad.points) * broad.weights
-    assert own[own > 0].min() == pytest.approx(own.max())
-    assert broad == broad_demand(steps) and broad != broad_demand(steps, seed=1)
-
-
-def test_a_default_plan_serves_a_kind_that_it_was_not_made_of():
-    steps = step_kind("table", ENGINE, CONTEXT)
-    demand = default_demand(steps, ENGINE, CONTEXT, workloads=["code", "rag"])
-    report = plan(demand, steps.cost, 24, axes=steps.axes, legal=steps.legal)
-    assert len(report.space) <= 24
-    found = report.judge(simulated("table"))
-    assert found.missed == 0 and found.waste < 0.3
-    assert found.worst <= report.guard * (1 + 1e-9)
-
-
-def test_a_default_demand_is_seeded_and_needs_kinds():
-    steps = step_kind("table", ENGINE, CONTEXT)
-    first, second = (default_demand(steps, ENGINE, CONTEXT, workloads=["chat"]) for _ in range(2))
-    assert first == second
-    with pytest.raises(ValueError, match=r"of chat, code, rag, got \[\]: name one"):
-        default_demand(steps, ENGINE, CONTEXT, workloads=[])
-
-
-def test_full_speed_keeps_the_engine_just_busy():
-    arrivals = [Arrival(10.0 * at, 8, 4) for at in range(20)]
-    at_once = simulate(arrivals, ENGINE, speed=None)
-    assert full_speed(arrivals, at_once) == pytest.approx(190.0 / at_once.seconds)
-    kept_busy = simulate(arrivals, ENGINE, speed=full_speed(arrivals, at_once))
-    assert len(kept_busy.needs["table"]) >= len(at_once.needs["table"])
 
 
 def test_a_comparison_judges_the_plan_last_and_all_on_the_second_needs():
