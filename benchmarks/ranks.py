@@ -33,7 +33,7 @@ from compiled_attn.attention.metadata import KeyRanks
 from compiled_attn.cli.store import stored_backend
 from compiled_attn.contrib.context_parallel import ContextExecutor
 from compiled_attn.engine import Engine, EngineConfig, SamplingParams
-from compiled_attn.ranks import RankEngine, RankExecutor, Ranks, engine_on, joined_ranks
+from compiled_attn.ranks import RankEngine, RankExecutor, Ranks, engine_on, join_ranks
 
 LAYERS, REQUESTS, VOCAB, ROUNDS, CONTEXT = 4, 8, 2048, 3, 4096
 
@@ -167,7 +167,7 @@ def seconds_of_exchange(ranks: Ranks, rows: int, hidden: int) -> float:
 
 def seconds_of_agreement(ranks: Ranks) -> float:
     step = {"positions": np.arange(REQUESTS)}
-    return seconds_of(lambda: (ranks.tell([]), ranks.agree(step)))
+    return seconds_of(lambda: (ranks.broadcast([]), ranks.compare(step)))
 
 
 def seconds_of(call: Callable[[], object]) -> float:
@@ -262,7 +262,7 @@ def main() -> None:
             warmups(given.sizes[0], given.rounds)
         return
     torch.set_num_threads(1)
-    with joined_ranks() as ranks:
+    with join_ranks() as ranks:
         if given.case.startswith("warmup"):
             warmup(ranks, given.sizes[0], given.store, divides=given.case == "warmup-contexts")
             return

@@ -128,7 +128,7 @@ _THROUGH_OTHERS = (
     ("compiled_attn.ops.triton", "attend codes locate merge varlen_calls write", "test_launch"),
     (
         "compiled_attn.ranks",
-        "agree ending executor group shard turns",
+        "agree executor group peers shard turns",
         "ranks as processes",
     ),
     (

@@ -45,7 +45,7 @@ NAMES = {
     "compiled_attn.engine.asynchronous": "AsyncEngine",
     "compiled_attn.contrib.transformers": "install uninstall",
     "compiled_attn.contrib.vllm": "register",
-    "compiled_attn.ranks": "RankEngine Ranks engine_on joined_ranks shard",
+    "compiled_attn.ranks": "RankEngine Ranks engine_on join_ranks shard",
     "compiled_attn": "LLM",
     "compiled_attn.text": "LLM Answer AnswerPieces Tokenizer TextPieces StopFilter",
 }

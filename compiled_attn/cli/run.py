@@ -33,7 +33,7 @@ from compiled_attn.engine import (
 from compiled_attn.engine.report import block_series
 from compiled_attn.errors import RankLost, RanksDisagree
 from compiled_attn.hf.proof import CheckReport, check
-from compiled_attn.ranks import RankEngine, RankExecutor, Ranks, engine_on, joined_ranks
+from compiled_attn.ranks import RankEngine, RankExecutor, Ranks, engine_on, join_ranks
 from compiled_attn.text import Answer, Grammars
 from graphs import (
     BucketOverflow,
@@ -79,7 +79,7 @@ def run_job(options: RunOptions, waiting: str) -> int:
         if options.threads is not None:
             torch.set_num_threads(options.threads)
     try:
-        with joined_ranks() as ranks:
+        with join_ranks() as ranks:
             if options.context_parallel and ranks is None:
                 raise UserError(
                     "expected several ranks for --context-parallel, got one process: start it with "
@@ -182,7 +182,7 @@ def _follow(engine: RankEngine) -> int:
 
 
 def _interrupted(error: KeyboardInterrupt, line: str) -> int:
-    """By the user, or as a rank has ended, which the error then says (`joined_ranks`)."""
+    """By the user, or because a rank exited, which the error then says (`join_ranks`)."""
     return tell(error, FAILED) if str(error) else tell(line, INTERRUPTED)
 
 

@@ -55,7 +55,7 @@ class ContextExecutor(RankExecutor):
         """See `Executor.finite_blocks`; the same on every rank."""
         own = np.flatnonzero(self._share.has(places))
         found = LocalExecutor.finite_blocks(self, self._share.places(places[own]).astype(np.int64))
-        return self.ranks.least(int(own[found]) if found < len(own) else len(places))
+        return self.ranks.minimum(int(own[found]) if found < len(own) else len(places))
 
     def _sizing_of(self, model: PreTrainedModel) -> Sizing:
         if self.kernel.name != "native":

@@ -21,7 +21,7 @@ from compiled_attn.ranks.group import Ranks
 
 __all__ = ["engine_on"]
 
-_OWN = "num_blocks", "backend", "buckets", "warmup_workers", "warmup_journal", "prefix_key"
+_PER_RANK = "num_blocks", "backend", "buckets", "warmup_workers", "warmup_journal", "prefix_key"
 _SAMPLE = 1 << 16  # bytes of each weight that are compared
 
 
@@ -52,14 +52,14 @@ def engine_on(
         RankLost: a rank exited.
     """
     config = config or EngineConfig()
-    ranks.same(_facts(model, config) | {"executor": executor.__name__})
-    with ranks.calling():
+    ranks.check_equal(_facts(model, config) | {"executor": executor.__name__})
+    with ranks.guard():
         executor.divide(model, ranks)
         if config.num_blocks is None:
             among = executor.pool_ranks(ranks)
             sizing = Sizing.of(model, config, chosen_kernel(model, config).form, among)
             own = 1 + (sizing.num_blocks - 1) // among
-            config = replace(config, num_blocks=ranks.least(own), kv_memory=None)
+            config = replace(config, num_blocks=ranks.minimum(own), kv_memory=None)
         return RankEngine(ranks, executor(ranks, model, config), **others)
 
 
@@ -67,13 +67,13 @@ def _facts(model: PreTrainedModel, config: EngineConfig) -> dict[str, str]:
     settings = {
         f"setting {each.name}": str(getattr(config, each.name))
         for each in fields(config)
-        if each.name not in _OWN
+        if each.name not in _PER_RANK
     }
     packages = ("compiled-attn", "torch", "transformers")
     versions = {f"version of {name}": importlib.metadata.version(name) for name in packages}
     return {
         "model": type(model).__name__,
-        "weights": _sum_of(model),
+        "weights": _checksum(model),
         "backend": config.backend_name,
         "buckets": "; ".join(map(str, config.buckets or ())) or "a ladder",
         "version of python": platform.python_version(),
@@ -82,8 +82,8 @@ def _facts(model: PreTrainedModel, config: EngineConfig) -> dict[str, str]:
     }
 
 
-def _sum_of(model: nn.Module) -> str:
-    """A checksum of the names, shapes and first bytes of all weights and buffers."""
+def _checksum(model: nn.Module) -> str:
+    """Checksum of the names, shapes and first bytes of all weights and buffers."""
     total = 0
     for name, weight in (*model.named_parameters(), *model.named_buffers()):
         first = weight.detach().reshape(-1)[:_SAMPLE].cpu().contiguous().view(torch.uint8)

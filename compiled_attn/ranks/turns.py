@@ -1,4 +1,4 @@
-"""A backend whose graphs rank 0 compiles first, so that the others find them compiled."""
+"""A backend in which rank 0 compiles first, so that the others load from the cache."""
 
 from __future__ import annotations
 
@@ -12,22 +12,21 @@ from graphs.capture.inputs import Input
 from graphs.torch_internals.compiling import compiling_after
 from graphs.torch_internals.events import at_compile_end
 
-__all__ = ["InTurn"]
+__all__ = ["RankZeroFirst"]
 
-_TURNS = itertools.count()  # of all engines of the process, as marks stay
+_TURNS = itertools.count()  # per process, because marks persist
 
 
-class InTurn(Backend):
-    """A backend of several ranks, of which one compiles at a time.
+class RankZeroFirst(Backend):
+    """Wraps a backend so that rank 0 compiles each graph before the other ranks do.
 
-    A graph contains sums over the ranks, so all of them run it in a capture, and none can be done
-    before the others. What waits is the compile, and not the trace before it: the other ranks begin
-    theirs when that of rank 0 has ended, and it is then a look into inductor's cache. A store has
-    the graph at the next start.
+    A graph contains collectives, so all ranks run it during capture and none can finish before the
+    others. Only the compile waits, not the trace before it: the other ranks compile after rank 0,
+    from inductor's cache.
 
     Args:
-        backend: what captures.
-        ranks: who takes part.
+        backend: to wrap.
+        ranks: of the process group.
     """
 
     def __init__(self, backend: Backend, ranks: Ranks) -> None:
@@ -35,20 +34,20 @@ class InTurn(Backend):
         self._backend, self._ranks = backend, ranks
 
     def available(self) -> str | None:
-        """As the backend's."""
+        """See `Backend`."""
         return self._backend.available()
 
     def capture(
         self, function: Callable[..., Any], example_inputs: Sequence[Input], **settings: Any
     ) -> Frozen:
-        """Capture; rank 0 tells when it has compiled, the others compile when it did."""
+        """Capture; the other ranks compile after rank 0."""
         turn = f"compiled {next(_TURNS)}"
         if not self._ranks.leads:
             with compiling_after(lambda: self._ranks.wait(turn)):
                 return self._backend.capture(function, example_inputs, **settings)
         known = {name: settings[name] for name in settings.keys() - {"name", "warm_runs"}}
         try:
-            if self._backend.has(function, example_inputs, **known):  # it may lack elsewhere
+            if self._backend.has(function, example_inputs, **known):
                 self._ranks.mark(turn)
             with at_compile_end(lambda: self._ranks.mark(turn)):
                 return self._backend.capture(function, example_inputs, **settings)
@@ -58,13 +57,13 @@ class InTurn(Backend):
     def has(
         self, function: Callable[..., Any], example_inputs: Sequence[Input], **options: Any
     ) -> bool:
-        """As the backend's."""
+        """See `Backend`."""
         return self._backend.has(function, example_inputs, **options)
 
     def why_no_symbolic(self) -> str:
-        """As the backend's."""
+        """See `Backend`."""
         return self._backend.why_no_symbolic()
 
     def why_no_precompile(self) -> str:
-        """Workers of several ranks would compile the same."""
-        return "of several ranks one compiles at a time"
+        """See `Backend`; the workers of all ranks would compile the same graphs."""
+        return "only one of several ranks compiles at a time"

@@ -116,7 +116,7 @@ def test_one_rank_compiles_and_a_second_start_loads_on_all(tmp_path, divided):
 @pytest.mark.parametrize("when", ["warmup", "step", "idle"])
 def test_the_end_of_a_rank_is_one_line_on_the_others(when):
     ((line,),) = launched("dies", when)
-    assert "got no answer of rank 1 (process" in line and "start all of them again" in line
+    assert "got no answer of rank 1 (process" in line and "start all ranks again" in line
 
 
 @pytest.mark.dist

@@ -23,7 +23,7 @@ from compiled_attn.cli.store import stored_backend
 from compiled_attn.contrib.context_parallel import ContextExecutor
 from compiled_attn.engine import Engine, EngineConfig, SamplingParams
 from compiled_attn.errors import ConfigError, ModelRefused, RankLost, RanksDisagree
-from compiled_attn.ranks import RankEngine, RankExecutor, Ranks, engine_on, joined_ranks, shard
+from compiled_attn.ranks import RankEngine, RankExecutor, Ranks, engine_on, join_ranks, shard
 from tests.compiled_attn.hf.families import small_model
 from tests.compiled_attn.ranks.layers import farthest
 from tests.compiled_attn.tiny import FAMILIES, plain_generate, tiny_model
@@ -270,7 +270,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     FAMILIES["mixtral"] = {"num_local_experts": 4, "num_experts_per_tok": 2}
     try:
-        with joined_ranks(100) as ranks:
+        with join_ranks(100) as ranks:
             assert ranks is not None
             CASES[sys.argv[1]](ranks, *sys.argv[2:])
     except RankLost as error:

@@ -1,4 +1,4 @@
-"""The end of a rank, as the others learn of it: by a call that fails, or by torchrun's SIGTERM."""
+"""Detects ranks that exited: by a failed collective, or by torchrun's SIGTERM."""
 
 from __future__ import annotations
 
@@ -13,79 +13,78 @@ from typing import Any, Self
 
 from compiled_attn.errors import RankLost
 
-__all__ = ["Ending"]
+__all__ = ["Peers"]
 
-_PATIENCE_S = 2.0  # a connection closes before its process is seen to have ended
+_PATIENCE_S = 2.0  # a connection closes before its process is seen to exit
 
 
-class Ending:
-    """Says which ranks have ended.
+class Peers:
+    """The processes of all ranks.
 
     Args:
-        peers: host and process id of each rank.
+        addresses: host and process id of each rank.
     """
 
-    def __init__(self, peers: Sequence[tuple[str, int]]) -> None:
-        self._peers = peers
-        self._is_known = False
+    def __init__(self, addresses: Sequence[tuple[str, int]]) -> None:
+        self._addresses = addresses
+        self._is_reported = False
 
-    def why(self, failure: str) -> str:
-        """The line about the ranks that have ended, for a call that failed; empty: none has."""
+    def explain(self, failure: str) -> str:
+        """Return a message about exited ranks for a failed call; empty if none has."""
         is_lost = "onnection" in failure or "imed out" in failure or "peer" in failure
         end = time.monotonic() + (_PATIENCE_S if is_lost else 0)
         while not (lost := self._lost()) and time.monotonic() < end:
             time.sleep(0.02)
         if not lost and not is_lost:
             return ""
-        self._is_known = True
-        return self._line(lost or f"one of them ({failure.splitlines()[0]})")
+        self._is_reported = True
+        return self._message(lost or f"one of them ({failure.splitlines()[0]})")
 
     @contextmanager
-    def heeded(self) -> Iterator[Self]:
-        """Turns SIGINT and SIGTERM into one KeyboardInterrupt, see `joined_ranks`."""
+    def handle_signals(self) -> Iterator[Self]:
+        """Turn SIGINT and SIGTERM into one KeyboardInterrupt, see `join_ranks`."""
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
         before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
         try:
             for each in before:
-                signal.signal(each, self._hear)
+                signal.signal(each, self._interrupt)
             yield self
         except KeyboardInterrupt as error:
             if str(error):
                 raise RankLost(str(error)) from None
             raise
         finally:
-            if not self._is_known:  # or else torchrun's own may still come
+            if not self._is_reported:  # otherwise torchrun's own signal may still come
                 for each, handler in before.items():
                     signal.signal(each, handler)
 
-    def _hear(self, number: int, _: Any) -> None:
-        if self._is_known:  # torchrun sends SIGINT once more, and SIGTERM to who has noticed
+    def _interrupt(self, number: int, _: Any) -> None:
+        if self._is_reported:  # torchrun repeats SIGINT, and sends SIGTERM after a loss
             return
-        self._is_known = True
+        self._is_reported = True
         if number == signal.SIGTERM and (lost := self._lost()):
-            raise KeyboardInterrupt(self._line(lost))
+            raise KeyboardInterrupt(self._message(lost))
         raise KeyboardInterrupt
 
-    def _line(self, lost: str) -> str:
+    def _message(self, lost: str) -> str:
         return (
-            f"expected {len(self._peers)} ranks, got no answer of {lost}: look at its own output, "
-            "and start all of them again"
+            f"expected {len(self._addresses)} ranks, got no answer of {lost}: see its own output, "
+            "and start all ranks again"
         )
 
     def _lost(self) -> str:
         here = socket.gethostname()
-        gone = [
-            f"rank {rank} (process {pid}), which has ended"
-            for rank, (host, pid) in enumerate(self._peers)
+        return ", ".join(
+            f"rank {rank} (process {pid}), which exited"
+            for rank, (host, pid) in enumerate(self._addresses)
             if host == here and not _is_alive(pid)
-        ]
-        return ", ".join(gone)
+        )
 
 
 def _is_alive(pid: int) -> bool:
-    """Whether a process runs; one that waits for its parent to notice its end does not."""
+    """Whether a process runs; a zombie does not."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
