@@ -24,7 +24,7 @@ from typing import Any
 
 import ray
 
-from compiled_attn.contrib.replicas.deployment import AT_ONCE, deployed
+from compiled_attn.contrib.replicas.deployment import MAX_REQUESTS, deploy
 
 WAYS = ("actors", "serve")
 
@@ -46,7 +46,7 @@ def request(key: int, count: int) -> tuple[dict[str, Any], bytes]:
 
 @contextmanager
 def actors() -> Iterator[Call]:
-    replica = ray.remote(Replica).options(max_concurrency=AT_ONCE, num_cpus=1)
+    replica = ray.remote(Replica).options(max_concurrency=MAX_REQUESTS, num_cpus=1)
     every = cycle([replica.remote() for _ in range(2)])
 
     async def call(key: int, count: int) -> AsyncIterator[Any]:
@@ -59,7 +59,7 @@ def actors() -> Iterator[Call]:
 
 @contextmanager
 def served() -> Iterator[Call]:
-    with deployed(Replica, (), 2, cpus=1, gpus=0) as handle:
+    with deploy(Replica, (), 2, cpus=1, gpus=0) as handle:
         answer = handle.options(stream=True, method_name="answer")
 
         async def call(key: int, count: int) -> AsyncIterator[Any]:

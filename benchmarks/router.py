@@ -24,8 +24,7 @@ from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 
-from compiled_attn.contrib.replicas.recent import RecentBlocks
-from compiled_attn.contrib.replicas.router import PrefixRouter
+from compiled_attn.contrib.replicas.router import PrefixRouter, RecentBlocks
 
 TRACE = Path(__file__).parents[2] / "shared/traces/mooncake_conversation_head.jsonl"
 COUNTS = (1, 2, 4, 8, 16, 32, 64)

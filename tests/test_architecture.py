@@ -133,7 +133,7 @@ _THROUGH_OTHERS = (
     ),
     (
         "compiled_attn.contrib.replicas",
-        "app deployment figures front server",
+        "app deployment frontend server",
         "replicas as processes",
     ),
     (

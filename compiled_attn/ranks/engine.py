@@ -47,7 +47,7 @@ class RankEngine(Engine):
         super().__init__(*args, **kwargs)
         self.ranks = ranks
         self._unsent: list[_Submitted | _Aborted] = []
-        self._has_failed = False
+        self._in_step = False
 
     def follow(self) -> None:
         """Compute the steps of rank 0 until it calls `dismiss`.
@@ -99,14 +99,14 @@ class RankEngine(Engine):
         self._unsent = rest if len(rest) < len(self._unsent) else [*rest, _Aborted(request_id)]
 
     def _compute(self, attempt: Attempt) -> None:
-        if self._has_failed:
+        if self._in_step:
             raise EngineStopped(
                 "expected an engine whose ranks agree, got one whose step raised an exception: "
                 "start all ranks again"
             )
-        self._has_failed = True
+        self._in_step = True
         if self.ranks.leads:
             self.ranks.broadcast(self._unsent)
         self._unsent = []
         super()._compute(attempt)
-        self._has_failed = False
+        self._in_step = False

@@ -1,4 +1,4 @@
-"""The request router of Ray Serve that asks the policy: the bridge between the two."""
+"""Adapts `PrefixRouter` to the request router interface of Ray Serve."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from compiled_attn.contrib.replicas.prompt_keys import prompt_keys
-from compiled_attn.contrib.replicas.router import PrefixRouter, Route
+from compiled_attn.contrib.replicas.router import PrefixRouter, Route, prompt_keys
 from compiled_attn.serve.call import HEADER
 
 __all__ = ["ByPrefix"]
@@ -18,23 +17,22 @@ _SALT = HEADER.lower().encode()
 
 
 class ByPrefix(RequestRouter):  # type: ignore[misc]
-    """Sends a request where its prefix is cached.
+    """Sends a request to the replica that has its prefix cached.
 
-    It lives in the process of the front, in Serve's own loop and thread. A request counts at its
-    replica for as long as its metadata exist, which the front drops when it has ended, however that
-    was. Serve tells of ends too, but not of a request whose client leaves at the moment that it is
-    assigned, and of a short one perhaps before its beginning.
+    It runs in the frontend's process, in Serve's own loop and thread. A request counts at its
+    replica until its metadata are garbage collected, which covers every way that it can finish:
+    Serve's own callbacks miss a client that disconnects during assignment.
     """
 
-    queue_len_response_deadline_s = 1.0  # Serve's tenth is too short for one that computes
+    queue_len_response_deadline_s = 1.0  # Serve's default of 0.1 is too short for a busy replica
 
     def initialize_state(self, **_: Any) -> None:
-        """Begins without replicas."""
+        """Start without replicas."""
         self._policy = PrefixRouter()
         self._routes: dict[str, Route] = {}
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Those that run now."""
+        """Set the running replicas."""
         super().update_replicas(replicas)
         running = {each.replica_id for each in replicas}
         for name in self._policy.loads.keys() - running:
@@ -43,7 +41,7 @@ class ByPrefix(RequestRouter):  # type: ignore[misc]
             self._policy.add(name)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """One has died that Serve still counts."""
+        """Remove a replica before Serve does."""
         super().on_replica_actor_died(replica_id)
         self._policy.remove(replica_id)
 
@@ -52,9 +50,9 @@ class ByPrefix(RequestRouter):  # type: ignore[misc]
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """All that run, the one to take first.
+        """Return all running replicas, best first.
 
-        It counts as taken at once, as others are chosen before it answers.
+        The request counts at once, since others are routed before the replica accepts it.
         """
         assert pending_request is not None
         keys = _keys(pending_request)
@@ -65,21 +63,23 @@ class ByPrefix(RequestRouter):  # type: ignore[misc]
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
     ) -> None:
-        """It was accepted, maybe not by the one to take first."""
+        """Record which replica accepted the request."""
         taken = self._routes[pending_request.metadata.internal_request_id].replica
         if taken != replica_id and replica_id in self._policy.loads:
             self._take(pending_request, replica_id, _keys(pending_request))
 
     def _take(self, request: PendingRequest, name: ReplicaID, keys: list[int]) -> None:
         number = request.metadata.internal_request_id
-        if not self._end(number):
-            loop = asyncio.get_running_loop()  # whoever drops it may be another thread
-            ended = weakref.finalize(request.metadata, loop.call_soon_threadsafe, self._end, number)
-            ended.atexit = False
+        if not self._finish(number):
+            loop = asyncio.get_running_loop()  # the finalizer may run in another thread
+            finalizer = weakref.finalize(
+                request.metadata, loop.call_soon_threadsafe, self._finish, number
+            )
+            finalizer.atexit = False
         self._routes[number] = self._policy.take(name, keys)
 
-    def _end(self, number: str) -> bool:
-        """Whether it was counted."""
+    def _finish(self, number: str) -> bool:
+        """Whether the request was counted."""
         if (route := self._routes.pop(number, None)) is not None:
             self._policy.done(route)
         return route is not None

@@ -1,4 +1,4 @@
-"""The deployment: what Ray Serve is told of the replicas that it is to keep."""
+"""Deploys replicas on Ray Serve."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from ray.serve.handle import DeploymentHandle
 
 from compiled_attn.contrib.replicas.by_prefix import ByPrefix
 
-__all__ = ["AT_ONCE", "deployed"]
+__all__ = ["MAX_REQUESTS", "deploy"]
 
-AT_ONCE = 4096  # requests of one replica; its engine has a queue of its own
-_PATIENCE = 20.0  # seconds
+MAX_REQUESTS = 4096  # per replica; its engine has its own queue
+_DELETE_TIMEOUT_S = 20.0
 
 
 @contextmanager
-def deployed(
+def deploy(
     replica: type, arguments: Sequence[Any], count: int, *, cpus: int, gpus: int
 ) -> Iterator[DeploymentHandle]:
-    """An application of Serve whose only deployment are the replicas; it ends with the block.
+    """Run a Serve application of replicas until the context exits.
 
-    Its name is its own, so that several may be on one cluster. None of Serve's proxies is started:
-    they choose a replica before they have read a prompt.
+    Its name is unique on the cluster. Serve's proxies are not started: they choose a replica before
+    they have read the prompt.
 
     Args:
         replica: the class, see `Replica`.
         arguments: of its constructor, pickled.
-        count: of replicas.
+        count: number of replicas.
         cpus, gpus: that a replica reserves.
     """
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
-    _join()
+    _start_serve()
     replicas = serve.deployment(
         replica,
         num_replicas=count,
         ray_actor_options={"num_cpus": cpus, "num_gpus": gpus},
-        max_ongoing_requests=AT_ONCE,
+        max_ongoing_requests=MAX_REQUESTS,
         request_router_config=RequestRouterConfig(request_router_class=ByPrefix),
         health_check_period_s=1,
         graceful_shutdown_wait_loop_s=0.1,
@@ -55,24 +55,23 @@ def deployed(
         (handle,) = serve.run_many([target], wait_for_applications_running=False)
         yield handle
     finally:
-        _end(application)
+        _delete(application)
 
 
-def _join() -> None:
-    """Starts Serve where none is."""
+def _start_serve() -> None:
     try:
         serve.start(proxy_location="Disabled")
-    except ValueError:  # another front has started it in between
+    except ValueError:  # another frontend started it concurrently
         serve.start(proxy_location="Disabled")
 
 
-def _end(application: str) -> None:
-    """Ends it, unless its cluster has gone, which never answers."""
+def _delete(application: str) -> None:
+    """Delete the application; a cluster that is gone never answers, hence the timeout."""
 
-    def end() -> None:
+    def delete() -> None:
         with suppress(RayError, TimeoutError):
             serve.delete(application)
 
-    ending = threading.Thread(target=end, daemon=True)
-    ending.start()
-    ending.join(_PATIENCE)
+    thread = threading.Thread(target=delete, daemon=True)
+    thread.start()
+    thread.join(_DELETE_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""The fleet: what the front knows of the replicas that Ray Serve keeps."""
+"""The state of the replicas of a Ray Serve deployment, polled by the frontend."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ray.serve.schema import ApplicationStatus
 
 __all__ = ["Fleet", "Member"]
 
-_LOOK_EVERY = 0.5  # seconds
+_POLL_S = 0.5
 
 
 @dataclass
@@ -22,10 +22,10 @@ class Member:
     """One replica.
 
     Attributes:
-        number: its label in figures.
+        number: its label in metrics.
         stage: ``starting``, ``ready`` or ``restarting``.
         process: its id, None before it was first ready.
-        restarts: how often it has become another process.
+        restarts: number of new processes.
     """
 
     number: int
@@ -35,64 +35,64 @@ class Member:
 
 
 class Fleet:
-    """Replicas that Ray Serve starts, looks after and starts again.
+    """Replicas that Ray Serve starts, monitors and restarts.
 
     Args:
         handle: of their deployment.
-        count: of replicas.
-        tell: called with the stage each time that another number of replicas is ready.
+        count: number of replicas.
+        report: called with the stage when the number of ready replicas changes.
 
     Attributes:
-        members: all of them.
-        retried: requests that were sent to another replica, as theirs ended.
+        members: all replicas.
+        retried: requests that were sent to another replica because theirs exited.
         error: why no replica can serve, None while one may.
     """
 
-    def __init__(self, handle: DeploymentHandle, count: int, tell: Callable[[str], None]) -> None:
+    def __init__(self, handle: DeploymentHandle, count: int, report: Callable[[str], None]) -> None:
         self.members = [Member(number) for number in range(count)]
         self.retried = 0
         self.error: str | None = None
-        self._handle, self._tell = handle, tell
+        self._handle, self._report = handle, report
         self._answer = handle.options(method_name="answer", stream=True)
 
     @property
     def ready(self) -> Sequence[Member]:
-        """Those that answer."""
+        """Replicas that respond."""
         return [each for each in self.members if each.stage == "ready"]
 
     @property
     def stage(self) -> str:
-        """``ready`` or ``starting``, with how many are ready."""
+        """``ready`` or ``starting``, with the number of ready replicas."""
         ready = len(self.ready)
         return f"{'ready' if ready else 'starting'}, {ready} of {len(self.members)} replicas"
 
     def answer(self, scope: dict[str, Any], body: bytes) -> Any:
-        """A call of `Replica.answer`, of the replica that the router chooses."""
+        """Call `Replica.answer` of the replica that the router chooses."""
         return self._answer.remote(scope, body)
 
     async def ask(self, method: str) -> list[Any]:
-        """What each replica answers that is there and able to."""
+        """Return the results of a method on all replicas that respond."""
         try:
             answers = await self._handle.broadcast(method).results_async(return_exceptions=True)
-        except DeploymentUnavailableError:  # there is none
+        except DeploymentUnavailableError:
             return []
         return [each for each in answers if not isinstance(each, BaseException)]
 
-    async def watch(self, when_failed: Callable[[], None]) -> None:
-        """Looks at the replicas, until it is cancelled or none can serve."""
-        told = 0
+    async def watch(self, on_failure: Callable[[], None]) -> None:
+        """Poll the replicas until cancelled, or until none can serve."""
+        ready = 0
         while self.error is None:
             try:
-                await self._look()
-            except Exception as error:  # a front that cannot see its replicas is of no use
+                await self._poll()
+            except Exception as error:  # a frontend that cannot poll its replicas is of no use
                 self.error = f"cannot ask the replicas: {error!r}"
-            if told != len(self.ready):
-                told = len(self.ready)
-                self._tell(self.stage)
-            await asyncio.sleep(_LOOK_EVERY)
-        when_failed()
+            if ready != len(self.ready):
+                ready = len(self.ready)
+                self._report(self.stage)
+            await asyncio.sleep(_POLL_S)
+        on_failure()
 
-    async def _look(self) -> None:
+    async def _poll(self) -> None:
         processes = {state.number: state.process for state in await self.ask("state")}
         for each in self.members:
             process = processes.get(each.number)
@@ -106,7 +106,7 @@ class Fleet:
 
 
 def _failure(handle: DeploymentHandle) -> str | None:
-    """The last line of why Serve has given up on a deployment; None: it has not."""
+    """The last line of Serve's reason for a failed deployment; None: it has not failed."""
     application = serve.status().applications.get(handle.app_name)
     if application is None:
         return f"expected the application {handle.app_name} on the cluster, got none: start again"

@@ -1,4 +1,4 @@
-"""A replica: the server of one process, called with requests instead of listening for them."""
+"""A replica: the server application in a Ray Serve actor."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from compiled_attn.serve.settings import ServerSettings
 
 __all__ = ["Replica", "State"]
 
-_ALONE = 600.0  # seconds
+_ORPHANED_S = 600.0
 
 
 class State(NamedTuple):
     """A replica that is ready.
 
     Attributes:
-        number: its rank among those of its deployment; one that takes its place has the same.
+        number: its rank in the deployment; a replacement has the same.
         process: its id.
     """
 
@@ -35,65 +35,57 @@ class State(NamedTuple):
 
 
 class Replica:
-    """What Ray Serve deploys: an engine of its own, warm as soon as it is constructed.
+    """The class that Ray Serve deploys; the constructor loads and warms up an engine.
 
     Args:
         name: of the model.
         make: loads it and warms it up.
-
-    Raises:
-        Exception: what ended that.
     """
 
     def __init__(self, name: str, make: Make) -> None:
         self._served = Served(name, make)
         self._served.load()
-        # The front has limited bodies already, maybe to more than the default.
+        # The frontend has already limited the body, perhaps above the default.
         self._app: ASGIApp = app_of(self._served, ServerSettings(max_body=sys.maxsize))
-        self._asked = time.monotonic()
+        self._last_poll = time.monotonic()
 
     async def check_health(self) -> None:
-        """Asked by Serve, which replaces a replica that fails it.
+        """Called by Serve, which replaces a replica that fails.
 
-        An application of Serve outlives who started it. If its front was killed, and so could not
-        end it, its replicas do.
+        A Serve application outlives the process that started it, so replicas delete it if the
+        frontend was killed.
 
         Raises:
             EngineStopped: its engine has failed.
         """
-        if time.monotonic() - self._asked > _ALONE:
+        if time.monotonic() - self._last_poll > _ORPHANED_S:
             application = serve.get_replica_context().app_name
             await asyncio.to_thread(serve.delete, application, _blocking=False)
         if self._served.stage != "ready":
             raise EngineStopped("expected an engine that serves, got one that has failed")
 
     async def state(self) -> State:
-        """What it is, for the front; that asks shows that there is one."""
-        self._asked = time.monotonic()
+        """Return number and process; called regularly by a live frontend."""
+        self._last_poll = time.monotonic()
         return State(_number(), os.getpid())
 
     async def metrics(self) -> tuple[int, str]:
-        """Its number, and its figures in the format of Prometheus; waits for the step that runs."""
+        """Return number and metrics in Prometheus' format; waits for the running step."""
         return _number(), (await asyncio.to_thread(self._served.metrics.exposition)).decode()
 
     async def answer(
         self, scope: Mapping[str, Any], body: bytes
     ) -> AsyncIterator[tuple[int, list[Message]]]:
-        """The answer to a request, in the messages of ASGI; cancelled, it drops the request.
+        """Yield the replica's number and the ASGI messages of a response as they arrive.
 
-        Args:
-            scope: of ASGI.
-            body: all of it.
-
-        Yields:
-            The replica's number, and the messages that have come since.
+        Cancellation aborts the request.
         """
         sent: asyncio.Queue[Message | None] = asyncio.Queue()
         parts: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def receive() -> Message:
             if not parts:
-                await asyncio.Event().wait()  # a client that leaves is a call that is cancelled
+                await asyncio.Event().wait()  # a disconnect cancels the call instead
             return parts.pop()
 
         running = asyncio.ensure_future(self._app(dict(scope), receive, sent.put))
@@ -107,7 +99,7 @@ class Replica:
                 last = messages[-1]
                 if some := [each for each in messages if each is not None]:
                     yield _number(), some
-            running.exception()  # it was answered with 500
+            running.exception()  # the response was 500
         finally:
             running.cancel()
 

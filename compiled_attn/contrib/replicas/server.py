@@ -1,4 +1,4 @@
-"""The server of a fleet: Ray on this machine or a cluster, and the front that listens here."""
+"""Runs a fleet: Ray on this machine or a cluster, and the frontend that listens here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import uvicorn
 from ray._private.services import canonicalize_bootstrap_address
 
 from compiled_attn.contrib.replicas.app import fleet_app
-from compiled_attn.contrib.replicas.deployment import deployed
+from compiled_attn.contrib.replicas.deployment import deploy
 from compiled_attn.contrib.replicas.fleet import Fleet
 from compiled_attn.contrib.replicas.replica import Replica
 from compiled_attn.errors import ConfigError, ModelError
@@ -31,34 +31,34 @@ def run_fleet(
     make: Make,
     count: int,
     listening: socket.socket,
-    when_up: Callable[[], None],
-    tell: Callable[[str], None],
+    on_listening: Callable[[], None],
+    report: Callable[[str], None],
     http: ServerSettings | None = None,
     *,
     address: str | None = None,
     cpus: int = 1,
     gpus: int = 0,
 ) -> None:
-    """Serves until a signal ends it; then what was asked is answered, and nothing new taken.
+    """Serve until a signal; then finish open requests and accept no new ones.
 
     Args:
         name, make: of the model, see `Served`; pickled.
-        count: of replicas.
-        listening: where the front listens.
-        when_up: called when it does.
-        tell: called with a line when a replica is ready, or is lost.
-        http: settings of the front; None: the default ones.
-        address: of a cluster of Ray; None: one of this process's own, on this machine.
+        count: number of replicas.
+        listening: socket of the frontend.
+        on_listening: called when it listens.
+        report: called with a line when the number of ready replicas changes.
+        http: settings of the frontend; None: defaults.
+        address: of a Ray cluster; None: start one on this machine.
         cpus, gpus: that a replica reserves.
 
     Raises:
-        ConfigError: no cluster answers there.
+        ConfigError: no cluster answers at the address.
         ModelError: no replica can serve, with the reason of the last one.
     """
     _connect(address, count * cpus)
     try:
-        with deployed(Replica, (name, make), count, cpus=cpus, gpus=gpus) as handle:
-            _serve(Fleet(handle, count, tell), listening, when_up, http or ServerSettings())
+        with deploy(Replica, (name, make), count, cpus=cpus, gpus=gpus) as handle:
+            _serve(Fleet(handle, count, report), listening, on_listening, http or ServerSettings())
     finally:
         ray.shutdown()
 
@@ -69,11 +69,11 @@ _NO_CLUSTER = (
 
 
 def _connect(address: str | None, cpus: int) -> None:
-    when_terminated = signal.getsignal(signal.SIGTERM)
+    handler = signal.getsignal(signal.SIGTERM)
     own: dict[str, Any] = {"num_cpus": max(cpus, os.cpu_count() or 1), "include_dashboard": False}
     try:
         ray.init(
-            _reached(address) if address else "local",
+            _resolve(address) if address else "local",
             log_to_driver=False,
             logging_level=logging.ERROR,
             **({} if address else own),
@@ -85,15 +85,11 @@ def _connect(address: str | None, cpus: int) -> None:
             f"cannot use Ray at {address or 'this machine'}: {why}: {remedy}"
         ) from error
     finally:
-        signal.signal(signal.SIGTERM, when_terminated)  # Ray has set its own
+        signal.signal(signal.SIGTERM, handler)  # Ray replaces it
 
 
-def _reached(address: str) -> str:
-    """The same as host and port, where somebody listens; Ray itself would try for minutes.
-
-    Raises:
-        OSError, ValueError: nobody does, or it is no address.
-    """
+def _resolve(address: str) -> str:
+    """Host and port, after a test connection: Ray itself would retry for minutes."""
     found: str | None = canonicalize_bootstrap_address(address)
     if found is None:  # Ray's "local"
         raise ValueError("expected HOST:PORT or auto")
@@ -103,7 +99,7 @@ def _reached(address: str) -> str:
 
 
 def _serve(
-    fleet: Fleet, listening: socket.socket, when_up: Callable[[], None], http: ServerSettings
+    fleet: Fleet, listening: socket.socket, on_listening: Callable[[], None], http: ServerSettings
 ) -> None:
     def give_up() -> None:
         server.should_exit = True
@@ -118,16 +114,16 @@ def _serve(
             ssl_keyfile=http.ssl_keyfile,
         )
     )
-    when_up()
+    on_listening()
     server.run(sockets=[listening])
     if fleet.error is not None:
         raise ModelError(fleet.error)
 
 
 class _Server(uvicorn.Server):
-    """Stops waiting for open requests with a second signal of either kind."""
+    """Drops open requests on a second signal."""
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begins to stop; the second time drops what is open."""
+        """Stop; the second time, drop open requests."""
         self.force_exit = self.should_exit
         super().handle_exit(sig, frame)

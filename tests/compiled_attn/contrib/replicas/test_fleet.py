@@ -44,11 +44,11 @@ async def seen(fleet: Fleet, stage: str) -> None:
 
 def test_a_replica_that_has_died_hides_no_other_and_comes_back(monkeypatch):
     monkeypatch.setattr(module, "_failure", lambda handle: None)
-    told: list[str] = []
+    reported: list[str] = []
 
     async def scene() -> None:
         handle = Handle()
-        fleet = Fleet(handle, 2, told.append)
+        fleet = Fleet(handle, 2, reported.append)
         watching = asyncio.create_task(fleet.watch(lambda: None))
         handle.answers = [State(1, 11)]
         await seen(fleet, "ready, 1 of 2 replicas")
@@ -66,12 +66,12 @@ def test_a_replica_that_has_died_hides_no_other_and_comes_back(monkeypatch):
             await watching
 
     asyncio.run(scene())
-    assert told == [f"ready, {ready} of 2 replicas" for ready in (1, 2, 1, 2)]
+    assert reported == [f"ready, {ready} of 2 replicas" for ready in (1, 2, 1, 2)]
 
 
 def test_a_front_that_cannot_see_its_replicas_ends():
     failed: list[bool] = []
-    fleet = Fleet(Handle(None), 2, lambda told: None)  # no state
+    fleet = Fleet(Handle(None), 2, lambda reported: None)  # no state
     asyncio.run(fleet.watch(lambda: failed.append(True)))
     assert failed and "cannot ask the replicas: AttributeError" in fleet.error
 
@@ -79,6 +79,6 @@ def test_a_front_that_cannot_see_its_replicas_ends():
 def test_it_ends_when_serve_has_given_up(monkeypatch):
     monkeypatch.setattr(module, "_failure", lambda handle: "no such model")
     failed: list[bool] = []
-    fleet = Fleet(Handle(), 1, lambda told: None)
+    fleet = Fleet(Handle(), 1, lambda reported: None)
     asyncio.run(fleet.watch(lambda: failed.append(True)))
     assert failed and fleet.error == "no such model" and fleet.stage == "starting, 0 of 1 replicas"

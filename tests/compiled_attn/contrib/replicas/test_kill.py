@@ -98,7 +98,7 @@ def test_streams_that_had_begun_end_with_an_error_that_names_the_replica(command
     for process in command.replicas():
         os.kill(process, signal.SIGKILL)
     for stream in streams:
-        with pytest.raises(openai.APIError, match=r"replica [01] ended while it streamed"):
+        with pytest.raises(openai.APIError, match=r"replica [01] exited while it streamed"):
             list(stream)
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compiled_attn.contrib.replicas.recent import RecentBlocks
-from compiled_attn.contrib.replicas.router import PrefixRouter, Route
+from compiled_attn.contrib.replicas.router import PrefixRouter, RecentBlocks, Route, prompt_keys
 from compiled_attn.errors import ConfigError
 
 
@@ -35,7 +35,7 @@ def test_a_prompt_goes_where_its_prefix_went():
 
 
 def test_the_longest_of_two_prefixes_wins():
-    router = router_of(2, most_load=100)
+    router = router_of(2, max_load=100)
     short, long = route(router, [1, 2, 8, 9]), route(router, [5, 6])
     assert short.replica != long.replica
     router.remove(short.replica)
@@ -62,13 +62,13 @@ def test_a_beginning_that_all_share_decides_nothing():
 
 
 def test_a_hot_prefix_is_spread_when_its_replica_has_too_much_to_do():
-    router = router_of(4, most_load=1.5)
+    router = router_of(4, max_load=1.5)
     used = [route(router, [1, 2, 3]).replica for _ in range(400)]
     assert max(map(used.count, range(4))) <= 1.5 * 100 + 4
 
 
 def test_one_that_has_too_much_to_do_is_ranked_last_whatever_it_shares():
-    router = router_of(3, most_load=1)
+    router = router_of(3, max_load=1)
     first = route(router, [1, 2, 3])
     assert router.ranked([1, 2, 3]) == [1, 2, first.replica]
     router.done(first)
@@ -87,8 +87,8 @@ def test_a_replica_that_comes_back_has_nothing_cached_and_nothing_to_do():
 
 
 def test_numbers_out_of_bounds_are_refused():
-    for wrong in ({"most_blocks": 0}, {"most_load": 0.5}, {"least_share": 2}):
-        with pytest.raises(ConfigError, match="expected most_blocks >= 1"):
+    for wrong in ({"max_blocks": 0}, {"max_load": 0.5}, {"min_share": 2}):
+        with pytest.raises(ConfigError, match="expected max_blocks >= 1"):
             PrefixRouter(**wrong)
 
 
@@ -105,15 +105,15 @@ events = st.one_of(
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(events, max_size=60), st.sampled_from([1.0, 1.5, 4.0]))
-def test_loads_are_those_of_open_routes_and_none_is_above_the_limit(happened, most_load):
-    router, names = router_of(2, most_load=most_load), {0, 1}
+def test_loads_are_those_of_open_routes_and_none_is_above_the_limit(happened, max_load):
+    router, names = router_of(2, max_load=max_load), {0, 1}
     opened: list = []
     for kind, value in happened:
         if kind == "route" and names:
             loads = router.loads
             mean = (sum(loads.values()) + 1 + len(value)) / len(loads)
             taken = route(router, value)
-            assert loads[taken.replica] < most_load * mean
+            assert loads[taken.replica] < max_load * mean
             opened.append(taken)
         elif kind == "done" and opened:
             router.done(opened.pop(value % len(opened)))
@@ -143,3 +143,37 @@ def test_recent_blocks_are_bounded_and_keep_beginnings_before_ends(used, most):
         held = [key in oracle for key in keys]
         assert held == sorted(held, reverse=True)
         assert recent.shared(keys) == sum(held)
+
+
+def shared(one: list[int], other: list[int]) -> int:
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+                min(len(one), len(other)))  # fmt: skip
+
+
+@given(st.text("ab", max_size=400), st.text("ab", max_size=400))
+def test_as_many_keys_are_shared_as_blocks_of_64_characters(one, other):
+    texts = [json.dumps(each) for each in (one, other)]
+    alike = next((at for at in range(min(map(len, texts))) if texts[0][at] != texts[1][at]),
+                 min(map(len, texts)))  # fmt: skip
+    keys = [prompt_keys(json.dumps({"prompt": each}).encode()) for each in (one, other)]
+    assert [*map(len, keys)] == [len(text) // 64 for text in texts]
+    assert shared(*keys) == alike // 64
+
+
+def test_the_next_turn_of_a_chat_has_the_keys_of_the_turns_before():
+    turns = [{"role": "user", "content": "x" * 300}]
+    first = prompt_keys(json.dumps({"messages": turns, "seed": 1}).encode())
+    turns += [{"role": "assistant", "content": "y" * 90}, {"role": "user", "content": "z"}]
+    second = prompt_keys(json.dumps({"seed": 2, "messages": turns}).encode())
+    assert shared(first, second) >= len(first) - 1 >= 3
+    assert len(second) > len(first)
+
+
+def test_tenants_share_no_keys():
+    body = json.dumps({"prompt": "x" * 1000}).encode()
+    assert not {*prompt_keys(body, b"one")} & {*prompt_keys(body, b"two")}
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"\xff", b"[" * 100_000, b'{"n": 1}'])
+def test_what_has_no_prompt_has_no_keys(body):
+    assert prompt_keys(body) == []
