@@ -122,7 +122,7 @@ _THROUGH_OTHERS = (
     ("compiled_attn.hf", "recorder refused", "test_proof, test_families"),
     ("compiled_attn.contrib", "context_parallel versions", "ranks as processes, test_vllm"),
     ("compiled_attn.contrib.vllm", "backend", "tests/vllm_backend"),
-    ("compiled_attn.contrib.transformers", "manager sampling", "test_transformers"),
+    ("compiled_attn.contrib.transformers", "manager", "test_transformers"),
     ("compiled_attn.planner.formats", "base gaudi sglang vllm", "test_formats"),
     ("compiled_attn.ops", "call checks timing", "every implementation of the op"),
     ("compiled_attn.ops.triton", "attend codes locate merge varlen_calls write", "test_launch"),

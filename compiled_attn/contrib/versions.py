@@ -1,4 +1,4 @@
-"""The versions of engines that an integration is tested with, and the line that says so."""
+"""Checks the version of another engine against the tested ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["check_tested", "installed", "is_tested", "listed"]
 
 
 def installed(*packages: str) -> str | None:
-    """The version of the first of these packages that is installed; None: none is."""
+    """Return the version of the first installed package, or None."""
     for each in packages:
         try:
             return version(each)
@@ -20,24 +20,24 @@ def installed(*packages: str) -> str | None:
 
 
 def is_tested(found: str, tested: tuple[str, ...]) -> bool:
-    """Whether a version begins with one of the tested, such as ``5.23``."""
+    """Whether a version starts with a tested one, such as ``5.23``."""
     return f"{found.split('+')[0]}.".startswith(tuple(f"{each}." for each in tested))
 
 
 def listed(tested: tuple[str, ...]) -> str:
-    """The tested versions in words."""
+    """Return the tested versions in words."""
     return " or ".join(f"{each}.*" for each in tested)
 
 
 def check_tested(engine: str, found: str | None, tested: tuple[str, ...], remedy: str) -> None:
-    """Raises EngineUnsupported, in one line, unless a version of an engine is one of the tested.
+    """Raise EngineUnsupported unless the version of an engine is a tested one.
 
-    Before anything of the engine's interface is touched: what changed there fails anywhere.
+    Called before anything of the engine's interface is used.
 
     Args:
         engine: its name.
         found: the installed version; None: it is not installed.
-        tested: what the version must begin with, one of such as ``5.23``.
+        tested: prefixes such as ``5.23``.
         remedy: what the user can do.
     """
     if found is not None and is_tested(found, tested):

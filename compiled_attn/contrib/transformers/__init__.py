@@ -1,7 +1,7 @@
-"""Our engine as the continuous batching of transformers: `install`, and its undoing.
+"""Replaces the continuous batching of transformers with our engine: `install`, `uninstall`.
 
-From then on it answers ``generate_batch``, ``continuous_batching_context_manager``,
-``init_continuous_batching`` and the server that ``transformers serve --continuous-batching`` is.
+Affects ``generate_batch``, ``continuous_batching_context_manager``, ``init_continuous_batching``
+and ``transformers serve --continuous-batching``.
 """
 
 from __future__ import annotations
@@ -22,12 +22,7 @@ _active: list[Installed] = []
 
 
 class Installed:
-    """What `install` did: a context manager that undoes it when it is left.
-
-    Args:
-        config: of the engines.
-        original: transformers' own method.
-    """
+    """A context manager that uninstalls on exit."""
 
     def __init__(self, config: EngineConfig | None, original: Callable[..., Any]) -> None:
         self.config, self.original = config, original
@@ -46,21 +41,19 @@ class Installed:
 
 
 def install(config: EngineConfig | None = None) -> Installed:
-    """Lets every model of transformers batch continuously on our engine.
+    """Use our engine for the continuous batching of every model.
 
-    The first manager of a model warms an engine up, which stays with the model: later managers find
-    it warm. In place of what it was told by an earlier call, ``config`` holds for engines that are
-    made later.
+    The first manager of a model creates and warms up an engine, which is stored on the model and
+    reused. A second call replaces the ``config`` for engines created later.
 
     Args:
-        config: sizes and policies of the engines. What a caller gives transformers in a
-            ``ContinuousBatchingConfig`` is not looked at.
+        config: of the engines; ``ContinuousBatchingConfig`` is ignored.
 
     Returns:
-        a context manager that uninstalls; it need not be entered.
+        A context manager that uninstalls; entering it is optional.
 
     Raises:
-        EngineUnsupported: transformers is missing, or is a version that this is not tested with.
+        EngineUnsupported: transformers is missing, or of an untested version.
 
     Example::
 
@@ -82,19 +75,15 @@ def install(config: EngineConfig | None = None) -> Installed:
         continuous_batching_config: Any = None,
         workload_hints: Any = None,
     ) -> Any:
-        """A manager of continuous batching on the engine of compiled-attn."""
         return manager_for(self, generation_config, continuous_batching_config, state.config)
 
-    _active.append(state)  # first: what an interrupt leaves half done can be undone
+    _active.append(state)  # first, so that an interrupt can be undone
     setattr(ContinuousMixin, _HOOK, init_continuous_batching)
     return state
 
 
 def uninstall() -> None:
-    """Gives transformers its own continuous batching back; managers that run go on.
-
-    Where nothing is installed it does nothing.
-    """
+    """Restore transformers' own continuous batching, if replaced; running managers continue."""
     if not _active:
         return
     from transformers.generation.continuous_batching.continuous_api import ContinuousMixin

@@ -1,7 +1,7 @@
-"""A manager of continuous batching as transformers calls one, on our engine.
+"""A continuous batching manager with transformers' private interface, on our engine.
 
-Private interface of transformers, see `compiled_attn.contrib.transformers.TESTED`: what its
-context manager, ``generate_batch`` and its server call is here, under the same names.
+It has the methods that transformers' context manager, ``generate_batch`` and server call, see
+`compiled_attn.contrib.transformers.TESTED`.
 """
 
 from __future__ import annotations
@@ -20,16 +20,22 @@ from transformers import GenerationConfig
 from transformers.generation.continuous_batching.continuous_api import OutputRouter
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
-from compiled_attn.contrib.transformers.sampling import sampling_for
 from compiled_attn.engine import Engine, EngineConfig, SamplingParams
 from compiled_attn.engine.request_state import TokenEvent
 from compiled_attn.errors import EngineUnsupported
 from compiled_attn.hf import ATTENTION_NAME
 
-__all__ = ["EngineManager", "manager_for"]
+__all__ = ["EngineManager", "manager_for", "sampling_for"]
 
-_KEPT = "_compiled_attn_engine"
+_ATTRIBUTE = "_compiled_attn_engine"
 _IDLE_SECONDS = 0.05
+_SUPPORTED = {
+    "TemperatureLogitsWarper",
+    "TopKLogitsWarper",
+    "TopPLogitsWarper",
+    "MinPLogitsWarper",
+    "RepetitionPenaltyLogitsProcessor",
+}
 
 
 def manager_for(
@@ -38,27 +44,27 @@ def manager_for(
     continuous_batching_config: Any,
     config: EngineConfig | None,
 ) -> EngineManager:
-    """A manager over the engine that a model has, or gets now.
+    """Create a manager over the engine of a model, which is created on first use.
 
     Raises:
-        ModelRefused, ConfigError, EngineUnsupported: the model or a setting cannot be served.
+        ModelRefused, ConfigError, EngineUnsupported: the model or a setting is not supported.
     """
     if getattr(continuous_batching_config, "return_logprobs", False):
-        raise EngineUnsupported("expected return_logprobs=False, got True: uninstall for these")
+        raise EngineUnsupported("expected return_logprobs=False, got True: uninstall")
     settings = generation_config or model.generation_config
     attention = model.config._attn_implementation
-    kept: _Kept | None = getattr(model, _KEPT, None)
-    if kept is None:
+    cached: _Cached | None = getattr(model, _ATTRIBUTE, None)
+    if cached is None:
         try:
-            kept = _Kept(Engine(model, config), threading.Lock())
+            cached = _Cached(Engine(model, config), threading.Lock())
         finally:
             model.set_attn_implementation(attention)
-        setattr(model, _KEPT, kept)
-    return EngineManager(model, kept.engine, settings, attention, kept.in_use)
+        setattr(model, _ATTRIBUTE, cached)
+    return EngineManager(model, cached.engine, settings, attention, cached.in_use)
 
 
-class _Kept(NamedTuple):
-    """What stays with a model: its engine, and the lock of the one manager that serves with it."""
+class _Cached(NamedTuple):
+    """The engine of a model, and the lock of the manager that uses it."""
 
     engine: Engine
     in_use: threading.Lock
@@ -66,36 +72,31 @@ class _Kept(NamedTuple):
 
 @dataclass
 class Status:
-    """The state of the thread, of which transformers reads whether it has failed."""
+    """State of the thread, as transformers reads it."""
 
     fatal_error: BaseException | None = None
 
 
 @dataclass
-class _Order:
-    """A request on its way to the engine, and what came of it so far."""
+class _Queued:
+    """A request and its tokens so far."""
 
     output: GenerationOutput
     sampling: SamplingParams
     streaming: bool
-    begun_s: float = -1
+    started_s: float = -1
     tokens: list[int] = field(default_factory=list)
 
 
 class EngineManager:
-    """Requests from any thread, served in a thread of its own, answered as transformers does.
+    """Serves requests from any thread in a background thread, with transformers' outputs.
 
     Args:
-        model: whose attention is the engine's while the thread runs.
+        model: uses the engine's attention while the thread runs.
         engine: of the model.
         settings: ``GenerationConfig`` of all requests.
         attention: the model's own implementation.
-        in_use: held by the manager that serves with the engine.
-
-    Attributes:
-        background_thread_status: whether the thread has failed.
-        output_router: where results go.
-        warmed_up: whether the engine is.
+        in_use: lock of the manager that uses the engine.
     """
 
     batch_processor = None
@@ -108,14 +109,14 @@ class EngineManager:
         attention: str,
         in_use: threading.Lock,
     ) -> None:
-        sampling_for(model, settings, (), 1)  # refused now, and not request by request
+        sampling_for(model, settings, (), 1)  # refuse unsupported settings early
         self.model, self.engine, self.generation_config = model, engine, settings
         self.background_thread_status, self.output_router = Status(), OutputRouter()
         self._attention, self._in_use = attention, in_use
         self._names = (f"req_{number}" for number in itertools.count())
-        self._orders: queue.SimpleQueue[_Order | str] = queue.SimpleQueue()
-        self._open: dict[int, _Order] = {}
-        self._stopping = self._drains = False
+        self._queue: queue.SimpleQueue[_Queued | str] = queue.SimpleQueue()
+        self._open: dict[int, _Queued] = {}
+        self._stopping = self._drain = False
         self._thread: threading.Thread | None = None
 
     @property
@@ -124,27 +125,27 @@ class EngineManager:
         return self.engine.warmup_report is not None
 
     def warmup(self) -> None:
-        """Captures the graphs of the engine, once."""
+        """Capture the graphs of the engine, once."""
         if not self.warmed_up:
             with self._engine_attention():
                 self.engine.warmup()
 
     def is_running(self) -> bool:
-        """Whether requests are served."""
+        """Whether the thread is running."""
         return self._thread is not None and self._thread.is_alive()
 
     def start(self) -> None:
-        """Begins to serve; warms up first if nobody did.
+        """Start the thread, which warms up the engine if necessary.
 
         Raises:
-            RuntimeError: another manager of the model serves.
+            RuntimeError: another manager of the model is running.
         """
         if self.is_running():
             return
         if not self._in_use.acquire(blocking=False):
             raise RuntimeError(
-                "expected a model whose other managers are stopped, got one that is served: stop "
-                "that manager first"
+                "expected a model whose other managers are stopped, got one with a running "
+                "manager: stop that first"
             )
         self._stopping = False
         self.background_thread_status.fatal_error = None
@@ -162,16 +163,16 @@ class EngineManager:
         keep_for_next_session: bool = False,
         hard_stop: bool = False,
     ) -> None:
-        """Ends the thread, after what was asked (``hard_stop``: after the step that runs).
+        """Stop the thread after all requests, or with ``hard_stop`` after the current step.
 
-        The engine stays with the model, so ``keep_for_next_session`` changes nothing.
+        The engine stays on the model, so ``keep_for_next_session`` has no effect.
         """
-        self._drains, self._stopping = not hard_stop, True
+        self._drain, self._stopping = not hard_stop, True
         if block and self._thread is not None:
             self._thread.join(timeout)
 
     def destroy(self) -> None:
-        """Stops; a manager can be made again."""
+        """Stop; a new manager can be created."""
         self.stop()
 
     def add_request(
@@ -184,19 +185,17 @@ class EngineManager:
         eos_token_id: int | Sequence[int] | None = None,
         **processors: Any,
     ) -> str:
-        """Queues a request and returns its id.
+        """Queue a request; returns its id. The result of one that is too long is an error.
 
         Raises:
-            EngineUnsupported: time stamps or settings of processors of logits.
-            RuntimeError: nobody serves.
-
-        One that can never be served, being too long, has an error for its result.
+            EngineUnsupported: timestamps or settings of logits processors.
+            RuntimeError: the manager is stopped.
         """
         if record_timestamps or processors:
-            asked = sorted(processors) or ["record_timestamps"]
-            raise EngineUnsupported(f"expected a plain request, got {asked}: leave them out")
+            given = sorted(processors) or ["record_timestamps"]
+            raise EngineUnsupported(f"expected a plain request, got {given}: omit them")
         if self._stopping or self.background_thread_status.fatal_error is not None:
-            raise RuntimeError("expected a manager that serves, got one that was stopped: start it")
+            raise RuntimeError("expected a running manager, got one that was stopped: start it")
         settings, prompt = self.generation_config, [*map(int, input_ids)]
         name = next(self._names) if request_id is None else request_id
         limit = settings.max_new_tokens if max_new_tokens is None else max_new_tokens
@@ -208,14 +207,14 @@ class EngineManager:
         for choice in range(number):
             # transformers names the first continuation last
             own = name if choice == number - 1 else f"{name}__child#{choice}"
-            order = _Order(GenerationOutput(own, prompt), sampling.continuation(choice), streaming)
-            self._orders.put(order)
+            output = GenerationOutput(own, prompt)
+            self._queue.put(_Queued(output, sampling.continuation(choice), streaming))
         return name
 
     def add_requests(
         self, inputs: Iterable[Sequence[int]], max_new_tokens: int | None = None, **options: Any
     ) -> list[str]:
-        """Queues requests, see `add_request`, and returns their ids in order."""
+        """Queue requests, see `add_request`; returns their ids in order."""
         end = self.generation_config.eos_token_id
         end = self.model.config.eos_token_id if end is None else end
         ends: dict[str, Any] = {"eos_token_id": -1 if end is None else end}
@@ -225,13 +224,13 @@ class EngineManager:
         ]
 
     def cancel_request(self, request_id: str) -> None:
-        """Drops a request; nothing more comes of it."""
-        self._orders.put(request_id)
+        """Abort a request; it has no further results."""
+        self._queue.put(request_id)
 
     def get_result(
         self, request_id: str | None = None, timeout: float | None = None
     ) -> GenerationOutput | None:
-        """The next result, None where none comes in time (or the next one is another request's)."""
+        """Return the next result; None after the timeout, or if it is another request's."""
         results = self.output_router.output_queue
         if results.empty() and not self.is_running():
             return None
@@ -250,21 +249,20 @@ class EngineManager:
                 yield result
 
     def register_result_handler(self, request_id: str, callback: Callable[..., None]) -> None:
-        """Has the results of a request told to a callback, in the event loop that calls this."""
+        """Pass the results of a request to a callback in the running event loop."""
         import asyncio
 
         handlers = self.output_router.result_handlers
 
-        def tell(result: GenerationOutput) -> None:
+        def handle(result: GenerationOutput) -> None:
             callback(result)
             if result.is_finished():
                 handlers.pop(request_id, None)
 
-        handlers[request_id] = tell, asyncio.get_running_loop()
+        handlers[request_id] = handle, asyncio.get_running_loop()
 
     @contextlib.contextmanager
     def _engine_attention(self) -> Iterator[None]:
-        """The model's attention is the engine's, and then its own again."""
         self.model.set_attn_implementation(ATTENTION_NAME)
         try:
             yield
@@ -276,82 +274,121 @@ class EngineManager:
         try:
             self.warmup()
             with self._engine_attention():
-                while self._take_orders():
+                while self._submit_queued():
                     if self.engine.has_work:
                         self._deliver(self.engine.step())
-            error: BaseException = RuntimeError("the manager was stopped before it had ended")
+            error: BaseException = RuntimeError(
+                "the manager was stopped before the request finished"
+            )
         except BaseException as failure:
             self.background_thread_status.fatal_error = error = failure
         try:
-            self._end(error)
+            self._fail_all(error)
         finally:
             self._in_use.release()
 
-    def _take_orders(self) -> bool:
-        """Enters what was asked; False when there is nothing more to do."""
+    def _submit_queued(self) -> bool:
+        """Submit queued requests; False when there is nothing more to do."""
         is_idle = not self.engine.has_work
         with contextlib.suppress(queue.Empty):
-            while not self._stopping or self._drains:
-                self._take(self._orders.get(is_idle, _IDLE_SECONDS))
+            while not self._stopping or self._drain:
+                self._submit(self._queue.get(is_idle, _IDLE_SECONDS))
                 is_idle = False
-        return not self._stopping or (self._drains and self.engine.has_work)
+        return not self._stopping or (self._drain and self.engine.has_work)
 
-    def _take(self, asked: _Order | str) -> None:
-        if isinstance(asked, str):
-            for number, order in [*self._open.items()]:
-                if order.output.request_id == asked:
+    def _submit(self, item: _Queued | str) -> None:
+        if isinstance(item, str):
+            for number, request in [*self._open.items()]:
+                if request.output.request_id == item:
                     del self._open[number]
                     self.engine.abort(number)
             return
         try:
-            number = self.engine.submit(asked.output.prompt_ids, asked.sampling)
+            number = self.engine.submit(item.output.prompt_ids, item.sampling)
         except Exception as error:
-            self._fail(asked, error)
+            self._fail(item, error)
         else:
-            self._open[number] = asked
+            self._open[number] = item
 
     def _deliver(self, events: Sequence[TokenEvent]) -> None:
         outputs = []
         for event in events:
-            if (order := self._open.get(event.request_id)) is None:
+            if (request := self._open.get(event.request_id)) is None:
                 continue
-            if order.begun_s < 0:
-                order.begun_s = time.perf_counter()
+            if request.started_s < 0:
+                request.started_s = time.perf_counter()
             if event.token is not None:
-                order.tokens.append(event.token)
+                request.tokens.append(event.token)
             if event.result is not None:
                 del self._open[event.request_id]
-                outputs.append(_answer(order, RequestStatus.FINISHED, event.result.error or None))
-            elif order.streaming:
-                outputs.append(_answer(order, RequestStatus.DECODING, None))
+                outputs.append(_output(request, RequestStatus.FINISHED, event.result.error or None))
+            elif request.streaming:
+                outputs.append(_output(request, RequestStatus.DECODING, None))
         if outputs:
             self.output_router.deliver_batch(outputs)
 
-    def _fail(self, order: _Order, error: BaseException) -> None:
-        self.output_router.deliver(_answer(order, RequestStatus.FAILED, str(error)))
+    def _fail(self, request: _Queued, error: BaseException) -> None:
+        self.output_router.deliver(_output(request, RequestStatus.FAILED, str(error)))
 
-    def _end(self, error: BaseException) -> None:
-        """Nobody waits for what does not come."""
-        for number, order in [*self._open.items()]:
+    def _fail_all(self, error: BaseException) -> None:
+        for number, request in [*self._open.items()]:
             del self._open[number]
-            with contextlib.suppress(Exception):  # of an engine that cannot go on
+            with contextlib.suppress(Exception):  # the engine may have failed
                 self.engine.abort(number)
-            self._fail(order, error)
-        while not self._orders.empty():
-            asked = self._orders.get()
-            if isinstance(asked, _Order):
-                self._fail(asked, error)
+            self._fail(request, error)
+        while not self._queue.empty():
+            item = self._queue.get()
+            if isinstance(item, _Queued):
+                self._fail(item, error)
 
 
-def _answer(order: _Order, status: RequestStatus, error: str | None) -> GenerationOutput:
-    """What transformers tells of a request: all of its tokens so far."""
-    has_ended = status >= RequestStatus.FINISHED
+def _output(request: _Queued, status: RequestStatus, error: str | None) -> GenerationOutput:
+    """transformers' output of a request: all of its tokens so far."""
+    is_finished = status >= RequestStatus.FINISHED
     return GenerationOutput(
-        order.output.request_id,
-        prompt_ids=order.output.prompt_ids,
-        generated_tokens=order.tokens[:],
+        request.output.request_id,
+        prompt_ids=request.output.prompt_ids,
+        generated_tokens=request.tokens[:],
         error=error,
         status=RequestStatus.FAILED if error else status,
-        created_time=order.output.created_time,
-        lifespan=(order.begun_s, time.perf_counter() if has_ended else -1),
+        created_time=request.output.created_time,
+        lifespan=(request.started_s, time.perf_counter() if is_finished else -1),
+    )
+
+
+def sampling_for(
+    model: Any, settings: Any, end: Iterable[int], limit: int, number: int = 1
+) -> SamplingParams:
+    """Return the sampling parameters of a request.
+
+    Args:
+        model: defines the logits processors of the settings.
+        settings: a ``GenerationConfig``.
+        end: stop tokens.
+        limit: tokens to generate at most.
+        number: of continuations.
+
+    Raises:
+        EngineUnsupported: beams, or a logits processor that the engine does not support.
+    """
+    if (settings.num_beams or 1) > 1:
+        raise EngineUnsupported(
+            f"expected num_beams=1, got {settings.num_beams}: the engine has no beams"
+        )
+    names = {type(each).__name__ for each in model._get_logits_processor(settings)}
+    if unknown := sorted(names - _SUPPORTED):
+        raise EngineUnsupported(
+            f"expected settings that the engine supports, got {', '.join(unknown)}: omit them, or "
+            "uninstall"
+        )
+    given: dict[str, Any] = {"repetition_penalty": settings.repetition_penalty}
+    if settings.do_sample:
+        given["temperature"] = 1.0 if settings.temperature is None else settings.temperature
+        given |= {name: getattr(settings, name, None) for name in ("top_k", "top_p", "min_p")}
+    return SamplingParams(
+        max_new_tokens=limit,
+        stop_token_ids=tuple(token for token in end if token >= 0),
+        ignore_eos=True,  # stop tokens are in `end`
+        n=number,
+        **{name: value for name, value in given.items() if value is not None},
     )

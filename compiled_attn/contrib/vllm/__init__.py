@@ -1,7 +1,7 @@
-"""The plugin of vLLM on the CPU: our op in place of its attention backend ``CPU_ATTN``.
+"""Plugin of vLLM on the CPU: replaces its attention backend ``CPU_ATTN`` with our op.
 
 vLLM calls `register` in each of its processes (entry point group ``vllm.general_plugins``). It does
-nothing unless ``COMPILED_ATTN_VLLM=1``: a package that is merely installed changes no engine.
+nothing unless ``COMPILED_ATTN_VLLM=1``, so installing the package alone changes nothing.
 """
 
 from __future__ import annotations
@@ -19,20 +19,19 @@ TESTED = ("0.32", "0.33")
 VARIABLE = "COMPILED_ATTN_VLLM"
 
 _BACKEND = "compiled_attn.contrib.vllm.backend.PagedAttentionBackend"
-_log = logging.getLogger("vllm.compiled_attn")  # shown as vLLM's own lines are
+_log = logging.getLogger("vllm.compiled_attn")  # shown like vLLM's own lines
 
 
 def register() -> None:
-    """Puts our op in place of ``CPU_ATTN`` where ``COMPILED_ATTN_VLLM=1``; a second call does
-    nothing.
+    """Replace ``CPU_ATTN`` if ``COMPILED_ATTN_VLLM=1``; a second call does nothing.
 
-    Where it cannot serve (another version of vLLM, no compiler for the kernel) a line says so, and
-    vLLM keeps its own kernel: an error of a plugin would end the engine with a traceback.
+    If that is not possible (another version of vLLM, no compiler), logs an error and keeps vLLM's
+    own kernel: an exception in a plugin would end the engine.
     """
-    wanted = os.environ.get(VARIABLE, "0")
-    if wanted not in ("0", "1"):
-        _log.error("expected %s=0 or 1, got %r: vLLM keeps its own attention", VARIABLE, wanted)
-    if wanted != "1":
+    value = os.environ.get(VARIABLE, "0")
+    if value not in ("0", "1"):
+        _log.error("expected %s=0 or 1, got %r: vLLM keeps its own attention", VARIABLE, value)
+    if value != "1":
         return
     try:
         remedy = f"install one of these, or unset {VARIABLE}"
@@ -44,4 +43,4 @@ def register() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     register_backend(AttentionBackendEnum.CPU_ATTN, _BACKEND)
-    _log.info("attention on the CPU is compiled-attn's, built for %s", isa)
+    _log.info("CPU attention is compiled-attn's, built for %s", isa)

@@ -1,6 +1,6 @@
-"""The attention backend of vLLM that calls our op: imported by vLLM, once `vllm.register` asked.
+"""The attention backend that vLLM imports after `register`; the cache has vLLM's layout.
 
-Its cache stays as vLLM made it. Encoders, whose keys are in no cache, stay with vLLM's kernel.
+Encoders, which have no KV cache, use vLLM's own kernel.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FP8 = {
 
 
 class PagedAttentionBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
-    """What a step looks like to all layers of a group; vLLM's own plan of it is not made."""
+    """Builds the metadata of a step without vLLM's own scheduler metadata."""
 
     def build(
         self,
@@ -38,10 +38,10 @@ class PagedAttentionBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> CPUAttentionMetadata:
-        """The step of ``R`` requests and ``T`` tokens.
+        """Return the metadata of a step.
 
         Raises:
-            EngineUnsupported: its requests are causal or not, one by one.
+            EngineUnsupported: only some of its requests are causal.
         """
         step = common_attn_metadata
         if self.is_encoder_only_attention:
@@ -59,7 +59,7 @@ class PagedAttentionBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
             max_seq_len=step.max_seq_len,
             seq_lens=step.seq_lens,
             block_table=step.block_table_tensor,
-            # Padding has slot -1; block 0 is the null block of both.
+            # Padding has slot -1; block 0 is the null block here and in vLLM.
             slot_mapping=step.slot_mapping[:tokens].clamp_min(0),
             scheduler_metadata=None,
             causal=bool(step.causal),
@@ -67,7 +67,7 @@ class PagedAttentionBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
 
 
 class PagedAttentionImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
-    """Attention of one layer: one call that writes the new tokens and attends."""
+    """Attention of one layer: one op writes the new tokens and attends."""
 
     sinks: Tensor | None
 
@@ -93,8 +93,8 @@ class PagedAttentionImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """See `CPUAttentionBackendImpl.forward`; ``kv_cache`` is written here too."""
-        if attn_metadata is None:  # vLLM measures its memory
+        """See `CPUAttentionBackendImpl.forward`; also writes ``kv_cache``."""
+        if attn_metadata is None:  # vLLM profiles its memory
             return output
         if self.attn_type in _ENCODERS:
             out: Tensor = super().forward(
@@ -119,7 +119,7 @@ class PagedAttentionImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
         caches = cache_views(kv_cache, _FP8.get(self.kv_cache_dtype))
         where = step.block_table, step.seq_lens, step.query_start_loc
         options = self._options(step.causal)
-        new = None  # where a layer shares the cache of another, that one has written it
+        new = None  # a layer that shares a cache does not write it
         if key is not None and value is not None and not self.kv_sharing_target_layer_name:
             new = key[:tokens], value[:tokens]
         if new is not None and not self.is_fp8_kv_cache:
@@ -129,9 +129,9 @@ class PagedAttentionImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
         else:
             if self.is_fp8_kv_cache:
                 options |= self._layer_scales(layer, caches[0])
-            if new is not None:  # the op's own write would choose a scale for each token
-                _write_codes(caches[0], new[0] / layer._k_scale_float, step.slot_mapping)
-                _write_codes(caches[1], new[1] / layer._v_scale_float, step.slot_mapping)
+            if new is not None:  # the op's own write would choose a scale per token
+                _write_fp8(caches[0], new[0] / layer._k_scale_float, step.slot_mapping)
+                _write_fp8(caches[1], new[1] / layer._v_scale_float, step.slot_mapping)
             out, _ = torch.ops.compiled_attn.paged_attention(
                 query[:tokens], *caches, *where, self.scale, **options
             )
@@ -140,12 +140,12 @@ class PagedAttentionImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
     def _options(self, causal: bool) -> dict[str, Any]:
         if self._window is not None and not causal:
             raise EngineUnsupported(
-                "expected layers with a window to be causal, got one that looks ahead: unset "
+                "expected layers with a window to be causal, got one that is not: unset "
                 "COMPILED_ATTN_VLLM for this model"
             )
         sinks: Tensor | None = self.sinks
         if sinks is not None and sinks.dtype != torch.float32:
-            self.sinks = sinks = sinks.float()  # they are loaded after the layer is made
+            self.sinks = sinks = sinks.float()  # loaded after the layer was created
         return {
             "causal": causal,
             "window": self._window,
@@ -155,7 +155,7 @@ class PagedAttentionImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
         }
 
     def _layer_scales(self, layer: Any, cache: Tensor) -> dict[str, Tensor]:
-        """The one scale of a layer, as one for each token and head without their memory."""
+        """The scale of the layer, expanded to one per token and head without copies."""
         if not self._scales:
             sizes = cache.shape[:3]
             self._scales = {
@@ -166,40 +166,40 @@ class PagedAttentionImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
 
 
 class PagedAttentionBackend(CPUAttentionBackend):  # type: ignore[misc]
-    """vLLM's ``CPU_ATTN`` (its name is looked up) with our op for everything that has a cache."""
+    """vLLM's ``CPU_ATTN``, which keeps its name, with our op for all layers with a cache."""
 
     forward_includes_kv_cache_update = True
 
     @staticmethod
     def get_impl_cls() -> type[PagedAttentionImpl]:
-        """The class of a layer's attention."""
+        """Return the class of a layer's attention."""
         return PagedAttentionImpl
 
     @staticmethod
     def get_builder_cls() -> type[PagedAttentionBuilder]:
-        """The class that makes a step's metadata."""
+        """Return the class that builds a step's metadata."""
         return PagedAttentionBuilder
 
 
-def cache_views(kv_cache: Tensor, codes: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-    """Keys and values as the op reads them, ``[B, N, H, D]`` each; nothing is copied.
+def cache_views(kv_cache: Tensor, fp8: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    """Return views of keys and values, ``[B, N, H, D]`` each.
 
     Args:
-        kv_cache: vLLM's, ``[B, H, N, 2 * D]``; the keys of a head of a block lie before its values.
-        codes: the fp8 type of a cache of bytes; None: elements are what they are.
+        kv_cache: vLLM's, ``[B, H, N, 2 * D]``; per block and head, keys come before values.
+        fp8: dtype of a cache stored as bytes; None: the cache's own dtype.
     """
     blocks, heads, size, both = kv_cache.shape
     halves = kv_cache.view(blocks, heads, 2 * size, both // 2)
-    if codes is not None:
-        halves = halves.view(codes)
+    if fp8 is not None:
+        halves = halves.view(fp8)
     key, value = halves.chunk(2, dim=2)
     return key.transpose(1, 2), value.transpose(1, 2)
 
 
-def _write_codes(cache: Tensor, new: Tensor, slots: Tensor) -> None:
-    """Rounds new tokens ``[T, H, D]`` to the codes of an fp8 cache, to the nearest."""
+def _write_fp8(cache: Tensor, new: Tensor, slots: Tensor) -> None:
+    """Write new tokens ``[T, H, D]``, rounded to nearest."""
     largest = torch.finfo(cache.dtype).max
-    codes = new.float().clamp(-largest, largest).to(cache.dtype)
+    rounded = new.float().clamp(-largest, largest).to(cache.dtype)
     size = cache.shape[1]
-    # Bytes can be written at an index everywhere.
-    cache.view(torch.uint8)[slots // size, slots % size] = codes.view(torch.uint8)
+    # Indexed writes of fp8 are not supported everywhere, those of bytes are.
+    cache.view(torch.uint8)[slots // size, slots % size] = rounded.view(torch.uint8)

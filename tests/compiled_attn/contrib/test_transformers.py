@@ -16,7 +16,8 @@ from transformers.generation.continuous_batching.continuous_api import (
 
 from compiled_attn.contrib import transformers as contrib
 from compiled_attn.contrib.transformers import install, uninstall
-from compiled_attn.engine import EngineConfig
+from compiled_attn.contrib.transformers.manager import EngineManager, sampling_for
+from compiled_attn.engine import EngineConfig, SamplingParams
 from compiled_attn.errors import EngineUnsupported
 from tests.compiled_attn.tiny import plain_generate, tiny_model
 
@@ -155,7 +156,7 @@ def test_a_step_that_fails_reaches_every_request_and_the_status(model, monkeypat
         assert manager.get_result(timeout=60).error == "the step failed"
         manager.stop()
         assert str(manager.background_thread_status.fatal_error) == "the step failed"
-        with pytest.raises(RuntimeError, match="expected a manager that serves"):
+        with pytest.raises(RuntimeError, match="expected a running manager"):
             manager.add_request(PROMPTS[0])
 
 
@@ -165,7 +166,7 @@ def test_a_hard_stop_ends_what_is_open_with_an_error(model):
         assert manager.get_result(timeout=60).request_id == "a"
         manager.stop(hard_stop=True)
         results = [*manager]
-        assert results[-1].error == "the manager was stopped before it had ended"
+        assert results[-1].error == "the manager was stopped before the request finished"
         with pytest.raises(RuntimeError, match="got one that was stopped"):
             manager.add_request(PROMPTS[0])
 
@@ -173,7 +174,7 @@ def test_a_hard_stop_ends_what_is_open_with_an_error(model):
 def test_a_second_manager_does_not_serve_beside_the_first(model):
     with install(CONFIG), _serving(model):
         second = model.init_continuous_batching(GREEDY)
-        with pytest.raises(RuntimeError, match="got one that is served"):
+        with pytest.raises(RuntimeError, match="got one with a running"):
             second.start()
 
 
@@ -205,20 +206,8 @@ def test_a_version_that_was_not_tested_is_one_line_with_the_range(monkeypatch, v
     assert "\n" not in str(caught.value)
 
 
-def test_transformers_takes_no_attention_of_another_name_for_its_own_batching(model):
-    """Why there is no ``paged|compiled_attn``: its manager has a list of names."""
-    from transformers import AttentionInterface
-
-    AttentionInterface.register("compiled_attn_probe", lambda *_, **__: None)
-    model.set_attn_implementation("compiled_attn_probe")
-    with pytest.raises(ValueError, match="not supported for continuous batching"):
-        model.init_continuous_batching(GREEDY)
-
-
 def test_the_manager_of_transformers_server_is_answered_by_our_engine(model):
     from transformers.cli.serving.utils import CBGenerateManager
-
-    from compiled_attn.contrib.transformers.manager import EngineManager
 
     class Words:
         def decode(self, tokens, skip_special_tokens):
@@ -236,3 +225,27 @@ def test_the_manager_of_transformers_server_is_answered_by_our_engine(model):
     assert asyncio.run(ask(server)) == (" ".join(map(str, expected)), 4, expected)
     assert server.is_alive()
     server.stop()
+
+
+SAMPLED = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.2}
+
+
+def test_all_sampling_settings_are_converted():
+    sampling = sampling_for(
+        tiny_model(), GenerationConfig(do_sample=True, **SAMPLED), [7, -1], 9, 2
+    )
+    expected = SamplingParams(
+        max_new_tokens=9, stop_token_ids=(7,), ignore_eos=True, n=2, **SAMPLED
+    )
+    assert sampling == expected
+
+
+def test_a_greedy_text_has_no_temperature_but_its_penalty():
+    settings = GenerationConfig(do_sample=False, temperature=0.7, repetition_penalty=1.2)
+    sampling = sampling_for(tiny_model(), settings, [], 3)
+    assert (sampling.temperature, sampling.repetition_penalty) == (0.0, 1.2)
+
+
+def test_missing_settings_have_the_defaults_of_transformers():
+    sampling = sampling_for(tiny_model(), GenerationConfig(do_sample=True), [], 3)
+    assert (sampling.temperature, sampling.top_p, sampling.min_p) == (1.0, 1.0, 0.0)
