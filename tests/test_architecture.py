@@ -144,7 +144,7 @@ _THROUGH_OTHERS = (
     ("compiled_attn.step", "form", "its two forms"),
     ("compiled_attn.text", "prompts_file", "`run --prompts`: cli/test_prompts"),
     ("compiled_attn.planner.simulator", "engine pool", "test_simulate"),
-    ("compiled_attn.workloads", "arrival prompts synthetic", "test_trace, test_simulate"),
+    ("compiled_attn.workloads", "arrival synthetic", "test_trace, test_simulate"),
 )
 
 

@@ -108,5 +108,3 @@ def test_unknown_kinds_and_contexts_are_refused():
         step_kind("x", SimulatedEngine(), CONTEXT)
     with pytest.raises(ValueError, match="expected a context of at least 2 tokens, got 1: raise"):
         step_kind("engine", SimulatedEngine(), 1)
-    with pytest.raises(ValueError, match=r"follow_ups must be in 0\.\.1, got 2"):
-        synthetic("chat", 3, follow_ups=2)
