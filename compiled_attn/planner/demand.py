@@ -55,28 +55,6 @@ class Demand:
         self.points = _checked_points(self.names, points)
         self.weights = _checked_weights(len(self.points), weights)
 
-    @classmethod
-    def mixture(cls, demands: Sequence[Demand], shares: Sequence[float] | None = None) -> Demand:
-        """Mix demands, each with its share of the weight, by default equal.
-
-        Raises:
-            ValueError: no demand, different axes, or shares that are not positive, one each.
-        """
-        if not demands or any(set(d.names) != set(demands[0].names) for d in demands):
-            axes = " and ".join(", ".join(d.names) for d in demands) or "none"
-            raise ValueError(
-                f"expected demands over the same axes, got {axes}: mix demands of the same axes"
-            )
-        given = [1.0] * len(demands) if shares is None else list(shares)
-        if len(given) != len(demands) or not all(0 < share < math.inf for share in given):
-            raise ValueError(
-                f"expected {len(demands)} positive shares, one for each demand, got {given}"
-            )
-        names = demands[0].names
-        points = [demand.project(names).points for demand in demands]
-        weights = [d.weights * (s / d.total) for d, s in zip(demands, given, strict=True)]
-        return cls(names, np.concatenate(points), np.concatenate(weights))
-
     @property
     def total(self) -> float:
         """Sum of the weights: the number of steps if each has weight 1."""

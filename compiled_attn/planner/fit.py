@@ -28,24 +28,21 @@ class _Guarded(NamedTuple):
     reached: float
 
 
-def fit(problem: Problem, region: Region, budget: Budget, rho: float | None) -> tuple[Points, int]:
-    """Return buckets ``[k, axes]``, and how many of them only the guard needs.
-
-    ``rho`` is the guard's multiple, None for no guard.
+def fit(problem: Problem, region: Region, budget: Budget, rho: float | None) -> Points:
+    """Return buckets ``[k, axes]``; ``rho`` is the guard's multiple, None for no guard.
 
     Raises:
         ValueError: the budget is too small for the maximum.
     """
     if rho is None:
-        return _fill(problem, _best(problem, budget, 0.0)), 0
+        return _fill(problem, _best(problem, budget, 0.0))
     found = _guarded(problem, region, budget, rho)
-    buckets, guards = np.concatenate([found.base, found.guards]), len(found.guards)
-    buckets = _fill(problem, buckets)
+    buckets = _fill(problem, np.concatenate([found.base, found.guards]))
     if found.reached > rho:  # spend what the demand has no use for
         spare = float(1.0 - problem.expenses.of(buckets).sum(axis=0).max())
         more, _ = _guard(problem, region, buckets, rho, budget, spare)
-        buckets, guards = np.concatenate([buckets, more]), guards + len(more)
-    return buckets, guards
+        buckets = np.concatenate([buckets, more])
+    return buckets
 
 
 def _guarded(problem: Problem, region: Region, budget: Budget, rho: float) -> _Guarded:

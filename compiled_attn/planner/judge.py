@@ -101,8 +101,6 @@ class PlanReport:
         waste: cost of the buckets used over the cost of the needs, less 1.
         guard: how many times its own cost any legal need pays at most.
         rho: the multiple that was requested of the guard; None: no guard.
-        guards: number of buckets that only the guard needs.
-        steps: weight of the demand.
         uses: share of the steps and of the waste of each bucket.
         seconds: warmup seconds of all buckets; None where they were not planned with.
         bytes: of all graphs; None where they were not planned with.
@@ -114,8 +112,6 @@ class PlanReport:
     waste: float
     guard: float
     rho: float | None
-    guards: int
-    steps: float
     uses: tuple[BucketUse, ...]
     seconds: float | None = None
     bytes: float | None = None

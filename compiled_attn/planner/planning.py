@@ -83,9 +83,9 @@ def plan(
     needs = demand.histogram()
     check_needs(needs, region, cost_of)
     problem = problem_of(needs, region, cost_of, expenses, seed)
-    buckets, guards = fit(problem, region, limits, rho)
+    buckets = fit(problem, region, limits, rho)
     if order is not by_cost:
-        buckets, guards = adapt(problem, buckets, order), 0
+        buckets = adapt(problem, buckets, order)
     space = _space(region.axes, buckets, model)
     judged = judge(space, demand, model, order)
     return PlanReport(
@@ -94,8 +94,6 @@ def plan(
         waste=judged.waste,
         guard=region.worst(buckets, cost_of, order),
         rho=rho,
-        guards=guards,
-        steps=demand.total,
         uses=judged.uses,
         seconds=_sum(seconds, space),
         bytes=_sum(bytes, space),

@@ -36,14 +36,6 @@ def test_a_projection_keeps_needs_and_weights():
     assert STEPS.project(["blocks", "tokens"]).project(["tokens", "blocks"]) == STEPS
 
 
-def test_in_a_mixture_each_demand_has_its_share():
-    many = Demand(("n",), [[1]] * 90)
-    few = Demand(("n",), [[7]] * 10)
-    assert Demand.mixture([many, few]).histogram().weights.tolist() == pytest.approx([1, 1])
-    shares = Demand.mixture([many, few], [3, 1]).histogram().weights
-    assert (shares / shares.sum()).tolist() == pytest.approx([0.75, 0.25])
-
-
 def test_a_demand_cannot_be_written_to():
     with pytest.raises(ValueError, match="read-only"):
         STEPS.points[0, 0] = 5
@@ -67,14 +59,6 @@ def test_a_demand_cannot_be_written_to():
         (lambda: Demand(("a",), [[1]], [0]), ValueError, "expected 1 positive finite weights"),
         (lambda: Demand(("a",), [[1]], [1, 1]), ValueError, "one for each need, got"),
         (lambda: Demand(("a",), [[1]], [float("inf")]), ValueError, "positive finite weights"),
-        (lambda: Demand.mixture([]), ValueError, "expected demands over the same axes, got none"),
-        (
-            lambda: Demand.mixture([STEPS, Demand(("n",), [[1]])]),
-            ValueError,
-            "same axes, got tokens, blocks and n: mix demands of the same axes",
-        ),
-        (lambda: Demand.mixture([STEPS], [0]), ValueError, "expected 1 positive shares, one for"),
-        (lambda: Demand.mixture([STEPS], [1, 2]), ValueError, "expected 1 positive shares"),
         (
             lambda: Demand(("a",), [[1]]).halves(),
             ValueError,

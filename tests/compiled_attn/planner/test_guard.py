@@ -42,7 +42,7 @@ def test_no_legal_need_pays_more_than_the_report_says(needs, which, rho, graphs)
     found = worst(report, axes, LEGAL[which])
     assert found <= report.guard * (1 + 1e-9)
     assert report.guard > rho or found <= rho * (1 + 1e-9)
-    assert len(report.space) <= graphs and report.guards < graphs
+    assert len(report.space) <= graphs
 
 
 @pytest.mark.parametrize("which", sorted(LEGAL))
@@ -80,7 +80,7 @@ def test_where_the_graphs_do_not_suffice_the_report_says_what_is_kept():
 def test_without_a_guard_all_graphs_go_to_the_demand():
     axes = [Axis("a", 1, 60), Axis("b", 1, 60)]
     report = plan(Demand(("a", "b"), [(60, 60)]), cost, 6, axes=axes, rho=None)
-    assert len(report.space) == 1 and report.guards == 0
+    assert len(report.space) == 1
 
 
 def test_a_legality_that_takes_no_arrays_is_asked_need_by_need():

@@ -129,7 +129,7 @@ def test_a_report_counts_each_step_once_and_its_wastes_add_up():
     assert sum(use.waste for use in report.uses) == pytest.approx(report.waste)
     assert [use.bucket for use in report.uses] == list(report.space)
     assert report.judge(a_demand()).waste == pytest.approx(report.waste)
-    assert report.steps == 200 and report.seconds is None and report.bytes is None
+    assert report.seconds is None and report.bytes is None
     assert str(report).startswith(f"{len(report.space)} buckets, waste ")
 
 
