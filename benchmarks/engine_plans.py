@@ -1,10 +1,10 @@
-"""Padding and graphs saved in other engines, against the ladder that each captures by default.
+"""Padding and graphs saved in other engines, compared with their default ladders.
 
-For each public trace and engine its steps are simulated within its limits. The plan is made for the
-first half, and both are judged on the second half by the engine's own
-rule of picking: the smallest size that holds a step in vLLM and SGLang, the first bucket in order
-in vLLM's plugin for Gaudi. Padding is the cost of the buckets over the cost of the needs, less 1
-(rows in vLLM and SGLang). Two budgets: as many graphs as the ladder has, and half of them.
+For each public trace and engine the steps are simulated within the engine's limits. The plan is
+made for the first half, and both are evaluated on the second by the engine's own picking rule: the
+smallest size that fits a step in vLLM and SGLang, the first bucket in order in vLLM's Gaudi plugin.
+Padding is the cost of the buckets over the cost of the needs, less 1 (rows in vLLM and SGLang). Two
+budgets: as many graphs as the ladder has, and half of them.
 
     python benchmarks/engine_plans.py --traces ../shared/traces --requests 4000
 """

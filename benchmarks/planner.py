@@ -1,10 +1,11 @@
-"""Padding of the ladders that the field captures, and of planned buckets, on held-out traffic.
+"""Padding of usual ladders and of planned buckets on held-out traffic.
+
+    python benchmarks/planner.py --traces ../shared/traces
 
 For each trace an engine of 128 sequences is simulated; everything is planned on the first half of
-its steps and judged on the second. Waste is the cost of the buckets used over the cost of the
-needs, less 1, without the constant part of a step (which would make every figure smaller). Read the
-traces from a folder: `python benchmarks/planner.py --traces ../shared/traces`. A trace that is not
-there is left out, and that is said. A ladder of more than 256 graphs stands against a plan of 256.
+its steps and evaluated on the second. Waste is the cost of the buckets used over the cost of the
+needs, less 1, without the constant part of a step (which would make every figure smaller). A ladder
+of more than 256 graphs is compared with a plan of 256.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ MOST_GRAPHS = 256
 
 
 def mixed(engine: SimulatedEngine, context: int) -> StepKind:
-    """The engine's own, over tokens, shared and unique blocks."""
+    """This engine's steps, over tokens, shared and unique blocks."""
     whole = step_kind("engine", engine, context)
     return replace(whole, axes=whole.axes[:3], legal=lambda n: whole.legal({**n, "logits": 0}))
 
 
 def tokens(engine: SimulatedEngine, context: int) -> StepKind:
-    """All steps by their tokens alone, up to the largest that vLLM has a graph for."""
+    """Steps by their tokens alone, up to vLLM's largest graph."""
     return vllm.parts(limits_of(engine, context))[0].kind
 
 
@@ -112,7 +113,7 @@ def compare(scene: Scene, score: Score, parts: Sequence[str]) -> None:
 
 
 def beside_ladders(scene: Scene, score: Score) -> None:
-    """A plan of as many graphs as each ladder of the field has."""
+    """Compare a plan with each usual ladder at the same number of graphs."""
     kind = scene.kind
     print(f"  {'ladder':<18} graphs unused   waste | plan: graphs   waste  ratio  goal <= 0.33")
     plans: dict[int, Judgement] = {}

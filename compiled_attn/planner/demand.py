@@ -167,14 +167,14 @@ def read_demand(path: str | os.PathLike[str]) -> Demand:
                     expected, got = (clipped(", ".join(each), 80) for each in (names, need))
                     raise DemandFileError(
                         f"{path}:{number}: expected the axes {expected} of the first need, got "
-                        f"{got}: one file holds one set of axes"
+                        f"{got}: a file has one set of axes"
                     )
                 needs.append([need[name] for name in names])
                 counts.append(count)
     except (OSError, UnicodeDecodeError) as error:
         raise DemandFileError(f"{path}: not readable as a demand: {error}") from error
     if not needs:
-        raise DemandFileError(f"{path}: holds no need; expected JSON lines or CSV, one need a line")
+        raise DemandFileError(f"{path}: has no need; expected JSON lines or CSV, one need a line")
     try:
         return Demand(names, np.array(needs, np.int64), counts)
     except (ValueError, OverflowError) as error:

@@ -72,16 +72,18 @@ def adapt(problem: Problem, buckets: Points, order: PickOrder) -> Points:
     Removes each bucket that takes needs away from a cheaper one, and adds what the budget allows,
     as long as that saves under the engine's order.
     """
-    kept = np.unique(np.concatenate([problem.top[None], buckets]), axis=0)
+    buckets = np.unique(np.concatenate([problem.top[None], buckets]), axis=0)
     for _ in range(_ROUNDS):
-        found = _Candidates.of(problem, np.concatenate([kept, _promising(problem, kept)]), order)
-        at = np.flatnonzero((found.buckets[:, None] == kept[None]).all(axis=2).any(axis=1))
+        found = _Candidates.of(
+            problem, np.concatenate([buckets, _promising(problem, buckets)]), order
+        )
+        at = np.flatnonzero((found.buckets[:, None] == buckets[None]).all(axis=2).any(axis=1))
         before = found.paid(at)
         at = _grow(problem, found, _prune(problem, found, at))
-        kept = found.buckets[at]
+        buckets = found.buckets[at]
         if before - found.paid(at) <= _MIN_GAIN * before:
             break
-    return np.asarray(np.unique(kept, axis=0))
+    return np.asarray(np.unique(buckets, axis=0))
 
 
 def _prune(problem: Problem, found: _Candidates, chosen: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -129,7 +129,7 @@ def _swap(problem: Problem, assignment: Assignment, offered: Points, budget: Flo
 
 
 def _least_useful(problem: Problem, assignment: Assignment, over: Floats) -> int | None:
-    """The bucket to remove so that the budget holds again, but for the last, which is new."""
+    """The cheapest bucket to remove to get within the budget, except the last, which is new."""
     losses = assignment.losses()
     takes = problem.expenses.of(assignment.buckets)
     losses[(takes < over - _SLACK).any(axis=1)] = np.inf

@@ -152,7 +152,5 @@ def _ladder(axis: Axis, count: int) -> NDArray[np.int64]:
 def _thinned(sizes: NDArray[np.int64], count: int) -> NDArray[np.int64]:
     if len(sizes) <= count:
         return sizes
-    kept: NDArray[np.int64] = sizes[
-        np.unique(np.linspace(0, len(sizes) - 1, count).round().astype(int))
-    ]
-    return kept
+    at = np.unique(np.linspace(0, len(sizes) - 1, count).round().astype(int))
+    return np.asarray(sizes[at])

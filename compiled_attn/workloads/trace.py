@@ -42,7 +42,7 @@ def read_trace(path: str | Path, limit: int | None = None) -> list[Arrival]:
     except UnicodeDecodeError as error:
         raise TraceError(f"{path}: is not a text file; expected CSV or JSON lines") from error
     if not arrivals:
-        raise TraceError(f"{path}: holds no request; expected CSV or JSON lines")
+        raise TraceError(f"{path}: has no request; expected CSV or JSON lines")
     return arrivals
 
 

@@ -50,7 +50,7 @@ def test_a_warmup_without_a_timed_bucket_measures_nothing(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "holds no need"),
+        ("", "has no need"),
         ('{"rows": 1}\n{"rows": -1}', ":2: rows=-1 is negative"),
         ('{"rows": 1}\n\n{"cols": 1}', ":3: expected the axes rows of the first need, got cols"),
         ('{"rows": true}', ":1: rows=True is not a whole number"),

@@ -62,8 +62,8 @@ def test_a_plan_is_the_same_after_its_demand_and_its_buckets_went_through_files(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "holds no need; expected JSON lines or CSV"),
-        ("a,b\n", "holds no need"),
+        ("", "has no need; expected JSON lines or CSV"),
+        ("a,b\n", "has no need"),
         ('{"need": {"a": 1}}\n{"need": {"b": 1}}\n', ":2: expected the axes a of the first need"),
         ('{"need": {"a": 1}}\n{oops\n', ":2: not valid JSON: "),
         ('{"need": 3}\n', ':1: expected an object with "need"'),

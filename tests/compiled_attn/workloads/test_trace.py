@@ -107,8 +107,8 @@ def test_a_limit_leaves_later_lines_unread(tmp_path: Path) -> None:
         (row() + '\n{"arrival_s": ' + "[" * 100_000, "line 2: JSON that is nested too deeply"),
         (row(prompt_tokens=10**30), "line 1: prompt_tokens must be at most 1,000,000,000,000"),
         (HEADER + "0," + "x" * 200_000 + ",4\n", "line 2: prompt_tokens must be .{100,200}$"),
-        ("\n\n", "holds no request"),
-        (HEADER, "holds no request"),
+        ("\n\n", "has no request"),
+        (HEADER, "has no request"),
     ],
 )
 def test_a_bad_line_is_named_with_its_number_and_reason(
