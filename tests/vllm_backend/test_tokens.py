@@ -52,9 +52,9 @@ def _run(
 def _tokens(folder: Path, state: Path, ours: bool, **options) -> list[list[list[int]]]:
     done = _run(folder, state, str(int(ours)), **options)
     assert done.returncode == 0, done.stderr[-3000:]
-    told = json.loads(done.stdout.splitlines()[-1])
-    assert (told["backend"] == OURS) == ours
-    return told["rounds"]
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert (result["backend"] == OURS) == ours
+    return result["rounds"]
 
 
 def _smollm2() -> Path:

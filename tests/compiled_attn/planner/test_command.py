@@ -48,22 +48,6 @@ def test_a_warmup_without_a_timed_bucket_measures_nothing(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "has no need"),
-        ('{"rows": 1}\n{"rows": -1}', ":2: rows=-1 is negative"),
-        ('{"rows": 1}\n\n{"cols": 1}', ":3: expected the axes rows of the first need, got cols"),
-        ('{"rows": true}', ":1: rows=True is not a whole number"),
-        ("[1, 2]", ":1: expected the names of the axes"),
-    ],
-)
-def test_bad_needs_are_told_with_their_line(text, message, tmp_path, capsys):
-    (tmp_path / "needs.jsonl").write_text(text)
-    assert run_command(["needs.jsonl"]) == 2
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
     "content",
     [
         "[" * 100_000,

@@ -1,4 +1,4 @@
-"""``compiled-attn serve --replicas`` in a process of its own."""
+"""Runs ``compiled-attn serve --replicas`` in a subprocess."""
 
 from __future__ import annotations
 
@@ -17,16 +17,7 @@ LIMITS = {"max_seqs": 8, "block_size": 8, "num_blocks": 200, "max_graphs": 6}
 
 
 class Command:
-    """It, at a free port.
-
-    Args:
-        folder: of the model.
-        log: where what it says is kept.
-        more: options.
-        replicas: how many.
-        module: that is run.
-        environment: what it has besides.
-    """
+    """The command at a free port, with its output in the file ``log``."""
 
     def __init__(
         self,
@@ -42,24 +33,24 @@ class Command:
         command += ["--backend=eager", f"--replicas={replicas}", "--name=tiny", *limits, *more]
         settings = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | environment
         self._log = log
-        with log.open("w") as written:
+        with log.open("w") as file:
             self.process = subprocess.Popen(
-                command, env=settings, stdout=written, stderr=written, start_new_session=True
+                command, env=settings, stdout=file, stderr=file, start_new_session=True
             )
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         return self._log.read_text()
 
     @property
     def url(self) -> str:
-        return self.said.split(" at ")[1].split("/v1")[0]
+        return self.output.split(" at ")[1].split("/v1")[0]
 
-    def get(self, path: str, told: dict | None = None) -> str:
-        """What it answers; with a body, to a POST."""
-        body = None if told is None else json.dumps(told).encode()
+    def get(self, path: str, body: dict | None = None) -> str:
+        """The response; with a body, to a POST."""
+        content = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(
-            self.url + path, body, {"Content-Type": "application/json"}
+            self.url + path, content, {"Content-Type": "application/json"}
         )
         try:
             with urllib.request.urlopen(request) as answer:
@@ -68,33 +59,32 @@ class Command:
             return error.read().decode()
 
     def complete(self, prompt: str) -> str:
-        asked = {"model": "tiny", "prompt": prompt, "max_tokens": 4}
-        return json.loads(self.get("/v1/completions", asked))["choices"][0]["text"]
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 4}
+        return json.loads(self.get("/v1/completions", body))["choices"][0]["text"]
 
     def wait(self, line: str, times: int = 1, seconds: float = 240) -> None:
         until = time.monotonic() + seconds
-        while self.said.count(line) < times:
-            assert self.process.poll() is None, self.said
-            assert time.monotonic() < until, self.said
+        while self.output.count(line) < times:
+            assert self.process.poll() is None, self.output
+            assert time.monotonic() < until, self.output
             time.sleep(0.05)
 
     def replicas(self) -> list[int]:
-        """Their processes."""
+        """Process ids of the replicas."""
         return [each["process"] for each in json.loads(self.get("/health"))["replicas"]]
 
-    def figure(self, name: str) -> float:
+    def metric(self, name: str) -> float:
         lines = self.get("/metrics").splitlines()
         return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
 
-    def family(self) -> list[int]:
-        """All processes that it started, and those that these did."""
+    def processes(self) -> list[int]:
+        """All descendant processes."""
         found, parents = {self.process.pid}, _parents()
         while more := {each for each, parent in parents.items() if parent in found} - found:
             found |= more
         return sorted(found - {self.process.pid})
 
-    def end(self) -> None:
-        """Ends it, however it is."""
+    def stop(self) -> None:
         if self.process.poll() is None:
             self.process.terminate()
         try:
@@ -103,10 +93,10 @@ class Command:
             self.process.kill()
 
 
-def left_of(family: list[int], seconds: float = 30) -> list[int]:
-    """The processes that still run after so long."""
+def still_running(processes: list[int], seconds: float = 30) -> list[int]:
+    """The processes that run after a timeout."""
     until = time.monotonic() + seconds
-    while (left := sorted({*family} & _parents().keys())) and time.monotonic() < until:
+    while (left := sorted({*processes} & _parents().keys())) and time.monotonic() < until:
         time.sleep(0.1)
     return left
 
@@ -115,7 +105,7 @@ def _parents() -> dict[int, int]:
     """The parent of each process that runs."""
     found = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has just ended
+        with contextlib.suppress(OSError):  # it has just exited
             state, parent = path.read_text().rpartition(")")[2].split()[:2]
             if state not in ("Z", "X"):
                 found[int(path.parent.name)] = int(parent)

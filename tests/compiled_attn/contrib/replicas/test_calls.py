@@ -35,12 +35,12 @@ def command(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
         one.wait("ready, 2 of 2 replicas")
         yield one
     finally:
-        one.end()
+        one.stop()
 
 
 def all_work_ends(command: Command, seconds: float = 20) -> bool:
     until = time.monotonic() + seconds
-    while any(map(command.figure, WORK)):
+    while any(map(command.metric, WORK)):
         if time.monotonic() > until:
             return False
         time.sleep(0.1)
@@ -48,7 +48,7 @@ def all_work_ends(command: Command, seconds: float = 20) -> bool:
 
 
 def test_a_client_that_leaves_frees_its_blocks(command):
-    before = command.figure(GENERATED)
+    before = command.metric(GENERATED)
     body = json.dumps(LONG | {"stream": True}).encode()
     request = urllib.request.Request(
         f"{command.url}/v1/completions", body, {"Content-Type": "application/json"}
@@ -56,16 +56,16 @@ def test_a_client_that_leaves_frees_its_blocks(command):
     with urllib.request.urlopen(request) as answer:
         answer.readline()
     assert all_work_ends(command)
-    assert command.figure(GENERATED) - before < LONG["n"] * LONG["max_tokens"] / 2
+    assert command.metric(GENERATED) - before < LONG["n"] * LONG["max_tokens"] / 2
 
 
 def test_clients_that_wait_for_a_whole_answer_may_leave_too(command):
-    before = command.figure(GENERATED)
+    before = command.metric(GENERATED)
     client = openai.OpenAI(base_url=f"{command.url}/v1", api_key="none", max_retries=0)
     with pytest.raises(openai.APITimeoutError):
         client.with_options(timeout=0.5).completions.create(**LONG)
     assert all_work_ends(command)
-    assert command.figure(GENERATED) - before < LONG["n"] * LONG["max_tokens"] / 2
+    assert command.metric(GENERATED) - before < LONG["n"] * LONG["max_tokens"] / 2
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_a_mistake_is_told_once_and_ends_nothing(command, path, told, status):
     with pytest.raises(urllib.error.HTTPError) as caught:
         urllib.request.urlopen(request)
     assert caught.value.code == status and "error" in json.loads(caught.value.read())
-    assert command.figure("compiled_attn_replicas_retried_requests_total") == 0
+    assert command.metric("compiled_attn_replicas_retried_requests_total") == 0
     assert command.replicas() == processes
 
 
@@ -102,5 +102,5 @@ def test_more_than_a_replica_has_room_for_is_told_to_come_again(command):
     refused = [each for each in got if isinstance(each, Exception)]
     assert all(isinstance(each, openai.RateLimitError) for each in refused), refused[:3]
     assert 0 < len(refused) < 40
-    assert command.figure("compiled_attn_replicas_retried_requests_total") == 0
+    assert command.metric("compiled_attn_replicas_retried_requests_total") == 0
     assert all_work_ends(command)

@@ -1,4 +1,4 @@
-"""The command with replicas: how it starts, what it refuses, and that nothing of it is left."""
+"""The command with replicas: start, refused options, and complete shutdown."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 pytest.importorskip("ray", reason="needs the extra 'ray'")
 pytest.importorskip("openai", reason="needs the extra 'serve'")
 
-from tests.compiled_attn.contrib.replicas.command import ROOT, Command, left_of
+from tests.compiled_attn.contrib.replicas.command import ROOT, Command, still_running
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
@@ -27,7 +27,7 @@ RAY = [sys.executable, "-c", "import sys; from ray.scripts.scripts import main; 
 
 @pytest.fixture
 def started(model: Path, tmp_path: Path) -> Iterator[Callable[..., Command]]:
-    """Starts the command; it is ended after the test."""
+    """Starts the command, and stops it after the test."""
     every: list[Command] = []
 
     def start(*more: str, folder: Path = model, **how) -> Command:
@@ -36,18 +36,18 @@ def started(model: Path, tmp_path: Path) -> Iterator[Callable[..., Command]]:
 
     yield start
     for each in every:
-        each.end()
+        each.stop()
 
 
 def test_ctrl_c_ends_all_and_leaves_no_process(started):
     command = started()
     command.wait("ready, 2 of 2 replicas")
-    family = command.family()
-    assert {*command.replicas()} <= {*family}
+    processes = command.processes()
+    assert {*command.replicas()} <= {*processes}
     os.killpg(command.process.pid, signal.SIGINT)  # as a terminal does
-    assert command.process.wait(60) in (0, 130), command.said
-    assert "Traceback" not in command.said
-    assert not left_of(family)
+    assert command.process.wait(60) in (0, 130), command.output
+    assert "Traceback" not in command.output
+    assert not still_running(processes)
 
 
 def test_three_replicas_serve(started):
@@ -67,26 +67,26 @@ def test_a_model_that_cannot_be_loaded_ends_it_with_the_reason(started, model, t
     (broken / "model.safetensors").unlink()
     command = started(folder=broken)
     assert command.process.wait(120) == 2
-    assert command.said.count("\n") == 2 and "no file named model.safetensors" in command.said
+    assert command.output.count("\n") == 2 and "no file named model.safetensors" in command.output
 
 
 def test_only_one_replica_ever_compiles(started, tmp_path):
     command = started("--backend=inductor", "--max-graphs=2", XDG_CACHE_HOME=str(tmp_path))
     command.wait("ready, 2 of 2 replicas", seconds=500)
-    graphs = command.figure('compiled_attn_graphs{replica="0"}')
+    graphs = command.metric('compiled_attn_graphs{replica="0"}')
     assert graphs >= 1
     assert loaded(command) == [0, graphs]
     text = command.complete("one")
     os.kill(command.replicas()[0], signal.SIGKILL)
     command.wait("ready, 2 of 2 replicas", times=2)
-    assert command.figure('compiled_attn_graphs_loaded{replica="0"}') == graphs
+    assert command.metric('compiled_attn_graphs_loaded{replica="0"}') == graphs
     assert [command.complete("one") for _ in range(4)] == [text] * 4
 
 
 def loaded(command: Command) -> list[float]:
-    """Graphs that each of two replicas took from the store, the fewest first."""
+    """Graphs that each of two replicas loaded from the store, sorted."""
     names = [f'compiled_attn_graphs_loaded{{replica="{number}"}}' for number in range(2)]
-    return sorted(map(command.figure, names))
+    return sorted(map(command.metric, names))
 
 
 def test_a_cluster_serves_and_goes_on(started, tmp_path):
@@ -98,14 +98,14 @@ def test_a_cluster_serves_and_goes_on(started, tmp_path):
         assert text == command.complete("one")
         replicas = command.replicas()
         command.process.terminate()
-        assert command.process.wait(60) == 0, command.said
-        assert "Traceback" not in command.said
+        assert command.process.wait(60) == 0, command.output
+        assert "Traceback" not in command.output
         again = started(f"--address={address}", replicas=1, RAY_AUTH_MODE="token")
         again.wait("ready, 1 of 1 replicas")
         assert again.complete("one") == text and not {*again.replicas()} & {*replicas}
 
 
-def test_two_fronts_share_a_cluster_and_neither_ends_the_other(started, tmp_path):
+def test_two_frontends_share_a_cluster(started, tmp_path):
     with cluster(tmp_path) as address:
         each = dict(replicas=1, RAY_AUTH_MODE="token")
         one, other = (started(f"--address={address}", **each) for _ in range(2))
@@ -114,13 +114,13 @@ def test_two_fronts_share_a_cluster_and_neither_ends_the_other(started, tmp_path
         assert not {*one.replicas()} & {*other.replicas()}
         text = one.complete("one")
         one.process.terminate()
-        assert one.process.wait(60) == 0, one.said
+        assert one.process.wait(60) == 0, one.output
         assert other.complete("one") == text
 
 
 @contextmanager
 def cluster(folder: Path) -> Iterator[str]:
-    """A cluster of one machine, which is this one."""
+    """A cluster of this machine alone."""
     port = free_port()
     start = [
         "start",
@@ -153,7 +153,7 @@ def free_port() -> int:
 
 
 def refusal(model: Path, *more: str) -> str:
-    """The one line that the command says."""
+    """The error line of the command."""
     command = [sys.executable, "-m", "compiled_attn", "serve", str(model), *more]
     settings = os.environ | {"PYTHONPATH": str(ROOT)}
     run = subprocess.run(
@@ -169,16 +169,16 @@ def test_a_port_in_use_is_one_line(model):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        said = refusal(model, "--replicas=2", "--backend=eager", f"--port={port}")
-    assert f"cannot listen at 127.0.0.1:{port}" in said and "choose another --port" in said
+        line = refusal(model, "--replicas=2", "--backend=eager", f"--port={port}")
+    assert f"cannot listen at 127.0.0.1:{port}" in line and "choose another --port" in line
 
 
 def test_an_address_without_replicas_is_one_line(model):
-    said = refusal(model, "--address=auto", "--backend=eager", "--port=0")
-    assert "--address is for --replicas: give both, or none" in said
+    line = refusal(model, "--address=auto", "--backend=eager", "--port=0")
+    assert "--address is for --replicas: give both, or none" in line
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "auto", "nonsense"])
 def test_where_no_cluster_answers_is_one_line(model, address):
-    said = refusal(model, "--replicas=2", f"--address={address}", "--backend=eager", "--port=0")
-    assert f"cannot use Ray at {address}" in said and "ray start" in said
+    line = refusal(model, "--replicas=2", f"--address={address}", "--backend=eager", "--port=0")
+    assert f"cannot use Ray at {address}" in line and "ray start" in line

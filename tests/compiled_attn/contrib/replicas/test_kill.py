@@ -19,7 +19,7 @@ import openai
 
 from compiled_attn.engine import EngineConfig, SamplingParams
 from compiled_attn.text import LLM
-from tests.compiled_attn.contrib.replicas.command import LIMITS, Command, left_of
+from tests.compiled_attn.contrib.replicas.command import LIMITS, Command, still_running
 from tests.compiled_attn.contrib.replicas.faulty import FAILING
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -32,7 +32,7 @@ def command(model: Path, tmp_path: Path) -> Iterator[Command]:
         one.wait("ready, 2 of 2 replicas")
         yield one
     finally:
-        one.end()
+        one.stop()
 
 
 def prompts(count: int) -> list[str]:
@@ -69,9 +69,9 @@ def test_a_killed_replica_loses_no_request_and_changes_no_answer(command, model)
     config = EngineConfig(backend="eager", **LIMITS)
     alone = LLM(model, config).generate(texts, SamplingParams(max_new_tokens=24))
     assert got == [each.text for each in alone]
-    assert command.figure("compiled_attn_replicas_retried_requests_total") > 0
+    assert command.metric("compiled_attn_replicas_retried_requests_total") > 0
     command.wait("ready, 2 of 2 replicas", times=2)  # Serve has started another one
-    assert command.figure("compiled_attn_replicas_restarts_total") == 1
+    assert command.metric("compiled_attn_replicas_restarts_total") == 1
 
 
 def test_an_engine_that_fails_is_replaced_and_loses_no_request(model, tmp_path):
@@ -84,9 +84,9 @@ def test_an_engine_that_fails_is_replaced_and_loses_no_request(model, tmp_path):
         got = asyncio.run(answers(command.url, prompts(60), 24, {10: fail}))
         assert all(isinstance(each, str) for each in got)
         command.wait("ready, 2 of 2 replicas", times=2)
-        assert command.figure("compiled_attn_replicas_restarts_total") == 1
+        assert command.metric("compiled_attn_replicas_restarts_total") == 1
     finally:
-        command.end()
+        command.stop()
 
 
 def test_streams_that_had_begun_end_with_an_error_that_names_the_replica(command):
@@ -103,7 +103,7 @@ def test_streams_that_had_begun_end_with_an_error_that_names_the_replica(command
 
 
 def test_a_signal_lets_what_was_asked_be_answered_and_ends_all(command):
-    family = command.family()
+    processes = command.processes()
 
     async def both() -> list:
         asking = asyncio.ensure_future(answers(command.url, prompts(8), 100, {}))
@@ -112,6 +112,6 @@ def test_a_signal_lets_what_was_asked_be_answered_and_ends_all(command):
         return await asking
 
     assert all(isinstance(each, str) for each in asyncio.run(both()))
-    assert command.process.wait(60) == 0, command.said
-    assert "Traceback" not in command.said
-    assert not left_of(family)
+    assert command.process.wait(60) == 0, command.output
+    assert "Traceback" not in command.output
+    assert not still_running(processes)
