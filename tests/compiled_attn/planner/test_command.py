@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("typer", reason="needs the extra cli")
 
-from compiled_attn.planner.__main__ import run_command
+from compiled_attn.planner.command import run_command
 from graphs import from_file
 
 
