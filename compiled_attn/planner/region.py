@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from compiled_attn.planner.demand import Demand, Floats, Points
-from compiled_attn.planner.pick import CostOf, PickOrder, by_cost
+from compiled_attn.planner.demand import Demand, Points
+from compiled_attn.planner.pick import CostOf, PickOrder, by_cost, picks
 from graphs.buckets.axes import Axis, Bucket
 
 __all__ = ["Grid", "Region"]
@@ -100,7 +100,7 @@ class Region:
             ladders.append(np.unique(np.concatenate([sizes, more])))
         boxes = self._boxes(ladders)
         own = cost(boxes.low)
-        paid = _paid(boxes.high, ladders, buckets, cost(buckets), order(buckets, cost))
+        paid = cost(buckets)[picks(buckets, order(buckets, cost), boxes.high)]
         return float((paid / np.where(own > 0, own, np.inf)).max(initial=1.0))
 
     def _boxes(self, ladders: Sequence[NDArray[np.int64]]) -> Grid:
@@ -117,23 +117,6 @@ class Region:
             at = np.stack([ends[side][rest, axis] for axis, side in enumerate(sides)], axis=1)
             some[rest] = self.allows(at)
         return Grid(low[some], high[some])
-
-
-def _paid(
-    highs: Points,
-    ladders: Sequence[NDArray[np.int64]],
-    buckets: Points,
-    costs: Floats,
-    ranks: Floats,
-) -> Floats:
-    """The cost of the bucket of lowest rank for boxes whose high corners are on ``ladders``."""
-    table = np.full([len(ladder) for ladder in ladders], np.inf)
-    for at in np.argsort(-ranks, kind="stable"):
-        ends = zip(ladders, buckets[at], strict=True)
-        table[tuple(slice(0, np.searchsorted(la, size, "right")) for la, size in ends)] = costs[at]
-    places = zip(ladders, highs.T, strict=True)
-    found: Floats = table[tuple(np.searchsorted(ladder, column) for ladder, column in places)]
-    return found
 
 
 def _ladder(axis: Axis, count: int) -> NDArray[np.int64]:

@@ -12,7 +12,7 @@ from compiled_attn.planner import CostModel, Demand, Judgement, PlanReport, by_c
 from compiled_attn.planner.pick import PickOrder
 from compiled_attn.planner.simulator.engine import SimulatedEngine
 from compiled_attn.planner.simulator.kinds import StepKind
-from compiled_attn.planner.simulator.steps import SimulatedSteps
+from compiled_attn.planner.simulator.simulated_steps import SimulatedSteps
 from graphs.buckets.axes import Axis
 from graphs.buckets.ladders import explicit
 from graphs.buckets.space import BucketSpace

@@ -18,7 +18,7 @@ from compiled_attn.engine.scheduler import ScheduledTokens
 from compiled_attn.planner import CostModel, by_size
 from compiled_attn.planner.formats.base import EnginePart, Limits, Plans
 from compiled_attn.planner.simulator.kinds import StepKind, decode, prefill
-from compiled_attn.planner.simulator.steps import SeparateSteps
+from compiled_attn.planner.simulator.simulated_steps import SeparateSteps
 from graphs.buckets.axes import Axis, Bucket
 from graphs.buckets.ladders import explicit
 from graphs.buckets.space import BucketSpace

@@ -9,7 +9,7 @@ graph above the largest. Newer versions call the option ``--cuda-graph-bs-decode
 from __future__ import annotations
 
 from compiled_attn.planner.formats.base import EnginePart, Limits, Plans, part_of_sizes
-from compiled_attn.planner.simulator.steps import SeparateSteps
+from compiled_attn.planner.simulator.simulated_steps import SeparateSteps
 
 __all__ = ["TESTED", "batch_sizes", "parts", "write"]
 

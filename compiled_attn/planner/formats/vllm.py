@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 
 from compiled_attn.planner.formats.base import EnginePart, Limits, Plans, part_of_sizes
-from compiled_attn.planner.simulator.steps import SimulatedSteps
+from compiled_attn.planner.simulator.simulated_steps import SimulatedSteps
 
 __all__ = ["TESTED", "capture_sizes", "parts", "write"]
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from compiled_attn.planner import Demand
 from compiled_attn.planner.simulator.engine import SimulatedEngine, StepTime, sequences
-from compiled_attn.planner.simulator.steps import SimulatedSteps
+from compiled_attn.planner.simulator.simulated_steps import SimulatedSteps
 from compiled_attn.workloads.arrival import Arrival
 
 __all__ = ["SimulatedEngine", "Simulation", "StepTime", "simulate"]

@@ -10,7 +10,7 @@ import numpy as np
 
 from compiled_attn.planner import CostModel, Demand
 from compiled_attn.planner.simulator.engine import SimulatedEngine
-from compiled_attn.planner.simulator.steps import SeparateSteps, SimulatedSteps
+from compiled_attn.planner.simulator.simulated_steps import SeparateSteps, SimulatedSteps
 from graphs.buckets.axes import Axis
 
 __all__ = ["KINDS", "StepKind", "decode", "prefill", "step_kind", "within"]

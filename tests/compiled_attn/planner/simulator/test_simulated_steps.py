@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from compiled_attn.planner.simulator import SimulatedEngine, simulate
-from compiled_attn.planner.simulator.steps import SeparateSteps
+from compiled_attn.planner.simulator.simulated_steps import SeparateSteps
 from compiled_attn.workloads import Arrival
 
 ENGINE = SimulatedEngine(max_tokens=64, max_seqs=4, block_size=16, blocks=64)
