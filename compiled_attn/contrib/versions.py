@@ -30,16 +30,7 @@ def listed(tested: tuple[str, ...]) -> str:
 
 
 def check_tested(engine: str, found: str | None, tested: tuple[str, ...], remedy: str) -> None:
-    """Raise EngineUnsupported unless the version of an engine is a tested one.
-
-    Called before anything of the engine's interface is used.
-
-    Args:
-        engine: its name.
-        found: the installed version; None: it is not installed.
-        tested: prefixes such as ``5.23``.
-        remedy: what the user can do.
-    """
+    """Raise EngineUnsupported unless ``found`` (None: not installed) is a tested version."""
     if found is not None and is_tested(found, tested):
         return
     got = "none" if found is None else found

@@ -102,15 +102,8 @@ def jitter(
     """Add perturbed copies of the needs, which take ``share`` of the weight.
 
     Tomorrow's needs are near today's, and sometimes above the largest of them. A size at its limit
-    or a frequent size stays: a full step, no context.
-
-    Args:
-        points, weights: ``[n, axes]`` and ``[n]``.
-        high: ``[axes]`` the limits.
-        seed: of the random numbers.
-        share: between 0 and 1.
-        spread: standard deviation of the logarithm of a size.
-        allows: which points are legal; an illegal copy falls back to its original.
+    ``high [axes]`` or a frequent size stays: a full step, no context. ``spread`` is the standard
+    deviation of the logarithm of a size; an illegal copy falls back to its original.
     """
     rng = np.random.default_rng(seed)
     fixed = (points == high) | np.stack([_frequent(sizes, weights) for sizes in points.T], axis=1)

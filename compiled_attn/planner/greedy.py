@@ -31,15 +31,9 @@ def start(problem: Problem, buckets: Points | None = None) -> Assignment:
 
 
 def grow(problem: Problem, assignment: Assignment, left: Floats) -> Floats:
-    """Add buckets while the budget lasts, each time the one with the best saving per expense.
+    """Add the buckets with the best saving per expense while the budget lasts.
 
-    Args:
-        problem: with the candidates.
-        assignment: changed in place.
-        left: ``[limits]`` unspent shares of the budget.
-
-    Returns:
-        ``[limits]`` shares that remain unspent.
+    ``left`` and the result, ``[limits]``, are the unspent shares of the budget before and after.
     """
     candidates = _Candidates(problem, assignment)
     while (at := candidates.best(left)) is not None:

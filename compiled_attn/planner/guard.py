@@ -29,18 +29,8 @@ def guard(
 ) -> tuple[Points, float]:
     """Return buckets to add so that no legal need pays more than ``rho`` times its own cost.
 
-    Where ``most`` buckets are not enough, a short search finds the smallest multiple that they
-    reach.
-
-    Args:
-        region: the legal needs.
-        cost: of points.
-        buckets: ``[k, axes]`` existing ones, with the maximum.
-        rho: the multiple, above 1.
-        most: number of buckets to add at most.
-
-    Returns:
-        ``[added, axes]`` and the multiple.
+    Also returns the multiple: where ``most`` buckets are not enough for ``rho``, a short search
+    finds the smallest that they reach. ``buckets [k, axes]`` exist already, with the maximum.
     """
     costs = cost(buckets)
     tasks = [_Task.of(region.grid(boxes), cost, buckets, costs) for boxes in _BOXES]

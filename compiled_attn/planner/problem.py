@@ -116,13 +116,7 @@ class Budget:
 
 
 class Expenses:
-    """What buckets take of a budget: one share per limit.
-
-    Args:
-        names: the axes.
-        budget: the limits.
-        seconds: warmup seconds of a bucket.
-        bytes: bytes of a bucket's graph.
+    """What buckets over the axes ``names`` take of a budget: one share per limit.
 
     Raises:
         ValueError: a limit on seconds or bytes without the function that measures a bucket.

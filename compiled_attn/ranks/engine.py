@@ -36,11 +36,8 @@ class RankEngine(Engine):
     the seeds it chose. The scheduler depends only on requests and blocks, so every rank computes
     the same global plan; in strict mode they compare it.
 
-    An exception in a step stops the engine, since its ranks could no longer agree.
-
-    Args:
-        ranks: of the process group.
-        args, kwargs: of `Engine`; the executor is a `RankExecutor`.
+    An exception in a step stops the engine, since its ranks could no longer agree. ``args`` and
+    ``kwargs`` are those of `Engine`; the executor is a `RankExecutor`.
     """
 
     def __init__(self, ranks: Ranks, *args: Any, **kwargs: Any) -> None:

@@ -23,10 +23,6 @@ class RankZeroFirst(Backend):
     A graph contains collectives, so all ranks run it during capture and none can finish before the
     others. Only the compile waits, not the trace before it: the other ranks compile after rank 0,
     from inductor's cache.
-
-    Args:
-        backend: to wrap.
-        ranks: of the process group.
     """
 
     def __init__(self, backend: Backend, ranks: Ranks) -> None:

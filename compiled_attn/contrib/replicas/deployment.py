@@ -26,16 +26,11 @@ _DELETE_TIMEOUT_S = 20.0
 def deploy(
     replica: type, arguments: Sequence[Any], count: int, *, cpus: int, gpus: int
 ) -> Iterator[DeploymentHandle]:
-    """Run a Serve application of replicas until the context exits.
+    """Run a Serve application of ``count`` replicas until the context exits.
 
     Its name is unique on the cluster. Serve's proxies are not started: they choose a replica before
-    they have read the prompt.
-
-    Args:
-        replica: the class, see `Replica`.
-        arguments: of its constructor, pickled.
-        count: number of replicas.
-        cpus, gpus: that a replica reserves.
+    they have read the prompt. ``arguments`` of the constructor are pickled; each replica reserves
+    ``cpus`` and ``gpus``.
     """
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     _start_serve()

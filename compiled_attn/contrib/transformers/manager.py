@@ -91,12 +91,8 @@ class _Queued:
 class EngineManager:
     """Serves requests from any thread in a background thread, with transformers' outputs.
 
-    Args:
-        model: uses the engine's attention while the thread runs.
-        engine: of the model.
-        settings: ``GenerationConfig`` of all requests.
-        attention: the model's own implementation.
-        in_use: lock of the manager that uses the engine.
+    ``attention`` is the model's own implementation, restored when the thread stops; ``in_use`` is
+    held by the manager that uses the engine.
     """
 
     batch_processor = None
@@ -359,14 +355,7 @@ def _output(request: _Queued, status: RequestStatus, error: str | None) -> Gener
 def sampling_for(
     model: Any, settings: Any, end: Iterable[int], limit: int, number: int = 1
 ) -> SamplingParams:
-    """Return the sampling parameters of a request.
-
-    Args:
-        model: defines the logits processors of the settings.
-        settings: a ``GenerationConfig``.
-        end: stop tokens.
-        limit: tokens to generate at most.
-        number: of continuations.
+    """Convert a ``GenerationConfig``, with stop tokens ``end`` and at most ``limit`` tokens.
 
     Raises:
         EngineUnsupported: beams, or a logits processor that the engine does not support.

@@ -84,14 +84,9 @@ class EnginePart:
 def part_of_sizes(
     name: str, kind: str, axis: str, sizes: Sequence[int], steps: type[SimulatedSteps]
 ) -> EnginePart:
-    """Return a part whose steps are padded along one axis; larger ones run unpadded.
+    """Return a part whose steps are padded along one axis to ascending default ``sizes``.
 
-    Args:
-        name: of the part.
-        kind: of the needs that ``steps`` records.
-        axis: such as ``tokens``.
-        sizes: of the engine's default ladder, ascending.
-        steps: how steps are scheduled and recorded.
+    Larger steps run unpadded. ``kind`` is the kind of the needs that ``steps`` records.
     """
     whole = Axis(axis, 1, sizes[-1])
     cost = CostModel(lambda need: need[axis])

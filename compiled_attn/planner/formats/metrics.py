@@ -111,16 +111,9 @@ def read_histogram(path: Path, name: str) -> Histogram:
 
 
 def step_tokens(path: Path, largest: int) -> Demand:
-    """Return the tokens of steps from ``vllm:iteration_tokens_total``.
+    """Return the tokens of steps, at most ``largest``, from ``vllm:iteration_tokens_total``.
 
     A histogram has no time, so both halves of the demand are the same.
-
-    Args:
-        path: a saved ``/metrics`` response.
-        largest: tokens of a step at most.
-
-    Raises:
-        TraceError: see `read_histogram`.
     """
     sizes, weights = read_histogram(path, _STEPS).spread(largest)
     halves = [weight / 2 for weight in weights] * 2
@@ -130,16 +123,8 @@ def step_tokens(path: Path, largest: int) -> Demand:
 def sample_requests(path: Path, count: int, context: int, seed: int = 0) -> list[Arrival]:
     """Sample requests of the counted lengths, prompts and outputs independently.
 
-    All arrive at once and share no prefix, as the metrics have neither.
-
-    Args:
-        path: a saved ``/metrics`` response.
-        count: number of requests.
-        context: the longest request; longer ones are cut.
-        seed: of the random numbers.
-
-    Raises:
-        TraceError: see `read_histogram`.
+    All arrive at once and share no prefix, as the metrics have neither. Requests longer than
+    ``context`` are cut.
     """
     rng = np.random.default_rng(seed)
     lengths = []
