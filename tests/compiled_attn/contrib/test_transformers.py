@@ -101,24 +101,24 @@ def test_several_continuations_are_named_as_transformers_names_them(model):
 
 def test_a_stream_tells_all_tokens_so_far_in_the_event_loop_as_the_server_reads_it(model):
     expected = plain_generate(model, PROMPTS[0], 8)
-    told, threads = [], set()
+    received, threads = [], set()
 
     async def read(manager):
-        ended = asyncio.Event()
+        finished = asyncio.Event()
 
-        def tell(result):
-            told.append([*result.generated_tokens])
+        def handle(result):
+            received.append([*result.generated_tokens])
             threads.add(threading.current_thread())
             if result.is_finished():
-                ended.set()
+                finished.set()
 
-        manager.register_result_handler("a", tell)
+        manager.register_result_handler("a", handle)
         manager.add_request(PROMPTS[0], request_id="a", streaming=True)
-        await asyncio.wait_for(ended.wait(), 60)
+        await asyncio.wait_for(finished.wait(), 60)
 
     with install(CONFIG), _serving(model) as manager:
         asyncio.run(read(manager))
-    assert told == [expected[:n] for n in range(1, 9)]
+    assert received == [expected[:n] for n in range(1, 9)]
     assert threads == {threading.current_thread()}
 
 
@@ -128,8 +128,8 @@ def test_a_cancelled_request_gives_its_blocks_back_and_others_go_on(model):
         manager.add_request(PROMPTS[0], request_id="gone", max_new_tokens=100, streaming=True)
         assert manager.get_result(timeout=60).request_id == "gone"
         manager.cancel_request("gone")
-        manager.add_request(PROMPTS[1], request_id="kept")
-        while (result := manager.get_result(timeout=60)).request_id != "kept":
+        manager.add_request(PROMPTS[1], request_id="second")
+        while (result := manager.get_result(timeout=60)).request_id != "second":
             assert not result.is_finished()
         assert result.generated_tokens == expected
         manager.stop()

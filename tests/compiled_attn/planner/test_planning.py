@@ -176,10 +176,10 @@ def test_an_illegal_perturbed_copy_falls_back_to_its_original():
     high = np.array([200, 200])
     limits = {"share": 0.25, "spread": 0.3, "seed": 0}
     free, weights = jitter(needs, np.ones(100), high, **limits)
-    kept, same = jitter(needs, np.ones(100), high, **limits, allows=allows)
-    assert not allows(free).all() and allows(kept).all() and (weights == same).all()
-    assert (kept[~allows(free)] == np.tile(needs, (5, 1))[~allows(free)]).all()
-    assert (kept[allows(free)] == free[allows(free)]).all()
+    legal, same = jitter(needs, np.ones(100), high, **limits, allows=allows)
+    assert not allows(free).all() and allows(legal).all() and (weights == same).all()
+    assert (legal[~allows(free)] == np.tile(needs, (5, 1))[~allows(free)]).all()
+    assert (legal[allows(free)] == free[allows(free)]).all()
 
 
 def test_a_plan_chooses_among_legal_needs_only():

@@ -144,8 +144,8 @@ def test_synthetic_demands_have_the_percentiles_of_their_trace(
 ) -> None:
     demand = synthetic(kind, 20000, seed=1)
     for field, expected in (("prompt_tokens", prompt), ("output_tokens", output)):
-        drawn = np.percentile([getattr(a, field) for a in demand], (50, 90, 99, 100))
-        assert drawn == pytest.approx(expected, rel=0.08)
+        found = np.percentile([getattr(a, field) for a in demand], (50, 90, 99, 100))
+        assert found == pytest.approx(expected, rel=0.08)
     assert len(demand) / demand[-1].arrival_s == pytest.approx(rate, rel=0.05)
 
 
@@ -223,10 +223,10 @@ def test_a_fitted_demand_fits_and_the_next_larger_scale_would_not(
 def test_prompts_have_their_length_and_stay_within_the_vocabulary(
     demand: list[Arrival], vocab_size: int, seed: int
 ) -> None:
-    drawn = prompts(demand, vocab_size, seed)
-    assert [len(p) for p in drawn] == [a.prompt_tokens for a in demand]
-    assert all(0 <= token < vocab_size for p in drawn for token in p)
-    assert drawn == prompts(demand, vocab_size, seed)
+    found = prompts(demand, vocab_size, seed)
+    assert [len(p) for p in found] == [a.prompt_tokens for a in demand]
+    assert all(0 <= token < vocab_size for p in found for token in p)
+    assert found == prompts(demand, vocab_size, seed)
 
 
 def test_prompts_share_exactly_the_tokens_of_their_common_ids() -> None:

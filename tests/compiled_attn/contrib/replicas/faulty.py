@@ -19,8 +19,8 @@ FAILING = "failing"
 """The file in the folder of the model."""
 
 
-def faulty(folder: Path, told: Callable[[Any], None]) -> LLM:
-    llm = LLM(folder, EngineConfig(backend="eager", **LIMITS), progress=told)
+def faulty(folder: Path, progress: Callable[[Any], None]) -> LLM:
+    llm = LLM(folder, EngineConfig(backend="eager", **LIMITS), progress=progress)
     step = llm.engine.step
 
     def failing() -> Any:
@@ -38,7 +38,7 @@ def say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    folder = Path(sys.argv[2])  # behind `serve`
+    folder = Path(sys.argv[2])  # after `serve`
     listening = bound("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
     make = partial(faulty, folder)

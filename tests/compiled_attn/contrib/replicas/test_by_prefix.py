@@ -43,8 +43,8 @@ def request(number: int, text: str = "x" * 1000, salt: str = "") -> PendingReque
     return PendingRequest(args=[scope, body], kwargs={}, metadata=metadata)
 
 
-async def first(router: ByPrefix, asked: PendingRequest) -> ReplicaID:
-    ranked = await router.choose_replicas([*router.curr_replicas.values()], asked)
+async def first(router: ByPrefix, pending: PendingRequest) -> ReplicaID:
+    ranked = await router.choose_replicas([*router.curr_replicas.values()], pending)
     assert {each[0].replica_id for each in ranked} == router.curr_replicas.keys()
     return ranked[0][0].replica_id
 
@@ -83,15 +83,15 @@ def test_nothing_of_a_request_is_left_when_its_metadata_have_gone():
 def test_one_that_another_replica_took_counts_there():
     async def scene() -> None:
         router = router_of(ONE, OTHER)
-        asked = request(1)
-        chosen = await first(router, asked)
+        pending = request(1)
+        chosen = await first(router, pending)
         other = ({ONE, OTHER} - {chosen}).pop()
-        router.on_request_routed(asked, other, None)
+        router.on_request_routed(pending, other, None)
         assert loads(router)[chosen] == 0 < loads(router)[other]
-        again = await first(router, asked)  # it was not accepted there
+        again = await first(router, pending)  # it was not accepted there
         assert sum(loads(router).values()) == loads(router)[again] > 0
         router.on_replica_actor_died(other)
-        router.on_request_routed(asked, other, None)  # told late
+        router.on_request_routed(pending, other, None)  # a late callback
         assert [*loads(router)] == [chosen]
 
     asyncio.run(scene())

@@ -69,7 +69,7 @@ def test_clients_that_wait_for_a_whole_answer_may_leave_too(command):
 
 
 @pytest.mark.parametrize(
-    ("path", "told", "status"),
+    ("path", "body", "status"),
     [
         ("/v1/completions", {"model": "tiny", "prompt": "x" * 5000}, 400),
         ("/v1/completions", {"model": "tiny"}, 400),
@@ -77,10 +77,10 @@ def test_clients_that_wait_for_a_whole_answer_may_leave_too(command):
         ("/v1/nothing", {}, 404),
     ],
 )
-def test_a_mistake_is_told_once_and_ends_nothing(command, path, told, status):
+def test_a_bad_request_is_refused_once_and_restarts_nothing(command, path, body, status):
     processes = command.replicas()
     request = urllib.request.Request(
-        command.url + path, json.dumps(told).encode(), {"Content-Type": "application/json"}
+        command.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     with pytest.raises(urllib.error.HTTPError) as caught:
         urllib.request.urlopen(request)
@@ -94,8 +94,8 @@ def test_more_than_a_replica_has_room_for_is_told_to_come_again(command):
         client = openai.AsyncOpenAI(
             base_url=f"{command.url}/v1", api_key="none", max_retries=0, timeout=240
         )
-        asked = {"model": "tiny", "max_tokens": 1, "n": 128}
-        every = (client.completions.create(prompt=f"{at}", **asked) for at in range(count))
+        options = {"model": "tiny", "max_tokens": 1, "n": 128}
+        every = (client.completions.create(prompt=f"{at}", **options) for at in range(count))
         return await asyncio.gather(*every, return_exceptions=True)
 
     got = asyncio.run(flood(40))

@@ -57,8 +57,8 @@ def test_three_replicas_serve(started):
     texts = [command.complete(f"number {at} " * 5) for at in range(9)]
     assert texts == [command.complete(f"number {at} " * 5) for at in range(9)]
     served = command.get("/metrics").splitlines()
-    ended = [line for line in served if line.startswith("compiled_attn_requests_total{outcome=")]
-    assert sum(float(line.split()[-1]) > 0 for line in ended if "served" in line) == 3
+    totals = [line for line in served if line.startswith("compiled_attn_requests_total{outcome=")]
+    assert sum(float(line.split()[-1]) > 0 for line in totals if "served" in line) == 3
 
 
 def test_a_model_that_cannot_be_loaded_ends_it_with_the_reason(started, model, tmp_path):

@@ -1,4 +1,4 @@
-"""What the front knows of the replicas: who is there, who came back, and who cannot be asked."""
+"""The state of replicas as the frontend polls it."""
 
 from __future__ import annotations
 

@@ -43,21 +43,21 @@ def prompts(count: int) -> list[str]:
 async def answers(
     url: str, texts: list[str], tokens: int, when: dict[int, Callable[[], object]]
 ) -> list:
-    """The answers, or the errors; after so many ended, such a thing happens."""
+    """The responses or errors; `when` maps a number of finished requests to an action."""
     client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=200)
-    ended = 0
+    finished = 0
 
     async def one(text: str) -> object:
-        nonlocal ended
-        asked = {"model": "tiny", "prompt": text, "max_tokens": tokens}
+        nonlocal finished
+        options = {"model": "tiny", "prompt": text, "max_tokens": tokens}
         try:
-            return (await client.completions.create(**asked)).choices[0].text
+            return (await client.completions.create(**options)).choices[0].text
         except openai.OpenAIError as error:
             return error
         finally:
-            ended += 1
-            if ended in when:
-                when[ended]()
+            finished += 1
+            if finished in when:
+                when[finished]()
 
     return await asyncio.gather(*map(one, texts))
 
@@ -91,8 +91,8 @@ def test_an_engine_that_fails_is_replaced_and_loses_no_request(model, tmp_path):
 
 def test_streams_that_had_begun_end_with_an_error_that_names_the_replica(command):
     client = openai.OpenAI(base_url=f"{command.url}/v1", api_key="none", max_retries=0)
-    asked = {"model": "tiny", "max_tokens": 200, "stream": True}
-    streams = [client.completions.create(prompt=text, **asked) for text in ("one", "two")]
+    options = {"model": "tiny", "max_tokens": 200, "stream": True}
+    streams = [client.completions.create(prompt=text, **options) for text in ("one", "two")]
     for stream in streams:
         next(stream)
     for process in command.replicas():

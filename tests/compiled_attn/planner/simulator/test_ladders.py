@@ -97,8 +97,12 @@ def test_the_largest_usual_step_is_added_at_a_small_share_of_the_cost():
 
 def test_needs_that_no_step_may_have_are_counted():
     steps = step_kind("table", ENGINE, CONTEXT)
-    kept, cut = within(Demand(("requests", "tokens"), [(1, 5), (17, 5)], [3, 1]), steps.axes)
-    assert kept.names == ("tokens", "requests") and kept.points.tolist() == [[5, 1]] and cut == 0.25
+    inside, cut = within(Demand(("requests", "tokens"), [(1, 5), (17, 5)], [3, 1]), steps.axes)
+    assert (
+        inside.names == ("tokens", "requests")
+        and inside.points.tolist() == [[5, 1]]
+        and cut == 0.25
+    )
     with pytest.raises(ValueError, match="expected needs with tokens <= 512, requests <= 16, got"):
         within(Demand(("requests", "tokens"), [(17, 5)]), steps.axes)
 
