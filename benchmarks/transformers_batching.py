@@ -19,8 +19,8 @@ from collections.abc import Callable
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
+from compiled_attn.contrib.transformers import install
 from compiled_attn.engine import EngineConfig
-from compiled_attn.integrations.transformers import install
 from compiled_attn.models import default_model, load_model
 
 Generate = Callable[[list[list[int]], int], list[list[int]]]

@@ -74,8 +74,8 @@ def test_only_modules_of_extras_import_third_parties():
     allowed = {"torch", "numpy", "graphs", "compiled_attn", *sys.stdlib_module_names}
     extras = ("compiled_attn.cli", "compiled_attn.hf", "compiled_attn.engine", "graphs.cli",
               "graphs.report", "graphs.store", "compiled_attn.models", "compiled_attn.serve",
-              "compiled_attn.workloads", "compiled_attn.ops.triton", "compiled_attn.ranks",
-               "compiled_attn.replicas", "graphs.backends.onnx", "compiled_attn.integrations",
+              "compiled_attn.planner", "compiled_attn.ops.triton", "compiled_attn.ranks",
+              "graphs.backends.onnx", "compiled_attn.contrib",
               "compiled_attn.pytest_plugin", "graphs.__main__")  # fmt: skip
     found = {
         name: {each.split(".")[0] for each in _imports(ast.parse(path.read_text()).body)} - allowed
