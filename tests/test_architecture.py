@@ -110,7 +110,7 @@ _THROUGH_OTHERS = (
     ("graphs.report", "drawing", "test_charts"),
     ("compiled_attn.attention", "by_parts module", "test_unified, test_features"),
     ("compiled_attn.cache.blocks", "allocator stats table", "the pool: test_pool_stateful"),
-    ("compiled_attn.cache.defrag", "holders lists report rows", "test_defragmenter, test_stateful"),
+    ("compiled_attn.cache.defrag", "memory pairs", "test_swap, test_swap_errors"),
     ("compiled_attn.cli", "demand facts replicas table", "commands are run whole"),
     ("compiled_attn.compat.flash", "call page_table reference", "the known signatures: test_api"),
     ("compiled_attn.compat.paged", "block_tables call products reference scales", "test_attention"),
