@@ -115,7 +115,11 @@ _THROUGH_OTHERS = (
     ("compiled_attn.compat.flash", "call page_table reference", "the known signatures: test_api"),
     ("compiled_attn.compat.paged", "block_tables call products reference scales", "test_attention"),
     ("compiled_attn.engine", "grammar handle report", "test_engine, test_constraint"),
-    ("compiled_attn.hf", "recorder refused", "test_proof, test_families"),
+    (
+        "compiled_attn.hf",
+        "layers recorder refused snapshot",
+        "test_proof, test_families, test_model_changes",
+    ),
     ("compiled_attn.integrations", "versions", "the integrations, each of a version"),
     ("compiled_attn.integrations.plans", "base gaudi sglang vllm", "test_formats"),
     ("compiled_attn.ops", "call checks timing", "every implementation of the op"),

@@ -113,14 +113,14 @@ def outlier(model, size):
 
 @pytest.mark.parametrize("form", [Parts, Tables])
 @pytest.mark.parametrize(("kept", "size"), [(torch.int8, 3e3), (torch.float8_e4m3fn, 3e6)])
-def test_a_model_that_8_bits_spoil_is_refused_with_them_and_served_without(
+def test_a_model_that_does_not_tolerate_8_bits_is_refused_with_them_and_served_without(
     kept, size, form, request
 ):
     if form is Tables:
         request.getfixturevalue("ops")
     model = small_model("qwen2")
     outlier(model, size)
-    with pytest.raises(ModelRefused, match=r"bears keys and values in .*kv_dtype 'auto'"):
+    with pytest.raises(ModelRefused, match=r"tolerates keys and values in .*kv_dtype 'auto'"):
         _paged(model, form, kept)
     assert model.config._attn_implementation == "eager"
     _paged(model, form)

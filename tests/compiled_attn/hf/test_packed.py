@@ -330,12 +330,12 @@ def test_a_check_of_int8_layers_compares_with_plain_ones_of_rounded_weights():
     assert not check(rounded, results, 1).mismatches
 
 
-def test_a_model_that_does_not_bear_int8_is_refused_and_left_as_it_was(monkeypatch):
+def test_a_model_that_does_not_tolerate_int8_is_refused_and_left_as_it_was(monkeypatch):
     model = small_model("llama").to(torch.bfloat16)
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     quantise = packed_linear.quantise
     monkeypatch.setattr(packed_linear, "quantise", lambda weight: quantise(-weight))
-    with pytest.raises(ModelRefused, match="bears weights of int8"):
+    with pytest.raises(ModelRefused, match="tolerates weights of int8"):
         PagedCausalLM(model, cache_for(model, 5, 4), packs=packed_linear.as_int8)
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
     assert not packed_weights(model)

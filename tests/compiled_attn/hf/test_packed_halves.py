@@ -121,7 +121,7 @@ def test_a_model_whose_weights_are_all_in_16_bits_tells_its_dtype():
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
-def test_a_model_that_does_not_bear_halves_is_packed_whole(monkeypatch, caplog):
+def test_a_model_that_does_not_tolerate_halves_is_packed_whole(monkeypatch, caplog):
     model = small_model("llama").to(torch.bfloat16).float()
     halve, unpack = packed_linear.halve, packed_linear.unpack
     monkeypatch.setattr(packed_linear, "halve", lambda weight: ~halve(weight))
