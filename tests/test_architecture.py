@@ -112,8 +112,8 @@ _THROUGH_OTHERS = (
     ("compiled_attn.cache.blocks", "allocator stats table", "the pool: test_pool_stateful"),
     ("compiled_attn.cache.defrag", "memory pairs", "test_swap, test_swap_errors"),
     ("compiled_attn.cli", "demand facts replicas table", "commands are run whole"),
-    ("compiled_attn.compat.flash", "call page_table reference", "the known signatures: test_api"),
-    ("compiled_attn.compat.paged", "block_tables call products reference scales", "test_attention"),
+    ("compiled_attn.compat.flash", "forward inputs", "the known signatures: test_api"),
+    ("compiled_attn.compat.paged", "api block_tables inputs products", "test_attention"),
     ("compiled_attn.engine", "grammar handle report", "test_engine, test_constraint"),
     (
         "compiled_attn.hf",

@@ -82,7 +82,7 @@ def test_the_form_for_compiled_graphs_is_exact_over_random_steps(step: Step) -> 
 
 def test_where_numbers_cannot_be_read_lost_rows_are_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     # As inside of a captured CUDA graph, where nothing is compiled.
-    monkeypatch.setattr("compiled_attn.compat.paged.checks.can_read", lambda _: False)
+    monkeypatch.setattr("compiled_attn.compat.paged.validation.can_read", lambda _: False)
     step = Step(lengths=(5, 0, 9, 3)).make()
     step.assert_exact(_v1(step))
     step.assert_exact(_v2(step))
@@ -364,13 +364,13 @@ def test_sequences_may_share_blocks() -> None:
 
 
 def test_many_rows_of_unlike_length_are_served_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    from compiled_attn.compat.paged import attention
+    from compiled_attn.compat.paged import decode
 
     lengths = (3, 60, 1, 0, 0, 41, 7, 7, 7, 90)
     step = Step(lengths=lengths).make()
     whole = _v1(step)
-    monkeypatch.setattr(attention, "_GATHERED_AT_ONCE", 64 * 2 * 16)
-    assert len(list(attention._slices(list(lengths), 64))) == 6
+    monkeypatch.setattr(decode, "_GATHERED_AT_ONCE", 64 * 2 * 16)
+    assert len(list(decode._slices(list(lengths), 64))) == 6
     torch.testing.assert_close(_v1(step), whole, atol=1e-6, rtol=1e-6)
     step.assert_exact(_v2(step))
 
