@@ -160,7 +160,7 @@ class PagedStep:
     def of_layer(self, layer: int) -> PagedLayer:
         """Returns the step as a layer of the cache sees it."""
         cache = self.cache
-        value = cache.value(layer) if cache.keeps_value(layer) else None
+        value = cache.value(layer) if cache.stores_value(layer) else None
         scales = cache.key_scale(layer), cache.value_scale(layer)
         windows = self.by_window if self.packed is None else self.packed
         return PagedLayer(windows, self.only_writes, cache.key(layer), value, *scales)

@@ -228,7 +228,7 @@ class PagedCausalLM(nn.Module):
         undo: contextlib.ExitStack,
     ) -> None:
         """Packs weights, unless that changes the logits by more than rounding."""
-        has_value = self.cache.keeps_value
+        has_value = self.cache.stores_value
         absorbed = [expansion_weight(m) for n, m in enumerate(self._attentions) if not has_value(n)]
         with contextlib.ExitStack() as trial:
             pack_linears(
@@ -267,7 +267,7 @@ class PagedCausalLM(nn.Module):
                 is_last=layer is self._layers[-1],
             )
         for number, module in enumerate(self._attentions):
-            if not self.cache.keeps_value(number):
+            if not self.cache.stores_value(number):
                 undo.callback(restore, module, "expand_kv", module.__dict__.get("expand_kv"))
                 store_latents(module)
 

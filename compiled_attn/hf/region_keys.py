@@ -60,7 +60,7 @@ def relate_sizes(metadata: UnifiedMetadata) -> None:
 
 
 def _slots(cache: PagedKVCache, number: int) -> Any:
-    value = cache.value(number) if cache.keeps_value(number) else None
+    value = cache.value(number) if cache.stores_value(number) else None
     tensors = (cache.key(number), value, cache.key_scale(number), cache.value_scale(number))
     return tuple(None if each is None else _layout(each) for each in tensors)
 

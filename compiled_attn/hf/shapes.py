@@ -1,4 +1,4 @@
-"""What each layer stores in a cache and which tokens it sees, found by a forward of the model."""
+"""Cache shapes and visible tokens of the layers of a model, found by a forward."""
 
 from __future__ import annotations
 

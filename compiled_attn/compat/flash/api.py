@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_attn.attention.nonfinite import are_sound, hurt, only
+from compiled_attn.attention.nonfinite import are_finite, nan_if_seen, zero_others
 from compiled_attn.attention.rotary import apply_rotary
 from compiled_attn.compat.flash.forward import forward
 from compiled_attn.compat.flash.inputs import FlashCall
@@ -164,8 +164,8 @@ def _attend_row(
     visible = torch.ones_like(i - j, dtype=torch.bool)
     visible &= j >= i - left if left >= 0 else visible
     visible &= j <= i + right if right >= 0 else visible
-    sound = are_sound(value)
-    value, harm = only(sound, value), hurt(visible, sound).unsqueeze(-1)
+    finite = are_finite(value)
+    value, nan = zero_others(finite, value), nan_if_seen(visible, finite).unsqueeze(-1)
     outs, lses = [], []
     for head in range(query.shape[1]):
         scores = query[:, head] @ key[:, head // group].T * call.scoring.scale
@@ -176,6 +176,6 @@ def _attend_row(
             scores = scores - slopes[head].to(dtype) * (i - j).abs()
         scores = scores.masked_fill(~visible, -math.inf)
         weights = torch.softmax(scores, -1).masked_fill(~visible, 0)  # NaN if no key is visible
-        outs.append(weights @ value[:, head // group] + harm)
+        outs.append(weights @ value[:, head // group] + nan)
         lses.append(torch.logsumexp(scores, -1))
     return torch.stack(outs, 1), torch.stack(lses)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_attn.attention.nonfinite import are_sound, for_added_mask, hurt, only
+from compiled_attn.attention.nonfinite import are_finite, for_added_mask, nan_if_seen, zero_others
 from compiled_attn.attention.state import FMIN, PartialAttention
 
 __all__ = ["KeySlice", "attend_fused", "attend_plain", "attend_sdpa", "select_attend"]
@@ -94,9 +94,9 @@ def attend_plain(s: KeySlice) -> PartialAttention:
     """Attends by two matmuls with the whole score matrix between them."""
     if not s.hides:
         return _attend(s, torch.matmul, torch.matmul)
-    sound = are_sound(s.value)
-    part = _attend(s._replace(value=only(sound, s.value)), torch.matmul, torch.matmul)
-    return _add_to_max(part, hurt(s.seen, sound))
+    finite = are_finite(s.value)
+    part = _attend(s._replace(value=zero_others(finite, s.value)), torch.matmul, torch.matmul)
+    return _add_to_max(part, nan_if_seen(s.seen, finite))
 
 
 def attend_fused(s: KeySlice) -> PartialAttention:
@@ -119,12 +119,12 @@ def attend_sdpa(s: KeySlice) -> PartialAttention:
     """Attends by torch's CPU flash attention, without softcap and without a score matrix."""
     if not s.hides:
         return _attend_sdpa(s)
-    key, value, harm = for_added_mask(s.key, s.value, s.seen)
-    return _add_to_max(_attend_sdpa(s._replace(key=key, value=value)), harm)
+    key, value, nan = for_added_mask(s.key, s.value, s.seen)
+    return _add_to_max(_attend_sdpa(s._replace(key=key, value=value)), nan)
 
 
-def _add_to_max(part: PartialAttention, harm: Tensor) -> PartialAttention:
-    return part._replace(max=part.max + harm.unsqueeze(1))
+def _add_to_max(part: PartialAttention, nan: Tensor) -> PartialAttention:
+    return part._replace(max=part.max + nan.unsqueeze(1))
 
 
 def _attend_sdpa(s: KeySlice) -> PartialAttention:
