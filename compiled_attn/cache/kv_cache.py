@@ -105,11 +105,7 @@ class PagedKVCache(nn.Module):
                 self._allocate(layer, shape, dtype, device)
 
     def _allocate(
-        self,
-        layer: int,
-        shape: KVShape,
-        dtype: torch.dtype,
-        device: torch.device | str | None,
+        self, layer: int, shape: KVShape, dtype: torch.dtype, device: torch.device | str | None
     ) -> None:
         rows = self.num_blocks * self.block_size, shape.num_kv_heads
         for name, size in (("key", shape.head_dim), ("value", shape.value_dim)):

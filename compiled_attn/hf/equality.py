@@ -18,14 +18,7 @@ from compiled_attn.errors import ModelRefused
 from compiled_attn.hf.refused import plain_attention, refused
 from compiled_attn.step import BatchBuilder, Request, StepForm
 
-__all__ = [
-    "TriedModel",
-    "check_equal",
-    "check_near",
-    "plain_logits",
-    "small_cache",
-    "step_logits",
-]
+__all__ = ["TriedModel", "check_equal", "check_near", "plain_logits", "small_cache", "step_logits"]
 
 # Most rows of the second step also read what the first step wrote.
 _STEPS = ((0, 2), (2, 6))

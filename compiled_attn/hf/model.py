@@ -24,12 +24,7 @@ from compiled_attn.hf.attention import (
 )
 from compiled_attn.hf.equality import check_equal, check_near, plain_logits
 from compiled_attn.hf.layers import call_through, decoder_layers, layer_region, restore
-from compiled_attn.hf.packed import (
-    halved_weights,
-    pack_linears,
-    packed_weights,
-    quantised_weights,
-)
+from compiled_attn.hf.packed import halved_weights, pack_linears, packed_weights, quantised_weights
 from compiled_attn.hf.recorder import takes_logits_to_keep
 from compiled_attn.hf.region_keys import region_keys, relate_sizes, without_numbers
 from compiled_attn.hf.shapes import calls_by_layer, check_fits
@@ -260,11 +255,7 @@ class PagedCausalLM(nn.Module):
         for place, layer in enumerate(self._layers):
             undo.callback(restore, layer, "forward", layer.__dict__.get("forward"))
             call_through(
-                layer,
-                place,
-                self._numbers[place],
-                self._region,
-                is_last=layer is self._layers[-1],
+                layer, place, self._numbers[place], self._region, is_last=layer is self._layers[-1]
             )
         for number, module in enumerate(self._attentions):
             if not self.cache.stores_value(number):

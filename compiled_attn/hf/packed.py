@@ -229,9 +229,9 @@ def pack_linears(
         chosen = packing(parameter)
         if chosen is None:
             continue
-        places = owners[parameter.data_ptr()]
+        uses = owners[parameter.data_ptr()]
         stored = _PACK[chosen](parameter, traps[parameter.dtype], undo)
-        for _, module in places:
+        for _, module in uses:
             _replace(module, stored, parents[id(module)], undo)
 
 
@@ -326,10 +326,7 @@ def _quantise(parameter: Parameter, trap: WriteTrap, undo: contextlib.ExitStack)
 
 
 def _hide(
-    parameter: Parameter,
-    trap: WriteTrap,
-    plain: Callable[[], Tensor],
-    undo: contextlib.ExitStack,
+    parameter: Parameter, trap: WriteTrap, plain: Callable[[], Tensor], undo: contextlib.ExitStack
 ) -> None:
     undo.callback(parameter.requires_grad_, parameter.requires_grad)
     undo.callback(lambda: PackedWeight.reveal(parameter, plain()))
@@ -347,13 +344,13 @@ _PACK: dict[Packing, Callable[[Parameter, WriteTrap, contextlib.ExitStack], _Sto
 def _replace(
     module: nn.Module,
     stored: _Stored,
-    places: list[tuple[dict[str, Any], str]],
+    uses: list[tuple[dict[str, Any], str]],
     undo: contextlib.ExitStack,
 ) -> None:
     kind: Any = PackedLinear if isinstance(module, nn.Linear) else PackedEmbedding
     packed: nn.Module = kind(module, *stored)
     packed.train(module.training)
-    for children, name in places:
+    for children, name in uses:
         undo.callback(children.__setitem__, name, module)
         children[name] = packed
 

@@ -160,10 +160,7 @@ def _spread(results: Sequence[Finished], count: int) -> list[Finished]:
 
 
 def _compare(
-    model: PreTrainedModel,
-    result: Finished,
-    report: CheckReport,
-    caches: PlainCaches,
+    model: PreTrainedModel, result: Finished, report: CheckReport, caches: PlainCaches
 ) -> None:
     prompt, tokens = list(result.prompt), list(result.tokens)
     report.checked_requests += 1

@@ -17,11 +17,7 @@ __all__ = ["Rounding", "computed_in", "deviation_of", "last_logits", "rounding_o
 _log = logging.getLogger(__name__)
 
 _DEFAULT_CACHES = PlainCaches()
-_WIDER = {
-    torch.bfloat16: torch.float32,
-    torch.float16: torch.float32,
-    torch.float32: torch.float64,
-}
+_WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
 
 
 class Rounding(NamedTuple):

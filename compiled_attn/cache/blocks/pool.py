@@ -112,11 +112,7 @@ class BlockPool:
         return PromptKeys(self._index, tokens, salt)
 
     def add(
-        self,
-        request_id: Hashable,
-        tokens: Tokens | PromptKeys | None = None,
-        *,
-        salt: Salt = None,
+        self, request_id: Hashable, tokens: Tokens | PromptKeys | None = None, *, salt: Salt = None
     ) -> BlockTable:
         """Registers a request, which then shares the longest cached prefix of full blocks.
 

@@ -232,9 +232,9 @@ class BlockStates:
     def _checked(self, block: int, *states: int) -> int:
         block = self.valid(block, 1)
         if self._state[block] not in states:
-            wanted = " or ".join(_NAMES[state] for state in states)
+            expected = " or ".join(_NAMES[state] for state in states)
             raise ValueError(
-                f"expected a block that is {wanted}, got block {block}, which is "
+                f"expected a block that is {expected}, got block {block}, which is "
                 f"{_NAMES[self._state[block]]}: change the state of a block once"
             )
         return block

@@ -43,17 +43,12 @@ def check(call: FlashCall) -> None:
 
 
 def _expect_room(call: FlashCall, longest: int, shortest: int) -> None:
-    expect(
-        shortest >= 0,
-        "cache_seqlens of at least 0",
-        shortest,
-        "pass tokens in the cache",
-    )
+    expect(shortest >= 0, "cache_seqlens of at least 0", shortest, "pass tokens in the cache")
     if longest + call.new_tokens > call.capacity:
         limit = "Sc" if call.block_table is None else "W * P (columns of block_table * page size)"
-        wanted = f"cache_seqlens + Sn of at most {limit} = {call.capacity} tokens"
+        expected = f"cache_seqlens + Sn of at most {limit} = {call.capacity} tokens"
         got = f"{longest} + {call.new_tokens}"
-        expect(False, wanted, got, "give the row more room before appending")
+        expect(False, expected, got, "give the row more room before appending")
 
 
 def _tensor(
@@ -98,10 +93,7 @@ def _check_new_tokens(call: FlashCall) -> None:
     expect(call.cache_seqlens is not None, "cache_seqlens with k", None, "pass row lengths")
     sizes = call.q.shape[1], call.capacity
     expect(
-        sizes[0] <= sizes[1],
-        "Sq of at most the cache length with k",
-        sizes,
-        "pass fewer queries",
+        sizes[0] <= sizes[1], "Sq of at most the cache length with k", sizes, "pass fewer queries"
     )
     _expect_room(call, 0, 0)
     expect.not_expanded(call.k_cache, call.v_cache)
@@ -240,9 +232,9 @@ def _check_pages(call: FlashCall, lengths: Tensor, table: Tensor) -> None:
     bad = _bad_pages(call, lengths, table)
     if bad.any():
         row, column = bad.nonzero()[0].tolist()
-        wanted = f"block_table[{row}, {column}] in 0 .. {call.k_cache.shape[0] - 1}"
+        expected = f"block_table[{row}, {column}] in 0 .. {call.k_cache.shape[0] - 1}"
         remedy = "the row uses this entry, so give it a page of the cache"
-        expect(False, wanted, int(table[row, column]), remedy)
+        expect(False, expected, int(table[row, column]), remedy)
     if call.new_tokens:
         _check_overlap(call, lengths, table)
 

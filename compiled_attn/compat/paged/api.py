@@ -14,12 +14,7 @@ from compiled_attn.compat.paged.layouts import Layout, expect, take_blocks
 from compiled_attn.compat.paged.validation import check
 from compiled_attn.ops import KernelChoice, chooses_native
 
-__all__ = [
-    "PARTITION",
-    "paged_attention_reference",
-    "paged_attention_v1",
-    "paged_attention_v2",
-]
+__all__ = ["PARTITION", "paged_attention_reference", "paged_attention_v1", "paged_attention_v2"]
 
 PARTITION = 512
 """Tokens in a partition of `paged_attention_v2`."""

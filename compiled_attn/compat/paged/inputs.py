@@ -110,8 +110,8 @@ class CacheWrite(NamedTuple):
 def element_type(kv_cache_dtype: str, model_dtype: torch.dtype) -> torch.dtype:
     """Returns the element type of a cache; `PagedArgumentError` for an unknown name."""
     known = ("auto", *QUANTISED)
-    wanted = f"kv_cache_dtype of {known}"
-    expect(kv_cache_dtype in known, wanted, kv_cache_dtype, "choose one of these")
+    expected = f"kv_cache_dtype of {known}"
+    expect(kv_cache_dtype in known, expected, kv_cache_dtype, "choose one of these")
     return QUANTISED.get(kv_cache_dtype, model_dtype)
 
 

@@ -73,8 +73,8 @@ def key_shape(
     if layout != "packed":
         return value_shape(layout, num_blocks, block_size, num_kv_heads, head_dim)
     x = packing(dtype)
-    wanted = f"a head dim divisible by x = {x} for {dtype}"
-    expect(head_dim % x == 0, wanted, head_dim, "use layout NHD or HND")
+    expected = f"a head dim divisible by x = {x} for {dtype}"
+    expect(head_dim % x == 0, expected, head_dim, "use layout NHD or HND")
     return (num_blocks, num_kv_heads, head_dim // x, block_size, x)
 
 
@@ -108,8 +108,8 @@ def empty_caches(
         PagedArgumentError: a size is below 1, or as `key_shape`.
     """
     sizes = (num_blocks, block_size, num_kv_heads, head_dim)
-    wanted = "num_blocks, block_size, num_kv_heads, head_dim of at least 1"
-    expect(min(sizes) >= 1, wanted, sizes, "choose larger")
+    expected = "num_blocks, block_size, num_kv_heads, head_dim of at least 1"
+    expect(min(sizes) >= 1, expected, sizes, "choose larger")
     key = torch.empty(key_shape(layout, *sizes, dtype), dtype=dtype, device=device)
     return key, torch.empty(value_shape(layout, *sizes), dtype=dtype, device=device)
 
@@ -192,14 +192,14 @@ def _from_nhd(cache: Tensor, layout: Layout, *, is_key: bool) -> Tensor:
 
 def _check_source(cache: Tensor, layout: Layout, block_size: int | None, *, is_key: bool) -> None:
     rank = axes(layout, is_key=is_key)
-    wanted = f"a {layout} cache with {rank} axes"
-    expect(cache.dim() == rank, wanted, cache.shape, "pass its layout")
+    expected = f"a {layout} cache with {rank} axes"
+    expect(cache.dim() == rank, expected, cache.shape, "pass its layout")
     if rank == 5:
         x = packing(cache.dtype)
-        wanted = f"a last axis of x = {x} for {cache.dtype}"
-        expect(cache.shape[-1] == x, wanted, cache.shape, "check dtype and layout")
+        expected = f"a last axis of x = {x} for {cache.dtype}"
+        expect(cache.shape[-1] == x, expected, cache.shape, "check dtype and layout")
     if layout == "flat":
         size = block_size or 0
         expect(size >= 1, "block_size of a flat cache", block_size, "pass block_size")
-        wanted, slots = f"slots to be a multiple of block_size {size}", cache.shape[0]
-        expect(slots % size == 0, wanted, slots, "pass the block size of the cache")
+        expected, slots = f"slots to be a multiple of block_size {size}", cache.shape[0]
+        expect(slots % size == 0, expected, slots, "pass the block size of the cache")

@@ -153,8 +153,8 @@ class PagedAttention(nn.Module):
             self._write(query, key, value, slot_mapping)
         else:
             given = [each is not None for each in (key, value, slot_mapping)]
-            wanted = "key, value and slot_mapping together, or none of them"
-            expect(not any(given), wanted, given, "pass all three")
+            expected = "key, value and slot_mapping together, or none of them"
+            expect(not any(given), expected, given, "pass all three")
         with torch.no_grad():
             if native:
                 return attend_natively(call)

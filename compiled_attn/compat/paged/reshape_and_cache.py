@@ -103,8 +103,8 @@ def _check_slots(slot_mapping: Tensor, num_slots: int) -> None:
     if used.numel() == 0:
         return
     largest = int(used.max())
-    wanted = f"slots below {num_slots}, the size of the cache"
-    expect(largest < num_slots, wanted, largest, "check the block tables")
+    expected = f"slots below {num_slots}, the size of the cache"
+    expect(largest < num_slots, expected, largest, "check the block tables")
     twice = slot_used_twice(used[used > 0])
     remedy = "give each token its own slot, and padding a negative one"
     expect(twice is None, "every token in a slot of its own", f"slot {twice} twice", remedy)

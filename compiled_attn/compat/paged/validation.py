@@ -81,9 +81,9 @@ def _check_numbers(call: DecodeCall) -> list[int]:
 def _explain_lost(call: DecodeCall, row: int) -> None:
     length, fits = int(call.seq_lens[row]), call.capacity
     table = f"block_tables has {call.block_tables.shape[1]} columns of {call.block_size}"
-    wanted = f"seq_lens[{row}] in 0 .. {fits} ({table}, max_seq_len is {call.max_seq_len})"
-    expect(0 <= length <= fits, wanted, length, "widen the table or raise max_seq_len")
+    expected = f"seq_lens[{row}] in 0 .. {fits} ({table}, max_seq_len is {call.max_seq_len})"
+    expect(0 <= length <= fits, expected, length, "widen the table or raise max_seq_len")
     column = int(unknown_blocks(call)[row].nonzero()[0])
-    wanted = f"block_tables[{row}, {column}] in 0 .. {call.num_blocks - 1}"
+    expected = f"block_tables[{row}, {column}] in 0 .. {call.num_blocks - 1}"
     remedy = f"the row's {length} tokens need it, so give it a block of the cache"
-    expect(False, wanted, int(call.block_tables[row, column]), remedy)
+    expect(False, expected, int(call.block_tables[row, column]), remedy)

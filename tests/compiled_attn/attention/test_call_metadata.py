@@ -20,10 +20,7 @@ METADATA = {
         {"causal_bias": lambda x: x.expand(2, -1, -1)},
         "expected causal_bias ",
     ),
-    "shared bias of another bucket": (
-        {"shared_bias": lambda x: x[:, 1:]},
-        "expected shared_bias ",
-    ),
+    "shared bias of another bucket": ({"shared_bias": lambda x: x[:, 1:]}, "expected shared_bias "),
     "shared bias of other blocks": ({"shared_bias": lambda x: x[..., 1:]}, "expected shared_bias "),
     "usages of another bucket": (
         {"shared_bias": torch.zeros(12, 3, dtype=torch.int64)},

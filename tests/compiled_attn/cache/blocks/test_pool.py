@@ -10,12 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from compiled_attn.cache.blocks import (
-    BlockPool,
-    DuplicateRequest,
-    OutOfBlocks,
-    UnknownRequest,
-)
+from compiled_attn.cache.blocks import BlockPool, DuplicateRequest, OutOfBlocks, UnknownRequest
 from tests.compiled_attn.cache.blocks.pools import run
 from tests.compiled_attn.state import state_of
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from compiled_attn.cache.blocks import (
-    BlockPool,
-    PrefixIndex,
-)
+from compiled_attn.cache.blocks import BlockPool, PrefixIndex
 from tests.compiled_attn.cache.blocks.pools import run
 
 
