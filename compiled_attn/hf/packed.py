@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter, functional
 
-from compiled_attn.hf.layers import restore
 from compiled_attn.hf.packed_weight import PackedWeight, WriteTrap
 from compiled_attn.ops import load, packed_linear
 from compiled_attn.ops.packed_linear import Packing
@@ -238,12 +237,17 @@ def pack_linears(
 @contextlib.contextmanager
 def plain_layers(model: nn.Module) -> Iterator[None]:
     """Context in which packed layers compute like plain ones, unpacking one weight at a time."""
-    with contextlib.ExitStack() as undo:
-        for module in model.modules():
-            if isinstance(module, PackedLinear):
-                undo.callback(restore, module, "forward", module.__dict__.get("forward"))
-                module.forward = MethodType(PackedLinear.plain, module)  # type: ignore[method-assign]
+    layers = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    before = [module.__dict__.get("forward") for module in layers]
+    for module in layers:
+        module.forward = MethodType(PackedLinear.plain, module)  # type: ignore[method-assign]
+    try:
         yield
+    finally:
+        for module, forward in zip(layers, before, strict=True):
+            del module.forward
+            if forward is not None:
+                module.forward = forward  # type: ignore[method-assign]
 
 
 def packed_weights(model: nn.Module) -> int:
