@@ -326,9 +326,9 @@ def print_policies(path: Path, options: argparse.Namespace) -> None:
         alone = replay(arrivals, kind(num_blocks, size), options)
         policy = kind(num_blocks, size)
         defragmenter = OnlineDefragmenter(policy.blocks, FreeCopies(num_blocks))
-        kept = replay(arrivals, policy, options, defragmenter)
-        moves, firing = kept.moves.sum() / kept.allocations, (kept.moves > 0).mean()
-        ranges = alone.range_over_used() + kept.range_over_used()
+        moved = replay(arrivals, policy, options, defragmenter)
+        moves, firing = moved.moves.sum() / moved.allocations, (moved.moves > 0).mean()
+        ranges = alone.range_over_used() + moved.range_over_used()
         print(f"{name:30}{ranges}{moves:13.3f}{firing:8.1%}", flush=True)
 
 

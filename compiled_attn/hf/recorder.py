@@ -95,8 +95,8 @@ def record(model: PreTrainedModel) -> list[AttentionCall]:
 
 def _run(model: PreTrainedModel, recorder: Recorder) -> None:
     ids = torch.arange(_TOKENS, device=model.device)
-    kept = {"logits_to_keep": ids} if takes_logits_to_keep(model) else {}
-    model(input_ids=ids.unsqueeze(0), use_cache=False, recorder=recorder, **kept)
+    options = {"logits_to_keep": ids} if takes_logits_to_keep(model) else {}
+    model(input_ids=ids.unsqueeze(0), use_cache=False, recorder=recorder, **options)
 
 
 def takes_logits_to_keep(model: PreTrainedModel) -> bool:

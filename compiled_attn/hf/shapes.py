@@ -60,10 +60,10 @@ def evicting_layer(model: PreTrainedModel, calls: Sequence[AttentionCall]) -> st
     `generate`, which uses that cache, then returns other tokens than the model without it.
     """
     try:
-        kept = DynamicCache(config=model.config).layers
+        layers = DynamicCache(config=model.config).layers
     except Exception:  # some configurations have no cache, which then evicts nothing
         return None
-    for number, (call, layer) in enumerate(zip(calls, kept, strict=False)):
+    for number, (call, layer) in enumerate(zip(calls, layers, strict=False)):
         window = getattr(layer, "sliding_window", None)
         if window is not None and (call.window or _LAST) > window:
             sees = f"a window of {call.window}" if call.window else "all before it"

@@ -15,7 +15,7 @@ class PoolStats:
         total: blocks that can be allocated.
         used: blocks held by a request or pinned by a pending copy.
         free: blocks without content.
-        cached: blocks that no request holds, kept for their content until they are evicted.
+        cached: blocks that no request holds, with content that can be found until they are evicted.
         requests: requests that hold a table.
         highest_used: the highest used block, 0 if none is; divided by ``used`` it measures how
             spread out the used blocks are.

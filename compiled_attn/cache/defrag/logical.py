@@ -17,7 +17,7 @@ __all__ = ["LogicalBlocks"]
 
 
 class LogicalBlocks:
-    """Maps the block ids of another scheduler to the physical blocks where their K/V lies.
+    """Maps the block ids of another scheduler to the physical blocks with their K/V.
 
     Logical block ``b`` starts in physical block ``b``; moves change the mapping. The null block 0
     is always physical block 0.

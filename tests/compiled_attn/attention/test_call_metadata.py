@@ -74,11 +74,11 @@ METADATA = {
         {"alibi_slopes": torch.ones(4), "positions": None},
         r"metadata\.positions: expected",
     ),
-    "a window without places of shared blocks": (
+    "a window without starts of shared blocks": (
         {"sliding_window": 3, "shared_starts": None},
         r"metadata\.shared_starts: expected",
     ),
-    "slopes without places of unique blocks": (
+    "slopes without starts of unique blocks": (
         {"alibi_slopes": torch.ones(4), "unique_starts": None},
         r"metadata\.unique_starts: expected",
     ),

@@ -13,8 +13,8 @@ from tests.compiled_attn.hf.families import small_model
 from tests.compiled_attn.tiny import tiny_model
 
 
-def _paged(model, form=Parts, kept=None):
-    return PagedCausalLM(model, cache_for(model, 8, 4, dtype=kept), form(8, 4, 2))
+def _paged(model, form=Parts, kv_dtype=None):
+    return PagedCausalLM(model, cache_for(model, 8, 4, dtype=kv_dtype), form(8, 4, 2))
 
 
 def previous_token(model):
@@ -50,14 +50,14 @@ def own_positions(model):
     ],
 )
 @pytest.mark.parametrize("form", [Parts, Tables])
-@pytest.mark.parametrize("kept", [None, torch.int8, torch.float8_e4m3fn])
-def test_a_mistake_in_the_code_of_a_model_is_found(mistake, form, dtype, kept, request):
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8, torch.float8_e4m3fn])
+def test_a_mistake_in_the_code_of_a_model_is_found(mistake, form, dtype, kv_dtype, request):
     if form is Tables:
         request.getfixturevalue("ops")
     model = tiny_model().to(dtype)
     mistake(model)
     with pytest.raises(ModelRefused, match="same logits through the paged cache"):
-        _paged(model, form, kept)
+        _paged(model, form, kv_dtype)
     assert model.config._attn_implementation == "eager"
     assert "forward" not in model.model.layers[0].__dict__
 
@@ -96,13 +96,13 @@ def test_a_model_without_finite_logits_is_refused():
         _paged(model)
 
 
-@pytest.mark.parametrize("kept", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize(
     "family",
     ["llama", "mixtral", "gpt_oss", "gemma4_text", "deepseek_v3", "granitemoe_swa", "mellum"],
 )
-def test_the_rounding_of_8_bits_is_no_mistake(family, kept):
-    _paged(small_model(family), kept=kept)
+def test_the_rounding_of_8_bits_is_no_mistake(family, kv_dtype):
+    _paged(small_model(family), kv_dtype=kv_dtype)
 
 
 def outlier(model, size):
@@ -114,16 +114,16 @@ def outlier(model, size):
 
 
 @pytest.mark.parametrize("form", [Parts, Tables])
-@pytest.mark.parametrize(("kept", "size"), [(torch.int8, 3e3), (torch.float8_e4m3fn, 3e6)])
+@pytest.mark.parametrize(("kv_dtype", "size"), [(torch.int8, 3e3), (torch.float8_e4m3fn, 3e6)])
 def test_a_model_that_does_not_tolerate_8_bits_is_refused_with_them_and_served_without(
-    kept, size, form, request
+    kv_dtype, size, form, request
 ):
     if form is Tables:
         request.getfixturevalue("ops")
     model = small_model("qwen2")
     outlier(model, size)
     with pytest.raises(ModelRefused, match=r"tolerates keys and values in .*kv_dtype 'auto'"):
-        _paged(model, form, kept)
+        _paged(model, form, kv_dtype)
     assert model.config._attn_implementation == "eager"
     _paged(model, form)
 

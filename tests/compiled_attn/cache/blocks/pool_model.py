@@ -107,7 +107,7 @@ class ModelledPool:
         return blocks
 
     def let_go(self, blocks: list[int]) -> None:
-        """What becomes of blocks that nobody holds any more, in the order they were given last."""
+        """Caches or frees blocks without holders, in the order of their last occurrence."""
         refs = self.references()
         for block in reversed(dict.fromkeys(b for b in reversed(blocks) if not refs[b])):
             if block in self.index.values():

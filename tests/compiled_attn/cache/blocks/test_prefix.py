@@ -129,11 +129,11 @@ def test_digests_are_those_of_keyed_blake2b_and_the_same_in_every_process() -> N
 
 
 def test_nobody_else_can_compute_a_digest_unless_a_key_is_given() -> None:
-    drawn = [PrefixIndex(block_size=1) for _ in range(3)]
-    drawn += [BlockPool(num_blocks=4, block_size=1)._index for _ in range(3)]
-    assert len({index.root() for index in drawn}) == 6
+    random = [PrefixIndex(block_size=1) for _ in range(3)]
+    random += [BlockPool(num_blocks=4, block_size=1)._index for _ in range(3)]
+    assert len({index.root() for index in random}) == 6
     parent = bytes(16)
-    assert len({index.next_key(parent, [1]) for index in drawn}) == 6
+    assert len({index.next_key(parent, [1]) for index in random}) == 6
     given = [PrefixIndex(1, key=b"k"), BlockPool(4, 1, key=b"k")._index]
     assert given[0].root("a") == given[1].root("a") != PrefixIndex(1, key=b"l").root("a")
 

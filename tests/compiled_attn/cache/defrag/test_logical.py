@@ -1,4 +1,4 @@
-"""Logical blocks of a scheduler with its own allocator: its reports, and where its blocks lie."""
+"""Logical blocks of a scheduler with its own allocator: its reports and the mapping."""
 
 from __future__ import annotations
 

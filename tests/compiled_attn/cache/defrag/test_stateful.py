@@ -202,19 +202,19 @@ class LogicalBlocksMachine(RuleBasedStateMachine):
         scheduler = self.scheduler
         finished &= scheduler.held.keys()
         free = scheduler.free(finished)
-        kept = {name: row for name, row in scheduler.held.items() if name not in finished}
+        rest = {name: row for name, row in scheduler.held.items() if name not in finished}
         new: dict[str, list[int]] = {}
         for name, picks in wanted.items():
             count = min(len(picks), len(free))
             new[name] = [free.pop(pick % len(free)) for pick in picks[:count]]
         fresh = [block for blocks in new.values() for block in blocks]
         for to, which in shared:
-            live = sorted({block for row in kept.values() for block in row})
+            live = sorted({block for row in rest.values() for block in row})
             name = NAMES[to % len(NAMES)]
-            if live and live[which % len(live)] not in kept.get(name, []) + new.get(name, []):
+            if live and live[which % len(live)] not in rest.get(name, []) + new.get(name, []):
                 new.setdefault(name, []).append(live[which % len(live)])
         self.blocks.update(new, sorted(finished))
-        scheduler.held = kept
+        scheduler.held = rest
         for name, blocks in new.items():
             scheduler.held.setdefault(name, []).extend(blocks)
         for block in fresh:

@@ -97,9 +97,9 @@ def test_a_cache_that_begins_inside_of_its_memory_is_exchanged():
     memory = torch.zeros(1 + BLOCKS * 6, dtype=torch.int16)
     cache = memory[1:].view(BLOCKS, 6)
     noise([cache])
-    kept = memory[0].clone()
+    before = memory[0].clone()
     assert_copies(ready([cache]), [cache])
-    assert memory[0] == kept
+    assert memory[0] == before
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

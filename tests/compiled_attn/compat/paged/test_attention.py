@@ -44,7 +44,7 @@ def _reference(step: Step) -> Tensor:
 
 
 def steps(**fixed) -> st.SearchStrategy[Step]:
-    drawn = {
+    strategies = {
         "seed": st.integers(0, 2**32),
         "lengths": st.lists(st.integers(0, 40), min_size=1, max_size=5).map(tuple),
         "kv_heads": st.integers(1, 3),
@@ -62,7 +62,7 @@ def steps(**fixed) -> st.SearchStrategy[Step]:
     def build(group: int, kv_heads: int, **rest) -> Step:
         return Step(heads=group * kv_heads, kv_heads=kv_heads, **rest).make()
 
-    return st.builds(build, **(drawn | {name: st.just(v) for name, v in fixed.items()}))
+    return st.builds(build, **(strategies | {name: st.just(v) for name, v in fixed.items()}))
 
 
 @given(steps())
@@ -100,8 +100,8 @@ def test_where_numbers_cannot_be_read_lost_rows_are_nan(monkeypatch: pytest.Monk
     st.lists(st.sampled_from([0, 1, 511, 512, 513, 1030]), min_size=1, max_size=3),
     st.sampled_from([1, 7, 16, 600, 1024]),
 )
-def test_contexts_across_partitions_are_exact(drawn: Step, lengths: list, size: int) -> None:
-    step = dataclasses.replace(drawn, lengths=tuple(lengths), block_size=size).make()
+def test_contexts_across_partitions_are_exact(random: Step, lengths: list, size: int) -> None:
+    step = dataclasses.replace(random, lengths=tuple(lengths), block_size=size).make()
     step.assert_exact(_v1(step))
     step.assert_exact(_v2(step))
 
