@@ -59,7 +59,7 @@ class SequenceBlocks:
         ]
         width = max(1, *map(len, tables))
         padded = [[*blocks, *[0] * (width - len(blocks))] for blocks in tables]
-        return torch.from_numpy(np.asarray(self.pool.places.resolve_all(padded), np.int32))
+        return torch.from_numpy(np.asarray(padded, np.int32))
 
     def last_positions(self) -> Tensor:
         """Returns the position of each newest token, ``[B]`` int32: how many come before it."""

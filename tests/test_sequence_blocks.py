@@ -49,7 +49,7 @@ def test_blocks_of_finished_sequences_serve_the_others():
 
 def test_tables_follow_moved_blocks(pool):
     blocks = SequenceBlocks(pool, [6, 4])
-    pool.places.swap([(3, 9)])
+    pool.exchange([(3, 9)])
     assert blocks.block_table().tolist() == [[1, 2], [9, 0]]
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from compiled_attn.compat.flash.api import flash_attn_with_kvcache
+from compiled_attn.compat.flash.api import (
+    flash_attn_with_kvcache,
+    flash_attn_with_kvcache_reference,
+)
 from compiled_attn.compat.flash.module import FlashInputs, FlashKVCacheAttention
-from compiled_attn.compat.flash.reference import flash_attn_with_kvcache_reference
 from compiled_attn.errors import FlashArgumentError
 
 __all__ = [
