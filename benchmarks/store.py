@@ -1,9 +1,9 @@
-"""Prints what a store saves at the second start: `python benchmarks/store.py [--only WHAT]`.
+"""Prints the time of a second start from a store: `python benchmarks/store.py [--only WHAT]`.
 
-Each start is a process of its own and begins with an empty store or with what the first one left in
-it; timed is `warmup()` alone, without the imports and the model before it. `run` captures the
-graphs of `compiled-attn run` with default options, `buckets` one layer of attention in 64 buckets.
-`puts` stores small artifacts in a store of few and in one of many, in turns.
+Each start is a process of its own, with an empty store or the one that the first start filled. Only
+`warmup()` is timed, without imports and the model. `run` captures the graphs of `compiled-attn run`
+with default options, `buckets` one layer of attention in 64 buckets. `puts` stores small artifacts
+alternately in a store of few entries and in one of many.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _HEADS, _KV_HEADS, _HEAD_DIM, _BLOCK_SIZE = 8, 2, 64, 16
 
 
 class Attention(nn.Module):
-    """One layer of attention, and the metadata that it needs of a step."""
+    """One layer of attention that computes its own metadata."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,14 +50,14 @@ class Attention(nn.Module):
 
 
 def inputs_of(bucket: Bucket) -> list[Tensor | None]:
-    """Queries, keys and values of padding, and its step."""
+    """Queries, keys and values of a padding step."""
     step = StepBatch.padding({**bucket, "shared": 0, "logits": bucket.tokens})
     heads = (_HEADS, _KV_HEADS, _KV_HEADS)
     return [*(torch.zeros(bucket.tokens, count, _HEAD_DIM) for count in heads), *step]
 
 
 def space_of(count: int) -> BucketSpace:
-    """As many buckets of tokens and blocks."""
+    """The largest `count` of 64 buckets of tokens and blocks."""
     sizes = [(8 * t, 32 * u) for t in range(1, 9) for u in range(1, 9)]
     return explicit(["tokens", "unique"], sizes[-count:])
 
@@ -101,7 +101,7 @@ def start(what: str, store: Path, count: int) -> dict[str, Any]:
 
 
 def compare(what: str, count: int, repeat: int) -> None:
-    """Print a cold start, the warm ones after it, and what was aimed at."""
+    """Print a cold start, warm starts, and the goal."""
     with tempfile.TemporaryDirectory(prefix="benchmark-store-") as folder:
         store = Path(folder, "store")
         cold = start(what, store, count)
@@ -122,7 +122,7 @@ def compare(what: str, count: int, repeat: int) -> None:
 
 
 def compare_puts() -> None:
-    """Print how much longer a `put` takes where there are many entries than where there are few."""
+    """Print how long a `put` takes with few and with many entries."""
     with tempfile.TemporaryDirectory(prefix="benchmark-store-") as folder:
         artifact = Path(folder, "artifact")
         artifact.write_bytes(b"kernel" * 1000)

@@ -1,4 +1,4 @@
-"""Fixed shapes and captured graphs: freeze a callable at a set of buckets, never compile again.
+"""Captured graphs of fixed shapes: compile a callable once per bucket, never while serving.
 
 In short:
 
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from graphs.watch.explain import BreakReport as BreakReport
     from graphs.watch.explain import explain as explain
     from graphs.watch.sentinel import no_compile as no_compile
-    from graphs.watch.xla import no_xla_compile as no_xla_compile
 
 _PLACES = {
     "buckets.axes": "Axis Bucket",
@@ -69,7 +68,6 @@ _PLACES = {
     "watch.events": "CompileEvent",
     "watch.explain": "BreakReport explain",
     "watch.sentinel": "no_compile",
-    "watch.xla": "no_xla_compile",
 }
 if not TYPE_CHECKING:
     __getattr__, __dir__ = lazy_names(__name__, _PLACES)

@@ -1,4 +1,4 @@
-"""`python -m graphs`: warm up, explain, plan and look after the cache from the shell."""
+"""`python -m graphs`: warm up, explain, plan, and manage the cache."""
 
 from __future__ import annotations
 

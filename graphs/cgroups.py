@@ -1,6 +1,6 @@
-"""Control groups of this process: the limits that a container or a service gives it.
+"""Limits of the control groups of this process, as in a container or a service.
 
-Without torch, since how many threads there are is decided before it is loaded.
+Does not import torch, as the number of threads is set before torch is loaded.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def usable_cores() -> int:
-    """Processors whose time this process may use: those it may run on, but no more than its quota.
+    """Number of processors that this process may use: its affinity, but at most its quota.
 
-    A quota of 1.5 processors is two, of which one rests at times.
+    A quota of 1.5 processors counts as two.
     """
     has_affinity = hasattr(os, "sched_getaffinity")
     count = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
@@ -28,15 +28,15 @@ def usable_cores() -> int:
 
 
 def cpu_quota() -> float | None:
-    """Processors whose time the control groups of this process give it; None: there is no limit."""
+    """CPU quota of this process in processors, None if unlimited."""
     found = (_quota(version, place) for version, place in cgroup_folders("cpu"))
     return min((quota for quota in found if quota is not None), default=None)
 
 
 def cgroup_folders(controller: str) -> Iterator[tuple[int, Path]]:
-    """The version (1 or 2) and folder of each group that limits this process, up to the outermost.
+    """Version (1 or 2) and folder of each group of this process, from the innermost outwards.
 
-    In a container only its own group may be visible, at the root and not by its path.
+    In a container only its own group may be visible, at the root instead of at its path.
 
     Args:
         controller: such as ``memory``.
@@ -54,13 +54,13 @@ def cgroup_folders(controller: str) -> Iterator[tuple[int, Path]]:
 
 
 def number_in(path: Path) -> int | None:
-    """The number that a file holds; None where there is none, or it says "max" or is negative."""
+    """The number in a file; None if it is missing, negative or ``max``."""
     words = "".join(lines_of(path)).strip()
     return int(words) if words.isdigit() else None
 
 
 def lines_of(path: Path) -> list[str]:
-    """Lines of a file; none where it cannot be read."""
+    """Lines of a file, empty if it cannot be read."""
     try:
         return path.read_text().splitlines()
     except (OSError, ValueError):

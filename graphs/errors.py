@@ -1,4 +1,4 @@
-"""The errors of this package, and how they quote what a user gave: in one short line."""
+"""Errors of this package, and helpers that quote user input in one short line."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = [
 
 
 class CaptureError(RuntimeError):
-    """A callable could not be captured, or a graph cannot run: `name` says which, `detail` why."""
+    """A callable could not be captured, or graph `name` cannot run; `detail` has the reason."""
 
     def __init__(self, name: str, detail: str) -> None:
         self.name = name
@@ -48,18 +48,18 @@ class ModeMismatch(CaptureError):
 
 
 class StaleGraph(CaptureError):
-    """Something outside the inputs that the graph depends on has changed; the graph did not run."""
+    """Something that the graph depends on besides its inputs has changed; the graph did not run."""
 
 
 class NoOnnx(RuntimeError):
-    """A graph that cannot become an ONNX model, or that ONNX Runtime cannot run; says why."""
+    """A graph cannot be exported to ONNX, or ONNX Runtime cannot run it."""
 
 
 class GraphBudgetExceeded(RuntimeError):
-    """Something would compile or be captured while a strict :class:`~graphs.no_compile` was armed.
+    """Something would compile or be captured under a strict :class:`~graphs.no_compile`.
 
     Attributes:
-        event: what it was, with the function, its line and the guard or tensor that caused it.
+        event: the function, its line, and the guard or tensor that caused it.
     """
 
     def __init__(self, event: CompileEvent) -> None:
@@ -85,35 +85,35 @@ class BucketOverflow(ValueError):
 
 
 class BucketFileError(ValueError):
-    """A bucket file that cannot be read; the message begins with `path:line:`."""
+    """A bucket file is malformed; the message begins with `path:line:`."""
 
 
 class DemandFileError(ValueError):
-    """A demand file that cannot be read; the message begins with `path:line:`."""
+    """A demand file is malformed; the message begins with `path:line:`."""
 
 
 class JournalError(ValueError):
-    """A journal that cannot be used: another file, another warmup's, or of a newer version."""
+    """A journal cannot be used: it is another file, of another warmup, or of a newer version."""
 
 
 class StoreError(RuntimeError):
-    """A store that cannot be used: what was expected, what was found, and the remedy."""
+    """A store cannot be used."""
 
 
 class UnsafeStore(StoreError):
-    """Someone else can write to the store, so what it holds must not be run."""
+    """Other users can write to the store, so its code must not be run."""
 
 
 class StoreBusy(StoreError):
-    """Another process kept the store locked longer than this one was willing to wait."""
+    """Another process held the lock of the store for too long."""
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse a JSON text that a user gave.
+    """Parse JSON from a user.
 
     Raises:
-        ValueError: it is not JSON, or is nested too deeply, or has a number too long to be read;
-            the message is one short line.
+        ValueError: it is no JSON, nested too deeply, or has too long a number; the message is one
+            short line.
     """
     try:
         return json.loads(text)
@@ -128,12 +128,12 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def quoted(value: object, most: int = 80) -> str:
-    """`repr`, cut at about `most` characters, even of a text that is megabytes long."""
+    """`repr`, cut at about `most` characters; fast for long texts too."""
     if isinstance(value, str):
         return repr(value) if len(value) <= most else f"{value[:most]!r}..."
     return clipped(repr(value), most)
 
 
 def clipped(text: str, most: int) -> str:
-    """A text cut at `most` characters, with `...` for the rest."""
+    """Cut a text at `most` characters and append `...`."""
     return text if len(text) <= most else f"{text[:most]}..."

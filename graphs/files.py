@@ -1,4 +1,4 @@
-"""Files and folders that are whole or absent: written beside and renamed, deleted the same way."""
+"""Atomic writes and removals of files and folders, by renaming; digests and safe reads."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
     "write_whole",
 ]
 
-# Endings of hidden names that are being written or deleted, or were when a process was killed.
+# Endings of hidden names that are being written or deleted.
 _LEFTOVER = (".new", ".trash")
 _MOST_JSON = 64 << 20
 
@@ -42,7 +42,7 @@ def digest_of(path: Path) -> str:
 
 
 def digest_of_open(file: IO[bytes]) -> str:
-    """SHA-256 of the rest of a file that is open."""
+    """SHA-256 of the rest of an open file."""
     return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
 
 
@@ -53,10 +53,10 @@ def short_digest(text: str) -> str:
 
 @contextmanager
 def open_regular(path: Path | str, folder: int | None = None) -> Iterator[IO[bytes]]:
-    """A file for reading; never waits, as for the other end of a pipe.
+    """Open a regular file for reading, without following a link or waiting for a pipe.
 
     Args:
-        path: of the file.
+        path: the file.
         folder: descriptor of the folder that `path` is relative to.
 
     Raises:
@@ -74,11 +74,11 @@ def open_regular(path: Path | str, folder: int | None = None) -> Iterator[IO[byt
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file that may be damaged in any way.
+    """Parse a JSON file that may be damaged in any way.
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is not a file or not JSON, is nested too deeply, or is larger than 64 MiB.
+        ValueError: it is no file, no JSON, nested too deeply, or larger than 64 MiB.
     """
     with open_regular(path) as file:
         data = file.read(_MOST_JSON + 1)
@@ -88,12 +88,12 @@ def read_json(path: Path) -> Any:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file completely or not at all, even across a crash.
+    """Write a file atomically and durably.
 
     Raises:
-        OSError: it cannot be written; what was at `path` before is still there.
+        OSError: it cannot be written; the old file is unchanged.
     """
-    fresh = _beside(path, ".new")
+    fresh = _hidden_name(path, ".new")
     try:
         with fresh.open("wb") as file:
             file.write(data)
@@ -107,28 +107,30 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def copy_whole(source: Path, target: Path) -> None:
-    """Copy a file, or the files of a folder, to where nothing is yet, and sync it to the disk.
+    """Copy a file or folder into the new folder `target`, and sync it to the disk.
 
     Raises:
         OSError: it cannot be read or written.
-        ValueError: there is something other than files and folders in it.
+        ValueError: it contains something other than files and folders.
     """
     target.mkdir(mode=0o700)
-    if source.is_file():
-        _copy(source, target / source.name)
-    else:
-        for name, path in files_in(source).items():
-            _make_folders(target, Path(name).parent)
-            _copy(path, target / name)
+    files = {source.name: source} if source.is_file() else files_in(source)
+    for name, path in files.items():
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        with path.open("rb") as given, (target / name).open("xb") as file:
+            shutil.copyfileobj(given, file, 1 << 20)
+            file.flush()
+            os.fsync(file.fileno())
     for folder, _, _ in os.walk(target):
+        os.chmod(folder, 0o700)  # whatever the umask
         sync_folder(Path(folder))
 
 
 def files_in(folder: Path) -> dict[str, Path]:
-    """The files below a folder, by their name relative to it.
+    """The files below a folder, by relative name.
 
     Raises:
-        ValueError: a link, a pipe or the like is in it.
+        ValueError: it contains something other than files and folders.
     """
     found: dict[str, Path] = {}
     for root, folders, names in os.walk(folder):
@@ -143,7 +145,7 @@ def files_in(folder: Path) -> dict[str, Path]:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder, if it is there; a kill may leave part of a folder."""
+    """Remove a file or folder if it exists; a kill may leave part of a folder."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -151,24 +153,24 @@ def remove(path: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Remove a file or a folder, if it is there; under its name it is never seen in part.
+    """Remove a file or folder if it exists; others never see part of it under its name.
 
     Raises:
-        OSError: it cannot be moved away; it is still whole.
+        OSError: it cannot be renamed, and is unchanged.
     """
-    trash = _beside(path, ".trash")
+    trash = _hidden_name(path, ".trash")
     try:
         path.rename(trash)
     except FileNotFoundError:
         return
-    with suppress(OSError):  # what is in the trash is removed by the next sweep, at the latest
+    with suppress(OSError):  # the next sweep removes the rest
         remove(trash)
 
 
 def sweep(folder: Path) -> None:
-    """Remove what killed processes left in a folder half written or half deleted.
+    """Remove what killed processes left half written or half deleted.
 
-    To be called while no other process writes to the folder.
+    Call it while no other process writes to the folder.
     """
     for path in folder.glob(".*"):
         if path.name.endswith(_LEFTOVER):
@@ -177,12 +179,12 @@ def sweep(folder: Path) -> None:
 
 
 def visible(folder: Path) -> list[Path]:
-    """What a folder holds under names that are not hidden, sorted."""
+    """The entries of a folder that are not hidden, sorted."""
     return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder survive a crash."""
+    """Sync the entries of a folder to the disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -190,18 +192,6 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _beside(path: Path, ending: str) -> Path:
-    # Hidden, in the same file system, and another name for each thread of each process.
+def _hidden_name(path: Path, ending: str) -> Path:
+    # In the same file system, and unique for each thread of each process.
     return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}{ending}")
-
-
-def _make_folders(top: Path, below: Path) -> None:
-    for parts in range(1, len(below.parts) + 1):
-        top.joinpath(*below.parts[:parts]).mkdir(mode=0o700, exist_ok=True)
-
-
-def _copy(source: Path, target: Path) -> None:
-    with source.open("rb") as given, target.open("xb") as file:
-        shutil.copyfileobj(given, file, 1 << 20)
-        file.flush()
-        os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""The command that installs this project, as error messages name it."""
+"""The install command for error messages."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 
 __all__ = ["install_command"]
 
-# A release to PyPI sets this to True; until then there is only a checkout to install from.
+# A release to PyPI sets this to True.
 _PUBLISHED: bool = False
 
 
 def install_command(*extras: str) -> str:
-    """The command that installs the project with these extras, such as ``pip install '.[cli]'``."""
+    """The command that installs the project with extras, such as ``pip install '.[cli]'``."""
     wanted = f"[{','.join(extras)}]" if extras else ""
     if _PUBLISHED:
         return f"pip install {shlex.quote(f'compiled-attn{wanted}')}"

@@ -1,4 +1,4 @@
-"""Package names that are imported when they are first asked for (PEP 562)."""
+"""Package attributes that are imported on first access (PEP 562)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["lazy_names"]
 def lazy_names(
     package: str, places: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The ``__getattr__`` and ``__dir__`` of a package whose import imports nothing else.
+    """``__getattr__`` and ``__dir__`` for a package that imports its modules on first access.
 
     Args:
-        package: its ``__name__``.
-        places: by module within it, the names that it defines, separated by spaces.
+        package: ``__name__`` of the package.
+        places: names by module of the package, separated by spaces.
     """
     module_of = {name: module for module, names in places.items() for name in names.split()}
 

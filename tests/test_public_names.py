@@ -21,7 +21,6 @@ NAMES = {
     "graphs.warmup.manager": "WarmupManager",
     "graphs.warmup.report": "WarmupReport",
     "graphs.watch.sentinel": "no_compile",
-    "graphs.watch.xla": "no_xla_compile",
     "graphs.watch.explain": "BreakReport",
     "graphs.report": "write_report",
     "graphs.store": "ArtifactStore StoredInductor StoredAoti InductorCache",

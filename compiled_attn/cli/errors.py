@@ -45,4 +45,4 @@ def _told(error: OSError) -> str:
 
 
 exit_code_of = functools.partial(graphs.cli.errors.exit_code_of, known=_KNOWN, program=_PROGRAM)
-tell = functools.partial(graphs.cli.errors.tell, program=_PROGRAM)
+tell = functools.partial(graphs.cli.errors.print_error, program=_PROGRAM)

@@ -1,11 +1,11 @@
-"""The command `python -m graphs`: a thin layer over the package (extra `cli`: typer)."""
+"""The command `python -m graphs` (extra `cli`: typer)."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
 
-from graphs.cli.errors import BAD_INPUT, UserError, tell
+from graphs.cli.errors import BAD_INPUT, UserError, print_error
 from graphs.installation import install_command
 
 __all__ = ["UserError", "main"]
@@ -18,13 +18,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         argv: arguments without the program's name; by default those of the process.
 
     Raises:
-        SystemExit: always. 0: all is well; 1: the answer is no (graph breaks, buckets that are not
-            captured); 2: bad input, with one line of explanation; 130: interrupted.
+        SystemExit: always. 0: success; 1: there are graph breaks, or buckets that are not captured;
+            2: bad input, explained in one line; 130: interrupted.
     """
     try:
         import typer  # noqa: F401
     except ImportError:
-        sys.exit(tell(f"the command needs typer: {install_command('cli')}", BAD_INPUT))
+        sys.exit(print_error(f"the command needs typer: {install_command('cli')}", BAD_INPUT))
     from graphs.cli.app import run_command
 
     sys.exit(run_command(argv))

@@ -27,7 +27,7 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Freeze a callable at a set of shapes, and prove that nothing compiles any more.",
+    help="Capture a callable at a set of shapes, and check that nothing compiles any more.",
 )
 app.command()(explain)
 app.command()(plan)

@@ -1,4 +1,4 @@
-"""`cache`: look at a store of compiled artifacts, check it, and make it smaller."""
+"""`cache`: list, verify and shrink a store of compiled graphs."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _HEAD = ("entry", "size", "age", "last used", "model", "backend, graph and bucke
 
 
 def cache_app(default: str, *, find: Callable[[], Path] | None = None) -> typer.Typer:
-    """The commands.
+    """The app of the commands `ls`, `verify`, `prune` and `clear`.
 
     Args:
-        default: where the store is unless `--store` says otherwise.
-        find: finds the default store where variables or the platform may say otherwise.
+        default: folder of the default store, for the help text.
+        find: returns that folder, which may depend on variables and the platform.
     """
     app = typer.Typer(
         no_args_is_help=True,
-        help="Compiled artifacts on disk: list, check, make smaller. By default those in "
-        f"{default}, or where XDG_CACHE_HOME or the platform say.",
+        help=f"List, verify and shrink the compiled graphs in {default}, or in the cache folder "
+        "that XDG_CACHE_HOME or the platform gives.",
     )
 
     @contextlib.contextmanager
@@ -47,49 +47,47 @@ def cache_app(default: str, *, find: Callable[[], Path] | None = None) -> typer.
     @app.command()
     def ls(
         store: _Store = None,
-        factors: Annotated[bool, typer.Option(help="Also print what each depends on.")] = False,
+        factors: Annotated[bool, typer.Option(help="Also print the factors of each key.")] = False,
     ) -> int:
-        """List artifacts and compile caches, the one used last first."""
-        with opened(store) as there:
-            _list(there, factors)
+        """List artifacts and compile caches, most recently used first."""
+        with opened(store) as artifacts:
+            _list(artifacts, factors)
         return 0
 
     @app.command()
     def verify(store: _Store = None) -> int:
-        """Check every byte, and throw away what is damaged. Ends with 1 if anything was."""
-        with opened(store) as there:
-            problems = there.verify()
+        """Check every byte and discard what is damaged. The exit code is 1 if anything was."""
+        with opened(store) as artifacts:
+            problems = artifacts.verify()
             for name, problem in problems.items():
-                typer.echo(f"{name[:40]}: {problem}; thrown away")
-            kept = len(there.entries()) + len(there.inductor_caches())
-        typer.echo(f"{kept} are as they were stored, {len(problems)} damaged files or entries")
+                typer.echo(f"{name[:40]}: {problem}; discarded")
+            intact = len(artifacts.entries()) + len(artifacts.inductor_caches())
+        typer.echo(f"{intact} intact, {len(problems)} damaged files or entries discarded")
         return FAILED if problems else 0
 
     @app.command()
     def prune(
-        max_size: Annotated[
-            str, typer.Option(metavar="SIZE", help="Bytes that may stay, such as 500M or 2G.")
-        ],
+        max_size: Annotated[str, typer.Option(metavar="SIZE", help="Limit such as 500M or 2G.")],
         store: _Store = None,
     ) -> int:
-        """Remove the least recently used until the rest is no larger than SIZE."""
-        with opened(store) as there:
-            removed = there.prune(parse_bytes(max_size))
-            typer.echo(f"{_size(removed)} removed, {_size(there.bytes)} left")
+        """Evict the least recently used until at most SIZE is left."""
+        with opened(store) as artifacts:
+            removed = artifacts.prune(parse_bytes(max_size))
+            typer.echo(f"{_size(removed)} removed, {_size(artifacts.bytes)} left")
         return 0
 
     @app.command()
     def clear(store: _Store = None) -> int:
         """Remove everything that no process is using."""
-        with opened(store) as there:
-            typer.echo(f"{_size(there.clear())} removed, {_size(there.bytes)} left")
+        with opened(store) as artifacts:
+            typer.echo(f"{_size(artifacts.clear())} removed, {_size(artifacts.bytes)} left")
         return 0
 
     return app
 
 
 def parse_bytes(text: str) -> int:
-    """Read `500M`, `2G`, `0` or plain bytes.
+    """Parse `500M`, `2G` or a number of bytes.
 
     Raises:
         ValueError: it is something else.
@@ -113,9 +111,9 @@ def _list(store: ArtifactStore, factors: bool) -> None:
     entries, now = store.entries(), time.time()
     rows: list[Sequence[str]] = [_HEAD]
     for entry in entries:
-        label, told = entry.label, entry.factors
+        label, found = entry.label, entry.factors
         age = "-" if label.made is None else _ago(now - label.made)
-        graph = f"{told.get('backend', '?')} {label.name or told.get('name', '-')}"
+        graph = f"{found.get('backend', '?')} {label.name or found.get('name', '-')}"
         times = age, _ago(now - entry.used)
         rows.append((entry.key[:12], _size(entry.bytes), *times, label.model or "-", graph))
     for cache in store.inductor_caches():

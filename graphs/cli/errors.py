@@ -1,4 +1,4 @@
-"""User errors: each becomes one line and an exit code; some are found before the work."""
+"""User errors: one line on stderr and an exit code."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = [
     "INTERRUPTED",
     "UserError",
     "exit_code_of",
-    "failed",
+    "print_error",
     "refuse_unwritable",
-    "tell",
+    "user_error_from",
     "users_code",
 ]
 
@@ -31,66 +31,63 @@ INTERRUPTED = 130
 
 
 class UserError(Exception):
-    """Bad input, with one line that says what to do."""
+    """Bad input; the message says what to do."""
 
 
-def failed(what: str, error: BaseException) -> UserError:
-    """The user's own code raised: what was being done, the error, and the line it came from."""
-    from graphs.watch.causes import users_line
+def user_error_from(what: str, error: BaseException) -> UserError:
+    """A UserError for an exception of the user's own code, with the line it came from."""
+    from graphs.watch.causes import user_line_in
 
     frames = traceback.extract_tb(error.__traceback__)
     others = [frame for frame in frames if not frame.filename.startswith((_OURS, "<frozen "))]
-    file, line = users_line(others or frames)
+    file, line = user_line_in(others or frames)
     place = f" ({file}:{line})" if file else ""
     return UserError(f"{what} failed: {type(error).__name__}: {error}{place}")
 
 
 @contextlib.contextmanager
 def users_code(what: str) -> Iterator[None]:
-    """Whatever the user's code raises in here, `SystemExit` too, is reported as its failure.
+    """Context manager that turns what the user's code raises, even `SystemExit`, into a UserError.
 
-    Ctrl-C stays what it is.
-
-    Raises:
-        UserError: it raised something.
+    KeyboardInterrupt passes through.
     """
     try:
         yield
     except (KeyboardInterrupt, UserError):
         raise
     except BaseException as error:
-        raise failed(what, error) from error
+        raise user_error_from(what, error) from error
 
 
 def exit_code_of(
     command: Callable[[], int | None], known: tuple[type[Exception], ...], program: str = "graphs"
 ) -> int:
-    """Run a command; a known error is one line on stderr, and an unknown one is let through.
+    """Run a command and return its exit code; print a known error as one line on stderr.
 
     Args:
-        command: parses and runs; what it returns is the exit code, None is 0.
-        known: errors that follow from the input.
+        command: parses and runs; returns the exit code, or None for 0.
+        known: errors caused by bad input. Others are raised.
         program: its name in that line.
     """
     import typer
 
-    told: tuple[type[Exception], ...] = (UserError, *known)
+    bad_input: tuple[type[Exception], ...] = (UserError, *known)
     try:
         return command() or 0
     except (KeyboardInterrupt, typer.Abort):
-        return tell("interrupted", INTERRUPTED, program)
-    except told as error:
-        return tell(error, BAD_INPUT, program)
+        return print_error("interrupted", INTERRUPTED, program)
+    except bad_input as error:
+        return print_error(error, BAD_INPUT, program)
     except Exception as error:
-        # By its version, typer brings a click of its own or not: usage errors have this in common.
+        # Usage errors; some versions of typer bundle click, so their class cannot be named.
         message = getattr(error, "format_message", None)
         if message is None:
             raise
-        return tell(message(), BAD_INPUT, program)
+        return print_error(message(), BAD_INPUT, program)
 
 
-def tell(problem: object, code: int, program: str = "graphs") -> int:
-    """Print a problem as one line on stderr, if there is anything to say; returns `code`."""
+def print_error(problem: object, code: int, program: str = "graphs") -> int:
+    """Print a problem, unless it is empty, as one line on stderr; returns `code`."""
     kind = "" if code == INTERRUPTED else "error: "
     if line := " ".join(str(problem).split()):
         print(f"{program}: {kind}{clipped(line, _LONGEST)}", file=sys.stderr)
@@ -98,17 +95,17 @@ def tell(problem: object, code: int, program: str = "graphs") -> int:
 
 
 def refuse_unwritable(files: Iterable[Path | None], folder: Path | None) -> None:
-    """Open each file for writing, and make the report's folder; what is in them stays as it is.
+    """Check before the work that files can be written and a report drawn; makes its folder.
 
     Raises:
-        OSError: a result cannot be written there.
-        UserError: a library that draws the report is not installed.
+        OSError: a file or the folder cannot be written to.
+        UserError: a library of the report is not installed.
     """
     for path in files:
         if path is not None:
             existed = path.exists()
             path.open("a", encoding="utf-8").close()
-            if not existed:  # nothing empty is left behind if the work fails
+            if not existed:
                 path.unlink()
     if folder is not None:
         from graphs.report.page import check_libraries

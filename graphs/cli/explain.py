@@ -1,4 +1,4 @@
-"""`explain`: what torch.compile makes of a user's callable, with each break and its line."""
+"""`explain`: print graphs, graph breaks and guards of a user's callable."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ def explain(
         list[str] | None,
         typer.Option(
             metavar="SHAPE:DTYPE",
-            help="An input, such as 2x8:int64 or =3; once for each, in order.",
+            help="An input such as 2x8:int64 or =3; repeat for each, in order.",
         ),
     ] = None,
     inputs: Annotated[
         str,
         typer.Option(
-            metavar="NAME", help="Without --input: the module's function that makes them."
+            metavar="NAME",
+            help="Without --input: the function that makes the inputs.",
         ),
     ] = "example_inputs",
     bucket: Annotated[
         str | None,
-        typer.Option(metavar="SIZES", help="Bucket for that function: rows=4,length=16."),
+        typer.Option(metavar="SIZES", help="Bucket for that function, such as rows=4,length=16."),
     ] = None,
     grad: Annotated[bool, typer.Option(help="Trace with grad mode on.")] = False,
     graphs: Annotated[bool, typer.Option(help="Print the graphs.")] = True,
@@ -37,7 +38,7 @@ def explain(
 ) -> int:
     """Print graphs, graph breaks (with the reason and your line) and guards of a callable.
 
-    It really runs on the inputs. Ends with 1 if there is a break, with 2 on bad input.
+    Runs the callable on the inputs. The exit code is 1 if there is a break, 2 on bad input.
     """
     import torch
 
@@ -47,7 +48,7 @@ def explain(
     from graphs.watch.explain import explain as explain_callable
 
     if input and bucket:
-        raise UserError("--input and --bucket were both given: choose where the inputs come from")
+        raise UserError("--input and --bucket were both given: choose one source of the inputs")
     size = parse_bucket(bucket) if bucket else None
     given = [parse_input(text) for text in input or ()]
     found = load_target(target)

@@ -1,4 +1,4 @@
-"""Example inputs: given on the command line, or made by a function of the user's module."""
+"""Example inputs, from the command line or from a function of the user's module."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _WORDS: dict[str, Input] = {"none": None, "true": True, "false": False}
 
 
 def parse_input(text: str) -> Input:
-    """Make the input that `--input` describes.
+    """Make the input that an `--input` option describes.
 
-    `2x8:int64` is a tensor of that shape and dtype, by default float32; `:float32` has no
-    dimension. Integers are zeros, so that they are valid indices; floats are ones. `=3`, `=0.5`,
-    `=true`, `=none` and `=text` are constants.
+    `2x8:int64` is a tensor of that shape and dtype (default float32), `:float32` a scalar tensor.
+    Integers are zeros, which are valid indices, floats are ones. `=3`, `=0.5`, `=true`, `=none` and
+    `=text` are constants.
 
     Raises:
-        UserError: it is none of these.
+        UserError: the text is none of these.
     """
     if text.startswith("="):
         return _constant(text[1:])
@@ -54,11 +54,7 @@ def parse_input(text: str) -> Input:
 
 
 def parse_bucket(text: str) -> Bucket:
-    """Read `rows=4,length=16`; blanks may replace the commas.
-
-    Raises:
-        UserError: it is not of that form.
-    """
+    """Parse `rows=4,length=16`; spaces may replace the commas."""
     pairs = [word.partition("=") for word in text.replace(",", " ").split()]
     if not pairs or not all(name.isidentifier() and size.isdecimal() for name, _, size in pairs):
         raise UserError(f"--bucket is {text!r}: expected sizes by name, such as rows=4,length=16")
@@ -66,11 +62,10 @@ def parse_bucket(text: str) -> Bucket:
 
 
 def inputs_of(target: Target, name: str, bucket: Bucket | None) -> tuple[Input, ...]:
-    """What the function `name` of the target's module returns, for a bucket if it takes one.
+    """Call function `name` of the target's module, with the bucket if it takes one.
 
     Raises:
-        UserError: there is no such function, it needs a bucket and there is none, it fails, or it
-            returns no inputs.
+        UserError: there is no such function, it needs a bucket, it fails, or returns no inputs.
     """
     function = _function(target, name)
     try:
@@ -83,11 +78,10 @@ def inputs_of(target: Target, name: str, bucket: Bucket | None) -> tuple[Input, 
 
 
 def make_inputs_of(target: Target, name: str) -> Callable[[Bucket], Sequence[Input]]:
-    """The function `name` of the target's module, which makes the inputs of a bucket.
+    """Function `name` of the target's module, which makes the inputs of a bucket.
 
     Raises:
-        UserError: there is no such function. The one that is returned raises it as
-            :func:`inputs_of` does.
+        UserError: there is no such function; the returned one raises it as :func:`inputs_of` does.
     """
     function = _function(target, name)
     return lambda bucket: _made(function, name, (bucket,))

@@ -1,4 +1,4 @@
-"""Targets that a user names as `MODULE:NAME`: a module or a file, and a callable in it."""
+"""Targets `MODULE:NAME`: a module or file of the user, and a callable in it."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ Named = Annotated[
     str,
     typer.Argument(
         metavar="MODULE:CALLABLE",
-        help="Module or .py file, and a function, an nn.Module or its class in it; with () "
-        "behind it, what calling it returns.",
+        help="Module or .py file, and a function, an nn.Module or its class in it; NAME() is "
+        "the result of calling NAME.",
     ),
 ]
 
 
 @dataclass(frozen=True)
 class Target:
-    """A callable, and the module that it was found in."""
+    """A callable and its module."""
 
     name: str
     callable: Callable[..., Any]
@@ -39,13 +39,11 @@ class Target:
 def load_target(text: str) -> Target:
     """Import `MODULE:NAME`.
 
-    `MODULE` is a dotted name or the path of a `.py` file; `NAME` may have dots. `NAME()` stands for
-    what calling it returns. An `nn.Module` class is instantiated without arguments and put in eval
-    mode.
+    `MODULE` is a dotted name or the path of a `.py` file; `NAME` may have dots. `NAME()` is the
+    result of calling it. An `nn.Module` class is instantiated without arguments, in eval mode.
 
     Raises:
-        UserError: there is no such module or name, it cannot be imported or called, or it is not
-            callable.
+        UserError: it cannot be found, imported or called, or is not callable.
     """
     from torch import nn
 
@@ -64,7 +62,7 @@ def load_target(text: str) -> Target:
     if not callable(found):
         raise UserError(
             f"expected {text} to be callable, got a {type(found).__name__}: name a function, an "
-            "nn.Module or its class, or a factory with () behind it"
+            "nn.Module or its class, or a factory followed by ()"
         )
     return Target(text, found, module)
 
@@ -111,7 +109,7 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def _look_in(folder: Path) -> None:
-    # As if the file had been started as a script.
+    # As Python does for a script.
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 

@@ -1,4 +1,4 @@
-"""`warmup`: capture a user's callable at every bucket of a file, and say what became of each."""
+"""`warmup`: capture a user's callable at every bucket of a file, and report each result."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from graphs.cli.errors import (
     FAILED,
     INTERRUPTED,
     UserError,
-    failed,
+    print_error,
     refuse_unwritable,
-    tell,
+    user_error_from,
 )
 from graphs.cli.target import Named, load_target
 from graphs.errors import CaptureError
@@ -36,34 +36,35 @@ def warmup(
         Path, typer.Option(metavar="FILE", help="Bucket file: the shapes to capture.")
     ],
     inputs: Annotated[
-        str, typer.Option(metavar="NAME", help="The module's function from a bucket to its inputs.")
+        str,
+        typer.Option(metavar="NAME", help="The function that makes the inputs of a bucket."),
     ] = "example_inputs",
     backend: Annotated[str, typer.Option(help="How to capture.")] = "inductor",
     order: Annotated[
         str, typer.Option(help="largest_first, smallest_first or given.")
     ] = "largest_first",
     budget_seconds: Annotated[
-        float | None, typer.Option(metavar="S", help="Begin no capture after so many seconds.")
+        float | None, typer.Option(metavar="S", help="Start no capture after S seconds.")
     ] = None,
     workers: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Processes that compile (inductor only).")
+        int, typer.Option(min=1, metavar="N", help="Compiling processes (inductor only).")
     ] = 1,
     journal: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Continue after a kill: keeps the outcome of each bucket."
+            metavar="FILE", help="Saves the result of each bucket, to resume after a kill."
         ),
     ] = None,
     report: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write an HTML page and JSON here.")
     ] = None,
     json: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the outcome of each bucket here.")
+        Path | None, typer.Option(metavar="FILE", help="Write the result of each bucket here.")
     ] = None,
 ) -> int:
-    """Capture a callable at every bucket, which fills the compile caches and proves that it works.
+    """Capture a callable at every bucket, which fills the compile caches and tests it.
 
-    Ends with 1 if a bucket is not captured, with 2 on bad input, with 130 when interrupted.
+    The exit code is 1 if a bucket is not captured, 2 on bad input, 130 when interrupted.
     """
     options = {name: os.fspath(v) if isinstance(v, Path) else v for name, v in locals().items()}
     from graphs.buckets.file import from_file
@@ -91,36 +92,36 @@ def warmup(
     except (ValueError, OSError) as error:
         raise UserError(str(error)) from error
     code = _warm_up(manager, target)
-    outcome = manager.report
-    if outcome is None:
+    result = manager.report
+    if result is None:
         return code
-    typer.echo(str(outcome))
+    typer.echo(str(result))
     try:
         if json is not None:
-            json.write_text(json_text.dumps(outcome.to_json(), indent=2) + "\n", encoding="utf-8")
+            json.write_text(json_text.dumps(result.to_json(), indent=2) + "\n", encoding="utf-8")
         if report is not None:
             typer.echo(_write_page(report, manager, options))
     except OSError as error:
-        raise UserError(f"cannot write the outcome: {error}") from error
-    return code or (0 if len(outcome.captured) == len(space) else FAILED)
+        raise UserError(f"cannot write the result: {error}") from error
+    return code or (0 if len(result.captured) == len(space) else FAILED)
 
 
 def _warm_up(manager: WarmupManager, target: str) -> int:
-    """Warm up; returns an exit code, also where that was cut short by Ctrl-C or the user's code."""
+    """Warm up; returns an exit code, also if Ctrl-C or the user's code ended it early."""
     from graphs.warmup.progress import progress_for
 
     try:
         with progress_for(sys.stderr) as progress:
             manager.warmup(progress)
-    except CaptureError as error:  # no bucket is captured; the outcome has the cause of each
-        return tell(error, FAILED)
+    except CaptureError as error:  # no bucket is captured; the report has the causes
+        return print_error(error, FAILED)
     except KeyboardInterrupt:
-        return tell("interrupted; this is the outcome so far", INTERRUPTED)
+        return print_error("interrupted; the results so far:", INTERRUPTED)
     except BaseException as error:
         if isinstance(error, Exception):
             raise
-        problem = failed(f"capturing {target}", error)  # such as SystemExit
-        return tell(f"{problem}; this is the outcome so far", BAD_INPUT)
+        problem = user_error_from(f"capturing {target}", error)  # such as SystemExit
+        return print_error(f"{problem}; the results so far:", BAD_INPUT)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""One self-contained HTML page and one JSON file about a warmup or a run."""
+"""A self-contained HTML page and a JSON file about a warmup or a run."""
 
 from __future__ import annotations
 

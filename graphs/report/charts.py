@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 __all__ = ["Chart", "charts"]
 
-_SHOWN = 24  # rows of bars
-_WIDE = 20  # between the slowest and the fastest, above which only a logarithm shows both
-_NEAR = 3  # a limit further above the highest value than this would press the lines flat
+_MAX_BARS = 24
+_LOG_RATIO = 20  # of the slowest to the fastest step time, above which the axis is logarithmic
+_LIMIT_RATIO = 3  # of a limit to the highest value, above which drawing it would flatten the lines
 _LINES = ("accent", "second", "third", "fourth")
 _WASTE = {0.0: "under 10 %", 0.1: "to 25 %", 0.25: "to 50 %", 0.5: "to 75 %", 0.75: "above"}
 _MARKS: dict[str, dict[str, Any]] = {
     **{
-        f"padding {told}": {"color": COLOURS[f"w{place}"], "edgecolor": COLOURS["edge"]}
-        for place, told in enumerate(_WASTE.values())
+        f"padding {share}": {"color": COLOURS[f"w{i}"], "edgecolor": COLOURS["edge"]}
+        for i, share in enumerate(_WASTE.values())
     },
     "hit": {"color": COLOURS["accent"], "edgecolor": COLOURS["card"]},
     "never hit": {"color": COLOURS["card"], "edgecolor": COLOURS["muted"], "linestyle": "--"},
@@ -33,7 +33,7 @@ _MARKS: dict[str, dict[str, Any]] = {
 
 
 class Chart(NamedTuple):
-    """A chart as SVG, and in words what it shows."""
+    """A chart as SVG, with a sentence on what it shows."""
 
     title: str
     lead: str
@@ -41,11 +41,10 @@ class Chart(NamedTuple):
 
 
 def charts(report: Mapping[str, Any], rows: Sequence[BucketRow]) -> list[Chart]:
-    """A chart of everything that can be drawn.
+    """All charts that a report has data for.
 
     Raises:
-        ValueError: a line of a series has another length than its ``x``, there is none, or there
-            are too many.
+        ValueError: a series has no line, too many, or one of another length than its ``x``.
     """
     with style():
         found = [_plane(rows), _step_times(rows), _warmup(rows)]
@@ -54,7 +53,7 @@ def charts(report: Mapping[str, Any], rows: Sequence[BucketRow]) -> list[Chart]:
 
 
 def widest_axes(rows: Sequence[BucketRow]) -> list[str]:
-    """The one or two axes with the most different sizes, the widest first."""
+    """The one or two axes with the most different sizes, in descending order."""
     sizes: dict[str, set[int]] = {}
     for row in rows:
         for axis, size in row.sizes.items():
@@ -63,8 +62,8 @@ def widest_axes(rows: Sequence[BucketRow]) -> list[str]:
     return [axis for axis in ranked[:2] if len(sizes[axis]) > 1] or ranked[:1]
 
 
-def look(group: Sequence[BucketRow]) -> str:
-    """The look of the mark of these buckets, as the legend tells it."""
+def legend_entry(group: Sequence[BucketRow]) -> str:
+    """The entry of the legend for the mark of these buckets."""
     if not any(row.is_captured for row in group):
         return "not captured"
     if any(row.hits is not None for row in group) and not _hits(group):
@@ -73,11 +72,11 @@ def look(group: Sequence[BucketRow]) -> str:
     if not known:
         return "hit"
     mean = sum(waste * hits for waste, hits in known) / sum(hits for _, hits in known)
-    return f"padding {next(told for least, told in reversed(_WASTE.items()) if mean >= least)}"
+    return f"padding {next(share for least, share in reversed(_WASTE.items()) if mean >= least)}"
 
 
 def _plane(rows: Sequence[BucketRow]) -> Chart | None:
-    """The buckets on their two widest axes; those with the same two sizes share a mark."""
+    """Buckets on their two widest axes; buckets with the same two sizes share a mark."""
     rows = [row for row in rows if row.sizes]
     if not rows:
         return None
@@ -92,27 +91,27 @@ def _plane(rows: Sequence[BucketRow]) -> Chart | None:
         name = f"mark{len(tooltips)}"
         tooltips[name] = "\n".join(map(_tooltip, group))
         area = 40 + 460 * _hits(group) / most
-        plot.scatter(*place, area, gid=name, **_MARKS[look(group)])
+        plot.scatter(*place, area, gid=name, **_MARKS[legend_entry(group)])
     for kind, drawn in _MARKS.items():
-        if kind in map(look, at.values()):
+        if kind in map(legend_entry, at.values()):
             plot.scatter([], [], 60, label=kind, **drawn)
     plot.set(xlabel=x, ylabel=y)
     plot.yaxis.set_visible(bool(y))
     captured = [row for row in rows if row.is_captured]
     lead = (
         f"{len(captured)} captured, {sum(row.hits == 0 for row in captured)} of them never hit, "
-        f"{len(rows) - len(captured)} not captured. The area of a mark is how often it was hit; "
-        f"buckets that differ on other axes only share one."
+        f"{len(rows) - len(captured)} not captured. The area of a mark shows how often it was hit; "
+        "buckets that differ only on other axes share one."
     )
     return Chart("Buckets", lead, as_svg(figure, f"Buckets by {x} {y}", tooltips))
 
 
 def _step_times(rows: Sequence[BucketRow]) -> Chart | None:
-    """Median, 99th percentile and maximum of each bucket, the most used first."""
+    """Median, 99th percentile and maximum of each bucket, most used first."""
     known = [row for row in rows if row.hits and row.step_ms.get("p50", 0) > 0]
     known.sort(key=lambda row: -(row.hits or 0))
     times = np.array([_percentiles(row) for row in known])
-    scale = "log" if len(times) and times.max() > _WIDE * times.min() else "linear"
+    scale = "log" if len(times) and times.max() > _LOG_RATIO * times.min() else "linear"
 
     def draw(plot: Axes, shown: int) -> list[str]:
         p50, p99, most = times[:shown].T
@@ -127,28 +126,21 @@ def _step_times(rows: Sequence[BucketRow]) -> Chart | None:
         return [f"{number(row.step_ms['p50'])} ms, {number(row.hits)} steps" for row in known]
 
     return _bars(
-        "Step times", "Of a step by bucket, the most used first.", known, rows, draw, scale
+        "Step times", "Time of a step by bucket, most used first.", known, rows, draw, scale
     )
 
 
 def _warmup(rows: Sequence[BucketRow]) -> Chart | None:
-    """Seconds of each capture, the longest first, and behind them the cold ones where known."""
     known = [row for row in rows if row.warmup_seconds is not None and row.is_captured]
-    known.sort(key=lambda row: -max(row.warmup_seconds or 0, row.cold_seconds or 0))
-    warm = [row.warmup_seconds or 0.0 for row in known]
-    cold = [row.cold_seconds or 0.0 for row in known]
+    known.sort(key=lambda row: -(row.warmup_seconds or 0))
+    seconds = [row.warmup_seconds or 0.0 for row in known]
 
     def draw(plot: Axes, shown: int) -> list[str]:
-        if any(cold):
-            told = "cold, with nothing cached"
-            plot.barh(range(shown), cold[:shown], 0.8, color=COLOURS["soft"], label=told)
-        plot.barh(range(shown), warm[:shown], 0.5, color=COLOURS["accent"], label="this start")
+        plot.barh(range(shown), seconds[:shown], 0.5, color=COLOURS["accent"])
         plot.set(xlabel="seconds")
-        ends = (f", cold {number(seconds)} s" if seconds else "" for seconds in cold)
-        return [f"{number(s)} s{end}" for s, end in zip(warm, ends, strict=True)]
+        return [f"{number(each)} s" for each in seconds]
 
-    lead = f"To capture each bucket, the longest first: {number(round(sum(warm), 2))} s in all"
-    lead += f", {number(round(sum(cold), 2))} s cold." if any(cold) else "."
+    lead = f"Time to capture each bucket, longest first: {number(round(sum(seconds), 2))} s in all."
     return _bars("Warmup", lead, known, rows, draw)
 
 
@@ -160,8 +152,8 @@ def _bars(
     draw: Callable[[Axes, int], list[str]],
     scale: str = "linear",
 ) -> Chart | None:
-    """A line for each of the first buckets; ``draw`` draws so many and returns their figures."""
-    shown = min(len(known), _SHOWN)
+    """One row per bucket; ``draw`` draws the given number of rows and returns their labels."""
+    shown = min(len(known), _MAX_BARS)
     if not shown:
         return None
     figure, plot = drawing(0.9 + 0.26 * shown, scale)
@@ -172,12 +164,12 @@ def _bars(
     plot.set_ylim(shown - 0.5, -0.5)
     plot.grid(False, axis="y")
     if len(known) > shown:
-        lead += f" These are {shown} of {len(known)}; all are in the table below."
+        lead += f" The first {shown} of {len(known)}; the table below has all."
     return Chart(title, lead, as_svg(figure, title))
 
 
 def _series(chart: Mapping[str, Any]) -> Chart:
-    """Lines over time; a limit is drawn too unless it is far above them."""
+    """Lines over time, and their limit unless it is far above them."""
     title, x = str(chart.get("title", "")), np.asarray(chart["x"], np.float64)
     lines = {str(name): np.asarray(y, np.float64) for name, y in chart.get("lines", {}).items()}
     if not lines or any(line.shape != x.shape for line in lines.values()):
@@ -193,7 +185,7 @@ def _series(chart: Mapping[str, Any]) -> Chart:
         plot.plot(x, line, color=COLOURS[colour], label=f"{name}, peak {peak}")
     plot.set(xlabel=str(chart.get("x_label", "")), ylabel=str(chart.get("y_label", "")))
     limit, highest = chart.get("limit"), max(float(line.max()) for line in lines.values())
-    is_near = limit is not None and limit <= _NEAR * highest
+    is_near = limit is not None and limit <= _LIMIT_RATIO * highest
     if limit is not None and is_near:
         plot.axhline(limit, color=COLOURS["muted"], ls="--", label=f"limit {number(limit)}")
     plot.set_ylim(bottom=min(0.0, *plot.get_ylim()))

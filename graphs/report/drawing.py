@@ -1,4 +1,4 @@
-"""Drawings as SVG: matplotlib's, in the colours of the page's style sheet and with tooltips."""
+"""Matplotlib figures as SVG, in the colours of the page's style sheet and with tooltips."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["COLOURS", "as_svg", "drawing", "style"]
 
-# Placeholders that become variables of the page in the end: light and dark differ.
+# Placeholders, replaced by CSS variables as light and dark pages differ.
 _NAMES = ("text", "muted", "grid", "card", "accent", "soft", "second", "third", "fourth", "edge")
 COLOURS = {
     name: f"#fe00{place:02x}" for place, name in enumerate((*_NAMES, "w0", "w1", "w2", "w3", "w4"))
@@ -37,7 +37,7 @@ _STYLE: Any = {
 
 
 def style() -> AbstractContextManager[None]:
-    """Within it, matplotlib draws as the page wants it."""
+    """Context manager that sets matplotlib's options for the page."""
     from matplotlib import rc_context
 
     context: AbstractContextManager[None] = rc_context(_STYLE)
@@ -45,9 +45,11 @@ def style() -> AbstractContextManager[None]:
 
 
 def drawing(inches: float, x: str = "linear", y: str = "linear") -> tuple[Figure, Axes]:
-    """A figure of the page's width and of some height, and its axes: linear, log, or of sizes.
+    """A figure of the page's width with one pair of axes.
 
-    Sizes often double, and 0 is one.
+    Args:
+        inches: height.
+        x, y: scale of the axis: ``linear``, ``log``, or ``sizes`` (powers of two, and 0).
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter
@@ -66,12 +68,12 @@ def drawing(inches: float, x: str = "linear", y: str = "linear") -> tuple[Figure
 
 
 def as_svg(figure: Figure, label: str, tooltips: Mapping[str, str] | None = None) -> str:
-    """The figure as an element of the page, with a legend of what has a label.
+    """Render a figure as an ``<svg>`` element, with a legend.
 
     Args:
-        figure: with one pair of axes.
-        label: what it shows, for readers who cannot see it.
-        tooltips: by the ``gid`` of what has them.
+        figure: has one pair of axes.
+        label: description for screen readers.
+        tooltips: by ``gid`` of the element.
     """
     (axes,) = figure.axes
     if axes.get_legend_handles_labels()[0]:

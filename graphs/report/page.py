@@ -1,4 +1,4 @@
-"""The page of a report and its JSON, written completely or not at all."""
+"""Writes the HTML page and the JSON file of a report."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ def write_report(folder: str | Path, report: Mapping[str, Any], title: str = "Re
     """Write `report.json` and `report.html` to a folder, which is made if it is missing.
 
     Args:
-        folder: where to.
-        report: JSON-able values by name. Single values stand at the top, a mapping becomes a table,
-            and so does a list of mappings, with a column per key. Two keys are drawn as well:
-            `buckets`, a list of rows (see :class:`graphs.report.rows.BucketRow`), and `series`,
-            values over time: entries with a `title`, an ascending `x`, `lines` (as many values by
-            name), and perhaps `x_label`, `y_label` and a `limit`.
+        folder: where to write.
+        report: JSON-able values by name. Single values are shown at the top; a mapping becomes a
+            table, and so does a list of mappings, with a column per key. Two keys are drawn as
+            well: `buckets`, a list of rows (see :class:`graphs.report.rows.BucketRow`), and
+            `series`, values over time: entries with a `title`, an ascending `x`, `lines` (values by
+            name, as many as in `x`), and optionally `x_label`, `y_label` and a `limit`.
         title: heading of the page.
 
     Returns:
-        The path of the page. It needs no network and no script, and follows the reader's light or
-        dark setting.
+        The path of the page. It needs no network and no script, and follows the light or dark
+        setting of the browser.
 
     Raises:
         OSError: the folder cannot be made or written to.
@@ -48,7 +48,7 @@ def write_report(folder: str | Path, report: Mapping[str, Any], title: str = "Re
 
 
 def check_libraries() -> None:
-    """Raise ImportError, with the extra to install, where a page cannot be made."""
+    """Raise ImportError, naming the extra to install, if a library of the page is missing."""
     try:
         import jinja2  # noqa: F401
         import matplotlib  # noqa: F401

@@ -1,4 +1,4 @@
-"""Rows of a report that are about buckets: read from any report, and made of a warmup manager."""
+"""Rows of a report about buckets: parsed from any report, and made from a warmup manager."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ _SIZE = re.compile(r"(\w+)=(\d+)")
 
 @dataclass(frozen=True)
 class BucketRow:
-    """What a report says of one bucket; None for what it does not say.
+    """One bucket of a report; None for values that the report does not have.
 
     Attributes:
         sizes: by axis.
         hits: how often it was used.
-        waste: padded share of what ran in it, 0 to 1.
-        warmup_seconds: how long its capture took in this start.
-        cold_seconds: how long it took when nothing was cached.
-        step_ms: percentiles of its steps in milliseconds: p50, p99, max, and others.
+        waste: share of padding in what ran in it, 0 to 1.
+        warmup_seconds: duration of its capture.
+        step_ms: percentiles of its steps in milliseconds: p50, p99, max.
     """
 
     name: str
@@ -34,7 +33,6 @@ class BucketRow:
     hits: int | None = None
     waste: float | None = None
     warmup_seconds: float | None = None
-    cold_seconds: float | None = None
     step_ms: Mapping[str, float] = field(default_factory=dict)
     status: str = "captured"
     error: str = ""
@@ -46,10 +44,10 @@ class BucketRow:
 
 
 def bucket_rows(report: Mapping[str, Any]) -> list[BucketRow]:
-    """The rows of `report["buckets"]`; a row without a name is left out.
+    """The rows of `report["buckets"]` that have a name.
 
-    `bucket` is the name, such as `tokens=4 blocks=16`, and its sizes unless `sizes` gives them;
-    `hits` may be called `steps`.
+    The name is `bucket`, such as `tokens=4 blocks=16`, from which sizes are parsed unless there is
+    `sizes`; `hits` may be called `steps`.
     """
     rows = report.get("buckets")
     if not isinstance(rows, Sequence) or isinstance(rows, str):
@@ -58,7 +56,7 @@ def bucket_rows(report: Mapping[str, Any]) -> list[BucketRow]:
 
 
 def short_names(rows: Sequence[BucketRow]) -> dict[str, str]:
-    """Each name without the axes on which all rows have the same size."""
+    """Names of buckets without the axes on which all rows have the same size."""
     sizes: dict[str, set[int | None]] = {}
     for row in rows:
         for axis in row.sizes:
@@ -85,7 +83,6 @@ def _row(row: Mapping[str, Any]) -> BucketRow:
         None if hits is None else int(hits),
         _number(row.get("waste")),
         _number(row.get("warmup_seconds")),
-        _number(row.get("cold_seconds")),
         {key: value for key, value in times.items() if _number(value) is not None},
         str(row.get("status", "captured")),
         str(row.get("error", "")),
@@ -100,8 +97,8 @@ def _number(value: object) -> float | None:
 def describe(manager: WarmupManager) -> dict[str, Any]:
     """The state of a manager as JSON-able values for :func:`graphs.report.write_report`.
 
-    Counts and seconds of the whole, and a row per bucket that a warmup has reached: its sizes, its
-    status, seconds, bytes, compiles and error, and how often it was chosen since.
+    Has totals, and a row per bucket that the warmup reached: status, seconds, bytes, compiles,
+    error, and how often it was chosen since.
     """
     report = manager.report
     results = report.results if report else ()

@@ -1,4 +1,4 @@
-"""Surroundings of a result: machine, versions and date, without which its numbers say little."""
+"""The machine, versions and date of a result."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def surroundings(packages: Iterable[str] = ()) -> dict[str, Any]:
     """Date (UTC), torch's threads, :func:`machine` and versions, for a report.
 
     Args:
-        packages: distributions whose versions count beside those of Python and torch; None stands
-            for one that is not installed.
+        packages: distributions to list besides Python and torch; the version of one that is not
+            installed is None.
     """
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -43,10 +43,10 @@ def surroundings(packages: Iterable[str] = ()) -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """The processor's model as `lscpu` shows it, cores, bytes of memory, and its vector units.
+    """The processor's model, cores, bytes of memory, and vector units.
 
-    `usable_cores` are those that this process, or its container, may use.
-    `avx512` and `amx` are None where the system does not list the processor's features.
+    `usable_cores` is the number that this process or its container may use. `avx512` and `amx` are
+    None if the system does not list the processor's features.
     """
     has = set(_cpuinfo("flags").split())
     return {
@@ -78,7 +78,7 @@ def _cpuinfo(name: str) -> str:
 
 
 def _lscpu() -> str:
-    # On ARM the kernel gives numbers, whose names lscpu knows.
+    # On ARM the kernel only gives numbers, which lscpu translates.
     program = shutil.which("lscpu")
     if program is None:
         return ""

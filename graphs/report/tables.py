@@ -1,4 +1,4 @@
-"""Everything in a report that is not a chart: single values, and tables of the rest."""
+"""Single values and tables of a report."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any, NamedTuple
 
 __all__ = ["Table", "facts", "number", "tables"]
 
-_DRAWN = ("series",)
+_DRAWN_ONLY = ("series",)
 
 
 class Cell(NamedTuple):
-    """A text, and whether it is a number."""
+    """Text of a table cell, and whether it is a number."""
 
     text: str
     is_number: bool
 
 
 class Table(NamedTuple):
-    """A named table; without columns it has no head."""
+    """A named table; one without columns has no header."""
 
     name: str
     columns: tuple[str, ...]
@@ -38,7 +38,7 @@ def facts(report: Mapping[str, Any]) -> list[tuple[str, Cell]]:
 def tables(report: Mapping[str, Any]) -> Iterator[Table]:
     """A table for each mapping and each list; a list of mappings has a column per key."""
     for name, value in report.items():
-        if name in _DRAWN or not value:
+        if name in _DRAWN_ONLY or not value:
             continue
         if isinstance(value, Mapping):
             pairs = ((_words(key), item) for key, item in value.items())
@@ -48,7 +48,7 @@ def tables(report: Mapping[str, Any]) -> Iterator[Table]:
 
 
 def number(value: float | int | None) -> str:
-    """A value in few digits: 1,234, 12.3, 0.0042; a dash for none."""
+    """Format a value with few digits: 1,234, 12.3, 0.0042; a dash for None."""
     if value is None:
         return "–"
     if isinstance(value, int) or (float(value).is_integer() and abs(value) < 1e15):

@@ -1,7 +1,4 @@
-"""The folder of a user's caches; the one place outside of the commands to read the environment.
-
-Used only by what was given no folder of its own: the commands, and the native kernel.
-"""
+"""The default folder of caches. Besides the commands, only this module reads the environment."""
 
 from __future__ import annotations
 
@@ -14,18 +11,17 @@ __all__ = ["cache_folder"]
 
 
 def cache_folder(name: str) -> Path:
-    """The folder `name` among a user's caches; it may not exist yet.
+    """The folder `name` among the user's caches; it may not exist yet.
 
-    In `XDG_CACHE_HOME` if that is an absolute path, as the XDG specification wants it; else where
-    the platform keeps caches, if `platformdirs` is installed (extra `cli`), which on Linux is
-    `~/.cache`; else in `~/.cache`.
+    It is in `XDG_CACHE_HOME` if that is an absolute path, as the XDG specification requires, else
+    in the platform's cache folder if `platformdirs` is installed (extra `cli`), else in `~/.cache`.
 
     Raises:
-        StoreError: the user's home cannot be found.
+        StoreError: the home of the user is unknown.
     """
-    told = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(told):
-        return Path(told, name)
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(base):
+        return Path(base, name)
     try:
         home = Path.home()
     except RuntimeError as error:
@@ -34,6 +30,6 @@ def cache_folder(name: str) -> Path:
         from platformdirs import user_cache_path
     except ImportError:
         return home / ".cache" / name
-    # It takes some variables as they are, but a relative path cannot be a user's cache.
+    # platformdirs returns some variables unchecked, but a relative path is no cache of a user.
     found = user_cache_path(name, appauthor=False)
     return found if found.is_absolute() else home / ".cache" / name

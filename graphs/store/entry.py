@@ -1,8 +1,4 @@
-"""Entries of a store: an artifact's files, their manifest, and a label for people who list them.
-
-The manifest has the factors of the artifact and the digests of its files. The label is not part of
-its key, and no loss if it is damaged.
-"""
+"""Entries of a store: the files of an artifact, and a manifest of its factors and digests."""
 
 from __future__ import annotations
 
@@ -26,31 +22,53 @@ from graphs.store.safety import digests_of_own, refuse_others
 __all__ = [
     "Entry",
     "Label",
+    "new_entry",
     "sweep_unfinished",
-    "unfinished",
-    "write_label",
     "write_manifest",
 ]
 
 _FORM = "graphs store entry"
 _MANIFEST = "manifest.json"
 _FILES = "files"
-_LABEL = "about.json"
 _LOCK = ".lock"
-_LONGEST = 80  # characters of a label
+_MAX_LABEL = 80  # characters
+
+
+@dataclass(frozen=True)
+class Label:
+    """A description for lists.
+
+    Attributes:
+        model: class and number of parameters of the captured module.
+        name: name of the graph with its bucket, such as `step[tokens=16]`.
+        made: time when it was stored, in seconds since the epoch.
+    """
+
+    model: str = ""
+    name: str = ""
+    made: float | None = None
+
+    @classmethod
+    def parse(cls, about: Any) -> Label:
+        """The label in a manifest, empty where that is damaged."""
+        found = about if isinstance(about, dict) else {}
+        made = found.get("made")
+        is_time = isinstance(made, float) and math.isfinite(made)
+        return cls(_line(found.get("model")), _line(found.get("name")), made if is_time else None)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """The artifact that a store holds under one key.
+    """A stored artifact.
 
     Attributes:
         key: SHA-256 of the factors.
         factors: everything that the artifact depends on.
-        bytes: of its files.
-        used: when it was last used, in seconds since the epoch.
+        bytes: size of its files.
+        used: time of the last use, in seconds since the epoch.
         digests: SHA-256 of each file.
-        folder: where it is.
+        folder: folder of the entry.
+        label: describes it in lists; not part of the key.
     """
 
     key: str
@@ -59,22 +77,23 @@ class Entry:
     used: float
     digests: Mapping[str, str]
     folder: Path
+    label: Label
 
     @classmethod
     def read(cls, folder: Path) -> Entry:
-        """Read the manifest of the entry in `folder`, and not its files.
+        """Read the manifest of the entry in `folder`; does not check its files.
 
         Raises:
-            ValueError: it has none, or one that cannot be its own.
+            ValueError: the manifest is missing, damaged or of another entry.
         """
         try:
             path = folder / _MANIFEST
-            written = read_json(path)
+            found = read_json(path)
             used = path.stat().st_mtime
-            if written["form"] != _FORM:
-                raise ValueError(f"its manifest is a {written['form']!r}")
-            factors, digests = dict(written["factors"]), dict(written["digests"])
-            size = int(written["bytes"])
+            if found["form"] != _FORM:
+                raise ValueError(f"its manifest is a {found['form']!r}")
+            factors, digests = dict(found["factors"]), dict(found["digests"])
+            size = int(found["bytes"])
             key = key_of(factors)
         except (OSError, LookupError, TypeError, ArithmeticError) as error:
             raise ValueError(f"its manifest is not readable ({error!r})") from error
@@ -82,20 +101,15 @@ class Entry:
             raise ValueError("its manifest is nested too deeply") from None
         if key != folder.name:
             raise ValueError("its factors are not those of its key")
-        return cls(folder.name, factors, size, used, digests, folder)
+        return cls(key, factors, size, used, digests, folder, Label.parse(found.get("about")))
 
     @property
     def files(self) -> Path:
         """The folder of its files."""
         return self.folder / _FILES
 
-    @property
-    def label(self) -> Label:
-        """Its label, for people."""
-        return Label.read(self.folder)
-
     def problem(self) -> str:
-        """What is wrong with its files, or an empty string; reads every byte and every owner."""
+        """Check every byte and owner; describes what is wrong, empty if nothing is."""
         try:
             refuse_others(self.folder)
             refuse_others(self.folder / _MANIFEST)
@@ -109,17 +123,18 @@ class Entry:
         return f"{wrong[0]} does not have the SHA-256 of its manifest" if wrong else ""
 
     def touch(self) -> None:
-        """Note that it is used now."""
+        """Set the time of the last use to now."""
         os.utime(self.folder / _MANIFEST)
 
 
-def write_manifest(folder: Path, factors: Mapping[str, Any]) -> int:
-    """Write the manifest of the files in `folder`, after all of them; returns their bytes."""
+def write_manifest(folder: Path, factors: Mapping[str, Any], about: Mapping[str, str]) -> int:
+    """Write the manifest of the files in `folder`; returns their size in bytes."""
     files = files_in(folder / _FILES)
     size = sum(path.stat().st_size for path in files.values())
     manifest = {
         "form": _FORM,
         "factors": dict(factors),
+        "about": {**about, "made": time.time()},
         "bytes": size,
         "digests": {name: digest_of(path) for name, path in files.items()},
     }
@@ -127,60 +142,23 @@ def write_manifest(folder: Path, factors: Mapping[str, Any]) -> int:
     return size
 
 
-@dataclass(frozen=True)
-class Label:
-    """A short description; an empty text or None where an older version stored the artifact.
-
-    Attributes:
-        model: what was captured: its class, and how many parameters it has.
-        name: of the graph, with its bucket if it has one, such as `step[tokens=16]`.
-        made: when it was stored, in seconds since the epoch.
-    """
-
-    model: str = ""
-    name: str = ""
-    made: float | None = None
-
-    @classmethod
-    def read(cls, folder: Path) -> Label:
-        """The label of the entry in a folder."""
-        try:
-            written = read_json(folder / _LABEL)
-        except (OSError, ValueError):
-            return cls()
-        if not isinstance(written, dict):
-            return cls()
-        made = written.get("made")
-        is_time = isinstance(made, float) and math.isfinite(made)
-        return cls(
-            _line(written.get("model")), _line(written.get("name")), made if is_time else None
-        )
-
-
-def write_label(folder: Path, about: Mapping[str, str]) -> None:
-    """Write the label of an entry that is being made in a folder."""
-    # Not synced: a crash that costs it costs nothing else.
-    text = json.dumps({"model": "", "name": "", **about, "made": time.time()})
-    (folder / _LABEL).write_text(text, "utf-8")
-
-
 def _line(text: Any) -> str:
-    # It goes to a terminal, to which some characters are commands.
-    shown = str(text)[:_LONGEST] if isinstance(text, str) else ""
+    # Labels are printed to a terminal, which would obey control characters.
+    shown = str(text)[:_MAX_LABEL] if isinstance(text, str) else ""
     return "".join(char if char.isprintable() else "?" for char in shown)
 
 
 @contextmanager
-def unfinished(
+def new_entry(
     folder: Path, exclusive: Callable[[], AbstractContextManager[None]]
 ) -> Iterator[Path]:
-    """A path in `folder` to write to; what is still there at the end is removed.
+    """Context manager that yields a new path in `folder`, and removes what is there at the end.
 
-    Each has a lock, which the kernel releases when its process dies.
+    The path has a lock, so that others can tell whether its process is alive.
 
     Args:
-        folder: of all unfinished entries.
-        exclusive: keeps other processes out meanwhile.
+        folder: holds all unfinished entries.
+        exclusive: locks the store.
     """
     path = folder / f"{os.getpid()}-{secrets.token_hex(4)}"
     with exclusive():
@@ -196,8 +174,8 @@ def unfinished(
 
 
 def sweep_unfinished(folder: Path) -> None:
-    """Remove what dead processes left, while the caller keeps all others out."""
-    # The lock comes before what it locks and goes after it: without one, no process is at work.
+    """Remove what dead processes left; the caller holds the lock of the store."""
+    # A lock is created before its path and removed after it, so a path without one is dead.
     paths = {path.with_suffix("") if path.suffix == _LOCK else path for path in visible(folder)}
     for path in paths:
         with closing(Lock(_lock_of(path))) as lock:

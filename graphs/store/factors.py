@@ -19,7 +19,8 @@ from graphs.capture.inputs import Input, InputsCheck, InputSpec
 from graphs.capture.settings import Settings
 from graphs.capture.wrappers import tensors_of
 from graphs.files import short_digest
-from graphs.store.sources import Read, sources_of, version_of
+from graphs.store.modules import version_of
+from graphs.store.sources import sources_of
 from graphs.store.values import digest_of_globals, digest_of_values
 from graphs.torch_internals.settings import settings_digests, settings_snapshot
 
@@ -39,7 +40,7 @@ def key_of(factors: Mapping[str, Any]) -> str:
 
 
 def environment_factors() -> dict[str, Any]:
-    """What machine code depends on apart from its graph: versions, processor, accelerators."""
+    """What machine code depends on besides its graph: versions, processor, accelerators."""
     return {
         "torch": f"{torch.__version__} {getattr(torch.version, 'git_version', '')}".strip(),
         "python": platform.python_version(),
@@ -60,21 +61,29 @@ def graph_factors(
 ) -> dict[str, Any] | None:
     """Everything that the graph of a callable at the shapes of its inputs depends on.
 
-    Sources of the callable and of all it imports (installed packages by their version), and of what
-    makes the artifacts of its backend; attributes, closures and globals that are not tensors;
-    shapes, dtypes, devices and strides of its inputs, parameters and buffers; torch's and
-    inductor's settings, and the environment. `code` is what is known of its files already; `dims`
-    are the dimensions of each input whose sizes are symbols, and so of any size.
+    Source files of the callable, of all that it imports (installed packages by their version) and
+    of this package; attributes, closures and globals that are not tensors; shapes, dtypes, devices
+    and strides of its inputs, parameters and buffers; the settings of torch and inductor, and the
+    environment.
 
-    Returns None where that cannot be known: an option is an object without a `uuid()`.
+    Args:
+        function: the callable to capture.
+        inputs: example inputs.
+        backend: its name.
+        options: of the backend.
+        code: the result of :func:`code_factors`, if it is known already.
+        dims: of each input, the dimensions whose sizes are symbolic.
+
+    Returns:
+        None if an option is an object without a `uuid()`, whose effect cannot be recorded.
     """
-    told = _options(options)
-    if told is None:
+    described = _options(options)
+    if described is None:
         return None
     return {
         **environment_factors(),
         "backend": backend,
-        "options": told,
+        "options": described,
         "settings": _settings(),
         "mode": {name: str(value) for name, value in Settings.current()._asdict().items()},
         "inputs": [
@@ -85,12 +94,12 @@ def graph_factors(
         ],
         "state": _state(function),
         "values": digest_of_values(function),
-        **(code_factors(function, backend) if code is None else code),
+        **(code_factors(function) if code is None else code),
     }
 
 
 def _any_size(spec: InputSpec, dims: Sequence[int]) -> InputSpec:
-    # Strides are of any size too where they depend on one.
+    # A stride that depends on a symbolic size may have any value too.
     if not dims or spec.shape is None or spec.stride is None:
         return spec
     strides, inner = spec.stride, min(spec.stride[dim] for dim in dims)
@@ -101,20 +110,15 @@ def _any_size(spec: InputSpec, dims: Sequence[int]) -> InputSpec:
     )
 
 
-def code_factors(
-    function: Callable[..., Any], backend: str, read: Read | None = None
-) -> dict[str, Any]:
-    """The files behind a callable, and the plain values in their globals.
-
-    `read` gives the source of a module and its file, by default parsed now.
-    """
-    sources, modules = sources_of(function, backend, read)
+def code_factors(function: Callable[..., Any]) -> dict[str, Any]:
+    """Digests of the source files of a callable, and of the plain values in their globals."""
+    sources, modules = sources_of(function)
     return {"sources": sources, "globals": digest_of_globals(modules)}
 
 
 @functools.lru_cache(maxsize=1)
 def _cpu() -> str:
-    # What `-march=native` looks at.
+    # `-march=native` depends on these.
     wanted = ("model name", "flags", "Features", "CPU part")
     lines: dict[str, str] = {}
     try:
@@ -152,13 +156,13 @@ def _state(function: Callable[..., Any]) -> str:
 
 
 def _options(options: Mapping[str, Any]) -> dict[str, str] | None:
-    told = {}
+    described = {}
     for name, value in sorted(options.items()):
         text = _text_of(value)
         if text is None:
             return None
-        told[name] = text
-    return told
+        described[name] = text
+    return described
 
 
 def _text_of(value: Any) -> str | None:

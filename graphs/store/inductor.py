@@ -1,8 +1,8 @@
 """Backend `inductor` with a store: a later process loads what one has compiled.
 
-Persisting inductor's own cache is not enough for a second start in seconds: Dynamo still traces
-every bucket. Here the graph that inductor compiled is kept whole, with a note of which of its
-inputs are whose, so that loading it traces nothing and compiles nothing.
+Inductor's own cache alone does not give a second start in seconds, as Dynamo still traces every
+bucket. So the whole compiled graph is stored, with the source of each of its inputs: loading it
+neither traces nor compiles.
 """
 
 from __future__ import annotations
@@ -30,17 +30,16 @@ __all__ = ["StoredInductor"]
 
 
 class StoredInductor(StoredBackend, InductorBackend):
-    """Captures as backend `inductor` does, but loads what the store has, and stores what it lacks.
+    """Backend `inductor` with a store: loads a graph that was stored, else compiles and stores it.
 
-    A loaded graph has no guards of Dynamo: its store's key, the checks of a
-    :class:`~graphs.CapturedGraph` and a :class:`~graphs.capture.module_state.ModuleState` take
-    their place. A global that changes *after* the graph was loaded goes unnoticed, as with backend
-    `aoti`; one that changed before does not.
+    A loaded graph has no guards of Dynamo. The key of the store, the checks of
+    :class:`~graphs.CapturedGraph` and :class:`~graphs.capture.module_state.ModuleState` replace
+    them. Like backend `aoti`, it does not notice a global that changes *after* it was loaded.
 
     Args:
-        store: where graphs are.
-        seal: called after each capture, as a loaded graph may have compiled its kernels; for
-            :meth:`InductorCache.seal`.
+        store: holds the graphs.
+        seal: called after each capture, also of a loaded graph, which may compile kernels; meant
+            for :meth:`InductorCache.seal`.
 
     Attributes: see :class:`~graphs.store.stored.StoredBackend`.
     """
@@ -51,56 +50,56 @@ class StoredInductor(StoredBackend, InductorBackend):
         self._seal = seal or (lambda: None)
 
     def available(self) -> str | None:
-        """Needs what backend `inductor` needs, and a torch that can store what it compiled."""
+        """Needs what backend `inductor` needs, and a torch that can store compiled graphs."""
         if not can_store():
-            return "this torch cannot store what it compiled: use backend 'inductor' by its name"
+            return "this torch cannot store compiled graphs: give backend='inductor'"
         return super().available()
 
     def capture(self, job: Job) -> Frozen:
         """Load the graph, or compile it in the first run and store it."""
         frozen = super().capture(job)
-        self._seal()  # also of one that was loaded: another environment compiles its kernels then
+        self._seal()  # in another environment a loaded graph compiles its kernels too
         return frozen
 
     def alone(self, job: Job) -> Frozen:
         """A graph of fixed sizes."""
         factors = self.factors(job)
         if isinstance(factors, str):
-            self.not_stored(job.graph_name, factors)
+            self.warn_not_stored(job.graph_name, factors)
             return super().alone(job)
-        return self.load_or_store(job, factors, _making(job))
+        return self.load_or_store(job, factors, _maker(job))
 
     def shared(self, job: Job) -> Frozen:
-        """A graph in which symbols stand for sizes of the inputs.
+        """A graph of symbolic sizes.
 
-        The store has one for all of their sizes, or where their guards need several, one after the
-        other: the first that runs on the examples is loaded.
+        Where guards on the sizes need several graphs, the store numbers them; the first one whose
+        guards hold for the examples is loaded.
         """
         factors = self.factors(job)
         if isinstance(factors, str):
-            self.not_stored(job.graph_name, factors)
+            self.warn_not_stored(job.graph_name, factors)
             return super().shared(job)
         part = {"part": 0}
-        while graph := self.found(job, factors | part):
+        while graph := self.find(job, factors | part):
             if not graph.why_not(job.examples):
                 if not self.runs(graph, job):
                     break
-                # Without the examples, nor what is shared, which holds this graph.
+                # Without the examples and the shared sizes, which hold this graph.
                 sizes = SymbolicSizes(job.graph_name, job.dims)
                 like = replace(job, examples=()).with_spec(sizes=sizes)
                 return replace(graph, why_not=partial(self._why_not, graph, like, factors))
             part = {"part": part["part"] + 1}
-        return shareable(self.store_made(job, factors | part, _making(job)))
+        return shareable(self.capture_and_store(job, factors | part, _maker(job)))
 
     def has(self, job: Job) -> bool:
-        """Whether a capture would find the graph, if it is not damaged."""
+        """Whether the store has the graph; does not check its files."""
         factors = self.factors(job)
         if isinstance(factors, str):
             return False
         return self.store.has(factors | {"part": 0} if job.spec.sizes else factors)
 
     def precompile(self, job: Job) -> None:
-        """Compile what the store lacks into inductor's cache on disk; runs and stores nothing."""
+        """Compile a graph that the store lacks into inductor's cache; runs and stores nothing."""
         if job.options["mode"] is not None:
             super().precompile(job)
         elif not self.has(job):
@@ -112,7 +111,7 @@ class StoredInductor(StoredBackend, InductorBackend):
         if (mode := job.options["mode"]) is not None:
             return f"mode={mode!r} is resolved by torch.compile itself: give options instead"
         if (job.options["options"] or {}).get("triton.cudagraphs", has_cudagraphs()):
-            return "inductor's own CUDA graphs cannot be kept: take backend 'cudagraph'"
+            return "inductor's own CUDA graphs cannot be stored: use backend 'cudagraph'"
         if torch.is_grad_enabled():
             return "grad mode is enabled: capture under torch.no_grad()"
         if shared := memory_shared_by(job.function, job.examples):
@@ -122,19 +121,14 @@ class StoredInductor(StoredBackend, InductorBackend):
     def _why_not(
         self, graph: Frozen, job: Job, factors: Mapping[str, Any], examples: Sequence[Input]
     ) -> str:
-        """Why a loaded graph cannot run on inputs: no guard of Dynamo's is there to say it."""
         if self.factors(replace(job, examples=examples)) != factors:
-            return (
-                "its inputs, or what else it depends on, are others than those of the stored graph"
-            )
+            return "its inputs or other factors differ from those of the stored graph"
         return graph.why_not(examples)
 
 
-def _making(job: Job) -> Make:
-    """What captures a graph, and returns also what writes it into a folder.
-
-    Where inductor cannot make one that can be kept, it is one that cannot; writing it says why.
-    """
+def _maker(job: Job) -> Make:
+    # Where inductor cannot make a graph that can be stored, it makes another one; writing that one
+    # then raises the reason.
 
     def make(folder: Path) -> tuple[Frozen, Callable[[], object]]:
         compiler = ArtifactCompiler(job)

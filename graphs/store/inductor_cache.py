@@ -22,17 +22,17 @@ __all__ = ["InductorCache"]
 _log = logging.getLogger(__name__)
 
 _PATIENCE = 60.0
-_SHORTLY = 5.0  # seconds that a file may take to be written
+_WRITE_SECONDS = 5.0  # a file may still be written for so long
 _UNSEALED = "never sealed, as after a kill"
 
 
 class InductorCache:
-    """The folder that inductor keeps kernels and graphs in, for one environment.
+    """The folder of inductor's kernels and graphs for one environment.
 
-    Inductor does not check what it finds. So its files are sealed with their SHA-256 after they
-    were written, and when the next process opens the cache, files that differ from what was
-    sealed, or never were sealed, are removed: inductor makes them again. While several processes
-    use it, unsealed files are left alone, since another one may be about to seal them.
+    Inductor does not check what it reads there. So the files are sealed with their SHA-256 after
+    they were written. The next process that opens the cache removes files that differ from the
+    seal or were never sealed, and inductor writes them again. Unsealed files stay while several
+    processes use the cache, as another one may be about to seal them.
 
     Use it as a context manager, with :attr:`environment` set before inductor compiles anything::
 
@@ -42,11 +42,11 @@ class InductorCache:
             cache.seal()
 
     Args:
-        folder: named by the key of the environment.
-        factors: of the environment; the folder is made if there is none.
+        folder: its name is the key of the environment.
+        factors: factors of the environment; if given, the folder is created.
 
     Attributes:
-        files: the folder that inductor is to use.
+        files: the folder for inductor.
     """
 
     def __init__(self, folder: Path, factors: Mapping[str, Any] | None = None) -> None:
@@ -62,22 +62,22 @@ class InductorCache:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The environment variables that make inductor use it."""
+        """Environment variables that make inductor use the folder."""
         return {"TORCHINDUCTOR_CACHE_DIR": str(self.files)}
 
     @property
     def bytes(self) -> int:
-        """Of all files in it."""
+        """Size of all files."""
         total = 0
         for root, _, names in os.walk(self.files):
             for name in names:
-                with suppress(OSError):  # others may be at work in it
+                with suppress(OSError):  # removed by another process
                     total += os.lstat(os.path.join(root, name)).st_size
         return total
 
     @property
     def used(self) -> float:
-        """When it was last opened or sealed, in seconds since the epoch."""
+        """Time of the last opening or sealing, in seconds since the epoch."""
         try:
             return self._seal.stat().st_mtime
         except OSError:
@@ -96,28 +96,28 @@ class InductorCache:
             self._lock = None
 
     def seal(self) -> int:
-        """Record the SHA-256 of what inductor wrote since; returns the number of files.
+        """Record the SHA-256 of new files; returns their number.
 
-        Cheap enough to be called after each capture. A disk that is full leaves them unsealed.
+        Cheap enough to call after each capture. On a full disk they stay unsealed.
         """
         try:
             with self._sealing():
                 sealed = self._read_seal()
-                there = [name for name in _names_in(self.files) if not _is_of_the_moment(name)]
-                kept = {name: sealed[name] for name in there if name in sealed}
-                fresh = self._fresh(there, sealed)
+                names = [name for name in _names_in(self.files) if not _is_lock(name)]
+                fresh = self._fresh_digests(names, sealed)
                 if fresh:
-                    write_whole(self._seal, json.dumps(kept | fresh).encode())
+                    known = {name: sealed[name] for name in names if name in sealed}
+                    write_whole(self._seal, json.dumps(known | fresh).encode())
         except (OSError, StoreBusy) as error:
             _log.warning("%s: not sealed: %s", self.files, error)
             return 0
         return len(fresh)
 
     def scrub(self) -> dict[str, str]:
-        """Remove what differs from what was sealed, or is another user's; the reason for each file.
+        """Remove files that differ from the seal or belong to others; returns the reasons by name.
 
         Raises:
-            UnsafeStore: its folder is another user's, or others can write to it.
+            UnsafeStore: the folder belongs to another user, or others can write to it.
         """
         self._make()
         for folder in (self.folder, self.files):
@@ -132,13 +132,13 @@ class InductorCache:
                     problems[name] = problem
                     remove(self.files / name)
                     if problem != _UNSEALED:
-                        _log.warning("%s: %s is thrown away: %s", self.files, name, problem)
+                        _log.warning("%s: %s is discarded: %s", self.files, name, problem)
             if unsealed := [*problems.values()].count(_UNSEALED):
-                _log.warning("%s: %d files are thrown away: %s", self.files, unsealed, _UNSEALED)
+                _log.warning("%s: %d files are discarded: %s", self.files, unsealed, _UNSEALED)
         return problems
 
     def clear(self) -> int:
-        """Remove it, unless a process is using it; returns the number of bytes removed."""
+        """Remove the cache unless a process uses it; returns the number of bytes removed."""
         with closing(Lock(self.folder / "lock")) as lock:
             if not lock.take():
                 return 0
@@ -151,18 +151,18 @@ class InductorCache:
             with open_own(self.files / name) as file:
                 if name in sealed and digest_of_open(file) != sealed[name]:
                     return "it does not have the SHA-256 it was sealed with"
-        except FileNotFoundError:  # a temporary one
+        except FileNotFoundError:  # a temporary file
             return ""
         except (OSError, UnsafeStore) as error:
             return str(error)
-        unsealed = name not in sealed and is_only_user and not _is_of_the_moment(name)
+        unsealed = name not in sealed and is_only_user and not _is_lock(name)
         return _UNSEALED if unsealed else ""
 
-    def _fresh(self, names: Iterable[str], sealed: Mapping[str, str]) -> dict[str, str]:
-        # A file that a worker or a compiler was about to write when it was digested is digested
-        # anew, by another process only shortly after; one that is gone was a temporary one.
+    def _fresh_digests(self, names: Iterable[str], sealed: Mapping[str, str]) -> dict[str, str]:
+        # A file may have been half written when it was digested, so a change of size or time means
+        # a new digest; files of other processes are read again only while they are recent.
         fresh = {}
-        recently = self.used - _SHORTLY
+        recently = self.used - _WRITE_SECONDS
         for name in names:
             with suppress(FileNotFoundError):
                 found = os.stat(self.files / name)
@@ -179,17 +179,16 @@ class InductorCache:
     def _make(self) -> None:
         for folder in (self.folder, self.files):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        told = self.folder / "factors.json"
-        if self._factors and not told.exists():
+        path = self.folder / "factors.json"
+        if self._factors and not path.exists():
             with self._sealing():
-                write_whole(
-                    told, json.dumps(dict(self._factors), indent=1, sort_keys=True).encode()
-                )
+                text = json.dumps(dict(self._factors), indent=1, sort_keys=True)
+                write_whole(path, text.encode())
 
     @contextmanager
     def _sealing(self) -> Iterator[None]:
         with locked(self.folder / "seal.lock", shared=False, seconds=_PATIENCE):
-            sweep(self.folder)  # nobody else writes there now
+            sweep(self.folder)
             yield
 
     def _shared_lock(self) -> Lock:
@@ -197,7 +196,7 @@ class InductorCache:
         while time.monotonic() < end:
             self._make()
             lock = Lock(self.folder / "lock")
-            # One that is taken is being scrubbed, or cleared: then this is no longer its lock.
+            # After a `clear` by another process this file is no longer the lock of the cache.
             if lock.take(shared=True) and lock.is_current():
                 return lock
             lock.close()
@@ -212,16 +211,16 @@ class InductorCache:
             return {}
 
 
-def _is_of_the_moment(name: str) -> bool:
+def _is_lock(name: str) -> bool:
     return name.endswith(".lock") or name.startswith("locks/")
 
 
 def _names_in(folder: Path | str, below: str = "") -> Iterator[str]:
-    """Files, links, and folders of other users, none of what is in those."""
+    """Files, links, and folders of other users, but not what is in those."""
     try:
         with os.scandir(folder) as entries:
             found = sorted(entries, key=attrgetter("name"))
-    except OSError:  # it was a temporary one
+    except OSError:  # it was temporary
         return
     for entry in found:
         name = below + entry.name

@@ -1,4 +1,4 @@
-"""A lock between processes, which the kernel releases when its process dies."""
+"""A file lock between processes; the kernel releases it when its process dies."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ except ImportError:  # not a POSIX system
 __all__ = ["Lock", "locked", "why_no_locks"]
 
 _POLL_SECONDS = 0.01
-_CREATE = partial(os.open, mode=0o600)  # no line of Python between the descriptor and its owner
+_CREATE = partial(os.open, mode=0o600)
 
 
 def why_no_locks() -> str:
-    """Why this system has no such locks, or an empty string."""
+    """Why this system has no file locks, empty if it has."""
     return "" if fcntl else "it needs fcntl.flock, which this system does not have"
 
 
 class Lock:
-    """An open lock file, held or not. Each is a lock of its own, even within one process.
+    """An open lock file. Two objects exclude each other even within one process.
 
-    One that is garbage collected is released, and so is one of a function that was interrupted.
+    Garbage collection releases it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -39,7 +39,7 @@ class Lock:
         self._file = FileIO(path, "a+", opener=_CREATE)
 
     def take(self, *, shared: bool = False) -> bool:
-        """Acquire it, or switch between shared and exclusive; False if others hold it."""
+        """Try to acquire the lock, or to switch between shared and exclusive; never waits."""
         try:
             fcntl.flock(self._file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -47,20 +47,20 @@ class Lock:
         return True
 
     def is_current(self) -> bool:
-        """Whether the file is still the one that others find by its path."""
+        """Whether the file at the path is still this one."""
         try:
             return os.path.samestat(os.fstat(self._file.fileno()), os.stat(self.path))
         except FileNotFoundError:
             return False
 
     def close(self) -> None:
-        """Release it."""
+        """Release the lock."""
         self._file.close()
 
 
 @contextmanager
 def locked(path: Path, *, shared: bool, seconds: float) -> Iterator[None]:
-    """Hold the lock of a file.
+    """Context manager that holds the lock of a file.
 
     Raises:
         StoreBusy: others held it for all of `seconds`.
@@ -70,8 +70,8 @@ def locked(path: Path, *, shared: bool, seconds: float) -> Iterator[None]:
         while not lock.take(shared=shared):
             if time.monotonic() > end:
                 raise StoreBusy(
-                    f"{path} was locked for {seconds:g} s: wait for the process that uses the "
-                    "store, or give this one another store"
+                    f"{path} was locked for {seconds:g} s: wait for the process that uses it, "
+                    "or give this one another store"
                 )
             time.sleep(_POLL_SECONDS)
         yield

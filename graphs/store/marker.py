@@ -1,4 +1,4 @@
-"""The marker `store.json`, which says that a folder is a store; written anew if it is damaged."""
+"""The file `store.json`, which marks a folder as a store; rewritten if it is damaged."""
 
 from __future__ import annotations
 
@@ -19,65 +19,57 @@ _log = logging.getLogger(__name__)
 
 MARKER = "store.json"
 FOLDERS = ("artifacts", "unfinished", "inductor")
-"""The folders of a store, beside its marker."""
+"""Subfolders of a store."""
 
-_FORM = {"form": "graphs store", "version": 1}
+_FORMAT = {"form": "graphs store", "version": 1}
 _KEY = re.compile("[0-9a-f]{64}")
 
 
 def ensure_marker(folder: Path, exclusive: Callable[[], AbstractContextManager[None]]) -> None:
-    """Make sure that a folder is a store of this version, or make an empty one a store.
+    """Check that a folder is a store of this version, or turn an empty folder into one.
 
-    A marker that is damaged or missing is written anew where everything else is a store's: it says
-    no more than that, and the entries of a store do not depend on it.
+    A damaged or missing marker is rewritten if the folder holds nothing but a store, whose entries
+    do not depend on it.
 
     Args:
-        folder: of the store.
-        exclusive: keeps other processes out meanwhile.
+        folder: folder of the store.
+        exclusive: locks the store.
 
     Raises:
-        StoreError: it is some other folder, or a newer version's store.
+        StoreError: the folder holds something else, or a store of a newer version.
         OSError: the marker cannot be written.
     """
-    if not _damage(folder / MARKER):
+    marker = folder / MARKER
+    if not _damage(marker):
         return
-    if stranger := _stranger(folder):
-        raise StoreError(f"{folder} is not a store, it holds {stranger}: give an empty folder")
+    if foreign := _foreign_name(folder):
+        raise StoreError(f"{folder} is not a store, it holds {foreign}: give an empty folder")
     with exclusive():
-        if not (damage := _damage(folder / MARKER)):  # another process wrote it meanwhile
+        if not (damage := _damage(marker)):  # another process wrote it meanwhile
             return
-        if found := visible(folder):
-            count = len(visible(folder / FOLDERS[0])) if folder / FOLDERS[0] in found else 0
-            _log.warning(
-                "%s: %s %s and is written anew; %d entries are there", folder, MARKER, damage, count
-            )
-        if (folder / MARKER).is_dir():
-            discard(folder / MARKER)
-        write_whole(folder / MARKER, json.dumps(_FORM).encode())
+        if visible(folder):
+            _log.warning("%s: %s is damaged (%s) and is rewritten", folder, MARKER, damage)
+        if marker.is_dir():
+            discard(marker)
+        write_whole(marker, json.dumps(_FORMAT).encode())
 
 
 def _damage(marker: Path) -> str:
-    """What is wrong with a marker, or an empty string.
-
-    Raises:
-        StoreError: it is another program's, or a newer version's.
-    """
     try:
         found = read_json(marker)
-    except FileNotFoundError:
-        return "is missing"
     except (OSError, ValueError) as error:
-        return f"is damaged ({error})"
-    if found == _FORM:
+        return f"{error}"
+    if found == _FORMAT:
         return ""
-    is_marker = isinstance(found, dict) and isinstance(found.get("form"), str)
-    if not is_marker or not isinstance(found.get("version"), int) or found["version"] < 1:
-        return f"is damaged (it says {reprlib.repr(found)})"
-    raise StoreError(f"{marker} says {reprlib.repr(found)}, expected {_FORM}: give another folder")
+    text = reprlib.repr(found)
+    match found:
+        case {"form": str(), "version": int(version)} if version > 0:
+            raise StoreError(f"{marker} holds {text}, expected {_FORMAT}: use another folder")
+    return f"it holds {text}"
 
 
-def _stranger(folder: Path) -> str:
-    """Something in a folder that no store holds, or an empty string."""
+def _foreign_name(folder: Path) -> str:
+    """The name of something in a folder that is not part of a store, empty if there is none."""
     for path in visible(folder):
         if path.name == MARKER:
             continue

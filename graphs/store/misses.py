@@ -1,4 +1,4 @@
-"""Misses of a store: for each, the nearest entry and the factors in which it differs."""
+"""Explains misses of a store: the nearest entry, and the factors in which it differs."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["Misses"]
 
 _log = logging.getLogger(__name__)
 
-# Factors of the graph itself count for more than those of its surroundings.
-_OWN = {"inputs": 32, "part": 32, "state": 32, "values": 16}
-_MOST, _LONGEST = 6, 60
+# Factors of the graph itself weigh more than those of its environment.
+_WEIGHTS = {"inputs": 32, "part": 32, "state": 32, "values": 16}
+_MAX_FACTORS, _MAX_CHARS = 6, 60
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,10 @@ class Miss:
     """A graph that a store did not have.
 
     Attributes:
-        name: of the graph.
-        entry: the key of the entry that comes nearest, or an empty string if there is none.
-        differs: for each factor that differs, what it is there and what it is now, None where it is
-            not; of mappings and lists each part by itself, as `sources.my_module`.
+        name: name of the graph.
+        entry: key of the nearest entry, empty if there is none.
+        differs: stored and current value of each factor that differs, None if it is absent; parts
+            of mappings and lists are listed separately, as `sources.my_module`.
     """
 
     name: str
@@ -36,21 +36,21 @@ class Miss:
 
     @property
     def is_another_graph(self) -> bool:
-        """Whether there is nothing like it: other inputs, another model, or no entry at all."""
+        """Whether inputs or model differ, or there is no entry at all."""
         return not self.entry or not {"inputs", "part", "state"}.isdisjoint(map(_top, self.differs))
 
     def __str__(self) -> str:
         if not self.entry:
             return "the store has no graph of this kind yet"
-        shown = list(self.differs.items())[:_MOST]
-        told = [f"{name}: {' -> '.join(_texts(*values))}" for name, values in shown]
-        more = len(self.differs) - len(told)
+        shown = list(self.differs.items())[:_MAX_FACTORS]
+        parts = [f"{name}: {' -> '.join(_texts(*values))}" for name, values in shown]
+        more = len(self.differs) - len(parts)
         rest = [f"and {more} more"] if more else []
-        return f"the nearest entry, {self.entry[:12]}, differs in " + ", ".join(told + rest)
+        return f"the nearest entry, {self.entry[:12]}, differs in " + ", ".join(parts + rest)
 
 
 class Misses:
-    """A log of misses in which each reason stands once, however many graphs miss for it.
+    """Collects misses, and logs each reason once.
 
     Attributes:
         found: all misses so far.
@@ -58,38 +58,38 @@ class Misses:
 
     def __init__(self) -> None:
         self.found: list[Miss] = []
-        self._told: set[frozenset[Any]] = set()
+        self._logged: set[frozenset[Any]] = set()
 
     def note(self, store: ArtifactStore, factors: Mapping[str, Any], name: str) -> None:
-        """Find out why these factors have no entry, and log it unless that was logged before."""
+        """Find out why these factors have no entry, and log it unless it was logged before."""
         miss = nearest(store.entries(), factors, name)
         self.found.append(miss)
         reason = frozenset(
-            (factor, *(() if _top(factor) in _OWN else _texts(*values)))
+            (factor, *(() if _top(factor) in _WEIGHTS else _texts(*values)))
             for factor, values in miss.differs.items()
         )
-        if reason in self._told:
+        if reason in self._logged:
             return
-        self._told.add(reason)
+        self._logged.add(reason)
         level = logging.INFO if miss.is_another_graph else logging.WARNING
         _log.log(level, "%s: not in the store: %s (logged once for all graphs)", name, miss)
 
 
 def nearest(entries: Iterable[Entry], factors: Mapping[str, Any], name: str) -> Miss:
-    """The entry that differs least, of the same backend; the one used last of several."""
+    """The entry of the same backend that differs least, the most recently used of several."""
     best: tuple[int, Entry, dict[str, tuple[Any, Any]]] | None = None
     for entry in entries:
         if entry.factors.get("backend") != factors.get("backend"):
             continue
         differs = differences(entry.factors, factors)
-        far = sum({each: _OWN.get(each, 1) for each in map(_top, differs)}.values())
+        far = sum({each: _WEIGHTS.get(each, 1) for each in map(_top, differs)}.values())
         if best is None or far < best[0]:
             best = far, entry, differs
     return Miss(name, best[1].key, best[2]) if best else Miss(name, "", {})
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """What differs between factors, by name; None where one does not have it."""
+    """Old and new values that differ, by name; None if absent."""
     found: dict[str, tuple[Any, Any]] = {}
     for name in sorted(old.keys() | new.keys()):
         before, now = old.get(name), new.get(name)
@@ -110,9 +110,9 @@ def _parts(value: Mapping[str, Any] | list[Any]) -> Mapping[str, Any]:
 
 
 def _texts(old: Any, new: Any) -> tuple[str, str]:
-    """Both, short enough for a line: of long ones where they begin to differ."""
+    """Both values as short texts, cut to where they begin to differ."""
     texts = ["none" if value is None else str(value) for value in (old, new)]
     same = next((i for i, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), 0)
-    start = max(0, same - _LONGEST // 4) if max(map(len, texts)) > _LONGEST else 0
-    cut = [("..." if start else "") + text[start : start + _LONGEST] for text in texts]
+    start = max(0, same - _MAX_CHARS // 4) if max(map(len, texts)) > _MAX_CHARS else 0
+    cut = [("..." if start else "") + text[start : start + _MAX_CHARS] for text in texts]
     return cut[0], cut[1]

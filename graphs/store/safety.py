@@ -1,4 +1,4 @@
-"""Checks of ownership: artifacts are code, so nobody else may be able to write or replace them."""
+"""Checks of ownership: artifacts are code, so no other user may write or replace them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def refuse_unsafe(folder: Path) -> None:
-    """Check that only this user and root can change `folder`, or replace it by another.
+    """Check that only this user and root can change or replace `folder`.
 
     Raises:
-        UnsafeStore: the folder is another user's or is writable by its group or by everyone, or a
-            folder above it lets someone else rename it.
+        UnsafeStore: it belongs to another user, is writable by its group or by everyone, or a
+            folder above it lets others rename it.
     """
     _refuse(folder, _OTHERS, os.stat(folder))
     for above in folder.parents:
@@ -34,7 +34,7 @@ def refuse_unsafe(folder: Path) -> None:
 
 
 def is_of_user(path: os.PathLike[str] | str) -> bool:
-    """Whether a file or folder, or the link that is there, belongs to this user or to root."""
+    """Whether a file, folder or link belongs to this user or root."""
     try:
         return os.lstat(path).st_uid in {0, os.getuid()}
     except OSError:
@@ -42,15 +42,15 @@ def is_of_user(path: os.PathLike[str] | str) -> bool:
 
 
 def refuse_others(path: Path) -> None:
-    """Check that a file or folder is not a link, and that only this user and root can change it.
+    """Check that a file or folder is no link, and that only this user and root can change it.
 
     Raises:
-        UnsafeStore: it is a link, belongs to someone else, or is writable by others.
-        OSError: there is none.
+        UnsafeStore: it is a link, belongs to another user, or is writable by others.
+        OSError: it does not exist.
     """
     found = os.lstat(path)
     if stat.S_ISLNK(found.st_mode):
-        raise UnsafeStore(f"{path} is a link, and what a store holds is run: remove it")
+        raise UnsafeStore(f"{path} is a link, and a store is run as code: remove it")
     _refuse(path, _OTHERS if stat.S_ISDIR(found.st_mode) else 0, found)
 
 
@@ -58,18 +58,17 @@ def refuse_others(path: Path) -> None:
 def open_own(
     path: Path | str, folder: int | None = None, *, in_reach: bool = False
 ) -> Iterator[IO[bytes]]:
-    """A file for reading that is not a link and belongs to this user or to root.
+    """Open a file for reading that is no link and belongs to this user or root.
 
-    The open file is examined and not its path, so that nobody can swap it in between.
+    Checks the open file and not its path, so that it cannot be swapped in between.
 
     Args:
-        path: of the file.
+        path: the file.
         folder: descriptor of the folder that `path` is relative to.
         in_reach: whether others can reach the file, and so must not be able to write to it.
 
     Raises:
-        UnsafeStore: it belongs to someone else, or is a link, a pipe or the like; or others can
-            write to it.
+        UnsafeStore: it belongs to another user, is no regular file, or others can write to it.
         OSError: it cannot be opened.
     """
     with ExitStack() as stack:
@@ -80,17 +79,19 @@ def open_own(
         except OSError as error:
             if error.errno != errno.ELOOP:
                 raise
-            raise UnsafeStore(f"{path} is a link, and what it leads to is run: remove it") from None
+            raise UnsafeStore(
+                f"{path} is a link, and its target would be run as code: remove it"
+            ) from None
         _refuse(path, _OTHERS if in_reach else 0, os.fstat(file.fileno()))
         yield file
 
 
 def digests_of_own(folder: Path) -> dict[str, str]:
-    """SHA-256 of each file below a folder, by its name relative to it.
+    """SHA-256 of each file below a folder, by relative name.
 
     Raises:
-        UnsafeStore: a file or folder belongs to someone else, is a link, a pipe or the like, or is
-            a folder that others can write to.
+        UnsafeStore: something belongs to another user or is no regular file, or others can write
+            to a folder.
         OSError: something cannot be read.
     """
     found: dict[str, str] = {}
@@ -113,11 +114,11 @@ def _refuse(path: Path | str, writable: int, found: os.stat_result) -> None:
     users = {0, os.getuid()}
     if found.st_uid not in users:
         raise UnsafeStore(
-            f"{path} belongs to user {found.st_uid}, expected {os.getuid()}, and what a store "
-            "holds is run: remove it, or keep the store in a folder of your own"
+            f"{path} belongs to user {found.st_uid}, expected {os.getuid()}, and a store is "
+            "run as code: remove it, or put the store in a folder of your own"
         )
     if found.st_mode & writable:
         raise UnsafeStore(
-            f"{path} is writable by others (mode {stat.S_IMODE(found.st_mode):o}), and what a "
-            f"store holds is run: chmod go-w {path}, or keep the store elsewhere"
+            f"{path} is writable by others (mode {stat.S_IMODE(found.st_mode):o}), and a store is "
+            f"run as code: chmod go-w {path}, or put the store elsewhere"
         )

@@ -1,118 +1,81 @@
-"""The sources behind a callable: its own files, and the versions of installed packages."""
+"""Source files that a graph depends on, by SHA-256, and the versions of installed packages.
+
+Conservative: the whole file of every module that the callable's classes and functions come from,
+and of all that these files import, at the top or inside a function; of what is installed, the
+version of each package that they name. Installing a package that no file names changes nothing.
+"""
 
 from __future__ import annotations
 
 import functools
-import importlib.metadata
+import hashlib
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from types import CodeType, MappingProxyType, ModuleType
-from typing import Any, TypeAlias
+from types import CodeType, ModuleType
+from typing import Any
 
-from graphs.files import digest_of, short_digest
-from graphs.store.imports import Import, SourceFile, file_of, is_own, live_imports, read_source
-from graphs.store.values import is_machinery, values_in
+from graphs.files import short_digest
+from graphs.store.modules import file_of, imports_in, is_own, version_of
+from graphs.store.values import values_in
 
-__all__ = ["Read", "sources_of", "version_of"]
-
-Read: TypeAlias = Callable[[str, Path], SourceFile]
+__all__ = ["sources_of"]
 
 _GRAPHS = "graphs"
-_EXPORTED = (
-    "graphs.capture.export_state",
-    "graphs.capture.inputs",
-    "graphs.capture.wrappers",
-)
-MAKERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "inductor": (
-            "graphs.backends.inductor",
-            "graphs.store.inductor",
-            "graphs.torch_internals.artifacts",
-            "graphs.torch_internals.compiling",
-            "graphs.torch_internals.example_inputs",
-            "graphs.torch_internals.kernel_units",
-            "graphs.torch_internals.regions",
-            "graphs.torch_internals.vectors",
-            *_EXPORTED,
-        ),
-        "aoti": (
-            "graphs.backends.aoti",
-            "graphs.torch_internals.artifacts",
-            "graphs.torch_internals.exporting",
-            *_EXPORTED,
-        ),
-    }
-)
-"""The files of this package that make an artifact of a backend, and read it."""
 
 
-def sources_of(
-    function: Callable[..., Any], backend: str, read: Read | None = None
-) -> tuple[dict[str, str], list[ModuleType]]:
-    """SHA-256 of each file that a callable can reach by imports, and versions of what is installed.
+def sources_of(function: Callable[..., Any]) -> tuple[dict[str, str], list[ModuleType]]:
+    """Digests of the source files behind a callable, versions of packages, and loaded modules.
 
-    Imports anywhere in a file count, also those inside functions. What has no file, such as in an
-    interactive session, is represented by its code. Of this package only what makes the artifacts
-    of the backend counts, wherever it is installed: a graph has nothing else of it. `read` gives
-    the source of a module and its file, by default parsed now. Returns also the modules of the
-    files that are loaded.
+    What has no file, such as code of an interactive session, is represented by its bytecode. This
+    package counts as one digest of all its files, as any of them may make the artifact.
     """
-    makers = ((name, file_of(name)) for name in MAKERS.get(backend, ()))
-    found = {name: _digest(file) for name, file in makers if file is not None}
     kinds = _kinds(function)
-    files, packages = _reached(function, kinds, read or _parsed)
-    found |= {name: _digest(file) for name in files if (file := file_of(name)) is not None}
+    held = [value.__name__ for value in values_in(function) if isinstance(value, ModuleType)]
+    files, packages = _reachable([*(kind.__module__ for kind in kinds), *held])
+    found = {_GRAPHS: _own_digest()} | files
     found |= {name: version for name in packages if (version := version_of(name))}
     for kind in kinds:
-        name = kind.__module__
-        if file_of(name) is None and (code := _code_of(kind)) is not None:
-            found[f"{name}:{kind.__qualname__}"] = code
-        elif (
-            _package(name) == _GRAPHS
-            and not is_machinery(name)
-            and (file := file_of(name)) is not None
-        ):
-            found[name] = _digest(file)
-    modules = [sys.modules[name] for name in files if name in sys.modules]
+        if file_of(kind.__module__) is None and (code := _code_digest(kind)) is not None:
+            found[f"{kind.__module__}:{kind.__qualname__}"] = code
+    modules = [sys.modules[name] for name in sorted(files) if name in sys.modules]
     return dict(sorted(found.items())), modules
 
 
-def _reached(
-    function: Callable[..., Any], kinds: list[Any], read: Read
-) -> tuple[list[str], set[str]]:
-    """The own modules that a callable can reach by imports, and the packages that it can use."""
-    held = [value.__name__ for value in values_in(function) if isinstance(value, ModuleType)]
-    used = [*(kind.__module__ for kind in kinds), *held]
-    files: dict[str, SourceFile] = {}
-    todo = [*used]
+def _reachable(todo: list[str]) -> tuple[dict[str, str], set[str]]:
+    """Digests of the own files that modules can reach by imports, and all other packages."""
+    files: dict[str, str] = {}
+    packages: set[str] = set()
+    seen = {""}
     while todo:
-        name = todo.pop()
-        if not name or name in files or _package(name) == _GRAPHS or not is_own(name):
+        if (name := todo.pop()) in seen:
             continue
-        file = file_of(name)
-        files[name] = read(name, file) if file else SourceFile()  # one that was removed just now
-        todo += [target for each in files[name].imports for target in each.targets]
-        todo += [name.rpartition(".")[0]]
-    if held or any(file_of(kind.__module__) is None for kind in kinds if inspect.isfunction(kind)):
-        imports: Iterable[Import] = (each for file in files.values() for each in file.imports)
-    else:
-        entries = {(kind.__module__, kind.__qualname__.partition(".")[0]) for kind in kinds}
-        imports = live_imports(files, entries)
-    used += [target for each in imports for target in each.targets]
-    packages = {*map(_package, used)} - {*map(_package, files)}
-    return sorted(files), packages - {_GRAPHS}
+        seen.add(name)
+        package = name.partition(".")[0]
+        if package == _GRAPHS or not is_own(name) or not (file := file_of(name)):
+            packages.add(package)
+            continue
+        above = name.rpartition(".")[0]
+        try:
+            found = file.stat()
+            inside = name if file.name == "__init__.py" else above
+            files[name], imports = _read(file, inside, found.st_mtime_ns, found.st_size)
+        except OSError:  # it was removed just now
+            continue
+        todo += [above, *imports]
+    return files, packages - {_GRAPHS, *(name.partition(".")[0] for name in files)}
 
 
-def _parsed(name: str, file: Path) -> SourceFile:
-    found = file.stat()
-    return read_source(name, str(file), found.st_mtime_ns, found.st_size)
+@functools.lru_cache(maxsize=4096)
+def _read(file: Path, package: str, *_: int) -> tuple[str, tuple[str, ...]]:
+    # The time of change and the size distinguish versions of a file in the cache.
+    text = file.read_bytes()
+    return hashlib.sha256(text).hexdigest()[:16], tuple(dict.fromkeys(imports_in(text, package)))
 
 
 def _kinds(function: Callable[..., Any]) -> list[Any]:
-    """The classes and functions that a callable is made of and holds on to."""
+    """The classes and functions that a callable is made of and holds."""
     kinds: dict[Any, None] = {}
     for value in values_in(function):
         if isinstance(value, ModuleType):
@@ -124,39 +87,20 @@ def _kinds(function: Callable[..., Any]) -> list[Any]:
     return [kind for kind in kinds if getattr(kind, "__module__", None)]
 
 
-def _package(name: str) -> str:
-    return name.partition(".")[0]
-
-
-@functools.lru_cache(maxsize=256)
-def version_of(package: str) -> str:
-    """The version of what is installed and imported by a name; empty of what is not."""
-    if package in sys.stdlib_module_names:
-        return ""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        names = sorted(set(_distributions().get(package, ())))
-    told = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
-    return told or str(getattr(sys.modules.get(package), "__version__", ""))
-
-
 @functools.lru_cache(maxsize=1)
-def _distributions() -> Mapping[str, list[str]]:
-    # Some packages are distributed by another name, as yaml is by PyYAML.
-    return importlib.metadata.packages_distributions()
+def _own_digest() -> str:
+    folder, digest = Path(__file__).parents[1], hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(path.relative_to(folder).as_posix().encode() + b"\n" + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
-def _digest(file: Path) -> str:
-    return digest_of(file)[:16]
-
-
-def _code_of(kind: Any) -> str | None:
+def _code_digest(kind: Any) -> str | None:
     functions = [kind] if inspect.isfunction(kind) else vars(kind).values()
     codes = [value.__code__ for value in functions if inspect.isfunction(value)]
-    return short_digest("\n".join(map(_text_of, codes))) if codes else None
+    return short_digest("\n".join(map(_code_text, codes))) if codes else None
 
 
-def _text_of(code: CodeType) -> str:
-    constants = [_text_of(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts]
+def _code_text(code: CodeType) -> str:
+    constants = [_code_text(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts]
     return f"{code.co_code.hex()} {code.co_names} {code.co_varnames} {constants}"

@@ -1,4 +1,4 @@
-"""The base of backends with a store: load what is there, store what is not."""
+"""Backends with a store: load a graph that was stored, else capture it and store it."""
 
 from __future__ import annotations
 
@@ -6,38 +6,42 @@ import logging
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from graphs.backends.aoti import AotiBackend, load
 from graphs.capture.contract import Backend, Frozen, Job
 from graphs.errors import CaptureError
 from graphs.store.factors import code_factors, graph_factors
-from graphs.store.known_imports import KnownImports
 from graphs.store.misses import Misses
 from graphs.store.store import ArtifactStore
 from graphs.watch.causes import describe_failure
 
-__all__ = ["Make", "StoredBackend"]
+__all__ = ["Make", "StoredAoti", "StoredBackend"]
 
 Make: TypeAlias = Callable[[Path], tuple[Frozen, Callable[[], object]]]
-"""Captures a graph, and returns also what puts it into the folder that it is given."""
+"""Captures a graph into a folder, and returns it with a function that finishes writing it."""
 
 _log = logging.getLogger(__name__)
-_UNTOLD = "an option is an object without a uuid(), so what it does cannot be recorded: give it one"
+_NO_UUID = (
+    "an option is an object without uuid(), so its effect cannot be recorded: add that method"
+)
 
 
 class StoredBackend(Backend):
-    """A backend that keeps its graphs in a store.
+    """Base of backends that store their graphs.
 
     Args:
-        store: where graphs are.
-        read: reads the graph of a callable out of a folder of the store; compiles and runs nothing.
+        store: holds the graphs.
+        read: reads the graph of a callable from a folder of the store, without compiling or running
+            anything.
 
     Attributes:
-        loaded: how many graphs came from the store.
-        stored: how many went to it.
+        loaded: number of graphs that came from the store.
+        stored: number of graphs that were added to it.
         misses: the graphs that it did not have, each with the reason; a reason is logged once.
     """
 
@@ -48,10 +52,9 @@ class StoredBackend(Backend):
         self._read = read
         self.loaded = self.stored = 0
         self.misses = Misses()
-        # A capture imports modules and so changes which files can be reached: what counts is what a
-        # process finds before its first capture of a callable.
+        # Computed before the first capture of a callable: a capture imports modules, whose globals
+        # would change the factors.
         self._code: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
-        self._imports = KnownImports(store.path)
 
     def factors(self, job: Job) -> dict[str, Any] | str:
         """Everything that a graph depends on, or why it cannot be stored."""
@@ -64,47 +67,42 @@ class StoredBackend(Backend):
                 code=self._code_of(job.function),
                 dims=job.dims,
             )
-        except Exception as error:  # a source that is gone, a torch that has its settings elsewhere
-            return f"what it depends on cannot be told: {describe_failure(error)}"
-        return _UNTOLD if factors is None else factors
+        except Exception as error:  # such as a torch that has its settings elsewhere
+            return f"cannot compute the cache key: {describe_failure(error)}"
+        return _NO_UUID if factors is None else factors
 
     def _code_of(self, function: Callable[..., Any]) -> dict[str, Any]:
         try:
             known = self._code.get(function)
-        except TypeError:  # it has no hash, or cannot be referred to weakly
-            return self._code_now(function)
-        if known is None:
-            known = self._code[function] = self._code_now(function)
-        return known
-
-    def _code_now(self, function: Callable[..., Any]) -> dict[str, Any]:
-        found = code_factors(function, self.name, self._imports.read)
-        self._imports.keep()
-        return found
+            if known is None:
+                known = self._code[function] = code_factors(function)
+            return known
+        except TypeError:  # no hash, or no weak reference
+            return code_factors(function)
 
     def load_or_store(self, job: Job, factors: Mapping[str, Any], make: Make) -> Frozen:
-        """The graph of these factors from the store, run on the examples; or made, and stored.
+        """Load the graph of these factors and run it on the examples, else capture and store it.
 
-        A graph that was stored and fails on the examples, such as one whose kernels the device's
-        driver does not take, is made again.
+        A stored graph that fails on the examples, for example because the driver rejects its
+        kernels, is captured again.
         """
-        frozen = self.found(job, factors)
+        frozen = self.find(job, factors)
         if frozen is not None and self.runs(frozen, job):
             return frozen
-        return self.store_made(job, factors, make)
+        return self.capture_and_store(job, factors, make)
 
     def runs(self, frozen: Frozen, job: Job) -> bool:
-        """Whether a graph from the store runs on the examples; why it does not is logged."""
+        """Whether a graph from the store runs on the examples; logs the reason if it does not."""
         try:
             job.warm_up(frozen)
         except CaptureError as error:
-            _log.warning("compiled again, as what was loaded fails: %s", error)
+            _log.warning("compiling again, the loaded graph fails: %s", error)
             return False
         self.loaded += 1
         return True
 
-    def store_made(self, job: Job, factors: Mapping[str, Any], make: Make) -> Frozen:
-        """Make a graph and store it; what fails in storing is only logged, as the graph works."""
+    def capture_and_store(self, job: Job, factors: Mapping[str, Any], make: Make) -> Frozen:
+        """Capture a graph and store it; a failure to store is only logged, as the graph works."""
         with tempfile.TemporaryDirectory(
             prefix="graphs-store-", ignore_cleanup_errors=True
         ) as folder:
@@ -114,30 +112,62 @@ class StoredBackend(Backend):
                 write()
                 self.stored += self.store.put(factors, folder, about=about)
             except Exception as error:
-                self.not_stored(job.graph_name, describe_failure(error))
+                self.warn_not_stored(job.graph_name, describe_failure(error))
         return frozen
 
-    def not_stored(self, name: str, reason: str) -> None:
-        """Log that the next process has to make a graph again, and why."""
+    def warn_not_stored(self, name: str, reason: str) -> None:
+        """Log why the next process has to capture a graph again."""
         _log.warning("%s: not stored: %s", name, reason)
 
-    def found(self, job: Job, factors: Mapping[str, Any]) -> Frozen | None:
-        """The graph that the entry of these factors holds, or None, with the reason logged."""
+    def find(self, job: Job, factors: Mapping[str, Any]) -> Frozen | None:
+        """Read the graph of these factors; None if there is none, with the reason logged."""
         try:
             is_there = self.store.has(factors)
             with self.store.use(factors) as folder:
                 if folder:
                     return self._read(folder, job.function)
-            if not is_there:  # or else it was thrown away, which was logged
+            if not is_there:  # a damaged entry was discarded and logged already
                 self.misses.note(self.store, factors, job.graph_name)
-        except Exception as error:  # a store that is busy or gone, a torch that cannot read it
+        except Exception as error:  # the store is busy or gone, or torch cannot read the graph
             problem = describe_failure(error)
-            _log.warning("%s: compiled again, not loaded: %s", job.graph_name, problem)
+            _log.warning("%s: compiling again, not loaded: %s", job.graph_name, problem)
         return None
 
 
+class StoredAoti(StoredBackend):
+    """Backend `aoti` with a store: builds a package once, later processes load it.
+
+    Arguments and attributes: see :class:`StoredBackend`.
+    """
+
+    name = "aoti"
+    options = MappingProxyType({"options": None})
+
+    def __init__(self, store: ArtifactStore) -> None:
+        super().__init__(store, load)
+        self._aoti = AotiBackend()
+
+    def available(self) -> str | None:
+        """Needs what backend `aoti` needs."""
+        return self._aoti.available()
+
+    def capture(self, job: Job) -> Frozen:
+        """Load the package, or build it and store it."""
+
+        def make(folder: Path | None) -> tuple[Frozen, Callable[[], object]]:
+            options = {**job.options, "package_path": folder}
+            frozen = self._aoti.capture(job.with_spec(backend=self._aoti, options=options))
+            return frozen, lambda: None  # the package is in its folder already
+
+        factors = self.factors(job)
+        if isinstance(factors, str):
+            self.warn_not_stored(job.name, factors)
+            return make(None)[0]
+        return self.load_or_store(job, factors, make)
+
+
 def _model(function: Callable[..., Any]) -> str:
-    """A callable for people: a module's class, and how many parameters it has."""
+    """A label for people: the class of a module and its number of parameters."""
     if not isinstance(function, nn.Module):
         return getattr(function, "__name__", type(function).__qualname__)
     count = _parameters(function)

@@ -1,4 +1,4 @@
-"""A digest of the values that a graph has baked in: attributes, closures and globals."""
+"""Digests of the values that a graph bakes in: attributes, closures and globals."""
 
 from __future__ import annotations
 
@@ -14,32 +14,31 @@ import torch
 from torch import Tensor, nn
 
 from graphs.files import short_digest
-from graphs.store.imports import file_of, is_own
+from graphs.store.modules import file_of, is_own
 
-__all__ = ["digest_of_globals", "digest_of_values", "is_machinery", "values_in"]
+__all__ = ["digest_of_globals", "digest_of_values", "values_in"]
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-_DEPTH = 6
-_MOST = 1000  # values in a global container, above which it is data and no setting
-# Hooks and the like, which every module has and most leave empty.
+_MAX_DEPTH = 6
+_MAX_ITEMS = 1000  # a larger global container is data, not a setting
+# Dictionaries of hooks and the like, which every module has and most leave empty.
 _OF_ANY_MODULE = frozenset(
     name for name, part in vars(nn.Module()).items() if isinstance(part, (dict, set))
 )
-# Numbers under these names differ between processes.
-_OF_A_PROCESS = ("_hash", "address", "addresses", "data_ptr", "data_ptrs", "pid", "process_rank")
-# What captures and serves a module may hang from it, with counters and seconds.
-MACHINERY = ("graphs.capture", "graphs.store", "graphs.warmup", "graphs.watch")
+# Attributes with these endings differ between processes.
+_PER_PROCESS = ("_hash", "address", "addresses", "data_ptr", "data_ptrs", "pid", "process_rank")
+# Packages whose objects serve a module, hold counters and times, and are no part of its graph.
+_SERVING = ("graphs.capture", "graphs.store", "graphs.warmup", "graphs.watch")
 
 
 def digest_of_values(function: Callable[..., Any]) -> str:
-    """Digest of all but tensors in a module's attributes, a function's closure and defaults.
+    """Digest of everything but tensors in a module's attributes, a function's closure and defaults.
 
-    Plain values, and containers and objects of them; not attributes that by their names are an
-    address, a hash or a process, nor what captures and serves the module. Two callables with the
-    same digest may differ in an object that nests deeper than six levels.
+    Left out are attributes whose names say that they are an address, a hash or a process, and the
+    objects that capture and serve the module. Objects nested deeper than six levels are ignored.
     """
     lines: list[str] = []
-    _Telling(lines).tell(function, "", _DEPTH)
+    _Describer(lines).add(function, "", _MAX_DEPTH)
     return _digest(lines)
 
 
@@ -47,18 +46,16 @@ def digest_of_globals(modules: list[ModuleType]) -> str:
     """Digest of the plain values, and containers of them, among the globals of modules."""
     lines: list[str] = []
     for module in modules:
-        if module.__name__.startswith("graphs."):  # its own counters are no part of a graph
-            continue
         for name, value in sorted(vars(module).items()):
             if not name.startswith("__") and _is_plain(value):
-                _Telling(lines).tell(value, f"{module.__name__}.{name}", _DEPTH)
+                _Describer(lines).add(value, f"{module.__name__}.{name}", _MAX_DEPTH)
     return _digest(lines)
 
 
 def values_in(function: Callable[..., Any]) -> Iterator[Any]:
-    """Everything that a callable holds on to but plain values, itself first, each once."""
+    """A callable and everything that it holds except plain values, each object once."""
     seen: dict[int, Any] = {}
-    todo: list[tuple[Any, int]] = [(function, _DEPTH)]
+    todo: list[tuple[Any, int]] = [(function, _MAX_DEPTH)]
     while todo:
         value, depth = todo.pop()
         if id(value) in seen or depth < 0 or isinstance(value, (Tensor, enum.Enum, *_PLAIN)):
@@ -66,25 +63,21 @@ def values_in(function: Callable[..., Any]) -> Iterator[Any]:
         seen[id(value)] = value
         yield value
         if not _is_leaf(value):
-            left = _DEPTH if isinstance(value, nn.Module) else depth - 1
+            left = _MAX_DEPTH if isinstance(value, nn.Module) else depth - 1
             todo += [(part, left) for _, part in _parts(value)]
 
 
-def is_machinery(module: str) -> bool:
-    """Whether a module, by its name, captures and serves graphs, and is part of none."""
-    return module.startswith(MACHINERY)
-
-
 def _is_leaf(value: Any) -> bool:
-    return is_machinery(type(value).__module__) or isinstance(value, (ModuleType, type))
+    return type(value).__module__.startswith(_SERVING) or isinstance(value, (ModuleType, type))
 
 
-def _is_plain(value: Any, depth: int = _DEPTH) -> bool:
-    if isinstance(
-        value, (dict, tuple, list, set, frozenset)
-    ):  # not os.environ, which is not a dict
+def _is_plain(value: Any, depth: int = _MAX_DEPTH) -> bool:
+    # os.environ is a mapping but no dict, and so is left out.
+    if isinstance(value, (dict, tuple, list, set, frozenset)):
         inner = (*value, *value.values()) if isinstance(value, dict) else value
-        return depth > 0 and len(value) <= _MOST and all(_is_plain(v, depth - 1) for v in inner)
+        return (
+            depth > 0 and len(value) <= _MAX_ITEMS and all(_is_plain(v, depth - 1) for v in inner)
+        )
     return isinstance(value, (enum.Enum, *_PLAIN))
 
 
@@ -92,22 +85,17 @@ def _digest(lines: list[str]) -> str:
     return short_digest("".join(f"{line}\n" for line in lines))
 
 
-class _Telling:
-    """Tells of values in lines, of each once.
-
-    Args:
-        lines: that are added to.
-    """
+class _Describer:
+    """Appends lines that describe values, each object once."""
 
     def __init__(self, lines: list[str]) -> None:
         self._lines = lines
-        self._seen: dict[int, Any] = {}  # kept, or else another object could get its id
-        self._classes: dict[type, dict[str, Any]] = {}
+        self._seen: dict[int, Any] = {}  # holds the objects, so that their ids stay unique
+        self._class_values: dict[type, dict[str, Any]] = {}
 
-    def tell(self, value: Any, path: str, depth: int) -> None:
-        """Adds lines of a value and of what it holds, so many levels deep."""
+    def add(self, value: Any, path: str, depth: int) -> None:
         kind = type(value)
-        if kind in _PLAIN or isinstance(value, (enum.Enum, *_PLAIN)):
+        if isinstance(value, (enum.Enum, *_PLAIN)):
             self._lines.append(f"{path}={value!r}")
             return
         name = f"{kind.__module__}.{kind.__qualname__}"
@@ -121,17 +109,16 @@ class _Telling:
         self._lines.append(f"{path}: {name}")
         if _is_leaf(value):
             return
-        for attribute, part in _parts(value, self._of_class):
-            if attribute.endswith(_OF_A_PROCESS):
-                continue
-            # Modules nest as deep as they like; what they hold does not.
-            left = _DEPTH if isinstance(part, nn.Module) else depth - 1
-            self.tell(part, f"{path}.{attribute}", left)
+        for attribute, part in _parts(value, self._values_of_class):
+            if not attribute.endswith(_PER_PROCESS):
+                # Modules may nest without limit, other objects may not.
+                left = _MAX_DEPTH if isinstance(part, nn.Module) else depth - 1
+                self.add(part, f"{path}.{attribute}", left)
 
-    def _of_class(self, kind: type) -> dict[str, Any]:
-        if kind not in self._classes:
-            self._classes[kind] = _of_class(kind)
-        return self._classes[kind]
+    def _values_of_class(self, kind: type) -> dict[str, Any]:
+        if kind not in self._class_values:
+            self._class_values[kind] = _class_values(kind)
+        return self._class_values[kind]
 
 
 def _parts(
@@ -146,7 +133,7 @@ def _parts(
     if inspect.ismethod(value):
         return [("self", value.__self__), ("func", value.__func__)]
     if inspect.isfunction(value):
-        return _of_function(value)
+        return _function_parts(value)
     if isinstance(value, partial):
         return [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
     if dataclasses.is_dataclass(value):
@@ -156,10 +143,10 @@ def _parts(
     kind, own = type(value), getattr(value, "__dict__", {})
     if isinstance(value, nn.Module):
         own = {name: part for name, part in own.items() if name not in _OF_ANY_MODULE or part}
-    return sorted({**(of_class or _of_class)(kind), **_in_slots(value), **own}.items())
+    return sorted({**(of_class or _class_values)(kind), **_slot_values(value), **own}.items())
 
 
-def _of_class(kind: type) -> dict[str, Any]:
+def _class_values(kind: type) -> dict[str, Any]:
     return {
         name: value
         for each in reversed(kind.__mro__)
@@ -169,19 +156,19 @@ def _of_class(kind: type) -> dict[str, Any]:
     }
 
 
-def _in_slots(value: Any) -> dict[str, Any]:
+def _slot_values(value: Any) -> dict[str, Any]:
     slots = (vars(kind).get("__slots__", ()) for kind in type(value).__mro__)
     names = [name for each in slots for name in ((each,) if isinstance(each, str) else each)]
     return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
-def _of_function(value: Any) -> list[tuple[str, Any]]:
+def _function_parts(value: Any) -> list[tuple[str, Any]]:
     names = value.__code__.co_freevars
     cells = []
     for name, cell in zip(names, value.__closure__ or (), strict=True):
         try:
             cells.append((name, cell.cell_contents))
-        except ValueError:  # not filled yet
+        except ValueError:  # not assigned yet
             cells.append((name, None))
     used = {n: value.__globals__[n] for n in _names_of(value.__code__) if n in value.__globals__}
     return [
@@ -190,7 +177,7 @@ def _of_function(value: Any) -> list[tuple[str, Any]]:
         ("keyword defaults", value.__kwdefaults__),
         ("wrapped", getattr(value, "__wrapped__", None)),
         *cells,
-        *((n, v) for n, v in sorted(used.items()) if _is_plain(v) or _is_of_a_session(v)),
+        *((n, v) for n, v in sorted(used.items()) if _is_plain(v) or _is_interactive(v)),
     ]
 
 
@@ -199,8 +186,8 @@ def _names_of(code: CodeType) -> set[str]:
     return set(code.co_names).union(*map(_names_of, inner))
 
 
-def _is_of_a_session(value: Any) -> bool:
-    # What was typed in has no file whose digest would cover it.
+def _is_interactive(value: Any) -> bool:
+    # Code of an interactive session has no file whose digest would cover it.
     if isinstance(value, ModuleType):
         return True
     is_code = inspect.isfunction(value) or isinstance(value, (type, partial))

@@ -1,1 +1,1 @@
-"""Watching the compiler: what compiles, why, and that nothing does after warmup."""
+"""Watch the compiler: what compiles, why, and that nothing compiles after warmup."""

@@ -1,8 +1,7 @@
-"""Causes in one line: why torch compiled, could not compile, or rejects what it compiled.
+"""One-line causes: why torch compiled, failed to compile, or rejected a graph.
 
-Dynamo writes its reasons to its log only, but they are in the locals of one of its frames. Reading
-them there is the one thing here that depends on the inside of torch: where it fails, the reason is
-empty and all else works.
+Dynamo's reasons for a recompile are in the locals of one of its frames. If they are not found
+there, the reason is empty and all else works.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ __all__ = [
     "site_of_error",
     "site_of_stack",
     "user_line",
-    "users_line",
+    "user_line_in",
 ]
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -40,7 +39,7 @@ _ERROR_LINE = re.compile(r"\b(fatal )?error\b", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class CompileSite:
-    """What Dynamo is compiling, and which guard sent it there (empty for a first compile)."""
+    """What Dynamo is compiling, and the guard that failed (empty for a first compile)."""
 
     function: str
     file: str = ""
@@ -50,7 +49,7 @@ class CompileSite:
 
 
 def site_of_stack() -> CompileSite | None:
-    """What Dynamo is compiling in the calling thread, from inside one of its callbacks."""
+    """What Dynamo is compiling in this thread; call it inside one of its callbacks."""
     return _site(walk_stack(sys._getframe(1)))
 
 
@@ -80,13 +79,13 @@ def reason_of(error: BaseException) -> str:
 
 def user_line(error: BaseException) -> tuple[str, int]:
     """File and line of the user's code that a compile failed at, empty and 0 if unknown."""
-    return users_line(getattr(error, "real_stack", None) or ())
+    return user_line_in(getattr(error, "real_stack", None) or ())
 
 
-def users_line(stack: Sequence[FrameSummary]) -> tuple[str, int]:
+def user_line_in(stack: Sequence[FrameSummary]) -> tuple[str, int]:
     """File and line of the innermost frame that is neither torch's nor the wrapper of a capture.
 
-    Where torch's own code was all there is, its innermost frame; empty and 0 for no frame.
+    Falls back to torch's innermost frame, and to empty and 0 if there is no frame.
     """
     frames = [frame for frame in stack if frame.filename != with_own_code.__code__.co_filename]
     own = [frame for frame in frames if not frame.filename.startswith(_TORCH)]
@@ -107,7 +106,7 @@ def _site(frames: Iterable[tuple[FrameType, int]]) -> CompileSite | None:
 
 
 def _cause(reason: str) -> tuple[str, str]:
-    # Of several cached graphs, the first line is about the one that was compiled last.
+    # Of several cached graphs, the first line is about the newest.
     line = reason.strip().split("\n")[0]
     guard = _COMPILE_ID.sub("", line.split(" # ")[0]).strip()
     if not guard:

@@ -1,13 +1,8 @@
-"""A watch over what one thread, or all of them, compile, record and build.
+"""Watch what torch compiles, records and builds, in one thread or in the process.
 
-Torch, its log and Python's audit are hooked once, while anybody watches. The started watches are a
-tuple that is replaced as a whole, so that threads may come and go while another one compiles.
-Everything here may be interrupted at any line: :meth:`CompileWatch.stop`, called again, leaves
-nothing behind.
-
-`torch.utils.cpp_extension`, inductor and others also build outside of Dynamo's view, but they start
-a compiler, and Python audits that (event `subprocess.Popen`). A kernel that is only loaded from a
-cache, or is built by another process, does not count as a build.
+Kernels that are built outside of Dynamo (`torch.utils.cpp_extension`, inductor) are found by
+Python's audit event `subprocess.Popen` of the compiler. Kernels that are loaded from a cache, or
+built by another process, do not count.
 """
 
 from __future__ import annotations
@@ -29,20 +24,17 @@ __all__ = ["CompileWatch", "build_of"]
 _log = logging.getLogger(__name__)
 
 _TRIGGERS: dict[str, Kind] = {"LAZY_BACKWARD": "backward", "CUDAGRAPH_RECORDING": "recording"}
-_ASK = "graphs.watch.compiles.is_audited"
 _COMPILER = re.compile(
     r"(?:^|-)(?:g\+\+|gcc|c\+\+|cc|clang|clang\+\+|icpx?|nvcc|hipcc|ptxas|cl)(?:-[\d.]+)?(?:\.exe)?$"
 )
 _NINJA = re.compile(r"^ninja(?:-build)?(?:\.exe)?$")
 
+# Replaced as a whole, so that threads may start and stop watches while another one compiles.
 _watching: tuple[CompileWatch, ...] = ()
 _blinded: tuple[CompileWatch, ...] = ()
-# Reentrant, for a signal handler that stops a watch while this thread begins one.
+_is_audited = False
+# Reentrant, for a signal handler that stops a watch while this thread starts one.
 _changing = threading.RLock()
-
-
-class _StartedAlready(RuntimeError):
-    """By somebody else, who goes on watching."""
 
 
 class CompileWatch:
@@ -51,18 +43,18 @@ class CompileWatch:
     Args:
         on_event: called with each event before torch compiles; what it raises reaches the caller of
             the function.
-        all_threads: whether all of the process is watched, or only the thread that starts the
-            watch. Work that a compile hands to threads and processes of torch is part of it.
+        all_threads: whether to watch the whole process, or only the thread that starts the watch.
+            Work that a compile hands to other threads and processes of torch is part of it.
 
     Attributes:
-        graphs: how many graphs Dynamo made; fewer than compiles, where a function had no operator.
-        graph_breaks: how many graph breaks the compiles met.
-        replays: how many recorded graphs (CUDA's, Gaudi's, native ones of the CPU) ran again.
+        graphs: number of graphs that Dynamo made; a function without an operator has none.
+        graph_breaks: number of graph breaks in the compiles.
+        replays: number of replays of recorded graphs (CUDA's, Gaudi's, native replays on the CPU).
 
-    Torch compiles in one thread at a time. A compile inside another compile is not seen apart, nor
-    is one that begins while another thread compiles a backward or records a CUDA graph of torch's.
-    `torch._dynamo.reset()` removes the callbacks: then `lost` is true, and its end is
-    logged as a warning. After an interruption at any moment :meth:`stop` leaves nothing behind.
+    Torch compiles in one thread at a time. Not seen are a compile inside another one, and a compile
+    that begins while another thread compiles a backward or records a CUDA graph of torch's.
+    `torch._dynamo.reset()` removes the callbacks: then `lost` is true, and :meth:`stop` logs a
+    warning.
     """
 
     def __init__(
@@ -83,43 +75,46 @@ class CompileWatch:
 
     @property
     def events(self) -> tuple[CompileEvent, ...]:
-        """Everything seen so far, also after the end."""
+        """All events so far, also after the end."""
         return tuple(self._events)
 
     @property
     def compiles(self) -> int:
-        """How many compiles began."""
+        """Number of compiles that began."""
         return self.count("compile", "recompile", "backward")
 
     @property
     def lost(self) -> bool:
-        """Whether `torch._dynamo.reset()` has blinded a started watch."""
-        return self in _blinded or (self in _watching and not _is_hooked())
+        """Whether `torch._dynamo.reset()` removed the callbacks of a started watch."""
+        return self in _blinded or (self in _watching and not _hooks.are_added)
 
     def count(self, *kinds: Kind) -> int:
-        """How many events of these kinds were seen."""
+        """Number of events of these kinds."""
         return sum(event.kind in kinds for event in self._events)
 
     def start(self) -> None:
-        """Begin to see compiles. After an interruption call :meth:`stop`.
+        """Begin to collect compiles.
 
         Raises:
             RuntimeError: it is started already.
         """
-        global _watching, _blinded
+        global _watching, _blinded, _is_audited
         with _changing:
             if self in _watching:
-                raise _StartedAlready(
+                raise RuntimeError(
                     f"this {type(self).__name__} is armed already; nest a second one instead"
                 )
             self._thread = threading.get_ident()
-            if not _is_hooked():  # torch._dynamo.reset() took the hooks away from those before
+            if not _hooks.are_added:  # torch._dynamo.reset() removed those of the others
                 _blinded = _watching
-            _hook()
+            _hooks.add()
+            if not _is_audited:  # an audit hook cannot be removed
+                sys.addaudithook(_audit)
+                _is_audited = True
             _watching = (*_watching, self)
 
     def stop(self) -> None:
-        """Stop seeing compiles, leaving nothing behind in torch. May be called twice."""
+        """Stop collecting, and remove the callbacks from torch. May be called twice."""
         global _watching, _blinded
         with _changing:
             if self.lost:
@@ -131,28 +126,18 @@ class CompileWatch:
         self._is_compiling = False
 
     def note(self, event: CompileEvent) -> None:
-        """Take an event, if it is of a thread that is watched."""
+        """Add an event if it is of a thread that is watched."""
         if self._watches(event.thread):
             self._events.append(event)
             if self._on_event is not None:
                 self._on_event(event)
 
     def __enter__(self) -> Self:
-        try:
-            self.start()
-            return self  # inside, for an interrupt here
-        except _StartedAlready:
-            raise
-        except BaseException:
-            self.stop()
-            raise
+        self.start()
+        return self
 
     def __exit__(self, *exc_info: object) -> None:
-        try:
-            self.stop()
-        except BaseException:
-            self.stop()
-            raise
+        self.stop()
 
     def _watches(self, thread: int) -> bool:
         return self._all_threads or thread == self._thread
@@ -174,61 +159,41 @@ class CompileWatch:
             self.graph_breaks += max(0, breaks - self._before[1])
 
     def _built(self, what: str) -> None:
-        if not self._is_compiling:  # or else it is part of the compile that was noted
+        if not self._is_compiling:  # else it is part of a compile that was counted
             self.note(event_at("build", CompileSite(what)))
 
 
 def note_replay() -> None:
-    """Tell every started watch of this thread that a recorded graph runs again."""
+    """Count a replay of a recorded graph in every started watch of this thread."""
     thread = threading.get_ident()
     for watch in _watching:
         watch.replays += watch._watches(thread)
 
 
 def watching() -> tuple[CompileWatch, ...]:
-    """All that are started, in any thread."""
+    """All started watches of the process."""
     return _watching
 
 
-def _is_hooked() -> bool:
-    return _hooks.are_added
-
-
-def _hook() -> None:
-    _hooks.add()
-    if not _is_audited():
-        sys.addaudithook(_audit)
-
-
-def _tell_started(trigger: str) -> None:
+def _on_start(trigger: str) -> None:
     for watch in _watching:
         watch._started(trigger)
 
 
-def _tell_ended() -> None:
+def _on_end() -> None:
     for watch in _watching:
         watch._ended()
 
 
-def _tell_refused() -> None:
+def _on_refusal() -> None:
     for watch in _watching:
         watch.note(event_at("refused recompile", site_of_stack()))
 
 
-_hooks = CompileHooks(_tell_started, _tell_ended, _tell_refused)
-
-
-def _is_audited() -> bool:
-    # Asked, not remembered: an interrupt between hooking and remembering would hook twice.
-    answers: list[bool] = []
-    sys.audit(_ASK, answers)
-    return bool(answers)
+_hooks = CompileHooks(_on_start, _on_end, _on_refusal)
 
 
 def _audit(event: str, args: tuple[Any, ...]) -> None:
-    # It can never be taken out again, so it does nothing while nobody watches.
-    if event == _ASK:
-        args[0].append(True)
     if event != "subprocess.Popen" or not _watching:
         return
     command = args[1]
@@ -238,10 +203,7 @@ def _audit(event: str, args: tuple[Any, ...]) -> None:
 
 
 def build_of(command: Sequence[object]) -> str:
-    """The source file that a command builds, or `ninja`; empty if it builds nothing.
-
-    Asking a compiler for its version is none.
-    """
+    """The source file that a command compiles, or `ninja`; empty if it compiles nothing."""
     words = [str(word) for word in command]
     program = re.split(r"[/\\]", words[0])[-1] if words else ""
     if _NINJA.search(program):

@@ -1,4 +1,4 @@
-"""Events of a watch: one compile, or what stands for one, with its cause and the remedy."""
+"""Events of a watch: a compile, build, recording or capture, with its cause and remedy."""
 
 from __future__ import annotations
 
@@ -34,15 +34,14 @@ _REMEDIES: dict[Kind, str] = {
 
 @dataclass(frozen=True)
 class CompileEvent:
-    """One compile, or what stands for one.
+    """A compile, build, recording or capture.
 
     Attributes:
-        kind: `compile` of a new function; `recompile` after a guard failed; `refused recompile`,
-            where a function had used up its recompiles, so that torch runs it eagerly or raises;
-            `backward`, of a gradient, which torch compiles when it is first needed; `recording`, of
-            a CUDA graph; `build`, of a kernel by a C++ or CUDA compiler outside of any compile;
-            `capture`, a late :func:`graphs.capture`.
-        function: its name, or the name of the captured graph, or what is built.
+        kind: `compile` of a new function; `recompile` after a guard failed; `refused recompile` of
+            a function at its recompile limit, which runs eagerly or raises; `backward` that is
+            compiled when it is first needed; `recording` of a CUDA graph; `build` of a kernel by a
+            C++ or CUDA compiler outside of any compile; `capture`, a late :func:`graphs.capture`.
+        function: its name, or the name of the captured graph or of the file that is built.
         file, line: where the function is, empty and 0 if unknown.
         reason: the guard or tensor that caused it, empty for a first compile.
         thread: identifier of the compiling thread.
@@ -64,9 +63,9 @@ class CompileEvent:
 
 
 def event_at(kind: Kind, site: CompileSite | None) -> CompileEvent:
-    """An event of the calling thread at a site, or where that is not known."""
+    """An event of the calling thread; `site` is None if unknown."""
     site = site or CompileSite("a function")
-    # A captured graph runs behind a wrapper of ours, whose name says more than its place.
+    # The wrapper of a captured graph has the name of the graph, but its place says nothing.
     place = ("", 0) if site.file == with_own_code.__code__.co_filename else (site.file, site.line)
     remedy = site.remedy or _REMEDIES[kind]
     return CompileEvent(kind, site.function, *place, site.reason, threading.get_ident(), remedy)

@@ -1,6 +1,6 @@
-"""An explanation of what torch.compile makes of a callable: graphs, breaks, and guards.
+"""Explain what torch.compile makes of a callable: graphs, breaks and guards.
 
-Unlike Dynamo's own `explain`, this does not reset Dynamo: graphs captured before stay compiled.
+Unlike Dynamo's own `explain`, this does not reset Dynamo: captured graphs stay compiled.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torch.fx import GraphModule
 from graphs.capture.inputs import Input, parameter_names
 from graphs.capture.wrappers import name_of, with_own_code
 from graphs.torch_internals.tracing import break_reasons, trace, why_no_full_graph
-from graphs.watch.causes import reason_of, user_line, users_line
+from graphs.watch.causes import reason_of, user_line, user_line_in
 from graphs.watch.guards import readable
 
 __all__ = ["BreakReport", "explain"]
 
-# Marks that torch itself puts on tensors, and the identity of imported modules and builtins.
+# Guards on torch's own marks on tensors, and on the identity of imported modules and builtins.
 _NOISE = ("_dynamo_", "type=<class 'module'>", "type=<module ", "__builtins_dict__")
 _OPERATION = re.compile(r" = call_\w+\[target=(?:[^\]]*\.)?([^\].]+)\]")
-# Operations that unpack and set up what the others work on; versions of torch differ in them.
+# Operations that unpack values and set modes; versions of torch differ in them.
 _PLUMBING = frozenset({"getattr", "getitem", "_set_grad_enabled"})
 _WRAPPED_INPUT = re.compile(r"L\['inputs'\]\[(\d+)\]")
 
@@ -66,7 +66,7 @@ class BreakReport:
     guards: tuple[str, ...]
 
     def text(self, *, graphs: bool = True, guards: bool = True) -> str:
-        """The report to read, with or without its graphs and its guards."""
+        """The report as text, with or without its graphs and guards."""
         counts = (
             f"{len(self.graphs)} graph(s), {len(self.breaks)} break(s), {len(self.guards)} guard(s)"
         )
@@ -79,10 +79,10 @@ class BreakReport:
         return "\n".join(lines)
 
     def normalized(self) -> str:
-        """The report for a snapshot: the code at each break, and each graph's operations in order.
+        """The report for a snapshot: the code at each break, and the operations of each graph.
 
-        Without what differs between versions of torch, machines and checkouts: reasons in torch's
-        words, guards, names of nodes, paths and line numbers.
+        Leaves out what differs between versions of torch, machines and checkouts: torch's reasons,
+        guards, names of nodes, paths and line numbers.
         """
         lines = [f"{self.name}: {len(self.graphs)} graph(s), {len(self.breaks)} break(s)"]
         lines += [f"break {i}: {found.code or '?'}" for i, found in enumerate(self.breaks)]
@@ -99,9 +99,8 @@ class BreakReport:
 def explain(callable: Callable[..., Any], *inputs: Input) -> BreakReport:
     """Trace a callable on `inputs` with static shapes, and report graphs, breaks and guards.
 
-    The callable really runs once on `inputs`, its graphs uncompiled, under the current grad mode;
-    it runs once more if torch makes no graph of it, to find out why. What other code has compiled
-    stays as it is.
+    The callable runs once on `inputs`, its graphs uncompiled, under the current grad mode, and once
+    more if torch makes no graph of it. Compiled code of others stays compiled.
 
     Raises:
         Exception: whatever the callable raises on these inputs.
@@ -147,12 +146,12 @@ def _in_terms_of_user(guard: str, name: str, names: Mapping[int, str]) -> str:
 
 def _as_break(reason: Any) -> Break:
     text = str(reason.reason).strip().split("\n")[0]
-    return Break(text, *users_line(reason.user_stack))
+    return Break(text, *user_line_in(reason.user_stack))
 
 
 def _why_no_graph(
     function: Callable[..., Any], name: str, inputs: tuple[Input, ...]
 ) -> list[Break]:
-    # Where Dynamo gives up a whole function, only a full graph makes it say why.
+    # Where Dynamo skips a whole function, only fullgraph=True gives the reason.
     error = why_no_full_graph(with_own_code(function, name), inputs)
     return [] if error is None else [Break(reason_of(error), *user_line(error))]

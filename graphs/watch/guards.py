@@ -1,8 +1,7 @@
-"""Meanings of Dynamo's guards: what a failed one tells the user, and the remedy, in one line.
+"""Translates Dynamo's guards into words: which condition failed, and the remedy, in one line.
 
-Dynamo tells which condition no longer holds, in its own terms: `GLOBAL_STATE changed: num_threads`,
-`G['FACTOR'] == 2`, a pair of dispatch key sets. This is the table from those terms to words. A text
-that it does not know stays as it is.
+Dynamo names a failed condition in its own terms: `GLOBAL_STATE changed: num_threads`,
+`G['FACTOR'] == 2`, a pair of dispatch key sets. An unknown one is returned as it is.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _INFERENCE = frozenset({"ADInplaceOrView", "AutogradCPU", "AutogradCUDA", "Autog
 
 
 def meaning_of(guard: str) -> Meaning:
-    """Say in words which guard failed, and what to do; the remedy of an unknown one is general."""
+    """Describe a failed guard and what to do about it."""
     for pattern, meaning in _TABLE:
         if match := pattern.search(guard):
             return meaning(match)
@@ -53,7 +52,7 @@ def meaning_of(guard: str) -> Meaning:
 
 
 def readable(guard: str) -> str:
-    """A guard that holds, with types and owners in words: `self.act is a ReLU`."""
+    """A guard that holds, in words: `self.act is a ReLU`."""
     guard = re.sub(r"L\['(\w+)'\]", r"\1", guard)
     if match := _TYPE.search(guard):
         owner, kind = match.groups()
@@ -125,7 +124,7 @@ def _value(match: re.Match[str]) -> Meaning:
 
 
 def _plain(expression: str) -> str:
-    # From how Dynamo reaches a value to how its owner writes it.
+    # Rewrites the path by which Dynamo reaches a value as its owner would write it.
     text = re.sub(r"\._(?:modules|parameters|buffers)\['(\w+)'\]", r".\1", expression.strip())
     text = re.sub(r"G\['__import_(\w+?)'\]", lambda m: f"global {m[1].replace('_dot_', '.')}", text)
     text = re.sub(r"G\['(\w+)'\]", r"global \1", text)

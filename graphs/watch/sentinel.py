@@ -1,4 +1,4 @@
-"""The sentinel: what compiles after warmup is an error with its cause, or a counted warning."""
+"""The sentinel: a compile after warmup is an error that names its cause, or a counted warning."""
 
 from __future__ import annotations
 
@@ -19,34 +19,30 @@ _log = logging.getLogger(__name__)
 class no_compile(CompileWatch):
     """Context manager under which every compile of torch is an error that names its cause.
 
-    Caught are the first compile of a function, a recompile (new shape, dtype, stride, device, grad
-    or inference mode, thread count, default dtype, changed global or attribute), graph breaks (each
-    of which compiles), a backward that is compiled late, a CUDA graph that is recorded late, a
-    function that runs eagerly because its recompile limit is reached, a kernel for which this
-    process starts a C++ or CUDA compiler, and a late :func:`graphs.capture`. Watched is the thread
-    that arms it: others may warm up and compile meanwhile. Kernels that are built inside a library
-    (Triton's), or by another process, are not seen, nor is a backward that autograd runs in a
-    thread of its own (as it does on an accelerator), unless `all_threads`.
-
         manager.warmup()
         with no_compile():
             serve()
 
+    Counted are first compiles and recompiles (also those of graph breaks), backwards that are
+    compiled late, CUDA graphs that are recorded late, functions that run eagerly because their
+    recompile limit is reached, kernels for which this process starts a C++ or CUDA compiler, and
+    late calls of :func:`graphs.capture`. Not seen are kernels that a library builds itself
+    (Triton's), kernels built by another process, and, unless `all_threads`, a backward in a thread
+    of autograd, as on an accelerator.
+
     Args:
         strict: True raises :class:`GraphBudgetExceeded` before anything is compiled; False lets it
             compile, counts it, and logs each cause once as a warning.
-        all_threads: whether what other threads compile, build and capture counts too.
+        all_threads: whether to watch all threads, or only the one that arms it.
 
     Attributes:
-        events: everything seen so far, also after the end.
-        compiles, graph_breaks, late_captures, late_builds, limit_hits: how many of each. Graph
-            breaks are found while compiling, so in strict mode the compile is the error, and its
-            breaks stay uncounted.
-        replays: how many recorded graphs (CUDA's, Gaudi's, native ones of the CPU) ran again.
+        events: all events so far, also after the end.
+        compiles, graph_breaks, late_captures, late_builds, limit_hits: how many of each. In strict
+            mode the compile is the error, and its graph breaks are not counted.
+        replays: number of replays of recorded graphs (CUDA's, Gaudi's, native ones on the CPU).
 
-    May be nested: each counts what it sees until a strict one raises. `torch._dynamo.reset()`
-    blinds an armed one, which then says so at the end. After an exception or Ctrl-C at any line of
-    arming or disarming, :meth:`disarm` leaves nothing behind.
+    Sentinels may be nested: each counts what it sees until a strict one raises. After
+    `torch._dynamo.reset()` an armed one sees nothing, and logs that at the end.
     """
 
     def __init__(self, strict: bool = True, *, all_threads: bool = False) -> None:
@@ -56,26 +52,26 @@ class no_compile(CompileWatch):
 
     @property
     def late_captures(self) -> int:
-        """How many times :func:`graphs.capture` was called."""
+        """Number of calls of :func:`graphs.capture`."""
         return self.count("capture")
 
     @property
     def late_builds(self) -> int:
-        """How many kernels were built and CUDA graphs recorded, outside of a compile."""
+        """Number of kernels built and CUDA graphs recorded outside of a compile."""
         return self.count("build", "recording")
 
     @property
     def limit_hits(self) -> int:
-        """How many times torch refused to compile a function yet again."""
+        """How often torch refused to recompile a function."""
         return self.count("refused recompile")
 
     def arm(self) -> Self:
-        """As :meth:`start`; returns itself."""
+        """Start watching; returns itself."""
         self.start()
         return self
 
     def disarm(self) -> None:
-        """As :meth:`stop`: leaves nothing behind, also if it is armed in part or not at all."""
+        """Stop watching; does nothing if it is not armed."""
         self.stop()
 
     def _judge(self, event: CompileEvent) -> None:
@@ -88,10 +84,10 @@ class no_compile(CompileWatch):
 
 
 def note_capture(name: str) -> None:
-    """Tell every armed sentinel that a graph is about to be captured.
+    """Report a late capture to every armed sentinel.
 
     Raises:
-        GraphBudgetExceeded: a strict one is armed.
+        GraphBudgetExceeded: a strict sentinel is armed.
     """
     for watch in watching():
         if isinstance(watch, no_compile):
@@ -99,8 +95,7 @@ def note_capture(name: str) -> None:
 
 
 def _passing_through_dynamo(event: CompileEvent) -> GraphBudgetExceeded:
-    # Dynamo wraps what its callbacks raise in an internal error, except for its own kinds of
-    # exception.
+    # Dynamo wraps what its callbacks raise in an internal error, except its own exceptions.
     if event.kind in ("build", "capture"):
         return GraphBudgetExceeded(event)
     return interrupts_dynamo(GraphBudgetExceeded)(event)  # type: ignore[return-value]

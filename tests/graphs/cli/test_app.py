@@ -149,7 +149,7 @@ def test_bad_input_is_one_line_and_exit_code_2(model, arguments, message, capsys
     assert re.search(message, error), error
 
 
-def test_a_library_that_the_report_lacks_is_told_before_anything_is_captured(
+def test_a_library_that_the_report_lacks_is_named_before_anything_is_captured(
     model, capsys, monkeypatch
 ):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
@@ -206,7 +206,7 @@ def test_a_users_module_cannot_end_the_command_with_its_own_exit(model, argument
     assert error.startswith("graphs: error: ") and re.search(message, error), error
 
 
-def test_a_users_module_that_exits_while_it_is_imported_is_told_with_its_line(model, capsys):
+def test_a_users_module_that_exits_while_it_is_imported_is_reported_with_its_line(model, capsys):
     Path(model).write_text("import sys\n\nsys.exit(0)\n")
     for command in (["explain"], ["warmup", "--buckets", "rows.txt", "--backend", "eager"]):
         assert run_command([*command, f"{model}:full"]) == 2
@@ -223,19 +223,19 @@ def test_bucket_inputs_that_exit_fail_their_bucket_alone(model, capsys):
     assert "0 of 2 captured; first cause" in captured.err
 
 
-def test_warmup_captures_every_bucket_and_writes_what_came_of_it(model, tmp_path, capsys):
+def test_warmup_captures_every_bucket_and_writes_the_results(model, tmp_path, capsys):
     options = ["--backend", "aot_eager", "--json", "out.json", "--report", "page"]
     assert run_command(["warmup", f"{model}:full", "--buckets", "rows.txt", *options]) == 0
     captured = capsys.readouterr()
     assert "warmup 2/2 rows=2: " in captured.err
     assert captured.out.startswith("2 of 2 buckets captured")
-    outcome = json.loads((tmp_path / "out.json").read_text())
-    assert [row["status"] for row in outcome["buckets"]] == ["captured"] * 2
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert [row["status"] for row in result["buckets"]] == ["captured"] * 2
     page = (tmp_path / "page" / "report.html").read_text()
     assert f"Warmup of {model}:full" in page and "rows=4" in page
 
 
-def test_the_report_of_a_warmup_says_what_was_given_and_on_what_it_ran(model, tmp_path):
+def test_the_report_of_a_warmup_has_the_options_and_the_machine(model, tmp_path):
     options = ["--buckets", "rows.txt", "--backend", "eager", "--report", "page"]
     assert run_command(["warmup", f"{model}:full", *options]) == 0
     report = json.loads((tmp_path / "page" / "report.json").read_text())
@@ -253,7 +253,7 @@ def test_a_bucket_that_cannot_be_captured_ends_the_warmup_command_with_1(model, 
     assert "1 of 2 buckets captured" in out and "rows=2: failed: ValueError: no twos" in out
 
 
-def test_an_interrupted_warmup_tells_what_it_has_and_ends_with_130(model, capsys):
+def test_an_interrupted_warmup_prints_its_results_and_ends_with_130(model, capsys):
     Path(model).write_text(
         MODEL
         + "\ndef stops(x):\n    if len(x) == 2:\n        raise KeyboardInterrupt\n    return x\n"
@@ -261,7 +261,7 @@ def test_an_interrupted_warmup_tells_what_it_has_and_ends_with_130(model, capsys
     options = ["--buckets", "rows.txt", "--backend", "eager"]
     assert run_command(["warmup", f"{model}:stops", *options]) == 130
     captured = capsys.readouterr()
-    assert "interrupted; this is the outcome so far" in captured.err
+    assert "interrupted; the results so far:" in captured.err
     assert captured.out.startswith("1 of 1 buckets captured")
 
 
@@ -275,7 +275,7 @@ def test_plan_writes_a_bucket_file_that_holds_every_need(model, tmp_path, capsys
     assert all(space.pick(**need) for need in needs)
 
 
-def test_plan_goes_by_what_a_warmup_has_measured(model, tmp_path, capsys):
+def test_plan_uses_the_measurements_of_a_warmup(model, tmp_path, capsys):
     def measured(rows, run_seconds):
         bucket = {"rows": rows, "length": 64}
         return {"bucket": bucket, "status": "captured", "seconds": 2.0, "run_seconds": run_seconds}
@@ -305,7 +305,7 @@ def test_a_warmup_without_a_timed_bucket_measures_nothing(model, tmp_path, capsy
         ("[1, 2]", ":1: expected the names of the axes"),
     ],
 )
-def test_bad_needs_are_told_with_their_line(model, text, message, tmp_path, capsys):
+def test_bad_needs_are_reported_with_their_line(model, text, message, tmp_path, capsys):
     (tmp_path / "needs.jsonl").write_text(text)
     assert run_command(["plan", "needs.jsonl"]) == 2
     assert message in capsys.readouterr().err
@@ -324,7 +324,7 @@ def test_bad_needs_are_told_with_their_line(model, text, message, tmp_path, caps
         '"captured"}]}',
     ],
 )
-def test_a_measurement_that_no_clock_can_have_made_is_refused(model, content, tmp_path, capsys):
+def test_a_measurement_that_is_malformed_is_refused(model, content, tmp_path, capsys):
     (tmp_path / "needs.jsonl").write_text('{"rows": 3}\n')
     (tmp_path / "measured.json").write_text(content)
     assert run_command(["plan", "needs.jsonl", "--measured", "measured.json"]) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import time
@@ -43,18 +44,19 @@ def test_ls_names_model_graph_backend_age_size_and_last_use(store, call, capsys,
     about = {"model": "PagedCausalLM of LlamaForCausalLM, 5M parameters", "name": "step[rows=8]"}
     store.put({"backend": "inductor", "i": 1}, tmp_path / "graph.bin", about=about)
     (old,) = (entry for entry in store.entries() if entry.factors.get("threads"))
-    (old.folder / "about.json").unlink()  # as an older version stored it
+    manifest = json.loads((old.folder / "manifest.json").read_text())
+    (old.folder / "manifest.json").write_text(json.dumps(manifest | {"about": None}))
     os.utime(old.folder / "manifest.json", (time.time() - 5 * 86400,) * 2)
     call("ls", "--store", store.path)
     head, *lines = capsys.readouterr().out.splitlines()
     assert head.split("  ")[0] == "entry" and len(lines) == 4
     columns = [re.split(r"  +", line) for line in (head, *lines[:3])]
     assert columns[0] == ["entry", "size", "age", "last used", "model", "backend, graph and bucket"]
-    told = {line[5]: line[1:5] for line in columns[1:]}
-    size, age, used, model = told["inductor step[rows=8]"]
+    shown = {line[5]: line[1:5] for line in columns[1:]}
+    size, age, used, model = shown["inductor step[rows=8]"]
     assert (size, model) == ("0.0 MiB", about["model"])
     assert age.endswith(" s") and used.endswith(" s")
-    assert told["aoti -"] == ["0.0 MiB", "-", "5 d", "-"]
+    assert shown["aoti -"] == ["0.0 MiB", "-", "5 d", "-"]
 
 
 def test_ls_finds_the_store_by_itself(store, capsys):
@@ -63,19 +65,19 @@ def test_ls_finds_the_store_by_itself(store, capsys):
     assert str(store.path) in capsys.readouterr().out
 
 
-def test_ls_heals_a_store_that_lost_its_mark(store, call, capsys):
+def test_ls_heals_a_store_without_a_marker(store, call, capsys):
     (store.path / "store.json").unlink()
     assert not call("ls", "--store", store.path)
     assert "inductor step[rows=4]" in capsys.readouterr().out
 
 
-def test_verify_throws_away_what_is_damaged_and_says_so(store, call, capsys):
+def test_verify_discards_what_is_damaged_and_says_so(store, call, capsys):
     assert not call("verify", "--store", store.path)
-    assert "2 are as they were stored, 0 damaged" in capsys.readouterr().out
+    assert "2 intact, 0 damaged" in capsys.readouterr().out
     (store.entries()[0].files / "graph.bin").write_bytes(b"y" * 1000)
     assert call("verify", "--store", store.path) == 1
     out = capsys.readouterr().out
-    assert "SHA-256 of its manifest; thrown away" in out and "1 are as they were" in out
+    assert "SHA-256 of its manifest; discarded" in out and "1 intact, 1 damaged" in out
 
 
 def test_prune_and_clear_remove(store, call, capsys):

@@ -63,7 +63,7 @@ def test_inputs_come_from_a_function_with_or_without_a_bucket():
         inputs_of(target, "sized", None)
 
 
-def test_a_function_that_is_missing_or_fails_or_returns_something_else_is_told():
+def test_a_function_that_is_missing_or_fails_or_returns_something_else_is_an_error():
     target = target_with(bad=lambda bucket: 1 / 0, odd=lambda bucket: {"x": 1})
     with pytest.raises(UserError, match="mine has no function example_inputs"):
         make_inputs_of(target, "example_inputs")

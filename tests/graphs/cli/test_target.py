@@ -89,7 +89,7 @@ def test_a_file_whose_name_is_taken_is_imported_under_another(folder):
         ("{}/my_model.py:Needy", r"Needy\(\) failed: TypeError: .*size"),
     ],
 )
-def test_what_cannot_be_found_is_told_in_one_line(folder, text, message):
+def test_what_cannot_be_found_is_an_error_of_one_line(folder, text, message):
     with pytest.raises(UserError, match=message) as caught:
         load_target(text.format(folder))
     assert "\n" not in str(caught.value)

@@ -16,7 +16,6 @@ BUCKETS = [
         "steps": steps,
         "waste": 0.3 if steps else None,
         "warmup_seconds": 0.5 + tokens / 100,
-        "cold_seconds": 5.0 + tokens / 50,
         "step_ms": {"p50": tokens / 9, "p99": tokens / 5, "max": tokens * 1.1},
         "error": "boom",
     }

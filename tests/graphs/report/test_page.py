@@ -7,8 +7,11 @@ import sys
 from html.parser import HTMLParser
 
 import pytest
+import torch
 
-from graphs.report import write_report
+from graphs import WarmupManager, explicit
+from graphs.report import describe, write_report
+from graphs.report.tables import number
 
 pytest.importorskip("matplotlib", reason="needs the extra report")
 
@@ -116,3 +119,43 @@ def test_without_the_extra_it_is_named_and_nothing_is_written(missing, tmp_path,
     with pytest.raises(ImportError, match=rf"{missing}: pip install .*\[report\]"):
         write_report(tmp_path / "new", REPORT)
     assert not (tmp_path / "new").exists()
+
+
+def picky(x):
+    if x.shape[0] == 3:
+        raise ZeroDivisionError("three")
+    return x + 1
+
+
+def test_a_manager_is_described_with_hits_and_failures(tmp_path):
+    space = explicit(["rows"], [2, 3, 4])
+    manager = WarmupManager(picky, space, lambda b: (torch.zeros(b.rows),), backend="eager")
+    assert describe(manager)["buckets"] == []
+    manager.warmup()
+    manager.bucket(rows=1)
+    found = describe(manager)
+    assert (found["graphs"], found["failed"]) == (2, 1)
+    rows = {row["bucket"]: row for row in found["buckets"]}
+    assert [rows[f"rows={n}"]["hits"] for n in (2, 3, 4)] == [1, 0, 0]
+    assert "three" in rows["rows=3"]["error"]
+    page = write_report(tmp_path, found).read_text()
+    assert "rows=3: failed, " in page and "rows=4: never hit" in page
+    assert json.loads((tmp_path / "report.json").read_text()) == found
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (1234567, "1,234,567"),
+        (12.0, "12"),
+        (1411.26, "1,411"),
+        (12.345, "12.3"),
+        (1.5, "1.5"),
+        (0.0421, "0.0421"),
+        (0.0, "0"),
+        (-3.14159, "-3.14"),
+        (None, "–"),
+    ],
+)
+def test_a_number_has_few_digits(value, text):
+    assert number(value) == text

@@ -53,8 +53,8 @@ def test_the_processor_and_its_vector_units_are_those_that_the_system_lists(
 def test_where_the_system_lists_numbers_lscpu_names_the_processor(cpuinfo, monkeypatch):
     cpuinfo.write_text("processor : 0\nCPU part : 0xd40\n")
     monkeypatch.setattr("shutil.which", lambda name: name)
-    told = subprocess.CompletedProcess([], 0, "Vendor ID: ARM\nModel name:    Neoverse-V1\n", "")
-    monkeypatch.setattr("subprocess.run", lambda *args, **kwargs: told)
+    output = subprocess.CompletedProcess([], 0, "Vendor ID: ARM\nModel name:    Neoverse-V1\n", "")
+    monkeypatch.setattr("subprocess.run", lambda *args, **kwargs: output)
     found = machine()
     assert (found["cpu"], found["avx512"], found["amx"]) == ("Neoverse-V1", None, None)
 

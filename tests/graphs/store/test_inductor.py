@@ -113,30 +113,30 @@ def test_a_module_of_other_values_is_not_served_from_the_store(warm):
     torch.testing.assert_close(graph.run(*INPUTS)["y"], net.linear(INPUTS[0]) ** 2 * 0.25)
 
 
-def test_a_damaged_graph_is_compiled_again(tmp_path, caplog):
-    backend = StoredInductor(ArtifactStore(tmp_path / "store"))
+def test_a_damaged_graph_is_compiled_again(store, caplog):
+    backend = StoredInductor(store)
     capture(torch.relu, [INPUTS[0]], backend=backend)
     path = backend.store.entries()[0].files / "graph.bin"
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 4
     path.write_bytes(data)
     graph = capture(torch.relu, [INPUTS[0]], backend=backend)
-    assert "thrown away" in caplog.text
+    assert "discarded" in caplog.text
     assert (backend.stored, backend.loaded) == (2, 0)
     assert torch.equal(graph.run(INPUTS[0]), torch.relu(INPUTS[0]))
 
 
-def test_what_reads_a_tensor_of_nobodys_works_but_is_not_stored(tmp_path, caplog):
+def test_what_reads_a_tensor_that_is_no_input_works_but_is_not_stored(store, caplog):
     hidden = torch.randn(4)
-    backend = StoredInductor(ArtifactStore(tmp_path / "store"))
+    backend = StoredInductor(store)
     graph = capture(lambda x: x + hidden, [INPUTS[0]], backend=backend)
     assert "not stored: ValueError" in caplog.text and backend.stored == 0
     torch.testing.assert_close(graph.run(INPUTS[0]), INPUTS[0] + hidden)
 
 
-def test_inputs_that_are_one_tensor_are_not_stored(tmp_path, caplog):
+def test_inputs_that_are_one_tensor_are_not_stored(store, caplog):
     """Dynamo makes one input of them, and guards that; a loaded graph has no guards."""
-    backend, x = StoredInductor(ArtifactStore(tmp_path / "store")), torch.ones(2, 4)
+    backend, x = StoredInductor(store), torch.ones(2, 4)
     graph = capture(torch.sub, [x, x], backend=backend)
     assert "not stored: inputs " in caplog.text and backend.stored == 0
     assert torch.equal(graph.run(x, x), torch.zeros(2, 4))
@@ -144,11 +144,10 @@ def test_inputs_that_are_one_tensor_are_not_stored(tmp_path, caplog):
         graph.run(x, x + 1)
 
 
-def test_a_loaded_graph_refuses_one_tensor_in_two_places(tmp_path):
+def test_a_loaded_graph_refuses_one_tensor_in_two_places(store):
     def add_twice(a, b):
         return a.add_(1) + b
 
-    store = ArtifactStore(tmp_path / "store")
     for loaded in (False, True):
         graph = capture(add_twice, [torch.ones(4), torch.ones(4)], backend=StoredInductor(store))
         assert graph.is_loaded is loaded
@@ -163,23 +162,23 @@ def test_a_loaded_graph_refuses_one_tensor_in_two_places(tmp_path):
     [
         ({"mode": "default"}, False, "give options instead"),
         ({}, True, "capture under torch.no_grad()"),
-        ({"options": {"post_grad_custom_post_pass": object()}}, False, "without a uuid()"),
+        ({"options": {"post_grad_custom_post_pass": object()}}, False, "without uuid()"),
     ],
 )
-def test_what_cannot_be_stored_says_why(tmp_path, monkeypatch, caplog, settings, grad, reason):
+def test_what_cannot_be_stored_says_why(store, monkeypatch, caplog, settings, grad, reason):
     def plain(self, job):
         return Frozen(job.function)
 
     monkeypatch.setattr(InductorBackend, "alone", plain)
-    backend = StoredInductor(ArtifactStore(tmp_path / "store"))
+    backend = StoredInductor(store)
     with torch.set_grad_enabled(grad):
         capture(torch.relu, [INPUTS[0]], backend=backend, **settings)
     assert reason in caplog.text and "relu: not stored: " in caplog.text
     assert not backend.has(Job(torch.relu, [torch.ones(7)], CaptureSpec(backend, "", settings)))
 
 
-def test_an_input_that_is_a_buffer_is_not_stored(tmp_path, caplog):
-    net, backend = Net(), StoredInductor(ArtifactStore(tmp_path / "store"))
+def test_an_input_that_is_a_buffer_is_not_stored(store, caplog):
+    net, backend = Net(), StoredInductor(store)
     capture(net, [net.seen[:2], INPUTS[1], 2], backend=backend)
     assert "input 'x' shares memory with 'seen'" in caplog.text and backend.stored == 0
 
@@ -199,7 +198,7 @@ def test_a_store_that_is_busy_or_gone_costs_a_compile_and_no_graph(tmp_path, cap
         assert torch.equal(graph.run(INPUTS[0]), torch.relu(INPUTS[0])) and not graph.is_loaded
 
 
-def test_a_callable_without_a_hash_can_be_stored(tmp_path):
+def test_a_callable_without_a_hash_can_be_stored(store):
     @dataclass
     class Scale:
         factor: float
@@ -207,7 +206,6 @@ def test_a_callable_without_a_hash_can_be_stored(tmp_path):
         def __call__(self, x):
             return x * self.factor
 
-    store = ArtifactStore(tmp_path / "store")
     for factor, loaded in ((2.0, False), (3.0, False), (2.0, True)):
         graph = capture(Scale(factor), [INPUTS[0]], backend=StoredInductor(store))
         assert graph.is_loaded is loaded
@@ -273,7 +271,7 @@ def test_the_sentinel_has_nothing_to_say_about_a_loaded_graph(warm):
         graph.run(*INPUTS)
 
 
-def test_cuda_graphs_of_inductor_itself_are_not_kept(tmp_path, caplog):
-    backend = StoredInductor(ArtifactStore(tmp_path / "store"))
+def test_cuda_graphs_of_inductor_itself_are_not_stored(store, caplog):
+    backend = StoredInductor(store)
     capture(torch.neg, [torch.ones(3)], backend=backend, options={"triton.cudagraphs": True})
-    assert backend.stored == 0 and "take backend 'cudagraph'" in caplog.text
+    assert backend.stored == 0 and "use backend 'cudagraph'" in caplog.text

@@ -45,8 +45,8 @@ def test_what_was_changed_cut_linked_or_never_sealed_is_removed(store, caplog, t
     with store.inductor_cache({}) as cache:
         assert names(cache) == ["whole"]
     for name in ("changed", "cut", "linked"):
-        assert f"{name} is thrown away" in caplog.text
-    assert "1 files are thrown away: never sealed" in caplog.text
+        assert f"{name} is discarded" in caplog.text
+    assert "1 files are discarded: never sealed" in caplog.text
 
 
 def test_a_seal_that_is_damaged_vouches_for_nothing(store):
@@ -113,7 +113,7 @@ def test_a_temporary_file_that_vanishes_does_not_keep_others_from_being_sealed(s
         assert cache.seal() == 1
 
 
-def test_a_cache_that_is_cleared_while_it_is_opened_is_made_anew(store, monkeypatch):
+def test_a_cache_that_is_cleared_while_it_is_opened_is_created_again(store, monkeypatch):
     cache, scrub = store.inductor_cache({"cpu": "a"}), InductorCache.scrub
 
     def cleared(self):

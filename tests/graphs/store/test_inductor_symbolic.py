@@ -1,4 +1,4 @@
-"""Graphs of symbolic sizes in a store: one entry for all buckets, its guards kept with it."""
+"""Graphs of symbolic sizes in a store: one entry with its guards for all buckets."""
 
 from __future__ import annotations
 
@@ -159,31 +159,20 @@ def test_each_bucket_loads_the_graph_whose_guards_hold_for_it(store):
 
 
 def test_a_damaged_graph_is_compiled_again(store, caplog):
-    warm(
-        store,
-        by_size,
-        linear(tokens=(4, 4, 8)),
-        lambda b: [torch.ones(b.tokens)],
-        symbolic=("tokens",),
-    )
+    job = by_size, linear(tokens=(4, 4, 8)), lambda b: [torch.ones(b.tokens)]
+    warm(store, *job, symbolic=("tokens",))
     path = store.entries()[0].files / "graph.json"
     layout = json.loads(path.read_bytes())
     path.write_text(json.dumps(layout | {"guards": []}))
-    backend, _, report = warm(
-        store,
-        by_size,
-        linear(tokens=(4, 4, 8)),
-        lambda b: [torch.ones(b.tokens)],
-        symbolic=("tokens",),
-    )
-    assert "thrown away" in caplog.text
+    backend, _, report = warm(store, *job, symbolic=("tokens",))
+    assert "discarded" in caplog.text
     assert (backend.stored, backend.loaded, report.compiles) == (1, 0, 1)
 
 
 _SECOND = """
     import sys
     from graphs.store import ArtifactStore
-    from tests.graphs.store.test_symbolic import Net, expect_the_same, warm
+    from tests.graphs.store.test_inductor_symbolic import Net, expect_the_same, warm
 
     module = Net()
     backend, manager, report = warm(ArtifactStore(sys.argv[1]), module)
@@ -213,9 +202,7 @@ def sized(x):
 
 
 @pytest.mark.parametrize("kind", ["constant", "dtype"])
-def test_a_bucket_with_another_constant_or_dtype_gets_a_graph_of_its_own_when_loaded(
-    tmp_path, kind
-):
+def test_a_bucket_with_another_constant_or_dtype_gets_a_graph_of_its_own_when_loaded(store, kind):
     def inputs(bucket):
         n = bucket.tokens
         dtype = torch.float64 if kind == "dtype" and n < 9 else torch.float32
@@ -224,19 +211,16 @@ def test_a_bucket_with_another_constant_or_dtype_gets_a_graph_of_its_own_when_lo
     space = explicit(("tokens",), [(4,), (8,), (16,)])
     for _ in range(2):  # compiled, then loaded
         torch._dynamo.reset()
-        store = ArtifactStore(tmp_path / "store")
         _, manager, _ = warm(store, doubled, space, inputs, symbolic=("tokens",))
         for bucket in space:
             own = inputs(bucket)
             torch.testing.assert_close(manager.run(bucket, *own), doubled(*own))
 
 
-def test_what_returns_sizes_is_not_stored(tmp_path, caplog):
+def test_what_returns_sizes_is_not_stored(store, caplog):
     space = explicit(("tokens",), [(4,), (8,), (16,)])
-    store = ArtifactStore(tmp_path / "store")
-    backend, manager, _ = warm(
-        store, sized, space, lambda bucket: [torch.ones(bucket.tokens, 8)], symbolic=("tokens",)
-    )
+    job = sized, space, lambda bucket: [torch.ones(bucket.tokens, 8)]
+    backend, manager, _ = warm(store, *job, symbolic=("tokens",))
     assert backend.stored == 0 and "return tensors alone" in caplog.text
     for bucket in space:
         assert manager.run(bucket, torch.ones(bucket.tokens, 8))[1:] == (1.0 / bucket.tokens, 16)

@@ -31,7 +31,7 @@ def stored(store, tmp_path, *all_factors):
     return store.entries()
 
 
-def test_differences_are_told_part_by_part():
+def test_differences_are_listed_part_by_part():
     old = {**NOW, "torch": "2.12", "mode": {"threads": "4", "grad": "False"}, "gone": 1}
     old["sources"] = {"net": "aa", "onnx": "1.0"}
     assert differences(old, NOW) == {
@@ -49,10 +49,10 @@ def test_differences_are_told_part_by_part():
 
 
 def test_of_long_values_the_part_is_shown_where_they_begin_to_differ(store, tmp_path):
-    text = "InputSpec(name='tokens', dtype=torch.int64, device='cpu', shape=({},), rest=1)"
-    old = {**NOW, "inputs": [text.format(16)], "torch": "2.12"}
-    told = str(nearest(stored(store, tmp_path, old), {**NOW, "inputs": [text.format(32)]}, "step"))
-    assert "shape=(16,)" in told and "-> ...='cpu', shape=(32,)" in told and "name=" not in told
+    spec = "InputSpec(name='tokens', dtype=torch.int64, device='cpu', shape=({},), rest=1)"
+    old = {**NOW, "inputs": [spec.format(16)], "torch": "2.12"}
+    text = str(nearest(stored(store, tmp_path, old), {**NOW, "inputs": [spec.format(32)]}, "step"))
+    assert "shape=(16,)" in text and "-> ...='cpu', shape=(32,)" in text and "name=" not in text
 
 
 def test_the_nearest_entry_is_the_same_graph_in_another_environment(store, tmp_path):
@@ -94,9 +94,9 @@ def test_a_store_that_has_nothing_like_it_is_no_warning(store, tmp_path, caplog)
         stored(store, tmp_path, NOW)
         misses.note(store, {**NOW, "inputs": ["(8,)"]}, "step[rows=8]")
         misses.note(store, {**NOW, "inputs": ["(9,)"]}, "step[rows=9]")
-    told = [(record.levelno, record.message) for record in caplog.records]
-    assert [level for level, _ in told] == [logging.INFO] * 2
-    assert "no graph of this kind yet" in told[0][1] and "inputs.0: " in told[1][1]
+    logged = [(record.levelno, record.message) for record in caplog.records]
+    assert [level for level, _ in logged] == [logging.INFO] * 2
+    assert "no graph of this kind yet" in logged[0][1] and "inputs.0: " in logged[1][1]
 
 
 @pytest.fixture
@@ -135,11 +135,11 @@ def test_a_warmup_in_another_environment_says_so_in_one_line(store, plain, monke
     caplog.clear()
     backend = warmup()
     assert len(backend.misses.found) == 13 and backend.loaded == 0
-    told = [record.message for record in caplog.records if "not in the store" in record.message]
-    assert len(told) == 1 and "-> 3.99.1" in told[0]
+    logged = [record.message for record in caplog.records if "not in the store" in record.message]
+    assert len(logged) == 1 and "-> 3.99.1" in logged[0]
 
 
-def test_what_was_thrown_away_is_no_miss(store, plain, caplog):
+def test_what_was_discarded_is_no_miss(store, plain, caplog):
     with torch.no_grad():
         capture(torch.relu, [torch.ones(2)], backend=StoredInductor(store))
         for path in store.entries()[0].files.iterdir():
@@ -147,4 +147,4 @@ def test_what_was_thrown_away_is_no_miss(store, plain, caplog):
         backend = StoredInductor(store)
         caplog.clear()
         capture(torch.relu, [torch.ones(2)], backend=backend)
-    assert backend.misses.found == [] and "thrown away" in caplog.text
+    assert backend.misses.found == [] and "discarded" in caplog.text

@@ -19,8 +19,8 @@ needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can give fil
 def store(tmp_path):
     store = ArtifactStore(tmp_path / "store")
     (tmp_path / "built" / "deep" / "deeper").mkdir(parents=True)
-    (tmp_path / "built" / "graph.bin").write_bytes(b"graph")
-    (tmp_path / "built" / "deep" / "deeper" / "notes").write_bytes(b"notes")
+    for name in ("graph.bin", "deep/deeper/notes"):
+        (tmp_path / "built" / name).write_bytes(b"code")
     store.put(FACTORS, tmp_path / "built")
     return store
 
@@ -38,7 +38,7 @@ def test_what_belongs_to_another_user_inside_an_entry_is_refused(store, name, ca
     os.chown(entry(store) / name, OTHER, OTHER)
     with store.use(FACTORS) as folder:
         assert folder is None
-    assert f"belongs to user {OTHER}, expected 0" in caplog.text and "thrown away" in caplog.text
+    assert f"belongs to user {OTHER}, expected 0" in caplog.text and "discarded" in caplog.text
     assert store.entries() == []
 
 
@@ -137,7 +137,7 @@ def test_what_belongs_to_another_user_in_a_compile_cache_is_removed(store, name,
     os.chown(cache.files / name, OTHER, OTHER)
     with store.inductor_cache({}) as cache:
         assert not (cache.files / name).exists() and (cache.files / "whole").exists()
-    assert f"{name} is thrown away" in caplog.text
+    assert f"{name} is discarded" in caplog.text
 
 
 @needs_root

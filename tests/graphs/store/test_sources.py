@@ -1,40 +1,31 @@
-"""The key holds the sources of what a graph can use, and of nothing else."""
+"""The key depends on the source files that a graph can use, and on the versions of packages."""
 
 from __future__ import annotations
 
-import ast
 import importlib
 import importlib.metadata
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-import graphs.store.sources
-from graphs import CapturedGraph, CompileWatch, WarmupManager, explicit
-from graphs.store import ArtifactStore, StoredInductor, graph_factors, key_of
-from graphs.store.imports import file_of
-from graphs.store.sources import MAKERS
-from graphs.store.values import MACHINERY, is_machinery
-from graphs.warmup.capturing import Capturing
-from graphs.warmup.journal import Journal
+from graphs import WarmupManager, explicit
+from graphs.store import graph_factors, key_of, modules, sources
+from graphs.store.modules import imports_in
 
 X = torch.ones(2, 4)
 NET = """
 import torch
 from torch import nn
 from graphs import WarmupManager, capture, explicit, progress_for
-from graphs.warmup.progress import LiveProgress
 import my_used
-
-def export(net):
-    import my_unrelated
-    return my_unrelated.save(net)
 
 class Net(nn.Module):
     def forward(self, x):
-        return my_used.scale(x)
+        from my_lazy import shift
+        return shift(my_used.scale(x))
 """
 
 
@@ -57,27 +48,31 @@ def site(tmp_path, monkeypatch):
     folder = tmp_path / "site"
     folder.mkdir()
     monkeypatch.syspath_prepend(str(folder))
-    is_own = graphs.store.sources.is_own
-    monkeypatch.setattr(
-        "graphs.store.sources.is_own",
-        lambda name: is_own(name) and not name.startswith(("my_used", "my_unrelated")),
-    )
+    folders = [*modules._installed_folders(), str(folder)]
+    monkeypatch.setattr(modules, "_installed_folders", lambda: folders)
     return folder
 
 
 @pytest.fixture
-def key(tmp_path, site, monkeypatch):
-    """The key of the net in a new process, as far as a process goes."""
-    (tmp_path / "own").mkdir()
-    (tmp_path / "own" / "my_net.py").write_text(NET)
-    monkeypatch.syspath_prepend(str(tmp_path / "own"))
+def own(tmp_path, monkeypatch):
+    folder = tmp_path / "own"
+    folder.mkdir()
+    (folder / "my_net.py").write_text(NET)
+    (folder / "my_lazy.py").write_text("def shift(x):\n    return x + 1\n")
+    monkeypatch.syspath_prepend(str(folder))
+    return folder
+
+
+@pytest.fixture
+def key(own, site):
+    """Returns the key and sources of the net as a new process would compute them."""
     install(site, "my_used", "1.0", "def scale(x):\n    return x * 2\n")
 
-    def key(backend="inductor"):
+    def key():
         forget()
         net = importlib.import_module("my_net").Net()
         with torch.no_grad():
-            found = graph_factors(net, [X], backend=backend, options={})
+            found = graph_factors(net, [X], backend="inductor", options={})
         return key_of(found), found["sources"]
 
     yield key
@@ -85,21 +80,20 @@ def key(tmp_path, site, monkeypatch):
 
 
 def forget():
-    for name in ("my_net", "my_used", "my_unrelated"):
+    for name in ("my_net", "my_used", "my_lazy", "my_unrelated"):
         sys.modules.pop(name, None)
     importlib.invalidate_caches()
-    graphs.store.sources.version_of.cache_clear()
-    graphs.store.sources._distributions.cache_clear()
+    modules.version_of.cache_clear()
+    modules._distributions.cache_clear()
 
 
-def test_installing_a_package_that_the_graph_does_not_use_keeps_the_key(key, site):
-    before, sources = key()
-    install(site, "my_unrelated", "1.0", "def save(net):\n    pass\n")
-    assert importlib.metadata.version("my_unrelated") == "1.0"
-    assert key()[0] == before
-    install(site, "my_unrelated", "2.0", "def save(net):\n    pass\n")
-    assert key()[0] == before
-    assert "my_used" in sources and "my_unrelated" not in sources
+def test_installing_a_package_that_no_file_names_keeps_the_key(key, site):
+    before, found = key()
+    for version in ("1.0", "2.0"):
+        install(site, "my_unrelated", version)
+        assert importlib.metadata.version("my_unrelated") == version
+        assert key()[0] == before
+    assert set(found) == {"graphs", "my_lazy", "my_net", "my_used", "torch"}
 
 
 def test_another_version_of_a_package_that_the_graph_uses_is_another_key(key, site):
@@ -108,7 +102,14 @@ def test_another_version_of_a_package_that_the_graph_uses_is_another_key(key, si
     assert key()[0] != before
 
 
-def test_a_package_that_is_distributed_by_another_name_counts_by_its_version(key, site):
+def test_a_file_that_is_imported_inside_a_function_counts_before_it_is_imported(key, own):
+    before, _ = key()
+    assert "my_lazy" not in sys.modules
+    (own / "my_lazy.py").write_text("def shift(x):\n    return x + 2\n")
+    assert key()[0] != before
+
+
+def test_a_package_that_is_distributed_under_another_name_counts_by_its_version(key, site):
     """As yaml, which is distributed as PyYAML; whether it was imported yet does not matter."""
     for info in site.glob("*.dist-info"):
         text = "Metadata-Version: 2.1\nName: py-my-used\nVersion: 7.0\n"
@@ -118,115 +119,47 @@ def test_a_package_that_is_distributed_by_another_name_counts_by_its_version(key
     assert key()[1]["my_used"] == "py-my-used 7.0"
 
 
-@pytest.mark.parametrize("backend", ["inductor", "aoti"])
-def test_what_serves_graphs_but_makes_none_does_not_count(key, backend):
-    """onnx, onnxruntime and rich are packages that other backends and the commands import."""
-    _, sources = key(backend)
-    assert {name for name in sources if not name.startswith("graphs.")} == {
-        "my_net",
-        "my_used",
-        "torch",
-    }
-    assert {name for name in sources if name.startswith("graphs.")} == set(MAKERS[backend])
-
-
-def test_a_plain_module_depends_on_torch_and_on_what_makes_its_artifact():
+def test_a_plain_module_depends_on_torch_and_on_this_package():
     net = nn.Sequential(nn.Linear(4, 4))
     net.manager = WarmupManager(net, explicit(["rows"], [(2,)]), lambda _: [X], backend="eager")
     with torch.no_grad():
-        sources = graph_factors(net, [X], backend="inductor", options={})["sources"]
-    assert set(sources) == {"torch", *MAKERS["inductor"]}
+        found = graph_factors(net, [X], backend="inductor", options={})["sources"]
+    assert set(found) == {"torch", "graphs"}
 
 
-@pytest.mark.parametrize("backend", MAKERS)
-def test_a_change_of_what_makes_an_artifact_is_another_key(backend, monkeypatch):
-    def key():
-        with torch.no_grad():
-            return key_of(graph_factors(nn.GELU(), [X], backend=backend, options={}))
-
-    before, digest = key(), graphs.store.sources._digest
-    for name in MAKERS[backend]:
-        changed = file_of(name)
-        monkeypatch.setattr(
-            graphs.store.sources,
-            "_digest",
-            lambda file, changed=changed: "changed" if file == changed else digest(file),
-        )
-        assert key() != before
-
-
-# What a module named in a string has to hold, so that the name cannot outlive a move.
-_HELD = {
-    "graphs.backends.aoti": "build",
-    "graphs.backends.inductor": "freeze",
-    "graphs.capture.export_state": "State",
-    "graphs.capture.inputs": "DistinctInputs",
-    "graphs.capture.wrappers": "with_own_code",
-    "graphs.store.inductor": "StoredInductor",
-    "graphs.torch_internals.artifacts": "read",
-    "graphs.torch_internals.compiling": "compile_once",
-    "graphs.torch_internals.example_inputs": "separate_storages",
-    "graphs.torch_internals.exporting": "export_module",
-    "graphs.torch_internals.kernel_units": "share_units",
-    "graphs.torch_internals.regions": "Region",
-    "graphs.torch_internals.vectors": "trust_vectors",
-}
-
-
-def test_every_maker_is_a_module_with_what_it_is_a_maker_for():
-    assert _HELD.keys() == {name for names in MAKERS.values() for name in names}
-    for name, held in _HELD.items():
-        assert getattr(importlib.import_module(name), held).__module__ == name
-
-
-@pytest.mark.parametrize("package", MACHINERY)
-def test_the_machinery_is_packages(package):
-    assert importlib.import_module(package).__path__
+def test_a_change_of_any_file_of_this_package_is_another_key(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "__file__", str(tmp_path / "graphs" / "store" / "sources.py"))
+    (tmp_path / "graphs" / "backends").mkdir(parents=True)
+    file = Path(tmp_path, "graphs", "backends", "inductor.py")
+    digests = set()
+    for text in ("", "one", "two"):
+        file.write_text(text)
+        sources._own_digest.cache_clear()
+        digests.add(sources._own_digest())
+    sources._own_digest.cache_clear()
+    assert len(digests) == 3
 
 
 @pytest.mark.parametrize(
-    "kind",
-    [ArtifactStore, CapturedGraph, Capturing, CompileWatch, Journal, StoredInductor, WarmupManager],
+    ("text", "found"),
+    [
+        ("import a, b.c as d", {"a", "b.c"}),
+        ("from a import b as c, d", {"a", "a.b", "a.d"}),
+        ("from a import *", {"a"}),
+        ("    from a import b  # why, not c\n", {"a", "a.b"}),
+        ("try: import a; import b\nexcept ImportError: pass", {"a", "b"}),
+        ("from a import (  # b)\n    c,\n    d,\n)", {"a", "a.c", "a.d"}),
+        ("from a \\\n import b, \\\n c", {"a", "a.b", "a.c"}),
+        ("from . import a", {"pack.sub", "pack.sub.a"}),
+        ("from .a import b", {"pack.sub.a", "pack.sub.a.b"}),
+        ("from ..a import b", {"pack.a", "pack.a.b"}),
+        ("from .import a", {"pack.sub", "pack.sub.a"}),
+    ],
 )
-def test_what_captures_watches_and_serves_is_machinery(kind):
-    assert is_machinery(kind.__module__)
+def test_imports_are_found_by_their_full_names(text, found):
+    assert found == set(imports_in(text.encode(), "pack.sub"))
 
 
-def test_what_a_graph_may_be_made_of_is_no_machinery():
-    assert not is_machinery("graphs.buckets.space") and not is_machinery("compiled_attn.hf")
-
-
-# What the makers import, and no artifact depends on: bookkeeping, messages, what runs graphs.
-_ASIDE = {
-    "graphs.capture.contract",
-    "graphs.capture.frozen",
-    "graphs.capture.input_overlaps",
-    "graphs.capture.module_state",
-    "graphs.capture.symbolic",
-    "graphs.errors",
-    "graphs.store.store",
-    "graphs.store.stored",
-    "graphs.torch_internals.checks",
-    "graphs.torch_internals.direct_call",
-    "graphs.torch_internals.errors",
-    "graphs.torch_internals.features",
-    "graphs.torch_internals.patches",
-    "graphs.torch_internals.replay.replay",
-    "graphs.torch_internals.settings",
-    "graphs.watch.causes",
-}
-
-
-@pytest.mark.parametrize("backend", MAKERS)
-def test_every_import_of_a_maker_is_a_maker_or_known_to_be_none(backend):
-    for name in MAKERS[backend]:
-        tree = ast.parse(file_of(name).read_bytes())
-        imported = {
-            node.module
-            for node in ast.walk(tree)
-            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("graphs")
-        }
-        unknown = imported - set(MAKERS[backend]) - _ASIDE
-        # An aoti package asks inductor whether there is a compiler; its artifacts share a file.
-        of_inductor = {*MAKERS["inductor"]} if backend == "aoti" else set()
-        assert unknown <= of_inductor
+@pytest.mark.parametrize("text", ["print 'two'", "x = " + "(" * 5000, "\xff\x00 import .. , (", ""])
+def test_any_text_can_be_searched_for_imports(text):
+    list(imports_in(text.encode("latin-1"), "pack"))

@@ -17,7 +17,7 @@ import pytest
 
 from graphs.files import digest_of
 from graphs.store import ArtifactStore, StoreError, UnsafeStore
-from tests.graphs.store.held import FACTORS, content, entry_of
+from tests.graphs.store.entries import FACTORS, content, entry_of
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -67,7 +67,23 @@ def test_what_was_not_used_for_longest_is_evicted(tmp_path, artifact):
     assert store.clear() == 10242 and store.bytes == 0
 
 
-def test_what_is_larger_than_the_store_is_not_kept(tmp_path, artifact):
+def test_a_full_store_evicts_at_once_whoever_filled_it(tmp_path, artifact):
+    path = tmp_path / "store"
+    for limit in (10, 2):
+        store = ArtifactStore(path, max_bytes=limit * 10242)
+        for i in range(4):
+            store.put(FACTORS | {"i": i}, artifact)
+        assert len(store.entries()) == min(limit, 4)
+
+
+def test_most_puts_count_no_sizes(store, artifact, monkeypatch):
+    store.put({"i": 0}, artifact)
+    counted = []
+    monkeypatch.setattr(ArtifactStore, "entries", lambda self: counted.append(self) or [])
+    assert all(store.put({"i": i}, artifact) for i in range(1, 4)) and not counted
+
+
+def test_what_is_larger_than_the_store_is_not_stored(tmp_path, artifact):
     store = ArtifactStore(tmp_path / "tiny", max_bytes=100)
     assert not store.put(FACTORS, artifact)
     assert store.entries() == [] and content(store) is None
@@ -144,7 +160,7 @@ from pathlib import Path
 import graphs.store.store as module
 from graphs.store import ArtifactStore
 
-def slow(source, target):
+def slow(source, target, *_):
     target.mkdir()
     (target / "graph.bin").write_bytes(b"half")
     print("writing", flush=True)
@@ -201,11 +217,11 @@ def test_processes_share_a_store_at_once(store):
     processes = [context.Process(target=_hammer, args=arg) for arg in args]
     for process in processes:
         process.start()
-    told = [results.get(timeout=60) for _ in processes]
+    counts = [results.get(timeout=60) for _ in processes]
     for process in processes:
         process.join(60)
         assert process.exitcode == 0
-    assert all(found > 0 and wrong == 0 for found, wrong in told)
+    assert all(found > 0 and wrong == 0 for found, wrong in counts)
     assert store.verify() == {} and store.bytes <= 40_000
 
 

@@ -1,4 +1,4 @@
-"""What cannot be loaded or kept is compiled, with a reason in the log: a warmup goes on."""
+"""Graphs that cannot be loaded or stored are compiled, with a reason in the log."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def captured(store):
 
 @pytest.fixture
 def refused(monkeypatch):
-    """Kernels of stored graphs are loaded, and then not taken by the device."""
+    """Kernels of stored graphs are loaded, and then rejected by the device."""
 
     def refuse(tensors):
         raise RuntimeError(NO_IMAGE)
@@ -46,13 +46,11 @@ def refused(monkeypatch):
     return switch
 
 
-def test_a_stored_graph_whose_kernels_the_device_does_not_take_is_made_again(
-    store, refused, caplog
-):
+def test_a_stored_graph_whose_kernels_the_device_rejects_is_compiled_again(store, refused, caplog):
     assert captured(store) == (0, 1)
     refused(True)
     assert captured(store) == (0, 1)
-    assert "compiled again, as what was loaded fails: relu: " in caplog.text
+    assert "compiling again, the loaded graph fails: relu: " in caplog.text
     assert NO_IMAGE in caplog.text
     refused(False)
     assert captured(store) == (1, 0)
@@ -75,7 +73,7 @@ def test_guards_that_this_torch_cannot_check_do_not_hold():
         assert why.startswith(f"{guard} cannot be checked: ")
 
 
-def test_what_inductor_cannot_keep_is_compiled_all_the_same(store, monkeypatch, caplog):
+def test_what_inductor_cannot_store_is_compiled_all_the_same(store, monkeypatch, caplog):
     def fail(*_, **options):
         raise NotImplementedError("no standalone graph of this device")
 
@@ -96,13 +94,13 @@ def test_what_fails_either_way_is_an_error_of_the_capture(store):
         capture(breaks, INPUTS, backend=StoredInductor(store))
 
 
-def test_factors_that_cannot_be_told_are_a_reason(store, monkeypatch, caplog):
+def test_a_key_that_cannot_be_computed_is_a_reason(store, monkeypatch, caplog):
     def fail(*_, **options):
         raise AttributeError("module 'torch._inductor.config' has no attribute 'get_hash'")
 
     monkeypatch.setattr(stored, "graph_factors", fail)
     assert captured(store) == (0, 0)
-    assert "not stored: what it depends on cannot be told: AttributeError" in caplog.text
+    assert "not stored: cannot compute the cache key: AttributeError" in caplog.text
     backend = StoredInductor(store)
     assert not backend.has(Job(torch.relu, INPUTS, CaptureSpec(backend)))
 
@@ -123,8 +121,8 @@ def test_kernels_of_another_triton_are_others(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: "H100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: (9, 0))
-    told = set()
+    seen = set()
     for version in ("3.6.0", "3.9.0"):
         monkeypatch.setattr(factors, "version_of", lambda name, v=version: f"{v} of {name}")
-        told.add(str(environment_factors()["accelerators"]))
-    assert len(told) == 2 and all("of triton" in each for each in told)
+        seen.add(str(environment_factors()["accelerators"]))
+    assert len(seen) == 2 and all("of triton" in each for each in seen)

@@ -10,7 +10,7 @@ from graphs.watch.causes import (
     site_of_error,
     site_of_stack,
     user_line,
-    users_line,
+    user_line_in,
 )
 
 
@@ -18,7 +18,7 @@ class CppCompileError(RuntimeError):
     """Looks like torch's own, whose text puts the command first."""
 
 
-def test_a_failed_cpp_compile_is_told_by_its_error_line():
+def test_a_failed_cpp_compile_is_described_by_its_error_line():
     text = (
         "C++ compile error\n\nCommand:\ng++ -O3 x.cpp -Werror=foo\n\nOutput:\nIn file included\n"
         "x.cpp:2:10: fatal error: Python.h: No such file or directory\ncompilation terminated."
@@ -28,7 +28,7 @@ def test_a_failed_cpp_compile_is_told_by_its_error_line():
     )
 
 
-def test_an_error_without_text_is_told_by_its_type():
+def test_an_error_without_text_is_described_by_its_type():
     assert reason_of(KeyError()) == "KeyError"
     assert describe_failure(ValueError("first\nsecond")) == "ValueError: first"
 
@@ -47,7 +47,7 @@ def breaking(x):
     return x + 1
 
 
-def test_a_graph_break_is_told_with_the_users_line():
+def test_a_graph_break_is_described_with_the_users_line():
     with pytest.raises(Exception) as caught:
         torch.compile(breaking, backend="eager", fullgraph=True)(torch.ones(1))
     first = breaking.__code__.co_firstlineno
@@ -61,9 +61,9 @@ def test_the_users_line_is_the_innermost_that_is_not_torchs():
         FrameSummary(file, line, "forward")
         for line, file in enumerate([wrappers.__file__, "a.py", "b.py", torch.nn.__file__])
     )
-    assert users_line([wrapper, mine, deeper, theirs]) == ("b.py", 2)
-    assert users_line([wrapper, theirs]) == (torch.nn.__file__, 3)
-    assert users_line([wrapper]) == users_line([]) == ("", 0)
+    assert user_line_in([wrapper, mine, deeper, theirs]) == ("b.py", 2)
+    assert user_line_in([wrapper, theirs]) == (torch.nn.__file__, 3)
+    assert user_line_in([wrapper]) == user_line_in([]) == ("", 0)
 
 
 def test_outside_of_a_compile_there_is_no_site():

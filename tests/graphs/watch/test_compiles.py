@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from graphs import CompileWatch
+from graphs import CompileEvent, CompileWatch
 from graphs.watch.compiles import build_of
 
 
@@ -14,7 +14,7 @@ def compiled(function):
     return torch.compile(function, backend="eager", dynamic=False)
 
 
-def test_first_compiles_and_recompiles_are_told_apart_with_the_guard():
+def test_first_compiles_and_recompiles_are_distinguished_with_the_guard():
     def scaled(x):
         return x * 2
 
@@ -67,7 +67,7 @@ def test_a_late_backward_is_seen():
 @pytest.mark.parametrize(
     ("trigger", "kind"), [("CUDAGRAPH_RECORDING", "recording"), ("TRITON_AUTOTUNING", "build")]
 )
-def test_what_happens_at_run_time_is_told_apart(trigger, kind):
+def test_recordings_and_builds_at_run_time_are_distinguished(trigger, kind):
     callback = torch._dynamo.callback
     with CompileWatch() as watch:
         with callback.callback_handler.install_callbacks(callback.CallbackTrigger[trigger], "0/0"):
@@ -154,7 +154,7 @@ def test_a_reset_of_dynamo_is_noticed():
     watch.stop()
 
 
-def test_builds_are_heard_of_until_the_end():
+def test_builds_are_counted_until_the_end():
     with CompileWatch() as watch:
         subprocess.run(["cc", "--version"], capture_output=True)
         subprocess.run([sys.executable, "-c", ""])
@@ -190,3 +190,9 @@ def test_what_on_event_raises_stops_a_build():
 )
 def test_a_build_is_a_compiler_with_a_source_and_no_question_for_its_version(command, built):
     assert build_of(command) == built
+
+
+def test_an_event_reads_as_one_line():
+    event = CompileEvent("recompile", "decode", "model.py", 7, "tensor 'x' size mismatch", 0)
+    assert str(event) == "recompile of decode (model.py:7): tensor 'x' size mismatch"
+    assert str(CompileEvent("capture", "decode", "", 0, "", 0)) == "capture of decode"

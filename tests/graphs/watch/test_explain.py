@@ -31,7 +31,7 @@ def test_a_full_graph_has_no_break_and_its_ops_in_order():
     assert "graph 0:" in str(report) and "0 break(s)" in str(report)
 
 
-def test_guards_are_told_in_terms_of_the_callable():
+def test_guards_are_described_in_terms_of_the_callable():
     guards = explain(Scaled(), torch.ones(2, 4)).guards
     assert "hidden is float32[2, 4] on cpu" in guards
     assert "Scaled.factor == 3" in guards

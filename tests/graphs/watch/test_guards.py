@@ -45,7 +45,7 @@ def keys(expected, actual):
         ("something nobody has seen", "something nobody has seen"),
     ],
 )
-def test_a_guard_is_told_in_words(guard, words):
+def test_a_failed_guard_is_described_in_words(guard, words):
     meaning = meaning_of(guard)
     assert meaning.words == words
     assert meaning.remedy and "\n" not in meaning.remedy

@@ -1,4 +1,4 @@
-"""What a store holds, for the tests of it and of its entries."""
+"""Reads entries of a store in tests."""
 
 from graphs.store import key_of
 
