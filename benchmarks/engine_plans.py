@@ -1,10 +1,10 @@
-"""Padding and graphs saved in other engines, against the ladder that each captures by default.
+"""Padding and graphs saved in other engines, compared with their default ladders.
 
-For each public trace and engine its steps are simulated within its limits. The plan is made for the
-worst of the demands near the first half, and both are judged on the second half by the engine's own
-rule of picking: the smallest size that holds a step in vLLM and SGLang, the first bucket in order
-in vLLM's plugin for Gaudi. Padding is the cost of the buckets over the cost of the needs, less 1
-(rows in vLLM and SGLang). Two budgets: as many graphs as the ladder has, and half of them.
+For each public trace and engine the steps are simulated within the engine's limits. The plan is
+made for the first half, and both are evaluated on the second by the engine's own picking rule: the
+smallest size that fits a step in vLLM and SGLang, the first bucket in order in vLLM's Gaudi plugin.
+Padding is the cost of the buckets over the cost of the needs, less 1 (rows in vLLM and SGLang). Two
+budgets: as many graphs as the ladder has, and half of them.
 
     python benchmarks/engine_plans.py --traces ../shared/traces --requests 4000
 """
@@ -15,12 +15,12 @@ import argparse
 import time
 from pathlib import Path
 
-from compiled_attn.integrations.plans import FORMATS, EnginePart, Limits, planned_for
-from compiled_attn.integrations.plans.formats import needs_of
+from field.ladders import full_speed
+
+from compiled_attn.planner import Demand
+from compiled_attn.planner.formats import FORMATS, EnginePart, Limits, needs_of, planned_for
+from compiled_attn.planner.simulator import simulate
 from compiled_attn.workloads import Arrival, read_trace
-from compiled_attn.workloads.default_demand import full_speed
-from compiled_attn.workloads.simulate import simulate
-from graphs.planner import Demand
 
 TRACES = {
     "azure2023_conv.csv": 16384,
@@ -49,7 +49,7 @@ def compare(engine: str, part: EnginePart, needs: Demand) -> None:
 
 
 def speed_of(arrivals: list[Arrival], limits: Limits, part: EnginePart, load: float) -> float:
-    at_once = simulate(arrivals, limits.engine, speed=None, steps=part.family.steps)
+    at_once = simulate(arrivals, limits.engine, speed=None, steps=part.kind.steps)
     return load * full_speed(arrivals, at_once)
 
 

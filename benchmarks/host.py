@@ -74,7 +74,6 @@ def engine_of(requests: int, context: int, spare: int = 0) -> Engine:
         block_size=BLOCK,
         num_blocks=1 + requests * longest + spare,
         context=context + AHEAD,
-        partial_hits=False,
     )
     engine = Engine(WithoutModel(config))
     engine.warmup()

@@ -3,12 +3,12 @@
     python benchmarks/ranks.py [--sizes 256 512 1024] [--steps 16] [--parts steps warmups]
         [--rounds 3]
 
-Steps: rank 0 serves the same requests in turns with the ranks (a thread each) and alone with the
-whole model (two threads, while the other rank waits), in one run. The share of the collectives is
-that of as many of the same shape, timed on their own in the same run; agreement is what ranks tell
-each other before a step. Contexts: the same of long ones, of which each rank keeps half. Warmup: a
-process each, with a fresh store and compile cache, then again with these; in turns, `--rounds` of
-them, each of some minutes.
+Steps: rank 0 serves the same requests alternately with two ranks (one thread each) and alone with
+the whole model (two threads, while the other rank waits), in one run. The share of the collectives
+is measured with as many collectives of the same shape in the same run; agreement is the exchange
+between ranks before a step. Contexts: the same with long contexts, of which each rank stores half.
+Warmup: one process each, with a fresh store and compile cache, then again with these, alternately,
+`--rounds` times, each of some minutes.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from compiled_attn.attention.by_rank import gathered
 from compiled_attn.attention.metadata import KeyRanks
 from compiled_attn.cli.store import stored_backend
+from compiled_attn.contrib.context_parallel import ContextExecutor
 from compiled_attn.engine import Engine, EngineConfig, SamplingParams
-from compiled_attn.ranks import RankEngine, Ranks, engine_on, joined_ranks
+from compiled_attn.ranks import RankEngine, RankExecutor, Ranks, engine_on, join_ranks
 
 LAYERS, REQUESTS, VOCAB, ROUNDS, CONTEXT = 4, 8, 2048, 3, 4096
 
@@ -58,17 +59,16 @@ def config_of(context: int = 256, **settings: object) -> EngineConfig:
 
 
 class Pair:
-    """The ranks' engine, and on rank 0 one of the whole model with two threads."""
+    """The engine of the ranks, and on rank 0 one of the whole model with two threads."""
 
     def __init__(self, ranks: Ranks, hidden: int, context: int, *, divides: bool) -> None:
         self.ranks = ranks
         config = config_of(context)
-        self.shared: RankEngine = engine_on(
-            ranks, model_of(hidden), config, context_parallel=divides
-        )
+        executor = ContextExecutor if divides else RankExecutor
+        self.shared: RankEngine = engine_on(ranks, model_of(hidden), config, executor=executor)
         self.shared.warmup()
         if ranks.leads:
-            torch.set_num_threads(2)  # a graph runs under the threads that it was captured with
+            torch.set_num_threads(2)  # a graph runs with the threads that it was captured with
             self.alone = Engine(model_of(hidden), config)
             self.alone.warmup()
             torch.set_num_threads(1)
@@ -104,7 +104,7 @@ def short(engine: Engine, turn: int, count: int) -> Iterator[tuple[str, float]]:
 
 
 def long(engine: Engine, turn: int, count: int) -> Iterator[tuple[str, float]]:
-    """A long prompt in steps, of which the last four count, then decodes behind it."""
+    """A long prompt in chunks, of which the last four count, then decodes."""
     prompt = [(at * at + turn) % VOCAB for at in range(CONTEXT)]
     engine.submit(prompt, SamplingParams(count + 2, ignore_eos=True))
     chunks = [seconds_of_step(engine) for _ in range(CONTEXT // 128)]
@@ -126,26 +126,28 @@ def seconds_of_step(engine: Engine) -> float:
 
 
 def weights(ranks: Ranks, hidden: int, count: int) -> None:
-    """Steps of ranks that divide the weights."""
+    """Steps under tensor parallelism."""
     found = Pair(ranks, hidden, 256, divides=False).times(lambda *turn: short(*turn, count))
     sums = {rows: seconds_of_sum(ranks, rows, hidden) for rows in (REQUESTS, 128)}
     agreement = seconds_of_agreement(ranks)
     for (kind, pair), rows in zip(found.items(), sums, strict=False):
-        tell(f"weights divided, hidden {hidden:4}", kind, pair, 2 * LAYERS * sums[rows], agreement)
+        report(
+            f"weights divided, hidden {hidden:4}", kind, pair, 2 * LAYERS * sums[rows], agreement
+        )
 
 
 def contexts(ranks: Ranks, hidden: int, count: int) -> None:
-    """Steps of ranks that divide contexts."""
+    """Steps under context parallelism."""
     pair = Pair(ranks, hidden, CONTEXT + 64, divides=True)
     found = pair.times(lambda *turn: long(*turn, count))
     exchanges = {rows: seconds_of_exchange(ranks, rows, hidden) for rows in (128, 1)}
     agreement = seconds_of_agreement(ranks)
     for (kind, pair_), rows in zip(found.items(), exchanges, strict=False):
         spent = LAYERS * exchanges[rows]
-        tell(f"context of {CONTEXT} divided, hidden {hidden:4}", kind, pair_, spent, agreement)
+        report(f"context of {CONTEXT} divided, hidden {hidden:4}", kind, pair_, spent, agreement)
 
 
-def tell(what: str, kind: str, pair: list[float], collectives: float, agreement: float) -> None:
+def report(what: str, kind: str, pair: list[float], collectives: float, agreement: float) -> None:
     ours, alone = pair
     print(
         f"{what}, {kind:13}: two ranks / one process of two threads {ours / alone:.2f} "
@@ -167,7 +169,7 @@ def seconds_of_exchange(ranks: Ranks, rows: int, hidden: int) -> float:
 
 def seconds_of_agreement(ranks: Ranks) -> float:
     step = {"positions": np.arange(REQUESTS)}
-    return seconds_of(lambda: (ranks.tell([]), ranks.agree(step)))
+    return seconds_of(lambda: (ranks.broadcast([]), ranks.compare(step)))
 
 
 def seconds_of(call: Callable[[], object]) -> float:
@@ -180,25 +182,26 @@ def seconds_of(call: Callable[[], object]) -> float:
 
 
 def warmup(ranks: Ranks | None, hidden: int, folder: Path, *, divides: bool) -> None:
-    """Prints the rank, the seconds of a warmup with a store in a folder, and what it compiled."""
+    """Print the rank, the seconds of a warmup with a store, and the number of compiles."""
     with stored_backend("inductor", folder) as backend:
         model, config = model_of(hidden), config_of(backend=backend)
         if ranks is None:
             engine = Engine(model, config)
         else:
-            engine = engine_on(ranks, model, config, context_parallel=divides)
+            executor = ContextExecutor if divides else RankExecutor
+            engine = engine_on(ranks, model, config, executor=executor)
         begun = time.perf_counter()
-        report = engine.warmup()
+        compiles = engine.warmup().compiles
         seconds = time.perf_counter() - begun
-    line = json.dumps([0 if ranks is None else ranks.rank, seconds, report.compiles])
-    os.write(1, f"{line}\n".encode())  # in one piece, as ranks share it
+    line = json.dumps([0 if ranks is None else ranks.rank, seconds, compiles])
+    os.write(1, f"{line}\n".encode())  # in one write, because ranks share stdout
 
 
-def launched(*arguments: str, ranks: int = 2, folder: str | None = None) -> str:
+def launch(*arguments: str, ranks: int = 2, folder: str | None = None) -> str:
     command = [sys.executable]
     if ranks > 1:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    # Threads that spin would keep a core from the process that others run beside it.
+    # Spinning threads would take a core from the other processes.
     settings = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     if folder is not None:
         settings["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/inductor"
@@ -222,14 +225,14 @@ def warmups(hidden: int, rounds: int) -> None:
         for name, ranks, case in kinds:
             with tempfile.TemporaryDirectory() as folder:
                 for start in ("cold", "second"):
-                    said = launched("--case", case, "--sizes", str(hidden), "--store", folder,
+                    out = launch("--case", case, "--sizes", str(hidden), "--store", folder,
                                     ranks=ranks, folder=folder)  # fmt: skip
-                    lines = sorted(json.loads(line) for line in said.splitlines() if line[0] == "[")
+                    lines = sorted(json.loads(line) for line in out.splitlines() if line[0] == "[")
                     assert start == "cold" or not any(compiles for *_, compiles in lines)
                     found = [each for _, each, _ in lines]
                     seconds.setdefault((name, start), []).append(found)
-                    told = ", ".join(f"{each:.1f} s" for each in found)
-                    print(f"# {name}, {start}: {told}", flush=True)
+                    line = ", ".join(f"{each:.1f} s" for each in found)
+                    print(f"# {name}, {start}: {line}", flush=True)
     alone = median(each[0] for each in seconds["one process", "cold"])
     for name, *_ in kinds:
         cold, second = ([median(rank) for rank in zip(*seconds[name, start], strict=True)]
@@ -256,12 +259,12 @@ def main() -> None:
         for case in ("weights", "contexts") if "steps" in given.parts else ():
             for size in given.sizes:
                 count = str(given.steps)
-                print(launched("--case", case, "--sizes", str(size), "--steps", count), end="")
+                print(launch("--case", case, "--sizes", str(size), "--steps", count), end="")
         if "warmups" in given.parts:
             warmups(given.sizes[0], given.rounds)
         return
     torch.set_num_threads(1)
-    with joined_ranks() as ranks:
+    with join_ranks() as ranks:
         if given.case.startswith("warmup"):
             warmup(ranks, given.sizes[0], given.store, divides=given.case == "warmup-contexts")
             return

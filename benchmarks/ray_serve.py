@@ -1,11 +1,10 @@
-"""Calls of replicas on Ray by two ways: plain actors, and the deployment of Ray Serve that serves.
+"""Calls of replicas on Ray: plain actors, and the Ray Serve deployment of `serve --replicas`.
 
     python benchmarks/ray_serve.py [--rounds 3]     (needs `pip install '.[ray]'`)
 
-Two replicas stream chunks that cost nothing, so what is timed is the way to them: for the
-deployment a handle, the request router by prefix, and a replica as `compiled-attn serve --replicas`
-has it. Each way is a Ray of its own, in turns: seconds from Ray to the first answer, then the first
-chunk and the whole of a call, medians in ms.
+Two replicas stream constant chunks, so only the call path is timed: for the deployment a handle and
+the request router by prefix. Each path has its own Ray, alternately: seconds from Ray's start to
+the first response, then the first chunk and the whole of a call, medians in ms.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from typing import Any
 
 import ray
 
-from compiled_attn.replicas.deployment import AT_ONCE, deployed
+from compiled_attn.contrib.replicas.deployment import MAX_REQUESTS, deploy
 
 WAYS = ("actors", "serve")
 
@@ -46,7 +45,7 @@ def request(key: int, count: int) -> tuple[dict[str, Any], bytes]:
 
 @contextmanager
 def actors() -> Iterator[Call]:
-    replica = ray.remote(Replica).options(max_concurrency=AT_ONCE, num_cpus=1)
+    replica = ray.remote(Replica).options(max_concurrency=MAX_REQUESTS, num_cpus=1)
     every = cycle([replica.remote() for _ in range(2)])
 
     async def call(key: int, count: int) -> AsyncIterator[Any]:
@@ -58,8 +57,8 @@ def actors() -> Iterator[Call]:
 
 
 @contextmanager
-def served() -> Iterator[Call]:
-    with deployed(Replica, (), 2, cpus=1, gpus=0) as handle:
+def deployment() -> Iterator[Call]:
+    with deploy(Replica, (), 2, cpus=1, gpus=0) as handle:
         answer = handle.options(stream=True, method_name="answer")
 
         async def call(key: int, count: int) -> AsyncIterator[Any]:
@@ -104,13 +103,13 @@ def main() -> None:
         return
     ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
     begun = time.perf_counter()
-    with {"actors": actors, "serve": served}[given.way]() as call:
+    with {"actors": actors, "serve": deployment}[given.way]() as call:
 
         async def run() -> None:
             async for _ in call(0, 1):
                 pass
             took = time.perf_counter() - begun
-            print(f"{given.way:6}, first answer {took:.1f} s after Ray", flush=True)
+            print(f"{given.way:6}, first response {took:.1f} s after Ray", flush=True)
             await times(given.way, call)
 
         asyncio.run(run())

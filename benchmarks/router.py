@@ -2,12 +2,12 @@
 
     python benchmarks/router.py [--trace FILE] [--cache-blocks 1000] [--busy 0.8]
 
-The routers: the server's own (`PrefixRouter`), random, and round robin. A replica is simulated as a
-cache of blocks, least recently used first out, and a queue that computes the prompt tokens that are
-not cached, one request after the other. Its speed is such that all replicas are busy for the share
-``--busy`` of the time if nothing is ever cached, so each row has the same load for a replica.
+The routers: the server's own (`PrefixRouter`), random, and round robin. A replica is simulated as
+an LRU cache of blocks and a queue that computes uncached prompt tokens, one request at a time. Its
+speed is such that all replicas are busy for the share ``--busy`` of the time if nothing is cached,
+so each row has the same load per replica.
 
-hits: prompt blocks found in the cache, of all. balance: tokens that the busiest replica computed,
+hits: share of prompt blocks found in the cache. balance: tokens that the busiest replica computed,
 over the mean. wait: seconds from arrival to the end of the prompt, the worst 1 % and the median,
 in units of the time that a replica takes for the mean prompt.
 """
@@ -24,8 +24,7 @@ from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 
-from compiled_attn.replicas.recent import RecentBlocks
-from compiled_attn.replicas.router import PrefixRouter
+from compiled_attn.contrib.replicas.router import PrefixRouter, RecentBlocks
 
 TRACE = Path(__file__).parents[2] / "shared/traces/mooncake_conversation_head.jsonl"
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
@@ -39,7 +38,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Result:
     hits: float
     balance: float
     wait_median: float
@@ -47,11 +46,11 @@ class Outcome:
 
 
 Choose = Callable[[Sequence[int]], tuple[int, Callable[[], None]]]
-"""The replica for the blocks of a prompt, and what to call when it is computed."""
+"""Maps the blocks of a prompt to a replica, and a callback for when it is computed."""
 
 
 def read(path: Path, most: int | None = None) -> list[Request]:
-    """Requests of a trace in the order of their arrival."""
+    """Requests of a trace in order of arrival."""
     rows = [json.loads(line) for line in path.read_text().splitlines()[:most]]
     return [Request(row["arrival_s"], row["prompt_tokens"], tuple(row["hash_ids"])) for row in rows]
 
@@ -69,8 +68,8 @@ def by_prefix(replicas: int, cache_blocks: int) -> Choose:
 
 
 def at_random(replicas: int, cache_blocks: int) -> Choose:
-    drawn = random.Random(0)
-    return lambda blocks: (drawn.randrange(replicas), lambda: None)
+    rng = random.Random(0)
+    return lambda blocks: (rng.randrange(replicas), lambda: None)
 
 
 def in_turns(replicas: int, cache_blocks: int) -> Choose:
@@ -83,8 +82,8 @@ ROUTERS = {"prefix": by_prefix, "random": at_random, "round robin": in_turns}
 
 def simulate(
     requests: Sequence[Request], choose: Choose, replicas: int, cache_blocks: int, busy: float
-) -> Outcome:
-    """Sends the requests at their times to replicas that `choose` names."""
+) -> Result:
+    """Send the requests to the chosen replicas at their times."""
     mean = statistics.mean(each.tokens for each in requests)
     rate = mean * len(requests) / (requests[-1].arrival * replicas * busy)  # tokens a second
     caches = [RecentBlocks(cache_blocks) for _ in range(replicas)]
@@ -104,7 +103,7 @@ def simulate(
         heapq.heappush(running, (free_at[at], number, done))
     cuts = statistics.quantiles(waits, n=100)
     blocks = sum(len(each.blocks) for each in requests)
-    return Outcome(found / blocks, max(computed) / statistics.mean(computed), cuts[49], cuts[98])
+    return Result(found / blocks, max(computed) / statistics.mean(computed), cuts[49], cuts[98])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -118,8 +117,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     requests = read(given.trace)
     most = simulate(requests, at_random(1, 0), 1, 10**9, given.busy).hits
-    print(f"{len(requests)} requests, {given.cache_blocks} blocks of cache a replica; ", end="")
-    print(f"one cache without a bound: hits {most:.3f}")
+    print(f"{len(requests)} requests, {given.cache_blocks} cache blocks per replica; ", end="")
+    print(f"one unbounded cache: hits {most:.3f}")
     print(f"{'replicas':>8}  {'router':<12}{'hits':>7}{'balance':>9}{'wait p50':>10}{'p99':>8}")
     for replicas in COUNTS:
         for name, router in ROUTERS.items():

@@ -6,6 +6,7 @@ from collections.abc import Hashable
 
 __all__ = [
     "ConfigError",
+    "DemandFileError",
     "DuplicateRequest",
     "EngineStopped",
     "EngineUnsupported",
@@ -29,6 +30,10 @@ __all__ = [
 
 class ConfigError(ValueError):
     """A setting or a request that cannot work: the message says expected, got, remedy."""
+
+
+class DemandFileError(ValueError):
+    """A demand file that cannot be read; the message begins with `path:line:`."""
 
 
 class DuplicateRequest(ValueError):

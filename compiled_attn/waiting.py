@@ -15,7 +15,7 @@ __all__ = ["busy_processors", "choose_waiting", "why_slow"]
 _STAT = Path("/proc/stat")
 _WINDOW_SECONDS = 0.2
 _CROWDED = 0.3
-"""How many processors too few make passive waiting faster, see docs/threads.md."""
+"""How many processors too few make passive waiting faster, see docs/guide/scale_out.md."""
 _CHOSEN_BY_USER = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 

@@ -1,10 +1,10 @@
-"""Batched greedy generation over a paged KV cache, written by hand around one attention call.
+"""Batched greedy generation over a paged KV cache, around one attention call.
 
     python examples/paged_generation.py [--block-size 16] [--tokens 24]
 
-Prompts of different lengths start together and every text ends at its own end-of-sequence token;
-from then on its blocks are free (sequence_blocks.py). The weights are those of the default model, a
-Llama of 4 layers. Each text is compared with the one that a loop over a contiguous cache generates.
+Prompts of different lengths start together; each text ends at its own end-of-sequence token and
+frees its blocks (sequence_blocks.py). The model is a random Llama of 4 layers. Each text is
+compared with that of a loop over a contiguous cache.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from compiled_attn.cache.blocks import BlockPool
 from compiled_attn.models import default_model
 
 LENGTHS = 5, 48, 17, 32  # of the prompts; two are whole blocks of 16
-END = 256  # random weights know no end of sequence: let every token below this one be one
+END = 256  # random weights have no end of sequence: treat every token below this as one
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -40,7 +40,7 @@ def logits_of(model: Any, tokens: Tensor, attend: Attend) -> Tensor:
 
 
 def rotary_of(model: Any) -> dict[str, Any]:
-    """Cosines and sines ``[R, D / 2]``; Llama turns element i together with element i + D / 2."""
+    """Cosines and sines ``[R, D / 2]``; Llama rotates element i with element i + D / 2."""
     positions = torch.arange(model.config.max_position_embeddings).unsqueeze(0)
     cos, sin = (t[0].chunk(2, -1)[0] for t in model.model.rotary_emb(torch.ones(1), positions))
     tables = {"rotary_cos": cos.contiguous(), "rotary_sin": sin.contiguous()}
@@ -49,7 +49,7 @@ def rotary_of(model: Any) -> dict[str, Any]:
 
 @torch.no_grad()
 def generate(model: Any, prompts: list[Tensor], cache: PagedKVCache, new: int) -> list[list[int]]:
-    """Texts of at most ``new`` tokens to all prompts at once, over a paged cache."""
+    """Generates at most ``new`` tokens for all prompts at once, over a paged cache."""
     pool, rotary = BlockPool(cache.num_blocks, cache.block_size), rotary_of(model)
     blocks = SequenceBlocks(pool, [len(prompt) for prompt in prompts])
     texts: list[list[int]] = [[] for _ in prompts]
@@ -59,8 +59,8 @@ def generate(model: Any, prompts: list[Tensor], cache: PagedKVCache, new: int) -
         where = {"cache_seqlens": before, "block_table": table}
         return flash_attn_with_kvcache(q, *pages, k, v, **where, causal=True, **rotary)
 
-    # The first step takes whole prompts. What pads them on the right is written where later tokens
-    # overwrite it, or to the null block; no token of a prompt sees it.
+    # The first step computes whole prompts. Padding on the right is written to slots that later
+    # tokens overwrite, or to the null block; no token of a prompt sees it.
     tokens = pad_sequence(prompts, batch_first=True)
     before = torch.zeros(len(prompts), dtype=torch.int32)  # tokens in the cache
     newest = blocks.last_positions()  # their index in `tokens`
@@ -71,7 +71,7 @@ def generate(model: Any, prompts: list[Tensor], cache: PagedKVCache, new: int) -
         for row in blocks.running.nonzero().flatten().tolist():
             texts[row].append(int(chosen[row]))
         is_longest = max(map(len, texts)) == new
-        blocks.update((chosen < END) | is_longest)  # finished texts give up their blocks here
+        blocks.update((chosen < END) | is_longest)  # finished texts free their blocks
         tokens, before, newest = chosen.unsqueeze(1), blocks.last_positions(), newest * 0
     blocks.free()
     return texts

@@ -52,7 +52,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backend", default="eager", help="of torch.compile")
     model = small_llama(parser.parse_args().backend)
-    for _ in range(2):  # the second time as it is from then on
+    for _ in range(2):  # the second call has the state of all later ones
         answer(model, 8)
 
     with no_compile() as sentinel:

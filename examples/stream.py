@@ -1,4 +1,4 @@
-"""Tokens as they are generated: one greedy request, one sampled, one that the reader gives up.
+"""Stream tokens: one greedy request, one sampled, one that is aborted.
 
 python examples/stream.py [--backend eager]
 """
@@ -35,8 +35,8 @@ def main() -> None:
     endless = engine.stream([[31, 32]], SamplingParams(max_new_tokens=200))
     for count, event in enumerate(endless, start=1):
         if count == 5:
-            endless.close()  # aborts the request: its blocks are free at once
-            print(f"request {event.request_id}: given up, {engine.pool.stats().used} blocks in use")
+            endless.close()  # aborts the request and frees its blocks
+            print(f"request {event.request_id}: aborted, {engine.pool.stats().used} blocks in use")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One mixed step by hand: two decodes that share a prefix, and a prompt chunk, in one call.
+"""One mixed step: two decodes that share a prefix, and a prompt chunk, in one call.
 
     python examples/unified_step.py
 
@@ -31,13 +31,13 @@ def main() -> None:
     torch.manual_seed(0)
     cache = PagedKVCache(1, num_blocks=12, block_size=BLOCK, num_kv_heads=KV_HEADS, head_dim=DIM)
     builder = BatchBuilder(cache.num_blocks, BLOCK)
-    # tokens of this step, tokens that are in the cache already, blocks in the order of positions
+    # tokens of this step, cached tokens, blocks in order of position
     requests = [
         Request(tokens=[7], context_len=9, block_table=[3, 5, 1]),
         Request(tokens=[8], context_len=6, block_table=[3, 9]),  # block 3 is a common prefix
         Request(tokens=[1, 2, 3, 4, 5], context_len=5, block_table=[2, 8, 4], num_logits=1),
     ]
-    cache.key(0).normal_()  # the keys and values that earlier steps would have left
+    cache.key(0).normal_()  # keys and values of earlier steps
     cache.value(0).normal_()
 
     step = builder.plan(requests)

@@ -26,7 +26,7 @@ BUCKETS = Path(__file__).with_suffix(".txt")
 
 
 class Denoiser(nn.Module):
-    """Takes from each clip what a small convolutional network believes to be noise.
+    """Subtracts the noise that a small convolutional network predicts.
 
     Shape:
         - forward(audio ``[clips, frames]`` float32) -> ``[clips, frames]``
@@ -47,7 +47,7 @@ class Denoiser(nn.Module):
 
 
 def example_inputs(bucket: Bucket) -> tuple[Tensor]:
-    """What a bucket is captured with: silence."""
+    """Example inputs of a bucket: silence."""
     return (torch.zeros(bucket.clips, bucket.frames),)
 
 

@@ -17,7 +17,7 @@ from graphs import Bucket, WarmupManager, explain, exponential, no_compile, prog
 
 
 class Classifier(nn.Module):
-    """Embeds, averages over the real tokens of each row, classifies.
+    """Averages the embeddings of each row's real tokens and classifies them.
 
     Shape:
         - forward(tokens ``[rows, length]`` int64, lengths ``[rows]`` int64) -> ``[rows, 4]``
@@ -35,7 +35,7 @@ class Classifier(nn.Module):
 
 
 def example_inputs(bucket: Bucket) -> tuple[Tensor, Tensor]:
-    """What a bucket is captured with: padding alone."""
+    """Example inputs of a bucket: padding alone."""
     return (
         torch.zeros(bucket.rows, bucket.length, dtype=torch.int64),
         torch.zeros(bucket.rows, dtype=torch.int64),
@@ -43,7 +43,7 @@ def example_inputs(bucket: Bucket) -> tuple[Tensor, Tensor]:
 
 
 def padded(texts: list[Tensor], bucket: Bucket) -> tuple[Tensor, Tensor]:
-    """The same tensors with the texts in their upper left corner."""
+    """Pads texts to a bucket."""
     tokens, lengths = example_inputs(bucket)
     for row, text in enumerate(texts):
         tokens[row, : len(text)] = text

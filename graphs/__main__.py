@@ -1,4 +1,4 @@
-"""`python -m graphs`: warm up, explain, plan, and manage the cache."""
+"""`python -m graphs`: warm up, explain, and manage the cache."""
 
 from __future__ import annotations
 

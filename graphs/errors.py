@@ -14,7 +14,6 @@ __all__ = [
     "BucketFileError",
     "BucketOverflow",
     "CaptureError",
-    "DemandFileError",
     "GraphBudgetExceeded",
     "InputMismatch",
     "JournalError",
@@ -86,10 +85,6 @@ class BucketOverflow(ValueError):
 
 class BucketFileError(ValueError):
     """A bucket file is malformed; the message begins with `path:line:`."""
-
-
-class DemandFileError(ValueError):
-    """A demand file is malformed; the message begins with `path:line:`."""
 
 
 class JournalError(ValueError):

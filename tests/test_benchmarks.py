@@ -1,4 +1,4 @@
-"""Benchmarks of `make bench`: one without its input is skipped, and the others still run."""
+"""`make bench` skips a benchmark without its input."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytest.importorskip("transformers", reason="needs the extra hf")
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
 
-def test_without_its_trace_the_engines_benchmark_is_skipped_with_a_line(
+def test_the_engine_benchmark_without_its_trace_is_skipped(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     script, trace = BENCHMARKS / "engine.py", tmp_path / "none.jsonl"

@@ -29,7 +29,7 @@ def test_every_place_is_reached_once_and_none_after_the_last() -> None:
         places.append(cut.where)
     assert len(places) > 100
     assert places[0].startswith("compiled_attn/cache/blocks/pool.py:")
-    assert any(place.startswith("compiled_attn/cache/blocks/places.py:") for place in places)
+    assert any(place.startswith("compiled_attn/cache/blocks/states.py:") for place in places)
     with interrupted_at(len(places)) as cut:
         _work()
     assert not cut.was_raised and cut.where == "" and cut.lines == len(places)

@@ -1,1 +1,1 @@
-"""The steps, families and ladders of the field's engines, to compare with."""
+"""Bucket ladders of other engines, to compare with."""

@@ -54,7 +54,7 @@ def attend_parts(call: UnifiedCall, attend: Attend | None) -> tuple[Tensor, Tens
     key, value = call.write()
     scoring = call.scoring
     m = replace(call.metadata, shared_blocks=None, shared_bias=None)
-    m = m.seen_from(window=scoring.window, alibi_slopes=scoring.slopes_for(call.query))
+    m = m.with_positions(window=scoring.window, alibi_slopes=scoring.slopes_for(call.query))
     causal = partial_attn_causal(
         call.query, key, value, m.causal_bias, m.causal_width, m.fmin,
         scale=scoring.scale, softcap=scoring.softcap, attend=attend,
@@ -73,7 +73,7 @@ def _shared(call: UnifiedCall, attend: Attend) -> PartialAttention | None:
     slopes = scoring.slopes_for(call.query)
     shared: PartialAttention | None = None
     for chunk in call.metadata.chunks_of_shared():
-        s = chunk.seen_from(window=scoring.window, alibi_slopes=slopes)
+        s = chunk.with_positions(window=scoring.window, alibi_slopes=slopes)
         part = partial_attn_shared(
             call.query, call.key_cache, value_cache, s.shared_blocks, s.shared_bias,
             s.block_size, s.fmin, scale=scoring.scale, softcap=scoring.softcap,

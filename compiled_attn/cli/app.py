@@ -142,8 +142,8 @@ def plan(options: PlanOptions) -> int:
     """Show what bucket strategies waste on a trace, and write a planned bucket file.
 
     The plan is fitted on the first half of the steps and judged, like the others, on the second.
-    What is written is planned on both halves; without trace and demand, on a mixture of drawn
-    workloads. Give the limits that `run` will have. Ends with 2 on bad input.
+    The written file is planned on both halves. Pass the limits that `run` will have. Exits with 2
+    on bad input.
     """
     from compiled_attn.cli.plan import run_plan
 

@@ -325,12 +325,6 @@ class PlanOptions(ServingOptions):
         "No need may pay more than X times its own cost; 0: no such guard.",
         metavar="X",
     )
-    no_drift: bool = option(
-        _RESULT,
-        False,
-        "Plan for the demand as recorded, not for the worst of several near it.",
-        "--no-drift",
-    )
     out: Path | None = option(
         _RESULT, None, "Write the buckets here, for `run --buckets FILE`.", metavar="FILE"
     )

@@ -1,4 +1,4 @@
-"""The job behind ``compiled-attn plan``: needs, comparison, table, bucket file."""
+"""Implements ``compiled-attn plan``: compares bucket strategies and writes a bucket file."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from compiled_attn.cli.options import PlanOptions, settings_of
 from compiled_attn.engine import EngineConfig
 from compiled_attn.engine.kernel import chosen_kernel
 from compiled_attn.engine.sizing import FORMS, Sizing, StepSize, step_limits, work_of
+from compiled_attn.planner import CostModel, Demand, PlanReport, read_demand
+from compiled_attn.planner import plan as choose
+from compiled_attn.planner.simulator import SimulatedEngine, simulate
+from compiled_attn.planner.simulator.kinds import StepKind, step_kind, within
+from compiled_attn.planner.simulator.ladders import Comparison, compare
 from compiled_attn.workloads import read_trace
-from compiled_attn.workloads.default_demand import default_demand
-from compiled_attn.workloads.families import Family, family, within
-from compiled_attn.workloads.ladders import Comparison, compare, ladders_within
-from compiled_attn.workloads.simulate import SimulatedEngine, simulate
 from graphs import to_file
-from graphs.planner import CostModel, Demand, PlanReport, read_demand
-from graphs.planner import plan as choose
 
 __all__ = ["run_plan"]
 
@@ -37,7 +36,7 @@ _LIMITS = {
 
 
 def run_plan(options: PlanOptions) -> int:
-    """Compare bucket strategies on a demand, and write the planned buckets; the exit code."""
+    """Compare bucket strategies on a demand, and write the planned buckets; returns 0."""
     _refuse_contradictions(options)
     if options.format is not None:
         from compiled_attn.cli.plan_for import run_plan_for
@@ -49,11 +48,10 @@ def run_plan(options: PlanOptions) -> int:
         if recorded is not None:
             _check_limits(options, recorded, steps)
             needs = _compared(options, sizing, steps, recorded)
-        elif options.trace is not None:
+        else:
+            assert options.trace is not None
             simulated = _simulated(options, options.trace, sizing, engine)
             needs = _compared(options, sizing, steps, simulated[steps.name])
-        else:
-            needs = default_demand(steps, engine, sizing.context)
         _write(options, steps, needs)
     return 0
 
@@ -64,8 +62,9 @@ def _refuse_contradictions(options: PlanOptions) -> None:
             if getattr(options, name) is not None:
                 flag = name.replace("_", "-")
                 raise UserError(f"expected --{flag} with --format only: name an engine, or drop it")
-    if options.trace is not None and options.demand is not None:
-        raise UserError("expected one of --trace and --demand, got both: choose what to plan for")
+    if options.format is None and (options.trace is None) == (options.demand is None):
+        got = "neither" if options.trace is None else "both"
+        raise UserError(f"expected one of --trace and --demand, got {got}: choose what to plan for")
     if options.trace is None and options.metrics is None and options.request_log is None:
         for name in ("requests", "scale", "speed", "concurrency"):
             if getattr(options, name) is not None:
@@ -79,19 +78,18 @@ def _refuse_contradictions(options: PlanOptions) -> None:
         raise UserError(f"cannot write {options.out}: it is a directory, name a file")
 
 
-def _check_limits(options: PlanOptions, needs: Demand, steps: Family) -> None:
-    """What was recorded within other limits is for other buckets."""
+def _check_limits(options: PlanOptions, needs: Demand, steps: StepKind) -> None:
     for axis in steps.axes:
         if (largest := needs.largest[axis.name]) > axis.high:
             raise UserError(
                 f"{options.demand}: expected needs with {axis.name} <= {axis.high}, got {largest}: "
-                f"give the limits that `run` had when it recorded them, {_LIMITS[axis.name]}"
+                f"pass the limits that `run` had when it recorded them, {_LIMITS[axis.name]}"
             )
 
 
-def _compared(options: PlanOptions, sizing: Sizing, steps: Family, needs: Demand) -> Demand:
-    """Print how strategies fare on the second half; returns the needs that one bucket can hold."""
-    kept, cut = within(needs, steps.axes)
+def _compared(options: PlanOptions, sizing: Sizing, steps: StepKind, needs: Demand) -> Demand:
+    """Print the strategies' waste on the second half; returns the needs within the axes."""
+    fitting, cut = within(needs, steps.axes)
     first, second = needs.project(steps.names).halves()
     default = {"engine's default": sizing.buckets}
     found = compare(
@@ -101,42 +99,35 @@ def _compared(options: PlanOptions, sizing: Sizing, steps: Family, needs: Demand
         options.max_graphs,
         others=default,
         rho=options.rho or None,
-        drift=not options.no_drift,
     )
-    _print(found, kept, cut)
-    return kept
+    _print(found, fitting, cut)
+    return fitting
 
 
-def _write(options: PlanOptions, steps: Family, needs: Demand) -> None:
-    """Plan for all needs, and write the buckets."""
-    is_default = options.trace is None and options.demand is None
-    if options.out is None and not is_default:
+def _write(options: PlanOptions, steps: StepKind, needs: Demand) -> None:
+    if options.out is None:
         return
     report = choose(
-        steps.foreseen(needs),
+        steps.with_largest_usual(needs),
         steps.cost,
         options.max_graphs,
         axes=steps.axes,
         legal=steps.legal,
         rho=options.rho or None,
-        drift=not options.no_drift,
-        ladders=ladders_within(steps, options.max_graphs),
     )
-    what = "a mixture of drawn workloads" if is_default else "both halves"
-    print(f"{_buckets(report)}, planned on {what}: waste {report.waste:.1%}")
-    if options.out is not None:
-        to_file(report.space, options.out)
-        print(f"written: compiled-attn run --buckets {options.out}")
+    print(f"{len(report.space)} buckets, planned on both halves: waste {report.waste:.1%}")
+    to_file(report.space, options.out)
+    print(f"written: compiled-attn run --buckets {options.out}")
 
 
 def _engine(
     options: PlanOptions, recorded: Demand | None
-) -> tuple[Sizing, SimulatedEngine, Family]:
-    """What `run` would make of these options: sizes, their simulation, its steps at its cost."""
+) -> tuple[Sizing, SimulatedEngine, StepKind]:
+    """The sizes that `run` would have, their simulation, and its steps with its cost."""
     config = EngineConfig(**settings_of(options), strict=False)
     model = model_of(options.model, options.dtype, device=options.device)
     if recorded is not None:
-        kernel, note = _recorder(recorded) or "", ": it recorded the demand"
+        kernel, note = _recorder(recorded) or "", ": the demand was recorded with it"
     else:
         chosen = chosen_kernel(model, config)
         kernel, note = chosen.name, chosen.notes["native"]
@@ -148,7 +139,7 @@ def _engine(
     engine = SimulatedEngine(limits.tokens, limits.seqs, config.block_size, limits.pool_blocks)
     cost = CostModel(sizing.form.cost(work_of(model)))
     name = "table" if kernel == "native" else "engine"
-    return sizing, engine, replace(family(name, engine, sizing.context), cost=cost)
+    return sizing, engine, replace(step_kind(name, engine, sizing.context), cost=cost)
 
 
 def _recorded(path: Path, kernel: str) -> Demand:
@@ -158,7 +149,8 @@ def _recorded(path: Path, kernel: str) -> Demand:
         raise UserError(
             f"{path}: expected needs over {', '.join(FORMS['portable'].axes)} (portable kernel) or "
             f"{', '.join(FORMS['native'].axes)} (native), as `run --record-demand` "
-            f"writes them, got {', '.join(needs.names)}: use python -m graphs plan for others"
+            f"writes them, got {', '.join(needs.names)}: plan for other axes with "
+            "`python -m compiled_attn.planner`"
         )
     if kernel not in ("auto", recorder):
         raise UserError(
@@ -176,8 +168,8 @@ def _recorder(needs: Demand) -> str | None:
 def _simulated(
     options: PlanOptions, trace: Path, sizing: Sizing, engine: SimulatedEngine
 ) -> dict[str, Demand]:
-    arrivals, told = fitted_arrivals(options, read_trace(trace, options.requests), sizing)
-    print(told, file=sys.stderr)
+    arrivals, message = fitted_arrivals(options, read_trace(trace, options.requests), sizing)
+    print(message, file=sys.stderr)
     found = simulate(arrivals, engine, speed=options.speed, concurrency=options.concurrency)
     print(f"{len(found.needs['engine']):,} simulated steps", file=sys.stderr)
     return found.needs
@@ -203,18 +195,13 @@ def _print(found: Comparison, needs: Demand, cut: float) -> None:
         console.print(line, highlight=False, soft_wrap=True)
 
 
-def _buckets(plan: PlanReport) -> str:
-    return f"{len(plan.space)} bucket{'s' if len(plan.space) > 1 else ''}"
-
-
 def _remarks(plan: PlanReport, needs: Demand, cut: float) -> list[str]:
     remarks = [
-        f"The plan wastes {plan.waste:.1%} on the first half; with {_buckets(plan)} no plan wastes "
-        f"below {plan.lower_bound:.1%}. No legal need pays above {plan.guard:.3g} times its cost."
+        f"The plan wastes {plan.waste:.1%} on the first half. No legal need pays above "
+        f"{plan.guard:.3g} times its cost."
     ]
-    remarks += str(plan.drift).splitlines() if plan.drift is not None else []
     if cut:
-        remarks.append(f"{cut:.2%} of the steps are left out: the engine cuts them into smaller.")
+        remarks.append(f"{cut:.2%} of the steps are left out: the engine splits them.")
     if needs.total < _ENOUGH_STEPS:
         remarks.append(
             f"Only {needs.total:,.0f} steps: below {_ENOUGH_STEPS:,} a plan says little about "

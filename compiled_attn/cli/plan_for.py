@@ -1,4 +1,4 @@
-"""The job behind ``compiled-attn plan --format``: buckets for another engine, in its syntax."""
+"""Implements ``compiled-attn plan --format``: buckets for another engine, in its syntax."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from rich.table import Table
 
 from compiled_attn.cli.errors import UserError, bad_input
 from compiled_attn.cli.options import PlanOptions
-from compiled_attn.integrations.plans.base import EnginePart, EnginePlan, Limits
-from compiled_attn.integrations.plans.formats import FORMATS, Format, needs_of, planned_for
-from compiled_attn.integrations.plans.metrics import drawn_requests, step_tokens
-from compiled_attn.integrations.plans.request_log import read_request_log
-from compiled_attn.integrations.versions import is_tested, listed
+from compiled_attn.contrib.versions import is_tested, listed
+from compiled_attn.planner import Demand
+from compiled_attn.planner.formats import FORMATS, Format, needs_of, planned_for
+from compiled_attn.planner.formats.base import EnginePart, EnginePlan, Limits
+from compiled_attn.planner.formats.metrics import sample_requests, step_tokens
+from compiled_attn.planner.formats.request_log import read_request_log
 from compiled_attn.workloads import Arrival, read_trace
 from compiled_attn.workloads.arrival import fit, scaled
-from graphs.planner import Demand
 
 __all__ = ["run_plan_for"]
 
 _TOKENS, _CONTEXT = 8192, 16384
-_DRAWN = 2000  # requests that stand for those that metrics count
+_SAMPLED = 2000  # requests, from metrics
 
 
 def run_plan_for(options: PlanOptions) -> int:
     """Compare a plan with the engine's own ladder, and write it as the engine reads it."""
-    known = FORMATS.get(options.format or "")
-    if known is None:
+    format = FORMATS.get(options.format or "")
+    if format is None:
         names = ", ".join(FORMATS)
         raise UserError(f"expected --format of {names}, got {options.format!r}: choose one")
     sources = [options.trace, options.metrics, options.request_log]
@@ -37,33 +37,33 @@ def run_plan_for(options: PlanOptions) -> int:
             "expected one of --trace, --metrics and --request-log with --format: name one"
         )
     with bad_input():
-        limits, needs = _needs(options, known)
-        plans = _plans(options, known.parts(limits), needs)
-        text = known.written(plans)
+        limits, needs = _needs(options, format)
+        plans = _plans(options, format.parts(limits), needs)
+        text = format.write(plans)
     _print(options, plans)
-    print(_tested(known))
+    print(_tested(format))
     if options.out is None:
         print(text)
     else:
         with bad_input():
             options.out.write_text(text + "\n", encoding="utf-8")
-        print(f"written: {known.use.format(file=options.out)}")
+        print(f"written: {format.use.format(file=options.out)}")
     return 0
 
 
-def _needs(options: PlanOptions, known: Format) -> tuple[Limits, dict[str, Demand]]:
-    """What the engine was started with, and what its steps need, by part."""
+def _needs(options: PlanOptions, format: Format) -> tuple[Limits, dict[str, Demand]]:
+    """The engine's limits, and the needs of its steps by part."""
     if options.metrics is not None and options.format == "vllm":
         limits = _limits(options, options.context or _CONTEXT)
         needs = step_tokens(options.metrics, limits.max_tokens)
         print("sizes between the bounds of vLLM's histogram are assumed, both halves equal")
-        return limits, {part.name: needs for part in known.parts(limits)}
+        return limits, {part.name: needs for part in format.parts(limits)}
     arrivals = _arrivals(options)
     longest = max(each.prompt_tokens + each.output_tokens for each in arrivals)
     limits = _limits(options, options.context or longest)
     if longest > limits.context:
         arrivals = fit(arrivals, limits.context)
-    parts = known.parts(limits)
+    parts = format.parts(limits)
     concurrency, speed = options.concurrency, options.speed
     return limits, needs_of(parts, arrivals, limits, speed=speed, concurrency=concurrency)
 
@@ -76,10 +76,8 @@ def _arrivals(options: PlanOptions) -> list[Arrival]:
     else:
         assert options.metrics is not None
         context = options.context or _CONTEXT
-        found = drawn_requests(options.metrics, options.requests or _DRAWN, context)
-        print(
-            "prompts and answers are drawn independently: metrics don't tell which belong together"
-        )
+        found = sample_requests(options.metrics, options.requests or _SAMPLED, context)
+        print("prompts and outputs are sampled independently: metrics do not pair them")
     return found if options.scale is None else scaled(found, options.scale)
 
 
@@ -93,7 +91,7 @@ def _limits(options: PlanOptions, context: int) -> Limits:
 def _plans(
     options: PlanOptions, parts: list[EnginePart], needs: dict[str, Demand]
 ) -> dict[str, EnginePlan]:
-    """A plan of each part, which share the graphs as the engine's own ladders do."""
+    """A plan of each part; they share the graphs in proportion to the engine's own ladders."""
     whole = sum(len(part.default) for part in parts)
     if options.max_graphs < len(parts):
         raise UserError(
@@ -104,8 +102,7 @@ def _plans(
         share = max(1, round(options.max_graphs * len(part.default) / whole))
         count = left if number == len(parts) - 1 else min(share, left - (len(parts) - 1 - number))
         left -= count
-        rho, drift = options.rho or None, not options.no_drift
-        plans[part.name] = planned_for(part, needs[part.name], count, rho, drift)
+        plans[part.name] = planned_for(part, needs[part.name], count, options.rho or None)
     return plans
 
 
@@ -122,26 +119,19 @@ def _print(options: PlanOptions, plans: dict[str, EnginePlan]) -> None:
             table.add_row(name, strategy, str(judged.graphs), str(judged.unused), *figures)
     console.print(table)
     for name, each in plans.items():
-        for line in _remarks(name, each):
+        if each.outside:
+            line = f"{name}: {each.outside:.1%} of the steps are larger: each {each.part.beyond}"
             console.print(line, highlight=False, soft_wrap=True)
 
 
-def _remarks(name: str, each: EnginePlan) -> list[str]:
-    borne = str(each.report.drift or "").splitlines()
-    lines = [f"{name}: {line}" for line in borne]
-    if each.outside:
-        lines.append(f"{name}: {each.outside:.1%} of the steps are larger: each {each.part.beyond}")
-    return lines
-
-
-def _tested(known: Format) -> str:
-    """One line: which versions the syntax was tried with, and which one is here."""
-    named = f"{known.package} {listed(known.tested)}"
-    tried = named if known.tested else f"sources of {known.package}"
+def _tested(format: Format) -> str:
+    """One line: the versions that the syntax was tested with, and the installed one."""
+    named = f"{format.package} {listed(format.tested)}"
+    tried = named if format.tested else f"sources of {format.package}"
     try:
-        found = version(known.package)
+        found = version(format.package)
     except PackageNotFoundError:
-        return f"syntax and rules of picking: tested with {tried}"
-    if known.tested and not is_tested(found, known.tested):
-        return f"syntax and rules of picking: expected {tried}, got {found}: look at the result"
-    return f"syntax and rules of picking: tested with {tried}, {found} is installed"
+        return f"syntax and picking rule: tested with {tried}"
+    if format.tested and not is_tested(found, format.tested):
+        return f"syntax and picking rule: expected {tried}, got {found}: check the result"
+    return f"syntax and picking rule: tested with {tried}, {found} is installed"

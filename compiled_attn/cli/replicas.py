@@ -1,4 +1,4 @@
-"""The command ``serve --replicas``: what each replica loads, in a process of its own."""
+"""The command ``serve --replicas``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = ["serve_replicas", "serving_backend", "serving_config"]
 def serving_backend(
     options: ServeOptions,
 ) -> contextlib.AbstractContextManager[str | Backend]:
-    """The backend of a server, with its store unless there is to be none.
+    """Return the backend of a server, with its store unless ``--no-store``.
 
     Raises:
         UserError: contradicting options, or a store that cannot be used.
@@ -46,12 +46,12 @@ def serving_backend(
 
 
 def serving_config(options: ServeOptions, backend: str | Backend) -> EngineConfig:
-    """The engine's settings of a server.
+    """Return the engine settings of a server.
 
     Raises:
-        ValueError: the file of buckets is none, or a setting is refused.
+        ValueError: a bad bucket file, or a setting is refused.
     """
-    # The backend has its store already, or is to have none.
+    # The backend already has its store, if any.
     settings = settings_of(options) | {"backend": backend, "store": False}
     if options.buckets is not None:
         space = settings["buckets"] = from_file(options.buckets)
@@ -62,18 +62,18 @@ def serving_config(options: ServeOptions, backend: str | Backend) -> EngineConfi
 def serve_replicas(
     options: ServeOptions,
     listening: socket.socket,
-    when_up: Callable[[], None],
-    tell: Callable[[str], None],
+    on_listening: Callable[[], None],
+    report: Callable[[str], None],
     http: ServerSettings,
 ) -> None:
-    """Serves until a signal ends it.
+    """Serve until a signal.
 
     Raises:
         UserError: Ray is not installed.
     """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray tells nobody, unless it is asked to
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
-        from compiled_attn.replicas.server import run_fleet
+        from compiled_attn.contrib.replicas.server import run_fleet
     except ImportError as error:
         raise UserError(
             f"--replicas needs a package that is not installed: {error}: {install_command('ray')}"
@@ -86,8 +86,8 @@ def serve_replicas(
         partial(_load, options, threads),
         options.replicas,
         listening,
-        when_up,
-        tell,
+        on_listening,
+        report,
         http,
         address=options.address,
         cpus=threads,
@@ -95,22 +95,21 @@ def serve_replicas(
     )
 
 
-def _load(options: ServeOptions, threads: int, told: Callable[[BucketEvent], None]) -> LLM:
+def _load(options: ServeOptions, threads: int, progress: Callable[[BucketEvent], None]) -> LLM:
     torch.set_num_threads(threads)
-    open_store = contextlib.ExitStack()  # as long as the process
+    open_store = contextlib.ExitStack()
     atexit.register(open_store.close)
     backend = open_store.enter_context(serving_backend(options))
     config = serving_config(options, backend)
     with contextlib.nullcontext() if isinstance(backend, str) else _first_alone():
         return LLM(
-            options.model, config, dtype=dtype_of(options), device=options.device, progress=told
+            options.model, config, dtype=dtype_of(options), device=options.device, progress=progress
         )
 
 
 @contextlib.contextmanager
 def _first_alone() -> Iterator[None]:
-    """Lets the first process of a machine fill the store; those that come meanwhile wait for it,
-    and then load from there all at once."""
+    """Let the first process of a machine fill the store; the others then load concurrently."""
     with contextlib.closing(Lock(default_store() / "warmup.lock")) as lock:
         if not lock.take():
             while not lock.take(shared=True):

@@ -22,6 +22,7 @@ from compiled_attn.cli.options import RunOptions, settings_of
 from compiled_attn.cli.sampling import sampling_of
 from compiled_attn.cli.store import stored_backend
 from compiled_attn.cli.table import print_result
+from compiled_attn.contrib.context_parallel import ContextExecutor
 from compiled_attn.engine import (
     Engine,
     EngineConfig,
@@ -32,7 +33,7 @@ from compiled_attn.engine import (
 from compiled_attn.engine.report import block_series
 from compiled_attn.errors import RankLost, RanksDisagree
 from compiled_attn.hf.proof import CheckReport, check
-from compiled_attn.ranks import RankEngine, Ranks, engine_on, joined_ranks
+from compiled_attn.ranks import RankEngine, RankExecutor, Ranks, engine_on, join_ranks
 from compiled_attn.text import Answer, Grammars
 from graphs import (
     BucketOverflow,
@@ -78,7 +79,7 @@ def run_job(options: RunOptions, waiting: str) -> int:
         if options.threads is not None:
             torch.set_num_threads(options.threads)
     try:
-        with joined_ranks() as ranks:
+        with join_ranks() as ranks:
             if options.context_parallel and ranks is None:
                 raise UserError(
                     "expected several ranks for --context-parallel, got one process: start it with "
@@ -109,8 +110,8 @@ def _run(
         if texts is not None:
             text = {"has_stop": texts.tokenizer.has_stop, "grammars": Grammars(texts.tokenizer)}
         if ranks is not None:
-            divides = options.context_parallel
-            engine: Engine = engine_on(ranks, model, config, context_parallel=divides, **text)
+            executor = ContextExecutor if options.context_parallel else RankExecutor
+            engine: Engine = engine_on(ranks, model, config, executor=executor, **text)
         else:
             engine = Engine(model, config, **text)
     if isinstance(engine, RankEngine) and not leads:
@@ -181,7 +182,7 @@ def _follow(engine: RankEngine) -> int:
 
 
 def _interrupted(error: KeyboardInterrupt, line: str) -> int:
-    """By the user, or as a rank has ended, which the error then says (`joined_ranks`)."""
+    """By the user, or because a rank exited, which the error then says (`join_ranks`)."""
     return tell(error, FAILED) if str(error) else tell(line, INTERRUPTED)
 
 

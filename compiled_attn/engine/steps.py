@@ -258,7 +258,7 @@ class StepsUnderWay:
             step.plan.need,
             step.bucket,
             now - started,
-            self._memory.pool.places.num_used,
+            self._memory.pool.num_used,
             self._memory.pool.highest_used,
             step.wanted,
             nonfinite_rows=rows.count(NOT_FINITE),

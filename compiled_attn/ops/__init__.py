@@ -1,4 +1,4 @@
-"""The op ``paged_attention``: attention of any requests over a paged cache; see docs/kernels.md."""
+"""The op ``paged_attention``: attention over a paged cache; see docs/reference/kernels.md."""
 
 from __future__ import annotations
 

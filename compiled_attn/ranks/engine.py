@@ -1,4 +1,4 @@
-"""An engine on several ranks: rank 0 takes requests, and all ranks plan and compute each step."""
+"""An engine on several ranks: rank 0 takes requests, all ranks plan and compute each step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["RankEngine"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Entered:
+class _Submitted:
     request_id: int
     prompt: list[int]
     sampling: SamplingParams
@@ -25,42 +25,35 @@ class _Entered:
 
 
 @dataclass(frozen=True, slots=True)
-class _Dropped:
+class _Aborted:
     request_id: int
 
 
 class RankEngine(Engine):
-    """An engine that leads others, or follows.
+    """An engine that leads the other ranks, or follows rank 0.
 
-    Requests and aborts come to rank 0, which tells them to the others before the next step, in
-    order; seeds that were drawn go with them. A scheduler decides by requests and blocks alone, so
-    all ranks plan the same step, and in strict mode they compare it.
+    Requests and aborts come to rank 0, which broadcasts them in order before the next step, with
+    the seeds it chose. The scheduler depends only on requests and blocks, so every rank computes
+    the same global plan; in strict mode they compare it.
 
-    An exception in a step ends the engine, as its ranks could no longer agree.
-
-    Args:
-        ranks: who takes part.
-        args, kwargs: as of `Engine`; the executor is that of a model that was cut by `shard`, and
-            the sizes are the same on all ranks.
-
-    Raises:
-        ConfigError: another rank has another model, other settings or versions.
+    An exception in a step stops the engine, since its ranks could no longer agree. ``args`` and
+    ``kwargs`` are those of `Engine`; the executor is a `RankExecutor`.
     """
 
     def __init__(self, ranks: Ranks, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.ranks = ranks
-        self._said: list[_Entered | _Dropped] = []
-        self._is_torn = False
+        self._unsent: list[_Submitted | _Aborted] = []
+        self._in_step = False
 
     def follow(self) -> None:
-        """Computes what rank 0 plans, until that is done with it.
+        """Compute the steps of rank 0 until it calls `dismiss`.
 
         Raises:
-            RankLost: a rank has ended.
+            RankLost: a rank exited.
             RanksDisagree: this rank would compute another step (strict).
         """
-        while (changes := self.ranks.tell(None)) is not None:
+        while (changes := self.ranks.broadcast(None)) is not None:
             for each in changes:
                 self._follow(each)
             self._advance()
@@ -68,12 +61,12 @@ class RankEngine(Engine):
             self._mailbox.arrived()
 
     def dismiss(self) -> None:
-        """Ends `follow` on the other ranks; rank 0 has no more steps."""
+        """End `follow` on the other ranks."""
         if self.ranks.leads:
-            self.ranks.tell(None)
+            self.ranks.broadcast(None)
 
-    def _follow(self, change: _Entered | _Dropped) -> None:
-        if isinstance(change, _Dropped):
+    def _follow(self, change: _Submitted | _Aborted) -> None:
+        if isinstance(change, _Aborted):
             self.abort(change.request_id)
         else:
             self._ids = itertools.count(change.request_id)
@@ -90,25 +83,27 @@ class RankEngine(Engine):
         choice: int = 0,
     ) -> int:
         request_id = super()._enter(prompt, sampling, salt, arrived_s, mailbox, index, choice)
-        self._said.append(_Entered(request_id, prompt, self._requests[request_id].sampling, salt))
+        self._unsent.append(
+            _Submitted(request_id, prompt, self._requests[request_id].sampling, salt)
+        )
         return request_id
 
     def _drop(self, sequence: RequestState, attempt: Attempt) -> None:
         super()._drop(sequence, attempt)
         request_id = sequence.request_id
-        told = [each for each in self._said if each.request_id != request_id]
-        # One that came since the last step was told to nobody.
-        self._said = told if len(told) < len(self._said) else [*told, _Dropped(request_id)]
+        rest = [each for each in self._unsent if each.request_id != request_id]
+        # A request submitted since the last step is unknown to the other ranks.
+        self._unsent = rest if len(rest) < len(self._unsent) else [*rest, _Aborted(request_id)]
 
     def _compute(self, attempt: Attempt) -> None:
-        if self._is_torn:
+        if self._in_step:
             raise EngineStopped(
-                "expected an engine whose ranks agree, got one in which an exception ended a step: "
+                "expected an engine whose ranks agree, got one whose step raised an exception: "
                 "start all ranks again"
             )
-        self._is_torn = True
+        self._in_step = True
         if self.ranks.leads:
-            self.ranks.tell(self._said)
-        self._said = []
+            self.ranks.broadcast(self._unsent)
+        self._unsent = []
         super()._compute(attempt)
-        self._is_torn = False
+        self._in_step = False

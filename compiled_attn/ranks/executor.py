@@ -1,4 +1,4 @@
-"""The executor of one rank: the share of a model, whose steps are compared with those of others."""
+"""The executor of one rank under tensor parallelism."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from compiled_attn.engine.executor import ExecutorReport, FittedStep
 from compiled_attn.engine.local import LocalExecutor
 from compiled_attn.engine.logprobs import ScoredToken
 from compiled_attn.ranks.group import Ranks
-from compiled_attn.ranks.turns import InTurn
+from compiled_attn.ranks.shard import shard
+from compiled_attn.ranks.turns import RankZeroFirst
 from graphs import BucketEvent, WarmupReport
 from graphs.capture.capture import resolve
 
@@ -22,14 +23,14 @@ __all__ = ["RankExecutor"]
 
 
 class RankExecutor(LocalExecutor):
-    """Computes the share of one rank.
+    """Computes the shard of one rank.
 
     In strict mode all ranks compare each step before they compute it. Rank 0 compiles each graph
-    first, and the others then find it in the store or in inductor's cache.
+    first, and the others then load it from the store or inductor's cache.
 
     Args:
-        ranks: who takes part.
-        model: cut by `shard`.
+        ranks: of the process group.
+        model: sharded, see `divide`.
         config: the same on each rank.
 
     Raises:
@@ -37,43 +38,53 @@ class RankExecutor(LocalExecutor):
     """
 
     def __init__(self, ranks: Ranks, model: PreTrainedModel, config: EngineConfig) -> None:
-        backend = InTurn(resolve(config.backend, "step"), ranks)
+        backend = RankZeroFirst(resolve(config.backend, "step"), ranks)
         config = replace(config, backend=backend)
-        # A time that each rank measures for itself would end their runs at different moments.
+        # With times measured per rank the ranks would stop their timed runs at different counts.
         super().__init__(model, config, timed_runs=1)
         self.ranks = ranks
 
+    @classmethod
+    def divide(cls, model: PreTrainedModel, ranks: Ranks) -> None:
+        """Keep the part of the model that this rank computes, in place."""
+        shard(model, ranks)
+
+    @classmethod
+    def pool_ranks(cls, ranks: Ranks) -> int:
+        """Number of ranks that the blocks of one pool are spread over."""
+        return 1
+
     def warmup(self, progress: Callable[[BucketEvent], None] | None = None) -> WarmupReport:
-        """Captures as `LocalExecutor` does; also raises RankLost, where a rank has ended."""
-        with self.ranks.calling():
+        """See `LocalExecutor.warmup`; also raises RankLost if a rank exited."""
+        with self.ranks.guard():
             return super().warmup(progress)
 
     def finite_blocks(self, places: NDArray[np.int64]) -> int:
-        """See `Executor.finite_blocks`; as few as on the rank that has the fewest."""
-        return self.ranks.least(super().finite_blocks(places))
+        """See `Executor.finite_blocks`; the minimum over ranks."""
+        return self.ranks.minimum(super().finite_blocks(places))
 
     def report(self) -> ExecutorReport:
         """See `Executor.report`."""
         return replace(super().report(), ranks=self.ranks.count)
 
     def run(self, step: FittedStep) -> Sequence[int | str | ScoredToken]:
-        """The token after each part, the same on each rank, see `Executor.run`.
+        """See `Executor.run`; the results are the same on each rank.
 
         Raises:
-            RankLost: a rank has ended.
+            RankLost: a rank exited.
             RanksDisagree: a rank is about to compute another step (strict).
         """
         if self.config.strict:
-            self.ranks.agree(_told(step))
-        with self.ranks.calling():
+            self.ranks.compare(_facts(step))
+        with self.ranks.guard():
             return super().run(step)
 
 
-def _told(step: FittedStep) -> dict[str, NDArray[np.int64]]:
-    """What decides a step, by names that a difference is told by.
+def _facts(step: FittedStep) -> dict[str, NDArray[np.int64]]:
+    """What defines a step, by name.
 
-    Where new tokens are written stands for the blocks: all of a request's were once new, or are
-    found by tokens, and what moves them is the pool alone.
+    The slots of new tokens stand for the blocks: each block of a request was once new or is found
+    by its tokens, and only the pool moves blocks.
     """
     rows, parts = step.plan.rows, step.parts
     return {

@@ -1,4 +1,4 @@
-"""The ranks of one model: processes that torchrun started, and what they tell each other."""
+"""The process group of one model under torchrun, and the collectives of its host side."""
 
 from __future__ import annotations
 
@@ -19,41 +19,41 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from compiled_attn.errors import ConfigError, RankLost, RanksDisagree
-from compiled_attn.ranks.ending import Ending
+from compiled_attn.ranks.peers import Peers
 from graphs.torch_internals.dispatch import default_store
 
-__all__ = ["Ranks", "joined_ranks"]
+__all__ = ["Ranks", "join_ranks"]
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """One rank among those that compute a model together.
+    """One rank of a process group.
 
     Args:
-        rank: its number, from 0 on; rank 0 leads.
-        count: how many there are.
-        group: name of their process group.
-        ending: what tells of ranks that have ended.
+        rank: number of this rank; rank 0 leads.
+        count: number of ranks.
+        group: name of the process group.
+        peers: the processes of all ranks.
     """
 
     rank: int
     count: int
     group: str
-    ending: Ending
+    peers: Peers
 
     @property
     def leads(self) -> bool:
-        """Whether it is the one that requests come to."""
+        """Whether requests come to this rank."""
         return self.rank == 0
 
-    def same(self, facts: dict[str, str]) -> None:
-        """Raises ConfigError, on every rank, unless all have the same facts."""
-        with self.calling():
-            everybody: list[Any] = [None] * self.count
-            dist.all_gather_object(everybody, facts)
-        for rank, others in enumerate(everybody):
-            for name in sorted({*everybody[0], *others}):
-                first, own = everybody[0].get(name), others.get(name)
+    def check_equal(self, facts: dict[str, str]) -> None:
+        """Raise ConfigError on every rank unless all pass the same facts."""
+        with self.guard():
+            gathered: list[Any] = [None] * self.count
+            dist.all_gather_object(gathered, facts)
+        for rank, others in enumerate(gathered):
+            for name in sorted({*gathered[0], *others}):
+                first, own = gathered[0].get(name), others.get(name)
                 if first != own:
                     raise ConfigError(
                         f"expected the same {name} on all ranks, got {own} on rank {rank} and "
@@ -61,33 +61,32 @@ class Ranks:
                         "versions"
                     )
 
-    def least(self, number: int) -> int:
-        """The smallest of a number on all ranks."""
-        with self.calling():
-            number_of_all = torch.tensor(number)
-            dist.all_reduce(number_of_all, dist.ReduceOp.MIN)
-        return int(number_of_all)
+    def minimum(self, number: int) -> int:
+        """Return the minimum of a number over all ranks."""
+        with self.guard():
+            reduced = torch.tensor(number)
+            dist.all_reduce(reduced, dist.ReduceOp.MIN)
+        return int(reduced)
 
-    def tell(self, what: Any) -> Any:
-        """What rank 0 tells all; the others give None, and get it."""
-        with self.calling():
-            content = pickle.dumps(what) if self.leads else b""
+    def broadcast(self, value: Any) -> Any:
+        """Return the value of rank 0 on every rank; the others pass None."""
+        with self.guard():
+            content = pickle.dumps(value) if self.leads else b""
             size = torch.tensor(len(content))
             dist.broadcast(size, 0)
-            told = torch.empty(int(size), dtype=torch.uint8)
+            buffer = torch.empty(int(size), dtype=torch.uint8)
             if self.leads:
-                told = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-            dist.broadcast(told, 0)
-        return what if self.leads else pickle.loads(told.numpy().tobytes())
+                buffer = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+            dist.broadcast(buffer, 0)
+        return value if self.leads else pickle.loads(buffer.numpy().tobytes())
 
-    def agree(self, step: Mapping[str, NDArray[np.int64]]) -> None:
-        """Compares what all ranks are about to compute, by a hash; the difference is looked for
-        only where there is one.
+    def compare(self, step: Mapping[str, NDArray[np.int64]]) -> None:
+        """Compare the next step of all ranks by a hash.
 
         Raises:
             RanksDisagree: on every rank, with the first difference.
         """
-        with self.calling():
+        with self.guard():
             own = torch.tensor(zlib.crc32(b"".join(each.tobytes() for each in step.values())))
             sums = [torch.empty_like(own) for _ in range(self.count)]
             dist.all_gather(sums, own)
@@ -103,25 +102,25 @@ class Ranks:
         )
 
     def mark(self, name: str) -> None:
-        """Ends `wait` for a name on all ranks."""
-        with self.calling():
+        """Release `wait` for a name on all ranks."""
+        with self.guard():
             default_store().set(name, "done")
 
     def wait(self, name: str) -> None:
-        """Waits until a rank has called `mark`."""
-        with self.calling():
-            while not default_store().check([name]):  # one that waits in C++ would hear no signal
+        """Wait until a rank has called `mark` for a name."""
+        with self.guard():
+            while not default_store().check([name]):  # a wait in C++ would block signals
                 time.sleep(0.01)
 
     @contextmanager
-    def calling(self) -> Iterator[None]:
-        """Raises RankLost where another rank does not answer any more."""
+    def guard(self) -> Iterator[None]:
+        """Raise RankLost if a call fails because another rank exited."""
         try:
             yield
         except RanksDisagree:
             raise
-        except RuntimeError as error:  # gloo's errors have no class of their own
-            if line := self.ending.why(str(error)):
+        except RuntimeError as error:  # gloo has no error class of its own
+            if line := self.peers.explain(str(error)):
                 raise RankLost(line) from error
             raise
 
@@ -137,22 +136,22 @@ def _difference(first: Mapping[str, list[int]], other: Mapping[str, list[int]]) 
 
 
 @contextmanager
-def joined_ranks(timeout_s: float = 1800.0) -> Iterator[Ranks | None]:
-    """The ranks that torchrun started, this one among them; None without torchrun, or alone.
+def join_ranks(timeout_s: float = 1800.0) -> Iterator[Ranks | None]:
+    """Join the process group that torchrun started; yields None without torchrun, or for one rank.
 
-    Ctrl-C and the SIGTERM of torchrun, which comes within a second after the end of a rank, raise
-    KeyboardInterrupt in the main thread; with a message, if a rank has ended.
+    Ctrl-C and torchrun's SIGTERM, which follows the exit of a rank within a second, raise
+    KeyboardInterrupt in the main thread.
 
     Args:
-        timeout_s: how long a rank waits for the others; one whose process ends is missed at once.
+        timeout_s: of collectives; the exit of a process is detected at once.
 
     Raises:
-        RankLost: a rank has ended.
+        RankLost: a rank exited.
     """
     if not dist.is_torchelastic_launched():
         yield None
         return
-    # Sums of what lies on a CUDA device are NCCL's, and what ranks tell each other is gloo's.
+    # NCCL reduces CUDA tensors; gloo serves the host side.
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(dist.get_node_local_rank())
@@ -161,11 +160,11 @@ def joined_ranks(timeout_s: float = 1800.0) -> Iterator[Ranks | None]:
         if dist.get_world_size() == 1:
             yield None
             return
-        peers: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(peers, (socket.gethostname(), os.getpid()))
+        addresses: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(addresses, (socket.gethostname(), os.getpid()))
         group = dist.group.WORLD
         assert group is not None
-        with Ending(peers).heeded() as ending:
-            yield Ranks(dist.get_rank(), len(peers), group.group_name, ending)
+        with Peers(addresses).handle_signals() as peers:
+            yield Ranks(dist.get_rank(), len(addresses), group.group_name, peers)
     finally:
         dist.destroy_process_group()

@@ -1,9 +1,9 @@
-"""A model's share of one rank: plain local weights, and sums over the ranks where parts meet.
+"""Tensor parallelism with plain local weights and functional all-reduces.
 
-Tensor parallelism (Shoeybi et al., "Megatron-LM", 2019): of the first of two linear layers a rank
-has some outputs, of the second the inputs that belong to these, and the ranks add what comes out.
-Heads of attention are such outputs. Which layer is cut how says the model's own plan, that of
-transformers. There are no tensors that know of ranks, so layers stay regions that compile once.
+As in Shoeybi et al., "Megatron-LM", 2019: the first of two linear layers is split by output
+features (or attention heads), the second by input features, and its outputs are all-reduced. The
+split follows transformers' ``tp_plan``. There are no DTensors, so layers stay nested compile
+regions.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 from compiled_attn.errors import ModelRefused
 from compiled_attn.ranks.group import Ranks
 
-__all__ = ["Summed", "shard"]
+__all__ = ["AllReduced", "shard"]
 
-_KEPT = {
+_REPLICATED = {
     "colwise_gather_output",
     "colwise_rep",
     "embedding_rowwise",
@@ -29,15 +29,12 @@ _KEPT = {
 }
 
 
-class Summed(nn.Module):
-    """A module whose outputs are parts of a sum over the ranks.
+class AllReduced(nn.Module):
+    """Sums the outputs of a module over the ranks.
 
     Args:
         part: the module.
         group: name of the process group.
-
-    Shape:
-        - forward: as the module's
     """
 
     def __init__(self, part: nn.Module, group: str) -> None:
@@ -45,77 +42,79 @@ class Summed(nn.Module):
         self.part, self._group = part, group
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The sum, the same on every rank."""
-        ops = torch.ops._c10d_functional  # in place in no graph, and known to torch.compile
+        """Return the sum, the same on every rank."""
+        ops = torch.ops._c10d_functional  # functional, and known to torch.compile
         out = self.part(*args, **kwargs).contiguous()
         total: Tensor = ops.wait_tensor(ops.all_reduce(out, "sum", self._group))
         return total
 
 
 def shard(model: PreTrainedModel, ranks: Ranks) -> PreTrainedModel:
-    """Cuts a model to the share of one rank, in place; returns it.
+    """Keep the shard of one rank of a model, in place; returns the model.
 
-    Norms, embeddings and the head stay whole on each rank. Key and value heads are divided, or
-    each is on several ranks where there are fewer than these.
+    Norms, embeddings and the head are replicated. Key and value heads are split, or replicated on
+    several ranks where there are fewer heads than ranks.
 
     Args:
         model: whole, the same on each rank.
-        ranks: who takes part; with one there is nothing to do.
+        ranks: of the process group; one rank changes nothing.
 
     Raises:
-        ModelRefused: transformers has no plan for it, or one that is not understood here, or its
-            heads or features cannot be divided by the ranks; the model is as it was.
+        ModelRefused: transformers has no ``tp_plan`` for it, or one with unknown styles, or heads
+            or features are not divisible by the number of ranks. The model is unchanged.
     """
     if ranks.count == 1:
         return model
-    cuts = _cuts(model)
-    _check_sizes(model, ranks, cuts)
-    for name, style in cuts.items():
+    splits = _splits(model)
+    _check_sizes(model, ranks, splits)
+    for name, style in splits.items():
         if style != "moe_tp_experts":
-            _cut(model, name, style, ranks)
-    for name, style in cuts.items():
+            _split(model, name, style, ranks)
+    for name, style in splits.items():
         module = _module(model, name)
         if style == "moe_tp_experts" or (style == "rowwise" and module is not None):
             assert module is not None
-            _replace(model, name, Summed(module, ranks.group))
+            _replace(model, name, AllReduced(module, ranks.group))
     for each in model.modules():
-        if hasattr(each, "num_key_value_groups"):  # of eager attention
+        if hasattr(each, "num_key_value_groups"):  # read by eager attention
             each.num_key_value_groups = _local_groups(model, ranks)  # type: ignore[assignment]
     return model
 
 
-def _cuts(model: PreTrainedModel) -> dict[str, str]:
-    """Modules and parameters that are cut, by their names, and how."""
+def _splits(model: PreTrainedModel) -> dict[str, str]:
+    """Style by name of the modules and parameters to split."""
     plan = dict(model.tp_plan)
-    if not plan or all(style in _KEPT for style in plan.values()):
-        raise _refused(model, "that transformers has a plan for (tp_plan)", "none")
+    if not plan or all(style in _REPLICATED for style in plan.values()):
+        raise _refused(model, "with a tp_plan in transformers", "none")
     patterns = {re.compile(re.escape(name).replace(r"\*", r"\d+")): plan[name] for name in plan}
     names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
     found = {
         name: style for name in names for each, style in patterns.items() if each.fullmatch(name)
     }
-    known = {"colwise", "rowwise", "packed_colwise", "moe_tp_experts", *_KEPT}
+    known = {"colwise", "rowwise", "packed_colwise", "moe_tp_experts", *_REPLICATED}
     if others := sorted({*found.values()} - known):
-        raise _refused(model, f"whose plan is of {', '.join(sorted(known))}", ", ".join(others))
-    return {name: style for name, style in found.items() if style not in _KEPT}
+        raise _refused(
+            model, f"whose tp_plan has only {', '.join(sorted(known))}", ", ".join(others)
+        )
+    return {name: style for name, style in found.items() if style not in _REPLICATED}
 
 
-def _check_sizes(model: PreTrainedModel, ranks: Ranks, cuts: dict[str, str]) -> None:
+def _check_sizes(model: PreTrainedModel, ranks: Ranks, splits: dict[str, str]) -> None:
     config = model.config.get_text_config()
     heads, kv_heads = config.num_attention_heads, _kv_heads(model)
     if heads % ranks.count or (kv_heads % ranks.count and ranks.count % kv_heads):
-        wanted = f"whose heads can be divided by {ranks.count} ranks"
+        wanted = f"whose heads are divisible by {ranks.count} ranks"
         raise _refused(model, wanted, f"{heads} heads and {kv_heads} of keys and values")
-    for name, style in cuts.items():
+    for name, style in splits.items():
         if style == "moe_tp_experts" or _is_kv(name):
             continue
         size = _weight(model, name).shape[_dim(style, _weight(model, name))]
         if size % (ranks.count * (2 if style == "packed_colwise" else 1)):
-            wanted = f"whose features can be divided by {ranks.count} ranks"
+            wanted = f"whose features are divisible by {ranks.count} ranks"
             raise _refused(model, wanted, f"{size} of {name}")
 
 
-def _cut(model: PreTrainedModel, name: str, style: str, ranks: Ranks) -> None:
+def _split(model: PreTrainedModel, name: str, style: str, ranks: Ranks) -> None:
     weight = _weight(model, name)
     dim, index, count = _dim(style, weight), ranks.rank, ranks.count
     if _is_kv(name) and (several := count // min(count, _kv_heads(model))) > 1:
@@ -130,7 +129,7 @@ def _cut(model: PreTrainedModel, name: str, style: str, ranks: Ranks) -> None:
         if bias is not None and style == "colwise":
             bias.data = bias.data.chunk(count)[index].clone()
         if bias is not None and style == "rowwise" and ranks.rank:
-            bias.data.zero_()  # it is added once
+            bias.data.zero_()  # only rank 0 adds the bias
 
 
 def _module(model: nn.Module, name: str) -> nn.Module | None:
@@ -142,7 +141,7 @@ def _weight(model: nn.Module, name: str) -> nn.Parameter:
 
 
 def _dim(style: str, weight: Tensor) -> int:
-    """The dimension that is cut: of outputs, the one before the last, or of inputs, the last."""
+    """The split dimension: outputs are the last but one, inputs the last."""
     return weight.dim() - (1 if style == "rowwise" else 2)
 
 
@@ -167,6 +166,6 @@ def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
 
 def _refused(model: PreTrainedModel, wanted: str, got: str) -> ModelRefused:
     return ModelRefused(
-        f"expected a model {wanted}, got {type(model).__name__} with {got}: serve it in one "
-        "process, or with another number of ranks"
+        f"expected a model {wanted}, got {type(model).__name__} with {got}: use one process, or "
+        "another number of ranks"
     )

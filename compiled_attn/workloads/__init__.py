@@ -1,12 +1,8 @@
-"""Demands on an engine: arrivals from a trace or a seeded generator, and their prompts.
-
-A demand is a list of :class:`Arrival`: times, lengths, prefixes. :func:`prompts` makes its tokens.
-"""
+"""Workloads: requests (`Arrival`) from a trace or a seeded generator, and their prompts."""
 
 from __future__ import annotations
 
-from compiled_attn.workloads.arrival import Arrival, fit, fit_scale, scaled
-from compiled_attn.workloads.prompts import prompts
+from compiled_attn.workloads.arrival import Arrival, fit, fit_scale, prompts, scaled
 from compiled_attn.workloads.synthetic import KINDS, synthetic
 from compiled_attn.workloads.trace import TraceError, read_trace
 

@@ -1,4 +1,4 @@
-"""One request of a demand, and demands made smaller or larger."""
+"""One request of a workload, the token ids of its prompt, and scaling."""
 
 from __future__ import annotations
 
@@ -6,26 +6,28 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-__all__ = ["HASH_BLOCK", "LONGEST", "Arrival", "fit", "fit_scale", "scaled"]
+import numpy as np
+
+__all__ = ["HASH_BLOCK", "LONGEST", "Arrival", "fit", "fit_scale", "prompts", "scaled"]
 
 HASH_BLOCK = 512
-"""Prompt tokens that one prefix id of the published Mooncake traces covers."""
+"""Prompt tokens per prefix id in the published Mooncake traces."""
 
 LONGEST = 10**12
-"""Tokens of a prompt or an output at most: far beyond any model, and exact as a float."""
+"""Limit of the tokens of a prompt or an output; exact as a float."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One request of a demand.
+    """One request of a workload.
 
     Args:
         arrival_s: seconds since the first request.
         prompt_tokens: length of the prompt, at least 1.
         output_tokens: tokens to generate, at least 1.
-        prefix_ids: one id for each ``hash_block`` prompt tokens (the last may cover fewer);
-            requests whose ids begin alike have prompts that begin alike.
-        hash_block: prompt tokens that one id covers.
+        prefix_ids: an id per ``hash_block`` prompt tokens (the last may cover fewer); a common
+            prefix of ids is a common prefix of prompts.
+        hash_block: prompt tokens per id.
     """
 
     arrival_s: float
@@ -36,15 +38,13 @@ class Arrival:
 
 
 def scaled(arrivals: Sequence[Arrival], scale: float) -> list[Arrival]:
-    """Multiply all lengths by ``scale``.
+    """Multiply all lengths by ``scale``, rounding up; arrival times stay.
 
-    Every length ``n``, ``hash_block`` too, becomes ``ceil(n * scale)``. So no length falls below 1,
-    prompts that shared ``k`` ids still do, and the ids cover what they covered; an id that rounding
-    leaves behind the end of its prompt is dropped. Times stay.
+    ``hash_block`` is scaled too, so prompts still share the same ids; ids beyond the end of a
+    prompt after rounding are dropped.
 
     Raises:
-        ValueError: ``scale`` is not a positive finite number, or a prompt or an output becomes
-            longer than :data:`LONGEST`.
+        ValueError: ``scale`` is not a positive finite number, or a length exceeds `LONGEST`.
     """
     if not 0 < scale < math.inf:
         raise ValueError(f"scale must be a positive number, got {scale!r}")
@@ -71,17 +71,17 @@ def scaled(arrivals: Sequence[Arrival], scale: float) -> list[Arrival]:
 
 
 def _ceil(length: float) -> int:
-    """Round up, but forgive what binary fractions add to a whole number."""
+    """Round up, with tolerance for floating-point error."""
     return max(1, math.ceil(length * (1 - 1e-9)))
 
 
 def fit_scale(arrivals: Sequence[Arrival], context: int) -> float:
-    """Largest of 1, 1/2, 1/4, ... at which every prompt and its output fit ``context`` tokens.
+    """Return the largest of 1, 1/2, 1/4, ... at which every request fits ``context`` tokens.
 
     Powers of two keep the prefix blocks of the traces whole: 512 tokens become 256, 128, ...
 
     Raises:
-        ValueError: ``context`` is below 2, the least that a prompt and an output token take.
+        ValueError: ``context`` is below 2.
     """
     if context < 2:
         raise ValueError(f"context must be at least 2 tokens, got {context}")
@@ -94,5 +94,34 @@ def fit_scale(arrivals: Sequence[Arrival], context: int) -> float:
 
 
 def fit(arrivals: Sequence[Arrival], context: int) -> list[Arrival]:
-    """Shrink a demand by :func:`fit_scale` so that every request fits ``context`` tokens."""
+    """Scale by `fit_scale` so that every request fits ``context`` tokens."""
     return scaled(arrivals, fit_scale(arrivals, context))
+
+
+def prompts(arrivals: Sequence[Arrival], vocab_size: int, seed: int = 0) -> list[list[int]]:
+    """Return seeded random token ids in ``[0, vocab_size)`` for each arrival.
+
+    Equal prefix ids give equal tokens; tokens that no id covers are unique to their request.
+
+    Raises:
+        ValueError: ``vocab_size`` is below 1 or ``seed`` below 0.
+    """
+    if vocab_size < 1 or seed < 0:
+        raise ValueError(f"expected vocab_size >= 1 and seed >= 0, got {vocab_size} and {seed}")
+    blocks: dict[tuple[int, int], list[int]] = {}
+    longest = max((arrival.prompt_tokens for arrival in arrivals), default=0)
+
+    def random_tokens(count: int, *source: int) -> list[int]:
+        rng = np.random.default_rng([seed, *source])
+        return [int(token) for token in rng.integers(vocab_size, size=count)]
+
+    def prompt(index: int, arrival: Arrival) -> list[int]:
+        tokens: list[int] = []
+        for key in ((prefix_id, arrival.hash_block) for prefix_id in arrival.prefix_ids):
+            if key not in blocks:  # a trace may claim blocks longer than any prompt
+                blocks[key] = random_tokens(min(arrival.hash_block, longest), 0, key[0])
+            tokens += blocks[key]
+        del tokens[arrival.prompt_tokens :]
+        return tokens + random_tokens(arrival.prompt_tokens - len(tokens), 1, index)
+
+    return [prompt(index, arrival) for index, arrival in enumerate(arrivals)]

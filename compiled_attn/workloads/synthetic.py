@@ -1,4 +1,4 @@
-"""Seeded demands with the percentiles of public traces, to serve without a trace."""
+"""Seeded synthetic workloads with the percentiles of public traces."""
 
 from __future__ import annotations
 
@@ -14,21 +14,20 @@ __all__ = ["KINDS", "synthetic"]
 
 
 class _Lengths(NamedTuple):
-    """Least, p50, p90, p99 and greatest length in tokens."""
+    """Minimum, percentiles and maximum of a length in tokens."""
 
-    least: int
+    min: int
     p50: int
     p90: int
     p99: int
-    most: int
+    max: int
 
 
 class _Kind(NamedTuple):
     prompt: _Lengths
     output: _Lengths
     requests_per_s: float
-    follow_ups: float = 0.0
-    """Share of requests that begin like an earlier one."""
+    follow_ups: float = 0.0  # share of requests with the prefix of an earlier one
 
 
 _KINDS = {
@@ -50,32 +49,27 @@ _KINDS = {
     ),
 }
 KINDS = tuple(_KINDS)
-"""The demands that :func:`synthetic` knows."""
+"""The workloads of `synthetic`."""
 
 _Z = (-3.0902, 0.0, 1.2816, 2.3263, 3.7190)
-"""Standard normal quantiles at .001, .5, .9, .99 and .9999, where the five `_Lengths` are met."""
+"""Standard normal quantiles at .001, .5, .9, .99 and .9999, those of the five `_Lengths`."""
 
 
-def synthetic(
-    kind: str, requests: int, seed: int = 0, *, follow_ups: float | None = None
-) -> list[Arrival]:
-    """Draw a demand whose lengths have the percentiles of a public trace.
+def synthetic(kind: str, requests: int, seed: int = 0) -> list[Arrival]:
+    """Generate a workload whose lengths have the percentiles of a public trace.
 
     ``chat`` and ``code`` follow the Azure LLM inference traces of 2023 (conversation, code),
-    ``rag`` the conversation trace of Mooncake: long prompts, of whose 512-token blocks about a
-    third were seen before. Lengths are lognormal between the known percentiles (their logarithm is
-    linear in the normal quantile); arrivals are a Poisson process. A longer demand of one kind and
-    seed begins with the shorter one.
+    ``rag`` the conversation trace of Mooncake: long prompts, a third of whose 512-token blocks
+    occurred before. Lengths are lognormal between the known percentiles; arrivals are a Poisson
+    process. A longer workload of the same kind and seed starts with the shorter one.
 
     Args:
         kind: one of `KINDS`.
-        requests: how many.
-        seed: of all that is drawn.
-        follow_ups: share of requests that begin like an earlier one; None: that of the kind.
+        requests: number of requests.
+        seed: of the random numbers.
 
     Raises:
-        ValueError: unknown ``kind``, ``requests`` below 1, ``seed`` below 0, or ``follow_ups``
-            outside 0..1.
+        ValueError: unknown ``kind``, ``requests`` below 1, or ``seed`` below 0.
     """
     if kind not in _KINDS:
         raise ValueError(f"unknown demand {kind!r}; expected one of {', '.join(KINDS)}")
@@ -83,16 +77,13 @@ def synthetic(
         raise ValueError(f"requests must be at least 1, got {requests}")
     if seed < 0:
         raise ValueError(f"seed must be at least 0, got {seed}")
-    if follow_ups is not None and not 0 <= follow_ups <= 1:
-        raise ValueError(f"follow_ups must be in 0..1, got {follow_ups}")
     spec = _KINDS[kind]
-    share = spec.follow_ups if follow_ups is None else follow_ups
     streams = [np.random.default_rng([seed, stream]) for stream in range(4)]
     gaps = streams[0].exponential(1 / spec.requests_per_s, requests)
     gaps[0] = 0.0
-    prompt = _draw(spec.prompt, requests, streams[1])
-    output = _draw(spec.output, requests, streams[2])
-    prefixes = _prefixes(prompt, share, streams[3])
+    prompt = _lengths(spec.prompt, requests, streams[1])
+    output = _lengths(spec.output, requests, streams[2])
+    prefixes = _prefixes(prompt, spec.follow_ups, streams[3])
     return [
         Arrival(round(at, 3), prompt_tokens, output_tokens, ids)
         for at, prompt_tokens, output_tokens, ids in zip(
@@ -101,7 +92,7 @@ def synthetic(
     ]
 
 
-def _draw(lengths: _Lengths, count: int, rng: np.random.Generator) -> list[int]:
+def _lengths(lengths: _Lengths, count: int, rng: np.random.Generator) -> list[int]:
     logs = np.interp(rng.standard_normal(count), _Z, np.log(lengths))
     return [round(length) for length in np.exp(logs).tolist()]
 
@@ -109,7 +100,7 @@ def _draw(lengths: _Lengths, count: int, rng: np.random.Generator) -> list[int]:
 def _prefixes(
     prompt_tokens: Sequence[int], follow_ups: float, rng: np.random.Generator
 ) -> list[tuple[int, ...]]:
-    """Ids of each prompt: 0 first for all, then those of an earlier prompt up to a random place."""
+    """Ids of each prompt: 0 first, then those of an earlier prompt up to a random position."""
     if not follow_ups:
         return [()] * len(prompt_tokens)
     chains: list[tuple[int, ...]] = []

@@ -1,4 +1,4 @@
-"""Request traces, read in the Azure (CSV) and the Mooncake (JSON lines) form."""
+"""Reads request traces in the Azure (CSV) and Mooncake (JSON lines) formats."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _COLUMNS = ("arrival_s", "prompt_tokens", "output_tokens")
 def read_trace(path: str | Path, limit: int | None = None) -> list[Arrival]:
     """Read the first ``limit`` requests of a trace, by default all.
 
-    The first line tells two formats apart: CSV with a header that names ``arrival_s``,
-    ``prompt_tokens`` and ``output_tokens`` (Azure), and one JSON object a line with these keys and
-    optionally ``hash_ids`` and ``hash_block`` (Mooncake). Blank lines and further keys are skipped.
+    The file is CSV with columns ``arrival_s``, ``prompt_tokens`` and ``output_tokens`` (Azure), or
+    has one JSON object per line with these keys and optionally ``hash_ids`` and ``hash_block``
+    (Mooncake). Blank lines and other keys are skipped.
 
     Raises:
-        TraceError: the file cannot be read, holds no request, or has a bad line: missing columns,
-            values that are not numbers, lengths below 1, an arrival before the one above it.
+        TraceError: the file cannot be read, has no request, or has a bad line: missing columns,
+            values that are not numbers, lengths below 1, arrivals out of order.
         ValueError: ``limit`` is below 1.
     """
     if limit is not None and limit < 1:
@@ -42,7 +42,7 @@ def read_trace(path: str | Path, limit: int | None = None) -> list[Arrival]:
     except UnicodeDecodeError as error:
         raise TraceError(f"{path}: is not a text file; expected CSV or JSON lines") from error
     if not arrivals:
-        raise TraceError(f"{path}: holds no request; expected CSV or JSON lines")
+        raise TraceError(f"{path}: has no request; expected CSV or JSON lines")
     return arrivals
 
 

@@ -10,7 +10,6 @@ import typer
 from graphs.cli.cache import cache_app
 from graphs.cli.errors import exit_code_of
 from graphs.cli.explain import explain
-from graphs.cli.plan import plan
 from graphs.cli.warmup import warmup
 from graphs.errors import BucketFileError, CaptureError
 
@@ -30,7 +29,6 @@ app = typer.Typer(
     help="Capture a callable at a set of shapes, and check that nothing compiles any more.",
 )
 app.command()(explain)
-app.command()(plan)
 app.command()(warmup)
 app.add_typer(cache_app("~/.cache/graphs", find=_default_store), name="cache")
 

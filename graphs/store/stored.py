@@ -140,7 +140,7 @@ class StoredAoti(StoredBackend):
     Arguments and attributes: see :class:`StoredBackend`.
     """
 
-    name = "aoti"
+    name = AotiBackend.name
     options = MappingProxyType({"options": None})
 
     def __init__(self, store: ArtifactStore) -> None:

@@ -1,4 +1,4 @@
-"""The benchmark for GPUs, on the stand-in device: what it does, not how fast."""
+"""The GPU benchmark, run on the fake device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SMALL = "--small --rounds 2 --calls 2 --backends eager --dtype float32"
 
 @pytest.fixture
 def python(tmp_path) -> Path:
-    """A Python in which the stand-in device is open."""
+    """A Python that has opened the fake device."""
     script = tmp_path / "python"
     opened = "import runpy, sys; from tests.stand_in import open_device; open_device()"
     run = f"{opened}; sys.argv = sys.argv[1:]; sys.path.insert(0, 'benchmarks')"
@@ -37,17 +37,17 @@ def ran(folder: Path, python: Path, device: str, *parts: str, **names: str) -> A
     )
 
 
-def test_one_command_writes_the_figures_of_every_case_and_backend(tmp_path, python):
+def test_one_command_writes_results_for_every_case_and_backend(tmp_path, python):
     folder = tmp_path / "results"
     process = ran(folder, python, "stand_in")
     assert process.returncode == 0, process.stdout + process.stderr
-    told = json.loads((folder / "gpu_attention.json").read_text())
-    assert [row["case"] for row in told["attention"]] == [
+    written = json.loads((folder / "gpu_attention.json").read_text())
+    assert [row["case"] for row in written["attention"]] == [
         "decode 3 x 32",
         "prefill 2 x 20",
         "chunk 5 of 30",
     ]
-    for row in told["attention"]:
+    for row in written["attention"]:
         assert {"op", "copy", "sdpa", "gather"} <= set(row["seconds"])
         assert set(row["skipped"]) == {"varlen", "flex"}, "each with its reason"
     (served,) = json.loads((folder / "gpu_serving.json").read_text())["serving"]
@@ -57,14 +57,14 @@ def test_one_command_writes_the_figures_of_every_case_and_backend(tmp_path, pyth
     assert "tokens/s" in (folder / "gpu_serving.txt").read_text()
 
 
-def test_a_backend_that_fails_is_told_and_the_others_are_measured(tmp_path, python):
+def test_a_failing_backend_is_reported_and_the_others_are_measured(tmp_path, python):
     arguments = SMALL.replace("eager", "nonsense eager")
     process = ran(tmp_path, python, "stand_in", "serving", ARGS=arguments)
     assert process.returncode == 1 and "# failed: nonsense" in process.stdout
-    told = json.loads((tmp_path / "gpu_serving.json").read_text())
-    assert told["failed"] == ["nonsense"] and [each["backend"] for each in told["serving"]] == [
-        "eager"
-    ]
+    written = json.loads((tmp_path / "gpu_serving.json").read_text())
+    assert written["failed"] == ["nonsense"] and [
+        each["backend"] for each in written["serving"]
+    ] == ["eager"]
     assert not (tmp_path / "gpu_attention.json").exists()
 
 
@@ -74,13 +74,13 @@ def test_without_the_device_it_is_skipped_with_a_line(tmp_path, python):
     assert "# skipped: no device 'xpu' here" in process.stdout
 
 
-def test_the_limits_of_all_parts_are_under_ten_minutes():
+def test_the_time_limits_of_all_parts_sum_to_under_ten_minutes():
     text = (ROOT / "benchmarks" / "gpu_all.sh").read_text()
     limits = re.findall(r"step gpu_\w+ (\d+) ", text)
     assert len(limits) == 4 and sum(int(each) + 10 for each in limits) < 600
 
 
-def test_the_script_runs_the_folders_of_all_tests_for_a_gpu():
+def test_the_script_runs_every_folder_with_tests_marked_gpu():
     text = (ROOT / "benchmarks" / "gpu_all.sh").read_text()
     folders = [ROOT / word for word in text.split() if word.startswith("tests/")]
     assert folders and all(folder.exists() for folder in folders)
@@ -89,7 +89,7 @@ def test_the_script_runs_the_folders_of_all_tests_for_a_gpu():
             assert any(file.is_relative_to(folder) for folder in folders), file
 
 
-def test_parts_that_fail_or_are_cut_off_are_told_and_the_others_run(tmp_path):
+def test_parts_that_fail_or_time_out_are_reported_and_the_others_run(tmp_path):
     process = ran(tmp_path, Path("/bin/false"), "stand_in", "serving", "nonsense", "attention")
     assert process.returncode == 1
     assert re.findall("== gpu_.* failed.*", process.stdout) == [

@@ -1,4 +1,4 @@
-"""The comparison with peers, on systems that are told what to answer: no peer is installed."""
+"""The comparison with peers, on fake systems: no peer is installed."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def states(session: int) -> set[str]:
 
 
 def until(holds: Callable[[], bool]) -> None:
-    """Waits, for half a minute at most: other processes may have the cores."""
+    """Waits up to 30 s, as other processes may use the cores."""
     for _ in range(3000):
         if holds():
             return
@@ -73,7 +73,7 @@ def until(holds: Callable[[], bool]) -> None:
     raise AssertionError("expected it within 30 s")
 
 
-def test_a_group_that_is_stopped_spends_no_cpu_time_until_it_goes_on():
+def test_a_stopped_process_group_spends_no_cpu_time():
     busy = (
         "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'while True: 0']).wait()"
     )
@@ -94,7 +94,7 @@ def test_a_group_that_is_stopped_spends_no_cpu_time_until_it_goes_on():
         process.wait()
 
 
-def test_a_server_runs_only_while_it_is_asked_and_its_children_end_with_it(task: Task):
+def test_a_server_runs_only_while_it_serves_and_ends_with_its_children(task: Task):
     server = fake(task, number=100)
     session = server._process.pid
     try:
@@ -108,22 +108,22 @@ def test_a_server_runs_only_while_it_is_asked_and_its_children_end_with_it(task:
         assert len([*groups.members(session)]) == 2
     finally:
         server.close()
-    until(lambda: states(session) <= {"Z"})  # a child is buried by whoever is init
+    until(lambda: states(session) <= {"Z"})  # init reaps the child
 
 
-def test_a_server_that_does_not_start_says_why(task: Task):
+def test_a_server_that_does_not_start_reports_why(task: Task):
     with pytest.raises(PeerGone, match=r"exit code 1; ValueError: there is no such model"):
         fake(task, fails_at=0)
 
 
-def test_a_server_that_is_killed_says_by_what(task: Task):
+def test_a_killed_server_reports_the_signal(task: Task):
     server = fake(task)
     server._process.kill()
     with pytest.raises(PeerGone, match="ended by SIGKILL"):
         server.serve([[1]], [1])
 
 
-def test_a_peer_that_fails_is_left_out_with_its_reason_and_the_others_go_on(task: Task):
+def test_a_failing_peer_is_left_out_with_its_reason(task: Task):
     same, other = Fake("same", ""), Fake("other", "", number=1)
     dies, absent = Fake("dies", "", number=2, fails_at=3), Fake("absent", "", fails_at=0)
     with Contest(task) as contest:
@@ -131,18 +131,18 @@ def test_a_peer_that_fails_is_left_out_with_its_reason_and_the_others_go_on(task
             contest.start(system, is_warm=True)
         warm_up(contest)
         cells = measure(contest, REQUESTS, vocabulary=50, rounds=2)
-        told = "\n".join(table.starts(contest))
+        text = "\n".join(table.starts(contest))
     assert [*cells] == ["ours", "same", "other"]
     assert contest.gone.keys() == {"dies", "absent"}
     assert "MemoryError: too many requests" in contest.gone["dies"]
-    assert "absent is left out: ended with exit code 1" in told
+    assert "absent is left out: ended with exit code 1" in text
     assert cells["same"].equal(cells["ours"]) == 1
     assert cells["other"].equal(cells["ours"]) == 0
     first, second = (each.tokens for each in cells["ours"].rounds)
     assert first != second, "each round has tokens of its own"
 
 
-def test_a_cold_start_finds_nothing_and_the_second_what_it_left(task: Task):
+def test_a_cold_start_begins_without_state(task: Task):
     system = Fake("fake", "")
     left = system.state(task) / "left"
     left.parent.mkdir(parents=True)
@@ -153,7 +153,7 @@ def test_a_cold_start_finds_nothing_and_the_second_what_it_left(task: Task):
         assert contest.cold.keys() == contest.second.keys() == {"fake"}
 
 
-def test_ratios_are_of_the_same_round_and_equal_tokens_end_with_the_first_that_differs():
+def test_ratios_compare_the_same_round_and_equal_tokens_end_at_the_first_difference():
     ours = Cell([Served(1, 2, [[1, 2, 3, 4]]), Served(4, 2, [[5, 6]]), Served(2, 2, [[7, 8]])])
     peer = Cell([Served(3, 1, [[1, 2, 9, 4]]), Served(8, 1, [[5, 6]]), Served(3, 1, [[0, 8]])])
     assert peer.over(ours, "seconds") == 2
@@ -163,13 +163,13 @@ def test_ratios_are_of_the_same_round_and_equal_tokens_end_with_the_first_that_d
     assert lines[-1].split() == ["peer", "2", "3.00", "1.00", "2.00x", "0.50x", "50.0%"]
 
 
-def test_a_package_that_does_not_install_is_the_reason_that_pip_tells():
+def test_a_failing_install_reports_the_error_of_pip():
     fails = "import sys; print('ERROR: no matching distribution', file=sys.stderr); sys.exit(1)"
     with pytest.raises(PeerGone, match="pip failed: ERROR: no matching distribution"):
         environments._run("pip", sys.executable, "-c", fails)
 
 
-def test_an_environment_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_environment_is_created_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     ran: list[tuple[str, ...]] = []
     monkeypatch.setattr(environments, "_run", lambda what, *command: ran.append(command))
     monkeypatch.setattr(environments, "_drop_misfits", lambda python: None)
@@ -185,7 +185,7 @@ def test_an_environment_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(ran) == 6, "other packages, another environment"
 
 
-def test_openvino_has_the_two_threads_that_bfloat16_needs(task: Task):
+def test_openvino_runs_bfloat16_on_two_threads(task: Task):
     openvino = next(each for each in PEERS if each.name == "openvino")
     half = Task(task.model, "bfloat16", 1, task.cache)
     assert (openvino.threads(task), openvino.threads(half)) == (1, 2)

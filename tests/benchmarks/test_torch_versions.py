@@ -1,4 +1,4 @@
-"""The table of torch's versions: rows are replaced by version, and faults are told."""
+"""The table of torch versions: rows are replaced by version, and failures are reported."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch_versions as table
 
 
-def test_a_row_takes_the_place_of_the_one_of_its_version_and_keeps_the_cells_it_lacks() -> None:
+def test_a_row_updates_that_of_its_version() -> None:
     page = table.with_row("", {"torch": "2.15.0", "suite": "9 passed, 0 failed, 0 skipped"})
     page = table.with_row(page, {"torch": "2.9.1", "machine": "2 cores"})
     page = table.with_row(page, {"torch": "2.15.0", "cold start": "81.5 s"})
@@ -46,7 +46,7 @@ def test_two_starts_give_the_cells_of_the_main_job() -> None:
     assert table.is_good(cells)
 
 
-def test_a_main_job_that_compiles_again_says_so() -> None:
+def test_a_main_job_that_compiles_late_is_reported() -> None:
     cells = table.job_cells(_report(compiles_after_warmup=1), _report())
     expected = "2 graphs (1 compiled), 1 compiles after warmup, 2 not from the store, 0 mismatches"
     assert cells["main job"] == expected
@@ -62,7 +62,7 @@ def test_a_main_job_that_compiles_again_says_so() -> None:
         {"suite": "did not run"},
     ],
 )
-def test_a_fault_makes_the_row_a_bad_one(row: dict[str, str]) -> None:
+def test_a_failure_makes_the_row_bad(row: dict[str, str]) -> None:
     assert not table.is_good(row)
 
 

@@ -13,6 +13,7 @@ OFFERED = {
     "compiled_attn.engine": ["ConfigError"],
     "compiled_attn.hf": ["ModelChanged", "ModelRefused"],
     "compiled_attn.models": ["ModelError"],
+    "compiled_attn.planner": ["DemandFileError"],
     "compiled_attn.workloads": ["TraceError"],
 }
 

@@ -25,13 +25,13 @@ def expected(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     k, v = (each.repeat_interleave(HEADS // KV_HEADS, 1) for each in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.double(), k) * DIM**-0.5
     places = torch.arange(TOKENS)
-    behind = places[:, None] - places
-    scores = scores.masked_fill((behind < 0) | (behind >= WINDOW), -torch.inf)
+    distance = places[:, None] - places
+    scores = scores.masked_fill((distance < 0) | (distance >= WINDOW), -torch.inf)
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
 
 
 def error(name: str, dtype: torch.dtype) -> float:
-    from compiled_attn.integrations.vllm_backend import PagedAttentionImpl
+    from compiled_attn.contrib.vllm.backend import PagedAttentionImpl
 
     impl = object.__new__(PagedAttentionImpl)
     impl.__dict__ |= {

@@ -17,9 +17,9 @@ def main() -> None:
     defaults = {"kv_cache_memory_bytes": 2**28, "enforce_eager": True, "skip_tokenizer_init": True}
     llm = LLM(folder, **{**defaults, **options})
     sampling = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
-    asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+    requests = [{"prompt_token_ids": prompt} for prompt in prompts]
     # The second time prompts are found in the cache.
-    rounds = [llm.generate(asked, sampling, use_tqdm=False) for _ in range(2)]
+    rounds = [llm.generate(requests, sampling, use_tqdm=False) for _ in range(2)]
     rounds_of_tokens = [[[*each.outputs[0].token_ids] for each in results] for results in rounds]
     print(
         json.dumps(

@@ -1,4 +1,4 @@
-"""Attention of each layer of a model that vLLM runs: our kernel and its own beside float64.
+"""Attention of each layer of a model in vLLM: our kernel and its own against float64.
 
     VLLM_PYTHON tests/vllm_backend/layers.py MODEL '{"dtype": "bfloat16"}' PROMPTS_JSON NEW
 
@@ -37,15 +37,14 @@ class Errors:
             self.squares[name] += float(wrong.square().sum())
             self.largest[name] = max(self.largest[name], float(wrong.abs().max()))
 
-    def told(self) -> dict[str, Any]:
-        """As the last line has it."""
+    def summary(self) -> dict[str, Any]:
         relative = {n: (self.squares[n] / self.squares["expected"]) ** 0.5 for n in _KINDS}
         return {"relative": relative, "largest": self.largest}
 
 
 def expected(impl: Any, query: Tensor, kv_cache: Tensor, step: Any) -> Tensor:
-    """Causal softmax in float64 over what the cache holds: ``[tokens, heads, dim]``."""
-    from compiled_attn.integrations.vllm_backend import cache_views
+    """Causal softmax in float64 over the cache: ``[tokens, heads, dim]``."""
+    from compiled_attn.contrib.vllm.backend import cache_views
 
     parts = []
     starts = step.query_start_loc.tolist()
@@ -71,7 +70,7 @@ def theirs(impl: Any, layer: Any, query: Tensor, kv_cache: Tensor, step: Any) ->
     from vllm import _custom_ops as ops
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
-    from compiled_attn.integrations.vllm_backend import cache_views
+    from compiled_attn.contrib.vllm.backend import cache_views
 
     used, table = step.block_table.long().unique(return_inverse=True)
     own_cache = torch.zeros_like(kv_cache[used])
@@ -91,8 +90,8 @@ def theirs(impl: Any, layer: Any, query: Tensor, kv_cache: Tensor, step: Any) ->
 
 
 def watch(found: dict[str, Errors]) -> None:
-    """Has each call of our kernel computed twice more."""
-    from compiled_attn.integrations.vllm_backend import PagedAttentionImpl
+    """Recompute each call of our kernel in two other ways."""
+    from compiled_attn.contrib.vllm.backend import PagedAttentionImpl
 
     attend = PagedAttentionImpl._attend
 
@@ -102,11 +101,11 @@ def watch(found: dict[str, Errors]) -> None:
     ) -> None:  # fmt: skip
         attend(self, layer, query, key, value, kv_cache, step, output)
         tokens = step.num_actual_tokens
-        asked = query[:tokens].view(tokens, self.num_heads, self.head_size)
-        exact = expected(self, asked, kv_cache, step)
+        rows = query[:tokens].view(tokens, self.num_heads, self.head_size)
+        exact = expected(self, rows, kv_cache, step)
         outputs = {
             "ours": output[:tokens],
-            "theirs": theirs(self, layer, asked, kv_cache, step),
+            "theirs": theirs(self, layer, rows, kv_cache, step),
             "rounded": exact.to(query.dtype),
         }
         found.setdefault(layer.layer_name, Errors()).add(exact, outputs)
@@ -124,9 +123,9 @@ def main() -> None:
     defaults = {"kv_cache_memory_bytes": 2**28, "enforce_eager": True, "skip_tokenizer_init": True}
     llm = LLM(folder, **{**defaults, **options})
     sampling = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
-    asked = [{"prompt_token_ids": prompt} for prompt in prompts]
-    llm.generate(asked, sampling, use_tqdm=False)
-    print(json.dumps({name: errors.told() for name, errors in found.items()}))
+    requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+    llm.generate(requests, sampling, use_tqdm=False)
+    print(json.dumps({name: errors.summary() for name, errors in found.items()}))
 
 
 if __name__ == "__main__":

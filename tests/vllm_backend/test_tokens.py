@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.skipif(not PYTHON, reason="VLLM_PYTHON names no environment, see `make test-vllm`"),
 ]
 FOLDER = Path(__file__).parent
-OURS = "compiled_attn.integrations.vllm_backend.PagedAttentionBackend"
+OURS = "compiled_attn.contrib.vllm.backend.PagedAttentionBackend"
 PROMPTS = [[*range(3, 3 + n)] for n in (1, 12, 70, 100)] + [[*range(3, 80), 9, 9], [90, 20] * 50]
 # Steps of less tokens than a prompt has: it is read in chunks.
 OPTIONS = {
@@ -52,9 +52,9 @@ def _run(
 def _tokens(folder: Path, state: Path, ours: bool, **options) -> list[list[list[int]]]:
     done = _run(folder, state, str(int(ours)), **options)
     assert done.returncode == 0, done.stderr[-3000:]
-    told = json.loads(done.stdout.splitlines()[-1])
-    assert (told["backend"] == OURS) == ours
-    return told["rounds"]
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert (result["backend"] == OURS) == ours
+    return result["rounds"]
 
 
 def _smollm2() -> Path:

@@ -125,7 +125,7 @@ class Run:
         assert report.failed_requests == 0
         # What the run is to have in it.
         assert report.preemptions and report.prefix_hit_ratio
-        assert report.memory["copies_on_write"] and report.memory["defrag_moves"]
+        assert report.memory["defrag_moves"]
         assert report.memory["defrag_swaps"]
 
 

@@ -78,17 +78,6 @@ def test_defragmentation_on_every_step_changes_no_token():
         assert results[index].tokens == plain_generate(model, prompt, 10)
 
 
-def test_the_shared_beginning_of_a_block_is_copied_and_keeps_its_tokens():
-    model, first = tiny_model(), _prompts(1, longest=60)[0] + list(range(1, 40))
-    second = [*first[:-7], 99, 98, 97]
-    engine = _engine(model, block_size=16)
-    for prompt in (first, second):
-        (result,) = engine.generate([prompt], SamplingParams(max_new_tokens=6))
-        assert result.tokens == plain_generate(model, prompt, 6)
-    memory = engine.report().memory
-    assert memory["copies_on_write"] == 1 and memory["partial_hit_tokens"] >= 4
-
-
 def test_preempted_requests_resume_where_they_were():
     model, prompts = tiny_model(), _prompts(6, longest=40)
     engine = _engine(model, num_blocks=24)

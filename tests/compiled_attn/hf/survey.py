@@ -1,6 +1,6 @@
 """A survey of the families that are served as `generate` does.
 
-``python -m tests.compiled_attn.hf.survey`` writes the tables of docs/models.md.
+``python -m tests.compiled_attn.hf.survey`` writes benchmarks/results/model_families.md.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from compiled_attn.engine import Engine, EngineConfig, SamplingParams
 from compiled_attn.hf import ModelRefused, cache_for
 from tests.compiled_attn.hf.families import FAMILIES, small_model
 
-PAGE = Path(__file__).parents[3] / "docs" / "models.md"
+PAGE = Path(__file__).parents[3] / "benchmarks" / "results" / "model_families.md"
 KERNELS = ("portable", "native")
 _LONG = [(7 * i * i + 3 * i + 5) % 120 + 3 for i in range(23)]
 # Longer than the windows, in chunks; short; and one that begins as the first, not by whole blocks.
@@ -97,7 +97,7 @@ def outcome(family: str, kernels: Iterable[str] = KERNELS) -> Outcome:
 
 
 def tables(outcomes: Sequence[Outcome]) -> str:
-    """What docs/models.md says after its marker."""
+    """What the page says after its marker."""
     found = Counter(each.result for each in outcomes)
     counts = ", ".join(f"{found[result]} {result}" for result in _HEADINGS)
     lines = [f"transformers {transformers.__version__}, {len(outcomes)} families: {counts}.", ""]

@@ -13,12 +13,12 @@ from compiled_attn.ranks import Ranks
 from compiled_attn.step import BatchBuilder, BlockShare, DividedTables, Request
 
 BLOCK, HEADS, KV_HEADS, DIM, SCALE = 4, 4, 2, 16, 0.3
-# Tokens before a step, and in it: prompts, chunks, decodes, some of which end in midst of a block.
+# Tokens before a step, and in it: prompts, chunks, decodes, some of which end inside a block.
 STEPS = [[(0, 5), (9, 3), (7, 1), (0, 1)], [(16, 1), (3, 1)], [(21, 8)], [(1, 2), (4, 4), (8, 1)]]
 
 
 def farthest(ranks: Ranks, seed: int) -> float:
-    """The greatest difference of out and lse; of a layer with a softcap, sinks, or neither."""
+    """The maximum difference of out and lse of a layer with a softcap, sinks, or neither."""
     torch.manual_seed(seed)
     step = STEPS[seed % len(STEPS)]
     softcap = 2.0 if seed % 3 == 1 else None
@@ -67,8 +67,7 @@ def farthest(ranks: Ranks, seed: int) -> float:
 
 
 def _tables(lengths: list[int], num_blocks: int, one_rank: int) -> list[list[int]]:
-    """Blocks for each request, in no order; of one rank alone where it is told how many there are,
-    and there are enough."""
+    """Random blocks for each request; of one rank alone if ``one_rank`` is the number of ranks."""
     order = [int(each) + 1 for each in torch.randperm(num_blocks - 1)]
     if one_rank:
         order.sort(key=lambda block: (block - 1) % one_rank)

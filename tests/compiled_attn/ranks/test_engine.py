@@ -1,4 +1,4 @@
-"""A model on several ranks gives the tokens of one process, and a lost rank ends them all."""
+"""A model on several ranks gives the tokens of one process; a lost rank stops all."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _ROOT = _WORKER.parents[3]
 pytestmark = pytest.mark.timeout(900)  # of a machine that others share
 
 
-def launched(case: str, *arguments: str, ranks: int = 2) -> list[list]:
-    """What rank 0 of so many said."""
+def launch(case: str, *arguments: str, ranks: int = 2) -> list[list]:
+    """What rank 0 of so many output."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={ranks}", str(_WORKER), case, *arguments]
     path = os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])
@@ -25,36 +25,36 @@ def launched(case: str, *arguments: str, ranks: int = 2) -> list[list]:
     run = subprocess.run(
         command, env=settings, capture_output=True, text=True, timeout=800, check=False
     )
-    said = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("[")]
-    assert said, run.stderr[-3000:]
-    return said
+    output = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("[")]
+    assert output, run.stderr[-3000:]
+    return output
 
 
 def test_two_ranks_give_the_tokens_of_one_process():
-    said = launched("families", "eager", "llama", "qwen3", "gemma2", "mixtral")
-    names = [name for name, *_ in said]
+    output = launch("families", "eager", "llama", "qwen3", "gemma2", "mixtral")
+    names = [name for name, *_ in output]
     assert names == ["llama", "qwen3", "gemma2", "mixtral"]
-    assert all(rest[:4] == [True, 1, "native", 2] for _, *rest in said)  # one KV head of two
+    assert all(rest[:4] == [True, 1, "native", 2] for _, *rest in output)  # one KV head of two
 
 
 @pytest.mark.dist
 def test_captured_graphs_contain_the_sums_and_nothing_compiles_later():
-    said = launched("families", "inductor", "llama", "gemma2")
-    assert [rest[:2] for _, *rest in said] == [[True, 1]] * 2
-    assert all(graphs == 2 for *_, graphs in said)  # symbolic sizes, and one of a single token
+    output = launch("families", "inductor", "llama", "gemma2")
+    assert [rest[:2] for _, *rest in output] == [[True, 1]] * 2
+    assert all(graphs == 2 for *_, graphs in output)  # symbolic sizes, and one of a single token
 
 
 @pytest.mark.dist
 def test_a_key_head_is_on_several_ranks_where_there_are_fewer_heads():
-    said = launched("families", "eager", "llama", "gemma2", ranks=4)
-    assert [rest[:2] for _, *rest in said] == [[True, 1]] * 2
+    output = launch("families", "eager", "llama", "gemma2", ranks=4)
+    assert [rest[:2] for _, *rest in output] == [[True, 1]] * 2
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("divided", ["weights", "context"])
 def test_ranks_agree_whatever_comes_and_goes(seed, divided):
-    ((same, whole, preempted, shared, finished, moved),) = launched("chance", str(seed), divided)
+    ((same, whole, preempted, shared, finished, moved),) = launch("chance", str(seed), divided)
     assert same and whole
     assert preempted and shared and finished > 5
     assert bool(moved) == (divided == "weights")
@@ -62,7 +62,7 @@ def test_ranks_agree_whatever_comes_and_goes(seed, divided):
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.dist)])
 def test_a_layer_over_keys_of_several_ranks_is_dense_attention(ranks):
-    (distances,) = launched("layers", ranks=ranks)
+    (distances,) = launch("layers", ranks=ranks)
     assert len(distances) == 12 and max(distances) < 3e-6  # of float32, sums of up to 24 keys
 
 
@@ -70,53 +70,53 @@ def test_a_layer_over_keys_of_several_ranks_is_dense_attention(ranks):
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_that_divide_contexts_give_the_tokens_of_one_process(ranks):
     names = ["llama", "qwen3", "mixtral", "deepseek_v3"]  # the last keeps latents
-    said = launched("contexts", "eager", *names, ranks=ranks)
-    assert [name for name, *_ in said] == names
-    assert all(rest[:2] == [True, "native"] for _, *rest in said)
+    output = launch("contexts", "eager", *names, ranks=ranks)
+    assert [name for name, *_ in output] == names
+    assert all(rest[:2] == [True, "native"] for _, *rest in output)
 
 
 @pytest.mark.dist
 def test_graphs_of_divided_contexts_contain_the_exchange_and_nothing_compiles_later():
-    ((_, *rest),) = launched("contexts", "inductor", "llama")
+    ((_, *rest),) = launch("contexts", "inductor", "llama")
     assert rest == [True, "native", 2]
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_prompt_that_does_not_fit_the_cache_of_one_rank_is_served(ranks):
-    ((same, apart, refusal),) = launched("long", ranks=ranks)
+    ((same, apart, refusal),) = launch("long", ranks=ranks)
     assert same and apart < 1e-4  # of log-probabilities in float32
     assert "expected a pool that holds one request of 41 tokens" in refusal
 
 
 @pytest.mark.dist
 def test_a_block_that_is_not_finite_on_its_rank_is_so_on_all():
-    assert launched("broken") == [[5, 3]]
+    assert launch("broken") == [[5, 3]]
 
 
 @pytest.mark.dist
 def test_windows_are_refused_where_contexts_are_divided():
-    ((line,),) = launched("windows")
+    ((line,),) = launch("windows")
     assert "with windows of [9] tokens: divide its weights instead" in line
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("divided", ["weights", "context"])
 def test_one_rank_compiles_and_a_second_start_loads_on_all(tmp_path, divided):
-    ((ranks, stored),) = launched("stored", str(tmp_path), divided)
+    ((ranks, stored),) = launch("stored", str(tmp_path), divided)
     (first, *others), graphs = ranks, ranks[0][0]
     assert graphs and first[1:3] == [0, 0]
     assert all(each[:3] == [graphs, graphs, 0] for each in others)  # each a look into the cache
     assert stored == graphs  # by one key on all ranks
-    ((ranks, stored),) = launched("stored", str(tmp_path), divided)
+    ((ranks, stored),) = launch("stored", str(tmp_path), divided)
     assert all(each[0] == 0 and each[2] == each[3] for each in ranks) and stored == graphs
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("when", ["warmup", "step", "idle"])
 def test_the_end_of_a_rank_is_one_line_on_the_others(when):
-    ((line,),) = launched("dies", when)
-    assert "got no answer of rank 1 (process" in line and "start all of them again" in line
+    ((line,),) = launch("dies", when)
+    assert "got no answer of rank 1 (process" in line and "start all ranks again" in line
 
 
 @pytest.mark.dist
@@ -127,16 +127,16 @@ def test_the_end_of_a_rank_is_one_line_on_the_others(when):
         ("setting", "setting block_size"),
         ("buckets", "buckets"),
         ("version", "version of torch"),
-        ("division", "setting context_parallel"),
+        ("executor", "executor"),
         ("cut", "weights"),  # of which contexts are to be divided too
     ],
 )
 def test_a_rank_that_is_another_is_refused_with_the_difference(what, name):
-    ((line,),) = launched("differs", what)
+    ((line,),) = launch("differs", what)
     assert f"expected the same {name} on all ranks" in line and "on rank 1" in line
 
 
 @pytest.mark.dist
 def test_a_rank_that_computes_another_step_is_found():
-    ((line,),) = launched("disagrees")
+    ((line,),) = launch("disagrees")
     assert "got another one on rank 1: token ids 5 instead of 1 (number 0 of" in line

@@ -27,7 +27,7 @@ def started(folder: Path, *arguments: str) -> subprocess.Popen:
     return subprocess.Popen(command, env=settings, start_new_session=True, **silent)
 
 
-def said(folder: Path, rank: int) -> str:
+def output(folder: Path, rank: int) -> str:
     return "".join(path.read_text() for path in folder.glob(f"*/attempt_0/{rank}/std*.log"))
 
 
@@ -35,15 +35,15 @@ def said(folder: Path, rank: int) -> str:
 @pytest.mark.parametrize("to_all", [True, False], ids=["terminal", "torchrun-alone"])
 def test_ctrl_c_ends_all_ranks_without_a_traceback(tmp_path, to_all):
     run = started(tmp_path, *_RUN, "--requests", "400")
-    while "threads:" not in said(tmp_path, 0):  # then both have begun
-        assert run.poll() is None, said(tmp_path, 0)
+    while "threads:" not in output(tmp_path, 0):  # then both have begun
+        assert run.poll() is None, output(tmp_path, 0)
         time.sleep(0.1)
     time.sleep(3)
     (os.killpg if to_all else os.kill)(run.pid, signal.SIGINT)
     run.wait(timeout=800)
     for rank in (0, 1):
-        assert "interrupted" in said(tmp_path, rank)
-        assert "Traceback" not in said(tmp_path, rank)
+        assert "interrupted" in output(tmp_path, rank)
+        assert "Traceback" not in output(tmp_path, rank)
 
 
 @pytest.mark.dist
@@ -52,10 +52,10 @@ def test_divided_contexts_give_the_tokens_of_plain_transformers(tmp_path, dtype)
     arguments = ["--context-parallel", "--dtype", dtype, "--requests", "4", "--check", "4"]
     arguments += ["--scale", "0.1", "--max-seqs", "2", "--json", str(tmp_path / "result.json")]
     run = started(tmp_path, *_RUN, *arguments)
-    assert run.wait(timeout=800) == 0, said(tmp_path, 0)
-    assert "4 requests" in said(tmp_path, 0)
+    assert run.wait(timeout=800) == 0, output(tmp_path, 0)
+    assert "4 requests" in output(tmp_path, 0)
     assert json.loads((tmp_path / "result.json").read_text())["ranks"] == 2
-    assert re.search(r"ranks\W+2\b", said(tmp_path, 0))
+    assert re.search(r"ranks\W+2\b", output(tmp_path, 0))
 
 
 @pytest.mark.dist
@@ -65,4 +65,4 @@ def test_ranks_of_other_settings_say_the_difference(tmp_path):
     assert run.wait(timeout=800)
     for rank in (0, 1):
         wanted = "expected the same setting max_seqs on all ranks, got 5 on rank 1 and 4 on rank 0"
-        assert wanted in said(tmp_path, rank)
+        assert wanted in output(tmp_path, rank)

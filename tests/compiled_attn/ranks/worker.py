@@ -20,9 +20,10 @@ import torch.distributed as dist
 from torch._dynamo.utils import counters
 
 from compiled_attn.cli.store import stored_backend
+from compiled_attn.contrib.context_parallel import ContextExecutor
 from compiled_attn.engine import Engine, EngineConfig, SamplingParams
 from compiled_attn.errors import ConfigError, ModelRefused, RankLost, RanksDisagree
-from compiled_attn.ranks import RankEngine, Ranks, engine_on, joined_ranks, shard
+from compiled_attn.ranks import RankEngine, RankExecutor, Ranks, engine_on, join_ranks, shard
 from tests.compiled_attn.hf.families import small_model
 from tests.compiled_attn.ranks.layers import farthest
 from tests.compiled_attn.tiny import FAMILIES, plain_generate, tiny_model
@@ -31,10 +32,11 @@ CONFIG = EngineConfig(
     16, 4, block_size=4, num_blocks=20, context=64, backend="eager", max_graphs=4, defrag_waste=0.0
 )
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [3, 4], [9, 8, 7] * 5, [5] * 9, [1, 2, 3, 4, 5, 6, 9, 9]]
+EXECUTORS = {"weights": RankExecutor, "context": ContextExecutor}
 GREEDY = SamplingParams(max_new_tokens=8)
 
 
-def told(engine: Engine) -> list[list[int]]:
+def tokens_of(engine: Engine) -> list[list[int]]:
     return [each.tokens for each in engine.generate(PROMPTS, GREEDY, in_order=True)]
 
 
@@ -46,12 +48,12 @@ def families(ranks: Ranks, backend: str, *names: str) -> None:
             engine.follow()
             check_armed(engine)
             continue
-        tokens = told(engine)
+        tokens = tokens_of(engine)
         engine.dismiss()
         check_armed(engine)
         wanted = [plain_generate(tiny_model(name), prompt, 8) for prompt in PROMPTS]
         report, heads = engine.report(), engine.executor.cache.shapes[0].num_kv_heads
-        say(name, tokens == wanted, heads, report.kernel, report.ranks, report.compiled_graphs)
+        emit(name, tokens == wanted, heads, report.kernel, report.ranks, report.compiled_graphs)
 
 
 def contexts(ranks: Ranks, backend: str, *names: str) -> None:
@@ -59,17 +61,17 @@ def contexts(ranks: Ranks, backend: str, *names: str) -> None:
     for name in names:
         model_of = tiny_model if name in FAMILIES else small_model
         config = replace(CONFIG, backend=backend, num_blocks=12)
-        engine = engine_on(ranks, model_of(name), config, context_parallel=True)
+        engine = engine_on(ranks, model_of(name), config, executor=ContextExecutor)
         engine.warmup()
         if not ranks.leads:
             engine.follow()
             check_armed(engine)
             continue
-        tokens = told(engine)
+        tokens = tokens_of(engine)
         engine.dismiss()
         check_armed(engine)
         wanted = [plain_generate(model_of(name), prompt, 8) for prompt in PROMPTS]
-        say(name, tokens == wanted, engine.report().kernel, engine.report().compiled_graphs)
+        emit(name, tokens == wanted, engine.report().kernel, engine.report().compiled_graphs)
 
 
 def long(ranks: Ranks) -> None:
@@ -77,7 +79,7 @@ def long(ranks: Ranks) -> None:
     config = replace(CONFIG, num_blocks=2 + 12 // ranks.count)  # 28 or 16 tokens, of 41
     sampling = SamplingParams(8, logprobs=3)
     prompt = [(7 * at) % 101 for at in range(33)]
-    engine = engine_on(ranks, tiny_model(), config, context_parallel=True)
+    engine = engine_on(ranks, tiny_model(), config, executor=ContextExecutor)
     engine.warmup()
     if not ranks.leads:
         engine.follow()
@@ -92,43 +94,43 @@ def long(ranks: Ranks) -> None:
     try:
         Engine(tiny_model(), config).submit(prompt, sampling)
     except ConfigError as error:
-        say(ours.tokens == one.tokens, apart, str(error))
+        emit(ours.tokens == one.tokens, apart, str(error))
 
 
 def broken(ranks: Ranks) -> None:
-    """A block that is not finite on one rank ends what all of them take for sound."""
-    engine = engine_on(ranks, tiny_model(), CONFIG, context_parallel=True)
+    """All ranks report the first block that is not finite on any of them."""
+    engine = engine_on(ranks, tiny_model(), CONFIG, executor=ContextExecutor)
     blocks = np.array([1, 2, 5, 4, 3])
     found = [engine.executor.finite_blocks(blocks)]
     if not ranks.leads:  # whose second block is the fourth of all
         engine.executor.cache.key(1)[2 * CONFIG.block_size] = math.nan
     found.append(engine.executor.finite_blocks(blocks))
-    say(*found)
+    emit(*found)
 
 
 def layers(ranks: Ranks) -> None:
     """How far a layer over keys of all ranks is from dense attention in float64."""
-    say(*(farthest(ranks, seed) for seed in range(12)))
+    emit(*(farthest(ranks, seed) for seed in range(12)))
 
 
 def stored(ranks: Ranks, folder: str, divides: str) -> None:
-    """What each rank compiled, took out of inductor's cache and loaded, and what the store has."""
+    """Counts of graphs compiled, loaded from inductor's cache and from the store, per rank."""
     with stored_backend("inductor", Path(folder)) as backend:
         config = replace(CONFIG, backend=backend)
-        engine = engine_on(ranks, tiny_model(), config, context_parallel=divides == "context")
+        engine = engine_on(ranks, tiny_model(), config, executor=EXECUTORS[divides])
         report = engine.warmup()
         hits = counters["aot_autograd"]["autograd_cache_hit"]
         facts: list = [None] * ranks.count
         own = [report.compiles, hits, len(report.loaded), len(report.results)]
         dist.all_gather_object(facts, own)
-        say(facts, len(backend.store.entries()))
+        emit(facts, len(backend.store.entries()))
 
 
 def windows(ranks: Ranks) -> None:
     try:
-        engine_on(ranks, tiny_model("gemma2"), CONFIG, context_parallel=True)
+        engine_on(ranks, tiny_model("gemma2"), CONFIG, executor=ContextExecutor)
     except ModelRefused as error:
-        say(str(error))
+        emit(str(error))
 
 
 def check_armed(engine: RankEngine) -> None:
@@ -137,11 +139,11 @@ def check_armed(engine: RankEngine) -> None:
 
 
 def chance(ranks: Ranks, seed: str, divides: str = "weights") -> None:
-    """Requests, seeds and aborts at random, in a pool in which requests lose their blocks."""
+    """Random requests, seeds and aborts, in a pool with preemptions."""
     rng = random.Random(int(seed))
     is_context = divides == "context"
-    config = replace(CONFIG, num_blocks=5 if is_context else 9, context=32)  # 8 that are held
-    engine = engine_on(ranks, tiny_model(), config, context_parallel=is_context)
+    config = replace(CONFIG, num_blocks=5 if is_context else 9, context=32)  # 8 in use
+    engine = engine_on(ranks, tiny_model(), config, executor=EXECUTORS[divides])
     engine.warmup()
     if not ranks.leads:
         engine.follow()
@@ -169,7 +171,7 @@ def chance(ranks: Ranks, seed: str, divides: str = "weights") -> None:
     whole = engine.pool.stats().used == 0 and {*RESULTS} == {*given} - dropped
     defragmenter = engine.memory.defragmenter
     moved = defragmenter.totals.moves if defragmenter else 0
-    say(same, whole, report.preemptions, report.prefix_hit_ratio, len(RESULTS), moved)
+    emit(same, whole, report.preemptions, report.prefix_hit_ratio, len(RESULTS), moved)
 
 
 RESULTS: dict = {}
@@ -182,7 +184,7 @@ def collect(engine: Engine) -> None:
 
 
 def dies(ranks: Ranks, when: str) -> None:
-    """Rank 1 is killed: before its warmup, in its third step, or while rank 0 does nothing."""
+    """Rank 1 is killed: before its warmup, in its third step, or while rank 0 is idle."""
     engine = engine_on(ranks, tiny_model(), CONFIG)
     compute, steps = engine._compute, iter(range(99))
 
@@ -197,7 +199,7 @@ def dies(ranks: Ranks, when: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     engine.warmup()
     if ranks.leads and when != "idle":
-        told(engine)
+        tokens_of(engine)
     elif ranks.leads:
         time.sleep(60)
     elif when == "idle":
@@ -207,8 +209,8 @@ def dies(ranks: Ranks, when: str) -> None:
 
 
 def differs(ranks: Ranks, what: str) -> None:
-    """Rank 1 has another model, other settings or versions; or all divide both at once."""
-    seed, config, divides = 0, CONFIG, what == "division" and not ranks.leads
+    """Rank 1 has another model, other settings or versions; or a sharded model divides contexts."""
+    seed, config, executor = 0, CONFIG, RankExecutor
     if not ranks.leads and what == "weights":
         seed = 1
     elif not ranks.leads and what == "setting":
@@ -218,14 +220,16 @@ def differs(ranks: Ranks, what: str) -> None:
         importlib.metadata.version = lambda name: version(name) + "x" * (name == "torch")
     elif not ranks.leads and what == "buckets":
         config = replace(CONFIG, buckets=Engine(tiny_model(), CONFIG).sizing.buckets)
+    elif not ranks.leads and what == "executor":
+        executor = ContextExecutor
     model = tiny_model(seed=seed)
     if what == "cut":
         shard(model, ranks)
-        divides = True
+        executor = ContextExecutor
     try:
-        engine_on(ranks, model, config, context_parallel=divides)
+        engine_on(ranks, model, config, executor=executor)
     except ConfigError as error:
-        say(str(error))
+        emit(str(error))
 
 
 def disagrees(ranks: Ranks) -> None:
@@ -234,7 +238,7 @@ def disagrees(ranks: Ranks) -> None:
     engine.warmup()
     try:
         if ranks.leads:
-            told(engine)
+            tokens_of(engine)
         else:
             compute = engine._compute
 
@@ -246,10 +250,10 @@ def disagrees(ranks: Ranks) -> None:
             engine._compute = wrong
             engine.follow()
     except RanksDisagree as error:
-        say(str(error))
+        emit(str(error))
 
 
-def say(*values: object) -> None:
+def emit(*values: object) -> None:
     if int(os.environ["RANK"]) == 0:
         print(json.dumps(values), flush=True)
 
@@ -266,9 +270,9 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     FAMILIES["mixtral"] = {"num_local_experts": 4, "num_experts_per_tok": 2}
     try:
-        with joined_ranks(100) as ranks:
+        with join_ranks(100) as ranks:
             assert ranks is not None
             CASES[sys.argv[1]](ranks, *sys.argv[2:])
     except RankLost as error:
-        say(str(error))
-        os._exit(0)  # before torchrun ends it, so that what it said is read
+        emit(str(error))
+        os._exit(0)  # before torchrun kills it, so that its output is read

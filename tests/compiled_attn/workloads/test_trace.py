@@ -1,6 +1,9 @@
+"""Traces, synthetic workloads, scaling and prompts."""
+
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +28,7 @@ HEADER = "arrival_s,prompt_tokens,output_tokens\n"
 TRACES = Path(__file__).parents[4] / "shared" / "traces"
 with_traces = pytest.mark.skipif(not TRACES.is_dir(), reason=f"no traces at {TRACES}")
 
+ONE = [Arrival(0.0, 1, 1)]
 lengths = st.integers(1, 5000)
 
 
@@ -47,29 +51,22 @@ def row(**changes: object) -> str:
     return json.dumps({key: value for key, value in fields.items() if value is not None})
 
 
-def test_csv_rows_become_arrivals_without_prefixes(tmp_path: Path) -> None:
-    path = written(tmp_path, HEADER + "0.000,4808,10\n\n0.052,3180,8\n")
-    assert read_trace(path) == [Arrival(0.0, 4808, 10), Arrival(0.052, 3180, 8)]
-
-
-def test_csv_columns_may_stand_in_any_order_among_others(tmp_path: Path) -> None:
-    path = written(tmp_path, "\ufeffuser,output_tokens,arrival_s,prompt_tokens\nann,1,2,3\n")
-    assert read_trace(path) == [Arrival(2.0, 3, 1)]
-
-
-def test_json_rows_keep_their_prefix_ids_and_their_block(tmp_path: Path) -> None:
-    path = written(tmp_path, row(hash_ids=[4, 5, 6], hash_block=32) + "\n")
-    assert read_trace(path) == [Arrival(1.5, 70, 3, (4, 5, 6), 32)]
-
-
-def test_json_rows_default_to_blocks_of_512_tokens(tmp_path: Path) -> None:
-    (arrival,) = read_trace(written(tmp_path, row(hash_ids=[4])))
-    assert arrival.hash_block == 512
-
-
-def test_ids_behind_the_end_of_a_prompt_are_dropped(tmp_path: Path) -> None:
-    (arrival,) = read_trace(written(tmp_path, row(hash_ids=[4, 5, 6, 7], hash_block=32)))
-    assert arrival.prefix_ids == (4, 5, 6)
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            HEADER + "0.000,4808,10\n\n0.052,3180,8\n",
+            [Arrival(0.0, 4808, 10), Arrival(0.052, 3180, 8)],
+        ),
+        ("\ufeffuser,output_tokens,arrival_s,prompt_tokens\nann,1,2,3\n", [Arrival(2.0, 3, 1)]),
+        (row(hash_ids=[4, 5, 6], hash_block=32) + "\n", [Arrival(1.5, 70, 3, (4, 5, 6), 32)]),
+        (row(hash_ids=[4]), [Arrival(1.5, 70, 3, (4,), 512)]),
+        (row(hash_ids=[4, 5, 6, 7], hash_block=32), [Arrival(1.5, 70, 3, (4, 5, 6), 32)]),
+    ],
+    ids=["csv", "any columns", "json", "default block", "ids beyond the prompt"],
+)
+def test_rows_of_both_formats_are_read(tmp_path: Path, text: str, expected: list[Arrival]) -> None:
+    assert read_trace(written(tmp_path, text)) == expected
 
 
 def test_a_limit_leaves_later_lines_unread(tmp_path: Path) -> None:
@@ -107,8 +104,8 @@ def test_a_limit_leaves_later_lines_unread(tmp_path: Path) -> None:
         (row() + '\n{"arrival_s": ' + "[" * 100_000, "line 2: JSON that is nested too deeply"),
         (row(prompt_tokens=10**30), "line 1: prompt_tokens must be at most 1,000,000,000,000"),
         (HEADER + "0," + "x" * 200_000 + ",4\n", "line 2: prompt_tokens must be .{100,200}$"),
-        ("\n\n", "holds no request"),
-        (HEADER, "holds no request"),
+        ("\n\n", "has no request"),
+        (HEADER, "has no request"),
     ],
 )
 def test_a_bad_line_is_named_with_its_number_and_reason(
@@ -127,14 +124,10 @@ def test_unreadable_files_are_trace_errors_that_name_the_file(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_longer_synthetic_demand_begins_with_the_shorter_one(kind: str) -> None:
-    assert synthetic(kind, 50, seed=7)[:20] == synthetic(kind, 20, seed=7)
-    assert synthetic(kind, 20, seed=8) != synthetic(kind, 20, seed=7)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_synthetic_arrivals_start_at_zero_and_never_go_back(kind: str) -> None:
-    times = [a.arrival_s for a in synthetic(kind, 200)]
+def test_synthetic_workloads_are_seeded_start_at_zero_and_extend_shorter_ones(kind: str) -> None:
+    long = synthetic(kind, 200, seed=7)
+    assert long[:20] == synthetic(kind, 20, seed=7) != synthetic(kind, 20, seed=8)
+    times = [a.arrival_s for a in long]
     assert times[0] == 0 and times == sorted(times) and times[-1] > 0
 
 
@@ -151,13 +144,13 @@ def test_synthetic_demands_have_the_percentiles_of_their_trace(
 ) -> None:
     demand = synthetic(kind, 20000, seed=1)
     for field, expected in (("prompt_tokens", prompt), ("output_tokens", output)):
-        drawn = np.percentile([getattr(a, field) for a in demand], (50, 90, 99, 100))
-        assert drawn == pytest.approx(expected, rel=0.08)
+        found = np.percentile([getattr(a, field) for a in demand], (50, 90, 99, 100))
+        assert found == pytest.approx(expected, rel=0.08)
     assert len(demand) / demand[-1].arrival_s == pytest.approx(rate, rel=0.05)
 
 
 def hit_ratio(demand: list[Arrival]) -> float:
-    """Share of prefix blocks that an endless cache would hold already."""
+    """Share of prefix blocks that an unbounded cache would contain."""
     seen: set[int] = set()
     hits = 0
     for arrival in demand:
@@ -174,13 +167,25 @@ def test_a_third_of_the_rag_blocks_was_seen_before_as_in_its_trace() -> None:
     assert {a.prefix_ids[0] for a in demand} == {0}
 
 
-def test_synthetic_refuses_what_it_does_not_know() -> None:
-    with pytest.raises(ValueError, match="unknown demand 'poem'; expected one of chat, code, rag"):
-        synthetic("poem", 1)
-    with pytest.raises(ValueError, match="requests must be at least 1, got 0"):
-        synthetic("chat", 0)
-    with pytest.raises(ValueError, match="seed must be at least 0, got -1"):
-        synthetic("chat", 1, seed=-1)
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: synthetic("poem", 1), "unknown demand 'poem'; expected one of chat, code, rag"),
+        (lambda: synthetic("chat", 0), "requests must be at least 1, got 0"),
+        (lambda: synthetic("chat", 1, seed=-1), "seed must be at least 0, got -1"),
+        (lambda: scaled(ONE, 0.0), "scale must be a positive number"),
+        (lambda: scaled(ONE, -1.0), "scale must be a positive number"),
+        (lambda: scaled(ONE, float("nan")), "scale must be a positive number"),
+        (lambda: scaled(ONE, float("inf")), "scale must be a positive number"),
+        (lambda: scaled(ONE, 1e300), r"at most 1,000,000,000,000 tokens, got 1 scaled by 1e\+300"),
+        (lambda: fit_scale([], 1), "context must be at least 2"),
+        (lambda: prompts([], 0), "vocab_size >= 1 and seed >= 0"),
+        (lambda: prompts([], 5, -1), "vocab_size >= 1 and seed >= 0"),
+    ],
+)
+def test_bad_arguments_are_refused(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
 
 
 @given(st.lists(arrivals(), min_size=1, max_size=4), st.floats(1e-4, 4))
@@ -203,12 +208,6 @@ def test_scaling_rounds_up_and_leaves_whole_results_whole() -> None:
     assert scaled(demand, 1.0) == demand
 
 
-@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_scale_must_be_a_positive_number(scale: float) -> None:
-    with pytest.raises(ValueError, match="scale must be a positive number"):
-        scaled([Arrival(0.0, 1, 1)], scale)
-
-
 @given(st.lists(arrivals(), max_size=4), st.integers(2, 8000))
 def test_a_fitted_demand_fits_and_the_next_larger_scale_would_not(
     demand: list[Arrival], context: int
@@ -220,19 +219,14 @@ def test_a_fitted_demand_fits_and_the_next_larger_scale_would_not(
         assert any(a.prompt_tokens + a.output_tokens > context for a in larger)
 
 
-def test_a_context_of_one_token_fits_nothing() -> None:
-    with pytest.raises(ValueError, match="context must be at least 2"):
-        fit_scale([], 1)
-
-
 @given(st.lists(arrivals(), max_size=4), st.integers(1, 1000), st.integers(0, 3))
 def test_prompts_have_their_length_and_stay_within_the_vocabulary(
     demand: list[Arrival], vocab_size: int, seed: int
 ) -> None:
-    drawn = prompts(demand, vocab_size, seed)
-    assert [len(p) for p in drawn] == [a.prompt_tokens for a in demand]
-    assert all(0 <= token < vocab_size for p in drawn for token in p)
-    assert drawn == prompts(demand, vocab_size, seed)
+    found = prompts(demand, vocab_size, seed)
+    assert [len(p) for p in found] == [a.prompt_tokens for a in demand]
+    assert all(0 <= token < vocab_size for p in found for token in p)
+    assert found == prompts(demand, vocab_size, seed)
 
 
 def test_prompts_share_exactly_the_tokens_of_their_common_ids() -> None:
@@ -242,42 +236,19 @@ def test_prompts_share_exactly_the_tokens_of_their_common_ids() -> None:
         Arrival(0.0, 50, 1, (7, 8), 32),
     ]
     first, second, third = prompts(demand, 50000, seed=3)
+    assert first != prompts(demand, 50000, seed=4)[0]
     assert first[:64] == second[:64]
     assert first[64:70] != second[64:70]
     assert third == first[:50]
-
-
-def test_tokens_without_an_id_belong_to_one_request() -> None:
-    demand = [Arrival(0.0, 64, 1, (7,), 32), Arrival(0.0, 64, 1, (7,), 32)]
-    first, second = prompts(demand, 50000)
-    assert first[:32] == second[:32]
-    assert first[32:] != second[32:]
+    alone = [Arrival(0.0, 64, 1, (7,), 32)] * 2
+    first, second = prompts(alone, 50000)
+    assert first[:32] == second[:32] and first[32:] != second[32:]
 
 
 def test_an_id_of_more_tokens_than_any_prompt_draws_no_more_than_the_longest() -> None:
     huge = [Arrival(0.0, 40, 1, (7,), 10**12), Arrival(0.0, 30, 1, (7,), 10**12)]
     fitting = [replace(arrival, hash_block=40) for arrival in huge]
     assert prompts(huge, 50000) == prompts(fitting, 50000)
-
-
-def test_a_scale_that_makes_lengths_of_no_use_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"at most 1,000,000,000,000 tokens, got 5 scaled by 1e\+300"
-    ):
-        scaled([Arrival(0.0, 5, 1)], 1e300)
-
-
-def test_another_seed_gives_other_prompts_with_the_same_sharing() -> None:
-    demand = [Arrival(0.0, 32, 1, (7,), 32), Arrival(0.0, 32, 1, (7,), 32)]
-    first, second = prompts(demand, 50000, seed=1)
-    assert first == second
-    assert first != prompts(demand, 50000, seed=2)[0]
-
-
-def test_prompts_need_a_vocabulary_and_a_seed_from_zero_on() -> None:
-    for vocab_size, seed in ((0, 0), (5, -1)):
-        with pytest.raises(ValueError, match="vocab_size >= 1 and seed >= 0"):
-            prompts([], vocab_size, seed)
 
 
 @with_traces

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 import graphs.cli
-from graphs import from_file
 from graphs.cli.app import run_command
 from graphs.installation import install_command
 
@@ -134,12 +133,6 @@ def test_explain_traces_under_the_chosen_grad_mode(model, flag, guarded, capsys)
             ["warmup", "{}:full", "--buckets", "rows.txt", "--backend", "eager", "--report", "{}"],
             "exists",
         ),
-        (["plan", "rows.txt", "--out", "."], "it is a directory, name a file"),
-        (["plan", "none.jsonl"], "none.jsonl: not readable as a demand"),
-        (["plan", "rows.txt"], "rows.txt:1: expected the names of the axes"),
-        (["plan", "rows.txt", "--max-seconds", "3"], "--max-seconds needs --measured"),
-        (["plan", "rows.txt", "--measured", "none.json"], "none.json: not readable as a warmup"),
-        (["plan", "rows.txt", "--measured", "rows.txt"], "expected a file that `warmup --json`"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(model, arguments, message, capsys):
@@ -265,73 +258,6 @@ def test_an_interrupted_warmup_prints_its_results_and_ends_with_130(model, capsy
     assert captured.out.startswith("1 of 1 buckets captured")
 
 
-def test_plan_writes_a_bucket_file_that_holds_every_need(model, tmp_path, capsys):
-    needs = [{"rows": 1 + i % 7, "length": 10 * (1 + i % 13)} for i in range(200)]
-    (tmp_path / "needs.jsonl").write_text("".join(f"{json.dumps(need)}\n" for need in needs))
-    assert run_command(["plan", "needs.jsonl", "--max-graphs", "6", "--out", "plan.txt"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].endswith(" buckets in plan.txt")
-    space = from_file(tmp_path / "plan.txt")
-    assert 1 <= len(space) <= 6 and set(space.names) == {"rows", "length"}
-    assert all(space.pick(**need) for need in needs)
-
-
-def test_plan_uses_the_measurements_of_a_warmup(model, tmp_path, capsys):
-    def measured(rows, run_seconds):
-        bucket = {"rows": rows, "length": 64}
-        return {"bucket": bucket, "status": "captured", "seconds": 2.0, "run_seconds": run_seconds}
-
-    rows = [measured(1, 0.1), measured(32, 0.9)]
-    (tmp_path / "warm.json").write_text(json.dumps({"buckets": rows}))
-    needs = [{"rows": 1 + i % 32, "length": 64} for i in range(64)]
-    (tmp_path / "needs.jsonl").write_text("".join(f"{json.dumps(need)}\n" for need in needs))
-    options = ["--measured", "warm.json", "--max-seconds", "9", "--rho", "0", "--out", "plan.txt"]
-    assert run_command(["plan", "needs.jsonl", *options]) == 0
-    assert len(from_file(tmp_path / "plan.txt")) == 4  # at 2 seconds each
-
-
-def test_a_warmup_without_a_timed_bucket_measures_nothing(model, tmp_path, capsys):
-    (tmp_path / "warm.json").write_text('{"buckets": []}')
-    assert run_command(["plan", "needs.jsonl", "--measured", "warm.json"]) == 2
-    assert "no captured bucket whose run was timed" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "holds no need"),
-        ('{"rows": 1}\n{"rows": -1}', ":2: rows=-1 is negative"),
-        ('{"rows": 1}\n\n{"cols": 1}', ":3: expected the axes rows of the first need, got cols"),
-        ('{"rows": true}', ":1: rows=True is not a whole number"),
-        ("[1, 2]", ":1: expected the names of the axes"),
-    ],
-)
-def test_bad_needs_are_reported_with_their_line(model, text, message, tmp_path, capsys):
-    (tmp_path / "needs.jsonl").write_text(text)
-    assert run_command(["plan", "needs.jsonl"]) == 2
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        "[" * 100_000,
-        '{"buckets": ' + "[" * 100_000,
-        '{"buckets": [{"bucket": {"rows": 1}, "seconds": 1%s, "run_seconds": 1, "status": '
-        '"captured"}]}' % ("0" * 400),
-        '{"buckets": [{"bucket": {"rows": 1.5}, "seconds": 1, "run_seconds": 1, "status": '
-        '"captured"}]}',
-        '{"buckets": [{"bucket": {"rows": 1}, "seconds": 1, "run_seconds": NaN, "status": '
-        '"captured"}]}',
-    ],
-)
-def test_a_measurement_that_is_malformed_is_refused(model, content, tmp_path, capsys):
-    (tmp_path / "needs.jsonl").write_text('{"rows": 3}\n')
-    (tmp_path / "measured.json").write_text(content)
-    assert run_command(["plan", "needs.jsonl", "--measured", "measured.json"]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("graphs: error: measured.json: expected") and len(error) < 250
-
-
 def test_without_typer_the_extra_is_named(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "typer", None)
     with pytest.raises(SystemExit) as caught:
@@ -342,10 +268,10 @@ def test_without_typer_the_extra_is_named(monkeypatch, capsys):
 
 def test_python_m_graphs_is_the_command(model):
     done = subprocess.run(
-        [sys.executable, "-m", "graphs", "plan", "none.jsonl"],
+        [sys.executable, "-m", "graphs", "explain", "none.py:f"],
         cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
-    assert done.returncode == 2 and "none.jsonl: not readable" in done.stderr
+    assert done.returncode == 2 and done.stderr.startswith("graphs: error: ")
 
 
 def test_help_does_not_wait_for_torch():

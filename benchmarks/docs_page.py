@@ -1,0 +1,82 @@
+"""Write docs/benchmarks.md from the results in benchmarks/results.
+
+    python benchmarks/docs_page.py
+
+Each JSON file answers one question: its columns say what was measured where (machine, dtype,
+threads, torch, date), its rows have a cell per column, and its command prints them again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "benchmarks.md"
+HEADER = """\
+# How fast is it?
+
+Written by `make docs-benchmarks` from [benchmarks/results](../benchmarks/results), which also has
+the raw output and older figures. Ratios are speeds over what you would use instead, measured in one
+process, interleaved, as medians. Machines are shared and differ: run the command on yours.
+`make bench` runs them all.
+"""
+_PLACE = ("machine", "dtype", "threads", "torch", "date")
+
+
+def page() -> str:
+    """The text of docs/benchmarks.md."""
+    questions = [json.loads(path.read_text()) for path in RESULTS.glob("*.json")]
+    questions.sort(key=lambda question: question["order"])
+    sections = [_section(question) for question in questions]
+    return "\n".join([HEADER, *sections, _torch_versions()])
+
+
+def _section(question: Mapping[str, Any]) -> str:
+    columns = question["columns"]
+    shared = {
+        name: columns[0][name]
+        for name in _PLACE
+        if len({column.get(name) for column in columns}) == 1 and columns[0].get(name)
+    }
+    heads = [_head(column, shared) for column in columns]
+    rows = [[label, *cells] for label, cells in question["rows"].items()]
+    place = f" {_place(shared)}." if shared else ""
+    below = f"`{question['command']}`: {question['reading']}{place}"
+    table = _table([question.get("rows are", ""), *heads], rows)
+    return "\n".join([f"## {question['question']}", "", *table, "", below, ""])
+
+
+def _head(column: Mapping[str, str], shared: Mapping[str, str]) -> str:
+    own = {name: value for name, value in column.items() if name not in shared}
+    return "<br>".join(filter(None, [own.pop("shows", ""), own.pop("machine", ""), _place(own)]))
+
+
+def _place(values: Mapping[str, Any]) -> str:
+    texts = {"threads": "{} threads", "torch": "torch {}"}
+    if values.get("threads") == 1:
+        texts["threads"] = "{} thread"
+    return ", ".join(
+        texts.get(name, "{}").format(values[name]) for name in _PLACE if values.get(name)
+    )
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    yield f"| {' | '.join(heads)} |"
+    yield "|---" * len(heads) + "|"
+    for row in rows:
+        yield f"| {' | '.join(row)} |"
+
+
+def _torch_versions() -> str:
+    lines = (RESULTS / "torch_versions.md").read_text().splitlines()
+    table = [line for line in lines if line.startswith("|")]
+    below = "`make test-torch TORCH=all`: the main job with an empty store, then from the store."
+    return "\n".join(["## Which versions of torch?", "", *table, "", below, ""])
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -1,1 +1,0 @@
-"""The parts of the step simulator, see `compiled_attn.workloads.simulate`."""

@@ -1,0 +1,122 @@
+"""Demand files: what is written is read, bad lines are named."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from compiled_attn.errors import DemandFileError
+from compiled_attn.planner import Demand, plan, read_demand
+from graphs import from_file, to_file
+from tests.compiled_attn.planner.brute import figures
+
+NAMES = ("a", "b")
+counts = st.integers(1, 10**6) | st.floats(1e-6, 1.0)
+rows = st.lists(st.tuples(st.integers(0, 10**12), st.integers(0, 9), counts), min_size=1)
+
+
+def as_json(rows):
+    lines = ({"need": {"a": a, "b": b}, "count": count} for a, b, count in rows)
+    return "".join(json.dumps(line) + "\n" for line in lines)
+
+
+def as_csv(rows):
+    return "".join(f"{a},{b},{c}\n" for a, b, c in [("a", "b", "count"), *rows])
+
+
+@settings(deadline=None, max_examples=60)
+@given(rows, st.booleans())
+def test_every_size_and_count_of_a_line_is_read(tmp_path_factory, rows, is_csv):
+    path = tmp_path_factory.mktemp("demand") / "demand"
+    path.write_text(as_csv(rows) if is_csv else as_json(rows))
+    assert read_demand(path) == Demand(NAMES, [row[:2] for row in rows], [row[2] for row in rows])
+
+
+def test_bare_sizes_as_the_engine_records_them_are_read(tmp_path):
+    (tmp_path / "steps").write_text('{"tokens": 3, "shared": 0}\n\n{"shared": 4, "tokens": 1}\n')
+    assert read_demand(tmp_path / "steps") == Demand(("tokens", "shared"), [(3, 0), (1, 4)])
+
+
+def test_csv_without_counts_counts_each_line_once(tmp_path):
+    (tmp_path / "steps.csv").write_text("\ufeffa, b\n1, 2\n3, 4\n", encoding="utf-8")
+    assert read_demand(tmp_path / "steps.csv") == Demand(("a", "b"), [(1, 2), (3, 4)])
+
+
+def test_a_plan_is_the_same_after_its_demand_and_its_buckets_went_through_files(tmp_path):
+    demand = Demand(NAMES, [(i, i * j % 17) for i in range(1, 20) for j in range(1, 6)])
+    (tmp_path / "demand.csv").write_text(as_csv([(*row, 1) for row in demand.points.tolist()]))
+    report = plan(demand, budget=8)
+    again = plan(read_demand(tmp_path / "demand.csv"), budget=8)
+    assert figures(again) == figures(report)
+    to_file(report.space, tmp_path / "buckets.txt")
+    space = from_file(tmp_path / "buckets.txt").with_cost(report.cost)
+    assert list(space) == list(report.space)
+    assert all(
+        space.pick(a=a, b=b) == report.space.pick(a=a, b=b) for a, b in demand.points.tolist()
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "has no need; expected JSON lines or CSV"),
+        ("a,b\n", "has no need"),
+        ('{"need": {"a": 1}}\n{"need": {"b": 1}}\n', ":2: expected the axes a of the first need"),
+        ('{"need": {"a": 1}}\n{oops\n', ":2: not valid JSON: "),
+        ('{"need": 3}\n', ':1: expected an object with "need"'),
+        ('{"need": {}}\n', ':1: expected an object with "need"'),
+        ("{}\n", ":1: expected sizes by axis"),
+        ('{"a": 1}\n[2]\n', ":2: expected sizes by axis"),
+        ('{"a": 1.5}\n', ":1: a=1.5 is not a whole number"),
+        ('{"a": true}\n', ":1: a=True is not a whole number"),
+        ('{"a": -1}\n', ":1: a=-1 is negative"),
+        ('{"need": {"a": 1}, "count": 0}\n', ":1: expected a positive count, got 0"),
+        ('{"need": {"a": 1}, "count": "2"}\n', ":1: expected a positive count, got '2'"),
+        ("a,b\n1\n", ":2: expected 2 values, got 1"),
+        ("a,b\n1,x\n", ":2: invalid literal for int"),
+        ("a,count\n1,nan\n", ":2: expected a positive count, got nan"),
+        ("a,a\n1,1\n", ":1: expected the names of the axes, each once"),
+        ("1,2\n3,4\n", ":1: expected the names of the axes"),
+        ('{"a": 99999999999999999999}\n', ""),
+    ],
+)
+def test_a_bad_file_is_told_with_its_line(tmp_path, text, message):
+    path = tmp_path / "demand"
+    path.write_text(text)
+    with pytest.raises(DemandFileError) as caught:
+        read_demand(path)
+    assert str(caught.value).startswith(str(path)) and message in str(caught.value)
+
+
+def test_a_file_that_is_not_there_or_no_text_is_told(tmp_path):
+    with pytest.raises(DemandFileError, match="none: not readable as a demand"):
+        read_demand(tmp_path / "none")
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(DemandFileError, match="bytes: not readable as a demand"):
+        read_demand(tmp_path / "bytes")
+
+
+def test_an_axis_may_be_called_count_where_its_sizes_stand_in_need(tmp_path):
+    (tmp_path / "demand").write_text('{"need": {"count": 3}, "count": 2}\n')
+    assert read_demand(tmp_path / "demand") == Demand(("count",), [[3]], [2])
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ('{"a": ' + "[" * 100_000, "nested too deeply"),
+        ('{"a": ' + "9" * 30 + "}", "a is beyond 64 bits"),
+        ('{"' + "x" * 200_000 + '": 1.5}', "x" * 80),
+        ("{" + ", ".join(f'"a{i}": 1' for i in range(20_000)) + "}", "one set of axes"),
+    ],
+    ids=["deep", "large", "long", "axes"],
+)
+def test_a_line_that_nothing_holds_is_told_with_its_number_in_a_short_one(tmp_path, line, reason):
+    (tmp_path / "demand").write_text(f'{{"a": 1}}\n{line}\n')
+    with pytest.raises(DemandFileError, match="demand:2: ") as caught:
+        read_demand(tmp_path / "demand")
+    assert len(str(caught.value)) < 600
+    assert reason in str(caught.value)
