@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from compiled_attn.attention.call import UnifiedCall, check
+from compiled_attn.attention.call import check, write_tokens
 from compiled_attn.attention.metadata import UnifiedMetadata
 from compiled_attn.attention.scoring import Scoring
 from compiled_attn.attention.unified import unified_attention
@@ -237,9 +237,8 @@ def paged_attention_forward(
     )
     if paged.only_writes:
         scoring = Scoring(scaling, window=window, softcap=softcap, sinks=s_aux)
-        call = UnifiedCall(*given, metadata, scoring, key_scale, value_scale, projection)
-        check(call)
-        call.write()
+        check(*given, metadata, scoring, key_scale, value_scale, projection)
+        write_tokens(*given[1:], metadata.slot_mapping, key_scale, value_scale)
         raise Written
     out = unified_attention(
         *given,
