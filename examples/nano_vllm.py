@@ -24,7 +24,7 @@ from compiled_attn import BatchBuilder, PagedKVCache, Request, apply_rotary
 from compiled_attn.cache.blocks import BlockPool
 from compiled_attn.models import default_model, load_model
 from compiled_attn.ops import load
-from compiled_attn.step import StepLimits, TableBatch, Tables
+from compiled_attn.step import StepLimits, TableBatch, TableLayout
 from graphs import WarmupManager, no_compile
 
 BLOCK = 32  # tokens in a block of the cache
@@ -86,20 +86,20 @@ class ModelRunner:
         config = model.config
         sizes = config.num_hidden_layers, blocks, BLOCK, config.num_key_value_heads, config.head_dim
         width = -(-context // BLOCK)
-        form = Tables(blocks, BLOCK, width)
-        buckets = form.ladder(StepLimits(STEP, TEXTS, width, blocks - 1), GRAPHS)
+        layout = TableLayout(blocks, BLOCK, width)
+        buckets = layout.ladder(StepLimits(STEP, TEXTS, width, blocks - 1), GRAPHS)
         load()  # the op: compiled C++, or the same in Python where there is no compiler
         self.module = Decoder(model, PagedKVCache(*sizes, dtype=model.dtype), attend)
-        self.form, self.builder = form, BatchBuilder(blocks, BLOCK)
-        symbolic = form.symbolic if backend == "inductor" else ()  # one compile for many shapes
+        self.layout, self.builder = layout, BatchBuilder(blocks, BLOCK)
+        symbolic = layout.symbolic if backend == "inductor" else ()  # one compile for many shapes
         self.graphs = WarmupManager(
-            self.module, buckets, form.padding, backend=backend, symbolic=symbolic
+            self.module, buckets, layout.padding, backend=backend, symbolic=symbolic
         )
         self.graphs.warmup()
 
     def run(self, requests: Sequence[Request]) -> list[int]:
         """The most likely token after each request that wants one."""
-        plan = self.form.plan(self.builder.rows_of(requests))
+        plan = self.layout.plan(self.builder.rows_of(requests))
         bucket = self.graphs.bucket(**plan.need)
         logits = self.graphs.run(bucket, *plan.fill(bucket))
         return logits.argmax(-1)[: sum(each.num_logits for each in requests)].tolist()

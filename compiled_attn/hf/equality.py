@@ -55,10 +55,10 @@ def small_cache(
 
 
 def step_logits(paged: PagedCausalLM, cache: PagedKVCache, requests: Sequence[Request]) -> Tensor:
-    """Logits ``[L, vocab]`` of one step of requests, in the form of the model's steps."""
+    """Logits ``[L, vocab]`` of one step of requests, in the layout of the model's steps."""
     width = max(len(request.block_table) for request in requests)
-    form = paged.form.over(cache.num_blocks, cache.block_size, width)
-    plan = form.plan(BatchBuilder(cache.num_blocks, cache.block_size).rows_of(requests))
+    layout = paged.layout.over(cache.num_blocks, cache.block_size, width)
+    plan = layout.plan(BatchBuilder(cache.num_blocks, cache.block_size).rows_of(requests))
     step: Any = plan.fill()
     device = cache.key(0).device
     moved = type(step)(*(None if field is None else field.to(device) for field in step))

@@ -38,7 +38,7 @@ from compiled_attn.hf.region_keys import region_keys, relate_sizes, without_numb
 from compiled_attn.hf.shapes import calls_by_layer, check_fits
 from compiled_attn.ops import AttentionTraits, Implementation, choose
 from compiled_attn.ops.packed_linear import Packing
-from compiled_attn.step import Parts, StepBatch, StepForm, TableBatch
+from compiled_attn.step import PartsLayout, StepBatch, StepLayout, TableBatch
 from graphs.capture.module_state import ModuleState
 
 __all__ = ["ModelChanged", "PagedCausalLM", "Snapshot"]
@@ -170,7 +170,7 @@ class _WithRegions(nn.Module):
 
     def forward(self, *inputs: Tensor | None) -> Tensor:
         paged = self.paged
-        return paged.compute(paged.form.batch(inputs), paged.cache, self._keys)
+        return paged.compute(paged.layout.batch(inputs), paged.cache, self._keys)
 
 
 class PagedCausalLM(nn.Module):
@@ -187,7 +187,7 @@ class PagedCausalLM(nn.Module):
             its attention implementation is switched to ours, and each decoder layer is marked as a
             region that a graph compiles once. A model that is refused is left as it was.
         cache: the paged cache, see `cache_for`.
-        form: how steps become tensors; None: in parts, for plain torch.
+        layout: how steps become tensors; None: in parts, for plain torch.
         packs: how a weight ``[N, K]`` of a linear layer is to be packed, see
             `compiled_attn.hf.packed.pack_linears`; None: none is. A model whose logits then differ
             keeps its layers; one whose logits are far from what they were in int8 is refused.
@@ -206,7 +206,7 @@ class PagedCausalLM(nn.Module):
         ValueError: the cache is not one of this model.
 
     Shape:
-        - forward(fields of a batch of the form) -> logits ``[L, vocab]`` of the rows
+        - forward(fields of a batch of the layout) -> logits ``[L, vocab]`` of the rows
           ``logits_index``
     """
 
@@ -214,11 +214,11 @@ class PagedCausalLM(nn.Module):
         self,
         model: PreTrainedModel,
         cache: PagedKVCache,
-        form: StepForm | None = None,
+        layout: StepLayout | None = None,
         packs: Callable[[Tensor], Packing | None] | None = None,
     ) -> None:
         super().__init__()
-        self.form: StepForm = form or Parts(cache.num_blocks, cache.block_size)
+        self.layout: StepLayout = layout or PartsLayout(cache.num_blocks, cache.block_size)
         self.model = model
         self.cache = cache
         calls = calls_by_layer(model)
@@ -248,7 +248,7 @@ class PagedCausalLM(nn.Module):
 
     def forward(self, *inputs: Tensor | None) -> Tensor:
         """Computes a step: the fields of its batch in order, to logits ``[L, vocab]``."""
-        return self.compute(self.form.batch(inputs), self.cache)
+        return self.compute(self.layout.batch(inputs), self.cache)
 
     def capture_variants(self) -> Sequence[nn.Module]:
         """For `graphs.capture`: with layers as regions, which may fail; and without."""
@@ -287,10 +287,10 @@ class PagedCausalLM(nn.Module):
 
     def _paged(self, step: StepBatch | TableBatch, cache: PagedKVCache) -> PagedStep:
         size, windows = cache.block_size, self.windows
-        paged = PagedStep.of(cache, self.form.metadata(step, size), windows)
+        paged = PagedStep.of(cache, self.layout.metadata(step, size), windows)
         rows, tokens, wanted = step.logits_index, step.input_ids, None
         if self._ends_early and not statically_known_true(len(tokens) <= len(rows)):
-            wanted = self.form.wanted(step, size)
+            wanted = self.layout.wanted(step, size)
         if wanted is None:
             return paged
         return replace(paged, wanted=WantedRows(rows, PagedStep.of(cache, wanted, windows)))
@@ -325,9 +325,9 @@ class PagedCausalLM(nn.Module):
 
     def _end_early(self, expected: Tensor) -> None:
         """Lets the last layer compute wanted rows alone, unless that changes the logits."""
-        form = self.form.over(2, 1, 1)
-        padding = form.padding(dict.fromkeys(form.axes, 1))
-        if not self._layers or not self._are_regions or form.wanted(padding, 1) is None:
+        layout = self.layout.over(2, 1, 1)
+        padding = layout.padding(dict.fromkeys(layout.axes, 1))
+        if not self._layers or not self._are_regions or layout.wanted(padding, 1) is None:
             return
         self._ends_early = True
         try:

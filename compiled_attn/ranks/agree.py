@@ -61,7 +61,7 @@ def engine_on(
             shard(model, ranks)
         if config.num_blocks is None:
             among = ranks.count if context_parallel else 1
-            sizing = Sizing.of(model, config, chosen_kernel(model, config).form, among)
+            sizing = Sizing.of(model, config, chosen_kernel(model, config).layout, among)
             own = 1 + (sizing.num_blocks - 1) // among
             config = replace(config, num_blocks=ranks.least(own), kv_memory=None)
         return RankEngine(ranks, executor(ranks, model, config), **others)

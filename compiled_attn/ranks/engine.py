@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
 from compiled_attn.cache.blocks.prefix import Salt
 from compiled_attn.engine import Engine, SamplingParams
-from compiled_attn.engine.request_state import Mailbox, RequestState, TokenEvent
-from compiled_attn.engine.steps import Attempt
+from compiled_attn.engine.request_state import RequestState, TokenEvent
 from compiled_attn.errors import EngineStopped
 from compiled_attn.ranks.group import Ranks
 
@@ -63,9 +63,8 @@ class RankEngine(Engine):
         while (changes := self.ranks.tell(None)) is not None:
             for each in changes:
                 self._follow(each)
-            self._advance()
-            self._mailbox.hand_out()
-            self._mailbox.arrived()
+            self.advance()
+            self._events.clear()
 
     def dismiss(self) -> None:
         """Ends `follow` on the other ranks; rank 0 has no more steps."""
@@ -79,28 +78,28 @@ class RankEngine(Engine):
             self._ids = itertools.count(change.request_id)
             self.submit(change.prompt, change.sampling, salt=change.salt)
 
-    def _enter(
+    def enter(
         self,
         prompt: list[int],
         sampling: SamplingParams,
         salt: Salt,
         arrived_s: float | None,
-        mailbox: Mailbox[TokenEvent],
-        index: int | None,
-        choice: int = 0,
+        events: deque[TokenEvent],
+        name: tuple[int, int] | None,
     ) -> int:
-        request_id = super()._enter(prompt, sampling, salt, arrived_s, mailbox, index, choice)
+        """See `Engine.enter`."""
+        request_id = super().enter(prompt, sampling, salt, arrived_s, events, name)
         self._said.append(_Entered(request_id, prompt, self._requests[request_id].sampling, salt))
         return request_id
 
-    def _drop(self, sequence: RequestState, attempt: Attempt) -> None:
-        super()._drop(sequence, attempt)
+    def _drop(self, sequence: RequestState) -> None:
+        super()._drop(sequence)
         request_id = sequence.request_id
         told = [each for each in self._said if each.request_id != request_id]
         # One that came since the last step was told to nobody.
         self._said = told if len(told) < len(self._said) else [*told, _Dropped(request_id)]
 
-    def _compute(self, attempt: Attempt) -> None:
+    def _run_step(self) -> None:
         if self._is_torn:
             raise EngineStopped(
                 "expected an engine whose ranks agree, got one in which an exception ended a step: "
@@ -110,5 +109,5 @@ class RankEngine(Engine):
         if self.ranks.leads:
             self.ranks.tell(self._said)
         self._said = []
-        super()._compute(attempt)
+        super()._run_step()
         self._is_torn = False

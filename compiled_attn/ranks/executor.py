@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from compiled_attn.engine.config import EngineConfig
-from compiled_attn.engine.executor import ExecutorReport, FittedStep
+from compiled_attn.engine.executor import ExecutorReport, PlannedStep
 from compiled_attn.engine.local import LocalExecutor
-from compiled_attn.engine.logprobs import ScoredToken
+from compiled_attn.engine.logprobs import RowResult
 from compiled_attn.ranks.group import Ranks
 from compiled_attn.ranks.turns import InTurn
 from graphs import BucketEvent, WarmupReport
@@ -48,16 +48,16 @@ class RankExecutor(LocalExecutor):
         with self.ranks.calling():
             return super().warmup(progress)
 
-    def finite_blocks(self, places: NDArray[np.int64]) -> int:
+    def finite_blocks(self, blocks: NDArray[np.int64]) -> int:
         """See `Executor.finite_blocks`; as few as on the rank that has the fewest."""
-        return self.ranks.least(super().finite_blocks(places))
+        return self.ranks.least(super().finite_blocks(blocks))
 
     def report(self) -> ExecutorReport:
         """See `Executor.report`."""
         return replace(super().report(), ranks=self.ranks.count)
 
-    def run(self, step: FittedStep) -> Sequence[int | str | ScoredToken]:
-        """The token after each part, the same on each rank, see `Executor.run`.
+    def launch(self, step: PlannedStep) -> Sequence[RowResult]:
+        """Launches a step, see `Executor.launch`; the results are the same on each rank.
 
         Raises:
             RankLost: a rank has ended.
@@ -66,10 +66,10 @@ class RankExecutor(LocalExecutor):
         if self.config.strict:
             self.ranks.agree(_told(step))
         with self.ranks.calling():
-            return super().run(step)
+            return super().launch(step)
 
 
-def _told(step: FittedStep) -> dict[str, NDArray[np.int64]]:
+def _told(step: PlannedStep) -> dict[str, NDArray[np.int64]]:
     """What decides a step, by names that a difference is told by.
 
     Where new tokens are written stands for the blocks: all of a request's were once new, or are

@@ -71,7 +71,7 @@ def double(device: str):
 
 
 DEVICES = {
-    "stand_in": ("eager", "cudagraph"),
+    "fake_device": ("eager", "cudagraph"),
     "cuda": ("eager", "inductor", "cudagraph"),
 }
 RUNS = [
@@ -83,10 +83,10 @@ RUNS = [
 
 def engine_on(device: str, backend: str, family: str, **changes) -> Engine:
     """Warmed up, on a device that is there."""
-    if device == "stand_in":
+    if device == "fake_device":
         if torch.cuda.is_available():
             pytest.skip("torch has one accelerator a process, and this machine's is a GPU")
-        from tests.stand_in import open_device
+        from tests.fake_device import open_device
 
         open_device()
     made = Recorded(device) if backend == "cudagraph" else backend
@@ -135,13 +135,13 @@ def assert_replayed(engine: Engine) -> None:
         assert report.replays == 0
 
 
-@pytest.mark.parametrize("look_ahead", [True, False], ids=["ahead", "in turn"])
+@pytest.mark.parametrize("async_scheduling", [True, False], ids=["ahead", "in turn"])
 @pytest.mark.parametrize("family", FAMILIES, ids=FAMILIES.get)
 @pytest.mark.parametrize(("device", "backend"), RUNS)
-def test_tokens_are_those_of_a_cpu(device, backend, family, look_ahead):
-    engine = engine_on(device, backend, family, look_ahead=look_ahead)
+def test_tokens_are_those_of_a_cpu(device, backend, family, async_scheduling):
+    engine = engine_on(device, backend, family, async_scheduling=async_scheduling)
     assert generated(engine) == on_cpu(family)
-    assert bool(engine.report().steps_ahead) is look_ahead
+    assert bool(engine.report().steps_ahead) is async_scheduling
     assert_replayed(engine)
 
 

@@ -193,8 +193,9 @@ def test_a_row_that_is_nan_ends_alone_among_rows_of_a_wide_vocabulary():
     logits[2, 7] = torch.inf
     params = [SamplingParams(temperature=1.0, top_k=5, seed=3)] * 3 + [None]
     rows = sample_rows(logits, params, [0] * 4)
-    assert rows[1] is rows[2] is NOT_FINITE
-    assert rows[0] == by_sorting(logits[0], params[0], 0) and rows[3] == int(logits[3].argmax())
+    assert rows[1].error is rows[2].error is NOT_FINITE
+    tokens = by_sorting(logits[0], params[0], 0), int(logits[3].argmax())
+    assert (rows[0].token, rows[3].token) == tokens
 
 
 def test_max_tokens_is_another_name_of_max_new_tokens():

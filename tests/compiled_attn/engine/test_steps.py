@@ -1,4 +1,4 @@
-"""One step of look-ahead changes when steps begin, and nothing of what comes of them."""
+"""Async scheduling changes when steps are launched, and no token."""
 
 from __future__ import annotations
 
@@ -6,14 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compiled_attn.engine import Engine, SamplingParams
-from tests.compiled_attn.engine.counting import CONFIG, Counting, CountingAhead
-
-
-def warm_engine(executor: Counting) -> Engine:
-    engine = Engine(executor, CONFIG)
-    engine.warmup()
-    return engine
+from compiled_attn.engine import SamplingParams
+from tests.compiled_attn.engine.counting import CountingAhead
+from tests.compiled_attn.engine.paced import warm_engine
 
 
 def continuation(prompt: list[int], count: int) -> list[int]:
@@ -95,7 +90,7 @@ def test_blocks_that_are_scarce_are_given_up_only_when_all_tokens_are_there():
     assert report.preemptions and 0 < report.steps_ahead < report.steps
 
 
-@pytest.mark.parametrize("where", ["fit", "run", "_read"])
+@pytest.mark.parametrize("where", ["plan", "launch", "_read"])
 @pytest.mark.parametrize("at", range(6))
 def test_what_was_begun_when_an_exception_came_is_computed_again(monkeypatch, where, at):
     executor = CountingAhead()

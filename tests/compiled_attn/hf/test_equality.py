@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from compiled_attn.hf import ModelRefused, PagedCausalLM, cache_for
-from compiled_attn.step import Parts, Tables
+from compiled_attn.step import PartsLayout, TableLayout
 from tests.compiled_attn.hf.families import small_model
 from tests.compiled_attn.tiny import tiny_model
 
 
-def _paged(model, form=Parts, kept=None):
-    return PagedCausalLM(model, cache_for(model, 8, 4, dtype=kept), form(8, 4, 2))
+def _paged(model, layout=PartsLayout, kept=None):
+    return PagedCausalLM(model, cache_for(model, 8, 4, dtype=kept), layout(8, 4, 2))
 
 
 def previous_token(model):
@@ -47,15 +47,15 @@ def own_positions(model):
         (own_positions, torch.bfloat16),
     ],
 )
-@pytest.mark.parametrize("form", [Parts, Tables])
+@pytest.mark.parametrize("layout", [PartsLayout, TableLayout])
 @pytest.mark.parametrize("kept", [None, torch.int8, torch.float8_e4m3fn])
-def test_a_mistake_in_the_code_of_a_model_is_found(mistake, form, dtype, kept, request):
-    if form is Tables:
+def test_a_mistake_in_the_code_of_a_model_is_found(mistake, layout, dtype, kept, request):
+    if layout is TableLayout:
         request.getfixturevalue("ops")
     model = tiny_model().to(dtype)
     mistake(model)
     with pytest.raises(ModelRefused, match="same logits through the paged cache"):
-        _paged(model, form, kept)
+        _paged(model, layout, kept)
     assert model.config._attn_implementation == "eager"
     assert "forward" not in model.model.layers[0].__dict__
 
@@ -111,16 +111,16 @@ def outlier(model, size):
         attention.o_proj.weight[:, ::16] = 0
 
 
-@pytest.mark.parametrize("form", [Parts, Tables])
+@pytest.mark.parametrize("layout", [PartsLayout, TableLayout])
 @pytest.mark.parametrize(("kept", "size"), [(torch.int8, 3e3), (torch.float8_e4m3fn, 3e6)])
 def test_a_model_that_8_bits_spoil_is_refused_with_them_and_served_without(
-    kept, size, form, request
+    kept, size, layout, request
 ):
-    if form is Tables:
+    if layout is TableLayout:
         request.getfixturevalue("ops")
     model = small_model("qwen2")
     outlier(model, size)
     with pytest.raises(ModelRefused, match=r"bears keys and values in .*kv_dtype 'auto'"):
-        _paged(model, form, kept)
+        _paged(model, layout, kept)
     assert model.config._attn_implementation == "eager"
-    _paged(model, form)
+    _paged(model, layout)

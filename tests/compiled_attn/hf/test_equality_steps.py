@@ -8,17 +8,17 @@ import torch
 from compiled_attn.hf import PagedCausalLM, cache_for
 from compiled_attn.hf.equality import small_cache, step_logits
 from compiled_attn.hf.rounding import last_logits
-from compiled_attn.step import Parts, Request, Tables
+from compiled_attn.step import PartsLayout, Request, TableLayout
 from tests.compiled_attn.hf.families import small_model
 from tests.compiled_attn.tiny import tiny_model
 
 
-@pytest.mark.parametrize("form", [Parts, Tables])
+@pytest.mark.parametrize("layout", [PartsLayout, TableLayout])
 @pytest.mark.parametrize("length", [1, 4, 11])
-def test_over_a_cache_of_its_own_dtype_a_text_has_the_logits_of_the_model(form, length, ops):
+def test_over_a_cache_of_its_own_dtype_a_text_has_the_logits_of_the_model(layout, length, ops):
     model, text = tiny_model(), [*range(1, 1 + length)]
     expected = last_logits(model, text)
-    paged = PagedCausalLM(model, cache_for(model, 8, 4), form(8, 4, 2))
+    paged = PagedCausalLM(model, cache_for(model, 8, 4), layout(8, 4, 2))
     before = [buffer.clone() for buffer in paged.cache.buffers()]
     cache = small_cache(paged.cache, 4, 4, torch.float32)
     logits = step_logits(paged, cache, [Request(text, 0, [1, 2, 3][: -(-length // 4)])])[0]

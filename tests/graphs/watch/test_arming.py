@@ -1,4 +1,3 @@
-import contextlib
 import logging
 import subprocess
 import threading
@@ -9,7 +8,6 @@ import torch
 from graphs import GraphBudgetExceeded, capture, no_compile
 from graphs.capture.wrappers import with_own_code
 from graphs.watch import compiles
-from tests.interrupts import count_lines, interrupted_at
 
 
 @pytest.fixture(autouse=True)
@@ -159,73 +157,6 @@ def test_a_sentinel_that_ends_in_the_middle_of_a_compile_does_not_blind_the_next
     with second, pytest.raises(GraphBudgetExceeded):
         compiled(torch.ones(2))
     assert len(second.events) == 1
-
-
-def lines_of(work):
-    """Runs `work` once to its end, then yields a context for each line that can be interrupted."""
-    work()  # what is done once in a process is not counted
-    count = count_lines(work)
-    for n in range(count):
-        with contextlib.suppress(KeyboardInterrupt), interrupted_at(n) as cut:
-            work()
-        if n == count - 1 and not cut.was_raised:
-            return  # the way out of a `with` block, which is part of the next place: there is none
-        assert cut.was_raised
-        yield cut.where
-
-
-def arm_and_disarm(sentinel):
-    sentinel.arm()
-    sentinel.disarm()
-
-
-def enter_and_leave(sentinel):
-    with sentinel:
-        pass
-
-
-@pytest.mark.parametrize("use", [arm_and_disarm, enter_and_leave])
-@pytest.mark.parametrize("others", [0, 1], ids=["alone", "beside another"])
-def test_after_an_interrupt_at_any_line_disarm_leaves_nothing_and_it_can_be_armed_again(
-    use, others
-):
-    compiled = warm(lambda x: x + 1, torch.ones(1))
-    with contextlib.ExitStack() as stack:
-        for _ in range(others):
-            stack.enter_context(no_compile(strict=False, all_threads=True))
-        before = everything()
-        sentinel = no_compile()
-        places = []
-        for where in lines_of(lambda: use(sentinel)):
-            sentinel.disarm()
-            assert everything() == before, where
-            with sentinel, pytest.raises(GraphBudgetExceeded):
-                compiled(torch.ones(len(places) + 2))
-            assert everything() == before, where
-            places.append(where)
-    assert len(places) > 30  # of the watch and its hooks
-
-
-def test_an_interrupt_while_entering_leaves_nothing_even_without_a_disarm(caplog):
-    before, sentinel, n = everything(), no_compile(), 0
-    while True:
-        with contextlib.suppress(KeyboardInterrupt), interrupted_at(n) as cut:
-            sentinel.__enter__()
-        if not cut.was_raised:
-            break
-        assert everything() == before, cut.where
-        n += 1
-    sentinel.disarm()
-    assert n > 20 and not caplog.messages
-
-
-def test_a_build_is_heard_of_once_after_an_interrupt_at_any_line_of_listening():
-    sentinel = no_compile()
-    for _ in lines_of(lambda: arm_and_disarm(sentinel)):
-        sentinel.disarm()
-    with no_compile(strict=False) as sentinel:
-        build()
-    assert sentinel.late_builds == 1
 
 
 def test_a_reset_of_dynamo_meanwhile_is_told(caplog):

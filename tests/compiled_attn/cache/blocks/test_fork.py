@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ from compiled_attn.cache.blocks import (
 )
 from tests.compiled_attn.cache.blocks.pools import perform_copies, run
 from tests.compiled_attn.state import state_of
-from tests.interrupts import count_lines, interrupted_at
 
 
 def test_a_fork_shares_all_blocks_until_one_of_both_writes() -> None:
@@ -176,24 +174,6 @@ def test_copies_that_are_no_pairs_of_blocks_are_refused_and_nothing_changes(pair
     with pytest.raises((TypeError, ValueError)):
         pool.copied(pairs)
     assert state_of(pool) == before
-
-
-def test_an_interrupted_free_can_be_repeated() -> None:
-    def pool_of_three() -> BlockPool:
-        pool = BlockPool(num_blocks=20, block_size=2)
-        run(pool, "a", list(range(8)))
-        return pool
-
-    lines = count_lines(lambda: pool_of_three().free("a")) - count_lines(pool_of_three)
-    for n in range(lines):
-        pool = pool_of_three()
-        with suppress(KeyboardInterrupt), interrupted_at(n) as cut:
-            pool.free("a")
-        if "a" in pool:
-            pool.free("a")
-        assert "a" not in pool and (pool.refcounts >= 0).all(), cut.where
-        # The one block that was on its way is out of use until the pool is made anew.
-        assert pool.available >= 18, cut.where
 
 
 def test_a_copy_on_write_counts_when_the_pool_runs_out() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import threading
 import weakref
@@ -14,9 +13,8 @@ from torch import nn
 
 from graphs import WarmupManager, capture, explicit, no_compile
 from graphs.store import ArtifactStore, StoredInductor
-from graphs.torch_internals.replay.replay import _TAPES, Tapes
+from graphs.torch_internals.replay.replay import Tapes
 from tests.graphs.torch_internals.replay.steps import Step, assert_like_eager, inputs_of
-from tests.interrupts import count_lines, interrupted_at
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -157,27 +155,6 @@ def test_sizes_whose_first_run_failed_are_taped_by_the_next(tapes, player):
     fails[0] = False
     assert not manager.warmup().failed
     assert (tapes.made, tapes.refused) == (3, {})
-
-
-def test_no_interrupt_of_a_run_keeps_later_ones_from_being_played(tapes, player):
-    module, inputs = Step(), inputs_of(5)
-    graph = capture(module, inputs, tapes=tapes)
-    expected = module(*inputs)
-    for n in range(count_lines(lambda: graph.run(*inputs))):
-        with contextlib.suppress(KeyboardInterrupt), interrupted_at(n) as cut:
-            graph.run(*inputs)
-        player.played.clear()
-        torch.testing.assert_close(graph.run(*inputs), expected)
-        assert len(player.played) == 1, cut.where
-
-
-def test_no_interrupt_of_taping_changes_what_is_taped_later(player):
-    tapes = Tapes(player)
-
-    for n in range(count_lines(lambda: tapes.taping(int))):
-        with contextlib.suppress(KeyboardInterrupt), interrupted_at(n) as cut:
-            tapes.taping(int)
-        assert _TAPES.get() is None, cut.where
 
 
 def test_the_memory_of_tapes_is_kept_by_graphs_that_are_not_closed(player):
