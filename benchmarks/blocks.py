@@ -8,8 +8,8 @@ cached and allocations evict; else that fifth is free, scattered over the pool. 
 which the sizes take turns, one process, no garbage collection; `growth` is last size over first.
 
 Further tables: requests of a trace, served at their times by continuous batching without a model, a
-token a step, until the last one arrives. `range/used` is the highest place in use over the number
-of blocks in use, mean and 99th percentile over the steps, without and with an `OnlineDefragmenter`
+token a step, until the last one arrives. `range/used` is the highest used block over the number
+of used blocks, mean and 99th percentile over the steps, without and with an `OnlineDefragmenter`
 whose copies are left out. The pool has a quarter more blocks than are ever in use at once.
 """
 
@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from compiled_attn.cache.blocks import BlockPool
-from compiled_attn.cache.blocks.places import BlockPlaces
+from compiled_attn.cache.blocks.states import BlockStates
 from compiled_attn.cache.defrag import OnlineDefragmenter
 from compiled_attn.workloads import Arrival, read_trace
 
@@ -53,7 +53,7 @@ class Caller:
             self.append(self.names[-1])
         for _ in range(len(self.names) // 5):
             self.free()
-        while is_cached and self.pool.places.num_free > 9:  # what no prompt leaves cached
+        while is_cached and self.pool.stats().free > 9:  # until hardly any block is free
             self.free()
             self.allocate()
             self.append(self.names[-1])
@@ -138,9 +138,9 @@ def print_calls(rounds: int, count: int) -> None:
 
 
 class Policy(Protocol):
-    """Who chooses the blocks of requests; ``places`` knows where the blocks in use are."""
+    """Allocates the blocks of requests; ``blocks`` knows which are used."""
 
-    places: BlockPlaces
+    blocks: BlockPool | BlockStates
 
     @property
     def allocations(self) -> int:
@@ -157,11 +157,10 @@ class Policy(Protocol):
 
 
 class Lowest:
-    """A `BlockPool`: the block at the lowest free place."""
+    """A `BlockPool`: the lowest free block."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
-        self.pool = BlockPool(num_blocks, block_size)
-        self.places = self.pool.places
+        self.pool = self.blocks = BlockPool(num_blocks, block_size)
 
     @property
     def allocations(self) -> int:
@@ -179,7 +178,7 @@ class Lowest:
 
 
 class LowestCached(Lowest):
-    """The same where prompts stay cached; without a free block the least recently used goes."""
+    """The same with cached prompts; if no block is free, the least recently used is evicted."""
 
     def start(self, name: int, arrival: Arrival) -> None:
         tokens = shared_tokens(name, arrival)
@@ -189,10 +188,10 @@ class LowestCached(Lowest):
 
 
 class Oldest:
-    """A queue of free blocks: the one that has been free for longest."""
+    """A queue of free blocks: allocates the one that has been free for longest."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
-        self.places = BlockPlaces(num_blocks)
+        self.blocks = BlockStates(num_blocks)
         self.allocations = 0
         self.block_size = block_size
         self.free = deque(range(1, num_blocks))
@@ -207,17 +206,17 @@ class Oldest:
         held = self.held[name]
         while len(held) * self.block_size < length:
             held.append(self.free.popleft())
-            self.places.use(held[-1])
+            self.blocks.use(held[-1])
             self.allocations += 1
 
     def finish(self, name: int) -> None:
         for block in reversed(self.held.pop(name)):
-            self.places.release(block)
+            self.blocks.release(block)
             self.give(block)
 
 
 class Newest(Oldest):
-    """A stack of free blocks: the one that came back last."""
+    """A stack of free blocks: allocates the one that was freed last."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         super().__init__(num_blocks, block_size)
@@ -233,16 +232,21 @@ POLICIES: dict[str, type[Lowest | Oldest]] = {
 
 
 class FreeCopies:
-    """In place of a `BlockSwap`: nothing is copied."""
+    """Replaces a `BlockSwap`: nothing is copied."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.bytes_per_block = 1
 
-    def swap(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Exchanges nothing."""
+    def move(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Copies nothing."""
 
-    move = swap
+    def take(self, blocks: list[int]) -> list[Any]:
+        """Returns nothing."""
+        return []
+
+    def put(self, blocks: list[int], contents: list[Any]) -> None:
+        """Writes nothing."""
 
 
 class Spread(NamedTuple):
@@ -294,7 +298,7 @@ def replay(
         for row in np.flatnonzero(runs & (lengths > held * options.block_size)):
             policy.grow(int(names[row]), int(lengths[row]))
             held[row] += 1
-        used, highest = policy.places.num_used, policy.places.highest_used
+        used, highest = policy.blocks.num_used, policy.blocks.highest_used
         for row in np.flatnonzero(runs & (lengths == goals)):
             policy.finish(int(names[row]))
             names[row] = -1
@@ -321,10 +325,10 @@ def print_policies(path: Path, options: argparse.Namespace) -> None:
             continue
         alone = replay(arrivals, kind(num_blocks, size), options)
         policy = kind(num_blocks, size)
-        defragmenter = OnlineDefragmenter(policy.places, FreeCopies(num_blocks))
-        kept = replay(arrivals, policy, options, defragmenter)
-        moves, firing = kept.moves.sum() / kept.allocations, (kept.moves > 0).mean()
-        ranges = alone.range_over_used() + kept.range_over_used()
+        defragmenter = OnlineDefragmenter(policy.blocks, FreeCopies(num_blocks))
+        moved = replay(arrivals, policy, options, defragmenter)
+        moves, firing = moved.moves.sum() / moved.allocations, (moved.moves > 0).mean()
+        ranges = alone.range_over_used() + moved.range_over_used()
         print(f"{name:30}{ranges}{moves:13.3f}{firing:8.1%}", flush=True)
 
 

@@ -7,7 +7,7 @@ engine as it is, whose graph is a stub. Decodes of 32 and 256 requests of 1k tok
 blocks of 32; a step of 31 decodes, and a queue whose head, a prompt of 16k tokens in the
 prefix cache, waits for blocks. Milliseconds, medians.
 
-With ``--against`` interleaved with a second process that imports the checkout in that directory: the
+With ``--against`` interleaved with a second process that imports that checkout: the
 time there over the time here.
 """
 
@@ -74,7 +74,6 @@ def engine_of(requests: int, context: int, spare: int = 0) -> Engine:
         block_size=BLOCK,
         num_blocks=1 + requests * longest + spare,
         context=context + AHEAD,
-        partial_hits=False,
     )
     engine = Engine(WithoutModel(config))
     engine.warmup()

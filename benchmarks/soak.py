@@ -4,7 +4,7 @@
 
 Events are those of a crowded server, at random: allocate, append, fork, free, preempt, defragment,
 and a defragmentation whenever one is due. Every token writes a payload that depends on all tokens
-before it to the place where its block lies, in K and in V. A request is read back when it is added
+before it to its block, in K and in V. A request is read back when it is added
 (its hits), forked, freed or preempted, and all of them every thousand events, when the counts are
 compared with those of a plain model too. Prints figures; a violation ends it with exit status 1.
 """
@@ -68,12 +68,12 @@ class Soak:
     ) -> None:
         self.rng = np.random.default_rng(seed)
         self.size = size
-        self.pool = BlockPool(blocks, size, partial_hits=size > 1)
+        self.pool = BlockPool(blocks, size)
         self.cache = [torch.zeros(blocks * size, dtype=torch.int64) for _ in range(2)]
         self.slots = [tensor.numpy() for tensor in self.cache]
         self.swap = BlockSwap(self.cache, blocks, pad_sizes=pad_sizes, backend=backend)
         self.swap.warmup()
-        self.defragmenter = OnlineDefragmenter(self.pool.places, self.swap)
+        self.defragmenter = OnlineDefragmenter(self.pool, self.swap)
         self.streams: dict[int, Stream] = {}
         self.counts: Counter[str] = Counter()
         self.spread: list[float] = []
@@ -165,7 +165,7 @@ class Soak:
     def copy(self) -> None:
         pairs = self.pool.pending_copies()
         if pairs:
-            self.swap.move(self.defragmenter.resolve_all(np.array(pairs)))
+            self.swap.move(pairs)
             self.pool.copied(pairs)
 
     def write(self, name: int, length: int) -> None:
@@ -200,8 +200,7 @@ class Soak:
     def places_of(self, name: int, length: int) -> NDArray[np.int64]:
         """The slot of each position below ``length``."""
         blocks = np.array(self.pool.table(name).blocks, dtype=np.int64)
-        first = self.defragmenter.resolve_all(blocks) * self.size
-        return (first[:, None] + np.arange(self.size)).reshape(-1)[:length]
+        return (blocks[:, None] * self.size + np.arange(self.size)).reshape(-1)[:length]
 
     def read_back(self, name: int) -> None:
         stream = self.streams[name]
@@ -213,16 +212,14 @@ class Soak:
     def check(self) -> None:
         for name in self.streams:
             self.read_back(name)
-        pool, places, stats = self.pool, self.pool.places, self.pool.stats()
+        pool, stats = self.pool, self.pool.stats()
         held = [block for name in self.streams for block in pool.table(name).blocks]
         counts = np.bincount(held, minlength=pool.num_blocks)
         demand(np.array_equal(counts, pool.refcounts), "reference counts differ from the tables")
         used = np.flatnonzero(counts)
-        where = places.resolve_all(used)
-        demand(len(set(where.tolist())) == len(used), "two blocks lie at one place")
-        demand(stats.used == len(used) == places.num_used, "used blocks are counted wrongly")
+        demand(stats.used == len(used) == pool.num_used, "used blocks are counted wrongly")
         demand(stats.used + stats.free + stats.cached == stats.total, "blocks leaked")
-        demand(stats.highest_used == where.max(initial=0), "the range is another")
+        demand(stats.highest_used == used.max(initial=0), "the range is another")
         demand(not any(tensor[: self.size].any() for tensor in self.cache), "null block written")
         if len(used):
             self.spread.append(stats.highest_used / len(used))

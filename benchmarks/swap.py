@@ -2,12 +2,12 @@
 
     python benchmarks/swap.py [--threads 1] [--layers 8] [--blocks 1024] [--backend inductor]
 
-One process, interleaved, medians. `swap` is one graph; `kept` is an exchange as the defragmenter
-makes it, which keeps one side outside of the cache until the other is written. Bytes are those read
-and written, counted alike: an exchange of P pairs reads and writes 2 P blocks, a move P blocks,
-`copy_` as many bytes from one dense tensor to another. Everything is cold: the pairs are random in
-every round, and `copy_` goes to the next part of two tensors as large as the cache. Times are those
-of the public calls, checks of the pairs included.
+One process, interleaved, medians. `swap` is one graph; `buffered` is an exchange as the
+defragmenter does it, with one side stored outside of the cache until the other is written. Bytes
+read and written: an exchange of P pairs reads and writes 2 P blocks, a move P blocks, `copy_` as
+many bytes from one dense tensor to another. Caches are cold: pairs are random in every round, and
+`copy_` uses the next part of two tensors as large as the cache. Times are those of the public
+calls, including checks of the pairs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CASES = (
     (128, 8, 128, torch.float8_e4m3fn),
 )
 PADS = (16, 64, 256)
-FORMS = ("swap", "kept", "move")
+METHODS = ("swap", "buffered", "move")
 
 
 def timed(function: Callable[[], object]) -> float:
@@ -51,9 +51,9 @@ def plain(nbytes: int, size: int) -> Iterator[Callable[[], object]]:
         yield lambda at=at: target[at].copy_(source[at])
 
 
-def kept(swap: BlockSwap, pairs: list[tuple[int, int]]) -> None:
+def buffered(swap: BlockSwap, pairs: list[tuple[int, int]]) -> None:
     """Exchanges as `OnlineDefragmenter` does."""
-    sources, destinations = (list(places) for places in zip(*pairs, strict=True))
+    sources, destinations = (list(blocks) for blocks in zip(*pairs, strict=True))
     contents = swap.take(destinations)
     swap.move(pairs)
     swap.put(sources, contents)
@@ -62,10 +62,10 @@ def kept(swap: BlockSwap, pairs: list[tuple[int, int]]) -> None:
 def measure(swap: BlockSwap, pairs: int, rounds: int) -> dict[str, float]:
     """Bytes per second of each form; the first round is not counted."""
     moved = pairs * swap.bytes_per_block
-    nbytes = {"swap": 2 * moved, "kept": 2 * moved, "move": moved}
+    nbytes = {"swap": 2 * moved, "buffered": 2 * moved, "move": moved}
     size = swap.num_blocks * swap.bytes_per_block
     copies = {name: plain(count, size) for name, count in nbytes.items()}
-    calls = {"swap": swap.swap, "kept": functools.partial(kept, swap), "move": swap.move}
+    calls = {"swap": swap.swap, "buffered": functools.partial(buffered, swap), "move": swap.move}
     seconds: dict[str, list[float]] = {}
     rng = np.random.default_rng(0)
     for _ in range(rounds + 1):
@@ -94,7 +94,7 @@ def main() -> None:
         f"# {options.backend}, {options.threads} threads, {options.layers} layers of K and V, "
         f"{options.blocks} blocks, torch {torch.__version__}, cold"
     )
-    forms = "".join(f"  {name:>5} GB/s  of copy_" for name in FORMS)
+    forms = "".join(f"  {name:>8} GB/s  of copy_" for name in METHODS)
     print(f"dtype          a layer's block  pairs{forms}")
     for size, heads, dim, dtype in CASES:
         cache = PagedKVCache(options.layers, options.blocks, size, heads, dim, dtype=dtype)
@@ -107,8 +107,8 @@ def main() -> None:
             rate = measure(swap, pairs, options.rounds)
             kib = size * heads * dim * dtype.itemsize / 1024
             forms = "".join(
-                f"  {rate[name] / 1e9:10.1f} {rate[name] / rate[f'copy_ for {name}']:9.2f}"
-                for name in FORMS
+                f"  {rate[name] / 1e9:13.1f} {rate[name] / rate[f'copy_ for {name}']:9.2f}"
+                for name in METHODS
             )
             print(f"{str(dtype)[6:]:14} {kib:11.0f} KiB {pairs:6}{forms}")
 

@@ -2,10 +2,9 @@
 
     python benchmarks/transformers_batching.py [--model smollm2] [--requests 16] [--threads 1]
 
-Its own runs with both attentions that its continuous batching takes on a CPU, ``sdpa`` and
-``paged|eager``. Each call begins with a manager that is new and ends with one that is stopped; the
-graphs of ours are captured before. Printed: tokens per second (medians) and the speed of ours over
-each; whether all tokens are equal.
+Its own engine runs with both attentions that its continuous batching supports on a CPU, ``sdpa``
+and ``paged|eager``. Each call starts and stops a manager; our graphs are captured before. Prints
+tokens per second (medians), our speed relative to each, and whether all tokens are equal.
 """
 
 from __future__ import annotations
@@ -73,12 +72,12 @@ def main() -> None:
     are_equal = True
     for number in range(options.rounds + 1):  # the first is not counted: graphs are captured in it
         shape = options.requests, options.prompt
-        drawn = torch.randint(3, model.config.vocab_size, shape, generator=generator).tolist()
+        prompts = torch.randint(3, model.config.vocab_size, shape, generator=generator).tolist()
         names = [*found]
         texts = {}
         for name in names[number % 3 :] + names[: number % 3]:
             start = time.perf_counter()
-            texts[name] = found[name](drawn, options.tokens)
+            texts[name] = found[name](prompts, options.tokens)
             seconds[name].append(time.perf_counter() - start)
         are_equal &= all(each == texts["ours"] for each in texts.values())
     tokens = options.requests * options.tokens

@@ -1,11 +1,10 @@
-"""Generated tokens per second of one model by the form of its weights: plain, packed, int8.
+"""Generated tokens per second of one model by the packing of its weights: plain, packed, int8.
 
     python benchmarks/weights.py [--model smollm2] [--threads 1] [--requests 16] [--new 64]
 
-Each form is an engine of its own over the same bfloat16 checkpoint, inductor backend, greedy,
-prompts of 128 tokens drawn from the vocabulary. One process, in turns, medians; compile and warmup
-are excluded. Printed beside: bytes of all weights, and how many of the tokens are those of plain
-weights up to the first that differs.
+One engine per packing over the same bfloat16 checkpoint, inductor backend, greedy, prompts of 128
+random tokens. One process, in turns, medians; compile and warmup are excluded. Also prints the
+bytes of all weights, and the number of tokens equal to those of plain weights.
 """
 
 from __future__ import annotations
@@ -20,38 +19,38 @@ from compiled_attn.model_folder import model_folder
 from compiled_attn.models import load_model
 from graphs import explicit
 
-FORMS = ("plain", "packed", "int8")
+PACKINGS = ("plain", "packed", "int8")
 PROMPT = 128
 
 
 class Served:
-    """An engine of one form, and the tokens that it gave last."""
+    """An engine with one packing, and the tokens of its last round."""
 
-    def __init__(self, form: str, options: argparse.Namespace) -> None:
+    def __init__(self, packing: str, options: argparse.Namespace) -> None:
         self._options = options
         self._model = load_model(str(model_folder(options.model)), dtype=torch.bfloat16)
         buckets = explicit(("tokens", "requests"), [(16, 16), (512, 32)])
-        config = EngineConfig(weights=form, buckets=buckets, max_tokens_per_step=512)
+        config = EngineConfig(weights=packing, buckets=buckets, max_tokens_per_step=512)
         self._engine = Engine(self._model, config)
         self._engine.warmup()
         self.tokens: list[list[int]] = []
 
     def bytes(self) -> int:
-        """Of all weights, each once."""
+        """Bytes of all weights."""
         tensors = {t.data_ptr(): t for t in (*self._model.parameters(), *self._model.buffers())}
         return sum(t.numel() * t.itemsize for t in tensors.values())
 
     def serve(self, number: int) -> None:
         """Requests that no earlier round has cached."""
-        chance = torch.Generator().manual_seed(number)
+        generator = torch.Generator().manual_seed(number)
         shape = self._options.requests, PROMPT
-        prompts = torch.randint(100, 10_000, shape, generator=chance).tolist()
+        prompts = torch.randint(100, 10_000, shape, generator=generator).tolist()
         params = SamplingParams(max_new_tokens=self._options.new, ignore_eos=True)
         self.tokens = [result.tokens for result in self._engine.generate(prompts, params)]
 
 
 def same_tokens(ours: list[list[int]], others: list[list[int]]) -> int:
-    """How many tokens are equal up to the first of each request that is not."""
+    """Number of tokens before the first one of each request that differs."""
     count = 0
     for pair in zip(ours, others, strict=True):
         for one, other in zip(*pair, strict=True):
@@ -71,7 +70,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    served = {form: Served(form, options) for form in FORMS}
+    served = {form: Served(form, options) for form in PACKINGS}
     times = medians({form: each.serve for form, each in served.items()}, options.rounds)
     plain = served["plain"].tokens
     print(f"# {options.requests} x ({PROMPT} + {options.new}), {options.threads} threads, bfloat16")

@@ -58,6 +58,7 @@ class SequenceBlocks:
         self._counts = -(-self._lengths // pool.block_size)
         self._running = np.ones(len(self._lengths), dtype=np.bool_)
         self._is_freed = False
+        self._exchanges = pool.num_exchanges
         # Python integers, which cannot overflow and then seem to fit.
         self._expect_room(sum(self._counts.tolist()), sum(self._lengths.tolist()))
         self._table = np.zeros((len(self._lengths), int(self._counts.max())), dtype=np.int32)
@@ -122,7 +123,8 @@ class SequenceBlocks:
                 "take a wider bucket"
             )
         table = np.zeros((len(self._table), width), dtype=np.int32)
-        table[:, :longest] = self._places(self._table[:, :longest])
+        self._follow_moves()
+        table[:, :longest] = self._table[:, :longest]
         return self._tensor(table)
 
     def last_positions(self) -> Tensor:
@@ -142,7 +144,7 @@ class SequenceBlocks:
     def slots(self) -> Tensor:
         """Return the flat cache slots of all positions, row after row, ``[lengths.sum()]`` int64.
 
-        ``place * block_size + offset``: where packed prompts are written to.
+        ``block * block_size + offset``: where packed prompts are written to.
         """
         self._expect_held()
         rows = np.repeat(np.arange(len(self._lengths)), self._lengths)
@@ -193,12 +195,17 @@ class SequenceBlocks:
         self, rows: NDArray[np.integer[Any]], positions: NDArray[np.int64]
     ) -> NDArray[np.int64]:
         number, offset = np.divmod(positions, self.pool.block_size)
-        places = self._places(self._table[rows, number]).astype(np.int64)
-        return places * self.pool.block_size + offset
+        self._follow_moves()
+        blocks = self._table[rows, number].astype(np.int64)
+        return blocks * self.pool.block_size + offset
 
-    def _places(self, blocks: NDArray[np.int32]) -> NDArray[np.signedinteger[Any]]:
-        """Where the blocks lie now: a defragmenter may have moved them."""
-        return self.pool.places.resolve_all(blocks)
+    def _follow_moves(self) -> None:
+        """Reads all tables again if a defragmenter has moved blocks since."""
+        if self._exchanges != self.pool.num_exchanges:
+            self._exchanges = self.pool.num_exchanges
+            for row in np.flatnonzero(self._running).tolist():
+                count = int(self._counts[row])
+                self._table[row, :count] = self.pool.table((self, row)).array[:count]
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(array).to(self.device)

@@ -181,9 +181,9 @@ def test_batches_and_requests_share_a_pool(pool):
     assert pool.stats().used == 2
 
 
-def test_tables_and_slots_follow_blocks_to_other_places(pool):
+def test_tables_and_slots_follow_blocks_that_move(pool):
     blocks = SequenceBlocks(pool, [6, 4])
-    pool.places.swap([(3, 9)])
+    pool.exchange([(3, 9)])
     assert blocks.block_table().tolist() == [[1, 2], [9, 0]]
     assert blocks.slots().tolist() == [4, 5, 6, 7, 8, 9, 36, 37, 38, 39]
     assert blocks.last_slots().tolist() == [9, 39]
@@ -303,19 +303,19 @@ class Memory:
     def swap(self, pairs: list[tuple[int, int]]) -> None:
         for source, destination in pairs:
             self.slots[[source, destination]] = self.slots[[destination, source]]
-        self.pool.places.swap(pairs)
+        self.pool.exchange(pairs)
 
     def expect(self, blocks: SequenceBlocks, lengths: list[int]) -> None:
         """Every position of every row is where the table, and the slots, say that it is."""
         assert blocks.lengths.tolist() == lengths
         written = self.slots.reshape(-1, 2)[blocks.slots().numpy()].tolist()
         assert written == [[row, p] for row, n in enumerate(lengths) for p in range(n)]
-        for row, (length, places) in enumerate(zip(lengths, blocks.block_table(), strict=True)):
+        for row, (length, table) in enumerate(zip(lengths, blocks.block_table(), strict=True)):
             held = -(-length // self.pool.block_size)
-            positions = self.slots[places[:held]].reshape(-1, 2)[:length, 1]
+            positions = self.slots[table[:held]].reshape(-1, 2)[:length, 1]
             assert positions.tolist() == list(range(length)), row
-            assert (places[:held] > 0).all()
-            assert not places[held:].any()
+            assert (table[:held] > 0).all()
+            assert not table[held:].any()
 
 
 @given(
@@ -347,7 +347,7 @@ def test_no_position_is_lost_whatever_finishes_and_moves(size, lengths, steps, s
                 blocks.last_slots()[running], running, blocks.last_positions()[running].numpy()
             )
         if moves:
-            memory.swap(pool.places.compaction(3))
+            memory.swap(pool.compaction(3))
         memory.expect(blocks, model)
         used = sum(-(-n // size) for n in model)
         assert pool.stats().used == used

@@ -62,7 +62,7 @@ def attend_parts(
         nothing = of_no_queries(query, value)
         return merge(nothing), lse(nothing).float()
     m = replace(metadata, shared_blocks=None, shared_bias=None)
-    m = m.seen_from(window=scoring.window, alibi_slopes=scoring.slopes_for(query))
+    m = m.with_positions(window=scoring.window, alibi_slopes=scoring.slopes_for(query))
     causal = partial_attn_causal(
         query, key, value, m.causal_bias, m.causal_width, m.fmin,
         scale=scoring.scale, softcap=scoring.softcap, attend=attend,
@@ -89,7 +89,7 @@ def _shared(call: PagedCall, metadata: UnifiedMetadata, attend: Attend) -> Parti
     slopes = scoring.slopes_for(call.query)
     shared: PartialAttention | None = None
     for chunk in metadata.chunks_of_shared():
-        s = chunk.seen_from(window=scoring.window, alibi_slopes=slopes)
+        s = chunk.with_positions(window=scoring.window, alibi_slopes=slopes)
         part = partial_attn_shared(
             call.query, key_cache, value_cache, s.shared_blocks, s.shared_bias,
             s.block_size, s.fmin, scale=scoring.scale, softcap=scoring.softcap,

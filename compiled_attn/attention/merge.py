@@ -1,4 +1,4 @@
-"""Parts of one attention put together: exact, in any grouping."""
+"""Merges partial attentions exactly, in any grouping."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ __all__ = ["lse", "merge", "merge_online", "reduce_to_rows"]
 
 
 def merge(*parts: PartialAttention | None, feps: float = FEPS) -> Tensor:
-    """Normalised attention over the union of the parts' keys, ``[T, H, D]``; zeros where no key is
-    seen.
+    """Returns normalised attention over the keys of all parts, ``[T, H, D]``; zeros without keys.
 
     Raises:
-        ValueError: every part is absent.
+        ValueError: every part is None.
     """
     present = _present(parts)
     row_max = _common_max(present)
@@ -29,7 +28,7 @@ def merge(*parts: PartialAttention | None, feps: float = FEPS) -> Tensor:
 
 
 def merge_online(first: PartialAttention, second: PartialAttention) -> PartialAttention:
-    """Two parts as one part: the merge one step at a time, for long rows of chunks."""
+    """Merges two parts to one, for long rows of chunks."""
     row_max = torch.maximum(first.max, second.max)
     old, new = torch.exp(first.max - row_max), torch.exp(second.max - row_max)
     out = first.out * old.unsqueeze(-1) + second.out * new.unsqueeze(-1)
@@ -37,10 +36,10 @@ def merge_online(first: PartialAttention, second: PartialAttention) -> PartialAt
 
 
 def lse(*parts: PartialAttention | None) -> Tensor:
-    """Natural log-sum-exp of the scores over all parts, ``[T, H]``; -inf where no key is seen.
+    """Returns the natural log-sum-exp of scores over all parts, ``[T, H]``; -inf without keys.
 
     Raises:
-        ValueError: every part is absent.
+        ValueError: every part is None.
     """
     present = _present(parts)
     row_max = _common_max(present)
@@ -51,14 +50,14 @@ def lse(*parts: PartialAttention | None) -> Tensor:
 
 
 def reduce_to_rows(parts: PartialAttention, owner: Tensor, rows: Tensor) -> PartialAttention:
-    """Merges n parts ``[n, H, ...]`` to rows: part i belongs to the row that equals its owner."""
-    # A comparison one-hot: unlike scatter and index_add it fuses, it sums in a fixed order, and no
-    # value of `owner` is ever an index.
+    """Merges n parts ``[n, H, ...]`` to rows: part i belongs to row ``owner[i]``."""
+    # A one-hot comparison: unlike scatter and index_add it fuses, sums in a fixed order, and never
+    # uses `owner` as an index.
     uses = rows.unsqueeze(1) == owner  # [R, n]
     floor = torch.finfo(parts.max.dtype).min
     row_max = torch.where(uses.unsqueeze(-1), parts.max, floor).amax(1)
-    own_max = torch.where(uses.unsqueeze(-1), row_max.unsqueeze(1), floor).amax(0)  # no rounding
-    # The clamp is for parts without a row: they weigh 0 below, and 0 * exp(large) would be NaN.
+    own_max = torch.where(uses.unsqueeze(-1), row_max.unsqueeze(1), floor).amax(0)  # exact
+    # The clamp is for parts without a row, whose weight is 0 below: 0 * exp(large) would be NaN.
     factor = torch.exp((parts.max - own_max).clamp_max(0))
     out = sum_of_parts(uses, parts.out * factor.unsqueeze(-1))
     return PartialAttention(out, row_max, sum_of_parts(uses, parts.sum * factor))

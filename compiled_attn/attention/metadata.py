@@ -1,4 +1,4 @@
-"""The metadata of one step, who sees what, as tensors of a bucket's fixed shape."""
+"""The metadata of one step: which token sees what, in tensors of fixed shape."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = ["KeyRanks", "UnifiedMetadata"]
 
 
 class KeyRanks(NamedTuple):
-    """Ranks that each keep some of the keys and values of a request.
+    """Ranks that each store some of the keys and values of a request.
 
     Args:
         group: name of their process group.
-        size: how many there are.
+        size: number of ranks.
     """
 
     group: str
@@ -30,42 +30,42 @@ class KeyRanks(NamedTuple):
 
 @dataclass(frozen=True)
 class UnifiedMetadata:
-    """Which token may see what in one step; every tensor has the fixed shape of its bucket.
+    """Which token sees what in one step; every tensor has the fixed shape of its bucket.
 
     Shape (T tokens, S shared blocks, U unique blocks):
         - slot_mapping: ``[T]`` ints, cache slot of each new token; padding points into null block 0
-        - causal_bias: ``[T, T]`` float or None, 0 where token i may see new token j, else -inf
+        - causal_bias: ``[T, T]`` float or None, 0 if token i sees new token j, else -inf
         - causal_width: int or None, queries in a slice of the causal part; None: one slice
         - shared_blocks: ``[S]`` ints or None, blocks that are compared with every query
-        - shared_bias: ``[T, S, block_size]`` float, or usages ``[T, S]`` ints (how many leading
-          slots of a block a token sees), or None
-        - shared_chunk: int or None, shared blocks compared at a time, each chunk's bias made from
-          its usages on the fly; None: all at once
+        - shared_bias: ``[T, S, block_size]`` float, or usages ``[T, S]`` ints (number of leading
+          slots of a block that a token sees), or None
+        - shared_chunk: int or None, shared blocks compared at a time, with the bias of each chunk
+          built from its usages; None: all at once
         - unique_blocks: ``[U]`` ints, or int U (the first U blocks of the cache), or None
-        - unique_block_mapping: ``[U]`` ints, row of T that uses each unique block
+        - unique_block_mapping: ``[U]`` ints, row of T that reads each unique block
         - unique_bias: ``[U, block_size]`` float or None
 
     A bias may also have an axis of heads: ``[H, T, T]``, ``[H, T, S, block_size]``, ``[U, H,
     block_size]``.
 
-    Only features that depend on positions (`seen_from`) need these:
+    Only features that depend on positions (`with_positions`) need these:
         - positions: ``[T]`` ints, position of each token in its sequence
         - shared_starts: ``[S]`` ints, position of the first slot of each shared block
         - unique_starts: ``[U]`` ints, the same for the unique blocks
 
-    The same step request by request, for the native kernel; the other parts may then be left out:
+    The same step in table layout, for the native kernel; the other parts may then be omitted:
         - block_tables: ``[R, W]`` ints, blocks of each request in order; padding is never read
         - seq_lens: ``[R]`` ints, tokens of each request with those of this step; 0 for padding
         - query_start_loc: ``[R + 1]`` ints, rows of T of each request, as a running sum
 
-    A step whose keys lie on several ranks is request by request:
-        - ranks: who they are; ``block_tables`` and ``seq_lens`` then tell of the keys of earlier
-          steps that this rank keeps, and ``slot_mapping`` points into null block 0 for new tokens
-          that another one keeps. None: all keys are here
+    A step whose keys are on several ranks has table layout:
+        - ranks: the ranks; ``block_tables`` and ``seq_lens`` then describe the keys of earlier
+          steps on this rank, and ``slot_mapping`` points into null block 0 for new tokens stored
+          on another one. None: all keys are on this rank
 
-    Two spare work, and are derived or done without where they are None:
+    Two optional fields save work:
         - shared_lengths: ``[S]`` ints, leading slots of each shared block that any token sees
-        - unique_queries: ``[Q]`` ints, rows that occur in ``unique_block_mapping``, padded with -1
+        - unique_queries: ``[Q]`` ints, the rows in ``unique_block_mapping``, padded with -1
     """
 
     block_size: int
@@ -92,14 +92,14 @@ class UnifiedMetadata:
 
     @property
     def by_request(self) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Block tables, sequence lengths and first rows of the requests, or None."""
+        """Block tables, sequence lengths and first rows of requests; None without table layout."""
         if self.block_tables is None or self.seq_lens is None or self.query_start_loc is None:
             return None
         return self.block_tables, self.seq_lens, self.query_start_loc
 
     @property
     def has_parts(self) -> bool:
-        """Whether there is any part that the portable kernels read."""
+        """Whether there is a causal, shared or unique part."""
         return self.causal_bias is not None or self.num_blocks > 0
 
     @property
@@ -109,7 +109,7 @@ class UnifiedMetadata:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that the step reads: shared and unique ones together, padding included."""
+        """Number of shared and unique blocks, including padding."""
         unique = self.unique_blocks
         num_unique = unique if isinstance(unique, int) else _rows(unique)
         return _rows(self.shared_blocks) + num_unique
@@ -120,23 +120,21 @@ class UnifiedMetadata:
         return self.slot_mapping.shape[0] if self.is_prompt else 1
 
     def windowed(self, window: int) -> UnifiedMetadata:
-        """`seen_from` with a sliding window alone."""
-        return self.seen_from(window=window)
+        """Calls `with_positions` for a sliding window only."""
+        return self.with_positions(window=window)
 
-    def seen_from(
+    def with_positions(
         self, *, window: int | None = None, alibi_slopes: Tensor | None = None
     ) -> UnifiedMetadata:
-        """The same step with what depends on positions added to its biases.
-
-        What is request by request cannot say that, and is left out.
+        """Adds a sliding window and ALiBi to the biases of the step; drops the table layout.
 
         Args:
-            window: tokens that a token sees, itself included; None: all before it.
+            window: number of visible tokens including itself; None: all before it.
             alibi_slopes: ``[H]`` slopes; a key's score gains ``slope * (key position - query
                 position)``, which is at most 0.
 
         Raises:
-            ValueError: the window is not positive, or the metadata carries no positions.
+            ValueError: the window is not positive, or the metadata has no positions.
 
         Source: sliding windows as in Mistral, ALiBi of Press et al., 2022.
         """
@@ -172,7 +170,7 @@ class UnifiedMetadata:
         )
 
     def chunks_of_shared(self) -> Iterator[UnifiedMetadata]:
-        """The shared part of the step, `shared_chunk` blocks at a time; nothing of other parts."""
+        """Yields the shared part of the step, `shared_chunk` blocks at a time."""
         blocks, bias = self.shared_blocks, self.shared_bias
         if blocks is None or bias is None:
             return
@@ -194,7 +192,7 @@ class UnifiedMetadata:
 
     @staticmethod
     def needs(tensor: Tensor | None, name: str) -> Tensor:
-        """A field that windows and ALiBi need; raises ValueError where it is None."""
+        """Returns a field that windows and ALiBi need; ValueError if it is None."""
         if tensor is None:
             raise ValueError(
                 f"metadata.{name}: expected it for a sliding window or ALiBi, got None: "

@@ -14,21 +14,21 @@ __all__ = ["UnifiedAttention"]
 
 
 class UnifiedAttention(nn.Module):
-    """`unified_attention` as the attention of one layer over a `PagedKVCache`.
+    """`unified_attention` of one layer over a `PagedKVCache`.
 
     Args:
         cache: the paged cache of the model: of floats, quantised, or without V.
         layer: index of this layer in the cache.
-        scale: factor of the scores; None: ``cache.head_dim ** -0.5``, which is not what a cache of
-            latents wants.
+        scale: factor of the scores; None: ``cache.head_dim ** -0.5``, which is wrong for a cache of
+            latents.
         sliding_window, softcap, attend, kernel, fused_write: as in `unified_attention`. In a
             `torch.compiler.nested_compile_region` pass ``fused_write=False``.
-        alibi_slopes: ``[H]`` tensor or None, kept as a buffer.
+        alibi_slopes: ``[H]`` tensor or None, registered as a buffer.
         sinks: ``[H]`` parameter or None.
         value_projection: ``[H, R, Dv]`` parameter or None.
 
     Raises:
-        ValueError: the cache has no such layer; or there is no such kernel.
+        ValueError: unknown layer or kernel.
 
     Shape:
         - forward(query ``[T, H, D]``, key ``[T, Hk, D]``, value ``[T, Hk, D]``, metadata) -> ``[T,

@@ -1,8 +1,8 @@
-"""Keys and values that are NaN or infinite: they reach the rows that see them, and no other.
+"""Keys and values that are NaN or infinite: they affect the rows that see them, and no other.
 
-A weight of 0 hides nothing, since 0 * NaN and 0 * inf are NaN. So sums are taken over tokens that
-are sound, and rows that see another are made NaN by what is added to them. Comparisons decide, not
-arithmetic: inductor takes 0 * x for 0, and maxima of ONNX Runtime pass over NaN.
+A weight of 0 hides nothing, since 0 * NaN and 0 * inf are NaN. So sums run over finite tokens, and
+NaN is added to rows that see another token. Comparisons are used instead of arithmetic: inductor
+simplifies 0 * x to 0, and maxima of ONNX Runtime ignore NaN.
 """
 
 from __future__ import annotations
@@ -12,53 +12,51 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["are_sound", "for_added_mask", "hurt", "only", "sum_of_parts"]
+__all__ = ["are_finite", "for_added_mask", "nan_if_seen", "sum_of_parts", "zero_others"]
 
 _LARGEST_KEY = 2.0**64
-"""Keys from here on count as infinite where a score that a mask hides must be finite."""
+"""Larger keys count as infinite if scores hidden by a mask must be finite."""
 
 
-def are_sound(rows: Tensor, largest: float = math.inf) -> Tensor:
-    """Which tokens have elements below ``largest`` alone, and no NaN: ``[..., N, Hk, D] -> [...,
-    N]`` bool.
-    """
+def are_finite(rows: Tensor, largest: float = math.inf) -> Tensor:
+    """Whether all elements of ``[..., N, Hk, D]`` are below ``largest``, ``[..., N]`` bool."""
     return torch.where(rows.flatten(-2).abs() < largest, 0.0, 1.0).sum(-1) == 0
 
 
-def only(sound: Tensor, rows: Tensor) -> Tensor:
-    """Rows ``[..., N, Hk, D]`` of tokens that are sound ``[..., N]``, and zeros for others."""
-    return torch.where(sound[..., None, None], rows, 0)
+def zero_others(finite: Tensor, rows: Tensor) -> Tensor:
+    """Replaces rows ``[..., N, Hk, D]`` by zeros unless they are finite ``[..., N]``."""
+    return torch.where(finite[..., None, None], rows, 0)
 
 
-def hurt(seen: Tensor, sound: Tensor) -> Tensor:
-    """What a query gains from the keys it sees: 0 if all are sound, else NaN.
+def nan_if_seen(seen: Tensor, finite: Tensor) -> Tensor:
+    """Returns what to add to a query: 0 if all tokens that it sees are finite, else NaN.
 
     Args:
         seen: ``[..., T, N]`` bool.
-        sound: ``[..., N]`` bool.
+        finite: ``[..., N]`` bool.
 
     Returns:
         ``[..., T]`` float32.
     """
-    return torch.where(seen & ~sound.unsqueeze(-2), math.nan, 0.0).sum(-1)
+    return torch.where(seen & ~finite.unsqueeze(-2), math.nan, 0.0).sum(-1)
 
 
 def for_added_mask(key: Tensor, value: Tensor, seen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys and values for a kernel that hides scores by adding -inf, which leaves NaN as it is.
+    """Prepares keys and values for a kernel that masks by adding -inf, which does not hide NaN.
 
     Args:
-        key, value: ``[..., N, Hk, D]``, D of each its own.
+        key, value: ``[..., N, Hk, D]``, D may differ.
         seen: ``[..., T, N]`` bool.
 
     Returns:
-        Keys and values with which every score is finite, and `hurt` of the queries.
+        Keys and values with which every score is finite, and what to add to the queries.
     """
-    sound = are_sound(key, _LARGEST_KEY) & are_sound(value)
-    return only(sound, key), only(sound, value), hurt(seen, sound)
+    finite = are_finite(key, _LARGEST_KEY) & are_finite(value)
+    return zero_others(finite, key), zero_others(finite, value), nan_if_seen(seen, finite)
 
 
 def sum_of_parts(uses: Tensor, parts: Tensor) -> Tensor:
-    """Sums of the parts that each row uses; NaN where one of these is not finite.
+    """Returns sums of the parts that each row uses; NaN if one of them is not finite.
 
     Args:
         uses: ``[R, n]`` bool.
@@ -67,9 +65,9 @@ def sum_of_parts(uses: Tensor, parts: Tensor) -> Tensor:
     Returns:
         ``[R, ...]``.
     """
-    # A reduction that told which parts are sound would be a pass over all of them, a fifth of the
-    # time of decodes. This fuses: what is not finite is a large number, which 0 does hide, and
-    # which no sum of others comes near.
+    # A reduction that finds finite parts would read all of them once more, a fifth of the time of
+    # decodes. This fuses: non-finite parts become a large number, which a weight of 0 does hide,
+    # and which no sum of others comes near.
     most = torch.finfo(parts.dtype).max
     marked = torch.where(parts.abs() < most * 2.0**-38, parts, most * 2.0**-8)
     sums = (uses.to(parts.dtype) @ marked.flatten(1)).unflatten(1, parts.shape[1:])

@@ -1,4 +1,4 @@
-"""The three parts of unified attention, and attention sinks as a fourth."""
+"""The causal, shared and unique parts of unified attention, and attention sinks."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ def partial_attn_causal(
     softcap: float | None = None,
     attend: Attend = attend,
 ) -> PartialAttention | None:
-    """New tokens against new tokens, in slices.
+    """Attends new tokens to new tokens, in slices.
 
-    Slice i of the queries is compared with the keys ``0 .. end of slice i`` only, so about half of
-    the score matrix is never computed.
+    Slice i of the queries is compared with the keys ``0 .. end of slice i`` only, which skips about
+    half of the score matrix.
 
     Args:
         query: ``[T, H, D]``.
         key, value: ``[T, Hk, D]``, this step's tokens.
-        bias: ``[T, T]`` (or ``[H, T, T]``), 0 where token i may see new token j, else -inf. It must
-            hide keys that come later in the batch. None: no token has a causal part.
+        bias: ``[T, T]`` (or ``[H, T, T]``), 0 if token i sees new token j, else -inf. It must
+            hide later tokens of the batch. None: no token has a causal part.
         width: queries in a slice; None: one slice.
 
     Returns:
@@ -102,21 +102,21 @@ def partial_attn_shared(
     lengths: Tensor | None = None,
     attend: Attend = attend,
 ) -> PartialAttention | None:
-    """Every query against every shared block: one read of a prefix serves all who share it.
+    """Attends every query to every shared block: a prefix is read once for all requests.
 
     Args:
         query: ``[T, H, D]``.
         key_cache, value_cache: flat slots ``[num_blocks * block_size, Hk, D]``.
         blocks: ``[S]`` block ids, padded with null block 0. None: nothing is shared.
         bias: ``[T, S, block_size]`` (or ``[H, T, S, block_size]``), added to the scores; or usages
-            ``[T, S]`` (an integer tensor): how many leading slots of a block each token sees.
+            ``[T, S]`` (integers): number of leading slots of a block that each token sees.
         key_scale, value_scale: ``[num_blocks * block_size, Hk]`` of quantised caches.
-        lengths: ``[S]`` ints, leading slots of each block that hold anything: those from there on
-            are zeros whatever lies in them. None: all of each block is read.
+        lengths: ``[S]`` ints, number of leading slots of each block in use; others are read as
+            zeros. None: all slots are read.
 
     Returns:
-        The partial attention, or None if ``blocks`` or ``bias`` is None. Long rows of blocks can be
-        taken in pieces that `merge_online` puts together.
+        The partial attention, or None if ``blocks`` or ``bias`` is None. Long lists of blocks can
+        be split into pieces for `merge_online`.
     """
     if blocks is None or bias is None or not blocks.shape[0]:
         return None
@@ -155,22 +155,22 @@ def partial_attn_unique(
     value_scale: Tensor | None = None,
     queries_used: Tensor | None = None,
 ) -> PartialAttention | None:
-    """Each block against the one query that uses it; block results are reduced to their query.
+    """Attends the query of each block to that block; reduces block results by query.
 
     Products and sums, and a matmul of a single row, which inductor decomposes to that, fuse with
-    the gather of the blocks: no buffer of the size of the gathered cache exists.
+    the gather of the blocks, so that gathered blocks are not stored.
 
     Args:
         query: ``[T, H, D]``.
         key_cache, value_cache: flat slots ``[num_blocks * block_size, Hk, D]``.
         blocks: ``[U]`` block ids, padded with null block 0; an int U: the first U blocks of the
             cache, read without a gather; None: nothing is unique.
-        block_mapping: ``[U]``, the row of ``query`` that uses each block (0 for padding).
+        block_mapping: ``[U]``, the row of ``query`` that reads each block (0 for padding).
         bias: ``[U, block_size]`` (or ``[U, H, block_size]``), added to the scores; -inf hides a
             slot.
         key_scale, value_scale: ``[num_blocks * block_size, Hk]`` of quantised caches.
-        queries_used: ``[Q]``, the rows that occur in ``block_mapping``, padded with -1 (compared,
-            never used as an index). Optional: with few of them the reduction is much cheaper.
+        queries_used: ``[Q]``, the rows in ``block_mapping``, padded with -1 (compared, never used
+            as an index). Optional: with few of them the reduction is much cheaper.
 
     Returns:
         The partial attention, or None if ``blocks`` or ``bias`` is None.
@@ -178,7 +178,7 @@ def partial_attn_unique(
     if blocks is None or bias is None or block_mapping is None or not block_mapping.shape[0]:
         return None
     tokens, heads, _ = query.shape
-    if has_no_queries(query):  # the mapping of padding has no row to point at
+    if has_no_queries(query):  # there is no row for the mapping of padding
         return of_no_queries(query, value_cache)
     kv_heads = key_cache.shape[1]
     group = heads // kv_heads
@@ -198,13 +198,13 @@ def partial_attn_unique(
     out = torch.matmul(weights.view(-1, kv_heads, group, 1, block_size), values)
     out = out.reshape(-1, heads, values.shape[-1])
     parts, owner = PartialAttention(out, block_max, weights.sum(-1)), block_mapping
-    if queries_used is not None and queries_used.shape[0]:  # else a step that wants no logits
+    if queries_used is not None and queries_used.shape[0]:  # else a step without logits
         parts, owner = reduce_to_rows(parts, owner, queries_used), queries_used
     return reduce_to_rows(parts, owner, torch.arange(tokens, device=owner.device))
 
 
 def partial_attn_sinks(sinks: Tensor | None, like: PartialAttention) -> PartialAttention | None:
-    """Attention sinks as a part of their own: one key per head with a learned score and value zero.
+    """Returns attention sinks as a part: one key per head with a learned score and value zero.
 
     Args:
         sinks: ``[H]`` scores, or None.

@@ -16,23 +16,23 @@ def apply_rotary(
     *,
     interleaved: bool = True,
 ) -> Tensor:
-    """Rotates the first ``rd`` elements of every head by the angles of its token's position.
+    """Rotates the first ``rd`` elements of every head by the position of its token.
 
     A pair ``(x1, x2)`` becomes ``(x1 * cos - x2 * sin, x1 * sin + x2 * cos)``, in float32 for half
-    precision inputs and rounded once; elements from ``rd`` on pass through.
+    precision inputs and rounded once; other elements are unchanged.
 
     Args:
         x: ``[..., S, H, D]``, not modified.
-        cos, sin: ``[R, rd / 2]``, a row for each position.
+        cos, sin: ``[R, rd / 2]``, a row per position.
         positions: ints ``[..., S]`` in ``0 .. R - 1``, the row of each token; None: ``0 .. S - 1``.
-        interleaved: True pairs neighbours (0, 1), (2, 3), .. as GPT-J does; False pairs (i, i + rd
-            / 2) as GPT-NeoX and Llama do.
+        interleaved: True pairs (0, 1), (2, 3), .. as in GPT-J; False pairs (i, i + rd / 2) as in
+            GPT-NeoX and Llama.
 
     Returns:
         ``[..., S, H, D]`` in x's dtype.
 
     Raises:
-        ValueError: shapes that do not fit together.
+        ValueError: shapes do not match.
     """
     half = cos.shape[-1]
     if cos.dim() != 2 or cos.shape != sin.shape or 2 * half > x.shape[-1]:
@@ -44,8 +44,7 @@ def apply_rotary(
         positions = torch.arange(x.shape[-3], device=x.device)
     dtype = torch.promote_types(x.dtype, torch.float32)
     c, s = (table[positions].unsqueeze(-2).to(dtype) for table in (cos, sin))  # [..., S, 1, rd / 2]
-    turned = x[..., : 2 * half].to(dtype)
-    pairs = turned.unflatten(-1, (half, 2) if interleaved else (2, half))
+    pairs = x[..., : 2 * half].to(dtype).unflatten(-1, (half, 2) if interleaved else (2, half))
     x1, x2 = pairs.unbind(-1 if interleaved else -2)
     rotated = torch.stack((x1 * c - x2 * s, x1 * s + x2 * c), -1 if interleaved else -2)
     return torch.cat((rotated.flatten(-2).to(x.dtype), x[..., 2 * half :]), -1)

@@ -1,4 +1,4 @@
-"""The score of a key for a query: scale, logit softcap, ALiBi, sliding window, attention sinks."""
+"""How ``q . k`` becomes a score: scale, softcap, ALiBi, sliding window, attention sinks."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ __all__ = ["Scoring", "by_position", "capped", "check_window"]
 
 
 class Scoring(NamedTuple):
-    """How ``q . k`` becomes a score: scaled, capped, raised by ALiBi, hidden by a window; in this
-    order.
+    """Parameters of scores: scale, softcap, ALiBi and window are applied in this order.
 
     Attributes:
         scale: factor of the scores.
-        window: tokens that a token sees, itself included; None: all before it.
+        window: number of visible tokens including itself; None: all before it.
         softcap: cap c of ``c * tanh(score / c)``, or None.
         alibi_slopes: ``[H]``; a score gains ``slope * (key position - query position)``.
-        sinks: ``[H]``, score of an extra key of each head, without a value.
+        sinks: ``[H]``, score of an extra key of each head with value zero.
 
     Source: ALiBi of Press et al. (2022); sinks as in gpt-oss; windows as in Mistral.
     """
@@ -32,16 +31,14 @@ class Scoring(NamedTuple):
     sinks: Tensor | None = None
 
     def slopes_for(self, query: Tensor) -> Tensor | None:
-        """The slopes in the precision of a query, or their own where that is higher: float32 times
-        a distance is rounded to float32.
-        """
+        """Returns the slopes in the dtype of a query, or in their own if it is wider."""
         if self.alibi_slopes is None:
             return None
         return self.alibi_slopes.to(torch.promote_types(self.alibi_slopes.dtype, query.dtype))
 
 
 def capped(scores: Tensor, softcap: float | None) -> Tensor:
-    """Scores under a logit softcap, ``softcap * tanh(scores / softcap)``; None: as they are."""
+    """Applies a logit softcap, ``softcap * tanh(scores / softcap)``; None: no softcap."""
     return scores if softcap is None else softcap * torch.tanh(scores / softcap)
 
 
@@ -52,24 +49,23 @@ def by_position(
     window: int | None,
     alibi_slopes: Tensor | None,
 ) -> Tensor:
-    """A bias with keys outside the window hidden, and lowered by slope times distance.
+    """Hides keys outside the window in a bias, and adds ALiBi.
 
     Args:
         bias: ``[T, N]`` or ``[H, T, N]``.
         query_positions: ``[T]`` ints.
-        key_positions: ``[N]``, or ``[T, N]`` where each query has keys of its own.
+        key_positions: ``[N]``, or ``[T, N]`` if each query has its own keys.
         window, alibi_slopes: see `Scoring`.
 
     Returns:
-        The new bias; with slopes it has an axis of heads: ``[H, T, N]``.
+        The new bias; ``[H, T, N]`` with slopes.
     """
     distance = query_positions.unsqueeze(-1) - key_positions  # [T, N]
     if window is not None:
         bias = torch.where(distance >= window, -math.inf, bias)
     if alibi_slopes is not None:
-        # Half precision has no number for most distances: slopes of it are widened first.
+        # Half precision cannot represent most distances.
         slopes = alibi_slopes.to(torch.promote_types(alibi_slopes.dtype, torch.float32))
-        # Padding may stand anywhere: where it is hidden, -inf - x is still -inf.
         bias = bias - slopes.view(-1, 1, 1) * distance
     return bias
 

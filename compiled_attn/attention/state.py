@@ -1,4 +1,4 @@
-"""A part of an attention, not yet normalised, before the parts are merged."""
+"""Partial attention: unnormalised results that can be merged."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from torch import Tensor
 __all__ = ["FEPS", "FMIN", "Attend", "PartialAttention", "has_no_queries", "of_no_queries"]
 
 FMIN = torch.finfo(torch.float32).min
-"""Finite floor for row maxima: a row that sees nothing has this maximum, never -inf."""
+"""Finite floor of row maxima: the maximum of a row without visible keys."""
 
 FEPS = torch.finfo(torch.float32).tiny
-"""Floor for the softmax denominator: a row that sees nothing divides 0 by this."""
+"""Floor of the softmax denominator: a row without visible keys divides 0 by this."""
 
 
 class PartialAttention(NamedTuple):
-    """Attention over some of the keys, not yet normalised.
+    """Unnormalised attention over some of the keys.
 
     Shape:
         - out: ``[T, H, D]``, ``sum_j exp(s_j - max) * v_j``
-        - max: ``[T, H]``, row maximum of the scores, at least ``fmin``; NaN in a row that saw a key
-          or value that is not finite makes what the row is merged to NaN
-        - sum: ``[T, H]``, ``sum_j exp(s_j - max)``; 0 where a row sees no key
+        - max: ``[T, H]``, row maximum of the scores, at least ``fmin``; NaN for a row that sees a
+          non-finite key or value, which makes the merged row NaN
+        - sum: ``[T, H]``, ``sum_j exp(s_j - max)``; 0 if a row sees no key
     """
 
     out: Tensor
@@ -33,17 +33,16 @@ class PartialAttention(NamedTuple):
 
 
 def has_no_queries(query: Tensor) -> bool:
-    """Whether a query ``[T, ...]`` has no token; where a compiler does not know, it has some."""
+    """Whether a query ``[T, ...]`` has no token; False if a compiler does not know."""
     if not torch.compiler.is_compiling():
         return query.shape[0] == 0
-    from torch.fx.experimental.symbolic_shapes import guard_or_false  # brings sympy
+    from torch.fx.experimental.symbolic_shapes import guard_or_false  # imports sympy
 
     return guard_or_false(query.shape[0] == 0)
 
 
 def of_no_queries(query: Tensor, value: Tensor) -> PartialAttention:
-    """The part of a step without tokens, which kernels cannot be asked for: some take maxima over
-    no keys, or divide by the number of queries.
+    """Returns the part of a step without tokens, which kernels do not support.
 
     Args:
         query: ``[0, H, D]``.
@@ -57,5 +56,5 @@ def of_no_queries(query: Tensor, value: Tensor) -> PartialAttention:
 
 
 Attend = Callable[..., PartialAttention]
-"""The signature of `attend`, which faster kernels share. They keep keys and values that are NaN or
-infinite from the queries that do not see them, whose bits do not change."""
+"""A function with the signature of `compiled_attn.attention.dense.attend`. NaN and infinity in keys
+and values must not change a bit of queries that do not see them."""

@@ -1,4 +1,4 @@
-"""The paged KV cache: one flat K and one flat V buffer per layer; rows written, blocks read."""
+"""The paged KV cache: one flat K and one flat V buffer per layer."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ __all__ = [
 
 
 class KVShape(NamedTuple):
-    """What one layer keeps of a token.
+    """What one layer stores of a token.
 
     Args:
         num_kv_heads: key/value heads (> 0).
         head_dim: elements of a key vector (> 0).
         value_dim: elements of a value vector (> 0); None: the value is part of the key (MLA).
-        same_as: an earlier layer whose keys and values these are, which has them for both.
+        same_as: an earlier layer with the same keys and values, which stores them for both.
     """
 
     num_kv_heads: int
@@ -43,32 +43,32 @@ class KVShape(NamedTuple):
 class PagedKVCache(nn.Module):
     """Keys and values of every layer in flat slots, addressed by ``block * block_size + offset``.
 
-    Block 0 is the null block: nothing real is ever stored in it, and all padding points at it.
-    The buffers are registered but not persistent, so a model that owns a cache keeps its
-    checkpoint. On Linux large buffers of the CPU lie on huge pages, where the system gives them.
+    Block 0 is the null block: padding points at it, and it stores nothing. The buffers are
+    registered but not persistent, so they are in no checkpoint. On Linux large CPU buffers use huge
+    pages if the system supports them.
 
     Args:
-        num_layers: layers that hold keys (> 0).
-        num_blocks: blocks of each layer, the null block included (>= 2).
+        num_layers: layers with keys (> 0).
+        num_blocks: blocks of each layer including the null block (>= 2).
         block_size: slots in a block (> 0).
         num_kv_heads: key/value heads (> 0).
         head_dim: elements of a key vector, and of a value vector (> 0).
         dtype: element type of both buffers; one of `QUANTISED` (int8, fp8) adds
             a float32 scale per slot and head to each.
-        device: where the buffers live.
-        has_value: False for caches whose value is part of the key (MLA); then no V is allocated.
-        shapes: what each layer keeps, where layers differ; then ``num_kv_heads``, ``head_dim`` and
-            ``has_value`` are those of most use to the reader, and nothing is allocated by them.
+        device: device of the buffers.
+        has_value: False if values are part of the keys (MLA); then no V is allocated.
+        shapes: shape of each layer, if layers differ; ``num_kv_heads``, ``head_dim`` and
+            ``has_value`` are then informative only.
 
     Raises:
-        ValueError: a size is too small; ``shapes`` are not ``num_layers``, or one is the same as a
-            layer that is not before it, of another shape, or itself the same as a third.
+        ValueError: a size is too small; the number of ``shapes`` is not ``num_layers``; ``same_as``
+            is not an earlier layer of equal shape with its own buffers.
 
     Shape:
         - ``key(layer)``, ``value(layer)``: ``[num_blocks * block_size, num_kv_heads, head_dim]``;
           with ``shapes`` those of the layer
         - ``key_scale(layer)``, ``value_scale(layer)``: ``[num_blocks * block_size, num_kv_heads]``
-          float32, or None where the dtype needs none
+          float32, or None without quantisation
         - ``key_blocks(layer)``, ``value_blocks(layer)``: the same storage viewed as
           ``[num_blocks, block_size, num_kv_heads, head_dim]``
 
@@ -105,11 +105,7 @@ class PagedKVCache(nn.Module):
                 self._allocate(layer, shape, dtype, device)
 
     def _allocate(
-        self,
-        layer: int,
-        shape: KVShape,
-        dtype: torch.dtype,
-        device: torch.device | str | None,
+        self, layer: int, shape: KVShape, dtype: torch.dtype, device: torch.device | str | None
     ) -> None:
         rows = self.num_blocks * self.block_size, shape.num_kv_heads
         for name, size in (("key", shape.head_dim), ("value", shape.value_dim)):
@@ -127,24 +123,24 @@ class PagedKVCache(nn.Module):
 
     def value(self, layer: int) -> Tensor:
         """Flat value slots of a layer; for a layer without V the key slots."""
-        name = "value" if self.keeps_value(layer) else "key"
+        name = "value" if self.stores_value(layer) else "key"
         return self.get_buffer(f"{name}_{self._home(layer)}")
 
     def key_scale(self, layer: int) -> Tensor | None:
-        """What the elements of each key slot and head are multiplied by; None: nothing."""
+        """Scales of each key slot and head; None without quantisation."""
         return self.get_buffer(f"key_scale_{self._home(layer)}") if self.is_quantised else None
 
     def value_scale(self, layer: int) -> Tensor | None:
-        """The same for the values; None also where the layer has no V."""
-        has_scale = self.is_quantised and self.keeps_value(layer)
+        """Scales of each value slot and head; None also for a layer without V."""
+        has_scale = self.is_quantised and self.stores_value(layer)
         return self.get_buffer(f"value_scale_{self._home(layer)}") if has_scale else None
 
-    def keeps_value(self, layer: int) -> bool:
-        """Whether a layer has values of its own; False: they are part of its keys."""
+    def stores_value(self, layer: int) -> bool:
+        """Whether a layer stores values; False: they are part of its keys."""
         return self.shapes[layer].value_dim is not None
 
     def _home(self, layer: int) -> int:
-        """The layer whose buffers hold what this one keeps."""
+        """The layer that stores the keys and values of this one."""
         same = self.shapes[layer].same_as if 0 <= layer < self.num_layers else None
         return layer if same is None else same
 
@@ -166,17 +162,17 @@ class PagedKVCache(nn.Module):
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes that one block occupies over all layers, K, V and their scales together."""
+        """Bytes of one block over all layers, K, V and their scales together."""
         homes = [shape for shape in self.shapes if shape.same_as is None]
         return self.block_size * sum(self._bytes_per_slot(shape) for shape in homes)
 
     def _bytes_per_slot(self, shape: KVShape) -> int:
         scale = torch.float32.itemsize if self.is_quantised else 0
-        kept = [size for size in (shape.head_dim, shape.value_dim) if size is not None]
-        return shape.num_kv_heads * sum(size * self.dtype.itemsize + scale for size in kept)
+        sizes = [size for size in (shape.head_dim, shape.value_dim) if size is not None]
+        return shape.num_kv_heads * sum(size * self.dtype.itemsize + scale for size in sizes)
 
     def extra_repr(self) -> str:
-        """Sizes, for `repr`."""
+        """Sizes, for ``repr``."""
         return (
             f"layers={self.num_layers}, blocks={self.num_blocks}, block_size={self.block_size}, "
             f"kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, dtype={self.dtype}"
@@ -202,7 +198,7 @@ def _check_shapes(shapes: tuple[KVShape, ...], num_layers: int) -> None:
     if len(shapes) != num_layers:
         raise ValueError(
             f"shapes: expected one for each of {num_layers} layers, got {len(shapes)}: "
-            "give every layer one"
+            "pass one per layer"
         )
     for layer, (heads, key, value, same) in enumerate(shapes):
         if min(heads, key, 1 if value is None else value) < 1:
@@ -214,8 +210,8 @@ def _check_shapes(shapes: tuple[KVShape, ...], num_layers: int) -> None:
             continue
         if not 0 <= same < layer or shapes[same] != (heads, key, value, None):
             raise ValueError(
-                f"shapes[{layer}]: expected it the same as an earlier layer of its shape with "
-                f"buffers of its own, got same_as={same}: name such a layer, or None"
+                f"shapes[{layer}]: expected same_as to be an earlier layer of its shape with "
+                f"buffers of its own, got {same}: name such a layer, or None"
             )
 
 
@@ -223,23 +219,23 @@ def write_slots(cache: Tensor, new: Tensor, slots: Tensor, scale: Tensor | None)
     """Writes rows ``[T, Hk, D]`` to slots ``[T]`` of a flat cache, in place.
 
     Returns:
-        The rows as they will be read: of the cache's dtype, or dequantised to float32.
+        The rows as a later step reads them: in the cache's dtype, or dequantised to float32.
     """
-    # index_copy_: inside a captured graph it writes T rows and does not copy the cache.
+    # Inside a captured graph index_copy_ writes T rows and does not copy the cache.
     slots = strict_index(slots.long(), cache.shape[0])
     if cache.dtype not in QUANTISED or scale is None:
-        kept = new.to(cache.dtype)
-        cache.index_copy_(0, slots, kept)
-        return kept
-    codes, row_scales = quantise(new, cache.dtype)
-    # There is no index_copy_ of float8: its bytes are copied.
-    cache.view(torch.uint8).index_copy_(0, slots, codes.view(torch.uint8))
+        rows = new.to(cache.dtype)
+        cache.index_copy_(0, slots, rows)
+        return rows
+    rows, row_scales = quantise(new, cache.dtype)
+    # There is no index_copy_ for float8: copy bytes.
+    cache.view(torch.uint8).index_copy_(0, slots, rows.view(torch.uint8))
     scale.index_copy_(0, slots, row_scales)
-    return dequantise(codes, row_scales)
+    return dequantise(rows, row_scales)
 
 
 def usage_bias(usage: Tensor, block_size: int) -> Tensor:
-    """0 for the first ``usage`` slots of a block, else -inf: ``[...] -> [..., block_size]``."""
+    """Returns 0 for the first ``usage`` slots, else -inf, ``[...] -> [..., block_size]``."""
     visible = slots_of(block_size, usage) < usage.unsqueeze(-1)
     return torch.where(visible, 0.0, -math.inf)
 
@@ -247,12 +243,12 @@ def usage_bias(usage: Tensor, block_size: int) -> Tensor:
 def gather_blocks(
     cache: Tensor, blocks: Tensor, used: Tensor, scale: Tensor | None = None
 ) -> Tensor:
-    """Blocks of a flat cache as ``[B, block_size, Hk, D]``, with zeros in unused slots.
+    """Reads blocks of a flat cache as ``[B, block_size, Hk, D]``, with zeros in unused slots.
 
     Args:
         cache: ``[num_blocks * block_size, Hk, D]``.
         blocks: ``[B]`` ids.
-        used: ``[B, block_size]`` bool. What lies in other slots may be NaN, and 0 * NaN is NaN.
+        used: ``[B, block_size]`` bool. Other slots may hold NaN, and 0 * NaN is NaN.
         scale: ``[num_blocks * block_size, Hk]`` of a quantised cache, or None.
     """
     read = read_blocks(cache, blocks, used.shape[-1], scale)
@@ -262,7 +258,7 @@ def gather_blocks(
 def read_blocks(
     cache: Tensor, blocks: Tensor | int, block_size: int, scale: Tensor | None = None
 ) -> Tensor:
-    """Blocks as they are, garbage included: ``[B, block_size, Hk, D]``, float32 if quantised.
+    """Reads all slots of blocks as ``[B, block_size, Hk, D]``, in float32 if quantised.
 
     Args:
         cache, scale: as in `gather_blocks`.
@@ -276,12 +272,13 @@ def read_blocks(
 
 
 def strict_index(ids: Tensor, limit: int) -> Tensor:
-    """Ids for indexing, negative ones made ``limit``: where a graph cannot read them to refuse
-    them, indexing by -1 would silently take the last element, but by ``limit`` it fails.
+    """Replaces negative ids by ``limit``, which fails as an index.
+
+    In a graph, which cannot check ids, -1 would silently select the last element.
     """
     return torch.where(ids < 0, limit, ids)
 
 
 def slots_of(block_size: int, like: Tensor) -> Tensor:
-    """``[0, 1, .. block_size - 1]`` on a tensor's device."""
+    """Returns ``[0, 1, .. block_size - 1]`` on the device of a tensor."""
     return torch.arange(block_size, device=like.device)

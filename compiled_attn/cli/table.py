@@ -90,8 +90,7 @@ def _is_short(note: str) -> bool:
 
 
 def _copies(memory: Mapping[str, float]) -> str:
-    moved = f", {memory['defrag_moves']:.0f} to defragment" if "defrag_moves" in memory else ""
-    return f"{memory['copies_on_write']:.0f} on write{moved}" if memory else "-"
+    return f"{memory['defrag_moves']:.0f} to defragment" if "defrag_moves" in memory else "-"
 
 
 def _milliseconds(times: Percentiles) -> str:

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from dataclasses import asdict, replace
 
-import numpy as np
-from numpy.typing import NDArray
-
 from compiled_attn.cache.blocks import BlockPool, BlockTable, PoolStats
 from compiled_attn.cache.defrag import OnlineDefragmenter
 from compiled_attn.engine.config import EngineConfig
@@ -18,11 +15,11 @@ __all__ = ["BlockMemory", "StepTables"]
 
 
 class StepTables:
-    """Keeps a `RequestTable` of places for the requests of a pool.
+    """Keeps a `RequestTable` of blocks for the requests of a pool.
 
-    From one step to the next a request gains a block now and then, or its last one is replaced by a
-    copy; only that is written. Rows of requests that have gone are closed up, so that those of a
-    step lie in order, and it can read them in place. A torn table is given up with its pool.
+    From one step to the next a request gains a block now and then; only that is written. Rows of
+    requests that have gone are closed up, so that those of a step lie in order, and it can read
+    them in place. A torn table is given up with its pool.
 
     Args:
         pool: of the blocks.
@@ -33,10 +30,10 @@ class StepTables:
     def __init__(self, pool: BlockPool, max_requests: int, max_blocks: int) -> None:
         self._pool = pool
         self._sizes = max_requests, max_blocks
-        self._forget_places()
+        self._forget_blocks()
 
-    def _forget_places(self) -> None:
-        self._swaps = self._pool.places.num_swaps
+    def _forget_blocks(self) -> None:
+        self._swaps = self._pool.num_exchanges
         self._rows = RequestTable(*self._sizes, in_place=True)
         self._seen: dict[Hashable, tuple[BlockTable, int, int]] = {}
 
@@ -53,8 +50,8 @@ class StepTables:
         Raises:
             UnknownRequest: a request is not in the pool.
         """
-        if self._swaps != self._pool.places.num_swaps:  # blocks were moved, whoever did it
-            self._forget_places()
+        if self._swaps != self._pool.num_exchanges:  # blocks were moved, whoever did it
+            self._forget_blocks()
             changed = None
         table_of, seen = self._pool.table, self._seen
         for request_id in request_ids if changed is None else changed:
@@ -70,8 +67,7 @@ class StepTables:
             elif known and blocks[known - 1] != known_last:
                 known -= 1
             if known < count:
-                places = self._pool.places.resolve_all(table.array[known:count])
-                self._rows.write(request_id, known, places)
+                self._rows.write(request_id, known, table.array[known:count])
             seen[request_id] = table, count, last
         if len(seen) > self._pool.num_requests:
             self._close_up()
@@ -93,7 +89,7 @@ class StepTables:
         self._rows.close_gaps()
 
 
-_SUMS = "allocations evictions copies preemptions queried_tokens hit_tokens partial_hit_tokens"
+_SUMS = "allocations evictions copies preemptions queried_tokens hit_tokens"
 _MAXIMA = "high_water peak_used"
 
 
@@ -116,14 +112,10 @@ class BlockMemory:
         self._renew(self._new_pool(), None)
 
     def settle(self) -> None:
-        """Performs what is due before a step: copies on write, then a bounded defragmentation.
+        """Performs a bounded defragmentation before a step, if one is due.
 
-        Tables resolved before are out of date after it. What an exception interrupts is still due.
+        Tables read before are out of date after it.
         """
-        copies = self.pool.pending_copies()
-        if copies:
-            self._executor.copies.move(self.pool.places.resolve_all(np.array(copies)))
-            self.pool.copied(copies)
         if self.defragmenter is not None and self.defragmenter.is_due:
             self.defragmenter.defragment()
 
@@ -147,8 +139,7 @@ class BlockMemory:
         """
         table = self.pool.table(request_id)
         hits = table.num_cached_tokens // table.block_size
-        places: NDArray[np.int64] = self.pool.places.resolve_all(table.array[:hits])
-        return self._executor.finite_blocks(places)
+        return self._executor.finite_blocks(table.array[:hits])
 
     def stats(self) -> PoolStats:
         """Returns the statistics of this pool and of those that it replaced."""
@@ -164,8 +155,6 @@ class BlockMemory:
         stats = self.stats()
         moved = self.defragmenter.totals if self.defragmenter is not None else None
         return {
-            "copies_on_write": stats.copies,
-            "partial_hit_tokens": stats.partial_hit_tokens,
             "evictions": stats.evictions,
             "peak_used": stats.peak_used,
             "range_high_water": stats.high_water,
@@ -191,7 +180,6 @@ class BlockMemory:
         return BlockPool(
             sizing.num_blocks,
             sizing.block_size,
-            partial_hits=self._config.partial_hits and sizing.block_size > 1,
             key=self._config.prefix_key,
         )
 
@@ -202,7 +190,7 @@ class BlockMemory:
         if waste is None or waste == 1:
             return None
         return OnlineDefragmenter(
-            pool.places,
+            pool,
             self._executor.copies,
             max_waste=waste,
             min_gap=1 if waste == 0 else self._config.defrag_min_gap,

@@ -101,9 +101,6 @@ class EngineConfig:
     defrag_min_gap: int = setting(
         8, "Move blocks only if at least this many of the range are unused.", least=1
     )
-    partial_hits: bool = setting(
-        True, "A prompt also shares the beginning of a cached block, by a copy of it."
-    )
     prefix_key: bytes | None = setting(
         None,
         "Secret key of the hashes of block contents, so that nobody can guess those of another's "

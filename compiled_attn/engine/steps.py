@@ -171,7 +171,7 @@ class StepRunner:
             step.plan.need,
             step.bucket,
             now - started,
-            pool.places.num_used,
+            pool.num_used,
             pool.highest_used,
             step.wanted,
         )

@@ -1,4 +1,4 @@
-"""Models that peft has wrapped: the model inside, and which adapters are active in it."""
+"""Models wrapped by peft: the model inside, and its active adapters."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from compiled_attn.errors import ModelRefused
 __all__ = ["ActiveAdapters", "unwrapped"]
 
 _STATE = ("_active_adapter", "_disable_adapters", "merged_adapters")
-"""Attributes of a peft layer that decide what it computes."""
+"""Attributes of a peft layer that determine its output."""
 
 
 def unwrapped(model: Any) -> Any:
-    """The model of transformers inside of a ``PeftModel``, with its adapters; any other as it is.
+    """Returns the transformers model inside a ``PeftModel``, with its adapters; others unchanged.
 
     Raises:
-        ModelRefused: the active adapter is no part of the layers: prompts and prefixes are added by
-            the wrapper.
+        ModelRefused: the active adapter is not in the layers, as the wrapper adds prompts and
+            prefixes.
     """
     if not (hasattr(model, "peft_config") and hasattr(model, "get_base_model")):
         return model
@@ -28,13 +28,13 @@ def unwrapped(model: Any) -> Any:
         kind = getattr(config, "peft_type", type(config).__name__)
         raise ModelRefused(
             "expected an adapter whose weights are in the layers (such as LoRA), got one of type "
-            f"{kind}, which adds tokens of its own: merge it, or take another adapter"
+            f"{kind}, which adds tokens of its own: merge it, or use another adapter"
         )
     return model.get_base_model()
 
 
 class ActiveAdapters:
-    """The adapters that were active in a model; comparing them costs microseconds.
+    """The active adapters of a model when this was created; comparing takes microseconds.
 
     Args:
         model: any module.
@@ -45,7 +45,7 @@ class ActiveAdapters:
         self._before = [*map(_state_of, self._layers)]
 
     def have_changed(self) -> bool:
-        """Whether another adapter is active now, or one was merged or switched off."""
+        """Whether an adapter was activated, merged or disabled since."""
         return bool(self._layers) and [*map(_state_of, self._layers)] != self._before
 
 

@@ -1,13 +1,13 @@
-"""A trial of a model: its logits through the paged cache must equal those by itself.
+"""The trial of a model: its logits through the paged cache must equal its own.
 
-Whatever in a model's own code does not survive the change of its attention (positions that it
-counts itself, state that it keeps between tokens, a second call with other values) shows here.
+It finds model code that does not work with another attention: positions that the model counts
+itself, state between tokens, a second call with other values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,32 +16,39 @@ from transformers import PreTrainedModel
 from compiled_attn.cache.kv_cache import PagedKVCache
 from compiled_attn.errors import ModelRefused
 from compiled_attn.hf.refused import plain_attention, refused
-from compiled_attn.step import BatchBuilder, Request
+from compiled_attn.step import BatchBuilder, Request, StepLayout
 
-if TYPE_CHECKING:
-    from compiled_attn.hf.model import PagedCausalLM
+__all__ = ["TriedModel", "check_equal", "check_near", "plain_logits", "small_cache", "step_logits"]
 
-__all__ = ["check_equal", "check_near", "plain_logits", "small_cache", "step_logits"]
-
-# Most rows of the second step read what the first wrote, beside what is new.
+# Most rows of the second step also read what the first step wrote.
 _STEPS = ((0, 2), (2, 6))
 _TABLES = ([3, 1], [2, 4])
 _BLOCK_SIZE, _NUM_BLOCKS, _LENGTH = 4, 5, 6
 
 _ROUNDING = {torch.float16: 0.1, torch.bfloat16: 0.3}
 _SINGLE = 1e-3
-"""By how much the logits of a row may differ, as a share of their spread: far more than rounding
-makes in many layers (norms and rotations are float32 in float64 models too), or one expert for
-another that was as good; far less than other keys, positions or neighbours do, which is about 1."""
+"""Maximum difference of the logits of a row, relative to their spread: far above the rounding of
+many layers (norms and rotations are float32 in float64 models too) or a near tie of experts; far
+below the effect of wrong keys, positions or neighbours, which is about 1."""
 _QUANTISED = 0.5
-"""The same for most rows of a quantised cache or of quantised weights; in some one
-expert may take another's place."""
+"""Maximum median difference for a quantised cache or quantised weights."""
+
+
+class TriedModel(Protocol):
+    """What the trial needs of `PagedCausalLM`."""
+
+    model: PreTrainedModel
+    cache: PagedKVCache
+    layout: StepLayout
+
+    def compute(self, step: Any, cache: PagedKVCache) -> Tensor:
+        """Computes a step over a cache to logits ``[L, vocab]``."""
 
 
 def small_cache(
     cache: PagedKVCache, num_blocks: int, block_size: int, dtype: torch.dtype
 ) -> PagedKVCache:
-    """A cache of the same layers, in other sizes and another dtype."""
+    """Returns a cache of the same layers with other sizes and dtype."""
     return PagedKVCache(
         cache.num_layers,
         num_blocks,
@@ -54,8 +61,8 @@ def small_cache(
     )
 
 
-def step_logits(paged: PagedCausalLM, cache: PagedKVCache, requests: Sequence[Request]) -> Tensor:
-    """Logits ``[L, vocab]`` of one step of requests, in the layout of the model's steps."""
+def step_logits(paged: TriedModel, cache: PagedKVCache, requests: Sequence[Request]) -> Tensor:
+    """Returns logits ``[L, vocab]`` of one step of requests, in the layout of the model's steps."""
     width = max(len(request.block_table) for request in requests)
     layout = paged.layout.over(cache.num_blocks, cache.block_size, width)
     plan = layout.plan(BatchBuilder(cache.num_blocks, cache.block_size).rows_of(requests))
@@ -67,10 +74,10 @@ def step_logits(paged: PagedCausalLM, cache: PagedKVCache, requests: Sequence[Re
 
 
 def plain_logits(model: PreTrainedModel) -> Tensor:
-    """Logits ``[2, 6, vocab]`` of the two prompts, by the model itself with eager attention.
+    """Returns logits ``[2, 6, vocab]`` of the two prompts, by the model with eager attention.
 
     Raises:
-        ModelRefused: it fails, or they are not finite.
+        ModelRefused: it fails, or logits are not finite.
     """
     try:
         with plain_attention(model, "eager"), torch.no_grad():
@@ -83,13 +90,13 @@ def plain_logits(model: PreTrainedModel) -> Tensor:
     return logits
 
 
-def check_equal(paged: PagedCausalLM, expected: Tensor, *, last_only: bool = False) -> None:
+def check_equal(paged: TriedModel, expected: Tensor, *, last_only: bool = False) -> None:
     """Raises ModelRefused unless steps over a paged cache give the logits ``[2, 6, vocab]``.
 
-    ``last_only``: the logits of the last token of a request alone are asked for, in each step.
+    ``last_only``: only the last token of each request needs logits, in each step.
 
-    A quantised cache is tried only after one of the model's own dtype: its rounding, which may be
-    large, hides no mistake.
+    A quantised cache is tried after one of the model's own dtype, so that its larger rounding does
+    not hide a mistake.
     """
     distance = _distances(*_through(paged, expected.dtype, expected, last_only)).max().item()
     if not distance <= (bound := _ROUNDING.get(expected.dtype, _SINGLE)):
@@ -104,28 +111,27 @@ def check_equal(paged: PagedCausalLM, expected: Tensor, *, last_only: bool = Fal
     distance = _distances(*_through(paged, dtype, expected, last_only)).median().item()
     if not distance <= _QUANTISED:
         raise ModelRefused(
-            f"expected a model that bears keys and values in {dtype}, got a "
-            f"{type(paged.model).__name__} whose logits that changes by {distance:.1e} of their "
-            f"spread, more than {_QUANTISED:.0e}: keep them in its own dtype (kv_dtype 'auto')"
+            f"expected a model that tolerates keys and values in {dtype}, got a "
+            f"{type(paged.model).__name__} whose logits change by {distance:.1e} of their "
+            f"spread, more than {_QUANTISED:.0e}: use its own dtype (kv_dtype 'auto')"
         )
 
 
-def check_near(paged: PagedCausalLM, expected: Tensor) -> None:
-    """Raises ModelRefused unless quantised weights give logits near to ``[2, 6, vocab]``."""
+def check_near(paged: TriedModel, expected: Tensor) -> None:
+    """Raises ModelRefused unless quantised weights give logits close to ``[2, 6, vocab]``."""
     distance = _distances(*_through(paged, expected.dtype, expected)).median().item()
     if not distance <= _QUANTISED:
         raise ModelRefused(
-            f"expected a model that bears weights of int8, got a {type(paged.model).__name__} "
-            f"whose logits that changes by {distance:.1e} of their spread, more than "
-            f"{_QUANTISED:.0e}: take weights 'auto'"
+            f"expected a model that tolerates weights of int8, got a {type(paged.model).__name__} "
+            f"whose logits change by {distance:.1e} of their spread, more than "
+            f"{_QUANTISED:.0e}: use weights 'auto'"
         )
 
 
 def _through(
-    paged: PagedCausalLM, dtype: torch.dtype, expected: Tensor, last_only: bool = False
+    paged: TriedModel, dtype: torch.dtype, expected: Tensor, last_only: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Logits ``[L, vocab]`` of the two prompts, in two steps over a small cache of a dtype, and
-    what is expected of them."""
+    """Returns logits ``[L, vocab]`` of two steps over a small cache, and the expected ones."""
     actual, wanted = [], []
     cache = small_cache(paged.cache, _NUM_BLOCKS, _BLOCK_SIZE, dtype)
     prompts = _prompts(paged.model).tolist()
@@ -148,7 +154,7 @@ def _through(
 
 
 def _distances(actual: Tensor, expected: Tensor) -> Tensor:
-    """By how much each row differs, as a share of its spread."""
+    """Difference of each row, relative to its spread."""
     rows, wanted = actual.double(), expected.double()
     spread = (wanted - wanted.mean(-1, keepdim=True)).norm(dim=-1)
     distances: Tensor = (rows - wanted).norm(dim=-1) / spread.clamp_min(1e-30)
@@ -156,8 +162,8 @@ def _distances(actual: Tensor, expected: Tensor) -> Tensor:
 
 
 def _prompts(model: PreTrainedModel) -> Tensor:
-    """Two prompts of random tokens, ``[2, 6]``, the same at every call."""
+    """Two prompts of random tokens, ``[2, 6]``, equal in every call."""
     vocab = model.config.get_text_config().vocab_size
-    chance = torch.Generator().manual_seed(0)
-    ids = torch.randint(min(3, vocab - 1), vocab, (len(_TABLES), _LENGTH), generator=chance)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(min(3, vocab - 1), vocab, (len(_TABLES), _LENGTH), generator=generator)
     return ids.to(model.device)

@@ -1,10 +1,10 @@
-"""The linear layers of a model with packed weights, in place of its own.
+"""Replaces linear layers of a model by layers with packed weights.
 
-The parameters stay the model's, in another order: no memory is needed twice. What goes in and out
-by ``state_dict`` has the order of plain weights. In int8 they take half of the memory, and are what
-they were but for rounding; so do the upper halves of weights of float32 whose lower ones are zeros,
-and those are what they were. Both are integers, in which arithmetic on a parameter would be another
-one: they lie in a buffer of the layer, and the parameter is a `PackedWeight` without memory.
+The parameters stay those of the model, in another memory order, so nothing is stored twice;
+``state_dict`` returns and accepts plain weights. int8 weights take half of the memory and are
+rounded; so do the upper halves of float32 weights whose lower halves are zeros, which are exact.
+Both are integers, on which arithmetic with a parameter would be wrong: they are stored in a buffer
+of the layer, and the parameter is a `PackedWeight` without memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter, functional
 
-from compiled_attn.hf.layers import restore
 from compiled_attn.hf.packed_weight import PackedWeight, WriteTrap
 from compiled_attn.ops import load, packed_linear
 from compiled_attn.ops.packed_linear import Packing
@@ -37,12 +36,12 @@ __all__ = [
 
 
 class _Packed(nn.Module):
-    """A layer of a packed ``weight``, which `state_dict` gives and takes as a plain one.
+    """A layer with a packed ``weight``, which `state_dict` returns and accepts as a plain one.
 
     Attributes:
-        packed: the integers of a `PackedWeight`; None for any other.
-        scale: ``[N]`` of a weight of int8; None for any other.
-        single: of a weight of halves nothing, in the dtype that it stands for; None for any other.
+        packed: the integers of a `PackedWeight`, else None.
+        scale: ``[N]`` of an int8 weight, else None.
+        single: for a weight in halves an empty tensor of the dtype it represents, else None.
     """
 
     weight: Tensor
@@ -50,21 +49,21 @@ class _Packed(nn.Module):
     scale: Tensor | None
     single: Tensor | None
 
-    def _keep(self, weight: Tensor, packed: Tensor | None, scale: Tensor | None) -> None:
+    def _register(self, weight: Tensor, packed: Tensor | None, scale: Tensor | None) -> None:
         self.weight = weight
         self.register_buffer("packed", packed, persistent=False)
         self.register_buffer("scale", scale, persistent=False)
         is_halves = packed is not None and packed.dtype is torch.int16
         single = torch.empty(0, dtype=torch.float32) if is_halves else None
-        self.register_buffer("single", single, persistent=False)  # is cast with the model
+        self.register_buffer("single", single, persistent=False)  # cast together with the model
 
     @property
     def _stored(self) -> Tensor:
-        """The weight in the order of the op."""
+        """The weight in the memory order of the op."""
         return self.weight if self.packed is None else self.packed
 
     def _is_cast(self) -> bool:
-        """Whether the op does not take the weight any more."""
+        """Whether the weight was cast, so that the op does not support it."""
         if self.single is not None:
             return self.single.dtype is not torch.float32
         return not packed_linear.is_packed(self._stored)
@@ -84,20 +83,20 @@ class _Packed(nn.Module):
         plain = state.get(name)
         panels, groups, *tile = self._stored.shape
         if plain is None or plain.shape != (panels * tile[0], groups * tile[1]):
-            super()._load_from_state_dict(state, prefix, *others)  # says what does not fit
+            super()._load_from_state_dict(state, prefix, *others)  # reports what does not fit
         elif self.packed is None:
             packed = packed_linear.arranged(plain.to(self.weight), self.weight.shape[-1])
             super()._load_from_state_dict({**state, name: packed}, prefix, *others)
         else:
             *_, missing, _, errors = others
-            self._take(name, plain, self.packed, errors)
+            self._pack_into(name, plain, self.packed, errors)
             rest = {key: value for key, value in state.items() if key != name}
             super()._load_from_state_dict(rest, prefix, *others)
             if name in missing:
                 missing.remove(name)
 
-    def _take(self, name: str, plain: Tensor, packed: Tensor, errors: list[str]) -> None:
-        """Packs a plain weight as this one is; adds an error where it cannot be."""
+    def _pack_into(self, name: str, plain: Tensor, packed: Tensor, errors: list[str]) -> None:
+        """Packs a plain weight into ``packed``; appends an error if that is impossible."""
         if self.scale is not None:
             codes, scale = packed_linear.quantise(plain)
             packed.copy_(codes)
@@ -108,18 +107,18 @@ class _Packed(nn.Module):
             packed.copy_(packed_linear.halve(single))
             return
         errors.append(
-            f"expected for {name} weights that bfloat16 holds exactly, as those that an engine has "
-            "packed into 16 bits, got others: load the model again, and take weights 'packed'"
+            f"expected for {name} weights that bfloat16 holds exactly, like those that an engine "
+            "packed into 16 bits, got others: load the model again, and use weights 'packed'"
         )
 
 
 class PackedLinear(_Packed):
-    """A linear layer through the op ``packed_linear``.
+    """A linear layer that calls the op ``packed_linear``.
 
     Args:
-        linear: the layer that it takes the place of; its weight is packed already.
-        packed: the integers of its weight, if they lie elsewhere.
-        scale: ``[out_features]``, if they are int8.
+        linear: the layer that it replaces, whose weight is packed.
+        packed: the integers of its weight, if they are stored outside of the parameter.
+        scale: ``[out_features]`` for int8.
 
     Shape:
         - forward(``[..., in_features]``) -> ``[..., out_features]``
@@ -130,31 +129,31 @@ class PackedLinear(_Packed):
     ) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self._keep(linear.weight, packed, scale)
+        self._register(linear.weight, packed, scale)
         self.bias = linear.bias
         load()
 
     def forward(self, input: Tensor) -> Tensor:
-        """The layer's output."""
-        # The op has no backward; and a weight may have been cast since, to compare.
-        if self._is_cast() or not self._takes(input.dtype) or self._wants_gradients(input):
+        """Computes the layer's output."""
+        # The op has no backward, and a check may have cast the weight.
+        if self._is_cast() or not self._supports(input.dtype) or self._needs_gradients(input):
             return self.plain(input)
         rows = input.reshape(-1, self.in_features).contiguous()
         out = torch.ops.compiled_attn.packed_linear(rows, self._stored, self.bias, self.scale)
         shaped: Tensor = out.view(*input.shape[:-1], self.out_features)
         return shaped
 
-    def _takes(self, dtype: torch.dtype) -> bool:
+    def _supports(self, dtype: torch.dtype) -> bool:
         if self.single is not None:
             return dtype is torch.float32
         return self.scale is None or dtype is torch.bfloat16
 
-    def _wants_gradients(self, input: Tensor) -> bool:
+    def _needs_gradients(self, input: Tensor) -> bool:
         own = input, self._stored, self.bias
         return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in own)
 
     def plain(self, input: Tensor) -> Tensor:
-        """The output of a plain layer of the same weight, which is unpacked for this call."""
+        """Computes the output like a plain layer, with the weight unpacked for this call."""
         weight = packed_linear.unpack(self._stored)
         if self.single is not None:
             weight = weight.to(self.single.dtype)
@@ -169,12 +168,12 @@ class PackedLinear(_Packed):
 
 
 class PackedEmbedding(_Packed):
-    """An embedding whose weight is that of a packed head.
+    """An embedding that shares its weight with a packed head.
 
     Args:
-        embedding: the layer that it takes the place of; its weight is packed already.
-        packed: the integers of its weight, if they lie elsewhere.
-        scale: ``[num_embeddings]``, if they are int8.
+        embedding: the layer that it replaces, whose weight is packed.
+        packed: the integers of its weight, if they are stored outside of the parameter.
+        scale: ``[num_embeddings]`` for int8.
 
     Shape:
         - forward(ids ``[...]``) -> ``[..., embedding_dim]``
@@ -185,11 +184,11 @@ class PackedEmbedding(_Packed):
     ) -> None:
         super().__init__()
         self.num_embeddings, self.embedding_dim = embedding.num_embeddings, embedding.embedding_dim
-        self._keep(embedding.weight, packed, scale)
+        self._register(embedding.weight, packed, scale)
         load()
 
     def forward(self, ids: Tensor) -> Tensor:
-        """The rows of the ids."""
+        """Looks up the rows of ids."""
         rows = self._rows(ids)
         if self.single is not None:
             return rows.to(self.single.dtype)
@@ -197,10 +196,10 @@ class PackedEmbedding(_Packed):
 
     def _rows(self, ids: Tensor) -> Tensor:
         weight = self._stored
-        wants_gradients = torch.is_grad_enabled() and weight.requires_grad
-        if wants_gradients or not packed_linear.is_packed(weight):
+        needs_gradients = torch.is_grad_enabled() and weight.requires_grad
+        if needs_gradients or not packed_linear.is_packed(weight):
             return packed_linear.rows(weight, ids)
-        # An op, as inductor would look up each element anew for all that reads it.
+        # An op, as inductor would repeat the lookup of each element for every reader.
         flat = ids.reshape(-1).long().contiguous()
         return torch.ops.compiled_attn.packed_rows(weight, flat).view(*ids.shape, -1)  # type: ignore[no-any-return]
 
@@ -212,63 +211,68 @@ def pack_linears(
 ) -> None:
     """Packs the weights of a model's linear layers, one after the other.
 
-    Left alone are weights that the op does not take, that something else than linear layers and
-    embeddings of torch's own classes has (adapters, quantised layers, scaled embeddings), and
-    layers with hooks.
+    Skips weights that the op does not support, weights of modules other than torch's own linear
+    layers and embeddings (adapters, quantised layers, scaled embeddings), and layers with hooks.
 
     Args:
-        model: is changed; where gradients are wanted, its layers compute as plain ones.
-        undo: gets what makes the model what it was: the weights themselves, where they become int8.
-        packing: how a weight ``[N, K]`` is to be packed, of those that can be; None: not at all.
-            int8 has a scale for each output, and is for bfloat16 alone. Weights of int8 and of
-            halves become `PackedWeight`, which have no gradients.
+        model: changed in place; layers that need gradients compute like plain ones.
+        undo: receives the callbacks that restore the model. They hold the original weights of int8
+            layers.
+        packing: chooses the packing of each weight ``[N, K]`` that can be packed; None skips it.
+            int8 has a scale per output and is for bfloat16 only. int8 weights and halves become
+            `PackedWeight`, which have no gradients.
     """
-    homes, owners = _homes(model), _owners(model)
+    parents, owners = _parents(model), _owners(model)
     traps = {dtype: WriteTrap(dtype) for dtype in (torch.float32, torch.bfloat16)}
     for parameter in packable(model):
         chosen = packing(parameter)
         if chosen is None:
             continue
-        places = owners[parameter.data_ptr()]
+        uses = owners[parameter.data_ptr()]
         stored = _PACK[chosen](parameter, traps[parameter.dtype], undo)
-        for _, module in places:
-            _replace(module, stored, homes[id(module)], undo)
+        for _, module in uses:
+            _replace(module, stored, parents[id(module)], undo)
 
 
 @contextlib.contextmanager
 def plain_layers(model: nn.Module) -> Iterator[None]:
-    """Let packed layers compute as plain ones, whose weights are there twice one at a time."""
-    with contextlib.ExitStack() as undo:
-        for module in model.modules():
-            if isinstance(module, PackedLinear):
-                undo.callback(restore, module, "forward", module.__dict__.get("forward"))
-                module.forward = MethodType(PackedLinear.plain, module)  # type: ignore[method-assign]
+    """Context in which packed layers compute like plain ones, unpacking one weight at a time."""
+    layers = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    before = [module.__dict__.get("forward") for module in layers]
+    for module in layers:
+        module.forward = MethodType(PackedLinear.plain, module)  # type: ignore[method-assign]
+    try:
         yield
+    finally:
+        for module, forward in zip(layers, before, strict=True):
+            del module.forward
+            if forward is not None:
+                module.forward = forward  # type: ignore[method-assign]
 
 
 def packed_weights(model: nn.Module) -> int:
-    """How many weights of a model are packed."""
+    """Number of packed weights in a model."""
     return len({id(m.weight) for m in model.modules() if isinstance(m, PackedLinear)})
 
 
 def quantised_weights(model: nn.Module) -> int:
-    """How many of them are int8."""
+    """Number of int8 weights in a model."""
     layers = (m for m in model.modules() if isinstance(m, PackedLinear) and m.scale is not None)
     return len({id(layer.weight) for layer in layers})
 
 
 def halved_weights(model: nn.Module) -> int:
-    """How many of them are the upper halves of float32."""
+    """Number of weights in a model that are the upper halves of float32."""
     layers = (m for m in model.modules() if isinstance(m, PackedLinear) and m.single is not None)
     return len({id(layer.weight) for layer in layers})
 
 
 def packable(model: nn.Module) -> list[Parameter]:
-    """The weights of a model that `pack_linears` can pack."""
+    """Returns the weights of a model that `pack_linears` can pack."""
     return [
         owners[0][0]
         for owners in _owners(model).values()
-        if len({id(parameter) for parameter, _ in owners}) == 1  # or else one would stay behind
+        if len({id(parameter) for parameter, _ in owners}) == 1  # else one stays unpacked
         and type(owners[0][0]) is Parameter
         and packed_linear.can_pack(owners[0][0])
         and any(type(module) is nn.Linear for _, module in owners)
@@ -277,7 +281,7 @@ def packable(model: nn.Module) -> list[Parameter]:
 
 
 def _owners(model: nn.Module) -> dict[int, list[tuple[Parameter, nn.Module]]]:
-    """For each memory of parameters, these and the modules that have them."""
+    """Parameters and their modules by address."""
     owners = defaultdict(list)
     for module in model.modules():
         for parameter in module._parameters.values():
@@ -286,13 +290,13 @@ def _owners(model: nn.Module) -> dict[int, list[tuple[Parameter, nn.Module]]]:
     return owners
 
 
-def _homes(model: nn.Module) -> dict[int, list[tuple[dict[str, Any], str]]]:
-    """Where each module hangs, by its id."""
-    homes = defaultdict(list)
+def _parents(model: nn.Module) -> dict[int, list[tuple[dict[str, Any], str]]]:
+    """Dictionaries of children that contain each module, by its id."""
+    parents = defaultdict(list)
     for parent in model.modules():
         for name, child in parent._modules.items():
-            homes[id(child)].append((parent._modules, name))
-    return homes
+            parents[id(child)].append((parent._modules, name))
+    return parents
 
 
 def _is_plain(module: nn.Module) -> bool:
@@ -303,7 +307,7 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 _Stored: TypeAlias = "tuple[Tensor | None, Tensor | None]"
-"""The integers of a weight and their scale; None: it has none."""
+"""The integers of a weight and their scale, or None."""
 
 
 def _pack(parameter: Parameter, _: WriteTrap, undo: contextlib.ExitStack) -> _Stored:
@@ -326,10 +330,7 @@ def _quantise(parameter: Parameter, trap: WriteTrap, undo: contextlib.ExitStack)
 
 
 def _hide(
-    parameter: Parameter,
-    trap: WriteTrap,
-    plain: Callable[[], Tensor],
-    undo: contextlib.ExitStack,
+    parameter: Parameter, trap: WriteTrap, plain: Callable[[], Tensor], undo: contextlib.ExitStack
 ) -> None:
     undo.callback(parameter.requires_grad_, parameter.requires_grad)
     undo.callback(lambda: PackedWeight.reveal(parameter, plain()))
@@ -347,18 +348,18 @@ _PACK: dict[Packing, Callable[[Parameter, WriteTrap, contextlib.ExitStack], _Sto
 def _replace(
     module: nn.Module,
     stored: _Stored,
-    places: list[tuple[dict[str, Any], str]],
+    uses: list[tuple[dict[str, Any], str]],
     undo: contextlib.ExitStack,
 ) -> None:
     kind: Any = PackedLinear if isinstance(module, nn.Linear) else PackedEmbedding
     packed: nn.Module = kind(module, *stored)
     packed.train(module.training)
-    for children, name in places:
+    for children, name in uses:
         undo.callback(children.__setitem__, name, module)
         children[name] = packed
 
 
 def _unpack(parameter: Parameter) -> None:
     if parameter.dim() == 2:
-        return  # it was never packed: an interrupt came first
+        return  # an exception came before it was packed
     parameter.data = packed_linear.unpack(parameter.detach())

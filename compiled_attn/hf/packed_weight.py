@@ -1,8 +1,8 @@
-"""Parameters whose values lie packed elsewhere, and how a write to one of them is noticed.
+"""Parameters whose values are packed elsewhere, and detection of writes to them.
 
-Such a parameter keeps its dtype and shape and has no memory of its own: every element of every one
-of them is the same number, a NaN. Torch refuses most writes to memory like that. The rest, such as
-`fill_` or a view of numpy, change that number, which costs nothing to look at before each step.
+Such a parameter keeps its dtype and shape but has no memory of its own: all elements of all of them
+alias one number, a NaN. Torch refuses most writes to such memory. The others, such as `fill_` or a
+write through a numpy view, change that number, which is cheap to check before each step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from compiled_attn.errors import ModelChanged
 
 __all__ = ["PackedWeight", "WriteTrap"]
 
-# Signalling NaNs: arithmetic makes quiet ones of them, so that even `weight *= 1` is a write.
+# Signalling NaNs: arithmetic turns them into quiet ones, so that even `weight *= 1` is detected.
 _SIGNALLING = {
     torch.float64: (np.int64, 0x7FF4000000000000),
     torch.float32: (np.int32, 0x7FA00000),
@@ -37,22 +37,22 @@ class WriteTrap:
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         integers, self._before = _SIGNALLING[dtype]
-        self._seen = np.full(1, self._before, integers)  # of numpy, as its memory stays there
+        self._seen = np.full(1, self._before, integers)  # numpy memory, which is never reallocated
         self._number = torch.from_numpy(self._seen).view(dtype)
         self._address = self._number.data_ptr()
 
     @property
     def is_sprung(self) -> bool:
-        """Whether a weight that aliases it was written to, or moved (`share_memory_`)."""
+        """Whether a weight that aliases the number was written to, or moved (`share_memory_`)."""
         is_same = self._seen.item() == self._before and self._number.data_ptr() == self._address
         return not is_same
 
     def expanded(self, shape: torch.Size) -> Tensor:
-        """It alone, in any shape."""
+        """Returns the number expanded to a shape."""
         return self._number.expand(shape)
 
     def is_in(self, tensor: Tensor) -> bool:
-        """Whether a tensor is nothing else."""
+        """Whether a tensor aliases the number."""
         return tensor.data_ptr() == self._address
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -60,25 +60,24 @@ class WriteTrap:
 
 
 class PackedWeight(Parameter):
-    """A parameter whose values are in its layer's ``packed``; read them by ``state_dict()``.
+    """A parameter whose values are in its layer's ``packed``; read them with ``state_dict()``.
 
-    Its elements are NaN, and writes are refused: by torch, by this class, or with `ModelChanged`
-    at the next step of an engine. `hide` makes one of a parameter, `reveal` undoes that.
+    Its elements are NaN. Writes are refused by torch or by this class, or raise `ModelChanged` in
+    the next step of an engine. `hide` turns a parameter into one, `reveal` undoes that.
     """
 
     trap: WriteTrap
 
     @staticmethod
     def hide(parameter: Parameter, trap: WriteTrap) -> None:
-        """Makes a parameter a packed weight; its memory is free if nothing else has it."""
-        # In this order `reveal` gives the values back whenever an interrupt comes.
+        """Turns a parameter into a packed weight, which releases its memory."""
         parameter.trap = trap  # type: ignore[attr-defined]
         parameter.__class__ = PackedWeight
         _set_data(parameter, trap.expanded(parameter.shape))
 
     @staticmethod
     def reveal(parameter: Parameter, values: Tensor) -> None:
-        """Makes it a plain parameter of these values; one that never was hidden stays as it is."""
+        """Turns it into a plain parameter with these values; no-op for one that is not hidden."""
         if isinstance(parameter, PackedWeight):
             _set_data(parameter, values)
             parameter.__class__ = Parameter  # type: ignore[assignment]
@@ -86,7 +85,7 @@ class PackedWeight(Parameter):
 
     @property
     def data(self) -> Tensor:
-        """NaN, in memory that other weights share."""
+        """NaN, in memory shared with other weights."""
         return Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
 
     @data.setter
@@ -96,7 +95,7 @@ class PackedWeight(Parameter):
         is_cast = values.dtype is not self.dtype or values.device != self.device
         if not (is_cast and values.isnan().all()):
             self._refuse("other data")
-        # Its NaN, cast or moved with the model, as the layer's integers are.
+        # Its NaN, cast or moved together with the model.
         if values.device.type == "cpu":
             PackedWeight.hide(self, WriteTrap(values.dtype))
         else:
@@ -128,8 +127,8 @@ class PackedWeight(Parameter):
     def _refuse(self, got: str) -> NoReturn:
         raise ModelChanged(
             f"expected a weight of {self.dtype} {[*self.shape]} that an engine has packed to stay "
-            f"as it is, got {got}: write new values with load_state_dict() of the model or of the "
-            "layer, or load the model again"
+            f"unchanged, got {got}: write new values with load_state_dict() of the model or layer, "
+            "or load the model again"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:

@@ -1,6 +1,6 @@
-"""The cache of plain ``generate`` that rounds keys and values as a paged one of 8 bits would.
+"""A cache for plain ``generate`` that rounds keys and values like an 8-bit paged cache.
 
-It shares no code with the caches and kernels that serve: what these do is compared with it.
+It shares no code with the caches and kernels that serve, as they are compared with it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 @dataclass(frozen=True, slots=True)
 class PlainCaches:
-    """The caches that plain generation uses, a fresh one for each text.
+    """Creates a fresh cache for each plain generation.
 
     Args:
-        dtype: int8 or float8_e4m3fn; None: what transformers takes.
-        latent: layers that keep latents and rotated keys as one row (`hf.attention`).
+        dtype: int8 or float8_e4m3fn; None: the default cache of transformers.
+        latent: layers that store latents and rotated keys as one row.
     """
 
     dtype: torch.dtype | None = None
@@ -33,26 +33,26 @@ class PlainCaches:
 
     @staticmethod
     def of(model: PreTrainedModel, dtype: torch.dtype | None) -> PlainCaches:
-        """Those of a model."""
+        """Returns the caches for a model."""
         found: list[Any] = [m for m in model.modules() if latent_shape(m) is not None]
         return PlainCaches(dtype, frozenset(module.layer_idx for module in found))
 
     def fresh(self) -> dict[str, Any]:
-        """One as an argument of a forward or of ``generate``; nothing where none is needed."""
+        """Returns the arguments of a forward or of ``generate`` that pass a fresh cache."""
         return {} if self.dtype is None else {"past_key_values": _Rounded(self.dtype, self.latent)}
 
 
 class _Rounded(DynamicCache):
-    """Every row ``[..., D]`` rounded to ``code * scale``, its largest element the largest code."""
+    """Rounds rows ``[..., D]`` to ``code * scale``; the largest element has the largest code."""
 
     def __init__(self, dtype: torch.dtype, latent: frozenset[int]) -> None:
         super().__init__()
         self._dtype, self._latent = dtype, latent
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **told: Any
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Keeps ``[1, H, T, D]`` of a layer, and gives all that it has."""
+        """Stores ``[1, H, T, D]`` of a layer; returns all that is stored."""
         if layer_idx in self._latent:
             sizes = key_states.shape[-1], value_states.shape[-1]
             whole = _rounded(torch.cat((key_states, value_states), -1), self._dtype)
@@ -61,7 +61,7 @@ class _Rounded(DynamicCache):
             key_states = _rounded(key_states, self._dtype)
             value_states = _rounded(value_states, self._dtype)
         both: tuple[Tensor, Tensor] = super().update(
-            key_states, value_states, layer_idx, *args, **told
+            key_states, value_states, layer_idx, *args, **kwargs
         )
         return both
 

@@ -1,4 +1,4 @@
-"""Proof by comparison: generates finished requests again with plain Hugging Face ``generate``."""
+"""Checks finished requests against plain Hugging Face ``generate``."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 __all__ = ["TIE_DEVIATIONS", "TIE_TOLERANCE", "CheckReport", "Difference", "Finished", "check"]
 
 TIE_DEVIATIONS = 4.0
-"""Two tokens tie if they are as near as this many standard deviations of their logits' difference.
+"""Two tokens tie if their logits differ by at most this many standard deviations of the difference.
 
-The deviation is measured for each row: what the model's dtype makes of it, against wider numbers
-(`hf.rounding`). Of normally distributed rounding, a distance beyond 4 deviations turns
-round once in 30,000 cases, so that hardly a right token is called a mismatch.
+The deviation is measured for each row, by computing it in a wider dtype (`hf.rounding`). Normally
+distributed rounding exceeds 4 deviations once in 30,000 cases, so hardly any correct token is
+reported as a mismatch.
 """
 
 TIE_TOLERANCE = {
@@ -33,26 +33,23 @@ TIE_TOLERANCE = {
     torch.float16: 5e-3,
     torch.bfloat16: 4e-2,
 }
-"""The same as a share of the row's greatest absolute logit, where the rounding is not measured.
-
-That is float64, and models that cannot be computed with wider numbers.
-"""
+"""The same relative to the largest absolute logit of the row, if rounding cannot be measured:
+for float64, and models that cannot be computed in a wider dtype."""
 
 _BETWEEN_CODES = 1 / 8
-"""Share of what 8 bits do to logits that counts as rounding, at least.
+"""Share of the effect of 8-bit K/V on logits that counts as rounding, at least.
 
-An element that lies between two codes becomes either of them, and what follows from it is rounded
-to others as well. That happens to few, in one text and not in the next: up to 1/20 was seen (the
-default model in float32, 2026-11-22).
+An element between two codes may be rounded to either, which changes what follows. That happens to
+few elements, in some texts: up to 1/20 was seen.
 """
 
 
 class Finished(Protocol):
-    """A finished greedy request, as the engine yields it: prompt and generated tokens."""
+    """A finished greedy request, as the engine yields it."""
 
     @property
     def index(self) -> int:
-        """Position of the request in its demand."""
+        """Index of the request."""
 
     @property
     def prompt(self) -> Sequence[int]:
@@ -65,15 +62,15 @@ class Finished(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A place where the engine and plain ``generate`` chose different tokens after the same text.
+    """A position where engine and plain ``generate`` chose different tokens after the same text.
 
     Args:
         request: its index.
         position: counts generated tokens.
-        engine_token, plain_token: what was chosen.
-        engine_logit, plain_logit: of both tokens in plain Hugging Face at this place.
-        distance: between the two with wider numbers, or between these where there are none.
-        tie_bound: up to which distance rounding explains it.
+        engine_token, plain_token: the tokens chosen.
+        engine_logit, plain_logit: logits of both tokens in plain Hugging Face.
+        distance: difference of the two in a wider dtype, or in this one if there is none.
+        tie_bound: largest difference that rounding explains.
     """
 
     request: int
@@ -95,19 +92,19 @@ class Difference:
 
     @property
     def is_tie(self) -> bool:
-        """Whether right implementations may differ here."""
+        """Whether correct implementations may differ here."""
         return self.distance <= self.tie_bound
 
 
 @dataclass(slots=True)
 class CheckReport:
-    """What a check found.
+    """Result of a check.
 
     Args:
-        checked_requests, checked_tokens: how much was compared.
-        mismatched_tokens: tokens that differ, beginning with the first that no tie explains.
-        mismatches: that first difference of each request that has one.
-        ties: differences within rounding (:data:`TIE_DEVIATIONS`); comparing goes on behind them.
+        checked_requests, checked_tokens: number of requests and tokens compared.
+        mismatched_tokens: tokens that differ, from the first that is not a tie on.
+        mismatches: this first difference of each request that has one.
+        ties: differences within rounding (:data:`TIE_DEVIATIONS`), after which comparing goes on.
     """
 
     checked_requests: int = 0
@@ -125,20 +122,20 @@ def check(
     on_checked: Callable[[int, int], None] | None = None,
     kv_dtype: torch.dtype | None = None,
 ) -> CheckReport:
-    """Generate ``count`` of the finished requests again, greedily and one at a time, and compare.
+    """Generates ``count`` finished requests again, greedily and one at a time, and compares.
 
-    The model's own weights run through ``model.generate`` with SDPA attention, or eager attention
-    where the model needs what SDPA lacks (logit softcap, sinks), and with plain linear layers where
-    its own are packed; all that is restored afterwards. The requests are spread evenly over
-    ``results``; those that generated nothing are left out.
+    Runs ``model.generate`` with SDPA attention, or eager attention if the model needs what SDPA
+    lacks (logit softcap, sinks), and with plain linear layers instead of packed ones; restores all
+    of that afterwards. Chooses requests evenly from ``results``, without those that generated
+    nothing.
 
     Args:
         model: the model that the engine served.
         results: finished requests that were decoded greedily.
-        count: how many to compare, at most; 0 compares none.
+        count: maximum number of requests to compare.
         on_checked: called with (requests done, requests to do) after each.
-        kv_dtype: int8 or fp8, where a cache of 8 bits served: plain ``generate`` then rounds its
-            keys and values by the definition of `compiled_attn.cache.quantisation`.
+        kv_dtype: int8 or fp8 if an 8-bit cache served: plain ``generate`` then rounds its keys and
+            values as `compiled_attn.cache.quantisation` does.
 
     Raises:
         ValueError: ``count`` is negative.
@@ -159,14 +156,11 @@ def check(
 def _spread(results: Sequence[Finished], count: int) -> list[Finished]:
     ordered = sorted(results, key=lambda result: result.index)
     count = min(count, len(ordered))
-    return [ordered[place * len(ordered) // count] for place in range(count)]
+    return [ordered[number * len(ordered) // count] for number in range(count)]
 
 
 def _compare(
-    model: PreTrainedModel,
-    result: Finished,
-    report: CheckReport,
-    caches: PlainCaches,
+    model: PreTrainedModel, result: Finished, report: CheckReport, caches: PlainCaches
 ) -> None:
     prompt, tokens = list(result.prompt), list(result.tokens)
     report.checked_requests += 1
@@ -209,7 +203,7 @@ def _difference(
         deviations.append(measured.deviation)
     if caches.dtype is not None:
         deviations.append(_BETWEEN_CODES * deviation_of(logits, last_logits(model, text)))
-    # The difference of two logits deviates more than one, by the root of 2.
+    # The deviation of a difference of two logits is larger by the square root of 2.
     bound = max([bound, *(TIE_DEVIATIONS * math.sqrt(2) * each for each in deviations)])
     distance = (exact[engine] - exact[plain]).abs().item()
     return Difference(request, position, engine, plain, engine_logit, plain_logit, distance, bound)
@@ -226,7 +220,7 @@ def _generate(model: Any, text: list[int], count: int, caches: PlainCaches) -> l
 
 @contextlib.contextmanager
 def _plain(model: Any) -> Iterator[None]:
-    """Run the model as Hugging Face would, greedily and without an end-of-sequence token."""
+    """Context in which the model runs like plain Hugging Face, greedily, without an EOS token."""
     from transformers import GenerationConfig
 
     attention, generation = model.config._attn_implementation, model.generation_config

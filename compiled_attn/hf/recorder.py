@@ -1,4 +1,4 @@
-"""A forward that computes no attention but notes how each layer asks for it."""
+"""Records how each layer of a model calls attention, in a forward that computes none."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from compiled_attn.hf.refused import plain_attention, refused
 __all__ = ["RECORDER_NAME", "AttentionCall", "Recorder", "record", "takes_logits_to_keep"]
 
 RECORDER_NAME = "compiled_attn_recorder"
-"""Notes how it is called, and computes nothing."""
+"""Name of an attention that records its calls and computes nothing."""
 
 _TOKENS = 3
 _KNOWN = {"s_aux", "position_ids", "logits_to_keep"}
@@ -33,11 +33,11 @@ class AttentionCall:
     Args:
         module: the attention module.
         query, key, value: ``[1, H, T, D]``, ``[1, Hk, T, D]``, ``[1, Hk, T, Dv]``.
-        window: tokens that a token sees, itself included; None: all before it.
+        window: sliding window in tokens; None: none.
         has_mask: whether a mask was passed.
-        sees: transformers' function of that mask; None where the mask is made by something else.
-        others: tensors among the keywords that our attention would leave out.
-        is_carried: whether its layer passes no keywords on, see `compiled_attn.hf.attention`.
+        sees: transformers' function of that mask; None if it was not built by transformers.
+        others: tensors among the keywords that our attention would ignore.
+        is_carried: whether the layer does not forward keywords, see `layer_region`.
     """
 
     module: nn.Module
@@ -52,16 +52,16 @@ class AttentionCall:
 
     @property
     def layer(self) -> int | None:
-        """The layer of a cache that it belongs to, if its module says so."""
+        """The ``layer_idx`` of the module, if it has one."""
         layer = getattr(self.module, "layer_idx", None)
         return None if layer is None else int(layer)
 
 
 @dataclass
 class Recorder:
-    """What a forward was seen to do: handed to the model as the keyword ``recorder``.
+    """Recorded calls, passed to the model as the keyword ``recorder``.
 
-    ``mask`` is that of the layer which runs, where the recorder takes the place of its mask.
+    ``mask`` is the mask of the current layer if the recorder is passed in its place.
     """
 
     calls: list[AttentionCall] = field(default_factory=list)
@@ -69,14 +69,14 @@ class Recorder:
 
 
 class _NoKeywords(ValueError):
-    """The keywords that a model is called with do not reach its attention."""
+    """The keywords of a model call do not reach its attention."""
 
 
 def record(model: PreTrainedModel) -> list[AttentionCall]:
-    """How the model calls attention for three tokens of one sequence; it is left as it was.
+    """Returns the attention calls of the model for three tokens; leaves the model unchanged.
 
     Raises:
-        ModelRefused: it fails at that, or its layers pass on neither keywords nor a mask.
+        ModelRefused: it fails, or its layers forward neither keywords nor a mask.
     """
     recorder = Recorder()
     try:
@@ -85,7 +85,7 @@ def record(model: PreTrainedModel) -> list[AttentionCall]:
                 _run(model, recorder)
             except _NoKeywords:
                 recorder = Recorder()
-                with carrying(decoder_layers(model), _in_place_of_the_mask):
+                with carrying(decoder_layers(model), _pass_as_mask):
                     _run(model, recorder)
     except Exception as error:
         words = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -95,22 +95,22 @@ def record(model: PreTrainedModel) -> list[AttentionCall]:
 
 def _run(model: PreTrainedModel, recorder: Recorder) -> None:
     ids = torch.arange(_TOKENS, device=model.device)
-    kept = {"logits_to_keep": ids} if takes_logits_to_keep(model) else {}
-    model(input_ids=ids.unsqueeze(0), use_cache=False, recorder=recorder, **kept)
+    options = {"logits_to_keep": ids} if takes_logits_to_keep(model) else {}
+    model(input_ids=ids.unsqueeze(0), use_cache=False, recorder=recorder, **options)
 
 
 def takes_logits_to_keep(model: PreTrainedModel) -> bool:
-    """Whether the model computes the logits of chosen rows alone, when asked to."""
+    """Whether the model can compute the logits of selected rows only."""
     return "logits_to_keep" in inspect.signature(model.forward).parameters
 
 
-def _in_place_of_the_mask(keywords: dict[str, Any]) -> None:
+def _pass_as_mask(keywords: dict[str, Any]) -> None:
     recorder: Recorder | None = keywords.pop("recorder", None)
     if recorder is not None:
         recorder.mask, keywords["attention_mask"] = keywords.get("attention_mask"), recorder
 
 
-def _noting_attention(
+def _recording_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -121,7 +121,7 @@ def _noting_attention(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Notes the call; ``[B, T, H, Dv]`` zeros, of which only the shape matters."""
+    """Records the call; returns zeros ``[B, T, H, Dv]``, of which only the shape matters."""
     if is_carried := isinstance(attention_mask, Recorder):
         recorder, attention_mask = attention_mask, attention_mask.mask
     if recorder is None:
@@ -139,7 +139,7 @@ def _noting_attention(
     return query.new_zeros(batch, tokens, heads, value.shape[-1]), None
 
 
-def _noting_mask(
+def _recording_mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
@@ -148,11 +148,11 @@ def _noting_mask(
     device: torch.device | str | None = None,
     **_: Any,
 ) -> Tensor:
-    """A mask of zeros that carries the function which says who sees whom."""
+    """Returns a mask of zeros with the mask function as an attribute."""
     mask = torch.zeros(batch_size, 1, q_length, kv_length, dtype=dtype, device=device)
     mask.sees = mask_function  # type: ignore[attr-defined]
     return mask
 
 
-AttentionInterface.register(RECORDER_NAME, _noting_attention)
-AttentionMaskInterface.register(RECORDER_NAME, _noting_mask)
+AttentionInterface.register(RECORDER_NAME, _recording_attention)
+AttentionMaskInterface.register(RECORDER_NAME, _recording_mask)

@@ -1,4 +1,4 @@
-"""The error of a model that the paged cache cannot serve, and what loads and restores it."""
+"""The error for models that cannot be served, and a temporary switch of their attention."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["plain_attention", "refused"]
 
 
 def refused(model: nn.Module, got: str) -> ModelRefused:
-    """The error: what such a model has, in place of one call of attention a layer and step."""
+    """Returns the error for a model that has ``got`` instead of one attention call per layer."""
     return ModelRefused(
         "expected a model whose layers all attend once a step through transformers' "
         f"AttentionInterface, got a {type(model).__name__} {got}: it cannot run on the paged cache"
@@ -23,7 +23,7 @@ def refused(model: nn.Module, got: str) -> ModelRefused:
 
 @contextlib.contextmanager
 def plain_attention(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Another attention and eval mode, for what is inside."""
+    """Context with another attention implementation and eval mode."""
     attention, training = model.config._attn_implementation, model.training
     model.eval()
     try:

@@ -1,7 +1,7 @@
-"""Keys of decoder layers: equal where the compiled code of one layer serves another.
+"""Keys of decoder layers: equal if the compiled code of one layer is valid for another.
 
-Dynamo does not guard the layers that reuse a trace, so a key covers whatever a trace can read of a
-layer, apart from the values of its parameters and buffers.
+Dynamo does not guard layers that reuse a trace, so a key covers everything that a trace can read
+from a layer, except the values of its parameters and buffers.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def region_keys(
     *,
     reads_numbers: bool,
 ) -> tuple[int | None, ...]:
-    """A key for each layer; None for one that shares its code with no other.
+    """Returns a key for each layer; None for one that shares code with no other.
 
     Args:
         layers: the decoder layers.
-        numbers: of each layer in the cache; None: it has not one attention.
+        numbers: layer of the cache of each; None: it does not have exactly one attention.
         cache: the cache that they write to.
         reads_numbers: whether a forward may read the ``layer_idx`` of a module.
     """
@@ -52,7 +52,7 @@ def region_keys(
 
 
 def relate_sizes(metadata: UnifiedMetadata) -> None:
-    """Tell torch which sizes are one: a region that learns it cannot be reused."""
+    """Tells torch which sizes are equal: a region that discovers it cannot be reused."""
     if metadata.by_request is not None:
         tables, lengths, starts = metadata.by_request
         torch._check(tables.shape[0] == lengths.shape[0])
@@ -60,14 +60,14 @@ def relate_sizes(metadata: UnifiedMetadata) -> None:
 
 
 def _slots(cache: PagedKVCache, number: int) -> Any:
-    value = cache.value(number) if cache.keeps_value(number) else None
+    value = cache.value(number) if cache.stores_value(number) else None
     tensors = (cache.key(number), value, cache.key_scale(number), cache.value_scale(number))
     return tuple(None if each is None else _layout(each) for each in tensors)
 
 
 @contextlib.contextmanager
 def without_numbers(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Take ``layer_idx`` from the modules of the layers: a forward that reads it fails."""
+    """Context without ``layer_idx`` in the modules of the layers: a forward that reads it fails."""
     owners = [vars(module) for layer in layers for module in layer.modules()]
     numbers = [(own, own.pop(_NUMBER)) for own in owners if _NUMBER in own]
     try:
@@ -78,7 +78,7 @@ def without_numbers(layers: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def _signature(layer: nn.Module, left_out: Collection[str]) -> Any:
-    first: dict[int, int] = {}  # which tensors are one
+    first: dict[int, int] = {}  # numbers tensors, so that shared ones are recognised
     modules = []
     for path, module in layer.named_modules(remove_duplicate=False):
         tensors = [
@@ -116,7 +116,7 @@ def _layout(tensor: Tensor) -> Any:
 
 
 def _description(value: Any) -> Any:
-    """A constant by its value, a container by what is in it, anything else by its identity."""
+    """Describes constants by value, containers by their items, anything else by identity."""
     if isinstance(value, _CONSTANTS):
         return type(value), repr(value)
     if isinstance(value, dict):

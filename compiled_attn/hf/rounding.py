@@ -1,4 +1,4 @@
-"""The rounding of a model, measured: its logits once more, with wider numbers."""
+"""Measures the rounding of a model by computing its logits in a wider dtype."""
 
 from __future__ import annotations
 
@@ -16,20 +16,16 @@ __all__ = ["Rounding", "computed_in", "deviation_of", "last_logits", "rounding_o
 
 _log = logging.getLogger(__name__)
 
-_NOTHING_KEPT = PlainCaches()
-_WIDER = {
-    torch.bfloat16: torch.float32,
-    torch.float16: torch.float32,
-    torch.float32: torch.float64,
-}
+_DEFAULT_CACHES = PlainCaches()
+_WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
 
 
 class Rounding(NamedTuple):
     """The rounding of one row of logits.
 
     Args:
-        exact: ``[vocab]`` float64, the logits with wider numbers.
-        deviation: standard deviation over the row of what the model's own dtype makes of them.
+        exact: ``[vocab]`` float64, logits computed in the wider dtype.
+        deviation: standard deviation over the row of the logits of the model's own dtype.
     """
 
     exact: Tensor
@@ -37,21 +33,21 @@ class Rounding(NamedTuple):
 
 
 def rounding_of(
-    model: Any, text: list[int], logits: Tensor, caches: PlainCaches = _NOTHING_KEPT
+    model: Any, text: list[int], logits: Tensor, caches: PlainCaches = _DEFAULT_CACHES
 ) -> Rounding | None:
-    """Measures how far the logits behind a text are from those of wider numbers.
+    """Measures the rounding of the logits after a text.
 
-    bfloat16 and float16 are compared with float32, float32 with float64. What all logits are off by
-    together does not count: it changes no choice.
+    Compares bfloat16 and float16 with float32, float32 with float64. An offset common to all logits
+    does not count, as it changes no choice.
 
     Args:
         model: a Hugging Face causal language model.
         text: token ids.
-        logits: ``[vocab]`` float64, what the model makes of them in its own dtype.
-        caches: that both are computed with.
+        logits: ``[vocab]`` float64, computed in the model's own dtype.
+        caches: caches for both computations.
 
     Returns:
-        None where there is nothing wider, or the model cannot be computed in it.
+        None if there is no wider dtype, or the model cannot be computed in it.
     """
     if (wider := _WIDER.get(model.dtype)) is None:
         return None
@@ -65,13 +61,13 @@ def rounding_of(
 
 
 def deviation_of(logits: Tensor, exact: Tensor) -> float:
-    """Standard deviation of how far the finite ones of two rows ``[vocab]`` are from each other."""
+    """Standard deviation of the difference of two rows ``[vocab]``, over finite elements."""
     off = (logits - exact)[torch.isfinite(logits) & torch.isfinite(exact)]
     return off.std(correction=0).item()
 
 
-def last_logits(model: Any, text: list[int], caches: PlainCaches = _NOTHING_KEPT) -> Tensor:
-    """Logits ``[vocab]`` behind a text, in float64: one plain forward."""
+def last_logits(model: Any, text: list[int], caches: PlainCaches = _DEFAULT_CACHES) -> Tensor:
+    """Returns logits ``[vocab]`` after a text, in float64, by one plain forward."""
     ids, cache = torch.tensor([text], device=model.device), caches.fresh()
     logits: Tensor = model(ids, use_cache=bool(cache), logits_to_keep=1, **cache).logits[0, -1]
     return logits.double()
@@ -79,39 +75,39 @@ def last_logits(model: Any, text: list[int], caches: PlainCaches = _NOTHING_KEPT
 
 @contextlib.contextmanager
 def computed_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Let a model compute in another dtype, with the weights that it has.
+    """Context in which a model computes in another dtype with its own weights.
 
-    Each module's own weights are converted when it is called and given back after it, so that no
-    more than one module's are there twice; what arrives is converted as well.
+    Weights of a module are converted when it is called and restored after it, so that only one
+    module's weights exist twice; inputs are converted as well.
     """
     with contextlib.ExitStack() as stack:
         for module in model.modules():
             if any(map(_is_float, (*module._parameters.values(), *module._buffers.values()))):
-                lent = _Lent(module, dtype)
-                stack.callback(lent.give_back)
+                converter = _Converter(module, dtype)
+                stack.callback(converter.restore)
                 for hook in (
-                    module.register_forward_pre_hook(lent.take, with_kwargs=True),
-                    module.register_forward_hook(lent.give_back, always_call=True),
+                    module.register_forward_pre_hook(converter.convert, with_kwargs=True),
+                    module.register_forward_hook(converter.restore, always_call=True),
                 ):
                     stack.callback(hook.remove)
         yield
 
 
-class _Lent:
-    """The own weights of a module, kept here while it has converted ones."""
+class _Converter:
+    """Stores the weights of a module while it has converted ones."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
         self._module = module
         self._dtype = dtype
-        self._kept: list[tuple[dict[str, Any], str, Tensor]] = []
+        self._saved: list[tuple[dict[str, Any], str, Tensor]] = []
 
-    def take(self, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def convert(self, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         owners: tuple[dict[str, Any], ...] = self._module._parameters, self._module._buffers
         for owner in owners:
             for name, value in owner.items():
                 if value is not None and _is_float(value):
-                    self._kept.append((owner, name, value))
-        for owner, name, value in self._kept:
+                    self._saved.append((owner, name, value))
+        for owner, name, value in self._saved:
             converted = value.detach().to(self._dtype)
             is_parameter = isinstance(value, nn.Parameter)
             owner[name] = nn.Parameter(converted, False) if is_parameter else converted
@@ -119,10 +115,10 @@ class _Lent:
             name: self._converted(value) for name, value in kwargs.items()
         }
 
-    def give_back(self, *_: object) -> None:
-        for owner, name, value in self._kept:
+    def restore(self, *_: object) -> None:
+        for owner, name, value in self._saved:
             owner[name] = value
-        self._kept = []
+        self._saved = []
 
     def _converted(self, value: Any) -> Any:
         return value.to(self._dtype) if _is_float(value) else value

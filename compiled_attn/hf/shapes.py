@@ -1,11 +1,10 @@
-"""The shapes of what each layer keeps in a cache, and what it sees, found in a forward instead of a
-configuration.
-"""
+"""Cache shapes and visible tokens of the layers of a model, found by a forward."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
@@ -16,7 +15,14 @@ from compiled_attn.hf.recorder import AttentionCall, record
 from compiled_attn.hf.refused import refused
 from compiled_attn.models import quiet_transformers
 
-__all__ = ["cache_for", "calls_by_layer", "check_fits", "forgetting", "other_sight"]
+__all__ = [
+    "cache_for",
+    "calls_by_layer",
+    "check_fits",
+    "check_mask",
+    "context_limit",
+    "evicting_layer",
+]
 
 _LAST = 2**17
 _TWO_THIRDS = _LAST * 2 // 3
@@ -24,22 +30,21 @@ _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _CHOOSERS = ("indexer", "compressor")
 
 
-def other_sight(call: AttentionCall) -> str | None:
-    """What a call sees that its ``sliding_window`` does not say; None: nothing.
+def check_mask(call: AttentionCall) -> str | None:
+    """Describes a mask that differs from the ``sliding_window`` of its call; None: it does not.
 
-    Short prompts do not show the difference, so the function behind the mask is asked about far
-    positions.
+    Short prompts do not show the difference, so the mask function is evaluated at far positions.
     """
     if not call.has_mask:
         return None
     if call.sees is None:
-        return "that makes a mask of its own"
+        return "that builds a mask of its own"
     keys = torch.arange(_LAST + 2, device=call.query.device)
     queries = torch.tensor([0, 1, _TWO_THIRDS, _LAST], device=keys.device).unsqueeze(1)
     zero = torch.zeros((), dtype=torch.int64, device=keys.device)
     try:
         seen = call.sees(zero, zero, queries, keys)
-    except Exception:  # it looks up a tensor of the three tokens
+    except Exception:  # it indexes a tensor of the three tokens
         return "whose mask depends on the tokens"
     distance = queries - keys
     expected = (distance >= 0) & (distance < (call.window or _LAST + 1))
@@ -49,20 +54,20 @@ def other_sight(call: AttentionCall) -> str | None:
     return None
 
 
-def forgetting(model: PreTrainedModel, calls: Sequence[AttentionCall]) -> str | None:
-    """Which layer sees more than transformers' own cache keeps of it; None: none does.
+def evicting_layer(model: PreTrainedModel, calls: Sequence[AttentionCall]) -> str | None:
+    """Describes a layer that sees more than transformers' own cache stores; None: there is none.
 
-    There `generate`, which uses that cache, gives other tokens than the model without it.
+    `generate`, which uses that cache, then returns other tokens than the model without it.
     """
     try:
-        kept = DynamicCache(config=model.config).layers
-    except Exception:  # not every configuration knows its cache; then nothing is forgotten
+        layers = DynamicCache(config=model.config).layers
+    except Exception:  # some configurations have no cache, which then evicts nothing
         return None
-    for number, (call, layer) in enumerate(zip(calls, kept, strict=False)):
+    for number, (call, layer) in enumerate(zip(calls, layers, strict=False)):
         window = getattr(layer, "sliding_window", None)
         if window is not None and (call.window or _LAST) > window:
             sees = f"a window of {call.window}" if call.window else "all before it"
-            return f"whose layer {number} sees {sees}, while its own cache keeps {window} tokens"
+            return f"whose layer {number} sees {sees}, while its own cache stores {window} tokens"
     return None
 
 
@@ -74,17 +79,17 @@ def cache_for(
     dtype: torch.dtype | None = None,
     latent: bool = True,
 ) -> PagedKVCache:
-    """A `PagedKVCache` with what the layers of a Hugging Face model keep.
+    """Creates a `PagedKVCache` for the layers of a Hugging Face model.
 
-    Runs the model on three tokens to see it: heads and head sizes may differ from layer to layer
-    and between keys and values, and layers that attend to the keys of another have no buffers.
+    Runs the model on three tokens: heads and head sizes may differ between layers and between keys
+    and values, and layers that attend to the keys of another one have no buffers.
 
     Args:
-        model: a causal LM; it is left as it was.
+        model: a causal LM; it is left unchanged.
         num_blocks, block_size: see `PagedKVCache`.
-        dtype: of the cache; None: that of the weights.
-        latent: whether layers of multi-head latent attention keep the latents of a token (MLA's
-            point: one head instead of all) and not its expanded keys and values.
+        dtype: dtype of the cache; None: that of the weights.
+        latent: store the latents of multi-head latent attention (one head instead of all) and not
+            the expanded keys and values.
 
     Raises:
         ValueError: the sizes are too small.
@@ -105,10 +110,10 @@ def cache_for(
 
 
 def calls_by_layer(model: PreTrainedModel) -> list[AttentionCall]:
-    """The one call of attention of each layer, in the order of the cache's layers.
+    """Returns the attention call of each layer, in the order of the cache's layers.
 
     Raises:
-        ModelRefused: a layer makes no call or several, or one that a paged cache cannot answer.
+        ModelRefused: a layer makes no call or several, or one that a paged cache cannot serve.
     """
     config = model.config.get_text_config()
     kinds = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
@@ -132,8 +137,8 @@ def calls_by_layer(model: PreTrainedModel) -> list[AttentionCall]:
     if missing:
         raise refused(model, f"with other layers {missing}")
     ordered = [by_layer[layer] for layer in range(len(by_layer))]
-    if forgets := forgetting(model, ordered):
-        raise refused(model, forgets)
+    if problem := evicting_layer(model, ordered):
+        raise refused(model, problem)
     return ordered
 
 
@@ -141,19 +146,19 @@ def _without_calls(model: PreTrainedModel) -> str:
     can_set = getattr(model, "_can_set_attn_implementation", lambda: True)
     if can_set():
         return "whose layers never call it (recurrent layers, or attention code of their own)"
-    return "with attention code of its own, which does not go through AttentionInterface"
+    return "with attention code of its own, which does not use AttentionInterface"
 
 
 def check_fits(model: PreTrainedModel, calls: Sequence[AttentionCall], cache: PagedKVCache) -> None:
-    """Raises ValueError unless each layer of the cache keeps what its call hands over."""
+    """Raises ValueError unless each layer of the cache has the shape of its call."""
     possible = [_shapes(calls, latent) for latent in (True, False)]
     for layer in range(max(len(calls), cache.num_layers)):
-        kept = cache.shapes[layer][:3] if layer < cache.num_layers else None
+        got = cache.shapes[layer][:3] if layer < cache.num_layers else None
         wanted = [shapes[layer][:3] for shapes in possible if layer < len(shapes)]
-        if kept not in wanted:
+        if got not in wanted:
             raise ValueError(
-                f"expected a cache that keeps (heads, key, value) {' or '.join(map(str, wanted))} "
-                f"of layer {layer} of a {type(model).__name__}, got {kept}: make it with cache_for"
+                f"expected a cache of (heads, key, value) {' or '.join(map(str, wanted))} for "
+                f"layer {layer} of a {type(model).__name__}, got {got}: create it with cache_for"
             )
 
 
@@ -168,7 +173,7 @@ def _shapes(calls: Sequence[AttentionCall], latent: bool) -> list[KVShape]:
 
 
 def _is_same(call: AttentionCall, other: AttentionCall) -> bool:
-    """Whether a call hands over the very keys and values of another, which are still alive."""
+    """Whether a call passes the same keys and values as another one."""
     pairs = (call.key, other.key), (call.value, other.value)
     return all(
         a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
@@ -177,7 +182,7 @@ def _is_same(call: AttentionCall, other: AttentionCall) -> bool:
 
 
 def _problem(call: AttentionCall) -> str | None:
-    """Why the paged attention cannot answer a call; None: it can."""
+    """Why paged attention cannot serve a call; None: it can."""
     query, key, value = call.query.shape, call.key.shape, call.value.shape
     if call.layer is None:
         return "that has no layer_idx"
@@ -186,7 +191,35 @@ def _problem(call: AttentionCall) -> str | None:
     if query[1] % key[1]:
         return f"of {query[1]} query heads on {key[1]} key heads"
     if choosers := [name for name in _CHOOSERS if getattr(call.module, name, None) is not None]:
-        return f"that chooses what it sees by its {choosers[0]}"
+        return f"that chooses tokens with its {choosers[0]}"
     if call.others:
         return f"that also passes {', '.join(call.others)}"
-    return other_sight(call)
+    return check_mask(call)
+
+
+def context_limit(model: PreTrainedModel) -> int | None:
+    """Returns the longest prompt plus generation that the model can serve; None: no limit.
+
+    That is ``max_position_embeddings``. The rotary types "dynamic" and "longrope" rotate *all*
+    tokens of a step differently once one of them exceeds the length of training. A long request
+    would change others, so the limit is that length.
+    """
+    config = model.config.get_text_config()
+    limit = getattr(config, "max_position_embeddings", None)
+    limits = [limit] if limit and limit > 0 else []
+    for rope in _ropes(getattr(config, "rope_parameters", None)):
+        kind = rope.get("rope_type", "default")
+        trained = rope.get("original_max_position_embeddings") or limit
+        if trained and ("dynamic" in kind or kind == "longrope"):
+            limits.append(trained)
+    return min(map(int, limits), default=None)
+
+
+def _ropes(parameters: Any) -> Iterator[Mapping[str, Any]]:
+    """Rotary parameters of each type of layer, or those of all layers."""
+    if not isinstance(parameters, Mapping):
+        return
+    if "rope_type" in parameters:
+        yield parameters
+    for nested in parameters.values():
+        yield from _ropes(nested)

@@ -40,7 +40,7 @@ class ContextExecutor(RankExecutor):
     def __init__(self, ranks: Ranks, model: PreTrainedModel, config: EngineConfig) -> None:
         self._share, self._group = BlockShare(ranks.rank, ranks.count), ranks.group
         _refuse_windows(model)
-        super().__init__(ranks, model, replace(config, partial_hits=False, defrag_waste=1))
+        super().__init__(ranks, model, replace(config, defrag_waste=1))
 
     def finite_blocks(self, places: NDArray[np.int64]) -> int:
         """See `LocalExecutor.finite_blocks`; the same on every rank."""

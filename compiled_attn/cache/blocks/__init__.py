@@ -1,14 +1,12 @@
-"""The blocks of a paged KV cache: their holders, their content, and the next one to hand out.
+"""Block tables, reference counts and the prefix cache of a paged KV cache.
 
-:class:`BlockPool` is the one way in. It hands out block ids to requests as :class:`BlockTable`,
-shares equal prompt prefixes through a :class:`PrefixIndex`, knows in :class:`BlockPlaces` where in
-the cache each block lies, and says in :class:`PoolStats` how it goes. Host code only: no tensor is
-touched here; the copies that sharing makes necessary are listed by ``BlockPool.pending_copies``.
+:class:`BlockPool` is the entry point: it allocates blocks to requests as :class:`BlockTable`,
+shares equal prompt prefixes through a :class:`PrefixIndex`, and reports :class:`PoolStats`. Host
+code only: it touches no tensor.
 """
 
 from __future__ import annotations
 
-from compiled_attn.cache.blocks.places import BlockPlaces
 from compiled_attn.cache.blocks.pool import BlockPool
 from compiled_attn.cache.blocks.prefix import PrefixIndex
 from compiled_attn.cache.blocks.stats import PoolStats
@@ -16,7 +14,6 @@ from compiled_attn.cache.blocks.table import BlockTable
 from compiled_attn.errors import DuplicateRequest, OutOfBlocks, UnknownRequest
 
 __all__ = [
-    "BlockPlaces",
     "BlockPool",
     "BlockTable",
     "DuplicateRequest",

@@ -1,4 +1,4 @@
-"""The blocks of a paged KV cache, and the requests that hold them."""
+"""The blocks of a paged KV cache and the requests that hold them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from numpy.typing import NDArray
 
 from compiled_attn.arguments import whole
 from compiled_attn.cache.blocks.allocator import BlockAllocator
-from compiled_attn.cache.blocks.partial_hits import least_partial
-from compiled_attn.cache.blocks.places import BlockPlaces
-from compiled_attn.cache.blocks.prefix import PrefixIndex, PrefixMatch, PromptKeys, Salt, Tokens
+from compiled_attn.cache.blocks.prefix import PrefixIndex, PromptKeys, Salt, Tokens
 from compiled_attn.cache.blocks.stats import PoolStats
 from compiled_attn.cache.blocks.table import BlockTable
 from compiled_attn.errors import DuplicateRequest, OutOfBlocks, UnknownRequest
@@ -21,35 +19,31 @@ __all__ = ["BlockPool"]
 
 
 class BlockPool:
-    """Hands out the blocks of a paged KV cache to requests and shares equal prefixes between them.
+    """Allocates the blocks of a paged KV cache to requests and shares equal prefixes among them.
 
     Every block is free, used with a reference count, or cached: held by no request, but found by
-    its content until the pool evicts it. Block 0 is the null block, the target of all padding, and
-    is never handed out. Free blocks are taken lowest place first; cached ones are evicted only when
-    no free one is left, the least recently used chain first and its last block first. A call costs
-    O(log n) per block it touches; making the pool costs O(1) Python work.
+    its content until it is evicted. Block 0 is the null block, the target of all padding, and is
+    never allocated. The lowest free block is allocated first; cached blocks are evicted only when
+    none is free, the least recently used chain first and its last block first. A call costs
+    O(log n) per block it touches.
 
     A request goes through ``add`` -> (``reserve`` -> write K/V on the device -> ``commit``)* ->
-    ``free``. Where ``add`` or ``reserve`` decided on a copy (a partial hit, or after ``fork``), the
-    pairs of ``pending_copies`` are copied before K/V is written. Every error leaves the pool as it
-    was. Not thread-safe.
+    ``free``. If ``reserve`` decided on a copy on write (after ``fork``), the caller copies the
+    pairs of ``pending_copies`` before it writes K/V. Every error leaves the pool as it was. Not
+    thread-safe.
 
-    Block ids never change. Where the cache is defragmented, ``places`` says in which row of the
-    cache a block lies; without, every block lies at the row of its id.
+    Block ids are physical: rows of the cache. A defragmenter that moves blocks renames them with
+    ``exchange``, in all tables at once.
 
     Args:
-        num_blocks: blocks of the cache with the null block, at least 2.
+        num_blocks: blocks of the cache including the null block, at least 2.
         block_size: slots (tokens) in a block, at least 1.
-        partial_hits: whether a prompt also shares the beginning of a block, by a copy of it. The
-            pool then remembers the tokens of cached blocks, 8 bytes each.
-        min_partial_tokens: tokens that a partial hit must save to be worth a copy, between 1 and
-            ``block_size - 1``; default a quarter of a block. A block that is being filled can be
-            found each time it has gained as many.
-        key: of the hash that finds prefixes, 1 to 64 secret bytes; None draws a random one for this
-            pool. Give one where digests must be equal in several processes.
+        key: hash key of the prefix cache, 1 to 64 secret bytes; None draws a random one for this
+            pool. Set it if digests must be equal in several processes.
 
     Attributes:
         refcounts: live, read-only, ``[num_blocks]`` int32; a pending copy counts for its source.
+        num_exchanges: how often blocks were renamed: ids read from a table before are out of date.
 
     Example::
 
@@ -61,42 +55,33 @@ class BlockPool:
         pool.free("a")
     """
 
-    def __init__(
-        self,
-        num_blocks: int,
-        block_size: int,
-        *,
-        partial_hits: bool = False,
-        min_partial_tokens: int | None = None,
-        key: bytes | None = None,
-    ) -> None:
+    def __init__(self, num_blocks: int, block_size: int, *, key: bytes | None = None) -> None:
         self.num_blocks = whole("num_blocks (one of them is the null block)", num_blocks, 2)
         self.block_size = whole("block_size", block_size, 1)
-        worth = least_partial(self.block_size, min_partial_tokens)
-        self._index = PrefixIndex(self.block_size, worth if partial_hits else None, key=key)
+        self.num_exchanges = 0
+        self._index = PrefixIndex(self.block_size, key=key)
         self._blocks = BlockAllocator(self.num_blocks, self._index)
         self._tables: dict[Hashable, BlockTable] = {}
         self.refcounts: NDArray[np.int32] = np.frombuffer(self._blocks.refs, dtype=np.int32)
         self.refcounts.flags.writeable = False
         self._queried_tokens = 0
         self._hit_tokens = 0
-        self._partial_hit_tokens = 0
         self._num_preemptions = 0
 
     @property
     def available(self) -> int:
-        """Blocks that could be reserved now: the free and the cached ones."""
+        """Number of blocks that can be reserved now: the free and the cached ones."""
         return self._blocks.available
 
     @property
-    def highest_used(self) -> int:
-        """The highest place in use now, 0 where none is; without swaps the highest block id."""
-        return self._blocks.places.highest_used
+    def num_used(self) -> int:
+        """Number of used blocks."""
+        return self._blocks.states.num_used
 
     @property
-    def places(self) -> BlockPlaces:
-        """Where each block lies in the cache: resolve and swap, leave the states to the pool."""
-        return self._blocks.places
+    def highest_used(self) -> int:
+        """The highest used block, 0 if none is used."""
+        return self._blocks.states.highest_used
 
     @property
     def requests(self) -> list[Hashable]:
@@ -105,47 +90,41 @@ class BlockPool:
 
     @property
     def num_requests(self) -> int:
-        """How many requests are in the pool."""
+        """Number of requests in the pool."""
         return len(self._tables)
 
     def __contains__(self, request_id: Hashable) -> bool:
         return request_id in self._tables
 
     def table(self, request_id: Hashable) -> BlockTable:
-        """Return the table of a request, the same object all its life; or ``UnknownRequest``."""
+        """Returns the table of a request, the same object all its life; or ``UnknownRequest``."""
         table = self._tables.get(request_id)
         if table is None:
             raise UnknownRequest(request_id)
         return table
 
     def prompt(self, tokens: Tokens, *, salt: Salt = None) -> PromptKeys:
-        """Return what `add` and `can_allocate` take for these tokens and this salt, hashed once.
+        """Returns the hashed form of a prompt for `add` and `can_allocate`.
 
-        For a request that waits: what is cached is looked up anew in each call. The tokens must
-        stay as they are.
+        For a request that waits: tokens are hashed once, blocks looked up on every call. The tokens
+        must not change.
         """
         return PromptKeys(self._index, tokens, salt)
 
     def add(
-        self,
-        request_id: Hashable,
-        tokens: Tokens | PromptKeys | None = None,
-        *,
-        salt: Salt = None,
+        self, request_id: Hashable, tokens: Tokens | PromptKeys | None = None, *, salt: Salt = None
     ) -> BlockTable:
-        """Register a request; hold the blocks of the longest cached prefix of its prompt.
+        """Registers a request, which then shares the longest cached prefix of full blocks.
 
         At most ``len(tokens) - 1`` tokens are found: the last one is always computed, because its
-        logits are needed. Full blocks are shared. With ``partial_hits`` a block that begins with
-        the next tokens is copied into a fresh one (see ``pending_copies``), if there is one: this
-        never runs out of blocks.
+        logits are needed. Never runs out of blocks.
 
         Args:
             request_id: any hashable name that is not in the pool.
-            tokens: prompt token ids ``[n]``, list or integer array, or what :meth:`prompt` gave;
-                None looks nothing up.
-            salt: extra key; only requests with the same salt share blocks. A :meth:`prompt` has
-                one.
+            tokens: prompt token ids ``[n]``, list or integer array, or the result of
+                :meth:`prompt`; None looks nothing up.
+            salt: extra key; only requests with equal salts share blocks. A :meth:`prompt` has its
+                own.
 
         Returns:
             The table, with ``length == num_computed == num_cached_tokens`` positions found.
@@ -157,9 +136,13 @@ class BlockPool:
             raise DuplicateRequest(request_id)
         table = BlockTable(request_id, self.block_size, self._index.root(salt))
         if tokens is not None:
-            prompt = self._own(tokens, salt)
+            prompt = self._keys_of(tokens, salt)
             count = len(prompt.tokens)
-            self._take_hits(table, self._index.longest(prompt, limit=max(0, count - 1)))
+            blocks, key = self._index.match(prompt, limit=max(0, count - 1))
+            self._hold(table, blocks)
+            table._key, table._num_keyed = key, len(blocks)
+            table.num_cached_tokens = table.num_computed = len(blocks) * self.block_size
+            table.length = table.num_computed
             self._queried_tokens += count
             self._hit_tokens += table.num_cached_tokens
         self._tables[request_id] = table
@@ -168,54 +151,49 @@ class BlockPool:
     def can_allocate(
         self, length: int, tokens: Tokens | PromptKeys | None = None, *, salt: Salt = None
     ) -> bool:
-        """Whether ``add`` and then ``reserve`` of a new request would fit now; no side effects.
-
-        Exact. A partial hit makes no difference: it takes a block that is needed anyway.
-        """
+        """Whether ``add`` and then ``reserve`` of a new request would succeed; no side effects."""
         needed = -(-whole("length", length, 0) // self.block_size)
         hits: list[int] = []
         if tokens is not None:
-            prompt = self._own(tokens, salt)
-            hits = self._index.match(prompt, limit=max(0, len(prompt.tokens) - 1))
-        idle = len(hits) - int(np.count_nonzero(self.refcounts[hits])) if hits else 0
-        return needed - len(hits) <= self.available - idle
+            prompt = self._keys_of(tokens, salt)
+            hits, _ = self._index.match(prompt, limit=max(0, len(prompt.tokens) - 1))
+        cached = len(hits) - int(np.count_nonzero(self.refcounts[hits])) if hits else 0
+        return needed - len(hits) <= self.available - cached
 
     def can_reserve(self, request_id: Hashable, length: int) -> bool:
-        """Whether ``reserve(request_id, length)`` would succeed now; no side effects."""
+        """Whether ``reserve(request_id, length)`` would succeed; no side effects."""
         table = self.table(request_id)
-        return table._fits(table._needs(whole("length", length, 0), self._blocks), self._blocks)
+        return table._blocks_needed(whole("length", length, 0), self._blocks) <= self.available
 
     def reserve(self, request_id: Hashable, length: int) -> list[int]:
-        """Make the table hold positions ``< length``; all missing blocks are allocated, or none.
+        """Makes the table hold positions ``< length``: allocates all missing blocks, or none.
 
         A partly filled last block that another table shares is replaced by a fresh one, and the
-        copy that this takes is added to ``pending_copies``. Full shared blocks are never copied.
-        Where the pool is one block short, a last block that waits for a copy is replaced by the
-        source of that copy, uncopied, if no other request holds it. A ``length`` that the table
-        already holds changes nothing; a table never shrinks.
+        copy is added to ``pending_copies``. Full shared blocks are never copied. A ``length`` that
+        the table already holds changes nothing; a table never shrinks.
 
         Returns:
             The ids that are new in the table, the replacement of the last block first.
 
         Raises:
-            OutOfBlocks: the free and cached blocks don't suffice.
+            OutOfBlocks: too few blocks are free or cached.
         """
         table = self.table(request_id)
         length = whole("length", length, 0)
-        needed = table._needs(length, self._blocks)
-        if not table._fits(needed, self._blocks):
-            places = self.places
+        needed = table._blocks_needed(length, self._blocks)
+        if needed > self.available:
+            s = self._blocks.states
             raise OutOfBlocks(
-                request_id, length, needed, places.num_free, places.num_idle, self.num_blocks - 1
+                request_id, length, needed, s.num_free, s.num_cached, self.num_blocks - 1
             )
         added = table._grow(needed, self._blocks) if needed else []
         table.length = max(table.length, length)
         return added
 
     def try_reserve(self, request_id: Hashable, length: int) -> bool:
-        """``reserve`` where that would succeed; else False, and nothing changes."""
+        """Calls ``reserve`` if that would succeed; else returns False and changes nothing."""
         table = self._tables.get(request_id)
-        if table is not None and table._extends_in_place(length, self._blocks):
+        if table is not None and table._fits_last_block(length, self._blocks):
             table.length = length
             return True
         if not self.can_reserve(request_id, length):
@@ -224,60 +202,60 @@ class BlockPool:
         return True
 
     def append(self, request_id: Hashable, n: int = 1) -> list[int]:
-        """Reserve ``n`` more positions: ``reserve(request_id, length + n)``."""
+        """Reserves ``n`` more positions: ``reserve(request_id, length + n)``."""
         return self.reserve(request_id, self.table(request_id).length + whole("n", n, 0))
 
     def commit(self, request_id: Hashable, tokens: Tokens, length: int) -> int:
-        """Declare that positions ``< length`` hold K/V of ``tokens``: full blocks can be found.
+        """Declares that positions ``< length`` hold K/V of ``tokens``, and indexes full blocks.
 
-        The cost is that of the blocks that became full since the last commit. Where another block
-        with the same content can already be found, that one stays the one that is found.
+        The cost is that of the blocks that became full since the last commit. If another block
+        with the same content is indexed already, prompts keep finding that one.
 
         Args:
             request_id: the request that was computed.
-            tokens: all token ids of the request so far, prompt included, ``[>= length]``. What was
-                committed before is not looked at again.
+            tokens: all token ids of the request so far, including the prompt, ``[>= length]``.
+                Those committed before are not read again.
             length: between ``num_computed`` and ``length`` of the table.
 
         Returns:
-            The length from which on a commit lets more be found: those below it tell nothing, and
-            may be left out.
+            The smallest length at which another block is full: the caller may skip commits below.
 
         Raises:
             ValueError: ``length`` or ``tokens`` don't fit the table.
-            RuntimeError: a block that was written still waits for its copy (``pending_copies``).
+            RuntimeError: a written block still waits for its copy (``pending_copies``).
         """
         table = self.table(request_id)
-        # Most steps add a token in the middle of a block, which the index need not know.
+        # Most steps add a token in the middle of a block, which changes nothing in the index.
         is_plain = type(length) is int and type(tokens) is list
-        is_quiet = is_plain and table.num_computed <= length < table._quiet_below
-        if is_quiet and length <= min(table.length, len(tokens)) and not self._blocks.copies:
+        is_partial = is_plain and table.num_computed <= length < table._next_full
+        if is_partial and length <= min(table.length, len(tokens)) and not self._blocks.copies:
             table.num_computed = length
-            return table._quiet_below
+            return table._next_full
         length = whole("length", length, 0)
         table._check_commit(tokens, length, self._blocks.copies)
         table._publish(self._index, tokens, length)
         table.num_computed = length
-        table._quiet_below = self._index.next_findable(length)
-        return table._quiet_below
+        table._next_full = length - length % self.block_size + self.block_size
+        return table._next_full
 
     def withdraw(self, request_id: Hashable, first: int = 0) -> None:
-        """Let no later prompt find the blocks that a request holds: they hold NaN, say.
+        """Removes the blocks of a request from the prefix cache, e.g. because they hold NaN.
 
-        Nor what it, or a fork of it from now on, computes later. Requests that hold the blocks
-        already keep them. Where another block has the same content, that one is found instead.
+        Nothing that the request, or a later fork of it, computes from now on is indexed either.
+        Requests that hold the blocks keep them. If another block has the same content, prompts find
+        that one.
 
         Args:
             request_id: the request.
-            first: its first block that is withdrawn; those before it can be found as before.
+            first: index of its first block that is withdrawn; earlier ones stay indexed.
         """
         self.table(request_id)._withdraw(self._index, whole("first", first, 0))
 
     def fork(self, parent_id: Hashable, child_id: Hashable) -> BlockTable:
-        """Register ``child_id`` with blocks, positions and salt of ``parent_id``; copies nothing.
+        """Registers ``child_id`` with the blocks, positions and salt of ``parent_id``, uncopied.
 
-        Positions reserved so far belong to both, and both expect the same tokens there. Whoever of
-        them first reserves further into a partly filled last block gets a copy of it.
+        Both share the positions reserved so far, and must have the same tokens there. The first of
+        them to reserve further into a partly filled last block gets a copy of it.
 
         Raises:
             UnknownRequest: the parent is not in the pool.
@@ -294,20 +272,18 @@ class BlockPool:
         return child
 
     def pending_copies(self) -> list[tuple[int, int]]:
-        """Return the ``(source, destination)`` block copies to perform, oldest first.
+        """Returns the ``(source, destination)`` block copies to perform, oldest first.
 
-        The caller copies K and V of all layers before any K/V of the next step is written, and then
-        says so with :meth:`copied`. Until then they stay pending: where the copying fails or is
-        interrupted, they are performed again. No destination is the source of another pair, so they
-        may run in any order or at once.
+        The caller copies K and V of all layers before it writes K/V of the next step, and then
+        calls :meth:`copied`. Until then they stay pending, so a copy that fails is repeated. No
+        destination is the source of another pair: they may run in any order or at once.
         """
         return self._blocks.copies.pairs()
 
     def copied(self, pairs: Iterable[tuple[int, int]] | NDArray[np.integer[Any]]) -> None:
-        """Note that copies of :meth:`pending_copies` were performed; lets go of their sources.
+        """Reports that copies of :meth:`pending_copies` were performed, and releases their sources.
 
-        Call it before the next call that changes the pool. A pair that is not pending (any more) is
-        ignored.
+        Call it before any other call that changes the pool. Pairs that are not pending are ignored.
 
         Raises:
             TypeError, ValueError: ``pairs`` are not pairs of block ids.
@@ -315,47 +291,67 @@ class BlockPool:
         self._blocks.copied([(whole("source", s, 0), whole("destination", d, 0)) for s, d in pairs])
 
     def pop_copies(self) -> list[tuple[int, int]]:
-        """:meth:`pending_copies` and :meth:`copied` in one, where nothing can fail to copy."""
+        """Calls :meth:`pending_copies` and :meth:`copied`, for copies that cannot fail."""
         pairs = self.pending_copies()
         self._blocks.copied(pairs)
         return pairs
 
     def free(self, request_id: Hashable) -> None:
-        """Give up all blocks of a finished request, whose table becomes empty.
+        """Releases all blocks of a finished request, whose table becomes empty.
 
-        Committed blocks that can be found stay cached. The id can be added again at once. Raises
+        Committed full blocks stay cached. The id can be added again at once. Raises
         ``UnknownRequest``, also on the second call.
         """
         table = self.table(request_id)
-        # Last block first, so that within a chain the tail is evicted before what leads to it; and
-        # block by block, so that a call that was interrupted can be repeated.
+        # Last block first, so that the tail of a chain is evicted before what leads to it.
         while table.blocks:
             self._blocks.release(table.blocks.pop())
         table._clear()
         del self._tables[request_id]
 
     def preempt(self, request_id: Hashable) -> None:
-        """``free`` a request that is to come back, and count it.
+        """Frees a request that will come back, and counts it.
 
-        The pool forgets the id. To resume, ``add`` it again with the prompt *and* what was
-        generated: whatever was not evicted in between is found in the prefix cache, the rest is
-        recomputed.
+        The pool forgets the id. To resume, ``add`` it with the prompt *and* the generated tokens:
+        blocks that were not evicted are found in the prefix cache, the rest is recomputed.
         """
         self.free(request_id)
         self._num_preemptions += 1
 
+    def compaction(self, limit: int) -> list[tuple[int, int]]:
+        """Plans moves of used blocks to lower ids; see `BlockStates.compaction`."""
+        return self._blocks.states.compaction(limit)
+
+    def has_content(self, block: int) -> bool:
+        """Whether a block is used or cached, so that a move must not overwrite it."""
+        return self._blocks.states.has_content(block)
+
+    def exchange(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Renames the two blocks of every pair, after their contents were exchanged in the cache.
+
+        A move is enough if :meth:`has_content` is False for its destination. Costs O(1) per block
+        held by a table.
+
+        Raises:
+            ValueError: a block is the null block, out of range, or occurs twice.
+        """
+        new_ids = self._blocks.exchange(pairs)
+        for table in self._tables.values():
+            table._rename(new_ids)
+        self.num_exchanges += 1
+
     def stats(self) -> PoolStats:
-        """Return the figures of this moment; O(number of requests)."""
-        blocks, places = self._blocks, self._blocks.places
+        """Returns the current statistics; O(number of requests)."""
+        blocks, states = self._blocks, self._blocks.states
         last = {t.blocks[-1]: t.fragmentation for t in self._tables.values() if t.blocks}
         return PoolStats(
             total=self.num_blocks - 1,
-            used=places.num_used,
-            free=places.num_free,
-            cached=places.num_idle,
+            used=states.num_used,
+            free=states.num_free,
+            cached=states.num_cached,
             requests=len(self._tables),
-            highest_used=places.highest_used,
-            high_water=places.high_water,
+            highest_used=states.highest_used,
+            high_water=states.high_water,
             peak_used=blocks.peak_used,
             allocations=blocks.num_allocations,
             evictions=blocks.num_evictions,
@@ -363,15 +359,14 @@ class BlockPool:
             preemptions=self._num_preemptions,
             queried_tokens=self._queried_tokens,
             hit_tokens=self._hit_tokens,
-            partial_hit_tokens=self._partial_hit_tokens,
             fragmented_slots=sum(last.values()),
         )
 
     def __repr__(self) -> str:
-        p = self.places
+        s = self._blocks.states
         return (
             f"BlockPool(num_blocks={self.num_blocks}, block_size={self.block_size}, "
-            f"used={p.num_used}, free={p.num_free}, cached={p.num_idle})"
+            f"used={s.num_used}, free={s.num_free}, cached={s.num_cached})"
         )
 
     def _hold(self, table: BlockTable, blocks: list[int]) -> None:
@@ -379,22 +374,12 @@ class BlockPool:
             self._blocks.acquire(block)
         table._extend(blocks)
 
-    def _own(self, tokens: Tokens | PromptKeys, salt: Salt) -> PromptKeys:
+    def _keys_of(self, tokens: Tokens | PromptKeys, salt: Salt) -> PromptKeys:
         if not isinstance(tokens, PromptKeys):
             return PromptKeys(self._index, tokens, salt)
         if tokens.index is not self._index:
             raise ValueError(
-                "expected a prompt of this pool, got one of another, whose hash differs: make it "
-                "with prompt() of the pool that is asked"
+                "expected a prompt of this pool, got one of another, whose hash differs: create it "
+                "with prompt() of this pool"
             )
         return tokens
-
-    def _take_hits(self, table: BlockTable, match: PrefixMatch) -> None:
-        self._hold(table, match.blocks)
-        table._key, table._num_keyed = match.key, len(match.blocks)
-        found = len(match.blocks) * self.block_size
-        if match.source and self.available > (not self._blocks.refs[match.source]):
-            table._extend([self._blocks.copy(match.source)])
-            self._partial_hit_tokens += match.num_partial
-            found += match.num_partial
-        table.num_cached_tokens = table.num_computed = table.length = found

@@ -1,4 +1,4 @@
-"""An index of blocks by content: full ones by the hash of all tokens to their end, or parts."""
+"""An index of full blocks by the hash of all tokens up to their end."""
 
 from __future__ import annotations
 
@@ -6,88 +6,69 @@ import secrets
 from array import array
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from compiled_attn.arguments import whole
-from compiled_attn.cache.blocks.partial_hits import TOKEN_BYTES, PartialIndex
 
-__all__ = ["PrefixIndex", "PrefixMatch", "PromptKeys", "Salt", "Tokens"]
+__all__ = ["TOKEN_BYTES", "PrefixIndex", "PromptKeys", "Salt", "Tokens"]
 
 Tokens: TypeAlias = Sequence[int] | NDArray[np.integer[Any]]
 Salt: TypeAlias = str | bytes | None
+
+TOKEN_BYTES = 8
 
 _DIGEST_BYTES = 16
 _KEY_BYTES = 32
 
 
-class PrefixMatch(NamedTuple):
-    """What of a prompt is found: full blocks, then the beginning of one more.
-
-    Attributes:
-        blocks: the full blocks, in order.
-        key: the chain key after them.
-        source: a block that begins with the next ``num_partial`` tokens, 0 where none is worth a
-            copy.
-        num_partial: tokens found in ``source``, fewer than a block.
-    """
-
-    blocks: list[int]
-    key: bytes
-    source: int = 0
-    num_partial: int = 0
-
-
 class PromptKeys:
-    """The keys of the full blocks of a prompt, each hashed when it is first asked for.
+    """The keys of the full blocks of a prompt, each hashed when it is first needed.
 
-    What is found under a key is looked up anew each time, so it is never out of date.
+    Blocks are looked up anew on every call, so a result is never out of date.
 
     Args:
-        index: whose hash it is.
-        tokens: ``[n]`` token ids, which stay as they are.
-        salt: the extra key.
+        index: the index whose hash is used.
+        tokens: ``[n]`` token ids, which must not change.
+        salt: extra key.
     """
 
     def __init__(self, index: PrefixIndex, tokens: Tokens, salt: Salt = None) -> None:
         check_tokens(tokens)
         self.index, self.tokens = index, tokens
-        self._made = [index.root(salt)]
+        self._keys = [index.root(salt)]
 
-    def blocks(self, block_of: Mapping[bytes, int], limit: int) -> tuple[list[int], bytes]:
-        """The blocks of the longest prefix of the first ``limit`` tokens, and the key after it."""
+    def match(self, block_of: Mapping[bytes, int], limit: int) -> tuple[list[int], bytes]:
+        """Returns the blocks of the longest prefix of ``tokens[:limit]``, and the key after it."""
         blocks: list[int] = []
-        made, size = self._made, self.index.block_size
+        keys, size = self._keys, self.index.block_size
         for number in range(limit // size):
-            if number + 1 == len(made):
-                made.append(self.index.next_key(made[number], self.tokens, number * size))
-            block = block_of.get(made[number + 1])
+            if number + 1 == len(keys):
+                keys.append(self.index.next_key(keys[number], self.tokens, number * size))
+            block = block_of.get(keys[number + 1])
             if block is None:
                 break
             blocks.append(block)
-        return blocks, made[len(blocks)]
+        return blocks, keys[len(blocks)]
 
 
 class PrefixIndex:
     """Content address of full blocks: ``key(block) = hash(key(parent), tokens of the block)``.
 
-    The chain starts from a root key made of the salt, so that equal tokens under different salts
-    (tenants, adapters) never meet. Keys are 128-bit BLAKE2b digests: equal keys are taken for equal
-    prefixes. The hash is keyed: without ``key`` one can neither compute the digest of a prefix nor
-    look for two prefixes with one digest.
+    The chain starts from a root key made of the salt, so equal tokens under different salts
+    (tenants, adapters) never match. Keys are 128-bit BLAKE2b digests: equal keys are taken for
+    equal prefixes. The hash is keyed: without ``key`` nobody can compute the digest of a prefix or
+    search for two prefixes with one digest.
 
-    One key has at most one block and one block at most one key. A block that comes second with a
-    key is its *twin*: not found, until the first is removed. All operations are O(1) per block,
-    those on partial matches O(log n).
+    Each key finds one block. Further blocks with the same content are *duplicates*: the oldest one
+    is found once the first block is removed. All operations are O(1) per block.
 
     Args:
         block_size: tokens in a full block, at least 1.
-        min_partial: leading tokens that a block must have in common to be found by a part of it,
-            between 1 and ``block_size - 1``; None finds full blocks only and keeps no tokens.
-        key: of the hash, 1 to 64 secret bytes; None draws a random one for this index. Indices with
-            equal keys give equal digests, in every process.
+        key: hash key, 1 to 64 secret bytes; None draws a random one for this index. Indices with
+            equal keys compute equal digests in every process.
 
     Raises:
         TypeError: the key is not bytes, or ``block_size`` not an integer.
@@ -98,23 +79,18 @@ class PrefixIndex:
         index = PrefixIndex(block_size=2)
         key = index.next_key(index.root(), [5, 6])
         index.insert(key, 3)
-        index.match([5, 6, 7])  # [3]
+        index.match([5, 6, 7])  # ([3], key)
     """
 
-    def __init__(
-        self, block_size: int, min_partial: int | None = None, *, key: bytes | None = None
-    ) -> None:
+    def __init__(self, block_size: int, *, key: bytes | None = None) -> None:
         self.block_size = whole("block_size", block_size, 1)
-        self.min_partial = min_partial
         self._hash_key = _checked_key(key)
         self._block_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
-        self._twins: dict[bytes, dict[int, None]] = {}
-        self._key_of_twin: dict[int, bytes] = {}
-        self._partial = PartialIndex()
+        self._duplicates: dict[bytes, dict[int, None]] = {}
 
     def root(self, salt: Salt = None) -> bytes:
-        """Return the key of the empty prefix under ``salt``; another type is a ``TypeError``."""
+        """Returns the key of the empty prefix under ``salt``; ``TypeError`` for other types."""
         match salt:
             case None:
                 data = b"none"
@@ -127,10 +103,9 @@ class PrefixIndex:
         return self._digest(data, person=b"root")
 
     def next_key(self, parent: bytes, tokens: Tokens, start: int = 0) -> bytes:
-        """Return the key of block ``tokens[start : start + block_size]`` that follows ``parent``.
+        """Returns the key of the block ``tokens[start : start + block_size]`` after ``parent``.
 
-        Raises ``TypeError`` where a token is not an integer, ``ValueError`` where the block would
-        not be full.
+        Raises ``TypeError`` if a token is not an integer, ``ValueError`` if the block is not full.
         """
         block = tokens[start : start + self.block_size]
         if len(block) < self.block_size:
@@ -142,136 +117,80 @@ class PrefixIndex:
 
     def match(
         self, tokens: Tokens | PromptKeys, salt: Salt = None, *, limit: int | None = None
-    ) -> list[int]:
-        """Return the blocks of the longest indexed prefix of ``tokens``, full blocks only.
+    ) -> tuple[list[int], bytes]:
+        """Returns the blocks of the longest indexed prefix of ``tokens``, and the key after it.
 
         Args:
-            tokens, salt, limit: see :meth:`longest`.
+            tokens: token ids, ``[n]`` of any integer type, or their keys.
+            salt: extra key under which they were inserted; `PromptKeys` have their own.
+            limit: number of tokens that are looked up; None: all.
         """
         prompt = tokens if isinstance(tokens, PromptKeys) else PromptKeys(self, tokens, salt)
-        limit = len(prompt.tokens) if limit is None else limit
-        return prompt.blocks(self._block_of, limit)[0]
-
-    def longest(
-        self, tokens: Tokens | PromptKeys, salt: Salt = None, *, limit: int | None = None
-    ) -> PrefixMatch:
-        """Return the longest indexed prefix of ``tokens``, the beginning of a block included.
-
-        Args:
-            tokens: token ids, ``[n]`` of any integer type, or the keys of them.
-            salt: the extra key under which they were inserted; keys have one.
-            limit: tokens that are looked at; None: all.
-        """
-        prompt = tokens if isinstance(tokens, PromptKeys) else PromptKeys(self, tokens, salt)
-        limit = len(prompt.tokens) if limit is None else limit
-        blocks, key = prompt.blocks(self._block_of, limit)
-        start = len(blocks) * self.block_size
-        rest = prompt.tokens[start : min(limit, start + self.block_size)]
-        if self.min_partial is None or len(rest) < self.min_partial:
-            return PrefixMatch(blocks, key)
-        source, count = self._partial.longest(key, token_bytes(rest))
-        worth = count >= self.min_partial
-        return PrefixMatch(blocks, key, source, count) if worth else PrefixMatch(blocks, key)
+        return prompt.match(self._block_of, len(prompt.tokens) if limit is None else limit)
 
     def insert(self, key: bytes, block: int) -> bool:
-        """Make ``block`` findable under ``key``, or return False where either is taken.
+        """Indexes ``block`` under ``key``; returns whether it is the block that is found.
 
-        Where only the key is, ``block`` becomes a twin.
+        A block that has a key keeps it.
         """
-        if block in self._key_of or block in self._key_of_twin:
+        if block in self._key_of:
             return False
-        if key in self._block_of:
-            self._twins.setdefault(key, {})[block] = None
-            self._key_of_twin[block] = key
-            return False
-        self._block_of[key] = block
         self._key_of[block] = key
-        return True
+        if self._block_of.setdefault(key, block) == block:
+            return True
+        self._duplicates.setdefault(key, {})[block] = None
+        return False
 
     def put(self, parent: bytes, data: bytes, block: int) -> bytes:
-        """Index a block that follows ``parent`` and return the key after it.
-
-        Args:
-            parent: key of what comes before.
-            data: its first tokens, 8 bytes each. Where they don't fill the block, it is only found
-                in part, until it is put again with more; ``parent`` is returned.
-            block: the block. Where another has this content already, that one stays the one that
-                is found.
-        """
-        if len(data) < self.block_size * TOKEN_BYTES:
-            if block not in self._key_of and block not in self._key_of_twin:
-                self._partial.put(parent, data, block)
-            return parent
+        """Indexes a full block after ``parent`` by ``data``, 8 bytes a token; returns its key."""
         key = self._digest(parent + data)
         self.insert(key, block)
-        if block not in self._key_of:
-            self._partial.discard(block)
-        elif self.min_partial is not None:
-            self._partial.put(parent, data, block)
         return key
 
-    def findable(self, before: int, length: int) -> int:
-        """Up to which position blocks are indexed once ``length`` positions are computed.
+    def key(self, block: int) -> bytes | None:
+        """Returns the key of a block; None if it has none."""
+        return self._key_of.get(block)
 
-        Args:
-            before: positions that were computed before.
-            length: those that are.
-        """
-        full = length - length % self.block_size
-        step = self.min_partial
-        if step is None:
-            return full
-        return length if (length - full) // step > max(0, before - full) // step else full
-
-    def next_findable(self, length: int) -> int:
-        """The next position above ``length`` up to which more can be found once it is computed."""
-        step = self.min_partial or self.block_size
-        inside = length % self.block_size
-        return length - inside + min(inside - inside % step + step, self.block_size)
+    def block(self, key: bytes) -> int:
+        """Returns the block that ``key`` finds; ``KeyError`` if there is none."""
+        return self._block_of[key]
 
     def remove(self, block: int) -> None:
-        """Forget ``block``; a twin is found instead. ``ValueError`` where it is not indexed."""
-        if block not in self:
-            raise ValueError(f"expected an indexed block, got {block}: insert it first")
+        """Removes a block if it is indexed; its key finds the oldest duplicate from now on."""
         key = self._key_of.pop(block, None)
         if key is None:
-            self._partial.discard(block)
             return
-        twin = next(iter(self._twins.get(key, ())), 0)
-        self._partial.hand_over(block, twin)
-        self.remove_twin(twin)
-        del self._block_of[key]
-        if twin:
-            self.insert(key, twin)
+        duplicates = self._duplicates.get(key)
+        if self._block_of[key] == block:
+            if duplicates is None:
+                del self._block_of[key]
+                return
+            self._block_of[key] = block = next(iter(duplicates))
+        assert duplicates is not None
+        del duplicates[block]
+        if not duplicates:
+            del self._duplicates[key]
 
-    def remove_twin(self, block: int) -> int:
-        """Forget ``block`` where it is a twin; return the one that is found, 0 where it is none."""
-        key = self._key_of_twin.pop(block, None)
-        if key is None:
-            return 0
-        del self._twins[key][block]
-        if not self._twins[key]:
-            del self._twins[key]
-        return self._block_of.get(key, 0)
-
-    def withdraw(self, block: int) -> None:
-        """Forget ``block`` in whatever way it is known; nothing where it is not."""
-        self.remove_twin(block)
-        if block in self:
-            self.remove(block)
-
-    def __contains__(self, block: int) -> bool:
-        return block in self._key_of or block in self._partial
+    def rename(self, new_ids: Mapping[int, int]) -> None:
+        """Replaces block ids by new ones, which are a permutation of the old ones."""
+        keys = {new: self._key_of.pop(old, None) for old, new in new_ids.items()}
+        for key in {key for key in keys.values() if key is not None}:
+            found = self._block_of[key]
+            self._block_of[key] = new_ids.get(found, found)
+            if key in self._duplicates:
+                ids = self._duplicates[key]
+                self._duplicates[key] = {new_ids.get(block, block): None for block in ids}
+        self._key_of |= {block: key for block, key in keys.items() if key is not None}
 
     def __len__(self) -> int:
-        return len(self._key_of)
+        return len(self._block_of)
 
     def _digest(self, data: bytes, person: bytes = b"") -> bytes:
         return blake2b(data, digest_size=_DIGEST_BYTES, key=self._hash_key, person=person).digest()
 
 
 def check_tokens(tokens: Tokens) -> None:
-    """Raise ``TypeError`` or ``ValueError`` where an array cannot be one sequence of token ids."""
+    """Raises ``TypeError`` or ``ValueError`` unless an array is one sequence of token ids."""
     if not isinstance(tokens, np.ndarray):
         return
     if tokens.ndim != 1:
@@ -285,7 +204,7 @@ def check_tokens(tokens: Tokens) -> None:
 
 
 def token_bytes(tokens: Tokens) -> bytes:
-    """Return 8 bytes for each token, or raise ``TypeError`` where one is no 64-bit integer."""
+    """Returns 8 bytes for each token; ``TypeError`` if one is not a 64-bit integer."""
     if isinstance(tokens, np.ndarray):
         check_tokens(tokens)
         return np.ascontiguousarray(tokens, dtype=np.int64).tobytes()

@@ -1,4 +1,4 @@
-"""The figures of a block pool at one moment."""
+"""Statistics of a block pool."""
 
 from __future__ import annotations
 
@@ -9,28 +9,26 @@ __all__ = ["PoolStats"]
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
-    """A snapshot of a ``BlockPool``; ``used + free + cached == total``, the null block not counted.
+    """A snapshot of a ``BlockPool``; ``used + free + cached == total``, without the null block.
 
     Attributes:
-        total: blocks that can be handed out.
-        used: blocks that a request (or a copy that is still to be performed) holds.
+        total: blocks that can be allocated.
+        used: blocks held by a request or pinned by a pending copy.
         free: blocks without content.
-        cached: blocks that no request holds, kept for their content until they are evicted.
+        cached: blocks that no request holds, with content that can be found until they are evicted.
         requests: requests that hold a table.
-        highest_used: the highest place in use now, 0 where none is; over ``used`` it says how
-            spread out they are. Without defragmentation a block's place is its id.
-        high_water: the highest place that was ever in use.
-        peak_used: the most blocks that were ever in use at once.
-        allocations: blocks handed out so far, prefix hits not counted.
-        evictions: allocations that dropped cached content.
-        copies: copies on write so far, those of partial hits included.
+        highest_used: the highest used block, 0 if none is; divided by ``used`` it measures how
+            spread out the used blocks are.
+        high_water: the highest block that was ever used.
+        peak_used: the largest number of blocks ever used at once.
+        allocations: blocks allocated so far, not counting prefix hits.
+        evictions: allocations that evicted cached content.
+        copies: copies on write so far.
         preemptions: requests preempted so far.
-        queried_tokens: tokens of all prompts that were looked up in the prefix cache.
-        hit_tokens: those of them that were found.
-        partial_hit_tokens: those of them that were found at the beginning of a block, which was
-            copied.
-        fragmented_slots: slots of used blocks beyond the length of the tables that end there, a
-            shared block once.
+        queried_tokens: prompt tokens that were looked up in the prefix cache.
+        hit_tokens: prompt tokens that were found there.
+        fragmented_slots: slots of used blocks beyond the length of the tables that end there; a
+            shared block counts once.
     """
 
     total: int
@@ -47,14 +45,13 @@ class PoolStats:
     preemptions: int
     queried_tokens: int
     hit_tokens: int
-    partial_hit_tokens: int
     fragmented_slots: int
 
     @property
     def hit_ratio(self) -> float:
-        """Found tokens over looked-up tokens, 0 where none was looked up."""
+        """``hit_tokens / queried_tokens``, 0 if no token was queried."""
         return self.hit_tokens / self.queried_tokens if self.queried_tokens else 0.0
 
     def fragmented_bytes(self, bytes_per_slot: int) -> int:
-        """Bytes lost to internal fragmentation; a slot takes ``bytes_per_slot`` over all layers."""
+        """Bytes lost to internal fragmentation, at ``bytes_per_slot`` over all layers."""
         return self.fragmented_slots * bytes_per_slot

@@ -1,13 +1,19 @@
-"""Online defragmentation: the used blocks of a cache are kept together at its beginning.
+"""Online defragmentation: moves the used blocks of a cache to its beginning.
 
-:class:`BlockSwap` exchanges and moves blocks in captured graphs; :class:`OnlineDefragmenter` says
-which, and keeps account of where they are.
+:class:`BlockSwap` exchanges and moves blocks in captured graphs; :class:`OnlineDefragmenter` plans
+the moves.
 """
 
 from __future__ import annotations
 
-from compiled_attn.cache.defrag.defragmenter import BlockCopies, OnlineDefragmenter
-from compiled_attn.cache.defrag.report import DefragReport, DefragTotals, Move
+from compiled_attn.cache.defrag.defragmenter import (
+    BlockCopies,
+    DefragReport,
+    DefragTotals,
+    Move,
+    OnlineDefragmenter,
+)
+from compiled_attn.cache.defrag.logical import LogicalBlocks
 from compiled_attn.cache.defrag.swap import PAD_SIZES, BlockSwap
 
 __all__ = [
@@ -16,6 +22,7 @@ __all__ = [
     "BlockSwap",
     "DefragReport",
     "DefragTotals",
+    "LogicalBlocks",
     "Move",
     "OnlineDefragmenter",
 ]

@@ -10,14 +10,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from compiled_attn.cache.defrag.lists import (
-    PaddedLists,
+from compiled_attn.cache.defrag.memory import CacheMemory, alias
+from compiled_attn.cache.defrag.pairs import (
+    PaddedPairs,
     Pairs,
+    distinct_blocks,
     move_pairs,
-    single_places,
     swap_pairs,
 )
-from compiled_attn.cache.defrag.rows import CacheMemory, twin
 from compiled_attn.cache.kv_cache import PagedKVCache
 from graphs import BucketEvent, WarmupGroup, WarmupReport
 from graphs.capture.contract import Backend
@@ -26,48 +26,47 @@ __all__ = ["PAD_SIZES", "BlockSwap"]
 
 PAD_SIZES = (8, 16, 32, 64, 128, 256, 512)
 
-# Left to itself, inductor puts off the gather of the sources until after the first write, for the
-# sake of which it then copies the cache; and it streams all tensors in one loop, more than the
-# processor prefetches.
+# By default inductor delays the gather of the sources until after the first write, for which it
+# copies the cache; and it fuses all tensors into one loop, with more streams than are prefetched.
 _OPTIONS: dict[str, dict[str, Any]] = {
     "inductor": {"options": {"reorder_for_locality": False, "max_fusion_size": 8}}
 }
 
 
 class BlockSwap(nn.Module):
-    """Exchanges the content of blocks in place, in all layers, K, V and scales in one graph.
+    """Exchanges blocks in place, in all layers, K, V and scales in one graph.
 
-    Lists of places are padded with the null block 0, exchanged with itself, to a few lengths, each
-    captured once. :meth:`move` is the one-way form with half the traffic.
+    Lists of blocks are padded with the null block 0, exchanged with itself, to a few lengths, each
+    captured once. :meth:`move` copies one way, with half the traffic.
 
-    The module holds the memory of the cache as buffers (not persistent), seen as rows of integers,
-    one row a block. It is bound to that memory: moving or casting this module is a
-    ``RuntimeError``, and so is using it after the cache was moved, cast or replaced. Make it after
+    The module holds the memory of the cache as buffers (not persistent), viewed as rows of
+    integers, one row per block. It is bound to that memory: moving or casting this module, or using
+    it after the cache was moved, cast or replaced, is a ``RuntimeError``. Create it after
     ``cache.to(...)``.
 
     Args:
         buffers: a `PagedKVCache`, or tensors of which axis 0 is the blocks, or the slots of all
             blocks (``[num_blocks * block_size, ...]``): keys, values and scales of all layers, of
-            any dtype, each block one piece of memory (every layout of `compat.paged`).
-        num_blocks: blocks of the cache with the null block; only needed for flat slots, default
-            axis 0 of the first tensor.
+            any dtype, each block contiguous (every layout of `compat.paged`).
+        num_blocks: blocks of the cache including the null block; only needed for flat slots, by
+            default axis 0 of the first tensor.
         pad_sizes: lengths to capture, in pairs.
-        backend: how to capture: a name out of `graphs.available_backends`, or a backend object.
-        strict: a pad size that cannot be captured is an error of :meth:`warmup`; otherwise a larger
-            one serves its lists.
-        exchanges: whether :meth:`swap` is captured; an `OnlineDefragmenter` does without.
+        backend: a name of `graphs.available_backends`, or a backend object.
+        strict: :meth:`warmup` raises if a pad size cannot be captured; otherwise a larger one
+            replaces it.
+        exchanges: whether to capture :meth:`swap`, which `OnlineDefragmenter` does not need.
 
     Attributes:
         num_blocks: blocks of the cache.
         bytes_per_block: bytes of a block in all tensors together.
 
     Shape:
-        - forward(sources ``[P]``, destinations ``[P]``) int64 places on the device of the cache ->
+        - forward(sources ``[P]``, destinations ``[P]``) int64 blocks on the device of the cache ->
           None
 
     Raises:
-        ValueError: no tensor, sizes that do not fit ``num_blocks``, a block that is not one piece
-            of memory, tensors that share memory or lie on several devices.
+        ValueError: no tensor, sizes that do not fit ``num_blocks``, a block that is not
+            contiguous, tensors that share memory or are on several devices.
         TypeError: a buffer is not a tensor.
 
     Example::
@@ -94,7 +93,7 @@ class BlockSwap(nn.Module):
         self.bytes_per_block = self._cache.bytes_per_block
         for number, rows in enumerate(self._cache.rows()):
             self.register_buffer(f"rows_{number}", rows, persistent=False)
-            self.register_buffer(f"read_{number}", twin(rows), persistent=False)
+            self.register_buffer(f"read_{number}", alias(rows), persistent=False)
         settings: dict[str, Any] = {
             "pad_sizes": pad_sizes,
             "device": self._cache.device,
@@ -102,14 +101,14 @@ class BlockSwap(nn.Module):
             "strict": strict,
             **_options(backend),
         }
-        self._swaps = PaddedLists(self, "swaps", **settings) if exchanges else None
-        self._moves = PaddedLists(_Overwrite(self), "moves", **settings)
+        self._swaps = PaddedPairs(self, "swaps", **settings) if exchanges else None
+        self._moves = PaddedPairs(_Overwrite(self), "moves", **settings)
         self._is_closed = False
 
     def forward(self, sources: Tensor, destinations: Tensor) -> None:
         """Exchanges the blocks at ``sources [P]`` with those at ``destinations [P]``.
 
-        Nothing is checked: no place but 0 may be there twice.
+        Nothing is checked: no block but 0 may occur twice.
         """
         memory = list(self._memory())
         for number, (rows, read) in enumerate(memory):
@@ -122,16 +121,16 @@ class BlockSwap(nn.Module):
                 raise
 
     def overwrite(self, sources: Tensor, destinations: Tensor) -> None:
-        """Copies the blocks at ``sources [P]`` over those at ``destinations [P]``: the traced move.
+        """Copies the blocks at ``sources [P]`` to ``destinations [P]``: the traced move.
 
-        Nothing is checked: no destination but 0 may be there twice, or be a source.
+        Nothing is checked: no destination but 0 may occur twice, or be a source.
         """
         for rows, read in self._memory():
             rows.index_copy_(0, destinations, read.index_select(0, sources))
 
     @property
     def pending(self) -> int:
-        """How many graphs are not captured yet."""
+        """Number of graphs that are not captured yet."""
         return sum(lists.pending for lists in self._lists())
 
     def warmup(self, progress: Callable[[BucketEvent], None] | None = None) -> WarmupReport:
@@ -140,32 +139,30 @@ class BlockSwap(nn.Module):
 
         Raises:
             graphs.CaptureError: a pad size could not be captured (strict), or none.
-            RuntimeError: it is closed, or the cache is no longer where it was.
+            RuntimeError: it is closed, or the cache was moved.
         """
         self._check_open()
         self._check_memory()
         return WarmupGroup(*self._lists()).warmup(progress)
 
     def swap(self, pairs: Pairs) -> None:
-        """Exchanges the blocks at each two places: all pairs, or none.
+        """Exchanges the two blocks of every pair: all pairs, or none.
 
         Args:
-            pairs: ``(place, place)``, any number of them (more than the largest pad size run in
+            pairs: ``(block, block)``, any number of them (more than the largest pad size run in
                 several graph calls), or an integer array ``[N, 2]``; ``(0, 0)`` is padding.
 
         Raises:
-            ValueError, TypeError: a place is out of range, the null block's or in two pairs; no
+            ValueError, TypeError: a block is out of range, the null block, or in two pairs; no
                 block changed.
-            RuntimeError: made without exchanges, not warmed up, closed, or the cache is no longer
-                where it was. Where a graph call fails, the error is its own, and the exchanges of
-                earlier calls are undone. (An interrupt has no such promise here: whether the
-                exchange that it hit took place cannot be known. `OnlineDefragmenter` exchanges by
-                :meth:`take`, :meth:`move` and :meth:`put`, each of which may be repeated.)
+            RuntimeError: created without exchanges, not warmed up, closed, or the cache was
+                moved. If a graph call fails, the exchanges of earlier calls are undone.
         """
         self._check_ready()
         if self._swaps is None:
             raise RuntimeError(
-                "expected a BlockSwap with exchanges, got one without: make it with exchanges=True"
+                "expected a BlockSwap with exchanges, got one without: "
+                "create it with exchanges=True"
             )
         done: list[NDArray[np.int64]] = []
         try:
@@ -178,43 +175,43 @@ class BlockSwap(nn.Module):
             raise
 
     def move(self, pairs: Pairs) -> None:
-        """Copies blocks one way: what was at the destinations is lost, the sources stay.
+        """Copies blocks from sources to destinations.
 
         Args:
-            pairs: ``(source, destination)`` places as in :meth:`swap`; a source may be there twice.
+            pairs: ``(source, destination)`` as in :meth:`swap`; a source may occur twice.
 
         Raises:
-            ValueError, TypeError, RuntimeError: as :meth:`swap`; also where a destination is a
-                source. Where a graph call fails, destinations of earlier ones are overwritten.
+            ValueError, TypeError, RuntimeError: as :meth:`swap`; also if a destination is a source.
+                If a graph call fails, destinations of earlier ones are overwritten.
         """
         self._check_ready()
         for part in self._moves.split(move_pairs(pairs, self.num_blocks)):
             self._moves.run(part)
 
-    def take(self, places: Sequence[int] | NDArray[np.integer]) -> list[Tensor]:
-        """Returns a copy of the blocks at ``places``, ``[N, words]`` for each tensor of the cache.
+    def take(self, blocks: Sequence[int] | NDArray[np.integer]) -> list[Tensor]:
+        """Returns a copy of ``blocks``, ``[N, words]`` for each tensor of the cache.
 
         Raises:
-            ValueError, TypeError: a place is out of range, the null block's or there twice.
+            ValueError, TypeError: a block is out of range, the null block, or occurs twice.
             RuntimeError: as :meth:`swap`.
         """
         self._check_ready()
-        at = self._index(places)
+        at = self._index(blocks)
         return [read.index_select(0, at) for _, read in self._memory()]
 
-    def put(self, places: Sequence[int] | NDArray[np.integer], contents: Sequence[Tensor]) -> None:
-        """Writes ``contents``, of :meth:`take`, to as many places; may be repeated.
+    def put(self, blocks: Sequence[int] | NDArray[np.integer], contents: Sequence[Tensor]) -> None:
+        """Writes the result of :meth:`take` to as many blocks; may be repeated.
 
         Raises:
             ValueError, TypeError, RuntimeError: as :meth:`take`.
         """
         self._check_ready()
-        at = self._index(places)
-        for (rows, _), kept in zip(self._memory(), contents, strict=True):
-            rows.index_copy_(0, at, kept)
+        at = self._index(blocks)
+        for (rows, _), content in zip(self._memory(), contents, strict=True):
+            rows.index_copy_(0, at, content)
 
     def close(self) -> None:
-        """Frees the graphs; using it from now on is an error. May be called twice."""
+        """Frees the graphs; may be called twice. Any use after it is an error."""
         self._is_closed = True
         for lists in self._lists():
             lists.close()
@@ -230,11 +227,11 @@ class BlockSwap(nn.Module):
         for number in range(len(self._cache.addresses)):
             yield self.get_buffer(f"rows_{number}"), self.get_buffer(f"read_{number}")
 
-    def _lists(self) -> list[PaddedLists]:
+    def _lists(self) -> list[PaddedPairs]:
         return [lists for lists in (self._swaps, self._moves) if lists is not None]
 
-    def _index(self, places: Sequence[int] | NDArray[np.integer]) -> Tensor:
-        checked = single_places(places, self.num_blocks)
+    def _index(self, blocks: Sequence[int] | NDArray[np.integer]) -> Tensor:
+        checked = distinct_blocks(blocks, self.num_blocks)
         return torch.from_numpy(checked).to(self._cache.device)
 
     def _check_ready(self) -> None:
@@ -247,24 +244,24 @@ class BlockSwap(nn.Module):
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise RuntimeError("expected an open BlockSwap, got a closed one: make a new one")
+            raise RuntimeError("expected an open BlockSwap, got a closed one: create a new one")
 
     def _check_memory(self) -> None:
         first = next(self._memory())[0]
-        if first.data_ptr() != self._cache.addresses[0] or self._cache.is_elsewhere():
+        if first.data_ptr() != self._cache.addresses[0] or self._cache.has_moved():
             raise RuntimeError(
-                "expected the cache where it was when this BlockSwap was made, but it was moved, "
-                "cast or replaced: make a new BlockSwap"
+                "expected the cache that this BlockSwap was created for, but it was moved, cast or "
+                "replaced: create a new BlockSwap"
             )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BlockSwap:
-        # Module.to() and its like would part the rows from the cache, which is not ours to move.
+        # Module.to() and the like would move the rows away from the cache.
         rows = next(self._memory())[0]
         applied = fn(rows)
         if applied.device != rows.device or applied.data_ptr() != rows.data_ptr():
             raise RuntimeError(
                 "expected a BlockSwap to stay with its cache, got a move of its buffers: "
-                "move the cache, and make a new BlockSwap after that"
+                "move the cache, and create a new BlockSwap after that"
             )
         return self
 
@@ -274,7 +271,7 @@ def _options(backend: str | Backend) -> dict[str, Any]:
 
 
 class _Overwrite(nn.Module):
-    """The move as a module, for backends that look for the buffers of one."""
+    """The move as a module, for backends that look for its buffers."""
 
     def __init__(self, swap: BlockSwap) -> None:
         super().__init__()
@@ -285,16 +282,16 @@ class _Overwrite(nn.Module):
 
 
 def _exchange(rows: Tensor, read: Tensor, sources: Tensor, destinations: Tensor) -> None:
-    """Exchanges rows in place. ``read`` is the same memory, for compilers a tensor of its own.
+    """Exchanges rows in place.
 
-    It tells them that no write of this list changes a destination before it is read, so that those
-    go straight to their new places.
+    ``read`` is the same memory, but compilers take it for another tensor: no write changes a
+    destination before it is read, so that destinations need no temporary copy.
     """
-    kept, taken = rows.index_select(0, sources), read.index_select(0, destinations)
+    saved, taken = rows.index_select(0, sources), read.index_select(0, destinations)
     try:
         rows.index_copy_(0, sources, taken)
-        rows.index_copy_(0, destinations, kept)
+        rows.index_copy_(0, destinations, saved)
     except BaseException:
-        rows.index_copy_(0, sources, kept)
+        rows.index_copy_(0, sources, saved)
         rows.index_copy_(0, destinations, taken)
         raise

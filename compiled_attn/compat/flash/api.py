@@ -1,14 +1,21 @@
-"""`flash_attn_with_kvcache` as FlashAttention 2 defines it, on any device."""
+"""`flash_attn_with_kvcache` of FlashAttention 2 on any device, and its reference."""
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
+import torch
 from torch import Tensor
 
-from compiled_attn.compat.flash.call import FlashCall
+from compiled_attn.attention.nonfinite import are_finite, nan_if_seen, zero_others
+from compiled_attn.attention.rotary import apply_rotary
 from compiled_attn.compat.flash.forward import forward
+from compiled_attn.compat.flash.inputs import FlashCall
+from compiled_attn.compat.flash.validation import check, check_bounds
 from compiled_attn.ops import KernelChoice
 
-__all__ = ["flash_attn_with_kvcache"]
+__all__ = ["flash_attn_with_kvcache", "flash_attn_with_kvcache_reference"]
 
 
 def flash_attn_with_kvcache(
@@ -36,16 +43,16 @@ def flash_attn_with_kvcache(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Appends new tokens to a KV cache in place, then attends queries to all tokens of their row.
 
-    Row b has ``L = cache_seqlens[b]`` tokens in the cache before the call, its left pad included,
-    and ``L + Sn`` after it. The queries are its last tokens: the own position of query i is
+    Row b has ``L = cache_seqlens[b]`` tokens in the cache before the call, including its left pad,
+    and ``L + Sn`` after it. The queries are its last tokens: query i has position
     ``L + Sn - Sq + i`` (bottom-right alignment). There is no backward.
 
     Args:
         q: ``[B, Sq, H, D]``, not modified. float16, bfloat16, float32 or float64; ``D <= 256``.
         k_cache, v_cache: ``[Bc, Sc, Hk, D]``, or pages ``[NP, P, Hk, D]`` of any size P with
             ``block_table``. Any strides but the last, which is 1; views are written through.
-            Query head h reads key head ``h // (H // Hk)``; ``H % Hk == 0``. What lies outside of
-            the rows' tokens may be NaN.
+            Query head h reads key head ``h // (H // Hk)``; ``H % Hk == 0``. Slots without a
+            token of a row may hold NaN.
         k, v: ``[B, Sn, Hk, D]``, written to positions ``L .. L + Sn - 1`` before attending; both or
             neither.
         rotary_cos, rotary_sin: ``[R, rd / 2]``, contiguous, ``rd % 16 == 0``, R at least the cache
@@ -53,41 +60,40 @@ def flash_attn_with_kvcache(
             i is rotated as position ``L + i`` if ``causal`` or a window is set, else as position
             ``L``.
         cache_seqlens: ints ``[B]`` or an int. None: the cache is full, only without k.
-        cache_batch_idx: ints ``[B]``, row of the contiguous cache (or of ``block_table``) that each
-            row reads and writes; None: row b.
+        cache_batch_idx: ints ``[B]``, row of the contiguous cache (or of ``block_table``) for each
+            batch row; None: row b.
         cache_leftpad: ints ``[B]``, slots at the start of each row that are not part of its
             sequence.
-        block_table: ints ``[B, W]``; token t of row b lies in page ``block_table[b, t // P]``, slot
+        block_table: ints ``[B, W]``; token t of row b is in page ``block_table[b, t // P]``, slot
             ``t % P``. Entries past a row's last token are never looked up and may be anything.
         softmax_scale: factor of the scores; None: ``D ** -0.5``.
         causal: a query sees nothing to the right of its own position.
-        window_size: tokens to the left and right of its own position that a query sees; -1: all.
-            ``causal`` overrides the right side.
+        window_size: visible tokens to the left and right of a query; -1: all. ``causal`` overrides
+            the right side.
         softcap: cap c of ``c * tanh(score / c)`` if positive.
         rotary_interleaved: True pairs (0, 1), (2, 3), ..; False pairs (i, i + rd / 2).
         alibi_slopes: float32 ``[H]`` or ``[B, H]``; adds ``-slope * distance`` to the capped
             scores.
-        num_splits: slices of the keys that are attended to one after the other, 0 to 128; 0: as few
-            as keep the scores of a slice under 64 MiB. Changes the result by rounding only.
+        num_splits: slices of the keys, attended to one after the other, 0 to 128; 0: as few as keep
+            the scores of a slice under 64 MiB. Changes the result by rounding only.
         return_softmax_lse: also return the log-sum-exp of the scores.
-        kernel: "native": the C++ kernel or an error, "portable": plain torch, "auto": native where
-            it supports the call; docs/kernels.md says where. The native kernel has no use for
-            ``num_splits``.
+        kernel: "native": the C++ kernel or an error, "portable": plain torch, "auto": native if it
+            supports the call (docs/kernels.md). The native kernel ignores ``num_splits``.
 
     Returns:
-        ``[B, Sq, H, D]`` in q's dtype, zeros where a query sees no key. With ``return_softmax_lse``
+        ``[B, Sq, H, D]`` in q's dtype, zeros if a query sees no key. With ``return_softmax_lse``
         also ``[B, H, Sq]`` in float32 (float64 for float64 q), natural logarithm, -inf where a
         query sees no key.
 
     Raises:
-        FlashArgumentError: (a ``RuntimeError`` and a ``ValueError``) the arguments do not fit
-            together; new tokens or an integer tensor lie in the memory of a cache that is written;
-            a row has no room for its new tokens; a page that a row uses does not exist,
-            or gets two new tokens in one slot. Nothing has been written then. Inside a compiled
-            or captured graph, numbers in tensors are not read but asserted (``RuntimeError``).
+        FlashArgumentError: (a ``RuntimeError`` and a ``ValueError``) arguments do not match; new
+            tokens or an integer tensor share memory with a cache that is written; a row has no room
+            for its new tokens; a page that a row uses does not exist, or gets two new tokens in one
+            slot. Nothing is written. Inside a compiled or captured graph, numbers in tensors are
+            not read but asserted (``RuntimeError``).
         KernelArgumentError, NativeUnavailable: ``kernel`` is "native", but it cannot serve the call
-            or be built here. Nothing has been written then.
-        TypeError: an argument that is not the tensor or the number that it must be.
+            or be built. Nothing is written.
+        TypeError: an argument is not a tensor or number.
 
     Source: ``flash_attn_with_kvcache`` of FlashAttention 2.8 (Dao et al.); docs/flash.md lists
     the differences.
@@ -99,3 +105,77 @@ def flash_attn_with_kvcache(
     )  # fmt: skip
     out, lse = forward(call)
     return (out, lse) if return_softmax_lse else out
+
+
+@torch.no_grad()
+def flash_attn_with_kvcache_reference(*args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, Tensor]:
+    """Reference of `flash_attn_with_kvcache`, row by row and head by head; eager only.
+
+    Computes, writes and raises the same for the same arguments; ignores ``num_splits``.
+    """
+    call = FlashCall(*args, **kwargs)
+    check(call)
+    lengths = call.lengths()
+    check_bounds(call, lengths)
+    rows = [_row(call, row, int(length)) for row, length in enumerate(lengths)]
+    out, lse = (torch.stack(each) for each in zip(*rows, strict=True))
+    return (out.to(call.q.dtype), lse) if call.return_softmax_lse else out.to(call.q.dtype)
+
+
+def _row(call: FlashCall, row: int, length: int) -> tuple[Tensor, Tensor]:
+    total = length + call.new_tokens
+    query = call.q[row]
+    pages, slots = _slots(call, row, total)
+    if call.k is not None and call.v is not None:
+        key = call.k[row]
+        if call.rotary_cos is not None and call.rotary_sin is not None:
+            tables, pairing = (call.rotary_cos, call.rotary_sin), call.rotary_interleaved
+            positions = (
+                length
+                + torch.arange(query.shape[0], device=query.device) * call.rotates_by_position
+            )
+            query = apply_rotary(query, *tables, positions, interleaved=pairing)
+            positions = length + torch.arange(key.shape[0], device=key.device)
+            key = apply_rotary(key, *tables, positions, interleaved=pairing)
+        call.k_cache[pages[length:], slots[length:]] = key
+        call.v_cache[pages[length:], slots[length:]] = call.v[row]
+    pad = 0 if call.cache_leftpad is None else int(call.cache_leftpad[row])
+    own = pages[pad:], slots[pad:]
+    return _attend_row(call, row, query, call.k_cache[own], call.v_cache[own])
+
+
+def _slots(call: FlashCall, row: int, total: int) -> tuple[Tensor, Tensor]:
+    tokens = torch.arange(total, device=call.q.device)
+    source = row if call.cache_batch_idx is None else int(call.cache_batch_idx[row])
+    if call.block_table is None:
+        return torch.full_like(tokens, source), tokens
+    return call.block_table[source, tokens // call.page_size].long(), tokens % call.page_size
+
+
+def _attend_row(
+    call: FlashCall, row: int, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor]:
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    group = query.shape[1] // key.shape[1]
+    i = torch.arange(query.shape[0], device=query.device).unsqueeze(1) + len(key) - len(query)
+    j = torch.arange(len(key), device=query.device)
+    left, right = call.window
+    visible = torch.ones_like(i - j, dtype=torch.bool)
+    visible &= j >= i - left if left >= 0 else visible
+    visible &= j <= i + right if right >= 0 else visible
+    finite = are_finite(value)
+    value, nan = zero_others(finite, value), nan_if_seen(visible, finite).unsqueeze(-1)
+    outs, lses = [], []
+    for head in range(query.shape[1]):
+        scores = query[:, head] @ key[:, head // group].T * call.scoring.scale
+        if call.softcap > 0:
+            scores = call.softcap * torch.tanh(scores / call.softcap)
+        if call.alibi_slopes is not None:
+            slopes = call.alibi_slopes if call.alibi_slopes.dim() == 1 else call.alibi_slopes[row]
+            scores = scores - slopes[head].to(dtype) * (i - j).abs()
+        scores = scores.masked_fill(~visible, -math.inf)
+        weights = torch.softmax(scores, -1).masked_fill(~visible, 0)  # NaN if no key is visible
+        outs.append(weights @ value[:, head // group] + nan)
+        lses.append(torch.logsumexp(scores, -1))
+    return torch.stack(outs, 1), torch.stack(lses)

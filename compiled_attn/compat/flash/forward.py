@@ -1,8 +1,8 @@
-"""A call of `flash_attn_with_kvcache` from checks to results: appends, then attends.
+"""Implements `flash_attn_with_kvcache`: validates, appends, attends.
 
 Masks and the ALiBi bias count in cache slots. Query i of a row whose sequence ends before slot
-``total`` stands at slot ``total - Sq + i`` (bottom-right alignment); a left pad shifts queries and
-keys alike, so it cancels out.
+``total`` has slot ``total - Sq + i`` (bottom-right alignment); a left pad shifts queries and keys
+alike, so it cancels out.
 """
 
 from __future__ import annotations
@@ -14,38 +14,36 @@ from compiled_attn.arguments import can_read
 from compiled_attn.attention.merge import lse, merge, merge_online
 from compiled_attn.attention.rotary import apply_rotary
 from compiled_attn.attention.state import PartialAttention
-from compiled_attn.compat.flash.call import FlashCall
-from compiled_attn.compat.flash.checks import assert_bounds, check, check_bounds
-from compiled_attn.compat.flash.key_slice import KeySlice, form_for
-from compiled_attn.compat.flash.page_table import PageTable
+from compiled_attn.compat.flash.inputs import FlashCall, PageTable
+from compiled_attn.compat.flash.key_slice import KeySlice, select_attend
+from compiled_attn.compat.flash.validation import assert_bounds, check, check_bounds
 from compiled_attn.ops import PagedCall, attend_paged, chooses_native, write_rows
 
 __all__ = ["alibi", "forward", "query_slots", "slots_in_use", "visible"]
 
 _SCORES_AT_ONCE = 1 << 24
-"""Scores of a slice of keys when ``num_splits`` is 0: 64 MiB in float32."""
+"""Scores of a slice of keys if ``num_splits`` is 0: 64 MiB in float32."""
 
 
 def query_slots(totals: Tensor, queries: int) -> Tensor:
-    """The slot each query stands at, ``[B] -> [B, Sq]``; negative with fewer keys than queries."""
+    """Returns the slot of each query, ``[B] -> [B, Sq]``; negative with fewer keys than queries."""
     return totals.unsqueeze(1) - queries + torch.arange(queries, device=totals.device)
 
 
 def slots_in_use(slots: Tensor, totals: Tensor, leftpad: Tensor | None) -> Tensor:
-    """Which slots ``[N]`` hold a token of each row's sequence, ``[B, N]``; others may hold NaN."""
+    """Returns which slots ``[N]`` hold a token of each row, ``[B, N]``; others may hold NaN."""
     used = slots < totals.unsqueeze(1)
     return used if leftpad is None else used & (slots >= leftpad.unsqueeze(1))
 
 
 def visible(slots: Tensor, used: Tensor, at: Tensor, window: tuple[int, int]) -> Tensor:
-    """The slots ``[N]`` that each query sees, ``[B, Sq, N]``.
+    """Returns which slots ``[N]`` each query sees, ``[B, Sq, N]``.
 
     Args:
         slots: ``[N]``.
         used: ``[B, N]``, of `slots_in_use`.
         at: ``[B, Sq]``, of `query_slots`.
-        window: slots to the left and to the right of its own that a query sees; negative: all of
-            them.
+        window: visible slots to the left and right of a query; negative: all.
     """
     left, right = window
     seen = used.unsqueeze(1).expand(-1, at.shape[1], -1)
@@ -57,7 +55,7 @@ def visible(slots: Tensor, used: Tensor, at: Tensor, window: tuple[int, int]) ->
 
 
 def alibi(slopes: Tensor, slots: Tensor, at: Tensor) -> Tensor:
-    """The bias ``-slope * distance``, ``[B, H, Sq, N]``, from slopes ``[H]`` or ``[B, H]``.
+    """Returns the bias ``-slope * distance``, ``[B, H, Sq, N]``, for slopes ``[H]`` or ``[B, H]``.
 
     Source: ALiBi (Press et al., 2022) in FlashAttention's symmetric form.
     """
@@ -66,12 +64,12 @@ def alibi(slopes: Tensor, slots: Tensor, at: Tensor) -> Tensor:
 
 
 def forward(call: FlashCall, *, null_page: bool = False) -> tuple[Tensor, Tensor]:
-    """Out ``[B, Sq, H, D]`` and log-sum-exp ``[B, H, Sq]`` of a call, its new tokens written.
+    """Writes new tokens; returns out ``[B, Sq, H, D]`` and log-sum-exp ``[B, H, Sq]``.
 
     Args:
-        null_page: rows that lie in page 0 alone are padding and see nothing.
+        null_page: rows that are in page 0 only are padding and see nothing.
     """
-    # No decorator: all functions that torch wraps share one code object, and its recompile limit.
+    # Not a decorator: all decorated functions share one code object and its recompile limit.
     with torch.no_grad():
         check(call)
         lengths = call.lengths()
@@ -92,27 +90,24 @@ def forward(call: FlashCall, *, null_page: bool = False) -> tuple[Tensor, Tensor
 
 
 def _append(call: FlashCall, lengths: Tensor, pages: PageTable) -> Tensor:
-    """Writes the new tokens; returns the queries, rotated if the call says so."""
+    """Writes the new tokens; returns the (rotated) queries."""
     if call.k is None or call.v is None:
         return call.q
     query, key = call.q, call.k
-    positions = _from(lengths, call.new_tokens)
+    positions = _range(lengths, call.new_tokens)
     if call.rotary_cos is not None and call.rotary_sin is not None:
         tables = call.rotary_cos, call.rotary_sin
-        turn = _from(lengths, query.shape[1], step=int(call.queries_turn))
-        query = apply_rotary(query, *tables, turn, interleaved=call.rotary_interleaved)
+        at = _range(lengths, query.shape[1], step=int(call.rotates_by_position))
+        query = apply_rotary(query, *tables, at, interleaved=call.rotary_interleaved)
         key = apply_rotary(key, *tables, positions, interleaved=call.rotary_interleaved)
-    page, slot = pages.place(positions)
+    page, slot = pages.locate(positions)
     write_rows(call.k_cache, page, slot, key)
     write_rows(call.v_cache, page, slot, call.v)
     return query
 
 
 def _attend_natively(call: FlashCall, query: Tensor, pages: PageTable) -> tuple[Tensor, Tensor]:
-    """The op on rows as requests of one length; a row that is all left pad is padding.
-
-    A contiguous cache is one of a single block a row.
-    """
+    """Calls the op with rows as requests; a row that is all left pad is padding."""
     batch, queries = query.shape[:2]
     table = pages.table
     if table is None:
@@ -129,9 +124,8 @@ def _attend_natively(call: FlashCall, query: Tensor, pages: PageTable) -> tuple[
 
 
 def _attend(call: FlashCall, query: Tensor, pages: PageTable, longest: int) -> PartialAttention:
-    """Attends to the first ``longest`` tokens of every row, slice by slice."""
     at = query_slots(pages.totals, query.shape[1])
-    attend = form_for(query, call.k_cache.shape[2], call.softcap)
+    attend = select_attend(query, call.k_cache.shape[2], call.softcap)
     scale, softcap = call.scoring.scale, call.softcap
     slopes = call.scoring.slopes_for(query)
     splits = _splits(call, longest)
@@ -140,7 +134,7 @@ def _attend(call: FlashCall, query: Tensor, pages: PageTable, longest: int) -> P
         slots = torch.arange(start, end, device=query.device)
         used = slots_in_use(slots, pages.totals, pages.leftpad)
         seen = visible(slots, used, at, call.window)
-        if seen.shape[1] == 1:  # what one query does not see need not be read as it is
+        if seen.shape[1] == 1:  # hidden tokens may then be read as zeros
             used = seen.squeeze(1)
         keys = KeySlice(
             query,
@@ -153,7 +147,7 @@ def _attend(call: FlashCall, query: Tensor, pages: PageTable, longest: int) -> P
         )
         return attend(keys if splits <= 1 else keys.widened())
 
-    if splits <= 1:  # apart from the loop, which would make a dynamic length static
+    if splits <= 1:  # not in the loop, which would make a dynamic length static
         return part(0, longest)
     width = -(-longest // splits)
     whole = part(0, min(width, longest))
@@ -167,6 +161,6 @@ def _splits(call: FlashCall, longest: int) -> int:
     return call.num_splits or -(-batch * heads * queries * longest // _SCORES_AT_ONCE)
 
 
-def _from(start: Tensor, count: int, step: int = 1) -> Tensor:
+def _range(start: Tensor, count: int, step: int = 1) -> Tensor:
     """``[B] -> [B, count]``: start, start + step, .."""
     return start.unsqueeze(1) + torch.arange(count, device=start.device) * step

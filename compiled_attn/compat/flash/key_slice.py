@@ -1,9 +1,8 @@
-"""Attention of a batch of rows over a slice of their keys, as a `PartialAttention` that merges with
-other slices.
+"""Attention of a batch of rows over a slice of their keys, as a `PartialAttention`.
 
-One definition, `attend_plain`, and two faster forms of it: `attend_fused` for the few queries of a
-decode step in a compiled graph, `attend_sdpa` for the CPU. Each gives out ``[B, H, Sq, D]``, max
-and sum ``[B, H, Sq]``, in float32 for half precision inputs.
+`attend_plain` is the reference; `attend_fused` is faster for the few queries of a decode step in a
+compiled graph, `attend_sdpa` on the CPU. Each returns out ``[B, H, Sq, D]``, max and sum
+``[B, H, Sq]``, in float32 for half precision inputs.
 """
 
 from __future__ import annotations
@@ -15,24 +14,24 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_attn.attention.nonfinite import are_sound, for_added_mask, hurt, only
+from compiled_attn.attention.nonfinite import are_finite, for_added_mask, nan_if_seen, zero_others
 from compiled_attn.attention.state import FMIN, PartialAttention
 
-__all__ = ["KeySlice", "attend_fused", "attend_plain", "attend_sdpa", "form_for"]
+__all__ = ["KeySlice", "attend_fused", "attend_plain", "attend_sdpa", "select_attend"]
 
 Product = Callable[[Tensor, Tensor], Tensor]
 
 _FEW_ROWS = 16
-"""Query rows of a KV head up to which a decode form pays."""
+"""Maximum number of query rows per KV head for which `attend_fused` is faster."""
 
 
 class KeySlice(NamedTuple):
-    """The queries and a slice of the keys that each row of the batch has.
+    """The queries and a slice of the keys of each row of the batch.
 
     Shape:
         - query: ``[B, Sq, H, D]`` - key, value: ``[B, N, Hk, D]``; query head h reads key head ``h
-        // (H // Hk)``. What is NaN or infinite reaches the queries that see it; with a single
-        query, nothing that it does not see is
+        // (H // Hk)``. NaN and infinity reach the queries that see them; with a single query
+        hidden tokens are finite
         - seen: ``[B, Sq, N]`` bool
         - bias: ``[B, H, Sq, N]`` or None, added after the cap
         - scale: factor of the scores
@@ -49,39 +48,39 @@ class KeySlice(NamedTuple):
 
     @property
     def group(self) -> int:
-        """Query heads that share a key head."""
+        """Number of query heads per key head."""
         return self.query.shape[2] // self.key.shape[2]
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of scores, statistics and sums."""
+        """Dtype of scores, statistics and sums."""
         return torch.promote_types(self.query.dtype, torch.float32)
 
     def widened(self) -> KeySlice:
-        """The same in the dtype of the scores: what is merged must not be rounded before."""
+        """Converts to the dtype of the scores, as parts must not be rounded before the merge."""
         query, key, value = (each.to(self.dtype) for each in (self.query, self.key, self.value))
         return self._replace(query=query, key=key, value=value)
 
     @property
     def hides(self) -> bool:
-        """Whether a query may not see what another of its row does."""
+        """Whether queries of a row may see different tokens."""
         return self.seen.shape[1] > 1
 
     def rows(self) -> Tensor:
-        """The queries by key head, ``[B, Hk, G * Sq, D]``."""
+        """Returns the queries by key head, ``[B, Hk, G * Sq, D]``."""
         by_head: Tensor = self.query.unflatten(2, (self.key.shape[2], self.group))
         return by_head.permute(0, 2, 3, 1, 4).flatten(2, 3)
 
     def by_query_head(self, rows: Tensor) -> Tensor:
-        """``[B, Hk, G * Sq, ...] -> [B, H, Sq, ...]``."""
+        """Reshapes ``[B, Hk, G * Sq, ...] -> [B, H, Sq, ...]``."""
         batch, queries, heads, _ = self.query.shape
         return rows.reshape(batch, heads, queries, *rows.shape[3:])
 
 
-def form_for(
+def select_attend(
     query: Tensor, kv_heads: int, softcap: float
 ) -> Callable[[KeySlice], PartialAttention]:
-    """The fastest form for these queries."""
+    """Selects the fastest implementation for these queries."""
     rows = query.shape[1] * (query.shape[2] // kv_heads)
     if torch.compiler.is_compiling() and rows <= _FEW_ROWS:
         return attend_fused
@@ -92,19 +91,18 @@ def form_for(
 
 
 def attend_plain(s: KeySlice) -> PartialAttention:
-    """Two matmuls and the whole score matrix between them."""
+    """Attends by two matmuls with the whole score matrix between them."""
     if not s.hides:
         return _attend(s, torch.matmul, torch.matmul)
-    sound = are_sound(s.value)
-    part = _attend(s._replace(value=only(sound, s.value)), torch.matmul, torch.matmul)
-    return _raised(part, hurt(s.seen, sound))
+    finite = are_finite(s.value)
+    part = _attend(s._replace(value=zero_others(finite, s.value)), torch.matmul, torch.matmul)
+    return _add_to_max(part, nan_if_seen(s.seen, finite))
 
 
 def attend_fused(s: KeySlice) -> PartialAttention:
-    """Product and sum for matmul: the compiler fuses them with the gather that makes key and value.
+    """Attends by products and sums, which a compiler fuses with the gather of keys and values.
 
-    No buffer of the size of the gathered cache exists, where a matmul is a library call on a copy
-    of it.
+    A matmul would be a library call on a copy of the gathered cache.
     """
 
     def product(rows: Tensor, columns: Tensor) -> Tensor:
@@ -118,33 +116,32 @@ def attend_fused(s: KeySlice) -> PartialAttention:
 
 
 def attend_sdpa(s: KeySlice) -> PartialAttention:
-    """Torch's flash attention for the CPU, which has no softcap: no score matrix, only a mask."""
+    """Attends by torch's CPU flash attention, without softcap and without a score matrix."""
     if not s.hides:
         return _attend_sdpa(s)
-    key, value, harm = for_added_mask(s.key, s.value, s.seen)
-    return _raised(_attend_sdpa(s._replace(key=key, value=value)), harm)
+    key, value, nan = for_added_mask(s.key, s.value, s.seen)
+    return _add_to_max(_attend_sdpa(s._replace(key=key, value=value)), nan)
 
 
-def _raised(part: PartialAttention, harm: Tensor) -> PartialAttention:
-    """A part whose rows gain `hurt` ``[B, Sq]``."""
-    return part._replace(max=part.max + harm.unsqueeze(1))
+def _add_to_max(part: PartialAttention, nan: Tensor) -> PartialAttention:
+    return part._replace(max=part.max + nan.unsqueeze(1))
 
 
 def _attend_sdpa(s: KeySlice) -> PartialAttention:
     seen = s.seen.unsqueeze(1)
     mask = torch.where(seen, 0.0 if s.bias is None else s.bias, -math.inf).to(s.dtype)
     query = s.query.transpose(1, 2)
-    if query.shape[2] * s.group <= _FEW_ROWS:  # one read of the keys for a whole group of heads
+    if query.shape[2] * s.group <= _FEW_ROWS:  # read keys once per group of heads
         shape = query.shape[1] // s.group, s.group * query.shape[2]
         mask = mask.expand(-1, query.shape[1], -1, -1).reshape(-1, *shape, mask.shape[-1])
         query = s.rows()
     key, value = s.key.transpose(1, 2), s.value.transpose(1, 2)
-    if query.stride(-1) != 1:  # the op does not look at this stride
+    if query.stride(-1) != 1:  # the op ignores this stride
         query = query.contiguous()
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, attn_mask=mask, scale=s.scale
     )
-    # A query that sees nothing gets log-sum-exp 0 though its sum is empty, and NaN if it is NaN.
+    # Without visible keys the op returns lse 0 instead of -inf, and NaN for a NaN query.
     sees = seen.any(-1).expand(-1, s.query.shape[2], -1)
     out = torch.where(sees.unsqueeze(-1), s.by_query_head(out).to(s.dtype), 0)
     row_max = torch.where(sees, s.by_query_head(lse), FMIN)
@@ -152,7 +149,6 @@ def _attend_sdpa(s: KeySlice) -> PartialAttention:
 
 
 def _attend(s: KeySlice, product: Product, weigh: Product) -> PartialAttention:
-    """``product`` of queries and keys, and of weights and values ``weigh``."""
     rows = s.rows().to(s.dtype) * s.scale
     scores = s.by_query_head(product(rows, s.key.permute(0, 2, 3, 1).to(s.dtype)))
     if s.softcap > 0:

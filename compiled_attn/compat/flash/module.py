@@ -1,4 +1,4 @@
-"""`flash_attn_with_kvcache` as a module of fixed shapes, to be captured once per bucket."""
+"""`flash_attn_with_kvcache` as a module with fixed shapes, captured once per bucket."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compiled_attn.arguments import can_read
-from compiled_attn.compat.flash.call import FlashCall
 from compiled_attn.compat.flash.forward import forward
+from compiled_attn.compat.flash.inputs import FlashCall
 from compiled_attn.ops import KernelChoice
 
 __all__ = ["FlashInputs", "FlashKVCacheAttention"]
 
 
 class FlashInputs(NamedTuple):
-    """The inputs of `FlashKVCacheAttention.forward`, in its order.
+    """The inputs of `FlashKVCacheAttention.forward`, in order.
 
     Shape:
         - q: ``[B, Sq, H, D]``
@@ -39,14 +39,14 @@ class FlashInputs(NamedTuple):
     def padding(
         cls, k_cache: Tensor, num_heads: int, batch: int, columns: int | None, *, queries: int = 1
     ) -> FlashInputs:
-        """A step of padding alone, to capture a bucket: it writes to the null page or row only.
+        """Returns a step of padding to capture a bucket; it writes to the null page or row only.
 
         Args:
-            k_cache: of the module; gives sizes of heads, dtype and device.
+            k_cache: cache of the module, for head sizes, dtype and device.
             num_heads: H.
             batch: B of the bucket.
             columns: W of the bucket; None: a contiguous cache, addressed with cache_batch_idx.
-            queries: Sq, and as many new tokens.
+            queries: Sq, and number of new tokens.
         """
         kv_heads, dim = k_cache.shape[2:]
         q, k, v = (
@@ -59,15 +59,15 @@ class FlashInputs(NamedTuple):
         return cls(q, k, v, lengths, lengths.new_zeros(batch, columns))
 
     def padded(self, batch: int, columns: int | None = None) -> FlashInputs:
-        """The same inputs in a bucket of ``batch`` rows and ``columns`` of the block table.
+        """Pads the inputs to ``batch`` rows and ``columns`` of the block table.
 
-        Every added number is 0: length 0 in null page 0, or in null row 0 of a contiguous cache. A
-        block table whose rows ``cache_batch_idx`` picks becomes that of the rows, ``[B, W]``, and
-        the index None: an added 0 would pick a real row.
+        Added numbers are 0: length 0 in null page 0, or in null row 0 of a contiguous cache. A
+        block table with ``cache_batch_idx`` becomes the table of the selected rows, ``[B, W]``,
+        without index, as an added 0 would select a real row.
 
         Raises:
-            ValueError: the bucket is too small, or has more rows where nothing can tell them from
-                real ones; a row that the block table has not.
+            ValueError: the bucket is too small; rows are added to a contiguous cache without
+                cache_batch_idx; cache_batch_idx is out of range.
         """
         if self.block_table is not None and self.cache_batch_idx is not None:
             table = _rows_of(self.block_table, self.cache_batch_idx)
@@ -94,18 +94,18 @@ class FlashInputs(NamedTuple):
 
 
 class FlashKVCacheAttention(nn.Module):
-    """One layer's attention over a cache that it holds as buffers, made for `graphs.capture`.
+    """One layer's attention over a cache that it holds as buffers, for `graphs.capture`.
 
     All inputs have the shapes of a bucket: B rows, Sq queries and Sn new tokens each, W columns. A
-    batch of fewer rows is padded with rows of length 0 that live in the null page or row: page 0
-    of a paged cache (a row of ``block_table`` that is all 0), row 0 of a contiguous cache that is
-    addressed with ``cache_batch_idx``. Nothing real may be stored there. Padded rows write nowhere
-    else, get zeros and log-sum-exp -inf, and may hold NaN.
+    smaller batch is padded with rows of length 0 in the null page or row: page 0 of a paged cache
+    (a row of ``block_table`` that is all 0), row 0 of a contiguous cache addressed with
+    ``cache_batch_idx``. Nothing real may be stored there. Padded rows write nowhere else, return
+    zeros and log-sum-exp -inf, and may hold NaN.
 
     Args:
         k_cache, v_cache: ``[NP, P, Hk, D]`` pages or ``[Bc, Sc, Hk, D]`` rows; may be views of a
             larger buffer.
-        causal: as the others in `flash_attn_with_kvcache`, but on by default.
+        causal: like the other options in `flash_attn_with_kvcache`, but on by default.
 
     Shape:
         - forward(q ``[B, Sq, H, D]``, k, v ``[B, Sn, Hk, D]`` or None, cache_seqlens ``[B]``,
@@ -197,7 +197,6 @@ class FlashKVCacheAttention(nn.Module):
 
 
 def _rows_of(block_table: Tensor, rows: Tensor) -> Tensor:
-    """Raises unless all rows exist, where numbers can be read."""
     chosen = rows.tolist() if can_read(rows) else []
     if not all(0 <= row < len(block_table) for row in chosen):
         raise ValueError(

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from compiled_attn.compat.paged.attention import PARTITION, paged_attention_v1, paged_attention_v2
+from compiled_attn.compat.paged.api import (
+    PARTITION,
+    paged_attention_reference,
+    paged_attention_v1,
+    paged_attention_v2,
+)
 from compiled_attn.compat.paged.layouts import (
     LAYOUTS,
     Layout,
@@ -14,7 +19,6 @@ from compiled_attn.compat.paged.layouts import (
     value_shape,
 )
 from compiled_attn.compat.paged.module import PagedAttention, PagedInputs
-from compiled_attn.compat.paged.reference import paged_attention_reference
 from compiled_attn.compat.paged.reshape_and_cache import reshape_and_cache
 from compiled_attn.errors import PagedArgumentError
 from compiled_attn.step import AttentionMetadata

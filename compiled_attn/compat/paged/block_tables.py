@@ -1,4 +1,4 @@
-"""The blocks and slots that each row reads, partition by partition, with every index in range."""
+"""The blocks and slots that each row reads in each partition, with every index in range."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_attn.compat.paged.call import DecodeCall
+from compiled_attn.compat.paged.inputs import DecodeCall
 
 __all__ = ["Pages", "lost_rows", "pages", "unknown_blocks"]
 
@@ -16,8 +16,8 @@ class Pages(NamedTuple):
     """The blocks of S rows in P partitions, at most Wp blocks each, N = Wp * block_size slots.
 
     Shape:
-        - blocks: ``[S, P, Wp]`` ids; block 0 stands in where the table has no block
-        - positions: ``[P, N]``, position in its sequence of the token of each slot
+        - blocks: ``[S, P, Wp]`` ids; block 0 replaces entries that are not blocks
+        - positions: ``[P, N]``, position of the token in each slot
         - visible: ``[S, P, N]`` bool, whether the slot holds a token of this row and partition
     """
 
@@ -27,7 +27,7 @@ class Pages(NamedTuple):
 
 
 def pages(call: DecodeCall, width: int, partition: int | None) -> Pages:
-    """The first ``width`` columns of the tables, split every ``partition`` tokens (None: P = 1)."""
+    """Splits the first ``width`` table columns every ``partition`` tokens (None: P = 1)."""
     device, size = call.query.device, call.block_size
     if partition is None:
         columns = torch.arange(width, device=device).unsqueeze(0)
@@ -46,20 +46,20 @@ def pages(call: DecodeCall, width: int, partition: int | None) -> Pages:
 
 
 def lost_rows(call: DecodeCall) -> Tensor:
-    """Rows that cannot be served, ``[S]`` bool: more tokens than fit, or one without a block."""
+    """Rows that cannot be served, ``[S]`` bool: too many tokens, or a token without a block."""
     short = (call.seq_lens < 0) | (call.seq_lens > call.capacity)
     return short | unknown_blocks(call).any(-1)
 
 
 def unknown_blocks(call: DecodeCall) -> Tensor:
-    """Table entries that a token needs but that name no block of the cache, ``[S, W]`` bool."""
+    """Used table entries that are not blocks of the cache, ``[S, W]`` bool."""
     table = call.block_tables
     starts = torch.arange(table.shape[1], device=table.device) * call.block_size
     return (starts < call.seq_lens.unsqueeze(-1)) & ((table < 0) | (table >= call.num_blocks))
 
 
 def _columns(width: int, size: int, partition: int, device: torch.device) -> Tensor:
-    """Table columns that each partition touches, ``[P, Wp]``; a block on a border is in both."""
+    """Table columns of each partition, ``[P, Wp]``; a block on a border is in both."""
     count = -(-width * size // partition)
     spans = [((p + 1) * partition - 1) // size - p * partition // size + 1 for p in range(count)]
     first = torch.arange(count, device=device) * partition // size

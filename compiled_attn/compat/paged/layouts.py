@@ -1,7 +1,6 @@
-"""Layouts of a paged cache in memory, and exact conversions between them.
+"""Memory layouts of a paged cache, and exact conversions between them.
 
-Every conversion goes through NHD and moves no element unless it has to: it returns a view where
-strides can say the same, and copies once where not (`convert_key` says when).
+Every conversion goes through NHD and returns a view if strides can express it, else copies once.
 """
 
 from __future__ import annotations
@@ -52,11 +51,7 @@ def packing(dtype: torch.dtype) -> int:
 
 
 def axes(layout: Layout, *, is_key: bool) -> int:
-    """Rank of a key or value cache.
-
-    Raises:
-        PagedArgumentError: no such layout.
-    """
+    """Returns the rank of a key or value cache; `PagedArgumentError` for an unknown layout."""
     expect(layout in LAYOUTS, f"a layout of {LAYOUTS}", layout, "choose one of these")
     return 3 if layout == "flat" else 5 if layout == "packed" and is_key else 4
 
@@ -69,28 +64,24 @@ def key_shape(
     head_dim: int,
     dtype: torch.dtype,
 ) -> tuple[int, ...]:
-    """Shape of a key cache.
+    """Returns the shape of a key cache.
 
     Raises:
-        PagedArgumentError: no such layout, or ``head_dim`` is not a multiple of x in the packed
+        PagedArgumentError: unknown layout, or ``head_dim`` is not a multiple of x in the packed
             layout.
     """
     if layout != "packed":
         return value_shape(layout, num_blocks, block_size, num_kv_heads, head_dim)
     x = packing(dtype)
-    wanted = f"a head dim divisible by x = {x} for {dtype}"
-    expect(head_dim % x == 0, wanted, head_dim, "use layout NHD or HND")
+    expected = f"a head dim divisible by x = {x} for {dtype}"
+    expect(head_dim % x == 0, expected, head_dim, "use layout NHD or HND")
     return (num_blocks, num_kv_heads, head_dim // x, block_size, x)
 
 
 def value_shape(
     layout: Layout, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
 ) -> tuple[int, ...]:
-    """Shape of a value cache.
-
-    Raises:
-        PagedArgumentError: no such layout.
-    """
+    """Returns the shape of a value cache; `PagedArgumentError` for an unknown layout."""
     axes(layout, is_key=False)
     shapes: dict[Layout, tuple[int, ...]] = {
         "packed": (num_blocks, num_kv_heads, head_dim, block_size),
@@ -111,14 +102,14 @@ def empty_caches(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """A key and a value cache, not initialised: attention never looks at what was not written.
+    """Returns an uninitialised key and value cache: attention never reads unwritten slots.
 
     Raises:
-        PagedArgumentError: a size is below 1, or `key_shape` says no.
+        PagedArgumentError: a size is below 1, or as `key_shape`.
     """
     sizes = (num_blocks, block_size, num_kv_heads, head_dim)
-    wanted = "num_blocks, block_size, num_kv_heads, head_dim of at least 1"
-    expect(min(sizes) >= 1, wanted, sizes, "choose larger")
+    expected = "num_blocks, block_size, num_kv_heads, head_dim of at least 1"
+    expect(min(sizes) >= 1, expected, sizes, "choose larger")
     key = torch.empty(key_shape(layout, *sizes, dtype), dtype=dtype, device=device)
     return key, torch.empty(value_shape(layout, *sizes), dtype=dtype, device=device)
 
@@ -126,7 +117,7 @@ def empty_caches(
 def convert_key(
     cache: Tensor, source: Layout, target: Layout, *, block_size: int | None = None
 ) -> Tensor:
-    """The same keys in another layout, bit for bit.
+    """Converts keys to another layout, bit for bit.
 
     Between flat, NHD and HND, and from any of these to packed, the result is a view (HND and packed
     ones with permuted strides; ``.contiguous()`` makes them dense). From packed to the others it is
@@ -139,7 +130,7 @@ def convert_key(
         block_size: tokens in a block; only needed from flat to another layout.
 
     Raises:
-        PagedArgumentError: the cache is not of the source layout, or cannot be in the target
+        PagedArgumentError: the cache does not have the source layout, or cannot have the target
             layout.
     """
     nhd = _to_nhd(cache, source, block_size, is_key=True)
@@ -149,10 +140,10 @@ def convert_key(
 def convert_value(
     cache: Tensor, source: Layout, target: Layout, *, block_size: int | None = None
 ) -> Tensor:
-    """The same values in another layout, bit for bit.
+    """Converts values to another layout, bit for bit.
 
-    A view, except to flat from HND and packed (whose tokens do not lie side by side),
-    unless the block size or the number of heads is 1. Arguments and errors as in `convert_key`.
+    A view, except to flat from HND and packed (whose tokens are not adjacent), unless the block
+    size or the number of heads is 1. Arguments and errors as in `convert_key`.
     """
     nhd = _to_nhd(cache, source, block_size, is_key=False)
     return _from_nhd(nhd, target, is_key=False)
@@ -161,7 +152,7 @@ def convert_value(
 def take_blocks(
     cache: Tensor, blocks: Tensor, layout: Layout, block_size: int, *, is_key: bool
 ) -> Tensor:
-    """Some blocks of a cache as NHD: ids ``[B] -> [B, BS, Hk, D]``, a copy of these blocks only."""
+    """Copies blocks of a cache as NHD: ids ``[B] -> [B, BS, Hk, D]``."""
     if layout == "flat":
         by_block: Tensor = cache.unflatten(0, (-1, block_size))
         return by_block[blocks]
@@ -201,14 +192,14 @@ def _from_nhd(cache: Tensor, layout: Layout, *, is_key: bool) -> Tensor:
 
 def _check_source(cache: Tensor, layout: Layout, block_size: int | None, *, is_key: bool) -> None:
     rank = axes(layout, is_key=is_key)
-    wanted = f"a {layout} cache with {rank} axes"
-    expect(cache.dim() == rank, wanted, cache.shape, "name the layout it has")
+    expected = f"a {layout} cache with {rank} axes"
+    expect(cache.dim() == rank, expected, cache.shape, "pass its layout")
     if rank == 5:
         x = packing(cache.dtype)
-        wanted = f"a last axis of x = {x} for {cache.dtype}"
-        expect(cache.shape[-1] == x, wanted, cache.shape, "check dtype and layout")
+        expected = f"a last axis of x = {x} for {cache.dtype}"
+        expect(cache.shape[-1] == x, expected, cache.shape, "check dtype and layout")
     if layout == "flat":
         size = block_size or 0
         expect(size >= 1, "block_size of a flat cache", block_size, "pass block_size")
-        wanted, slots = f"slots to be a multiple of block_size {size}", cache.shape[0]
-        expect(slots % size == 0, wanted, slots, "pass the block size the cache was made with")
+        expected, slots = f"slots to be a multiple of block_size {size}", cache.shape[0]
+        expect(slots % size == 0, expected, slots, "pass the block size of the cache")

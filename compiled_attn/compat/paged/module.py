@@ -1,4 +1,4 @@
-"""Paged attention as the module of one layer, made for capture at fixed shapes, and its inputs."""
+"""Paged attention of one layer as a module for capture at fixed shapes."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from compiled_attn.compat.paged.attention import attend_natively, attend_pages, reduce_partitions
-from compiled_attn.compat.paged.call import DecodeCall
-from compiled_attn.compat.paged.checks import check
+from compiled_attn.compat.paged.decode import attend_natively, attend_pages, reduce_partitions
+from compiled_attn.compat.paged.inputs import DecodeCall, Scale
 from compiled_attn.compat.paged.layouts import Layout, expect
 from compiled_attn.compat.paged.reshape_and_cache import reshape_and_cache
-from compiled_attn.compat.paged.scales import Scale
+from compiled_attn.compat.paged.validation import check
 from compiled_attn.ops import KernelChoice, chooses_native
 
 __all__ = ["PagedAttention", "PagedInputs"]
 
 
 class PagedInputs(NamedTuple):
-    """The inputs of `PagedAttention`, in the order of its ``forward``.
+    """The inputs of `PagedAttention.forward`, in order.
 
     Shape:
         - query: ``[S, H, D]``
@@ -38,9 +37,9 @@ class PagedInputs(NamedTuple):
     slot_mapping: Tensor | None = None
 
     def padded(self, num_seqs: int, width: int) -> PagedInputs:
-        """The same inputs in a bucket of ``num_seqs`` rows and ``width`` columns of the tables.
+        """Pads the inputs to ``num_seqs`` rows and ``width`` columns of the tables.
 
-        Added rows have no tokens and a negative slot: they give zeros and write nowhere.
+        Added rows have no tokens and a negative slot: they return zeros and write nowhere.
 
         Raises:
             PagedArgumentError: the bucket is too small.
@@ -64,10 +63,10 @@ def _grown(tensor: Tensor, rows: int) -> Tensor:
 
 
 class PagedAttention(nn.Module):
-    """Decode attention of one layer over paged caches, held as buffers, not copied.
+    """Decode attention of one layer over paged caches, which it holds as buffers.
 
     A step is padded to a bucket: S sequences and W columns of the block tables. A padded row has
-    ``seq_lens`` 0, a negative slot, and anything in its query and table row; it gives zeros.
+    ``seq_lens`` 0, a negative slot, and anything in its query and table row; it returns zeros.
 
     Args:
         key_cache, value_cache: the caches, in any layout; `empty_caches` makes a pair.
@@ -77,8 +76,8 @@ class PagedAttention(nn.Module):
         layout: of both caches, see `compiled_attn.compat.paged.Layout`.
         alibi_slopes: floats ``[H]`` or None.
         kv_cache_dtype, k_scale, v_scale: as in `paged_attention_v1`.
-        partition: tokens of the partitions that the context is split into, as in
-            `paged_attention_v2`; None: no split. The native kernel splits as it likes.
+        partition: tokens in a partition of the context, as in `paged_attention_v2`; None: no split.
+            The native kernel chooses its own split.
         kernel: as in `paged_attention_v1`.
 
     Shape:
@@ -92,7 +91,7 @@ class PagedAttention(nn.Module):
 
     Raises:
         PagedArgumentError, TypeError: as `paged_attention_v1` and `reshape_and_cache`; the caches
-            are as they were.
+            are unchanged.
     """
 
     key_cache: Tensor
@@ -145,7 +144,7 @@ class PagedAttention(nn.Module):
         value: Tensor | None = None,
         slot_mapping: Tensor | None = None,
     ) -> Tensor:
-        """Writes the step's tokens if given, then attends; shapes in the class docstring."""
+        """Writes the tokens of the step, if any, then attends; shapes in the class docstring."""
         call = self._call(query, block_tables, seq_lens)
         written = {"key_cache": self.key_cache, "value_cache": self.value_cache}
         lengths = check(call, **(written if key is not None else {}))
@@ -154,8 +153,8 @@ class PagedAttention(nn.Module):
             self._write(query, key, value, slot_mapping)
         else:
             given = [each is not None for each in (key, value, slot_mapping)]
-            wanted = "key, value and slot_mapping together, or none of them"
-            expect(not any(given), wanted, given, "pass all three")
+            expected = "key, value and slot_mapping together, or none of them"
+            expect(not any(given), expected, given, "pass all three")
         with torch.no_grad():
             if native:
                 return attend_natively(call)

@@ -1,8 +1,7 @@
-"""The two products of attention, read block by block from a cache in any layout.
+"""The two products of attention, with keys and values read by block in any layout.
 
-Inside a compiled graph they are written as product and sum, which inductor fuses with the gather of
-the blocks: nothing of the size of the gathered keys is stored. Eagerly that form would store far
-more, so there the blocks are gathered and multiplied as matrices.
+A compiled graph uses products and sums, which inductor fuses with the gather of the blocks, so that
+gathered keys are not stored. Eager mode gathers the blocks and multiplies matrices.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ __all__ = ["scores", "weighted"]
 
 
 def scores(query: Tensor, cache: Tensor, blocks: Tensor, block_size: int, layout: Layout) -> Tensor:
-    """Dot products of each query with the keys of its blocks.
+    """Returns dot products of each query with the keys of its blocks.
 
     Args:
         query: ``[S, Hk, G, D]`` in the dtype to compute in.
         cache: key cache.
         blocks: ``[S, P, Wp]`` ids in range.
         block_size: slots in a block.
-        layout: of the cache.
+        layout: layout of the cache.
 
     Returns:
         ``[S, P, Hk, G, Wp * block_size]``.
@@ -45,7 +44,7 @@ def scores(query: Tensor, cache: Tensor, blocks: Tensor, block_size: int, layout
 def weighted(
     weights: Tensor, cache: Tensor, blocks: Tensor, visible: Tensor, block_size: int, layout: Layout
 ) -> Tensor:
-    """Sums of values with weights.
+    """Returns weighted sums of values.
 
     Args:
         weights: ``[S, P, Hk, G, Wp * block_size]``.
@@ -53,7 +52,7 @@ def weighted(
         blocks: ``[S, P, Wp]`` ids in range.
         visible: ``[S, P, Wp * block_size]`` bool; values elsewhere may be NaN, and 0 * NaN is NaN.
         block_size: slots in a block.
-        layout: of the cache.
+        layout: layout of the cache.
 
     Returns:
         ``[S, P, Hk, G, D]``.
@@ -82,8 +81,8 @@ def weighted(
 def _packed_scores(query: Tensor, keys: Tensor) -> Tensor:
     """``[S, P, Wp, Hk, G, BS]`` from keys ``[S, P, Wp, Hk, D/x, BS, x]``.
 
-    The query is laid out as the keys are, D/x rows of BS * x, so that the inner loop runs along
-    memory on both sides; but not where that would store too much.
+    The query is expanded to the layout of the keys, D/x rows of BS * x, so that the inner loop is
+    contiguous on both sides, unless that would store too much.
     """
     (group, dim), (size, x) = query.shape[-2:], keys.shape[-2:]
     split: Tensor = query.unflatten(-1, (-1, 1, x))
@@ -92,8 +91,8 @@ def _packed_scores(query: Tensor, keys: Tensor) -> Tensor:
         products = split[:, None, None] * keys.unsqueeze(4).to(query.dtype)
         return products.sum((-3, -1))
     spread = split.expand(-1, -1, -1, -1, size, -1).flatten(-2)
-    # `as_strided` changes nothing here, but the compiler stores its input: recomputed inside of the
-    # loop, the spread query would be an index calculation that does not vectorise (3x slower).
+    # `as_strided` is a no-op, but makes the compiler store its input: recomputed in the loop, the
+    # expanded query needs an index calculation that does not vectorise (3x slower).
     spread = torch.as_strided(spread, spread.shape, spread.stride())
     rows = keys.flatten(-2).unsqueeze(4).to(query.dtype)  # [S, P, Wp, Hk, 1, D/x, BS * x]
     sums: Tensor = (spread[:, None, None] * rows).sum(-2).unflatten(-1, (size, x))
@@ -101,7 +100,7 @@ def _packed_scores(query: Tensor, keys: Tensor) -> Tensor:
 
 
 def _is_small(floats: int, elements: int, cache: Tensor) -> bool:
-    """Whether so many float32 take at most half the memory of so many elements of the cache."""
+    """Whether ``floats`` float32 take at most half the memory of ``elements`` of the cache."""
     return 2 * 4 * floats <= elements * cache.dtype.itemsize
 
 
@@ -114,7 +113,7 @@ def _dense(
     *,
     is_key: bool,
 ) -> Tensor:
-    """The blocks' tokens head by head, ``[S, P, Hk, N, D]``, always a copy."""
+    """Copies the tokens of blocks by head, ``[S, P, Hk, N, D]``."""
     nhd = take_blocks(cache, blocks.flatten(), layout, block_size, is_key=is_key)
     tokens: Tensor = nhd.unflatten(0, blocks.shape).flatten(2, 3).transpose(2, 3)
     return tokens.to(dtype, memory_format=torch.contiguous_format)
@@ -125,5 +124,5 @@ def _by_block(cache: Tensor, block_size: int, layout: Layout) -> Tensor:
 
 
 def _heads_first(gathered: Tensor, layout: Layout) -> Tensor:
-    """Gathered blocks as ``[S, P, Wp, Hk, BS, D]``."""
+    """Reshapes gathered blocks to ``[S, P, Wp, Hk, BS, D]``."""
     return gathered if layout == "HND" else gathered.transpose(3, 4)

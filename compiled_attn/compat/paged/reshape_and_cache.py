@@ -1,4 +1,4 @@
-"""Writing new tokens to a paged cache in place; a compiled graph does not copy the cache for it."""
+"""Writes new tokens to a paged cache in place, without a copy of the cache in compiled graphs."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ import torch
 from torch import Tensor
 
 from compiled_attn.arguments import FLOATS, INTS, can_read, slot_used_twice
-from compiled_attn.compat.paged.call import CacheWrite
-from compiled_attn.compat.paged.checks import check_caches
+from compiled_attn.compat.paged.inputs import CacheWrite, Scale, encode
 from compiled_attn.compat.paged.layouts import Layout, axes, expect, packing
-from compiled_attn.compat.paged.scales import Scale, encode
+from compiled_attn.compat.paged.validation import check_caches
 from compiled_attn.ops.rows import cells, write_rows
 
 __all__ = ["reshape_and_cache"]
 
 _SLOT_AXIS: Mapping[Layout, int] = MappingProxyType({"flat": 0, "NHD": 1, "HND": 2, "packed": 3})
-"""The axis of slots; the axis of blocks is the first, and flat has none."""
+"""The axis of slots. Blocks are the first axis, except in flat."""
 
 
 def reshape_and_cache(
@@ -33,25 +32,25 @@ def reshape_and_cache(
     *,
     layout: Layout = "packed",
 ) -> None:
-    """Writes new tokens to their slots of both caches, in place; nothing else in them changes.
+    """Writes new tokens to their slots of both caches, in place.
 
     Args:
         key, value: ``(T', Hk, D)`` with ``T' >= T``, rows past T are padding. float16, bfloat16,
             float32 or float64.
         key_cache, value_cache: as in `paged_attention_v1`.
         slot_mapping: ints ``(T,)``, slot ``block * BS + offset`` of each token; a token with a
-            negative slot is padding and is not written anywhere. Any number of tokens may have slot
-            0, which is that of padding in a padded step; which of them is written is unspecified.
+            negative slot is padding and is not written. Several tokens may have slot 0, the slot of
+            padding in a padded step; which of them is written is unspecified.
         kv_cache_dtype, k_scale, v_scale: as in `paged_attention_v1`; tokens are divided by the
             scale, rounded, and saturated at the largest element.
         layout: of both caches, see `Layout`.
 
     Raises:
-        PagedArgumentError: the arguments do not fit together, a token or ``slot_mapping`` lies in
-            the memory of a cache, a slot is beyond the cache, or two tokens have one slot (but 0);
-            both caches are as they were. What depends on the slots is not checked inside a compiled
-            or captured graph; there a token with a slot beyond the cache is not written.
-        TypeError: an argument that must be a tensor is none.
+        PagedArgumentError: arguments do not match, a token or ``slot_mapping`` shares memory with a
+            cache, a slot is beyond the cache, or two tokens have one slot (other than 0); both
+            caches are unchanged. Slots are not checked inside a compiled or captured graph; there a
+            token with a slot beyond the cache is not written.
+        TypeError: an argument is not a tensor.
 
     Source: ``reshape_and_cache`` and (NHD) ``reshape_and_cache_flash`` of vLLM.
     """
@@ -66,8 +65,8 @@ def reshape_and_cache(
     if tokens == 0 or num_slots == 0:
         return
     valid = (slot_mapping >= 0) & (slot_mapping < num_slots)
-    # A padded token repeats a real one, the same row to the same slot: every index is in range and
-    # no slot is touched that was not asked for. Without a real token, slot 0 is given what it has.
+    # A padded token repeats a real one, the same row to the same slot, so that every index is in
+    # range and no other slot changes. Without a real token, slot 0 is rewritten with its content.
     source = torch.where(valid, torch.arange(tokens, device=valid.device), valid.int().argmax())
     slots = torch.where(valid, slot_mapping, slot_mapping[source]).clamp(min=0, max=num_slots - 1)
     at = slots // block_size, slots % block_size, _SLOT_AXIS[layout]
@@ -75,12 +74,12 @@ def reshape_and_cache(
         rows = encode(new.detach()[:tokens], kv_cache_dtype, scale, cache)[source]
         rows = rows.unflatten(-1, (-1, packing(cache.dtype))) if cache.dim() == 5 else rows
         block, slot, axis = at
-        kept = torch.where(valid.any(), rows, cache[cells(*at)])
-        write_rows(cache, block, slot, kept, axis)
+        written = torch.where(valid.any(), rows, cache[cells(*at)])
+        write_rows(cache, block, slot, written, axis)
 
 
 def _check(call: CacheWrite) -> tuple[int, int]:
-    """Raises unless the arguments fit together; returns the number of blocks and their size."""
+    """Validates the arguments; returns the number of blocks and their size."""
     key, slots, layout, values = call.key, call.slot_mapping, call.layout, call.value_cache
     expect.tensor("key", key, "(T, Hk, D)", (None, None, None), FLOATS)
     expect.tensor("value", call.value, "like key", key.shape, (key.dtype,), key)
@@ -104,8 +103,8 @@ def _check_slots(slot_mapping: Tensor, num_slots: int) -> None:
     if used.numel() == 0:
         return
     largest = int(used.max())
-    wanted = f"slots below {num_slots}, the size of the cache"
-    expect(largest < num_slots, wanted, largest, "check the block tables")
+    expected = f"slots below {num_slots}, the size of the cache"
+    expect(largest < num_slots, expected, largest, "check the block tables")
     twice = slot_used_twice(used[used > 0])
     remedy = "give each token its own slot, and padding a negative one"
     expect(twice is None, "every token in a slot of its own", f"slot {twice} twice", remedy)

@@ -110,7 +110,7 @@ def _captured(backend: str, module: nn.Module, inputs: Inputs) -> Any:
     return capture(module, inputs, backend=backend)
 
 
-def _outcome(module: nn.Module, run: Any, inputs: Inputs) -> list[Tensor]:
+def _results(module: nn.Module, run: Any, inputs: Inputs) -> list[Tensor]:
     """What a step returns, and what it leaves in the caches."""
     returned = run(*inputs)
     returned = returned if isinstance(returned, tuple) else (returned,)
@@ -131,7 +131,7 @@ def test_in_float32_outputs_and_caches_equal_eager(module: str, backend: str) ->
         eager, inputs = make(torch.float32, seed)
         _load(captured, eager)
         before = [buffer.clone() for buffer in captured.buffers()]
-        got, want = _outcome(captured, graph.run, inputs), _outcome(eager, eager, inputs)
+        got, want = _results(captured, graph.run, inputs), _results(eager, eager, inputs)
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5, equal_nan=True)
         after = [*captured.buffers()]
         assert any(not _same_bits(a, b) for a, b in zip(before, after, strict=True))
@@ -164,9 +164,9 @@ def test_in_bfloat16_a_backend_is_as_near_to_float32_as_eager(module: str, backe
         each.float() if each is not None and each.dtype == torch.bfloat16 else each
         for each in inputs
     )
-    got = _outcome(captured, graph.run, inputs)
-    want = _outcome(eager, eager, inputs)
-    truth = _outcome(exact, exact, wide)
+    got = _results(captured, graph.run, inputs)
+    want = _results(eager, eager, inputs)
+    truth = _results(exact, exact, wide)
     for mine, theirs, right in zip(got, want, truth, strict=True):
         assert mine.dtype == theirs.dtype
         finite = right.isfinite()

@@ -30,10 +30,7 @@ SHAPES = {
     ),
     "a key without heads": ({"key": lambda x: x[:, 0]}, "expected key "),
     "a value without heads": ({"value": lambda x: x[:, 0]}, "expected value "),
-    "a cache of blocks": (
-        {"key_cache": lambda x: x.unflatten(0, (-1, 4))},
-        "expected key_cache ",
-    ),
+    "a cache of blocks": ({"key_cache": lambda x: x.unflatten(0, (-1, 4))}, "expected key_cache "),
     "heads that are no multiple": (
         {"query": lambda x: x[:, :3]},
         r"H divisible by Hk, got \(3, 2\)",

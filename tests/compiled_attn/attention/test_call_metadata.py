@@ -20,10 +20,7 @@ METADATA = {
         {"causal_bias": lambda x: x.expand(2, -1, -1)},
         "expected causal_bias ",
     ),
-    "shared bias of another bucket": (
-        {"shared_bias": lambda x: x[:, 1:]},
-        "expected shared_bias ",
-    ),
+    "shared bias of another bucket": ({"shared_bias": lambda x: x[:, 1:]}, "expected shared_bias "),
     "shared bias of other blocks": ({"shared_bias": lambda x: x[..., 1:]}, "expected shared_bias "),
     "usages of another bucket": (
         {"shared_bias": torch.zeros(12, 3, dtype=torch.int64)},
@@ -77,11 +74,11 @@ METADATA = {
         {"alibi_slopes": torch.ones(4), "positions": None},
         r"metadata\.positions: expected",
     ),
-    "a window without places of shared blocks": (
+    "a window without starts of shared blocks": (
         {"sliding_window": 3, "shared_starts": None},
         r"metadata\.shared_starts: expected",
     ),
-    "slopes without places of unique blocks": (
+    "slopes without starts of unique blocks": (
         {"alibi_slopes": torch.ones(4), "unique_starts": None},
         r"metadata\.unique_starts: expected",
     ),

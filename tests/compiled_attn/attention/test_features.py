@@ -109,9 +109,9 @@ def test_float64_has_the_accuracy_of_float64_under_slopes_of_float32(kernel, chu
     slopes = torch.tensor([0.5, 0.25, 0.125, 2.0]) / 7  # times a distance none is a float32
     scene = Scene(1, Shape(dtype=torch.float64)).share_prefix(3)
     scene.add(2, 1, shared=True).add(0, 6, shared=True).add(9, 1).add(0, 3)
-    outcome = run(scene, shared_chunk=chunk, alibi_slopes=slopes, attend=KERNELS[kernel])
+    result = run(scene, shared_chunk=chunk, alibi_slopes=slopes, attend=KERNELS[kernel])
     expected, _ = scene.expected(alibi_slopes=slopes)
-    torch.testing.assert_close(outcome.out, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(result.out, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_sinks_take_weight_once_however_many_parts_there_are():
@@ -122,9 +122,9 @@ def test_sinks_take_weight_once_however_many_parts_there_are():
 
 def test_a_row_of_padding_sees_nothing_but_its_sink():
     sinks = torch.tensor([0.1, -2.0, 1.5, 0.0])
-    outcome = run(Scene(6).random(), padding=3, sinks=sinks)
-    assert not outcome.padded_out.any()
-    torch.testing.assert_close(outcome.padded_lse, sinks.expand(3, -1))
+    result = run(Scene(6).random(), padding=3, sinks=sinks)
+    assert not result.padded_out.any()
+    torch.testing.assert_close(result.padded_lse, sinks.expand(3, -1))
 
 
 def test_a_small_softcap_and_a_window_are_exact():
@@ -159,8 +159,8 @@ def test_a_bias_can_have_an_axis_of_heads(form):
     axis = 1 if form == "unique" else 0
     by_head = bias.unsqueeze(axis).expand(*bias.shape[:axis], 4, *bias.shape[axis:])
     changed = vars(metadata) | {f"{form}_bias": by_head.contiguous()}
-    outcome = attention_of(scene, type(metadata)(**changed))
-    torch.testing.assert_close(outcome.out, scene.expected()[0], atol=1e-12, rtol=1e-12)
+    result = attention_of(scene, type(metadata)(**changed))
+    torch.testing.assert_close(result.out, scene.expected()[0], atol=1e-12, rtol=1e-12)
 
 
 # Latents: values are part of the keys.

@@ -13,8 +13,11 @@ from torch import Tensor
 from compiled_attn.attention.merge import merge
 from compiled_attn.compat.flash import flash_attn_with_kvcache, flash_attn_with_kvcache_reference
 from compiled_attn.compat.flash.key_slice import KeySlice, attend_fused, attend_plain, attend_sdpa
-from compiled_attn.compat.paged import paged_attention_v1, paged_attention_v2
-from compiled_attn.compat.paged.reference import paged_attention_reference
+from compiled_attn.compat.paged import (
+    paged_attention_reference,
+    paged_attention_v1,
+    paged_attention_v2,
+)
 
 POISONS = (math.nan, math.inf, -math.inf)
 ROWS, QUERIES, HEADS, KV_HEADS, DIM, PAGE = 3, 3, 4, 2, 16, 4

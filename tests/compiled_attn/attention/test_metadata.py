@@ -30,7 +30,7 @@ def test_a_number_of_unique_blocks_counts():
 
 def test_nothing_about_positions_changes_nothing():
     metadata = metadata_of(Scene(2).random())
-    assert metadata.seen_from() is metadata
+    assert metadata.with_positions() is metadata
 
 
 def test_a_window_hides_what_lies_before_it_and_shows_nothing_new():
@@ -70,7 +70,7 @@ def test_slopes_lower_a_bias_by_the_distance_and_give_it_an_axis_of_heads():
         positions=torch.tensor([10]),
         shared_starts=torch.tensor([4]),
         unique_starts=torch.tensor([6]),
-    ).seen_from(alibi_slopes=torch.tensor([0.5, 2.0, 0.0]))
+    ).with_positions(alibi_slopes=torch.tensor([0.5, 2.0, 0.0]))
     assert metadata.causal_bias.tolist() == [[[0]], [[0]], [[0]]]
     assert metadata.shared_bias.tolist() == [
         [[[-3, -math.inf]]],
@@ -86,7 +86,7 @@ def test_a_window_and_slopes_name_the_field_they_miss(name):
     missing = dataclasses.replace(metadata, **{name: None})
     for wanted in ({"window": 3}, {"alibi_slopes": torch.ones(4)}):
         with pytest.raises(ValueError, match=rf"metadata\.{name}: expected .* got None: fill it"):
-            missing.seen_from(**wanted)
+            missing.with_positions(**wanted)
 
 
 @pytest.mark.parametrize("window", [0, -1])

@@ -10,13 +10,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from compiled_attn import (
-    BatchBuilder,
-    PagedKVCache,
-    Request,
-    UnifiedMetadata,
-    unified_attention,
-)
+from compiled_attn import BatchBuilder, PagedKVCache, Request, UnifiedMetadata, unified_attention
 from compiled_attn.attention.dense import attend
 from compiled_attn.attention.sdpa import SdpaKernel
 from tests.compiled_attn.attention.unified_call import Call

@@ -20,7 +20,7 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5}
 rounding itself."""
 
 
-class Outcome(NamedTuple):
+class StepResult(NamedTuple):
     """out ``[T, H, Dv]`` and lse ``[T, H]`` of the real tokens, and of the padding after them."""
 
     out: Tensor
@@ -57,17 +57,17 @@ def metadata_of(
     return dataclasses.replace(metadata, **ints)
 
 
-def attention_of(scene: Scene, metadata: UnifiedMetadata, **options) -> Outcome:
+def attention_of(scene: Scene, metadata: UnifiedMetadata, **options) -> StepResult:
     """The scene's step under this metadata; options: those of `unified_attention`."""
     query, key, value = scene.flat(len(metadata.slot_mapping))
     arguments = {"query": query, "key": key, "value": value, "scale": query.shape[-1] ** -0.5}
     arguments |= {"metadata": metadata, **scene.caches, **options}
     out, lse = unified_attention(**arguments, return_lse=True)
     real = sum(len(request.tokens) for request in scene.requests)
-    return Outcome(out[:real], lse[:real], out[real:], lse[real:])
+    return StepResult(out[:real], lse[:real], out[real:], lse[real:])
 
 
-def run(scene: Scene, **options) -> Outcome:
+def run(scene: Scene, **options) -> StepResult:
     """`metadata_of`, then `attention_of`, with the options of both."""
     ours = ("padding", "causal_width", "shared_chunk", "index_dtype", "lists_queries")
     of_metadata = {name: options.pop(name) for name in ours if name in options}
@@ -79,14 +79,14 @@ def assert_exact(scene: Scene, **options) -> None:
     names = ("sliding_window", "softcap", "alibi_slopes", "sinks", "value_projection")
     features = {name: options[name] for name in names if options.get(name) is not None}
     expected, expected_lse = scene.expected(**features)
-    outcome = run(scene, **options)
+    result = run(scene, **options)
     atol = TOLERANCE[scene.shape.dtype]
-    torch.testing.assert_close(outcome.out.double(), expected, atol=atol, rtol=atol)
+    torch.testing.assert_close(result.out.double(), expected, atol=atol, rtol=atol)
     # The log-sum-exp is handed out in float32.
-    torch.testing.assert_close(outcome.lse.double(), expected_lse, atol=2e-5, rtol=2e-5)
-    assert not outcome.padded_out.any()
+    torch.testing.assert_close(result.lse.double(), expected_lse, atol=2e-5, rtol=2e-5)
+    assert not result.padded_out.any()
     if "sinks" not in features:
-        assert outcome.padded_lse.eq(-math.inf).all()
+        assert result.padded_lse.eq(-math.inf).all()
 
 
 def step_of(scene: Scene, first: int, last: int) -> Scene:

@@ -115,7 +115,7 @@ def test_layers_of_several_shapes_have_buffers_of_theirs_or_of_an_earlier_layer(
     assert cache.key(0).shape == (20, 2, 8) and cache.value(0).shape == (20, 2, 4)
     assert cache.value(1) is cache.key(1) and cache.key(1).shape == (20, 1, 6)
     assert cache.key(2) is cache.key(0) and cache.value(2) is cache.value(0)
-    assert [cache.keeps_value(layer) for layer in range(3)] == [True, False, True]
+    assert [cache.stores_value(layer) for layer in range(3)] == [True, False, True]
     assert cache.bytes_per_block == sum(buffer[:4].nbytes for buffer in cache.buffers())
     assert cache.value_blocks(2).shape == (5, 4, 2, 4)
     assert (cache.value_scale(1) is None) and ((cache.key_scale(1) is None) != cache.is_quantised)

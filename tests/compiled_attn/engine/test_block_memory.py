@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from compiled_attn.cache.blocks import BlockPool, OutOfBlocks, UnknownRequest
 from compiled_attn.engine.block_memory import BlockMemory, StepTables
-from compiled_attn.step import TableLayout
+from compiled_attn.step import RequestTable, TableLayout
 from compiled_attn.step.parts_layout import PartsLayout
 from tests.compiled_attn.engine.counting import CONFIG, Counting
 
@@ -19,20 +19,19 @@ EVENT = st.tuples(st.sampled_from(["add", "grow", "fork", "free"]), st.integers(
 
 
 @given(steps=st.lists(st.lists(EVENT, max_size=6), min_size=1, max_size=12), seed=st.integers(0, 9))
-def test_after_any_events_the_rows_are_the_places_of_the_pool(steps, seed):
-    pool = BlockPool(24, 4, partial_hits=True, min_partial_tokens=1)
+def test_after_any_events_the_rows_are_the_blocks_of_the_pool(steps, seed):
+    pool = BlockPool(24, 4)
     tables = StepTables(pool, max_requests=6, max_blocks=20)
     for number, events in enumerate(steps):
         for kind, name in events:
             with contextlib.suppress(OutOfBlocks, ValueError, KeyError):
                 _happen(pool, kind, name, seed)
-        if number % 3 == 2 and (pairs := pool.places.compaction(2)):
-            pool.places.swap(pairs)
+        if number % 3 == 2 and (pairs := pool.compaction(2)):
+            pool.exchange(pairs)
         table = tables.of(pool.requests)
         for request in pool.requests:
             row, blocks = table.row(request), pool.table(request).blocks
-            kept = table.blocks[row, : table.lengths[row]]
-            assert kept.tolist() == pool.places.resolve_all(blocks).tolist()
+            assert table.blocks[row, : table.lengths[row]].tolist() == blocks
 
 
 def _happen(pool: BlockPool, kind: str, name: int, seed: int) -> None:
@@ -55,21 +54,21 @@ def test_a_request_that_is_not_in_the_pool_has_no_row():
         StepTables(BlockPool(8, 4), 2, 4).of(["nobody"])
 
 
-def test_only_what_is_new_is_resolved(monkeypatch):
+def test_only_new_blocks_are_written(monkeypatch):
     pool = BlockPool(30, 4)
     for name in range(3):
         pool.add(name)
         pool.reserve(name, 20)
-    tables, asked = StepTables(pool, 6, 10), []
-    resolve = pool.places.resolve_all
+    tables, written = StepTables(pool, 6, 10), []
+    write = RequestTable.write
     monkeypatch.setattr(
-        pool.places, "resolve_all", lambda blocks: asked.append(len(blocks)) or resolve(blocks)
+        RequestTable, "write", lambda *args: written.append(len(args[-1])) or write(*args)
     )
     tables.of(range(3))
     pool.append(1, 1)
     tables.of(range(3))
     tables.of(range(3))
-    assert asked == [5, 5, 5, 1]
+    assert written == [5, 5, 5, 1]
 
 
 @pytest.mark.parametrize(

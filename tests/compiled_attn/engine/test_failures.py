@@ -80,8 +80,7 @@ def test_a_prompt_that_begins_like_one_that_failed_finds_nothing_of_it(kernel):
 def test_a_found_block_that_is_not_finite_is_withdrawn_with_all_behind_it():
     engine, prefix = small_engine(), list(range(1, 21))
     list(engine.generate([prefix], SamplingParams(max_new_tokens=1)))
-    third = int(engine.pool.places.resolve(3))
-    engine.executor.module.cache.value(1)[4 * third] = math.nan
+    engine.executor.module.cache.value(1)[4 * 3] = math.nan
     (failed,) = engine.generate([[*prefix, 30]], SamplingParams(max_new_tokens=2))
     assert failed.finish_reason == "error"
     before = engine.pool.stats().hit_tokens
@@ -283,7 +282,7 @@ def test_an_unknown_backend_is_refused_before_the_model_is_touched():
 def test_blocks_that_somebody_moves_between_two_steps_are_found_where_they_are():
     model, prompts = tiny_model(), _prompts(6)
     engine = small_engine(model, defrag_waste=1)
-    moving = OnlineDefragmenter(engine.pool.places, engine.executor.copies, max_waste=0, min_gap=1)
+    moving = OnlineDefragmenter(engine.pool, engine.executor.copies, max_waste=0, min_gap=1)
     requests = [engine.submit(prompt, SamplingParams(max_new_tokens=4 + 9 * (n % 2)))
                 for n, prompt in enumerate(prompts)]  # fmt: skip
     tokens: dict[int, list[int]] = {request: [] for request in requests}

@@ -78,17 +78,6 @@ def test_prefix_cache_preemption_and_defragmentation_change_no_token(kind, kerne
     assert report.prefix_hit_ratio > 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_shared_beginning_of_a_block_is_copied_with_its_scales(kind):
-    model, first = tiny_model(), [*range(1, 60)]
-    second = [*first[:-7], 99, 98, 97]
-    alone = _tokens(_engine(model, kind, block_size=16), [second])
-    engine = _engine(model, kind, block_size=16)
-    _tokens(engine, [first])
-    assert _tokens(engine, [second]) == alone
-    assert engine.report().memory["copies_on_write"] == 1
-
-
 @pytest.mark.parametrize("kernel", ["native", "portable"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_not_finite_in_a_cache_of_8_bits_is_found_and_hurts_no_other(kind, kernel):

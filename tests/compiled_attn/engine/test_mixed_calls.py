@@ -107,35 +107,16 @@ def test_what_was_counted_before_an_exception_stays_counted():
     prompts = [[*range(1, 14), number] for number in range(20, 26)]
     list(engine.generate(prompts, PARAMS))
     before, moved = engine.memory.stats(), engine.memory.defragmenter.totals
-    assert before.hit_tokens and before.copies and moved != DefragTotals()
+    assert before.hit_tokens and moved != DefragTotals()
     engine.submit(PROMPTS[0], PARAMS)
     _during_a_step(engine, lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         engine.step()
     after = engine.memory.stats()
-    for name in ("hit_tokens", "queried_tokens", "copies", "allocations", "peak_used"):
+    for name in ("hit_tokens", "queried_tokens", "allocations", "peak_used"):
         assert getattr(after, name) >= getattr(before, name) > 0
     assert engine.memory.defragmenter.totals.calls >= moved.calls > 0 and after.used == 0
     assert engine.report().restarts == 1
-
-
-def test_copies_that_fail_are_still_due(monkeypatch):
-    engine = small_engine(block_size=8)
-    list(engine.generate([list(range(1, 9))], PARAMS))
-    memory = engine.memory
-    memory.pool.add("x", [*range(1, 7), 50, 51])
-    due = memory.pool.pending_copies()
-    assert due
-
-    def failing(_):
-        raise OSError("no")
-
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="no"):
-        patch.setattr(engine.executor.copies, "move", failing)
-        memory.settle()
-    assert memory.pool.pending_copies() == due
-    memory.settle()
-    assert memory.pool.pending_copies() == []
 
 
 def test_a_request_that_a_warmup_lost_the_bucket_for_fails_alone():

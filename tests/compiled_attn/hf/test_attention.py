@@ -1,4 +1,4 @@
-"""Multi-head latent attention keeps latents, and computes what the expanded form computes."""
+"""Multi-head latent attention keeps latents, and computes what the expanded layout computes."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def test_absorbed_scores_and_values_are_those_of_the_expanded_keys():
     )
     key, value = module.expand_kv(latent, rotated)
     absorbed, projection = absorb(module, query)
-    kept = torch.cat((latent, rotated), dim=-1)
-    torch.testing.assert_close(absorbed @ kept.mT, query @ key.mT)
+    stored = torch.cat((latent, rotated), dim=-1)
+    torch.testing.assert_close(absorbed @ stored.mT, query @ key.mT)
     torch.testing.assert_close(latent @ projection, value)
 
 

@@ -1,18 +1,20 @@
-"""The last layer computes the rows whose logits are wanted, and writes the keys of all."""
+"""The last layer computes only the rows that need logits, and writes the keys of all."""
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 
 from compiled_attn import BatchBuilder, Request
 from compiled_attn.hf import PagedCausalLM, cache_for
-from compiled_attn.hf.layers import decoder_layers
 from compiled_attn.step import PartsLayout, TableLayout
 from tests.compiled_attn.hf.families import small_model
 from tests.compiled_attn.tiny import tiny_model
@@ -28,27 +30,40 @@ def paged(model, layout=None, dtype=None) -> PagedCausalLM:
 
 
 def run(module: PagedCausalLM, requests: list[Request], extra: int = 0) -> torch.Tensor:
-    """Logits of a step, padded by some tokens and requests."""
+    """Logits of a step, padded by some tokens and requests, with the last layer cut as compiled."""
     plan = module.layout.plan(BatchBuilder(BLOCKS, SIZE).rows_of(requests))
     bucket = {axis: size + extra for axis, size in plan.need.items()}
+    module._in_trial = True
     with torch.no_grad():
         return module(*plan.fill(bucket))[: sum(each.num_logits for each in requests)]
 
 
-def rows_of_layers(module: PagedCausalLM) -> list[list[int]]:
-    """Rows that the feed-forward of each layer is called with, added to in later steps."""
-    rows: list[list[int]] = []
-    for layer in decoder_layers(module.model):
-        rows.append([])
-        layer.mlp.register_forward_pre_hook(
-            lambda _, given, seen=rows[-1]: seen.append(given[0].shape[1])
-        )
+def linears(module: PagedCausalLM, requests: list[Request]) -> Counter[int]:
+    """Number of linear layers in the compiled graph of a step, by their number of rows."""
+    rows: Counter[int] = Counter()
+
+    def count(graph: torch.fx.GraphModule, _: object) -> object:
+        for node in graph.graph.nodes:
+            if node.target in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+                rows[node.meta["val"].shape[0]] += 1
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    step = module.layout.plan(BatchBuilder(BLOCKS, SIZE).rows_of(requests)).fill()
+    with torch.no_grad():
+        torch.compile(module, backend=aot_autograd(fw_compiler=count), dynamic=False)(*step)
     return rows
+
+
+def whole(module: PagedCausalLM) -> PagedCausalLM:
+    """The same module with a last layer that computes all rows."""
+    module._cuts_last_layer = False
+    return module
 
 
 @st.composite
 def steps(draw):
-    """Two steps of up to three texts, each with some of its last rows wanted."""
+    """Two steps of up to three texts, some of whose last rows need logits."""
     texts = draw(st.lists(st.integers(2, LENGTH), min_size=1, max_size=3))
     made = []
     cuts = [draw(st.integers(1, length - 1)) for length in texts]
@@ -68,7 +83,7 @@ def llama():
 
 
 @given(steps())
-def test_wanted_rows_have_the_logits_of_the_model_by_itself(ops, llama, made):
+def test_rows_have_the_logits_of_the_model_by_itself(ops, llama, made):
     text, expected, module = llama
     parts, extra = made
     for buffer in module.cache.buffers():
@@ -84,7 +99,7 @@ def test_wanted_rows_have_the_logits_of_the_model_by_itself(ops, llama, made):
 
 
 @given(steps())
-def test_wanted_rows_read_what_their_tokens_see(made):
+def test_rows_read_what_their_tokens_see(made):
     for step in made[0]:
         requests = [
             Request([1] * (end - begin), begin, TABLES[i], num_logits=count)
@@ -113,29 +128,30 @@ def test_a_step_of_padding_alone_sees_nothing():
 
 
 @pytest.mark.parametrize("dtype", [None, torch.int8])
-def test_only_the_last_layer_computes_few_rows_and_it_writes_all_keys(ops, dtype):
+def test_a_cut_layer_writes_all_keys(ops, dtype):
     request = [Request([*range(5, 15)], 0, TABLES[0])]
-    whole, short = paged(tiny_model(), dtype=dtype), paged(tiny_model(), dtype=dtype)
-    whole._ends_early = False
-    rows = rows_of_layers(short)
-    torch.testing.assert_close(run(short, request), run(whole, request), atol=2e-5, rtol=2e-5)
-    assert rows == [[10]] * (len(rows) - 1) + [[1]]
-    for (name, mine), theirs in zip(
-        short.cache.named_buffers(), whole.cache.buffers(), strict=True
-    ):
+    cut, uncut = paged(tiny_model(), dtype=dtype), whole(paged(tiny_model(), dtype=dtype))
+    torch.testing.assert_close(run(cut, request), run(uncut, request), atol=2e-5, rtol=2e-5)
+    for (name, mine), theirs in zip(cut.cache.named_buffers(), uncut.cache.buffers(), strict=True):
         assert torch.equal(mine[SIZE:], theirs[SIZE:]), name  # but for the null block
 
 
+def test_a_compiler_eliminates_what_the_first_run_does_not_write(ops):
+    requests = [Request([*range(5, 15)], 0, TABLES[0])]
+    # Two layers of q, k, v, o, gate, up and down; the head has one row. Of the last layer only the
+    # keys and values of all rows are left.
+    assert linears(paged(tiny_model()), requests) == {10: 7 + 2, 1: 7 + 1}
+    assert linears(whole(paged(tiny_model())), requests) == {10: 2 * 7, 1: 1}
+
+
 def test_a_decode_runs_the_last_layer_once(ops):
-    module = paged(tiny_model())
-    rows = rows_of_layers(module)
-    run(module, [Request([5], 0, TABLES[0]), Request([6], 0, TABLES[1])])
-    assert rows == [[2]] * len(rows)
+    requests = [Request([5], 0, TABLES[0]), Request([6], 0, TABLES[1])]
+    assert linears(paged(tiny_model()), requests) == {2: 2 * 7 + 1}
 
 
-def test_a_graph_of_symbolic_sizes_writes_all_keys_and_computes_the_wanted_rows(ops):
+def test_a_graph_of_symbolic_sizes_writes_all_keys_and_computes_few_rows(ops):
     torch._dynamo.reset()
-    module, eager = paged(tiny_model()), paged(tiny_model())
+    module, eager = paged(tiny_model()), whole(paged(tiny_model()))
     step = torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=True)
     spans = [[(0, 10), (0, 5)], [(10, 17), (5, 6)], [(17, 18), (6, 7)]]
     for span in spans:
@@ -151,7 +167,7 @@ def test_a_graph_of_symbolic_sizes_writes_all_keys_and_computes_the_wanted_rows(
 def test_a_tower_of_as_many_layers_is_not_taken_for_the_decoder(ops):
     model = small_model("gemma3")
     module = paged(model)
-    assert module._ends_early
+    assert module._cuts_last_layer
     assert all("language_model" in name for name in names_of(model, module._layers))
 
 
@@ -160,14 +176,14 @@ def names_of(model: nn.Module, modules: list[nn.Module]) -> list[str]:
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "mistral", "nemotron", "gpt_oss"])
-def test_latents_windows_sinks_and_carried_steps_end_early_too(ops, family):
+def test_latents_windows_sinks_and_carried_steps_are_cut_too(ops, family):
     text = [*range(5, 27)]
     model = small_model(family)
     model.set_attn_implementation("eager")
     with torch.no_grad():
         expected = model(torch.tensor([text])).logits[0, -1:]
     module = paged(model)
-    assert module._ends_early
+    assert module._cuts_last_layer
     logits = run(module, [Request(text, 0, TABLES[0])])
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
@@ -177,19 +193,15 @@ def test_latents_windows_sinks_and_carried_steps_end_early_too(ops, family):
     [
         ("llama", PartsLayout(BLOCKS, SIZE)),  # which row is whose is not known
         ("gemma4_text", TableLayout(BLOCKS, SIZE, WIDTH)),  # layers share keys
-        ("gpt2", TableLayout(BLOCKS, SIZE, WIDTH)),  # gives its states the shape of its input
+        ("gpt2", TableLayout(BLOCKS, SIZE, WIDTH)),  # reshapes its states like its input
     ],
 )
-def test_where_that_cannot_be_all_rows_are_computed(ops, family, layout):
-    model = small_model(family)
-    module = paged(model, layout)
-    rows = rows_of_layers(module)
-    run(module, [Request([*range(5, 15)], 0, TABLES[0])])
-    assert rows == [[10]] * len(rows)
+def test_other_models_compute_all_rows(ops, family, layout):
+    assert not paged(small_model(family), layout)._cuts_last_layer
 
 
 class WithEmbeddings(nn.Module):
-    """Takes the norm's place, and adds to every row what its token was at first."""
+    """Replaces the norm, and adds the embedding of its token to every row."""
 
     def __init__(self, norm: nn.Module, embedding: nn.Module) -> None:
         super().__init__()
@@ -203,7 +215,7 @@ class WithEmbeddings(nn.Module):
         return self.norm(states + self.embedded)
 
 
-def test_a_model_that_needs_all_rows_behind_its_layers_keeps_them(ops, caplog):
+def test_a_model_that_needs_all_rows_after_its_layers_computes_them(ops, caplog):
     model, text = tiny_model(), [*range(5, 15)]
     model.model.norm = WithEmbeddings(model.model.norm, model.model.embed_tokens)
     model.set_attn_implementation("eager")

@@ -86,7 +86,7 @@ def scale_an_attention(model):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (replace_a_module, r"model\.layers\.1\.mlp was replaced: put back .* make a new engine"),
+        (replace_a_module, r"model\.layers\.1\.mlp was replaced: restore it.* create a new engine"),
         (replace_an_activation, r"model\.layers\.1\.mlp\.act_fn was replaced"),
         (hook_a_layer, r"the forward hooks of model\.layers\.1 changed"),
         (scale_an_attention, r"model\.layers\.0\.self_attn\.scaling is \S+, was"),
@@ -94,7 +94,7 @@ def scale_an_attention(model):
         (another_config_of_one_layer, "another config"),
         (train, r"training mode: call model\.eval"),
         (train_one_layer, "training mode"),
-        (cast, "cast or moved: make a new engine"),
+        (cast, "cast or moved: create a new engine"),
         (cast_one_layer, "cast or moved"),
         (replace_a_weight, r"a parameter was replaced.*copy_"),
         (replace_a_weight_by_another_shape, "a parameter was replaced"),

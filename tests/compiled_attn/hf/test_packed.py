@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from compiled_attn.hf import PagedCausalLM, cache_for
 from compiled_attn.hf.packed import (
     PackedEmbedding,
     PackedLinear,
+    halved_weights,
     pack_linears,
     packed_weights,
     quantised_weights,
@@ -24,7 +27,10 @@ from compiled_attn.hf.rounding import last_logits, rounding_of
 from compiled_attn.ops import load, packed_linear
 from tests.compiled_attn.hf.families import small_model
 from tests.compiled_attn.hf.test_proof import Result
+from tests.compiled_attn.ops.packed_layers import halves_by
 from tests.compiled_attn.tiny import plain_generate
+
+IDS = torch.tensor([[3, 17, 47], [0, 16, 31]])
 
 
 class Small(nn.Module):
@@ -55,94 +61,200 @@ class Scaled(nn.Embedding):
         return super().forward(input) * 2
 
 
+def in_halves(weight: torch.Tensor) -> packed_linear.Packing | None:
+    return "halves" if packed_linear.has_halves(weight) else "packed"
+
+
+@dataclass
+class Kind:
+    """A packing, and the dtype of the models that it is for."""
+
+    dtype: torch.dtype
+    packing: Callable[[torch.Tensor], packed_linear.Packing | None]
+
+    def model(self) -> Small:
+        load()
+        torch.manual_seed(0)
+        return Small().bfloat16().to(self.dtype).eval()
+
+    def rounded(self, weight: torch.Tensor) -> torch.Tensor:
+        """A weight as it comes back, in its dtype."""
+        if self.packing is not packed_linear.as_int8:
+            return weight
+        scale = weight.float().abs().amax(1, keepdim=True) / 127
+        return ((weight.float() / scale).round() * scale).to(self.dtype)
+
+
+KINDS = {
+    "packed": Kind(torch.bfloat16, packed_linear.as_packed),
+    "float32": Kind(torch.float32, packed_linear.as_packed),
+    "halves": Kind(torch.float32, in_halves),
+    "int8": Kind(torch.bfloat16, packed_linear.as_int8),
+}
+of_any_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+
+
 @pytest.fixture
 def model() -> Small:
-    load()
-    torch.manual_seed(0)
-    return Small().bfloat16().eval()
+    return KINDS["packed"].model()
 
 
-IDS = torch.tensor([[3, 17, 47], [0, 16, 31]])
+def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def test_layers_and_what_they_share_are_packed_and_give_the_same(model):
-    with torch.no_grad():
-        before = model(IDS)
-        pack_linears(model, contextlib.ExitStack())
-        assert packed_weights(model) == 3
-        after = model(IDS)
+def assert_state(model: nn.Module, expected: dict[str, torch.Tensor]) -> None:
+    state = model.state_dict()
+    assert state.keys() == expected.keys()
+    for name, value in state.items():
+        assert value.dtype is expected[name].dtype and torch.equal(value, expected[name]), name
+
+
+def with_shared(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The state with the weights that two layers share."""
+    shared = {"head.weight": "embedding.weight", "of_scaled.weight": "scaled.weight"}
+    return {name: state[shared.get(name, name)] for name in state}
+
+
+def of_packed(kind: Kind, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A state as a packed model returns it."""
+    packed = "head.weight", "embedding.weight", "inner.a.weight", "inner.b.weight"
+    return {name: kind.rounded(w) if name in packed else w for name, w in state.items()}
+
+
+@of_any_kind
+def test_layers_and_what_they_share_are_packed_and_give_the_same(kind):
+    model, plain = kind.model(), kind.model()
+    parameters = [*model.parameters()]
+    for module in (plain.head, *plain.inner.values()):
+        module.weight.data = kind.rounded(module.weight.detach())
+    pack_linears(model, contextlib.ExitStack(), kind.packing)
+    assert packed_weights(model) == 3
+    assert quantised_weights(model) == 3 * (kind is KINDS["int8"])
+    assert halved_weights(model) == 3 * (kind is KINDS["halves"])
     assert isinstance(model.head, PackedLinear) and isinstance(model.embedding, PackedEmbedding)
     assert model.head.weight is model.embedding.weight
-    assert isinstance(model.inner["a"], PackedLinear) and isinstance(model.inner["b"], PackedLinear)
-    for kept in (model.odd, model.watched, model.of_scaled):
-        assert type(kept) is nn.Linear
-    for one, other in zip(before, after, strict=True):
-        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+    assert all(isinstance(each, PackedLinear) for each in model.inner.values())
+    assert all(type(each) is nn.Linear for each in (model.odd, model.watched, model.of_scaled))
+    assert all(one is other for one, other in zip(parameters, model.parameters(), strict=True))
+    with torch.no_grad():
+        torch.testing.assert_close(model.embedding(IDS), plain.embedding(IDS), rtol=0, atol=0)
+        for one, other in zip(model(IDS), plain(IDS), strict=True):
+            torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
 
 
-def test_the_weights_take_no_more_memory(model):
+def test_halves_give_the_very_bits_of_whole_weights():
+    whole, halves = KINDS["halves"].model(), KINDS["halves"].model()
+    pack_linears(whole, contextlib.ExitStack())
+    pack_linears(halves, contextlib.ExitStack(), in_halves)
+    with torch.no_grad(), halves_by("floats", load(strict=True)):
+        for one, other in zip(halves(IDS), whole(IDS), strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("kind", ["halves", "int8"])
+def test_integers_take_half_of_the_memory_and_their_parameters_none(kind):
+    model = KINDS[kind].model()
+
+    def layers() -> tuple[nn.Module, ...]:
+        return model.head, *model.inner.values()
+
+    before = sum(layer.weight.nbytes for layer in layers())
+    pack_linears(model, contextlib.ExitStack(), KINDS[kind].packing)
+    assert sum(layer.packed.nbytes for layer in layers()) * 2 == before
+    for layer in layers():
+        assert layer.weight.untyped_storage().nbytes() == layer.weight.itemsize
+
+
+@pytest.mark.parametrize("kind", ["packed", "float32"])
+def test_packed_floats_take_no_more_memory(kind):
+    model = KINDS[kind].model()
+
     def size() -> int:
         storages = {p.untyped_storage().data_ptr(): p.untyped_storage() for p in model.parameters()}
         return sum(storage.nbytes() for storage in storages.values())
 
-    before, parameters = size(), [*model.parameters()]
-    pack_linears(model, contextlib.ExitStack())
+    before = size()
+    pack_linears(model, contextlib.ExitStack(), KINDS[kind].packing)
     assert size() == before
-    assert all(one is other for one, other in zip(parameters, model.parameters(), strict=True))
 
 
-def test_undoing_gives_the_layers_and_the_weights_back(model):
-    modules = dict(model.named_modules())
-    weights = {name: value.clone() for name, value in model.state_dict().items()}
+@of_any_kind
+def test_undoing_restores_layers_and_weights(kind):
+    model = kind.model()
+    modules, parameters, state = dict(model.named_modules()), [*model.parameters()], state_of(model)
+    addresses = [parameter.data_ptr() for parameter in parameters]
     with contextlib.ExitStack() as undo:
-        pack_linears(model, undo)
+        pack_linears(model, undo, kind.packing)
     assert all(module is modules[name] for name, module in model.named_modules())
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, weights[name]), name
+    assert [*map(id, parameters)] == [*map(id, model.parameters())]
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert_state(model, state)
+    if kind is KINDS["int8"]:  # not converted back
+        assert [parameter.data_ptr() for parameter in parameters] == addresses
 
 
-def test_the_state_that_goes_in_and_out_is_that_of_plain_weights(model):
-    plain = {name: value.clone() for name, value in model.state_dict().items()}
-    pack_linears(model, contextlib.ExitStack())
-    assert {name: value.shape for name, value in model.state_dict().items()} == {
-        name: value.shape for name, value in plain.items()
-    }
-    assert all(torch.equal(value, plain[name]) for name, value in model.state_dict().items())
-    other = {name: torch.randn_like(value) for name, value in plain.items()}
-    other["head.weight"] = other["embedding.weight"]
-    other["of_scaled.weight"] = other["scaled.weight"]
+@of_any_kind
+def test_the_state_that_goes_in_and_out_is_that_of_plain_weights(kind):
+    model = kind.model()
+    plain = state_of(model)
+    pack_linears(model, contextlib.ExitStack(), kind.packing)
+    assert_state(model, of_packed(kind, plain))
+    other = {name: torch.randn_like(w).bfloat16().to(w.dtype) for name, w in plain.items()}
+    other = with_shared(other)
     model.load_state_dict(other)
-    assert all(torch.equal(value, other[name]) for name, value in model.state_dict().items())
-
-
-def test_a_packed_model_that_is_cast_takes_plain_weights_of_its_dtype(model):
-    pack_linears(model, contextlib.ExitStack())
-    model.float()
-    other = {name: torch.randn_like(value) for name, value in model.state_dict().items()}
-    other["head.weight"] = other["embedding.weight"]
-    other["of_scaled.weight"] = other["scaled.weight"]
-    model.load_state_dict(other)
-    assert all(torch.equal(value, other[name]) for name, value in model.state_dict().items())
-    wrong = {**other, "inner.a.weight": torch.zeros(32, 32)}
+    assert_state(model, of_packed(kind, other))
     with pytest.raises(RuntimeError, match=r"size mismatch for inner\.a\.weight"):
+        model.load_state_dict({**other, "inner.a.weight": torch.zeros(32, 32)})
+
+
+def test_halves_refuse_a_state_that_they_cannot_hold():
+    model = KINDS["halves"].model()
+    pack_linears(model, contextlib.ExitStack(), in_halves)
+    state = state_of(model)
+    wrong = {**state, "inner.a.weight": state["inner.a.weight"] + 1 / 3}
+    with pytest.raises(RuntimeError, match=r"for inner\.a\.weight weights that bfloat16 holds"):
         model.load_state_dict(wrong)
+    assert_state(model, state)
 
 
-def test_weights_of_float32_are_packed_and_computed_with_as_what_they_are_cast_to():
-    model = Small().eval()
-    plain = copy.deepcopy(model)
+@pytest.mark.parametrize("kind", ["packed", "float32", "halves"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_a_packed_model_that_is_cast_computes_and_loads_like_a_plain_one(kind, dtype):
+    model, plain = KINDS[kind].model(), KINDS[kind].model()
+    pack_linears(model, contextlib.ExitStack(), KINDS[kind].packing)
+    model.to(dtype), plain.to(dtype)
+    if dtype is not KINDS[kind].dtype:  # else by the op
+        with torch.no_grad():
+            for one, other in zip(model(IDS), plain(IDS), strict=True):
+                assert one.dtype is dtype
+                torch.testing.assert_close(one, other)
+    state = state_of(model)
+    assert all(value.dtype is dtype for value in state.values())
+    model.load_state_dict(state)
+    assert_state(model, state)
+
+
+def test_weights_of_float32_are_not_packed_as_int8():
+    model = KINDS["float32"].model()
+    pack_linears(model, contextlib.ExitStack(), packed_linear.as_int8)
+    assert packed_weights(model) == 0
+
+
+def test_a_weight_with_more_bits_stays_whole():
+    model = KINDS["halves"].model()
     with torch.no_grad():
-        before = model(IDS)
-        pack_linears(model, contextlib.ExitStack(), packed_linear.as_int8)
-        assert packed_weights(model) == 0  # int8 is for bfloat16
-        pack_linears(model, contextlib.ExitStack())
-        assert packed_weights(model) == 3
-        torch.testing.assert_close(model(IDS), before)
-        assert all(
-            torch.equal(w, plain.state_dict()[name]) for name, w in model.state_dict().items()
-        )
-        for dtype in (torch.float64, torch.bfloat16):
-            torch.testing.assert_close(model.to(dtype)(IDS), plain.to(dtype)(IDS))
+        model.inner["a"].weight[3, 5] = 1 / 3
+    pack_linears(model, contextlib.ExitStack(), in_halves)
+    assert packed_weights(model) == 3 and halved_weights(model) == 2
+
+
+def test_a_model_whose_weights_are_all_in_16_bits_has_its_dtype():
+    load()
+    model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(3))).bfloat16().float()
+    pack_linears(model, contextlib.ExitStack(), in_halves)
+    assert packed_weights(model) == halved_weights(model) == 3
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
 def test_gradients_are_those_of_plain_layers(model):
@@ -166,9 +278,8 @@ def test_memory_that_two_parameters_share_stays(model):
     assert type(model.inner["a"]) is nn.Linear and type(model.inner["b"]) is nn.Linear
 
 
-def test_an_interrupt_while_packing_leaves_the_model_as_it_was(model, monkeypatch):
-    weights = {name: value.clone() for name, value in model.state_dict().items()}
-    pack, calls = packed_linear.pack, []
+def test_an_exception_while_packing_leaves_the_model_unchanged(model, monkeypatch):
+    state, pack, calls = state_of(model), packed_linear.pack, []
 
     def interrupted(weight):
         calls.append(weight)
@@ -179,29 +290,45 @@ def test_an_interrupt_while_packing_leaves_the_model_as_it_was(model, monkeypatc
     monkeypatch.setattr(packed_linear, "pack", interrupted)
     with pytest.raises(KeyboardInterrupt), contextlib.ExitStack() as undo:
         pack_linears(model, undo)
-    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    assert_state(model, state)
     assert not any(isinstance(module, PackedLinear) for module in model.modules())
 
 
-def test_wider_numbers_compute_with_the_same_weights(model):
+def test_only_chosen_weights_are_packed(model):
+    pack_linears(model, contextlib.ExitStack(), lambda w: "packed" if w.shape[0] == 32 else None)
+    assert packed_weights(model) == 1
+    assert type(model.head) is nn.Linear and isinstance(model.inner["b"], PackedLinear)
+
+
+@pytest.mark.parametrize("shape", [(64,), (2, 3, 64), (0, 64)])
+def test_a_layer_takes_inputs_of_any_rank(model, shape):
+    input = torch.randn(shape).bfloat16()
     with torch.no_grad():
-        wider = copy.deepcopy(model).float()(IDS)
+        plain = model.inner["b"](input)
         pack_linears(model, contextlib.ExitStack())
-        for computed in (model.float()(IDS), wider):
-            for one, other in zip(computed, wider, strict=True):
-                torch.testing.assert_close(one, other)
+        torch.testing.assert_close(model.inner["b"](input), plain, rtol=2e-2, atol=2e-2)
 
 
-def test_the_rounding_of_a_packed_model_can_be_measured():
-    model = small_model("llama").to(torch.bfloat16)
-    pack_linears(model, contextlib.ExitStack())
+# Models of transformers
+
+
+def llama(kind: str) -> nn.Module:
+    load()
+    return small_model("llama").to(torch.bfloat16).to(KINDS[kind].dtype)
+
+
+@pytest.mark.parametrize("kind", ["packed", "halves"])
+def test_the_rounding_of_a_packed_model_is_that_of_the_plain_one(kind):
+    model, text = llama(kind), [3, 5, 7]
+    plain = rounding_of(model, text, last_logits(model, text))
+    pack_linears(model, contextlib.ExitStack(), KINDS[kind].packing)
     with torch.no_grad():
-        assert rounding_of(model, [3, 5, 7], last_logits(model, [3, 5, 7])) is not None
+        rounding = rounding_of(model, text, last_logits(model, text))
+    torch.testing.assert_close(rounding.exact, plain.exact)
 
 
 def test_a_check_compares_packed_layers_with_plain_ones(monkeypatch):
-    model = small_model("llama").to(torch.bfloat16)
-    prompt = [3, 5, 7, 11]
+    model, prompt = llama("packed"), [3, 5, 7, 11]
     plain = plain_generate(model, prompt, 8)
     pack_linears(model, contextlib.ExitStack())
     kernel = torch.ops.compiled_attn.packed_linear
@@ -214,10 +341,11 @@ def test_a_check_compares_packed_layers_with_plain_ones(monkeypatch):
     assert plain_generate(model, prompt, 8) == wrong
 
 
-def test_only_wanted_weights_are_packed(model):
-    pack_linears(model, contextlib.ExitStack(), lambda w: "packed" if w.shape[0] == 32 else None)
-    assert packed_weights(model) == 1
-    assert type(model.head) is nn.Linear and isinstance(model.inner["b"], PackedLinear)
+def test_a_check_of_int8_layers_compares_with_plain_ones_of_rounded_weights():
+    model, prompt = llama("int8"), [3, 5, 7, 11]
+    pack_linears(model, contextlib.ExitStack(), packed_linear.as_int8)
+    results = [Result(0, prompt, plain_generate(model, prompt, 8))]
+    assert not check(model, results, 1).mismatches
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "deepseek_v3"])
@@ -230,11 +358,11 @@ def test_a_served_model_is_packed_and_right(family):
     assert again.packed == paged.packed
 
 
-def test_an_interrupt_while_a_size_is_measured_leaves_the_model_as_it_was():
+def test_an_exception_while_a_packing_is_chosen_leaves_the_model_unchanged():
     def interrupted(weight):
         raise KeyboardInterrupt
 
-    model = small_model("llama").to(torch.bfloat16)
+    model = llama("packed")
     attention = model.config._attn_implementation
     with pytest.raises(KeyboardInterrupt):
         PagedCausalLM(model, cache_for(model, 5, 4), packs=interrupted)
@@ -242,103 +370,36 @@ def test_an_interrupt_while_a_size_is_measured_leaves_the_model_as_it_was():
     assert model(input_ids=torch.tensor([[3, 5]])).logits.isfinite().all()
 
 
-@pytest.mark.parametrize("shape", [(64,), (2, 3, 64), (0, 64)])
-def test_a_layer_takes_inputs_of_any_rank(model, shape):
-    input = torch.randn(shape).bfloat16()
-    with torch.no_grad():
-        plain = model.inner["b"](input)
-        pack_linears(model, contextlib.ExitStack())
-        torch.testing.assert_close(model.inner["b"](input), plain, rtol=2e-2, atol=2e-2)
-
-
 def test_a_model_that_packing_would_change_keeps_its_layers(monkeypatch, caplog):
-    model = small_model("llama").to(torch.bfloat16)
-    modules = dict(model.named_modules())
-    weights = {name: value.clone() for name, value in model.state_dict().items()}
-    pack = packed_linear.pack
+    model = llama("packed")
+    modules, state = dict(model.named_modules()), state_of(model)
+    pack, unpack = packed_linear.pack, packed_linear.unpack
     monkeypatch.setattr(packed_linear, "pack", lambda weight: pack(-weight))
-    monkeypatch.setattr(packed_linear, "unpack", lambda weight: -_UNPACK(weight))
+    monkeypatch.setattr(packed_linear, "unpack", lambda weight: -unpack(weight))
     with caplog.at_level(logging.WARNING):
         paged = PagedCausalLM(model, cache_for(model, 5, 4), packs=packed_linear.as_packed)
     assert paged.packed == 0 and "weights are not packed" in caplog.text
     assert all(module is modules[name] for name, module in model.named_modules())
-    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    assert_state(model, state)
 
 
-def _rounded(weight: torch.Tensor) -> torch.Tensor:
-    """A weight in int8 and back, in float32: a scale for each output."""
-    scale = weight.float().abs().amax(1, keepdim=True) / 127
-    return (weight.float() / scale).round() * scale
+def test_a_model_that_does_not_tolerate_halves_is_packed_whole(monkeypatch, caplog):
+    model, halve, unpack = llama("halves"), packed_linear.halve, packed_linear.unpack
+    monkeypatch.setattr(packed_linear, "halve", lambda weight: ~halve(weight))
+    monkeypatch.setattr(
+        packed_linear, "unpack", lambda w: unpack(~w if w.dtype is torch.int16 else w)
+    )
+    with caplog.at_level(logging.WARNING):
+        paged = PagedCausalLM(model, cache_for(model, 5, 4), packs=in_halves)
+    assert paged.packed and not paged.halved
+    assert "weights are not packed in 16 bits" in caplog.text
 
 
-def test_layers_of_int8_compute_with_rounded_weights_of_half_the_memory(model):
-    plain = copy.deepcopy(model)
-    packed = [model.head.weight, model.inner["a"].weight, model.inner["b"].weight]
-    before, input = sum(w.nbytes for w in packed), torch.randn(5, 64).bfloat16()
-    pack_linears(model, contextlib.ExitStack(), packed_linear.as_int8)
-    assert packed_weights(model) == quantised_weights(model) == 3
-    layers = model.head, model.inner["a"], model.inner["b"]
-    assert sum(each.packed.nbytes for each in layers) * 2 == before
-    assert all(w.untyped_storage().nbytes() == 2 for w in packed)
-    for layer in (lambda m: m.head, lambda m: m.inner["a"], lambda m: m.inner["b"]):
-        weight, bias = _rounded(layer(plain).weight), layer(plain).bias
-        expected = input.double() @ weight.double().T + (0 if bias is None else bias.double())
-        with torch.no_grad():
-            for out in (layer(model)(input), layer(model).plain(input)):
-                torch.testing.assert_close(out.double(), expected, rtol=2**-7, atol=2e-2)
-    assert model.head.weight is model.embedding.weight is packed[0]
-    assert torch.equal(model.embedding(IDS), _rounded(plain.embedding.weight).bfloat16()[IDS])
-
-
-def test_undoing_int8_gives_the_very_weights_back(model):
-    modules, parameters = dict(model.named_modules()), [*model.parameters()]
-    weights = {name: value.clone() for name, value in model.state_dict().items()}
-    places = [parameter.data_ptr() for parameter in parameters]
-    with contextlib.ExitStack() as undo:
-        pack_linears(model, undo, packed_linear.as_int8)
-    assert all(module is modules[name] for name, module in model.named_modules())
-    assert [*map(id, parameters)] == [*map(id, model.parameters())]
-    assert [parameter.data_ptr() for parameter in model.parameters()] == places
-    assert all(parameter.requires_grad for parameter in model.parameters())
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, weights[name]), name
-
-
-def test_the_state_of_int8_layers_is_their_rounded_weights_and_takes_others(model):
-    plain = {name: value.clone() for name, value in model.state_dict().items()}
-    pack_linears(model, contextlib.ExitStack(), packed_linear.as_int8)
-    rounded = model.state_dict()
-    assert {name: value.dtype for name, value in rounded.items()} == {
-        name: value.dtype for name, value in plain.items()
-    }
-    for name in ("inner.a.weight", "head.weight", "embedding.weight"):
-        assert torch.equal(rounded[name], _rounded(plain[name]).bfloat16()), name
-    other = {name: torch.randn_like(value) for name, value in plain.items()}
-    other["head.weight"] = other["embedding.weight"]
-    other["of_scaled.weight"] = other["scaled.weight"]
-    model.load_state_dict(other)
-    for name in ("inner.b.weight", "head.weight"):
-        assert torch.equal(model.state_dict()[name], _rounded(other[name]).bfloat16()), name
-
-
-def test_a_check_of_int8_layers_compares_with_plain_ones_of_rounded_weights():
-    model = small_model("llama").to(torch.bfloat16)
-    prompt = [3, 5, 7, 11]
-    rounded = copy.deepcopy(model)
-    pack_linears(rounded, contextlib.ExitStack(), packed_linear.as_int8)
-    results = [Result(0, prompt, plain_generate(rounded, prompt, 8))]
-    assert not check(rounded, results, 1).mismatches
-
-
-def test_a_model_that_does_not_bear_int8_is_refused_and_left_as_it_was(monkeypatch):
-    model = small_model("llama").to(torch.bfloat16)
-    weights = {name: value.clone() for name, value in model.state_dict().items()}
-    quantise = packed_linear.quantise
+def test_a_model_that_does_not_tolerate_int8_is_refused_and_left_unchanged(monkeypatch):
+    model = llama("int8")
+    state, quantise = state_of(model), packed_linear.quantise
     monkeypatch.setattr(packed_linear, "quantise", lambda weight: quantise(-weight))
-    with pytest.raises(ModelRefused, match="bears weights of int8"):
+    with pytest.raises(ModelRefused, match="tolerates weights of int8"):
         PagedCausalLM(model, cache_for(model, 5, 4), packs=packed_linear.as_int8)
-    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    assert_state(model, state)
     assert not packed_weights(model)
-
-
-_UNPACK = packed_linear.unpack

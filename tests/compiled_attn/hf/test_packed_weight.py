@@ -13,9 +13,9 @@ from torch import nn
 from compiled_attn.engine import Engine, EngineConfig, SamplingParams, local
 from compiled_attn.errors import ModelChanged
 from compiled_attn.hf import PagedCausalLM, cache_for
-from compiled_attn.hf.model import Snapshot
 from compiled_attn.hf.packed import PackedLinear, halved_weights, pack_linears
 from compiled_attn.hf.packed_weight import PackedWeight
+from compiled_attn.hf.snapshot import Snapshot
 from compiled_attn.ops import load, packed_linear
 from tests.compiled_attn.tiny import tiny_model
 

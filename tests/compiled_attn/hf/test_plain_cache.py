@@ -23,21 +23,21 @@ def test_logits_are_those_of_dense_attention_to_rounded_keys_and_values(kind, fa
     model = tiny_model(family)
     rows = kept_rows(model, TEXT, kind)[-1].double()
     with torch.no_grad():
-        kept = last_logits(model, TEXT, PlainCaches.of(model, KINDS[kind]))
-    assert (kept - rows).std() <= 2e-3 * rows.std()  # an element between two codes
-    assert (kept - last_logits(model, TEXT)).std() > 4e-3 * rows.std()
+        rounded = last_logits(model, TEXT, PlainCaches.of(model, KINDS[kind]))
+    assert (rounded - rows).std() <= 2e-3 * rows.std()  # an element between two codes
+    assert (rounded - last_logits(model, TEXT)).std() > 4e-3 * rows.std()
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "gemma3n_text", "deepseek_v3"])
 def test_windows_shared_layers_and_latents_are_rounded_as_the_paged_cache_does(family):
     model = small_model(family)
     with torch.no_grad():
-        kept = last_logits(model, TEXT, PlainCaches.of(model, torch.int8))
+        rounded = last_logits(model, TEXT, PlainCaches.of(model, torch.int8))
         plain = last_logits(model, TEXT)
     paged = PagedCausalLM(model, cache_for(model, 8, 4))
     cache = small_cache(paged.cache, 8, 4, torch.int8)
     logits = step_logits(paged, cache, [Request(TEXT, 0, [1, 2, 3, 4, 5])])[0].double()
-    assert (logits - kept).std() < 0.1 * (kept - plain).std()
+    assert (logits - rounded).std() < 0.1 * (rounded - plain).std()
 
 
 def test_a_row_of_zeros_stays_one():

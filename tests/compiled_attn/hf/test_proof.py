@@ -131,7 +131,7 @@ def test_without_any_rounding_a_bfloat16_model_is_right_and_some_tokens_are_ties
 
 
 def test_no_token_of_the_next_best_is_a_tie_where_rounding_does_not_reach() -> None:
-    """Four tokens lie within 4e-2 of the largest logit, but far apart for what bfloat16 rounds."""
+    """Four tokens are within 4e-2 of the largest logit, but farther apart than bfloat16 rounds."""
     model = tiny_llama(tie_word_embeddings=False).to(torch.bfloat16)
     prompt = [3, 14, 15, 92, 65, 35]
     with torch.no_grad():
@@ -194,12 +194,12 @@ def test_requests_are_spread_over_the_demand_and_empty_ones_left_out(
     assert check(model, results, 0).checked_requests == 0
 
 
-def test_progress_is_told_after_each_request(
+def test_progress_is_reported_after_each_request(
     model: LlamaForCausalLM, results: list[Result]
 ) -> None:
-    told: list[tuple[int, int]] = []
-    check(model, results, 3, on_checked=lambda done, total: told.append((done, total)))
-    assert told == [(1, 3), (2, 3), (3, 3)]
+    calls: list[tuple[int, int]] = []
+    check(model, results, 3, on_checked=lambda done, total: calls.append((done, total)))
+    assert calls == [(1, 3), (2, 3), (3, 3)]
 
 
 def tiny_gemma2(softcap: float | None) -> Gemma2ForCausalLM:

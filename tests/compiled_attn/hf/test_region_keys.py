@@ -78,7 +78,7 @@ def lora(layer):
 
 
 class Scaled(nn.Linear):
-    """Reads what is kept with its weight."""
+    """Reads an attribute of its weight."""
 
     def forward(self, x):
         return super().forward(x) * self.weight.scale

@@ -13,8 +13,8 @@ from compiled_attn.compat.paged import (
     convert_key,
     convert_value,
     paged_attention_v1,
+    paged_attention_v2,
 )
-from compiled_attn.compat.paged.attention import paged_attention_v2
 from compiled_attn.ops import KernelArgumentError
 from compiled_attn.ops.paged_attention import refusing
 from tests.compiled_attn.compat.flash.cases import Case

@@ -191,7 +191,7 @@ def test_native_serves_what_is_learned_where_no_gradients_are_taken():
 
 def test_metadata_seen_through_a_window_is_no_longer_by_request():
     assert _metadata().windowed(3).by_request is None
-    assert _metadata().seen_from().by_request is not None
+    assert _metadata().with_positions().by_request is not None
 
 
 def test_part_of_the_requests_fields_is_an_error():

@@ -122,19 +122,11 @@ def test_the_engine_records_the_simulated_needs(hash_block, blocks, concurrency)
     arrivals = _some(hash_block)
     sizes = SimulatedEngine(max_tokens=32, max_seqs=6, block_size=8, blocks=blocks)
     simulated = simulate(arrivals, sizes, speed=None, concurrency=concurrency)
-    engine = _engine(sizes, partial_hits=False)
+    engine = _engine(sizes)
     assert simulated.needs["engine"].points.tolist() == _recorded(engine, arrivals, concurrency)
     assert simulated.preemptions == engine.scheduler.preemptions
     assert (simulated.preemptions > 0) == (blocks == 15)
     assert engine.report().prefix_hit_ratio > 0
-
-
-def test_prefixes_of_whole_blocks_are_found_alike_with_partial_hits():
-    arrivals = _some(16)
-    sizes = SimulatedEngine(max_tokens=32, max_seqs=6, block_size=8, blocks=90)
-    engine = _engine(sizes, partial_hits=True)
-    recorded = _recorded(engine, arrivals, None)
-    assert simulate(arrivals, sizes, speed=None).needs["engine"].points.tolist() == recorded
 
 
 def test_every_token_is_computed_once():

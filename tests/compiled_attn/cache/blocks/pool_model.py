@@ -1,4 +1,4 @@
-"""A naive model of a block pool and of the memory it manages, which does everything twice."""
+"""A naive model of a block pool and of the memory it manages, and all that both must agree on."""
 
 from __future__ import annotations
 
@@ -35,21 +35,17 @@ class Row:
 
 
 class ModelledPool:
-    """Does everything twice, with the pool and with lists, and compares."""
+    """Calls the pool and a model made of lists, and compares them."""
 
-    def __init__(self, num_blocks: int, size: int, least: int | None = None) -> None:
-        partial = least is not None
-        self.pool = BlockPool(num_blocks, size, partial_hits=partial, min_partial_tokens=least)
+    def __init__(self, num_blocks: int, size: int) -> None:
+        self.pool = BlockPool(num_blocks, size)
         self.size = size
-        self.least = least
         self.total = num_blocks - 1
         self.rows: dict[str, Row] = {}
         self.idle: list[int] = []  # cached blocks, next to be evicted first
         self.index: dict[Payload, int] = {}  # payload of a full block's last slot -> block
-        self.tails: dict[Payload, int] = {}  # payload of the last slot of a part -> block
-        self.twins: dict[int, Payload] = {}  # blocks whose payload is found in another
+        self.duplicates: dict[int, Payload] = {}  # blocks whose payload is found in another
         self.pending: dict[int, int] = {}  # destination -> source
-        self.at = list(range(num_blocks))  # the place of each block
         self.cache: list[list[Payload | None]] = [[None] * size for _ in range(num_blocks)]
         self.withdrawn: set[Payload] = set()  # full blocks that were known before
         self.counts: Counter[str] = Counter()
@@ -64,35 +60,30 @@ class ModelledPool:
 
     def free_blocks(self) -> list[int]:
         refs = self.references()
-        free = [b for b in range(1, self.total + 1) if not refs[b] and b not in self.idle]
-        return sorted(free, key=self.at.__getitem__)
-
-    def known(self) -> set[int]:
-        return {*self.index.values(), *self.tails.values()}
+        return [b for b in range(1, self.total + 1) if not refs[b] and b not in self.idle]
 
     def evict(self, block: int) -> None:
         self.counts["evictions"] += 1
         self.forget(block)
 
     def forget(self, block: int) -> None:
-        """A twin is found from now on."""
-        self.tails = {key: other for key, other in self.tails.items() if other != block}
+        """A duplicate is found from now on."""
         for key in [key for key, other in self.index.items() if other == block]:
             del self.index[key]
-            heir = next((b for b, content in self.twins.items() if content == key), None)
+            heir = next((b for b, content in self.duplicates.items() if content == key), None)
             if heir is not None:
                 self.index[key] = heir
-                del self.twins[heir]
+                del self.duplicates[heir]
                 self.counts["heirs"] += 1
 
     def take(self, count: int) -> list[int]:
-        """The ids that the next allocations must return: lowest free place, then evicted."""
+        """The ids that the next allocations must return: lowest free block, then evicted."""
         free = self.free_blocks()[:count]
         evicted = [self.idle.pop(0) for _ in range(count - len(free))]
         for block in evicted:
             self.evict(block)
         for block in free + evicted:
-            self.cache[self.at[block]] = [None] * self.size
+            self.cache[block] = [None] * self.size
         self.counts["allocations"] += count
         return free + evicted
 
@@ -100,11 +91,6 @@ class ModelledPool:
         if row.length % self.size == 0:
             return False
         return sum(row.blocks[-1] in other.blocks for other in self.rows.values()) > 1
-
-    def can_take_over(self, row: Row) -> bool:
-        refs = self.references()
-        last = row.blocks[-1] if row.blocks else 0
-        return last in self.pending and refs[last] == refs[self.pending[last]] == 1
 
     def needed(self, row: Row, length: int) -> int:
         if length <= row.length:
@@ -120,28 +106,14 @@ class ModelledPool:
             blocks.append(block)
         return blocks
 
-    def partial_hits(self, salt: str | None, tokens: list[int], start: int) -> tuple[int, set[int]]:
-        """The most tokens from ``start`` on that a block begins with, and all such blocks."""
-        best: dict[int, int] = {}
-        for (other, content), block in [*self.index.items(), *self.tails.items()]:
-            if (
-                other == salt
-                and start < len(content) <= start + self.size
-                and content[:start] == tuple(tokens[:start])
-            ):
-                pairs = zip(content[start:], tokens[start:-1], strict=False)
-                best[block] = [*(a == b for a, b in pairs), False].index(False)
-        most = max(best.values(), default=0)
-        return most, {block for block, count in best.items() if count == most}
-
     def let_go(self, blocks: list[int]) -> None:
-        """What becomes of blocks that nobody holds any more, in the order they were given last."""
+        """Caches or frees blocks without holders, in the order of their last occurrence."""
         refs = self.references()
         for block in reversed(dict.fromkeys(b for b in reversed(blocks) if not refs[b])):
-            if block in self.known():
+            if block in self.index.values():
                 self.idle.append(block)
-            elif block in self.twins:
-                found = self.index[self.twins.pop(block)]
+            elif block in self.duplicates:
+                found = self.index[self.duplicates.pop(block)]
                 if found in self.idle:  # its content was used until now
                     self.idle.remove(found)
                     self.idle.append(found)
@@ -156,12 +128,6 @@ class ModelledPool:
             self.pending[replaced[0]] = self.pending.get(old, old)
             needed -= 1
             self.counts["copies"] += 1
-        elif needed > self.room():
-            replaced = [self.pending.pop(row.blocks[-1])]
-            if replaced[0] in self.known():
-                self.evict(replaced[0])
-            self.counts["taken over"] += 1
-        if replaced:
             row.blocks[-1] = replaced[0]
         fresh = self.take(needed)
         row.blocks += fresh
@@ -184,7 +150,7 @@ class ModelledPool:
 
     def note_use(self) -> None:
         used = self.references()
-        self.highest = max([self.highest, *(self.at[block] for block in used)])
+        self.highest = max([self.highest, *used])
         self.peak = max(self.peak, len(used))
 
     def add(self, name: str, tokens: list[int], salt: str | None) -> None:
@@ -195,66 +161,43 @@ class ModelledPool:
         row.length = len(row.blocks) * self.size
         self.rows[name] = row
         self.pool.add(name, np.array(tokens, dtype=np.int32), salt=salt)
-        if self.least is not None:
-            self.add_partial_hit(name, row)
         row.computed = row.cached = row.length
         self.counts["queried"] += len(tokens)
         self.counts["hits"] += row.cached
         assert [self.pool.can_reserve(name, length) for length in lengths] == fits
         self.note_use()
 
-    def add_partial_hit(self, name: str, row: Row) -> None:
-        """Of several blocks that are equally good the pool may choose."""
-        count, sources = self.partial_hits(row.salt, row.tokens, row.length)
-        held = self.references()
-        has_room = [self.room() > (not held[source]) for source in sources]
-        if count < self.least:
-            return
-        if self.pool.table(name).length == row.length:
-            assert not all(has_room)
-            self.counts["no room for a copy"] += 1
-            return
-        source = self.pool._blocks.copies.source(self.pool.table(name).blocks[-1])
-        assert source in sources and self.room() > (not held[source])
-        if source in self.idle:
-            self.idle.remove(source)
-        self.pending[(fresh := self.take_beside(source))] = source
-        row.blocks.append(fresh)
-        row.length += count
-        self.counts["copies"] += 1
-        self.counts["partial hits"] += count
-
-    def take_beside(self, source: int) -> int:
-        self.pending[-1] = source  # holds it
-        fresh = self.take(1)[0]
-        del self.pending[-1]
-        return fresh
-
     def swap(self, limit: int, skipped: int) -> None:
-        """One defragmentation: content first, then the places; a move where that is enough."""
-        pairs = self.pool.places.compaction(limit)[skipped:]
-        used = {self.at[block] for block in self.references()}
+        """One defragmentation: content first, then the ids; a move where that is enough."""
+        pairs = self.pool.compaction(limit)[skipped:]
+        used = self.references().keys()
         assert all(a in used and b not in used and a > b > 0 for a, b in pairs)
         for a, b in pairs:
-            if self.pool.places.is_worth_keeping(b):
+            if self.pool.has_content(b):
                 self.cache[a], self.cache[b] = self.cache[b], self.cache[a]
             else:
                 self.cache[a], self.cache[b] = [None] * self.size, self.cache[a]
         self.commit_swap(pairs)
 
     def shuffle(self, pick: int) -> None:
-        """Two places of any state."""
+        """Exchanges two blocks of any state."""
         a, b = pick % self.total + 1, pick // self.total % self.total + 1
         if a != b:
             self.cache[a], self.cache[b] = self.cache[b], self.cache[a]
             self.commit_swap([(a, b)])
 
     def commit_swap(self, pairs: list[tuple[int, int]]) -> None:
-        self.pool.places.swap(pairs)
-        for a, b in pairs:
-            x, y = self.at.index(a), self.at.index(b)
-            self.at[x], self.at[y] = b, a
-            self.counts["moves"] += 1
+        tables = {name: self.pool.table(name) for name in self.rows}
+        self.pool.exchange(pairs)
+        assert all(self.pool.table(name) is table for name, table in tables.items())
+        new = {a: b for pair in pairs for a, b in (pair, pair[::-1])}
+        for row in self.rows.values():
+            row.blocks = [new.get(block, block) for block in row.blocks]
+        self.idle = [new.get(block, block) for block in self.idle]
+        self.index = {key: new.get(block, block) for key, block in self.index.items()}
+        self.duplicates = {new.get(block, block): key for block, key in self.duplicates.items()}
+        self.pending = {new.get(d, d): new.get(s, s) for d, s in self.pending.items()}
+        self.counts["moves"] += len(pairs)
         self.note_use()
 
     def ask_for_room(self, tokens: list[int], salt: str | None, length: int) -> None:
@@ -266,7 +209,7 @@ class ModelledPool:
     def reserve(self, name: str, length: int, token: int) -> None:
         row = self.rows[name]
         needed = self.needed(row, length)
-        fits = needed <= self.room() + self.can_take_over(row)
+        fits = needed <= self.room()
         assert self.pool.can_reserve(name, length) == fits
         appends = length == row.length + 1
         call = (lambda: self.pool.append(name)) if appends else self.reserving(name, length)
@@ -282,7 +225,7 @@ class ModelledPool:
     def fill(self, name: str, token: int) -> None:
         """Reserve all that is left, to the last block."""
         row = self.rows[name]
-        count = len(row.blocks) + self.room() + self.can_take_over(row)
+        count = len(row.blocks) + self.room()
         self.reserve(name, (count - self.writes_into_shared(row)) * self.size, token)
 
     def reserving(self, name: str, length: int) -> Callable[[], list[int]]:
@@ -294,7 +237,7 @@ class ModelledPool:
         assert pairs == [(source, destination) for destination, source in self.pending.items()]
         assert not {source for source, _ in pairs} & {destination for _, destination in pairs}
         for source, destination in pairs[skipped:]:
-            self.cache[self.at[destination]] = list(self.cache[self.at[source]])
+            self.cache[destination] = list(self.cache[source])
             del self.pending[destination]
         if skipped:
             self.pool.copied([*pairs[skipped:], *pairs[skipped:]])
@@ -309,8 +252,8 @@ class ModelledPool:
         start, end = row.computed, row.computed + round(share * (row.length - row.computed))
         self.copy()
         for position in range(start, end):
-            place = self.at[row.blocks[position // self.size]]
-            self.cache[place][position % self.size] = row.payload(position)
+            block = row.blocks[position // self.size]
+            self.cache[block][position % self.size] = row.payload(position)
         row.computed = end
         self.pool.commit(name, row.tokens, end)
         if not row.withdrawn:
@@ -323,35 +266,19 @@ class ModelledPool:
         for block in row.blocks:
             self.withdrawn |= {key for key, other in self.index.items() if other == block}
             self.forget(block)
-            if block in self.twins:
-                self.withdrawn.add(self.twins.pop(block))
+            if block in self.duplicates:
+                self.withdrawn.add(self.duplicates.pop(block))
             self.counts["withdrawn"] += 1
 
     def note(self, row: Row, start: int, end: int) -> None:
         for number in range(start // self.size, end // self.size):
-            self.note_full(row.payload((number + 1) * self.size - 1), row.blocks[number])
-        if self.least is not None:
-            filled, full = end % self.size, end - end % self.size
-            if filled // self.least > max(0, start - full) // self.least:
-                self.note_tail(row.payload(end - 1), row.blocks[end // self.size])
-
-    def note_full(self, key: Payload, block: int) -> None:
-        self.tails = {other: b for other, b in self.tails.items() if b != block}
-        if block in self.index.values() or block in self.twins:
-            return
-        if key in self.index:
-            self.twins[block] = key
-        else:
-            self.index[key] = block
-
-    def note_tail(self, key: Payload, block: int) -> None:
-        if block in self.index.values() or block in self.twins:
-            return
-        known = [k for k, b in self.tails.items() if b == block]
-        if known and known[0][1][: len(key[1])] == key[1]:
-            return
-        self.tails = {other: b for other, b in self.tails.items() if b != block}
-        self.tails.setdefault(key, block)
+            key, block = row.payload((number + 1) * self.size - 1), row.blocks[number]
+            if block in self.index.values() or block in self.duplicates:
+                continue
+            if key in self.index:
+                self.duplicates[block] = key
+            else:
+                self.index[key] = block
 
     def fork(self, parent: str, child: str) -> None:
         row = self.rows[parent]
@@ -372,7 +299,7 @@ class ModelledPool:
 
     def misuse(self, name: str) -> None:
         """Calls that must fail and change nothing."""
-        row, places = self.rows[name], self.pool.places
+        row = self.rows[name]
         before = state_of(self.pool)
         for wrong in (
             lambda: self.pool.add(name, row.tokens),
@@ -387,10 +314,68 @@ class ModelledPool:
             lambda: self.pool.withdraw("unknown"),
             lambda: self.pool.free("unknown"),
             lambda: self.pool.preempt("unknown"),
-            lambda: places.swap([(1, self.total), (self.total, 1)]),
-            lambda: places.swap([(0, self.total)]),
-            lambda: places.resolve(-1),
+            lambda: self.pool.exchange([(1, self.total), (self.total, 1)]),
+            lambda: self.pool.exchange([(0, self.total)]),
         ):
             with pytest.raises((UnknownRequest, DuplicateRequest, OutOfBlocks, ValueError)):
                 wrong()
         assert state_of(self.pool) == before
+
+    def check(self) -> None:
+        self.check_tables()
+        self.check_payloads()
+        self.check_chains()
+        self.check_blocks()
+        self.check_statistics()
+
+    def check_tables(self) -> None:
+        assert self.pool.requests == list(self.rows)
+        for name, row in self.rows.items():
+            table = self.pool.table(name)
+            assert table.blocks == row.blocks == table.array[: len(row.blocks)].tolist()
+            assert not table.array[len(row.blocks) :].any()
+            assert (table.length, table.num_computed) == (row.length, row.computed)
+            assert table.num_cached_tokens == row.cached
+            assert len(row.blocks) == -(-row.length // self.size)
+            assert 0 not in row.blocks and len(set(row.blocks)) == len(row.blocks)
+
+    def check_payloads(self) -> None:
+        for name, row in self.rows.items():
+            table = self.pool.table(name)
+            for position in range(row.computed):
+                block, offset = divmod(table.slot(position), self.size)
+                # A block that waits for its copy stands for the source.
+                shown = self.cache[self.pending.get(block, block)][offset]
+                assert shown == row.payload(position)
+
+    def check_chains(self) -> None:
+        """Whatever is found is found with all that leads to it: tails were evicted first.
+
+        Unless a fork withdrew a block that another had indexed.
+        """
+        for salt, content in self.index:
+            parent = content[: len(content) - self.size]
+            assert not parent or {(salt, parent)} & (self.index.keys() | self.withdrawn)
+        assert len(self.pool._index) == len(self.index)
+        assert [self.pool._index.block(key) for key in self.pool._blocks._cached] == self.idle
+
+    def check_blocks(self) -> None:
+        refs = self.references()
+        assert self.pool.refcounts.tolist() == [refs[block] for block in range(self.total + 1)]
+        stats = self.pool.stats()
+        assert (stats.used, stats.cached) == (len(refs), len(self.idle))
+        assert stats.free == len(self.free_blocks())
+        assert stats.used + stats.free + stats.cached == stats.total == self.total
+        assert self.pool.available == self.total - len(refs)
+        assert self.pool.num_used == len(refs)
+        assert stats.highest_used == self.pool.highest_used == max(refs, default=0)
+        assert (stats.high_water, stats.peak_used) == (self.highest, self.peak)
+
+    def check_statistics(self) -> None:
+        stats, counts = self.pool.stats(), self.counts
+        assert stats.requests == len(self.rows)
+        assert (stats.queried_tokens, stats.hit_tokens) == (counts["queried"], counts["hits"])
+        assert (stats.allocations, stats.evictions) == (counts["allocations"], counts["evictions"])
+        assert (stats.copies, stats.preemptions) == (counts["copies"], counts["preemptions"])
+        ends = {row.blocks[-1]: -row.length % self.size for row in self.rows.values() if row.blocks}
+        assert stats.fragmented_slots == sum(ends.values())

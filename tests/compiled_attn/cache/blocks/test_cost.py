@@ -1,4 +1,4 @@
-"""The cost of a call: the same at a million blocks, partial hits included."""
+"""The cost of a call does not depend on the number of blocks."""
 
 from __future__ import annotations
 
@@ -7,12 +7,6 @@ import numpy as np
 from compiled_attn.cache.blocks import BlockPool
 from tests.compiled_attn.cache.blocks.pools import perform_copies
 from tests.compiled_attn.work import lines_run
-
-KEY = b"equal digests in all pools"
-
-
-def pool_of(num_blocks: int = 20, block_size: int = 8, least: int | None = 2) -> BlockPool:
-    return BlockPool(num_blocks, block_size, partial_hits=True, min_partial_tokens=least, key=KEY)
 
 
 def test_every_call_costs_the_same_however_large_the_pool_is() -> None:
@@ -23,7 +17,7 @@ def test_every_call_costs_the_same_however_large_the_pool_is() -> None:
 
 
 def full_pool(num_blocks: int) -> BlockPool:
-    pool = BlockPool(num_blocks, 4, partial_hits=True)
+    pool = BlockPool(num_blocks, 4)
     share = (num_blocks - 300) // 40
     for number in range(20):
         tokens = np.arange(4 * share) + 10**7 * number
@@ -65,7 +59,7 @@ def costs_of_a_life(pool: BlockPool) -> list[int]:
         lambda: perform_copies(pool),
         lambda: pool.commit("b", longer, 60),
         lambda: pool.preempt("b"),
-        lambda: pool.places.swap(pool.places.compaction(8)),
+        lambda: pool.exchange(pool.compaction(8)),
         lambda: pool.free("a"),
         lambda: pool.stats(),
     ]

@@ -7,10 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from compiled_attn.cache.blocks import (
-    BlockPool,
-    OutOfBlocks,
-)
+from compiled_attn.cache.blocks import BlockPool, OutOfBlocks
 from tests.compiled_attn.cache.blocks.pools import perform_copies, run
 from tests.compiled_attn.state import state_of
 

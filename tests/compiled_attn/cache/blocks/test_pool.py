@@ -10,12 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from compiled_attn.cache.blocks import (
-    BlockPool,
-    DuplicateRequest,
-    OutOfBlocks,
-    UnknownRequest,
-)
+from compiled_attn.cache.blocks import BlockPool, DuplicateRequest, OutOfBlocks, UnknownRequest
 from tests.compiled_attn.cache.blocks.pools import run
 from tests.compiled_attn.state import state_of
 
@@ -258,18 +253,13 @@ def test_a_preempted_request_finds_its_full_blocks_again() -> None:
         lambda pool: pool.add("b", ["x"] * 6),
         lambda pool: pool.add("b", [1] * 6, salt=3),
         lambda pool: pool.add([], [1] * 6),
-        lambda pool: pool.places.resolve(-1),
-        lambda pool: pool.places.resolve_all([1, 9]),
-        lambda pool: pool.places.swap([(1, 5), (5, 2)]),
-        lambda pool: pool.places.swap([(1, 9)]),
-        lambda pool: pool.places.swap([(0, 5)]),
+        lambda pool: pool.exchange([(1, 5), (5, 2)]),
+        lambda pool: pool.exchange([(1, 9)]),
+        lambda pool: pool.exchange([(0, 5)]),
     ],
 )
-@pytest.mark.parametrize("partial_hits", [False, True])
-def test_bad_input_is_an_error_and_changes_nothing(
-    call: Callable[[Any], object], partial_hits: bool
-) -> None:
-    pool = BlockPool(num_blocks=9, block_size=4, partial_hits=partial_hits)
+def test_bad_input_is_an_error_and_changes_nothing(call: Callable[[Any], object]) -> None:
+    pool = BlockPool(num_blocks=9, block_size=4)
     pool.add("a", list(range(6)))
     pool.reserve("a", 10)
     pool.commit("a", list(range(6)), 6)
@@ -311,7 +301,7 @@ def test_the_statistics_are_exact() -> None:
 
 
 def test_the_memory_of_the_pool_does_not_grow_with_the_calls() -> None:
-    pool = BlockPool(num_blocks=9, block_size=4, partial_hits=True)
+    pool = BlockPool(num_blocks=9, block_size=4)
     sizes = []
     for _ in range(100):
         run(pool, "a", list(range(10)))

@@ -43,8 +43,8 @@ def trace(count: int) -> list[Row]:
     return [Row(row["hash_ids"], row["prompt_tokens"]) for row in rows]
 
 
-def unlimited(rows: list[Row], block: int, partial: bool) -> BlockPool:
-    return BlockPool(2 + sum(len(row.ids) + 1 for row in rows), block, partial_hits=partial)
+def unlimited(rows: list[Row], block: int) -> BlockPool:
+    return BlockPool(2 + sum(len(row.ids) + 1 for row in rows), block)
 
 
 def serve(pool: BlockPool, rows: list[Row]) -> Iterator[int]:
@@ -74,7 +74,7 @@ def whole_blocks(rows: list[Row], block: int) -> list[Row]:
 def test_the_block_hit_ratio_is_what_the_ids_of_all_rows_imply() -> None:
     rows = trace(10**6)
     prompts = whole_blocks(rows, block=2)
-    pool = unlimited(rows, 2, partial=False)
+    pool = unlimited(rows, 2)
     known = list(known_blocks(rows))
     assert [cached / 2 for cached in serve(pool, prompts)] == known
     assert pool.stats().cached == len({one for row in rows for one in row.ids})
@@ -88,7 +88,7 @@ def test_prompts_of_their_real_length_hit_all_full_blocks_before_their_last_toke
     """Of the known blocks two kinds cannot be hits: one that no prompt before filled, and the one
     with the last token of the prompt, which is always computed."""
     rows = trace(3000)
-    pool = unlimited(rows, BLOCK, partial=False)
+    pool = unlimited(rows, BLOCK)
     filled: set[int] = set()
     last, unfilled = 0, 0
     for row, known, cached in zip(rows, known_blocks(rows), serve(pool, rows), strict=True):
@@ -102,25 +102,3 @@ def test_prompts_of_their_real_length_hit_all_full_blocks_before_their_last_toke
     assert stats.hit_tokens / BLOCK == sum(known_blocks(rows)) - last - unfilled
     assert stats.hit_ratio == stats.hit_tokens / stats.queried_tokens
     assert stats.cached == len(filled)
-
-
-def test_with_partial_hits_nothing_that_is_known_is_lost_but_the_last_token() -> None:
-    """A prompt now also shares the part of a block that a prompt before ended in."""
-    block, least = 32, 8
-    rows = [Row(row.ids, -(-row.length // 16)) for row in trace(3000)]
-    pool = unlimited(rows, block, partial=True)
-    filled: dict[int, int] = {}  # tokens of each id's block that were computed so far
-    partial = 0
-    for row, cached in zip(rows, serve(pool, rows), strict=True):
-        full = len(list(itertools.takewhile(lambda one: filled.get(one) == block, row.ids)))
-        full = min(full, (row.length - 1) // block)
-        part = min(filled.get(row.ids[full], 0), row.length - 1 - full * block)
-        part = part if part >= least else 0
-        assert cached == full * block + part
-        partial += part
-        for number, one in enumerate(row.ids):
-            tokens = min(block, row.length - number * block)
-            if tokens >= least:
-                filled[one] = max(filled.get(one, 0), tokens)
-    assert pool.stats().partial_hit_tokens == partial > 0
-    assert pool.stats().evictions == 0

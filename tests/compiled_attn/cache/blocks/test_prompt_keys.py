@@ -59,10 +59,7 @@ def test_the_keys_of_another_pool_are_refused():
         _pool().add("a", prompt)
 
 
-@given(
-    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=8),
-    room=st.integers(4, 12),
-)
+@given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=8), room=st.integers(4, 12))
 def test_try_reserve_is_can_reserve_and_reserve(lengths, room):
     pools = BlockPool(room, 4), BlockPool(room, 4)
     for pool in pools:

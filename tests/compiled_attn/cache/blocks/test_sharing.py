@@ -5,10 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from compiled_attn.cache.blocks import (
-    BlockPool,
-    PrefixIndex,
-)
+from compiled_attn.cache.blocks import BlockPool, PrefixIndex
 from tests.compiled_attn.cache.blocks.pools import run
 
 
@@ -85,7 +82,7 @@ def test_content_that_is_already_found_elsewhere_keeps_its_first_block() -> None
     pool.commit("b", [1, 2, 3, 4, 5], 2)
     pool.commit("a", [1, 2, 3, 4, 5], 5)
     assert pool.add("c", [1, 2, 3, 4, 5]).blocks == [4, 2]
-    pool.free("a")  # its twin of the first block is free, its second block cached
+    pool.free("a")  # its duplicate of the first block is free, its second block cached
     pool.add("d")
     assert pool.reserve("d", 4) == [1, 3]
 
@@ -161,24 +158,24 @@ def test_who_holds_a_withdrawn_block_keeps_it_until_the_end() -> None:
 def test_an_equal_block_of_another_request_is_found_instead_of_a_withdrawn_one() -> None:
     pool = BlockPool(num_blocks=20, block_size=2)
     tokens = list(range(4))
-    for name in ("a", "twin"):
+    for name in ("a", "same"):
         pool.add(name, tokens)
         pool.reserve(name, 4)
     pool.commit("a", tokens, 4)
-    pool.commit("twin", tokens, 4)
+    pool.commit("same", tokens, 4)
     pool.withdraw("a")
-    assert pool.add("c", [*tokens, 4]).blocks == pool.table("twin").blocks
+    assert pool.add("c", [*tokens, 4]).blocks == pool.table("same").blocks
 
 
-def test_a_withdrawn_twin_does_not_come_back_when_the_block_that_is_found_goes() -> None:
+def test_a_withdrawn_duplicate_does_not_come_back_when_the_block_that_is_found_goes() -> None:
     pool = BlockPool(num_blocks=20, block_size=2)
     tokens = list(range(4))
-    for name in ("a", "twin"):
+    for name in ("a", "same"):
         pool.add(name, tokens)
         pool.reserve(name, 4)
     pool.commit("a", tokens, 4)
-    pool.commit("twin", tokens, 4)
-    pool.withdraw("twin")
+    pool.commit("same", tokens, 4)
+    pool.withdraw("same")
     pool.withdraw("a")
     assert pool.add("c", [*tokens, 4]).num_cached_tokens == 0
 
@@ -229,17 +226,17 @@ def run_side_by_side(pool: BlockPool, *prompts: list[int]) -> None:
 
 def test_content_that_somebody_still_holds_is_found_after_its_first_block_was_evicted() -> None:
     pool = BlockPool(num_blocks=7, block_size=1)
-    run_side_by_side(pool, [1, 2], [1, 2, 3])  # blocks 1, 2 and their twins 3, 4; block 5
+    run_side_by_side(pool, [1, 2], [1, 2, 3])  # blocks 1, 2 and their duplicates 3, 4; block 5
     pool.free(0)
     pool.add("x")
     assert [pool.append("x")[0] for _ in range(3)] == [6, 2, 1]
     assert pool.add("y", [1, 2, 3, 4]).blocks == [3, 4, 5]
 
 
-def test_a_prefix_is_not_evicted_before_what_follows_its_twin() -> None:
+def test_a_prefix_is_not_evicted_before_what_follows_its_duplicate() -> None:
     pool = BlockPool(num_blocks=6, block_size=1)
     run_side_by_side(pool, [1, 2], [1, 2, 3])
     pool.free(0)
-    pool.free(1)  # its twins are free; 1 and 2 were as recently used as block 5, which needs them
+    pool.free(1)  # its duplicates are free; 1 and 2 were used as recently as 5, which needs them
     pool.add("x")
     assert [pool.append("x")[0] for _ in range(5)] == [3, 4, 5, 2, 1]

@@ -61,9 +61,9 @@ def small_cache(dtype: torch.dtype = torch.float32, **options: Any) -> PagedKVCa
     return cache
 
 
-def drawn(rng: random.Random, count: int, blocks: int = BLOCKS) -> list[tuple[int, int]]:
-    places = rng.sample(range(1, blocks), 2 * count)
-    return list(zip(places[:count], places[count:], strict=True))
+def random_pairs(rng: random.Random, count: int, blocks: int = BLOCKS) -> list[tuple[int, int]]:
+    chosen = rng.sample(range(1, blocks), 2 * count)
+    return list(zip(chosen[:count], chosen[count:], strict=True))
 
 
 def assert_copies(swap: BlockSwap, tensors: Sequence[Tensor], blocks: int = BLOCKS) -> None:
@@ -71,7 +71,7 @@ def assert_copies(swap: BlockSwap, tensors: Sequence[Tensor], blocks: int = BLOC
     rng = random.Random(1)
     for operation, model in ((swap.swap, exchanged), (swap.move, moved)):
         for count in (1, 4, 7, 0, (blocks - 1) // 2):
-            pairs = drawn(rng, count, blocks)
+            pairs = random_pairs(rng, count, blocks)
             expected = model(contents(tensors, blocks), pairs)
             operation(pairs)
             assert equal(contents(tensors, blocks), expected)

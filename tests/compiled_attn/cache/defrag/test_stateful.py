@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from compiled_attn.cache.blocks import BlockPool, OutOfBlocks, UnknownRequest
-from compiled_attn.cache.defrag import BlockSwap, OnlineDefragmenter
+from compiled_attn.cache.defrag import BlockSwap, LogicalBlocks, OnlineDefragmenter
 from graphs import available_backends
 
 NAMES = "abcdef"
@@ -36,12 +36,12 @@ class Cache:
         self.swap = BlockSwap(self.tensors, blocks, pad_sizes=(1, 3))
         self.swap.warmup()
 
-    def write(self, place: int, offset: int, payload: int) -> None:
+    def write(self, slot: int, payload: int) -> None:
         for sign, tensor in zip((1, -1), self.tensors, strict=True):
-            tensor[place * self.size + offset] = sign * payload
+            tensor[slot] = sign * payload
 
-    def read(self, place: int, offset: int = 0) -> int:
-        key, value = (int(tensor[place * self.size + offset]) for tensor in self.tensors)
+    def read(self, slot: int) -> int:
+        key, value = (int(tensor[slot]) for tensor in self.tensors)
         assert key == -value
         return key
 
@@ -67,11 +67,11 @@ BUDGETS = st.sampled_from([None, None, 2, 3, 5])
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """A pool with prefix sharing, whose tables are resolved; positions are tagged."""
+    """A pool with prefix sharing; positions are tagged."""
 
-    @initialize(blocks=st.integers(2, 14), size=st.integers(1, 3), partial=st.booleans())
-    def make(self, blocks: int, size: int, partial: bool) -> None:
-        self.pool = BlockPool(blocks, size, partial_hits=partial and size > 1)
+    @initialize(blocks=st.integers(2, 14), size=st.integers(1, 3))
+    def make(self, blocks: int, size: int) -> None:
+        self.pool = BlockPool(blocks, size)
         self.cache = Cache(blocks, size)
         self.rows: dict[str, Row] = {}
 
@@ -82,14 +82,10 @@ class PoolMachine(RuleBasedStateMachine):
         names = [name for name in NAMES if name not in self.rows]
         return names[pick % len(names)]
 
-    def place(self, name: str, position: int) -> tuple[int, int]:
-        number, offset = divmod(position, self.cache.size)
-        return self.pool.places.resolve(self.pool.table(name).blocks[number]), offset
-
     def copy(self) -> None:
         pairs = self.pool.pending_copies()
         if pairs:
-            self.cache.swap.move(self.pool.places.resolve_all(pairs))
+            self.cache.swap.move(pairs)
             self.pool.copied(pairs)
 
     @precondition(lambda self: len(self.rows) < len(NAMES))
@@ -115,7 +111,7 @@ class PoolMachine(RuleBasedStateMachine):
         row.tokens += tokens[: max(0, length - len(row.tokens))]
         row.length = length
         for position in range(row.computed, length):
-            self.cache.write(*self.place(name, position), row.payload(position))
+            self.cache.write(self.pool.table(name).slot(position), row.payload(position))
         row.computed = length
         self.pool.commit(name, row.tokens, length)
 
@@ -139,7 +135,7 @@ class PoolMachine(RuleBasedStateMachine):
         per_block = self.cache.swap.bytes_per_block
         max_bytes = None if budget is None else budget * per_block
         defragmenter = OnlineDefragmenter(
-            self.pool.places, self.cache.swap, max_blocks=limit, max_bytes=max_bytes
+            self.pool, self.cache.swap, max_blocks=limit, max_bytes=max_bytes
         )
         before, used = self.pool.highest_used, self.pool.stats().used
         report = defragmenter.defragment()
@@ -154,19 +150,17 @@ class PoolMachine(RuleBasedStateMachine):
     def nothing_is_lost(self) -> None:
         for name, row in self.rows.items():
             for position in range(row.computed):
-                assert self.cache.read(*self.place(name, position)) == row.payload(position)
+                slot = self.pool.table(name).slot(position)
+                assert self.cache.read(slot) == row.payload(position)
         assert not any(tensor[: self.cache.size].any() for tensor in self.cache.tensors)
 
     @invariant()
     def nothing_aliases_and_counts_agree(self) -> None:
-        pool, places = self.pool, self.pool.places
+        pool = self.pool
         held = Counter(block for name in self.rows for block in pool.table(name).blocks)
         assert {b: int(n) for b, n in enumerate(pool.refcounts) if n} == held
-        where = [places.resolve(block) for block in range(pool.num_blocks)]
-        assert sorted(where) == list(range(pool.num_blocks)) and where[0] == 0
-        assert [places.unresolve(place) for place in where] == list(range(pool.num_blocks))
-        assert places.num_used == len(held)
-        assert places.highest_used == max((where[block] for block in held), default=0)
+        assert pool.num_used == len(held)
+        assert pool.highest_used == max(held, default=0)
 
 
 TestPool = PoolMachine.TestCase
@@ -187,14 +181,15 @@ class Scheduler:
         return [block for block in range(1, self.blocks) if block not in used]
 
 
-class OwnPlacesMachine(RuleBasedStateMachine):
+class LogicalBlocksMachine(RuleBasedStateMachine):
     """A scheduler that reports what it did; blocks are tagged."""
 
     @initialize(blocks=st.integers(2, 14))
     def make(self, blocks: int) -> None:
         self.cache = Cache(blocks, 1)
         self.scheduler = Scheduler(blocks)
-        self.defragmenter = OnlineDefragmenter(blocks, self.cache.swap, max_waste=0, min_gap=1)
+        self.blocks = LogicalBlocks(blocks)
+        self.defragmenter = OnlineDefragmenter(self.blocks, self.cache.swap, max_waste=0, min_gap=1)
 
     @rule(
         finished=st.sets(st.sampled_from(NAMES)),
@@ -207,25 +202,25 @@ class OwnPlacesMachine(RuleBasedStateMachine):
         scheduler = self.scheduler
         finished &= scheduler.held.keys()
         free = scheduler.free(finished)
-        kept = {name: row for name, row in scheduler.held.items() if name not in finished}
+        rest = {name: row for name, row in scheduler.held.items() if name not in finished}
         new: dict[str, list[int]] = {}
         for name, picks in wanted.items():
             count = min(len(picks), len(free))
             new[name] = [free.pop(pick % len(free)) for pick in picks[:count]]
         fresh = [block for blocks in new.values() for block in blocks]
         for to, which in shared:
-            live = sorted({block for row in kept.values() for block in row})
+            live = sorted({block for row in rest.values() for block in row})
             name = NAMES[to % len(NAMES)]
-            if live and live[which % len(live)] not in kept.get(name, []) + new.get(name, []):
+            if live and live[which % len(live)] not in rest.get(name, []) + new.get(name, []):
                 new.setdefault(name, []).append(live[which % len(live)])
-        self.defragmenter.update(new, sorted(finished))
-        scheduler.held = kept
+        self.blocks.update(new, sorted(finished))
+        scheduler.held = rest
         for name, blocks in new.items():
             scheduler.held.setdefault(name, []).extend(blocks)
         for block in fresh:
             scheduler.written += 1
             scheduler.payloads[block] = scheduler.written
-            self.cache.write(self.defragmenter.resolve(block), 0, scheduler.written)
+            self.cache.write(self.blocks.resolve(block), scheduler.written)
 
     @rule(pick=PICK, name=st.sampled_from(NAMES))
     def misuse(self, pick: int, name: str) -> None:
@@ -233,12 +228,12 @@ class OwnPlacesMachine(RuleBasedStateMachine):
         row = self.scheduler.held.get(name)
         if row is None:
             with pytest.raises(UnknownRequest):
-                self.defragmenter.update({"new": [1]}, [name])
+                self.blocks.update({"new": [1]}, [name])
         elif row:
             with pytest.raises(ValueError, match="already"):
-                self.defragmenter.update({"new": [1], name: [row[pick % len(row)]]})
+                self.blocks.update({"new": [1], name: [row[pick % len(row)]]})
         with pytest.raises(ValueError, match="not in this cache"):
-            self.defragmenter.update({name: [self.scheduler.blocks]}, self.scheduler.held)
+            self.blocks.update({name: [self.scheduler.blocks]}, self.scheduler.held)
 
     @rule(once=st.booleans())
     def defragment(self, once: bool) -> None:
@@ -246,24 +241,24 @@ class OwnPlacesMachine(RuleBasedStateMachine):
             assert self.defragmenter.defragment().moves
             if once:
                 return
-        assert self.defragmenter.places.highest_used == self.defragmenter.places.num_used
+        assert self.blocks.highest_used == self.blocks.num_used
 
     @invariant()
     def nothing_is_lost_and_counts_agree(self) -> None:
         held = {block for row in self.scheduler.held.values() for block in row}
-        where = self.defragmenter.resolve_all(np.array(sorted(held), dtype=np.int64))
+        where = self.blocks.resolve_all(np.array(sorted(held), dtype=np.int64))
         assert len(set(where.tolist())) == len(held)
-        for block, place in zip(sorted(held), where.tolist(), strict=True):
-            assert self.cache.read(place) == self.scheduler.payloads[block]
-        places = self.defragmenter.places
-        assert places.num_used == len(held)
-        assert places.highest_used == max(where.tolist(), default=0)
-        gap = places.highest_used - len(held)
-        assert self.defragmenter.waste == (gap / places.highest_used if held else 0)
+        for block, physical in zip(sorted(held), where.tolist(), strict=True):
+            assert self.cache.read(physical) == self.scheduler.payloads[block]
+            assert self.blocks.unresolve(physical) == block
+        assert self.blocks.num_used == len(held)
+        highest = self.blocks.highest_used
+        assert highest == max(where.tolist(), default=0)
+        assert self.defragmenter.waste == ((highest - len(held)) / highest if held else 0)
 
 
-TestOwnPlaces = OwnPlacesMachine.TestCase
-TestOwnPlaces.settings = settings(stateful_step_count=40)
+TestLogicalBlocks = LogicalBlocksMachine.TestCase
+TestLogicalBlocks.settings = settings(stateful_step_count=40)
 
 
 # The soak run
@@ -297,17 +292,16 @@ def test_a_soak_run_sees_every_kind_of_event_and_moves_blocks(soak):
     assert min(stats.copies, stats.evictions, stats.hit_tokens, run.counts["due"]) > 20
 
 
-@pytest.mark.parametrize("harm", ["content", "place", "count"])
+@pytest.mark.parametrize("harm", ["content", "block", "count"])
 def test_a_soak_run_ends_with_an_error_where_something_is_wrong(soak, harm, monkeypatch, capsys):
     check = soak.Soak.check
 
     def harmed(run):
         block = run.pool.table(next(name for name, s in run.streams.items() if s.length)).blocks[0]
-        place = run.pool.places.resolve(block)
         if harm == "content":
-            run.cache[0][place * run.size] += 1
-        elif harm == "place":
-            run.pool.places.swap([(place, place % (run.pool.num_blocks - 1) + 1)])
+            run.cache[0][block * run.size] += 1
+        elif harm == "block":
+            run.pool.exchange([(block, block % (run.pool.num_blocks - 1) + 1)])
         else:
             run.pool._blocks.refs[block] += 1
         check(run)

@@ -19,11 +19,11 @@ from tests.compiled_attn.cache.defrag.swapping import (
     BLOCKS,
     assert_copies,
     contents,
-    drawn,
     equal,
     exchanged,
     moved,
     noise,
+    random_pairs,
     ready,
     small_cache,
 )
@@ -97,9 +97,9 @@ def test_a_cache_that_begins_inside_of_its_memory_is_exchanged():
     memory = torch.zeros(1 + BLOCKS * 6, dtype=torch.int16)
     cache = memory[1:].view(BLOCKS, 6)
     noise([cache])
-    kept = memory[0].clone()
+    before = memory[0].clone()
     assert_copies(ready([cache]), [cache])
-    assert memory[0] == kept
+    assert memory[0] == before
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
@@ -124,7 +124,7 @@ def test_a_public_call_replays_the_graphs_that_hold_its_pairs(name, count, pads,
     noise([cache])
     swap = BlockSwap([cache])
     swap.warmup()
-    pairs = drawn(random.Random(count), count, 2100)
+    pairs = random_pairs(random.Random(count), count, 2100)
     model = exchanged if name == "swap" else moved
     expected = model(contents([cache], 2100), pairs)
     runs.clear()
@@ -187,18 +187,18 @@ def test_pairs_that_lie_in_the_cache_itself_are_read_before_it_is_written(how: s
     assert np.array_equal(contents([cache]), expected)
 
 
-def test_the_forward_refuses_places_in_the_cache_it_writes() -> None:
+def test_the_forward_refuses_indices_in_the_cache_it_writes() -> None:
     cache = torch.zeros(BLOCKS, 4, dtype=torch.int64)
     cache[2] = torch.tensor([2, 7, 3, 9])
     before = cache.clone()
     swap = BlockSwap([cache])
-    places = swap.get_buffer("rows_0")[2]
+    inside = swap.get_buffer("rows_0")[2]
     with pytest.raises(RuntimeError):
-        swap(places[:2], places[2:])
+        swap(inside[:2], inside[2:])
     assert torch.equal(cache, before)
 
 
-def test_a_move_may_copy_one_source_to_several_places():
+def test_a_move_may_copy_one_source_to_several_blocks():
     cache = small_cache()
     swap, before = ready(cache), contents([*cache.buffers()])
     swap.move([(1, 2), (1, 3), (4, 5)])
@@ -220,9 +220,9 @@ def test_exchanging_twice_is_nothing_and_moves_equal_numpy(data):
     blocks = data.draw(st.integers(2, 40))
     cache = torch.zeros(blocks, 3, dtype=torch.bfloat16)
     noise([cache], data.draw(st.integers(0, 99)))
-    places = data.draw(st.permutations(range(1, blocks)))
-    count = data.draw(st.integers(0, len(places) // 2))
-    pairs = list(zip(places[:count], places[count : 2 * count], strict=True))
+    chosen = data.draw(st.permutations(range(1, blocks)))
+    count = data.draw(st.integers(0, len(chosen) // 2))
+    pairs = list(zip(chosen[:count], chosen[count : 2 * count], strict=True))
     swap = ready([cache], pad_sizes=data.draw(st.sets(st.integers(1, 9), min_size=1).map(list)))
     before = contents([cache], blocks)
     swap.swap(pairs)
@@ -242,3 +242,14 @@ def test_without_exchanges_one_graph_less_is_captured_and_only_moves_run():
     with pytest.raises(RuntimeError, match="make it with exchanges=True"):
         swap.swap([(2, 4)])
     assert equal(contents(list(cache.buffers())), moved(before, [(2, 3)]))
+
+
+def test_blocks_that_are_taken_can_be_put_anywhere_and_again():
+    cache = small_cache()
+    swap, before = ready(cache), contents([*cache.buffers()])
+    taken = swap.take([5, 7])
+    swap.move([(1, 5), (2, 7)])
+    for _ in range(2):
+        swap.put([7, 9], taken)
+    expected = moved(before, [(1, 5), (5, 7), (7, 9)])
+    assert equal(contents([*cache.buffers()]), expected)

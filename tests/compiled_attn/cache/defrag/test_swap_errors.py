@@ -17,10 +17,10 @@ from graphs import CapturedGraph, CaptureError, capture
 from tests.compiled_attn.cache.defrag.swapping import (
     BLOCKS,
     contents,
-    drawn,
     equal,
     exchanged,
     moved,
+    random_pairs,
     ready,
     small_cache,
 )
@@ -34,7 +34,7 @@ WRONG_PAIRS = {
     "to null": ([(3, 0)], ValueError, r"null block 0.*\(3, 0\)"),
     "with itself": ([(3, 3)], ValueError, "3"),
     "destination twice": ([(1, 5), (2, 5)], ValueError, "5 twice"),
-    "chain": ([(1, 2), (2, 3)], ValueError, "place 2"),
+    "chain": ([(1, 2), (2, 3)], ValueError, "block 2"),
     "floats": ([(1.0, 2.0)], TypeError, "float64"),
     "booleans": ([(True, False)], TypeError, "bool"),
     "triples": ([(1, 2, 3)], ValueError, r"\[1, 3\]"),
@@ -56,8 +56,30 @@ def test_wrong_pairs_are_an_error_that_names_them_and_nothing_changes(
     assert equal(contents([*cache.buffers()]), before)
 
 
+@pytest.mark.parametrize(
+    ("blocks", "error", "text"),
+    [
+        ([1, 0], ValueError, r"blocks in 1\.\.23, got 0"),
+        ([-1], ValueError, "got -1"),
+        ([BLOCKS], ValueError, "got 24"),
+        ([3, 3], ValueError, "block 3 twice"),
+        ([1.5], TypeError, "integer blocks"),
+        ([[1, 2]], TypeError, r"shape \[1, 2\]"),
+    ],
+)
+def test_wrong_blocks_to_take_or_put_are_an_error_and_nothing_changes(blocks, error, text):
+    cache = small_cache()
+    swap, before = ready(cache), contents([*cache.buffers()])
+    taken = swap.take([5, 6])
+    with pytest.raises(error, match=text):
+        swap.take(blocks)
+    with pytest.raises(error, match=text):
+        swap.put(blocks, taken)
+    assert equal(contents([*cache.buffers()]), before)
+
+
 def test_a_source_that_is_exchanged_twice_is_an_error():
-    with pytest.raises(ValueError, match="place 1 twice"):
+    with pytest.raises(ValueError, match="block 1 twice"):
         ready(small_cache()).swap([(1, 2), (1, 3)])
 
 
@@ -75,9 +97,9 @@ WRONG_BUFFERS: dict[str, tuple[Callable[[], Any], int | None, str]] = {
     "blocks in pieces": (
         lambda: [torch.zeros(2, 24, 4).transpose(0, 1)],
         None,
-        r"one piece.*\[24, 2, 4\]",
+        r"contiguous.*\[24, 2, 4\]",
     ),
-    "a repeated block": (lambda: [torch.zeros(1, 4).expand(24, 4)], None, "one piece"),
+    "a repeated block": (lambda: [torch.zeros(1, 4).expand(24, 4)], None, "contiguous"),
     "the same tensor twice": (lambda: [torch.zeros(24, 2)] * 2, None, "0 and 1"),
     "two views of one memory": (lambda: overlapping(), None, "0 and 1"),
     "two devices": (
@@ -215,7 +237,7 @@ def fail_at(monkeypatch) -> Callable[[int], None]:
 def test_an_exchange_of_several_calls_that_fails_midway_changes_nothing(at, fail_at):
     cache = small_cache()
     swap, before = ready(cache, pad_sizes=(4,)), contents([*cache.buffers()])
-    pairs = drawn(random.Random(at), 10)
+    pairs = random_pairs(random.Random(at), 10)
     fail_at(at)
     with pytest.raises(Broken):
         swap.swap(pairs)
@@ -243,7 +265,7 @@ class FailingOp(TorchDispatchMode):
 def test_an_eager_exchange_that_fails_at_any_operation_changes_nothing():
     cache = small_cache(torch.int8)
     swap, before = ready(cache, pad_sizes=(4,)), contents([*cache.buffers()])
-    pairs = drawn(random.Random(0), 6)
+    pairs = random_pairs(random.Random(0), 6)
     with FailingOp(0) as all_of_it:
         swap.swap(pairs)
         swap.swap(pairs)
@@ -257,7 +279,7 @@ def test_an_eager_exchange_that_fails_at_any_operation_changes_nothing():
 def test_a_move_that_fails_midway_leaves_its_sources(fail_at):
     cache = small_cache()
     swap, before = ready(cache, pad_sizes=(4,)), contents([*cache.buffers()])
-    pairs = drawn(random.Random(0), 10)
+    pairs = random_pairs(random.Random(0), 10)
     fail_at(2)
     with pytest.raises(Broken):
         swap.move(pairs)

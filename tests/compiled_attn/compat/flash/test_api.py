@@ -128,7 +128,7 @@ def test_every_form_of_the_slice_equals_the_oracle(
     case = upstream(seed)
     if form is attend_sdpa and case.softcap:
         case.softcap = case.args["softcap"] = 0.0
-    monkeypatch.setattr("compiled_attn.compat.flash.forward.form_for", lambda *_: form)
+    monkeypatch.setattr("compiled_attn.compat.flash.forward.select_attend", lambda *_: form)
     check(case, flash_attn_with_kvcache, num_splits=seed % 4)
 
 
@@ -315,7 +315,7 @@ def test_the_heuristic_splits_what_would_need_too_many_scores(
         calls.append(s.key.shape[1])
         return attend_plain(s)
 
-    monkeypatch.setattr("compiled_attn.compat.flash.forward.form_for", lambda *_: counting)
+    monkeypatch.setattr("compiled_attn.compat.flash.forward.select_attend", lambda *_: counting)
     monkeypatch.setattr("compiled_attn.compat.flash.forward._SCORES_AT_ONCE", 2 * 4 * 5 * 10)
     out = case.run(flash_attn_with_kvcache, kernel="portable")[0]
     assert torch.allclose(out, whole, atol=1e-6)

@@ -155,7 +155,7 @@ def test_metadata_of_another_bucket_is_refused_and_writes_nothing() -> None:
 
 
 def paged_by_index() -> Case:
-    """Rows whose pages stand in other rows of a table that has more of them."""
+    """Rows whose pages are in other rows of a larger table."""
     case = paged(batch_idx=True)
     assert case.args["block_table"].shape[0] > 3
     return case

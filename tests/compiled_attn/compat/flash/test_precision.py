@@ -20,6 +20,6 @@ def test_float64_has_the_accuracy_of_float64_under_alibi(
     case = Case(dtype=torch.float64, queries=3, capacity=60, lengths=[60, 41], alibi=alibi).make()
     case.args["alibi_slopes"] /= 7  # times a distance none of them is a float32
     function = flash_attn_with_kvcache_reference if form is None else flash_attn_with_kvcache
-    monkeypatch.setattr("compiled_attn.compat.flash.forward.form_for", lambda *_: form)
+    monkeypatch.setattr("compiled_attn.compat.flash.forward.select_attend", lambda *_: form)
     for got, want in zip(case.run(function), case.expected(), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)

@@ -86,8 +86,8 @@ class Step:
         return self
 
     def _random(self, rows: int, heads: int) -> Tensor:
-        drawn = torch.randn(rows, heads, self.dim, generator=self.generator) * self.spread
-        return drawn.to(self.dtype)
+        rows_of_heads = torch.randn(rows, heads, self.dim, generator=self.generator) * self.spread
+        return rows_of_heads.to(self.dtype)
 
     def _fill_caches(self) -> None:
         sizes = (self.blocks, self.block_size, self.kv_heads, self.dim)

@@ -44,7 +44,7 @@ def _reference(step: Step) -> Tensor:
 
 
 def steps(**fixed) -> st.SearchStrategy[Step]:
-    drawn = {
+    strategies = {
         "seed": st.integers(0, 2**32),
         "lengths": st.lists(st.integers(0, 40), min_size=1, max_size=5).map(tuple),
         "kv_heads": st.integers(1, 3),
@@ -62,7 +62,7 @@ def steps(**fixed) -> st.SearchStrategy[Step]:
     def build(group: int, kv_heads: int, **rest) -> Step:
         return Step(heads=group * kv_heads, kv_heads=kv_heads, **rest).make()
 
-    return st.builds(build, **(drawn | {name: st.just(v) for name, v in fixed.items()}))
+    return st.builds(build, **(strategies | {name: st.just(v) for name, v in fixed.items()}))
 
 
 @given(steps())
@@ -82,7 +82,7 @@ def test_the_form_for_compiled_graphs_is_exact_over_random_steps(step: Step) -> 
 
 def test_where_numbers_cannot_be_read_lost_rows_are_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     # As inside of a captured CUDA graph, where nothing is compiled.
-    monkeypatch.setattr("compiled_attn.compat.paged.checks.can_read", lambda _: False)
+    monkeypatch.setattr("compiled_attn.compat.paged.validation.can_read", lambda _: False)
     step = Step(lengths=(5, 0, 9, 3)).make()
     step.assert_exact(_v1(step))
     step.assert_exact(_v2(step))
@@ -100,8 +100,8 @@ def test_where_numbers_cannot_be_read_lost_rows_are_nan(monkeypatch: pytest.Monk
     st.lists(st.sampled_from([0, 1, 511, 512, 513, 1030]), min_size=1, max_size=3),
     st.sampled_from([1, 7, 16, 600, 1024]),
 )
-def test_contexts_across_partitions_are_exact(drawn: Step, lengths: list, size: int) -> None:
-    step = dataclasses.replace(drawn, lengths=tuple(lengths), block_size=size).make()
+def test_contexts_across_partitions_are_exact(random: Step, lengths: list, size: int) -> None:
+    step = dataclasses.replace(random, lengths=tuple(lengths), block_size=size).make()
     step.assert_exact(_v1(step))
     step.assert_exact(_v2(step))
 
@@ -364,13 +364,13 @@ def test_sequences_may_share_blocks() -> None:
 
 
 def test_many_rows_of_unlike_length_are_served_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    from compiled_attn.compat.paged import attention
+    from compiled_attn.compat.paged import decode
 
     lengths = (3, 60, 1, 0, 0, 41, 7, 7, 7, 90)
     step = Step(lengths=lengths).make()
     whole = _v1(step)
-    monkeypatch.setattr(attention, "_GATHERED_AT_ONCE", 64 * 2 * 16)
-    assert len(list(attention._slices(list(lengths), 64))) == 6
+    monkeypatch.setattr(decode, "_GATHERED_AT_ONCE", 64 * 2 * 16)
+    assert len(list(decode._slices(list(lengths), 64))) == 6
     torch.testing.assert_close(_v1(step), whole, atol=1e-6, rtol=1e-6)
     step.assert_exact(_v2(step))
 

@@ -124,7 +124,7 @@ def test_padded_inputs_give_the_same_rows_then_zeros_and_write_nothing_more() ->
     key_cache.fill_(math.nan), value_cache.fill_(math.nan)
     bucket = step.padded(5, 3)
     assert [list(each.shape) for each in bucket if each is not None] == [
-        *([5, 4, 8], [5, 3], [5], [5, 2, 8], [5, 2, 8], [5]),
+        *([5, 4, 8], [5, 3], [5], [5, 2, 8], [5, 2, 8], [5])
     ]
     assert bucket.slot_mapping is not None
     assert bucket.slot_mapping.tolist() == [12, 16, -1, -1, -1]

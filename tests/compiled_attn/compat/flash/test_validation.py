@@ -214,8 +214,8 @@ def test_a_bad_paged_call_is_refused_and_writes_nothing(name: str) -> None:
 
 def test_a_cap_that_is_no_number_is_a_type_error() -> None:
     for softcap in (None, "15"):
-        told = f"softcap: expected a number, got {type(softcap).__name__}: 0.0 is no softcap"
-        refused(paged(), {"softcap": softcap}, told, TypeError)
+        message = f"softcap: expected a number, got {type(softcap).__name__}: 0.0 is no softcap"
+        refused(paged(), {"softcap": softcap}, message, TypeError)
 
 
 @pytest.mark.parametrize(

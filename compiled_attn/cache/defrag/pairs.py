@@ -1,4 +1,4 @@
-"""Lists of ``(source, destination)`` places: checked, padded, run by graphs of a few lengths."""
+"""Lists of ``(source, destination)`` blocks: checked, padded, and run by captured graphs."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from compiled_attn.arguments import whole
 from graphs import Bucket, BucketEvent, CaptureError, WarmupManager, WarmupReport, explicit
 from graphs.capture.contract import Backend
 
-__all__ = ["PaddedLists", "Pairs", "move_pairs", "single_places", "swap_pairs"]
+__all__ = ["PaddedPairs", "Pairs", "distinct_blocks", "move_pairs", "swap_pairs"]
 
 Pairs: TypeAlias = "Iterable[tuple[int, int]] | NDArray[np.integer]"
 
 
-class PaddedLists:
-    """Pads pairs of places with ``(0, 0)`` to a pad size and runs the graph captured for it.
+class PaddedPairs:
+    """Pads pairs of blocks with ``(0, 0)`` to a pad size and runs the graph captured for it.
 
     Args:
         function: takes ``sources [P]`` and ``destinations [P]`` int64.
-        axis: names the lists in buckets, errors and reports.
-        pad_sizes: the lengths P to capture, each at least 1.
-        device: of the lists.
+        axis: name of the lists in buckets, errors and reports.
+        pad_sizes: lengths P to capture, each at least 1.
+        device: device of the lists.
         backend, options: see `graphs.WarmupManager`.
-        strict: a pad size that cannot be captured is an error; else a larger one serves its lists.
+        strict: raise if a pad size cannot be captured; else a larger one replaces it.
     """
 
     def __init__(
@@ -58,11 +58,7 @@ class PaddedLists:
         self._largest = 0
 
     def warmup(self, progress: Callable[[BucketEvent], None] | None = None) -> WarmupReport:
-        """Captures every pad size; running the padding changes nothing.
-
-        Raises:
-            graphs.CaptureError: one could not be captured (strict), or none.
-        """
+        """Captures every pad size; raises `graphs.CaptureError` if one (strict) or all fail."""
         report = self._graphs.warmup(progress)
         missing = [*report.failed, *report.skipped]
         if missing and (self._strict or not report.captured):
@@ -72,7 +68,7 @@ class PaddedLists:
 
     @property
     def pending(self) -> int:
-        """How many pad sizes are not captured yet."""
+        """Number of pad sizes that are not captured yet."""
         return self._graphs.pending
 
     @property
@@ -81,7 +77,7 @@ class PaddedLists:
         return self._largest > 0
 
     def split(self, pairs: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-        """The pairs ``[N, 2]`` in parts that the largest captured pad size holds."""
+        """Splits pairs ``[N, 2]`` into parts that fit the largest captured pad size."""
         return [pairs[at : at + self._largest] for at in range(0, len(pairs), self._largest)]
 
     def run(self, pairs: NDArray[np.int64]) -> None:
@@ -102,58 +98,58 @@ class PaddedLists:
 
 
 def swap_pairs(pairs: Pairs, num_blocks: int) -> NDArray[np.int64]:
-    """The pairs of an exchange, ``[N, 2]``, without padding.
+    """Returns the pairs of an exchange, ``[N, 2]``, without padding.
 
     Raises:
         TypeError: they are not integers.
-        ValueError: a place is out of range, the null block's, or there twice.
+        ValueError: a block is out of range, the null block, or occurs twice.
     """
     checked = _in_range(pairs, num_blocks)
-    _need_once(checked.ravel(), "place", "swap")
+    _check_distinct(checked.ravel(), "block", "swap")
     return checked
 
 
 def move_pairs(pairs: Pairs, num_blocks: int) -> NDArray[np.int64]:
-    """The pairs of a one-way copy, ``[N, 2]``, without padding; a source may be there twice.
+    """Returns the pairs of a one-way copy, ``[N, 2]``, without padding.
 
     Raises:
         TypeError: they are not integers.
-        ValueError: a place is out of range or the null block's, or a destination is there twice or
-            is a source.
+        ValueError: a block is out of range or the null block, or a destination occurs twice or is a
+            source.
     """
     checked = _in_range(pairs, num_blocks)
-    _need_once(checked[:, 1], "destination", "move")
+    _check_distinct(checked[:, 1], "destination", "move")
     both = np.intersect1d(checked[:, 0], checked[:, 1])
     if both.size:
         raise ValueError(
-            f"expected destinations that are not sources, got place {both[0]} as both: "
+            f"expected destinations that are not sources, got block {both[0]} as both: "
             "swap them, or move in two calls"
         )
     return checked
 
 
-def single_places(
-    places: Sequence[int] | NDArray[np.integer], num_blocks: int
+def distinct_blocks(
+    blocks: Sequence[int] | NDArray[np.integer], num_blocks: int
 ) -> NDArray[np.int64]:
-    """Places of blocks, ``[N]``.
+    """Returns a list of blocks as an array ``[N]``.
 
     Raises:
         TypeError: they are not integers.
-        ValueError: a place is out of range, the null block's, or there twice.
+        ValueError: a block is out of range, the null block, or occurs twice.
     """
-    given = np.asarray(places)
+    given = np.asarray(blocks)
     if given.dtype.kind not in "iu" or given.ndim != 1:
         raise TypeError(
-            f"expected integer places [N], got {given.dtype} of shape {list(given.shape)}: "
+            f"expected integer blocks [N], got {given.dtype} of shape {list(given.shape)}: "
             "pass a list of ints"
         )
     wrong = given[(given < 1) | (given >= num_blocks)]
     if wrong.size:
         raise ValueError(
-            f"expected places in 1..{num_blocks - 1}, got {wrong[0]}: it is no block of this cache"
+            f"expected blocks in 1..{num_blocks - 1}, got {wrong[0]}: it is not in this cache"
         )
     checked = given.astype(np.int64)
-    _need_once(checked, "place", "list")
+    _check_distinct(checked, "block", "list")
     return checked
 
 
@@ -162,7 +158,7 @@ def _in_range(pairs: Pairs, num_blocks: int) -> NDArray[np.int64]:
     if not given.size:
         return np.zeros((0, 2), dtype=np.int64)
     if given.dtype.kind not in "iu":
-        raise TypeError(f"expected pairs of integer places, got {given.dtype}: pass ints")
+        raise TypeError(f"expected pairs of integer blocks, got {given.dtype}: pass ints")
     if given.ndim != 2 or given.shape[1] != 2:
         raise ValueError(
             f"expected pairs of shape [N, 2], got {list(given.shape)}: pass (source, destination)"
@@ -170,21 +166,21 @@ def _in_range(pairs: Pairs, num_blocks: int) -> NDArray[np.int64]:
     wrong = (given < 0) | (given >= num_blocks)
     if wrong.any():
         raise ValueError(
-            f"expected places in 0..{num_blocks - 1}, got {given[wrong][0]} in pair "
+            f"expected blocks in 0..{num_blocks - 1}, got {given[wrong][0]} in pair "
             f"{_shown(given[wrong.any(axis=1)][0])}: it is not in this cache"
         )
     padding = (given == 0).sum(axis=1)
     if (padding == 1).any():
         raise ValueError(
             f"expected no pair with null block 0 but the padding (0, 0), got "
-            f"{_shown(given[padding == 1][0])}: the null block stays where and what it is"
+            f"{_shown(given[padding == 1][0])}: the null block never moves"
         )
-    kept: NDArray[np.int64] = given[padding == 0].astype(np.int64)
-    return kept
+    real: NDArray[np.int64] = given[padding == 0].astype(np.int64)
+    return real
 
 
-def _need_once(places: NDArray[np.int64], name: str, what: str) -> None:
-    ordered = np.sort(places)
+def _check_distinct(blocks: NDArray[np.int64], name: str, what: str) -> None:
+    ordered = np.sort(blocks)
     twice = ordered[1:][ordered[1:] == ordered[:-1]]
     if twice.size:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""Checks of a call: shapes, dtypes, devices and plain numbers, then numbers in its index tensors.
+"""Validates the arguments of a call: shapes, dtypes, devices, numbers, then index tensors.
 
-In eager mode these are read and errors say which number it is. A compiled or captured graph must
-not read the device; there the same conditions are assertions inside of the graph.
+In eager mode index tensors are read, and errors name the number. A compiled or captured graph must
+not read the device; there the same conditions are assertions inside the graph.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from compiled_attn.arguments import FLOATS, INTS, Expect, slot_used_twice
-from compiled_attn.compat.flash.call import FlashCall
+from compiled_attn.compat.flash.inputs import FlashCall
 from compiled_attn.errors import FlashArgumentError
 
-__all__ = ["assert_bounds", "check", "check_bounds", "expect", "expect_room"]
+__all__ = ["assert_bounds", "check", "check_bounds"]
 
 expect = Expect(FlashArgumentError, FlashArgumentError, remedy="match q and the cache")
 
@@ -24,11 +24,11 @@ _MAX_SPLITS = 128
 
 
 def check(call: FlashCall) -> None:
-    """Checks all that can be known without reading a tensor.
+    """Checks everything that does not need to read a tensor.
 
     Raises:
-        FlashArgumentError: a shape, dtype, device, stride or number does not fit.
-        TypeError: an argument is not a tensor where one is needed.
+        FlashArgumentError: a shape, dtype, device, stride or number is wrong.
+        TypeError: an argument is not a tensor.
     """
     _check_query(call)
     _check_caches(call)
@@ -36,20 +36,19 @@ def check(call: FlashCall) -> None:
     _check_rotary(call)
     _check_indices(call)
     _check_options(call)
-    if call.k is not None:  # what is written must not be read after it
+    if call.k is not None:  # written before these are read
         indices = "cache_seqlens", "cache_batch_idx", "cache_leftpad", "block_table"
         read = {name: getattr(call, name) for name in ("k", "v", *indices)}
         expect.apart({"k_cache": call.k_cache, "v_cache": call.v_cache}, read)
 
 
-def expect_room(call: FlashCall, longest: int, shortest: int) -> None:
-    """Raises unless the row lengths are legal and the new tokens fit behind them."""
-    expect(shortest >= 0, "cache_seqlens of at least 0", shortest, "count the tokens in the cache")
+def _expect_room(call: FlashCall, longest: int, shortest: int) -> None:
+    expect(shortest >= 0, "cache_seqlens of at least 0", shortest, "pass tokens in the cache")
     if longest + call.new_tokens > call.capacity:
         limit = "Sc" if call.block_table is None else "W * P (columns of block_table * page size)"
-        wanted = f"cache_seqlens + Sn of at most {limit} = {call.capacity} tokens"
+        expected = f"cache_seqlens + Sn of at most {limit} = {call.capacity} tokens"
         got = f"{longest} + {call.new_tokens}"
-        expect(False, wanted, got, "give the row more room before appending")
+        expect(False, expected, got, "give the row more room before appending")
 
 
 def _tensor(
@@ -91,15 +90,12 @@ def _check_new_tokens(call: FlashCall) -> None:
     shape = (call.q.shape[0], None, call.k_cache.shape[2], call.q.shape[3])
     _tensor(call, "k", "[B, Sn, Hk, D]", shape, (call.q.dtype,))
     _tensor(call, "v", "[B, Sn, Hk, D]", call.k.shape, (call.q.dtype,))
-    expect(call.cache_seqlens is not None, "cache_seqlens with k", None, "say how long each row is")
+    expect(call.cache_seqlens is not None, "cache_seqlens with k", None, "pass row lengths")
     sizes = call.q.shape[1], call.capacity
     expect(
-        sizes[0] <= sizes[1],
-        "Sq of at most the cache length with k",
-        sizes,
-        "pass fewer queries",
+        sizes[0] <= sizes[1], "Sq of at most the cache length with k", sizes, "pass fewer queries"
     )
-    expect_room(call, 0, 0)
+    _expect_room(call, 0, 0)
     expect.not_expanded(call.k_cache, call.v_cache)
 
 
@@ -124,7 +120,7 @@ def _check_indices(call: FlashCall) -> None:
     batch, table = call.q.shape[0], call.block_table
     names = ["cache_batch_idx", "cache_leftpad"]
     if _is_int(call.cache_seqlens):
-        expect_room(call, call.cache_seqlens, call.cache_seqlens)  # type: ignore[arg-type]
+        _expect_room(call, call.cache_seqlens, call.cache_seqlens)  # type: ignore[arg-type]
     else:
         names.append("cache_seqlens")
     for name in names:
@@ -168,14 +164,14 @@ def _is_int(value: object) -> bool:
 
 
 def check_bounds(call: FlashCall, lengths: Tensor) -> int:
-    """Checks lengths, pads, rows and pages; returns the tokens of the longest row, with the new.
+    """Checks lengths, pads, rows and pages; returns the length of the longest row with new tokens.
 
     Raises:
         FlashArgumentError: a number is out of range, or two new tokens would get one slot.
     """
     cached: list[int] = lengths.tolist()
     longest = max(cached)
-    expect_room(call, longest, min(cached))
+    _expect_room(call, longest, min(cached))
     if call.rotary_cos is not None:
         last, rows = longest + _rotary_rows(call), call.rotary_cos.shape[0]
         fits = last <= rows
@@ -194,7 +190,7 @@ def check_bounds(call: FlashCall, lengths: Tensor) -> int:
 
 
 def assert_bounds(call: FlashCall, lengths: Tensor) -> None:
-    """The same without reading: a graph that runs on bad numbers fails before it writes."""
+    """Checks the same without reading: a graph with bad numbers fails before it writes."""
     most = call.capacity - call.new_tokens
     if call.rotary_cos is not None:
         most = min(most, call.rotary_cos.shape[0] - _rotary_rows(call))
@@ -211,22 +207,19 @@ def assert_bounds(call: FlashCall, lengths: Tensor) -> None:
 
 
 def _rotary_rows(call: FlashCall) -> int:
-    """Rotary rows from a row's length on that its queries need."""
-    return call.q.shape[1] if call.queries_turn else 1
+    return call.q.shape[1] if call.rotates_by_position else 1
 
 
 def _rows(call: FlashCall) -> int:
-    """Rows that cache_batch_idx chooses from."""
     return (call.k_cache if call.block_table is None else call.block_table).shape[0]
 
 
 def _tables(call: FlashCall, block_table: Tensor) -> Tensor:
-    """The row of the block table of each batch row, ``[B, W]``."""
     return block_table if call.cache_batch_idx is None else block_table[call.cache_batch_idx]
 
 
 def _bad_pages(call: FlashCall, lengths: Tensor, table: Tensor) -> Tensor:
-    """Which entries ``[B, W]`` a row uses though there is no such page."""
+    """Entries ``[B, W]`` that a row uses but that are not pages."""
     pages, size = call.k_cache.shape[:2]
     pad = torch.zeros_like(lengths) if call.cache_leftpad is None else call.cache_leftpad
     first = torch.minimum(lengths, pad).unsqueeze(1)
@@ -239,15 +232,15 @@ def _check_pages(call: FlashCall, lengths: Tensor, table: Tensor) -> None:
     bad = _bad_pages(call, lengths, table)
     if bad.any():
         row, column = bad.nonzero()[0].tolist()
-        wanted = f"block_table[{row}, {column}] in 0 .. {call.k_cache.shape[0] - 1}"
+        expected = f"block_table[{row}, {column}] in 0 .. {call.k_cache.shape[0] - 1}"
         remedy = "the row uses this entry, so give it a page of the cache"
-        expect(False, wanted, int(table[row, column]), remedy)
+        expect(False, expected, int(table[row, column]), remedy)
     if call.new_tokens:
         _check_overlap(call, lengths, table)
 
 
 def _check_overlap(call: FlashCall, lengths: Tensor, table: Tensor) -> None:
-    # Page 0 is where padded rows of a batch write, all of them to the same slots.
+    # All padded rows of a batch write to the same slots of page 0.
     positions = lengths.long().unsqueeze(1) + torch.arange(call.new_tokens, device=table.device)
     pages = table.long().gather(1, positions // call.page_size)
     slots = pages * call.page_size + positions % call.page_size

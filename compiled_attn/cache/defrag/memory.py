@@ -1,7 +1,7 @@
-"""The memory of a cache seen as rows of integers, one row a block, whatever its dtype and layout.
+"""The memory of a cache viewed as rows of integers, one row per block, for any dtype and layout.
 
-Copying integers is exact for every dtype (NaN payloads, float8), as wide as the machine allows, and
-needs no kernel of that dtype.
+Copying integers is exact for every dtype (NaN payloads, float8), uses the widest words that fit,
+and needs no kernel of that dtype.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from compiled_attn.arguments import whole
 from compiled_attn.cache.kv_cache import PagedKVCache
 
-__all__ = ["CacheMemory", "Extent", "twin"]
+__all__ = ["CacheMemory", "alias"]
 
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
@@ -30,8 +30,8 @@ class CacheMemory:
     Attributes:
         num_blocks: blocks of each tensor.
         bytes_per_block: bytes of a block in all tensors together.
-        addresses: where each tensor lay when this was made.
-        device: of all tensors.
+        addresses: address of each tensor when this was created.
+        device: device of all tensors.
 
     Raises:
         ValueError, TypeError: see `BlockSwap`.
@@ -52,15 +52,14 @@ class CacheMemory:
         pairs = zip(self._tensors(), self._extents, strict=True)
         return [block_rows(tensor, extent) for tensor, extent in pairs]
 
-    def is_elsewhere(self) -> bool:
-        """Whether the tensors were moved, cast or replaced since this was made."""
+    def has_moved(self) -> bool:
+        """Whether the tensors were moved, cast or replaced since this was created."""
         return [tensor.data_ptr() for tensor in self._tensors()] != self.addresses
 
 
 @dataclass(frozen=True)
 class Extent:
-    """Where the blocks of a tensor lie: block ``b`` is the bytes ``address + b * stride + [0,
-    size)``."""
+    """Block ``b`` of a tensor is the bytes ``address + b * stride + [0, size)``."""
 
     address: int
     num_blocks: int
@@ -69,11 +68,11 @@ class Extent:
 
     @property
     def end(self) -> int:
-        """One past the last byte."""
+        """Address after the last byte."""
         return self.address + (self.num_blocks - 1) * self.stride + self.size
 
     def overlaps(self, other: Extent) -> bool:
-        """Whether a byte belongs to both, or (where strides differ) may do so."""
+        """Whether a byte belongs to both, or (if strides differ) may do so."""
         if self.end <= other.address or other.end <= self.address:
             return False
         if self.stride != other.stride:
@@ -83,11 +82,10 @@ class Extent:
 
 
 def extent_of(tensor: Tensor, num_blocks: int) -> Extent:
-    """The extent of a tensor whose first axis is blocks, or flat slots of all blocks.
+    """Returns the extent of a tensor whose first axis is blocks, or flat slots of all blocks.
 
     Raises:
-        ValueError: axis 0 is not a multiple of ``num_blocks``, or a block is not one piece of
-            memory.
+        ValueError: axis 0 is not a multiple of ``num_blocks``, or a block is not contiguous.
     """
     slots = tensor.shape[0] if tensor.dim() else 0
     if not tensor.numel() or slots % num_blocks:
@@ -105,7 +103,7 @@ def extent_of(tensor: Tensor, num_blocks: int) -> Extent:
         size *= length
     if size * num_blocks != tensor.numel() or (num_blocks > 1 and stride < size):
         raise ValueError(
-            f"expected every block to be one piece of memory, got shape {list(tensor.shape)} with "
+            f"expected every block to be contiguous, got shape {list(tensor.shape)} with "
             f"strides {list(tensor.stride())}: keep blocks on axis 0 of a dense tensor"
         )
     item = tensor.element_size()
@@ -113,7 +111,7 @@ def extent_of(tensor: Tensor, num_blocks: int) -> Extent:
 
 
 def check_disjoint(extents: Sequence[Extent]) -> None:
-    """Raises ``ValueError`` where two caches share memory: it would be exchanged twice."""
+    """Raises ``ValueError`` if two caches share memory: it would be exchanged twice."""
     for number, extent in enumerate(extents):
         for earlier, other in enumerate(extents[:number]):
             if extent.overlaps(other):
@@ -124,13 +122,13 @@ def check_disjoint(extents: Sequence[Extent]) -> None:
 
 
 def block_rows(tensor: Tensor, extent: Extent) -> Tensor:
-    """The same memory as integers ``[num_blocks, size // width]``, of the widest dtype that fits.
+    """Views the memory as integers ``[num_blocks, size // width]``, of the widest dtype that fits.
 
-    A view that autograd and compilers don't know to be one: a compiled graph that writes to a known
+    Autograd and compilers don't know that it is a view: a compiled graph that writes to a known
     view copies its base.
     """
-    places = (extent.address, extent.stride, extent.size)
-    word = next(dtype for dtype in _WORDS if not any(n % dtype.itemsize for n in places))
+    numbers = (extent.address, extent.stride, extent.size)
+    word = next(dtype for dtype in _WORDS if not any(n % dtype.itemsize for n in numbers))
     width = word.itemsize
     offset = extent.address - tensor.untyped_storage().data_ptr()
     if offset % width:
@@ -138,20 +136,20 @@ def block_rows(tensor: Tensor, extent: Extent) -> Tensor:
     rows = torch.empty(0, dtype=word, device=tensor.device)
     shape = (extent.num_blocks, extent.size // width)
     rows.set_(tensor.untyped_storage(), offset // width, shape, (extent.stride // width, 1))
-    return twin(rows)
+    return alias(rows)
 
 
-def twin(rows: Tensor) -> Tensor:
-    """Another tensor over the same memory, for compilers a tensor of its own; else ``rows``."""
+def alias(rows: Tensor) -> Tensor:
+    """Returns a tensor over the same memory that compilers take for another one, if possible."""
     try:
         other: Tensor = torch.utils.dlpack.from_dlpack(rows)
-    except (BufferError, RuntimeError, TypeError, ValueError):  # not of every device
+    except (BufferError, RuntimeError, TypeError, ValueError):  # DLPack does not support the device
         return rows
     return other if other.data_ptr() == rows.data_ptr() else rows
 
 
 def _source_of(buffers: PagedKVCache | Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
-    """A function that gives the tensors as they are now: moving a cache replaces them."""
+    """Returns a function that returns the current tensors: moving a cache replaces them."""
     if isinstance(buffers, PagedKVCache):
         # Not buffers(): this runs on every call, and that costs as much as the call.
         return lambda: [tensor for tensor in buffers._buffers.values() if tensor is not None]
@@ -167,7 +165,7 @@ def _common_device(tensors: Sequence[Tensor]) -> torch.device:
     if len(devices) != 1:
         raise ValueError(
             f"expected tensors on one device, got {len(tensors)} tensors on "
-            f"{sorted(map(str, devices))}: make a BlockSwap for each device"
+            f"{sorted(map(str, devices))}: create a BlockSwap per device"
         )
     return devices.pop()
 

@@ -1,4 +1,4 @@
-"""Checks of a call: shapes, dtypes, devices, plain numbers, then numbers in tensors."""
+"""Validates the arguments of a call: shapes, dtypes, devices, numbers, then index tensors."""
 
 from __future__ import annotations
 
@@ -7,25 +7,24 @@ from torch import Tensor
 
 from compiled_attn.arguments import FLOATS, INTS, can_read
 from compiled_attn.compat.paged.block_tables import lost_rows, unknown_blocks
-from compiled_attn.compat.paged.call import CacheWrite, DecodeCall
+from compiled_attn.compat.paged.inputs import CacheWrite, DecodeCall, check_scale, element_type
 from compiled_attn.compat.paged.layouts import axes, expect, key_shape, value_shape
-from compiled_attn.compat.paged.scales import check_scale, element_type
 
 __all__ = ["check", "check_caches"]
 
 
 def check(call: DecodeCall, **written: Tensor) -> list[int] | None:
-    """Raises unless everything fits together.
+    """Validates the arguments.
 
     Args:
-        written: by name what the call writes, memory apart from its indices.
+        written: tensors that the call writes, which must not share memory with its indices.
 
     Returns:
-        The numbers in ``seq_lens``, or None where none can be read, and so none were checked.
+        The numbers in ``seq_lens``, or None if they cannot be read and so were not checked.
 
     Raises:
-        PagedArgumentError: shapes, dtypes, devices or numbers do not fit.
-        TypeError: a tensor or an int is none.
+        PagedArgumentError: shapes, dtypes, devices or numbers do not match.
+        TypeError: an argument is not a tensor or int.
     """
     query = call.query
     expect.tensor("query", query, "(num_seqs, H, D)", (None, None, None), FLOATS)
@@ -53,7 +52,7 @@ def check(call: DecodeCall, **written: Tensor) -> list[int] | None:
 def check_caches(
     call: DecodeCall | CacheWrite, sizes: tuple[int, int, int, int], like: Tensor
 ) -> None:
-    """Raises unless both caches have the layout, sizes (NB, BS, Hk, D), dtype and scales."""
+    """Checks layout, sizes (NB, BS, Hk, D), dtype and scales of both caches."""
     dtype, layout = element_type(call.kv_cache_dtype, like.dtype), call.layout
     dtypes = (dtype, torch.uint8) if call.kv_cache_dtype.startswith("fp8") else (dtype,)
     legend = f"in layout {layout}"
@@ -72,7 +71,6 @@ def _expect_int(name: str, value: object, least: int) -> None:
 
 
 def _check_numbers(call: DecodeCall) -> list[int]:
-    """Raises unless lengths and used entries of the tables are in range; returns the lengths."""
     flags: list[int] = torch.cat([call.seq_lens, lost_rows(call).to(call.seq_lens.dtype)]).tolist()
     lengths, lost = flags[: len(flags) // 2], flags[len(flags) // 2 :]
     if any(lost):
@@ -83,9 +81,9 @@ def _check_numbers(call: DecodeCall) -> list[int]:
 def _explain_lost(call: DecodeCall, row: int) -> None:
     length, fits = int(call.seq_lens[row]), call.capacity
     table = f"block_tables has {call.block_tables.shape[1]} columns of {call.block_size}"
-    wanted = f"seq_lens[{row}] in 0 .. {fits} ({table}, max_seq_len is {call.max_seq_len})"
-    expect(0 <= length <= fits, wanted, length, "widen the table or raise max_seq_len")
+    expected = f"seq_lens[{row}] in 0 .. {fits} ({table}, max_seq_len is {call.max_seq_len})"
+    expect(0 <= length <= fits, expected, length, "widen the table or raise max_seq_len")
     column = int(unknown_blocks(call)[row].nonzero()[0])
-    wanted = f"block_tables[{row}, {column}] in 0 .. {call.num_blocks - 1}"
+    expected = f"block_tables[{row}, {column}] in 0 .. {call.num_blocks - 1}"
     remedy = f"the row's {length} tokens need it, so give it a block of the cache"
-    expect(False, wanted, int(call.block_tables[row, column]), remedy)
+    expect(False, expected, int(call.block_tables[row, column]), remedy)

@@ -1,0 +1,240 @@
+"""The state of every block: free, used or cached."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from heapq import merge
+from itertools import islice
+
+from compiled_attn.arguments import whole
+
+__all__ = ["BlockSet", "BlockStates"]
+
+_SHIFT = 10
+_BITS = 1 << _SHIFT
+_FREE, _USED, _CACHED = range(3)
+_NAMES = ("free", "used", "cached")
+
+
+class BlockSet:
+    """A set of integers in ``range(size)`` that finds its lowest and highest member quickly.
+
+    Bit ``b`` of word ``w`` stands for member ``1024 * w + b``; a word on the level above marks the
+    words that are not zero, up to a single word (a flattened van Emde Boas tree). A call touches
+    one word per level, two levels for a million members. Arguments are trusted.
+
+    Args:
+        size: one more than the largest member.
+        full: start with all members, built in bulk.
+    """
+
+    def __init__(self, size: int, *, full: bool = False) -> None:
+        self._levels: list[list[int]] = []
+        self._count = size if full else 0
+        while True:
+            whole, rest = divmod(size, _BITS)
+            words = [(1 << _BITS) - 1 if full else 0] * whole
+            self._levels.append(words + ([(1 << rest) - 1 if full else 0] if rest else []))
+            size = len(self._levels[-1])
+            if size <= 1:
+                return
+
+    def add(self, member: int) -> None:
+        """Adds a member that is not in the set."""
+        self._count += 1
+        for words in self._levels:
+            bit, member = member & (_BITS - 1), member >> _SHIFT
+            before = words[member]
+            words[member] = before | 1 << bit
+            if before:
+                return
+
+    def remove(self, member: int) -> None:
+        """Removes a member that is in the set."""
+        self._count -= 1
+        for words in self._levels:
+            bit, member = member & (_BITS - 1), member >> _SHIFT
+            words[member] ^= 1 << bit
+            if words[member]:
+                return
+
+    def lowest(self) -> int:
+        """Returns the lowest member of a set that is not empty."""
+        member = 0
+        for words in reversed(self._levels):
+            word = words[member]
+            member = member << _SHIFT | (word & -word).bit_length() - 1
+        return member
+
+    def highest(self) -> int:
+        """Returns the highest member of a set that is not empty."""
+        member = 0
+        for words in reversed(self._levels):
+            member = member << _SHIFT | words[member].bit_length() - 1
+        return member
+
+    def ascending(self) -> Iterator[int]:
+        """Yields the members from the lowest on, at a cost per member that is constant."""
+        return self._members(len(self._levels) - 1, 0, False)
+
+    def descending(self) -> Iterator[int]:
+        """Yields the members from the highest on, at a cost per member that is constant."""
+        return self._members(len(self._levels) - 1, 0, True)
+
+    def __contains__(self, member: int) -> bool:
+        return bool(self._levels[0][member >> _SHIFT] >> (member & (_BITS - 1)) & 1)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def _members(self, level: int, at: int, from_top: bool) -> Iterator[int]:
+        word = self._levels[level][at]
+        while word:
+            bit = (word if from_top else word & -word).bit_length() - 1
+            word ^= 1 << bit
+            child = at << _SHIFT | bit
+            if level:
+                yield from self._members(level - 1, child, from_top)
+            else:
+                yield child
+
+
+class BlockStates:
+    """Tracks which blocks are free, used or cached (unused, with content worth keeping).
+
+    The null block 0 is in none of these states. All operations are O(log n) or better; building it
+    is O(1) Python work. Every error is raised before anything changes. Not thread-safe.
+
+    Args:
+        num_blocks: blocks of the cache including the null block, at least 2.
+
+    Attributes:
+        num_blocks: as given.
+        high_water: the highest block that was ever used, 0 if none was.
+
+    Example::
+
+        states = BlockStates(num_blocks=100)
+        first, second = states.take(), states.take()  # 1 and 2
+        states.release(first)
+        states.compaction(limit=8)  # [(2, 1)]
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = whole("num_blocks (one of them is the null block)", num_blocks, 2)
+        self.high_water = 0
+        self._state = bytearray(self.num_blocks)
+        self._sets = tuple(BlockSet(self.num_blocks, full=s == _FREE) for s in range(3))
+        self._sets[_FREE].remove(0)
+
+    @property
+    def num_free(self) -> int:
+        """Number of free blocks, not counting the null block."""
+        return len(self._sets[_FREE])
+
+    @property
+    def num_used(self) -> int:
+        """Number of used blocks."""
+        return len(self._sets[_USED])
+
+    @property
+    def num_cached(self) -> int:
+        """Number of cached blocks."""
+        return len(self._sets[_CACHED])
+
+    @property
+    def highest_used(self) -> int:
+        """The highest used block, 0 if none is used."""
+        used = self._sets[_USED]
+        return used.highest() if used else 0
+
+    def has_content(self, block: int) -> bool:
+        """Whether ``block`` is used or cached, so that a move must not overwrite it."""
+        return self._state[self.valid(block, 1)] != _FREE
+
+    def take(self) -> int:
+        """Marks the lowest free block as used and returns it; ``RuntimeError`` if none is free."""
+        free = self._sets[_FREE]
+        if not free:
+            raise RuntimeError(
+                f"expected a free block, got {self.num_used} used and {self.num_cached} cached of "
+                f"{self.num_blocks - 1}: release one first"
+            )
+        block = free.lowest()
+        self._change(block, _USED)
+        return block
+
+    def use(self, block: int) -> None:
+        """Marks a free or cached block as used; ``ValueError`` if it is used."""
+        self._change(self._checked(block, _FREE, _CACHED), _USED)
+
+    def cache(self, block: int) -> None:
+        """Marks a used block as cached; ``ValueError`` if it is not used."""
+        self._change(self._checked(block, _USED), _CACHED)
+
+    def release(self, block: int) -> None:
+        """Marks a used or cached block as free; ``ValueError`` if it is free."""
+        self._change(self._checked(block, _USED, _CACHED), _FREE)
+
+    def compaction(self, limit: int) -> list[tuple[int, int]]:
+        """Returns at most ``limit`` pairs of blocks whose exchange lowers :attr:`highest_used`.
+
+        Each pair is ``(source, destination)``, with a used source above a destination that is free
+        or cached: the highest source with the lowest destination, and so on. No block occurs twice.
+        Changes nothing; the cost depends on ``limit`` and not on the number of blocks.
+        """
+        unused = merge(self._sets[_FREE].ascending(), self._sets[_CACHED].ascending())
+        pairs = zip(self._sets[_USED].descending(), unused, strict=False)
+        return [
+            (source, destination)
+            for source, destination in islice(pairs, whole("limit", limit, 0))
+            if source > destination
+        ]
+
+    def exchange(self, pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Exchanges the states of the two blocks of every pair; returns the pairs as ints.
+
+        Raises:
+            ValueError: a block is the null block, out of range, or occurs twice.
+        """
+        checked = [(self.valid(a, 1), self.valid(b, 1)) for a, b in pairs]
+        seen: set[int] = set()
+        for block in (block for pair in checked for block in pair):
+            if block in seen:
+                raise ValueError(
+                    f"expected every block once, got block {block} twice: "
+                    "split the pairs into several calls"
+                )
+            seen.add(block)
+        for a, b in checked:
+            first, second = self._state[a], self._state[b]
+            if first != second:
+                self._change(a, second)
+                self._change(b, first)
+        return checked
+
+    def valid(self, block: int, minimum: int = 0) -> int:
+        """Returns ``block`` as an int; ``ValueError`` unless ``minimum <= block < num_blocks``."""
+        block = whole("block", block, minimum)
+        if block >= self.num_blocks:
+            raise ValueError(
+                f"expected block < {self.num_blocks}, got {block}: it is not in this cache"
+            )
+        return block
+
+    def _change(self, block: int, state: int) -> None:
+        self._sets[self._state[block]].remove(block)
+        self._sets[state].add(block)
+        self._state[block] = state
+        if state == _USED and block > self.high_water:
+            self.high_water = block
+
+    def _checked(self, block: int, *states: int) -> int:
+        block = self.valid(block, 1)
+        if self._state[block] not in states:
+            expected = " or ".join(_NAMES[state] for state in states)
+            raise ValueError(
+                f"expected a block that is {expected}, got block {block}, which is "
+                f"{_NAMES[self._state[block]]}: change the state of a block once"
+            )
+        return block
