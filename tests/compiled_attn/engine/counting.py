@@ -55,7 +55,7 @@ class Counting:
         return PlannedStep(step, plan, self.sizing.buckets.pick(**plan.need), plan.need)
 
     def launch(self, step):
-        self.look(step, [list(part.tokens) for part in step.parts])
+        self.check(step, [list(part.tokens) for part in step.parts])
         return [RowResult(part.tokens[-1] + 1) for part in step.parts]
 
     def move(self, pairs):
@@ -64,8 +64,8 @@ class Counting:
                 if (token := self.seen.get(source * 4 + slot)) is not None:
                     self.seen[target * 4 + slot] = token
 
-    def look(self, step, tokens):
-        """Writes the tokens of each part to its slots, and looks whether all before are there."""
+    def check(self, step, tokens):
+        """Writes the tokens of each part to its slots; checks that all earlier ones are there."""
         batch = step.plan.fill(step.bucket)
         flat = [token for each in tokens for token in each]
         self.seen |= dict(zip(batch.slot_mapping.tolist(), flat, strict=False))
@@ -84,25 +84,25 @@ class Counting:
 
 
 class CountingAhead(Counting):
-    """Tells the tokens of a step when they are read, and goes on from its own until then."""
+    """Returns the tokens of a step when they are read, and continues from its own until then."""
 
     schedules_ahead = True
 
     def __init__(self) -> None:
         super().__init__()
-        self.told: dict[RequestState, int] = {}
+        self.tokens_of: dict[RequestState, int] = {}
         self.unread = self.most_unread = 0
 
     def launch(self, step):
         tokens = [
-            [self.told[part.sequence]]
+            [self.tokens_of[part.sequence]]
             if part.start == len(part.sequence.tokens)
             else list(part.tokens)
             for part in step.parts
         ]
-        self.look(step, tokens)
+        self.check(step, tokens)
         rows = [each[-1] + 1 for each in tokens]
-        self.told = dict(zip(step.parts.sequences, rows, strict=True))
+        self.tokens_of = dict(zip(step.parts.sequences, rows, strict=True))
         self.unread += 1
         self.most_unread = max(self.most_unread, self.unread)
         return Later(partial(self._read, rows))

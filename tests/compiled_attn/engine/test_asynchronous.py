@@ -1,4 +1,4 @@
-"""An engine in a thread of its own: every token arrives, and nobody waits for ever."""
+"""An engine in a thread of its own: every token arrives, and no reader waits forever."""
 
 from __future__ import annotations
 

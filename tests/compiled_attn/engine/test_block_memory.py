@@ -1,4 +1,4 @@
-"""The kept tables are what the pool says, whatever happened to the requests between two steps."""
+"""Block tables follow the pool, whatever happens to the requests between two steps."""
 
 from __future__ import annotations
 

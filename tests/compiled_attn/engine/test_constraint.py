@@ -1,4 +1,4 @@
-"""Grammars in the engine: what is drawn is allowed, whatever happens to the step or to others."""
+"""Grammars in the engine: sampled tokens are allowed, whatever happens to others."""
 
 from __future__ import annotations
 
@@ -92,9 +92,9 @@ def test_least_tokens_hold_an_end_back_but_no_grammar_that_is_over(engine):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_rows_without_a_grammar_are_bit_for_bit_as_without_the_others(engine, temperature):
-    drawn = {"max_new_tokens": 6, "temperature": temperature, "seed": 4, "logprobs": 3}
-    plain, five = SamplingParams(**drawn), SamplingParams(**drawn, logit_bias={5: 1e6})
-    mine = SamplingParams(**drawn, grammar=grammar_of((5,) * 6))
+    sampled = {"max_new_tokens": 6, "temperature": temperature, "seed": 4, "logprobs": 3}
+    plain, five = SamplingParams(**sampled), SamplingParams(**sampled, logit_bias={5: 1e6})
+    mine = SamplingParams(**sampled, grammar=grammar_of((5,) * 6))
     without = served(engine, [plain, five, plain])
     mixed = served(engine, [plain, mine, plain])
     assert mixed[1].tokens == without[1].tokens == [5] * 6

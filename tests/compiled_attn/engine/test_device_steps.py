@@ -27,17 +27,17 @@ CONFIG = EngineConfig(
 )
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [3, 4], [9, 8, 7, 6, 5, 4, 3, 2, 1, 2, 3, 4, 5, 6, 7], [5] * 9]
 GREEDY = SamplingParams(max_new_tokens=8)
-DRAWN = [
+RANDOM = [
     SamplingParams(max_new_tokens=8, temperature=0.8, seed=1),
     SamplingParams(max_new_tokens=8, temperature=1.5, top_k=5, seed=2),
     SamplingParams(max_new_tokens=8, temperature=1.0, top_p=0.7, min_p=0.05, seed=3),
     GREEDY,
 ]
-TOLD = [
+ON_HOST = [
     SamplingParams(max_new_tokens=8, repetition_penalty=1.3, temperature=0.7, seed=4),
     SamplingParams(max_new_tokens=8, logprobs=2, prompt_logprobs=1),
     SamplingParams(max_new_tokens=8, logit_bias={3: 5.0}),
-    DRAWN[0],
+    RANDOM[0],
 ]
 
 
@@ -47,7 +47,7 @@ def _device():
 
 
 def served(device, sampling=GREEDY, config=CONFIG, family="llama", prompts=PROMPTS):
-    """What the requests came to, and what each step asked of the device."""
+    """Results of the requests, and the device calls of each step."""
     engine = Engine(tiny_model(family).to(device), config)
     engine.warmup()
     for double in getattr(config.backend, "doubles", ()):
@@ -68,7 +68,7 @@ def tokens(results):
 
 
 def each_step(spent):
-    """Copies in, copies out and waits of a step, on average; and torn copies of all."""
+    """Copies in, copies out and waits of a step on average, and all torn copies."""
     sums = [sum(kind) for kind in zip(*spent, strict=True)]
     return *(total / len(spent) for total in sums[:3]), sums[-1]
 
@@ -88,14 +88,14 @@ def test_tokens_are_those_of_a_cpu_and_nothing_waits(family, kernel):
 
 
 def test_a_device_that_is_not_the_current_one_serves_as_well():
-    here, _, _ = served("cpu", DRAWN)
-    there, spent, engine = served("fake_device:1", DRAWN)
+    here, _, _ = served("cpu", RANDOM)
+    there, spent, engine = served("fake_device:1", RANDOM)
     assert tokens(there) == tokens(here) and torch.accelerator.current_device_index() == 0
     assert engine.executor.cache.key(0).device == torch.device("fake_device:1")
     assert each_step(spent) == (1, 1, 0, 0)
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("sampling", [GREEDY, RANDOM], ids=["greedy", "random"])
 def test_without_async_scheduling_every_call_computes_its_own_step(sampling):
     ahead, _, _ = served("fake_device", sampling)
     alone, spent, engine = served("fake_device", sampling, replace(CONFIG, async_scheduling=False))
@@ -103,14 +103,14 @@ def test_without_async_scheduling_every_call_computes_its_own_step(sampling):
     assert {each[:3] for each in spent} == {(1, 1, 0)} and engine.report().steps_ahead == 0
 
 
-@pytest.mark.parametrize("sampling", [DRAWN, TOLD], ids=["drawn", "told"])
+@pytest.mark.parametrize("sampling", [RANDOM, ON_HOST], ids=["random", "on host"])
 @pytest.mark.parametrize("kernel", ["native", "portable"])
 def test_sampled_tokens_are_those_of_a_cpu(kernel, sampling):
     config = replace(CONFIG, kernel=kernel)
     here, _, _ = served("cpu", sampling, config)
     there, spent, engine = served("fake_device", sampling, config)
     assert tokens(there) == tokens(here)
-    assert bool(engine.report().steps_ahead) == (sampling is DRAWN)
+    assert bool(engine.report().steps_ahead) == (sampling is RANDOM)
     for one, other in zip(there, here, strict=True):
         assert (one.logprobs is None) == (other.logprobs is None)
         for got, wanted in zip(one.logprobs or [], other.logprobs or [], strict=True):
@@ -148,7 +148,7 @@ def test_a_request_whose_logits_are_not_finite_fails_alone():
         engine = Engine(model, CONFIG)
         engine.warmup()
         prompts = [[1, 2, 3], [4, 99, 5], [6, 7, 8]]
-        return [*engine.generate(prompts, [GREEDY, GREEDY, DRAWN[0]], in_order=True)]
+        return [*engine.generate(prompts, [GREEDY, GREEDY, RANDOM[0]], in_order=True)]
 
     here, there = poisoned("cpu"), poisoned("fake_device")
     assert [each.finish_reason for each in there] == ["length", "error", "length"]
@@ -181,7 +181,7 @@ class Recorded(CudaGraphBackend):
         return super().capture(*args, compiler=compiler, **options)
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("sampling", [GREEDY, RANDOM], ids=["greedy", "random"])
 @pytest.mark.parametrize("kernel", ["native", "portable"])
 def test_recorded_graphs_read_each_step_where_it_was_staged(kernel, sampling):
     backend = Recorded()
@@ -194,7 +194,7 @@ def test_recorded_graphs_read_each_step_where_it_was_staged(kernel, sampling):
     steps, *others = backend.doubles
     assert steps.replays == len(spent) == engine.report().steps
     # The sampler's graph runs for steps that draw, and for no other.
-    assert any(each.replays for each in others) == (sampling is DRAWN)
+    assert any(each.replays for each in others) == (sampling is RANDOM)
 
 
 @pytest.fixture
@@ -203,14 +203,14 @@ def bridge(monkeypatch) -> Bridge:
 
 
 def test_on_gaudi_every_step_replays_a_graph_of_parts(bridge):
-    here, _, _ = served("cpu", DRAWN, replace(CONFIG, kernel="portable"))
+    here, _, _ = served("cpu", RANDOM, replace(CONFIG, kernel="portable"))
     engine = Engine(tiny_model().to("fake_device"), replace(CONFIG, backend="hpu"))
     assert engine.executor.kernel.name == "portable" and "shared" in engine.sizing.buckets.names
     engine.warmup()
     addresses = [buffer.data_ptr() for buffer in engine.executor.cache.buffers()]
     del bridge.log[:]
     before = counts()
-    there = [*engine.generate(PROMPTS, DRAWN, in_order=True)]
+    there = [*engine.generate(PROMPTS, RANDOM, in_order=True)]
     spent, steps = counts().since(before), engine.report().steps
     assert tokens(there) == tokens(here)
     assert bridge.log.count("replay") >= steps and set(bridge.log) == {"mark", "replay"}
@@ -218,7 +218,7 @@ def test_on_gaudi_every_step_replays_a_graph_of_parts(bridge):
     assert [buffer.data_ptr() for buffer in engine.executor.cache.buffers()] == addresses
 
 
-@pytest.mark.parametrize("sampling", TOLD[:2], ids=["rules", "told"])
+@pytest.mark.parametrize("sampling", ON_HOST[:2], ids=["rules", "logprobs"])
 def test_a_step_that_has_begun_outlives_a_second_warmup(sampling):
     def served_by(device, backend):
         engine = Engine(tiny_model().to(device), replace(CONFIG, backend=backend))

@@ -292,15 +292,15 @@ def test_events_go_to_whom_they_belong():
     by_hand = engine.submit([9, 8, 7], params)
     stream = engine.stream([[1, 2], [3, 4]], params)
     streamed = [next(stream)]
-    told = engine.step()  # in the middle of the stream
+    received = engine.step()  # in the middle of the stream
     also = engine.submit([6, 5], params)
     streamed += stream
     while engine.has_work:
-        told += engine.step()
+        received += engine.step()
     assert [event.index for event in streamed].count(0) == 4 == len(streamed) // 2
-    assert {event.request_id for event in told} == {by_hand, also} and len(told) == 8
+    assert {event.request_id for event in received} == {by_hand, also} and len(received) == 8
     for request, prompt in ((by_hand, [9, 8, 7]), (also, [6, 5])):
-        tokens = [event.token for event in told if event.request_id == request]
+        tokens = [event.token for event in received if event.request_id == request]
         assert tokens == plain_generate(engine.executor.module.model, prompt, 4)
     assert engine.step() == []
 

@@ -1,7 +1,7 @@
 """An engine on a GPU: the tokens of a CPU in float32, also where NaN lies all around, by replays.
 
-The same runs on the stand-in device, whose graphs are recorded by a double. What only some machines
-have is imported where it is used: a GPU's machine may lack it.
+The same runs on the fake device, with a double that records graphs. What only some machines have is
+imported where it is used.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ COUNT = 8
 GREEDY = SamplingParams(max_new_tokens=COUNT)
 FAMILIES = {"llama": "GQA", "mistral": "a window", "gemma2": "softcap"}
 SAMPLED = {
-    "drawn": dict(temperature=0.8, seed=1),
+    "random": dict(temperature=0.8, seed=1),
     "of the likeliest": dict(temperature=1.5, top_k=5, top_p=0.9, min_p=0.02, seed=2),
     "penalties": dict(temperature=0.7, repetition_penalty=1.3, seed=4),
-    "told": dict(logprobs=2, prompt_logprobs=1),
+    "logprobs": dict(logprobs=2, prompt_logprobs=1),
 }
 
 
@@ -48,7 +48,7 @@ class Counting(CudaRecorder):
 
 
 class Recorded(CudaGraphBackend):
-    """Records the steps: compiled code on a GPU, eager code on the stand-in."""
+    """Records the steps: compiled code on a GPU, eager code on the fake device."""
 
     def __init__(self, device: str) -> None:
         self.recorders: list[Counting] = []

@@ -242,15 +242,15 @@ def test_a_model_that_changed_since_the_warmup_is_an_error_and_nothing_is_lost()
     model = tiny_model()
     engine, params = small_engine(model), SamplingParams(max_new_tokens=NEW)
     engine.submit([3, 4, 5], params)
-    told = engine.step()
+    received = engine.step()
     name = model.config._attn_implementation
     model.set_attn_implementation("sdpa")
     with pytest.raises(ModelChanged, match="its attention is 'sdpa'"):
         engine.step()
     model.set_attn_implementation(name)
     while engine.has_work:
-        told += engine.step()
-    assert [event.token for event in told] == plain_generate(model, [3, 4, 5], NEW)
+        received += engine.step()
+    assert [event.token for event in received] == plain_generate(model, [3, 4, 5], NEW)
     assert engine.report().restarts == 0
 
 

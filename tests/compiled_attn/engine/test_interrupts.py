@@ -116,7 +116,7 @@ def test_exceptions_anywhere_in_steps_lose_no_token_and_no_block(kernel, device,
         (engine.scheduler, "finish"),
     ):
         _fail_sometimes(owner, name, rng, calls)
-    told: dict[int, list[int]] = {}
+    received: dict[int, list[int]] = {}
     of: dict[int, int] = {}
     failures = 0
     while len(of) < 60 or engine.has_work:
@@ -129,8 +129,8 @@ def test_exceptions_anywhere_in_steps_lose_no_token_and_no_block(kernel, device,
             failures += 1
             continue
         for event in events:
-            told.setdefault(event.request_id, []).append(event.token)
-    assert told == {request: wanted[which] for request, which in of.items()}
+            received.setdefault(event.request_id, []).append(event.token)
+    assert received == {request: wanted[which] for request, which in of.items()}
     assert engine.pool.stats().used == 0 and not engine.pool.requests
     report = engine.report()
     assert failures > 5 and 0 < report.restarts <= failures and report.failed_requests == 0

@@ -179,8 +179,8 @@ def test_float32_of_16_bits_is_kept_so_unless_asked_otherwise(monkeypatch, weigh
     expected = plain(model, prompts, 5)
     engine = _engine(model, weights=weights, backend="aot_eager", max_graphs=2)
     assert greedy(engine, prompts, 5) == expected
-    told = engine.report().kernel_notes["weights"]
-    assert told.endswith("in 16 bits, which hold them exactly") is (weights == "auto")
+    received = engine.report().kernel_notes["weights"]
+    assert received.endswith("in 16 bits, which hold them exactly") is (weights == "auto")
     assert model.dtype is torch.float32 and engine.report().compiles_after_warmup == 0
     if weights == "auto":
         with pytest.raises(ConfigError, match="stored float32 in 16 bits: load it again"):
@@ -210,18 +210,18 @@ def test_packed_weights_are_not_made_int8():
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "received"),
     [
         ({"weights": "packed", "kernel": "portable"}, "are for the native kernel"),
         ({"weights": "int8", "kernel": "portable"}, "'int8' are for the native kernel"),
         ({"weights": "int4"}, "expected weights of"),
     ],
 )
-def test_weights_that_cannot_be_are_refused(changes, told):
+def test_weights_that_cannot_be_are_refused(changes, received):
     model = tiny_model()  # float32
     before = model.config._attn_implementation
     with pytest.raises(ConfigError, match="expected weights of bfloat16 that can be packed"):
         _engine(model, weights="int8")
     assert model.config._attn_implementation == before
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=received):
         _engine(tiny_model().to(torch.bfloat16), **changes)

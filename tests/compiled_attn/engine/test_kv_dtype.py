@@ -16,7 +16,7 @@ from compiled_attn.engine.cache_size import CacheSize
 from compiled_attn.hf.proof import check
 from compiled_attn.models import default_model
 from graphs.store.factors import graph_factors
-from tests.compiled_attn.engine.kept import KINDS, kept_rows
+from tests.compiled_attn.engine.rounded import KINDS, rounded_logits
 from tests.compiled_attn.engine.small import greedy, prompts_of, small_engine
 from tests.compiled_attn.tiny import plain_generate, tiny_model
 
@@ -43,7 +43,7 @@ def test_every_token_is_the_likeliest_of_a_model_whose_cache_is_rounded_so(kind,
     model, prompts = tiny_model(family), _prompts(6)
     engine = _engine(model, kind, kernel=kernel)
     for prompt, tokens in zip(prompts, _tokens(engine, prompts), strict=True):
-        rows = kept_rows(model, prompt + tokens[:-1], kind)[len(prompt) - 1 :]
+        rows = rounded_logits(model, prompt + tokens[:-1], kind)[len(prompt) - 1 :]
         short = rows.amax(-1) - rows[range(NEW), tokens]
         # An element that lies between two codes may become the other one.
         assert (short <= 2e-3 * rows.std(-1)).all()
@@ -175,7 +175,7 @@ def test_a_check_compares_with_a_model_that_rounds_so(kind, kernel):
     results = list(engine.generate(_prompts(20), SAMPLING, in_order=True))
     assert check(model, results, 20, kv_dtype=KINDS[kind]).mismatches == []
     assert check(model, results, 20).mismatches != []
-    least = int(kept_rows(model, results[0].prompt, kind)[-1].argmin())
+    least = int(rounded_logits(model, results[0].prompt, kind)[-1].argmin())
     wrong = [replace(results[0], tokens=[least, *results[0].tokens[1:]])]
     assert check(model, wrong, 1, kv_dtype=KINDS[kind]).mismatched_tokens >= 1
     assert model.config._attn_implementation == "compiled_attn"

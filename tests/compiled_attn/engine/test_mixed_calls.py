@@ -34,20 +34,20 @@ def test_a_submit_in_the_middle_of_a_step_is_served_and_hurts_nobody():
     engine, late = small_engine(), []
     first = engine.submit(PROMPTS[0], PARAMS)
     _during_a_step(engine, lambda: late.append(engine.submit(PROMPTS[1], PARAMS)))
-    told = rest_of(engine)
-    assert told[first] == plain_generate(engine.executor.module.model, PROMPTS[0], 5)
-    assert told[late[0]] == plain_generate(engine.executor.module.model, PROMPTS[1], 5)
+    received = rest_of(engine)
+    assert received[first] == plain_generate(engine.executor.module.model, PROMPTS[0], 5)
+    assert received[late[0]] == plain_generate(engine.executor.module.model, PROMPTS[1], 5)
     assert engine.report().restarts == 0
 
 
 def test_an_abort_in_the_middle_of_a_step_takes_effect_after_it():
     engine = small_engine()
-    kept, dropped = (engine.submit(prompt, PARAMS) for prompt in PROMPTS[:2])
+    other, dropped = (engine.submit(prompt, PARAMS) for prompt in PROMPTS[:2])
     engine.step()
     _during_a_step(engine, lambda: engine.abort(dropped))
-    assert {event.request_id for event in engine.step()} == {kept, dropped}
-    told = rest_of(engine)
-    assert set(told) == {kept} and engine.report().restarts == 0
+    assert {event.request_id for event in engine.step()} == {other, dropped}
+    received = rest_of(engine)
+    assert set(received) == {other} and engine.report().restarts == 0
     assert engine.pool.stats().used == 0
 
 
@@ -64,10 +64,10 @@ def test_a_stream_that_is_dropped_in_the_middle_of_a_step_leaves_nothing_behind(
     engine = small_engine()
     streams = [engine.stream(PROMPTS[1:], SamplingParams(max_new_tokens=50))]
     next(streams[0])
-    kept = engine.submit(PROMPTS[0], PARAMS)
+    other = engine.submit(PROMPTS[0], PARAMS)
     _during_a_step(engine, lambda: (streams.clear(), gc.collect()))
-    told = rest_of(engine)
-    assert told == {kept: plain_generate(engine.executor.module.model, PROMPTS[0], 5)}
+    received = rest_of(engine)
+    assert received == {other: plain_generate(engine.executor.module.model, PROMPTS[0], 5)}
     assert engine.report().restarts == 0 and engine.pool.stats().used == 0
     assert not engine.is_streaming
 

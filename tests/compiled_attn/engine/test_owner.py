@@ -1,4 +1,4 @@
-"""The thread that owns an engine: what fails, stops or is left ends, and nobody waits for it."""
+"""The thread that owns an engine: failures and stops end every request."""
 
 from __future__ import annotations
 
@@ -104,17 +104,17 @@ def test_a_look_that_ends_the_thread_ends_for_the_looker_too():
     def looks(engine):
         raise error
 
-    serving, told = AsyncEngine(warm_engine()), []
+    serving, received = AsyncEngine(warm_engine()), []
 
     def look():
         with pytest.raises(EngineStopped, match="looked too long") as caught:
             serving._owner.call(looks)
-        told.append(caught.value.__cause__)
+        received.append(caught.value.__cause__)
 
     looker = threading.Thread(target=look, daemon=True)
     looker.start()
     looker.join(SECONDS)
-    assert told == [error] and not serving.is_serving
+    assert received == [error] and not serving.is_serving
 
 
 def test_a_request_whose_entry_ends_the_thread_ends_too(monkeypatch):
@@ -146,11 +146,11 @@ def test_a_warmup_that_fails_reaches_who_submitted_meanwhile():
 
 
 def test_an_engine_is_warmed_up_in_its_thread_and_can_be_stopped_meanwhile():
-    told, go_on = [], threading.Event()
+    received, go_on = [], threading.Event()
     config = EngineConfig(16, 4, block_size=4, num_blocks=20, backend="eager", context=40)
-    with AsyncEngine(Engine(tiny_model(), config), progress=told.append) as serving:
+    with AsyncEngine(Engine(tiny_model(), config), progress=received.append) as serving:
         assert len(serving.submit([1, 2], LONG).result(SECONDS).tokens) == 30
-    assert told and serving.engine.warmup_report is not None
+    assert received and serving.engine.warmup_report is not None
 
     def wait(event):
         go_on.wait(SECONDS)

@@ -54,21 +54,21 @@ def test_each_token_is_told_with_the_log_probability_that_the_dense_model_gives_
     params = SamplingParams(
         max_new_tokens=6, temperature=temperature, seed=5, logprobs=3, prompt_logprobs=2
     )
-    told: dict[int, list] = {}
+    received: dict[int, list] = {}
     results = {}
     for event in engine.stream(PROMPTS, [*[params] * 3, SamplingParams(max_new_tokens=6)]):
-        told.setdefault(event.index, []).append(event.logprobs)
+        received.setdefault(event.index, []).append(event.logprobs)
         if event.result is not None:
             results[event.index] = event.result
     for index, prompt in enumerate(PROMPTS[:3]):
         result = results[index]
         rows = _rows(model, prompt + result.tokens)
-        assert told[index] == result.logprobs and result.prompt_logprobs[0] is None
+        assert received[index] == result.logprobs and result.prompt_logprobs[0] is None
         assert len(result.prompt_logprobs) == len(prompt) and len(result.logprobs) == 6
         for at, scored in enumerate([*result.prompt_logprobs, *result.logprobs][1:], start=1):
             text = prompt + result.tokens
             _assert_scored(scored, rows[at - 1], text[at], 2 if at < len(prompt) else 3)
-    assert results[3].logprobs is results[3].prompt_logprobs is None and set(told[3]) == {None}
+    assert results[3].logprobs is results[3].prompt_logprobs is None and set(received[3]) == {None}
 
 
 def test_a_prompt_of_which_all_is_cached_is_scored_whole(engine, model):

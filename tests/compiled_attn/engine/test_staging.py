@@ -49,10 +49,10 @@ def test_addresses_are_those_that_compiled_code_may_count_on(staging):
 
 
 def test_a_step_that_is_too_large_is_refused_before_anything_is_written(staging):
-    kept = staging.stage(fields(1))
+    staged = staging.stage(fields(1))
     with pytest.raises(ValueError, match=r"at most 192 bytes, got 320: make the staging"):
         staging.stage(fields(2, tokens=9))
-    assert torch.equal(kept[0].cpu(), fields(1)[0])
+    assert torch.equal(staged[0].cpu(), fields(1)[0])
 
 
 def test_a_buffer_is_written_again_only_when_it_was_copied(staging):

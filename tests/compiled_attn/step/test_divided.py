@@ -17,8 +17,8 @@ def shares(count: int) -> list[BlockShare]:
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_every_block_lies_at_a_place_of_one_rank_alone(count):
     blocks = np.arange(1, shares(count)[0].of_all(6))
-    places = [(s.process_rank, int(at)) for s in shares(count) for at in s.local(blocks) if at]
-    assert sorted(places) == [(rank, at) for rank in range(count) for at in range(1, 6)]
+    local = [(s.process_rank, int(at)) for s in shares(count) for at in s.local(blocks) if at]
+    assert sorted(local) == [(rank, at) for rank in range(count) for at in range(1, 6)]
     assert not any(share.has(np.array([0]))[0] for share in shares(count))
 
 
@@ -43,17 +43,17 @@ def test_ranks_read_every_earlier_token_once_and_in_order(count):
             batch = plan.fill({"tokens": 12, "requests": 4})
             assert batch.seq_lens[2:].tolist() == [0, 0] and batch.block_tables.shape == (4, 6)
             for at, length in enumerate(batch.seq_lens[:2].tolist()):
-                places = batch.block_tables[at, : -(-length // SIZE)].tolist()
-                blocks = [(place - 1) * count + share.process_rank + 1 for place in places]
+                local = batch.block_tables[at, : -(-length // SIZE)].tolist()
+                blocks = [(block - 1) * count + share.process_rank + 1 for block in local]
                 numbers = [tables[at].index(block) for block in blocks]
                 assert numbers == sorted(numbers)
                 seen = [number * SIZE + offset for number in numbers for offset in range(SIZE)]
                 assert not found[at] & {*seen[:length]}
                 found[at] |= {*seen[:length]}
             own = batch.slot_mapping[: len(rows.slots)]
-            kept = [i for i, slot in enumerate(own.tolist()) if slot]
-            assert all(share.has(rows.slots[i : i + 1] // SIZE)[0] for i in kept)
-            written |= {*kept}
+            own_rows = [i for i, slot in enumerate(own.tolist()) if slot]
+            assert all(share.has(rows.slots[i : i + 1] // SIZE)[0] for i in own_rows)
+            written |= {*own_rows}
         assert found == [{*range(context)} for context, _ in sizes]
         assert written == {*range(len(rows.slots))}  # no slot of a request is the null block's
 

@@ -1,4 +1,4 @@
-"""The table of running requests: the same step as from request objects, kept between steps."""
+"""The table of running requests makes the same step as request objects."""
 
 from __future__ import annotations
 
