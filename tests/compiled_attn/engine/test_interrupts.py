@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import threading
+from collections.abc import Iterator
 
 import pytest
 
@@ -32,6 +33,13 @@ def _prompts() -> list[list[int]]:
 def wanted() -> list[list[int]]:
     model = tiny_model()
     return [plain_generate(model, prompt, NEW) for prompt in _prompts()]
+
+
+@pytest.fixture(autouse=True)
+def _default_handler() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def _interrupt_launches(engine: Engine, times: int = 1) -> None:
@@ -143,7 +151,7 @@ def _fail_sometimes(owner, name, rng, calls) -> None:
     function = getattr(owner, name)
 
     def failing(*args, **kwargs):
-        if rng.random() < 0.02:
+        if rng.random() < 0.05:
             raise ZeroDivisionError(next(calls))
         return function(*args, **kwargs)
 
