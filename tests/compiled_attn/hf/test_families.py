@@ -55,12 +55,6 @@ def test_the_page_lists_every_family_once_and_none_as_wrong():
     )
 
 
-def test_the_readme_counts_as_the_page_does():
-    equal = sum(listed(family).result == "equal" for family in FAMILIES)
-    readme = (PAGE.parents[1] / "README.md").read_text()
-    assert f"tested: {equal} families equal to `generate`" in readme
-
-
 def test_the_tables_count_what_they_list():
     outcomes = [Outcome("llama", "equal", ""), Outcome("mamba", "refused", "with a reason")]
     text = tables(outcomes)
