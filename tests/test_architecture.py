@@ -79,7 +79,7 @@ def test_a_module_begins_with_what_it_is():
 def test_only_what_is_installed_with_an_extra_is_imported_late():
     """The cores need torch and numpy alone."""
     allowed = {"torch", "numpy", "graphs", "compiled_attn", *sys.stdlib_module_names}
-    extras = ("compiled_attn.cli", "compiled_attn.hf", "compiled_attn.engine", "graphs.cli",
+    extras = ("compiled_attn.cli", "compiled_attn.engine", "graphs.cli",
               "graphs.report", "graphs.store", "compiled_attn.models", "compiled_attn.serve",
               "compiled_attn.workloads", "compiled_attn.ops.triton", "compiled_attn.ranks",
                "compiled_attn.replicas", "graphs.backends.onnx", "compiled_attn.integrations",
@@ -115,11 +115,7 @@ _THROUGH_OTHERS = (
     ("compiled_attn.compat.flash", "inputs", "the known signatures: test_api"),
     ("compiled_attn.compat.paged", "api block_tables decode inputs products", "test_attention"),
     ("compiled_attn.engine", "grammar handle report", "test_engine, test_constraint"),
-    (
-        "compiled_attn.hf",
-        "layers recorder refused",
-        "test_proof, test_families, test_model_changes",
-    ),
+    ("compiled_attn.models.hf", "layers recorder refused snapshot", "test_model_changes"),
     ("compiled_attn.integrations", "versions", "the integrations, each of a version"),
     ("compiled_attn.integrations.plans", "base gaudi sglang vllm", "test_formats"),
     ("compiled_attn.ops", "call checks timing", "every implementation of the op"),

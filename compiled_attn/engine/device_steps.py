@@ -16,7 +16,7 @@ from compiled_attn.engine.request_state import RequestState
 from compiled_attn.engine.sampler import NOT_FINITE, sampled
 from compiled_attn.engine.scheduler import ScheduledStep
 from compiled_attn.engine.staging import Later, Return, Staging, staged_bytes
-from compiled_attn.hf import PagedCausalLM
+from compiled_attn.models.hf import PagedCausalLM
 from compiled_attn.ops.drawn_tokens import NO_TOKEN, drawn, likely
 from graphs import Bucket, BucketSpace, WarmupManager, explicit
 

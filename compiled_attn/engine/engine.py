@@ -167,7 +167,7 @@ class Engine:
 
         Raises:
             RuntimeError: the engine is not warmed up.
-            compiled_attn.hf.ModelChanged: the model is not as it was then.
+            compiled_attn.models.hf.ModelChanged: the model is not as it was then.
             graphs.GraphBudgetExceeded: something compiled (strict).
         """
         self._mailbox.arrived()

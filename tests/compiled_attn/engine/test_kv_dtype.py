@@ -12,8 +12,8 @@ import torch
 from compiled_attn.cache.quantisation import quantise
 from compiled_attn.engine import ConfigError, Engine, EngineConfig, SamplingParams
 from compiled_attn.engine.cache_size import CacheSize
-from compiled_attn.hf.proof import check
 from compiled_attn.models import default_model
+from compiled_attn.models.hf.proof import check
 from graphs.store.factors import graph_factors
 from tests.compiled_attn.engine.kept import KINDS, kept_rows
 from tests.compiled_attn.tiny import plain_generate, tiny_model
