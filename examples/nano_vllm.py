@@ -29,7 +29,7 @@ from compiled_attn import BatchBuilder, PagedKVCache, Request, apply_rotary
 from compiled_attn.cache.blocks import BlockPool
 from compiled_attn.models import default_model, load_model
 from compiled_attn.ops import load
-from compiled_attn.step import StepLimits, TableBatch
+from compiled_attn.step import StepLimits, TableBatch, TableLayout
 from graphs import WarmupManager, no_compile
 
 BLOCK = 32  # tokens per cache block

@@ -77,7 +77,7 @@ def test_no_file_has_more_than_400_lines():
 def test_only_modules_of_extras_import_third_parties():
     """Everything else needs torch and numpy alone."""
     allowed = {"torch", "numpy", "graphs", "compiled_attn", *sys.stdlib_module_names}
-    extras = ("compiled_attn.cli", "compiled_attn.hf", "compiled_attn.engine", "graphs.cli",
+    extras = ("compiled_attn.cli", "compiled_attn.engine", "graphs.cli",
               "graphs.report", "graphs.store", "compiled_attn.models", "compiled_attn.serve",
               "compiled_attn.planner", "compiled_attn.ops.triton", "compiled_attn.ranks",
               "graphs.backends.onnx", "compiled_attn.contrib",

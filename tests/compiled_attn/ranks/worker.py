@@ -24,7 +24,7 @@ from compiled_attn.contrib.context_parallel import ContextExecutor
 from compiled_attn.engine import Engine, EngineConfig, SamplingParams
 from compiled_attn.errors import ConfigError, ModelRefused, RankLost, RanksDisagree
 from compiled_attn.ranks import RankEngine, RankExecutor, Ranks, engine_on, join_ranks, shard
-from tests.compiled_attn.hf.families import small_model
+from tests.compiled_attn.models.hf.families import small_model
 from tests.compiled_attn.ranks.layers import farthest
 from tests.compiled_attn.tiny import FAMILIES, plain_generate, tiny_model
 
