@@ -20,7 +20,7 @@ from compiled_attn.engine.logprobs import ScoredToken, TokenLogprobs, logprobs_o
 from compiled_attn.engine.sampling import SamplingParams
 from compiled_attn.engine.scheduler import ScheduledStep
 from compiled_attn.ops import load
-from compiled_attn.ops.drawn_tokens import NATIVE_DTYPES, NO_TOKEN, UNDECIDED, reference
+from compiled_attn.ops.sampling import NATIVE_DTYPES, NO_TOKEN, UNDECIDED, reference
 
 __all__ = ["NOT_FINITE", "Draw", "drawn_rows", "logits_wanted", "sample", "sample_rows", "sampled"]
 
@@ -166,7 +166,7 @@ def _no_draws(rows: int) -> DrawRows:
 @cache
 def _op() -> Any:
     load()  # the same for all of a process
-    return torch.ops.compiled_attn.drawn_tokens
+    return torch.ops.compiled_attn.sample_tokens
 
 
 def _drawn(logits: Tensor, settings: DrawRows) -> list[int]:
